@@ -1,0 +1,505 @@
+"""Every knob of a run, typed, documented and checked before a device is touched.
+
+One `Config` describes one run. It is written in a short Python file (`configs/gpt_8b.py`), changed field by field on the
+command line (`--mesh.data 64`), and saved beside the checkpoints as `config.json`, which holds plain values only: reading a
+run back never executes anything. This module imports no JAX, so `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from mjax.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the transformer. Dimension letters: s sequence, h hidden, n heads, d head size, f feed-forward, v vocabulary."""
+
+    layers: int = 24
+    """Transformer layers."""
+    hidden: int = 1024
+    """Width of the residual stream, h."""
+    heads: int = 16
+    """Attention heads, n; the head size is hidden / heads."""
+    feed_forward: int | None = None
+    """Width of the MLP, f; 4 × hidden when not given."""
+    sequence: int = 1024
+    """Tokens in a sample, s: the number of learned positions."""
+    vocabulary: int = 50257
+    """Token ids the tokenizer can produce."""
+    vocabulary_multiple: int = 1024
+    """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
+    activation: Literal["gelu_tanh", "gelu_erf"] = "gelu_tanh"
+    """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
+    hidden_dropout: float = 0.1
+    """Dropout rate on the embedding and on both residual branches of a layer."""
+    attention_dropout: float = 0.1
+    """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
+    layernorm_epsilon: float = 1e-5
+    """Added to the variance in LayerNorm."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
+    attention: Literal["auto", "cudnn", "xla", "xla_blocks"] = "auto"
+    """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on a CPU."""
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head, d."""
+        return self.hidden // self.heads
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP, f."""
+        return 4 * self.hidden if self.feed_forward is None else self.feed_forward
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """Rows of the embedding: `vocabulary` rounded up to `vocabulary_multiple`."""
+        return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
+
+    @property
+    def parameters(self) -> int:
+        """Exact number of trainable parameters, embeddings counted once (they are tied)."""
+        h, f = self.hidden, self.mlp_width
+        attention = h * 3 * h + 3 * h + h * h + h
+        mlp = h * f + f + f * h + h
+        layer_norms = 4 * h
+        return self.layers * (attention + mlp + layer_norms) + (self.padded_vocabulary + self.sequence) * h + 2 * h
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis of the mesh; neighbours on `model` share a server, so that axis should not exceed one."""
+
+    pipe: int = 1
+    """Pipeline stages (1: no pipeline)."""
+    data: int = 1
+    """Replicas that see different samples."""
+    model: int = 1
+    """Devices that share every layer's matrices (Megatron's tensor parallelism)."""
+
+    @property
+    def devices(self) -> int:
+        """Devices the mesh needs."""
+        return self.pipe * self.data * self.model
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where samples come from."""
+
+    path: str | None = None
+    """Prefix of an indexed dataset: PREFIX.bin and PREFIX.idx, as `mjax prepare` or Megatron's preprocess_data write them."""
+    split: str = "949,50,1"
+    """Proportions of documents for training, validation and test, as in Megatron."""
+    mock: bool = False
+    """Draw deterministic tokens instead of reading data; for measuring speed."""
+    samples: int | None = None
+    """Training samples the order is drawn for; train.steps × train.global_batch when not given. Megatron's order of samples
+    depends on it, so hold it fixed to lengthen a run without changing the order."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its learning rate. Weight decay applies to matrices and embeddings, never to biases or LayerNorm."""
+
+    learning_rate: float = 1.5e-4
+    """Peak learning rate."""
+    min_learning_rate: float = 1e-5
+    """Where the schedule ends."""
+    schedule: Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"] = "cosine"
+    """Shape of the decay after warm-up (wsd: warm-up, stable, decay)."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    decay_steps: int | None = None
+    """Step at which min_learning_rate is reached; train.steps when not given."""
+    wsd_decay_steps: int | None = None
+    """wsd only: length of the final decay, in steps; a tenth of decay_steps when not given."""
+    wsd_decay: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """wsd only: shape of the final decay."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.999
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    clip_norm: float = 1.0
+    """Largest global L2 norm of the gradient; 0 switches clipping off."""
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Types of the computation. Parameters and moments are float32; LayerNorm, softmax and cross entropy reduce in float32."""
+
+    compute: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
+    """Type of activations and matrix products. fp16 brings loss scaling; fp64 (parameters too) is for tests."""
+    loss_scale: float | None = None
+    """fp16 only: a constant loss scale instead of the dynamic one."""
+    initial_loss_scale: float = 2.0**32
+    """fp16 only: where the dynamic loss scale starts."""
+    min_loss_scale: float = 1.0
+    """fp16 only: the dynamic loss scale never falls below this."""
+    loss_scale_window: int = 1000
+    """fp16 only: clean steps in a row after which the loss scale doubles."""
+    hysteresis: int = 2
+    """fp16 only: overflows that are tolerated before the loss scale halves."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, in what portions, and with how much recomputation."""
+
+    steps: int = 300_000
+    """Optimizer steps in all."""
+    global_batch: int = 512
+    """Sequences per step over all devices."""
+    micro_batch: int = 8
+    """Sequences a data replica takes through the model at once; the rest of its share is accumulated."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass recomputes: nothing, the attention core and cheap element-wise work, or whole layers."""
+    seed: int = 1234
+    """Fixes initial weights, order of samples and dropout, whatever the mesh."""
+    eval_interval: int = 1000
+    """Steps between validations; 0 for none."""
+    eval_batches: int = 10
+    """Global batches in a validation."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved, and how much of it stays."""
+
+    interval: int = 1000
+    """Steps between checkpoints; the last step and an interruption are always saved. 0: only those."""
+    keep_last: int = 2
+    """Most recent checkpoints that stay."""
+    keep_every: int | None = None
+    """Checkpoints whose step is a multiple of this stay for good."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is shown and recorded."""
+
+    interval: int = 1
+    """Steps between lines of metrics.jsonl and scalars of TensorBoard."""
+    tensorboard: bool = True
+    """Write TensorBoard scalars into the run folder."""
+    wandb: str | None = None
+    """Weights & Biases project to log to (needs the wandb package)."""
+    prompt: str | None = None
+    """Text that is continued at the end of training as a sample; the beginning of a validation document when not given."""
+    sample_tokens: int = 96
+    """Tokens generated at the end of training; 0 for none."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run of mjax."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches a data replica accumulates in one step, m."""
+        return self.train.global_batch // (self.mesh.data * self.train.micro_batch)
+
+    @property
+    def training_samples(self) -> int:
+        """Samples the order of training is drawn for."""
+        return self.data.samples or self.train.steps * self.train.global_batch
+
+
+# --- Finding and loading a config -------------------------------------------------------------------------------------
+
+
+def config_folders() -> list[Path]:
+    """Folders searched for `--config NAME`: the working directory's, the source tree's, the installed package's."""
+    package = Path(__file__).resolve().parent
+    folders = [Path.cwd() / "configs", package.parent / "configs", package / "configs"]
+    return list(dict.fromkeys(folder for folder in folders if folder.is_dir()))
+
+
+def available_configs() -> list[str]:
+    """Names that `--config` takes."""
+    return sorted({file.stem for folder in config_folders() for file in folder.glob("*.py") if file.stem != "__init__"})
+
+
+def load_config(name: str) -> Config:
+    """Load `configs/NAME.py`, or the file itself when `name` ends in .py, and return its `config`.
+
+    Raises:
+      UsageError: there is no such config, or the file defines no `config`.
+    """
+    if name.endswith(".py"):
+        file = Path(name)
+        if not file.is_file():
+            raise UsageError(
+                f"there is no config file {name}; give a path to a .py file or one of: {', '.join(available_configs())}"
+            )
+    else:
+        found = [folder / f"{name}.py" for folder in config_folders() if (folder / f"{name}.py").is_file()]
+        if not found:
+            raise UsageError(
+                f"there is no config {name!r}{suggestion(name, available_configs())}; there are: {', '.join(available_configs())}"
+            )
+        file = found[0]
+    spec = importlib.util.spec_from_file_location(f"mjax_config_{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    config = getattr(module, "config", None)
+    if not isinstance(config, Config):
+        raise UsageError(f"{file} defines no `config = Config(...)`; see configs/gpt_demo.py for the form")
+    return config
+
+
+def suggestion(word: str, known: list[str]) -> str:
+    """`, did you mean 'x'?` when something close to `word` is known."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+# --- As plain values --------------------------------------------------------------------------------------------------
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Nested plain values, as in config.json."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: dict[str, Any], source: str = "config.json") -> Config:
+    """The inverse of `to_dict`; fields that are missing take their defaults.
+
+    Raises:
+      UsageError: a field is unknown or holds a value of another type; `source` says where it came from.
+    """
+    return _build(Config, values, source, "")
+
+
+def _build(cls: type, values: Any, source: str, prefix: str):
+    if not isinstance(values, dict):
+        raise UsageError(f"{source}: {prefix or 'the config'} must be an object, not {values!r}")
+    hints = get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]
+    arguments = {}
+    for name, value in values.items():
+        if name not in known:
+            raise UsageError(f"{source}: unknown field {prefix}{name}{suggestion(name, known)}")
+        if dataclasses.is_dataclass(hints[name]):
+            arguments[name] = _build(hints[name], value, source, f"{prefix}{name}.")
+        elif _fits(value, hints[name]):
+            arguments[name] = value
+        else:
+            raise UsageError(f"{source}: {prefix}{name} is {value!r}, which is not {_describe(hints[name])}")
+    return cls(**arguments)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_args(kind):
+        return any(_fits(value, option) for option in get_args(kind))
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _describe(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    if get_args(kind):
+        return " or ".join(_describe(option) for option in get_args(kind))
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}[kind]
+
+
+def save_config(config: Config, file: Path) -> None:
+    """Write `config` as JSON, atomically."""
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    temporary.replace(file)
+
+
+def read_config(file: Path) -> Config:
+    """Read a `config.json`.
+
+    Raises:
+      UsageError: the file is missing, is not JSON, or does not describe a config.
+    """
+    try:
+        values = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{file} does not exist; a run folder holds the config.json that train.py wrote") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} is not JSON ({error}); restore it, or start a new run with --name") from None
+    return from_dict(values, str(file))
+
+
+def differences(ours: Config, theirs: Config) -> dict[str, tuple[Any, Any]]:
+    """Fields in which two configs differ, by dotted name: {'mesh.data': (1, 8)}."""
+    found = {}
+    for section in dataclasses.fields(Config):
+        a, b = getattr(ours, section.name), getattr(theirs, section.name)
+        for knob in dataclasses.fields(a):
+            x, y = getattr(a, knob.name), getattr(b, knob.name)
+            if x != y:
+                found[f"{section.name}.{knob.name}"] = (x, y)
+    return found
+
+
+# --- Checks -----------------------------------------------------------------------------------------------------------
+
+
+def validate(config: Config, name: str = "this config") -> None:
+    """Refuse what cannot run, before any device is touched.
+
+    Raises:
+      UsageError: one sentence naming the field, its value, what is allowed and what to type.
+    """
+    model, mesh, train, optimizer = config.model, config.mesh, config.train, config.optimizer
+    _check_ranges(config)
+    if mesh.pipe != 1:
+        raise UsageError(f"--mesh.pipe {mesh.pipe} is not supported yet; use --mesh.pipe 1")
+
+    if model.hidden % model.heads:
+        raise UsageError(
+            f"--model.heads {model.heads} does not divide hidden size {model.hidden}; use {_listed(_divisors(model.hidden))}"
+        )
+    for what, size in (
+        ("heads", model.heads),
+        ("feed-forward width", model.mlp_width),
+        ("padded vocabulary", model.padded_vocabulary),
+    ):
+        if size % mesh.model:
+            possible = [
+                n for n in _divisors(model.heads) if model.mlp_width % n == 0 and model.padded_vocabulary % n == 0
+            ]
+            raise UsageError(f"--mesh.model {mesh.model} does not divide {what} {size}; use {_listed(possible)}")
+
+    if train.global_batch % mesh.data:
+        raise UsageError(
+            f"--train.global-batch {train.global_batch} does not divide over --mesh.data {mesh.data}; "
+            f"use a multiple of {mesh.data}, such as {_nearest_multiple(train.global_batch, mesh.data)}"
+        )
+    share = train.global_batch // mesh.data
+    if share % train.micro_batch:
+        raise UsageError(
+            f"--train.micro-batch {train.micro_batch} does not divide the {share} sequences of a data replica "
+            f"(global batch {train.global_batch} / data {mesh.data}); use {_listed(_divisors(share))}"
+        )
+
+    decay_steps = optimizer.decay_steps or train.steps
+    if optimizer.warmup_steps >= decay_steps and optimizer.schedule != "constant":
+        raise UsageError(
+            f"--optimizer.warmup-steps {optimizer.warmup_steps} must be below the {decay_steps} steps of the schedule; "
+            f"use --optimizer.warmup-steps {decay_steps // 10}"
+        )
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        raise UsageError(
+            f"--optimizer.min-learning-rate {optimizer.min_learning_rate:g} is above --optimizer.learning-rate {optimizer.learning_rate:g}"
+        )
+    if config.data.samples is not None and config.data.samples < train.steps * train.global_batch:
+        raise UsageError(
+            f"--data.samples {config.data.samples} is below the {train.steps * train.global_batch} samples that "
+            f"{train.steps} steps of {train.global_batch} need; leave it out or raise it"
+        )
+    if config.precision.loss_scale is not None and config.precision.compute != "fp16":
+        raise UsageError(
+            f"--precision.loss-scale needs --precision.compute fp16; this run computes in {config.precision.compute}"
+        )
+    if config.data.mock and config.data.path:
+        raise UsageError("--data.mock draws tokens and --data.path reads them; give one of the two")
+    if not config.data.mock and config.data.path is None:
+        raise UsageError(
+            f"{name} has no data: prepare some with `python -m mjax prepare FILES --output data/corpus` and add "
+            "--data.path data/corpus, or add --data.mock to measure speed"
+        )
+
+
+def check_devices(config: Config, found: int, name: str = "this config") -> None:
+    """Refuse a mesh that does not use exactly the devices there are.
+
+    Raises:
+      UsageError: the mesh needs more or fewer devices than were found.
+    """
+    mesh = config.mesh
+    if mesh.devices != found:
+        shape = (
+            f"data {mesh.data} × model {mesh.model}"
+            if mesh.pipe == 1
+            else f"pipe {mesh.pipe} × data {mesh.data} × model {mesh.model}"
+        )
+        raise UsageError(
+            f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({shape}); {found} found: "
+            f"set --mesh.data and --mesh.model, or --simulate {mesh.devices}"
+        )
+
+
+_AT_LEAST_ONE = (
+    "model.layers", "model.hidden", "model.heads", "model.feed_forward", "model.sequence", "model.vocabulary",
+    "model.vocabulary_multiple", "mesh.pipe", "mesh.data", "mesh.model", "data.samples", "optimizer.decay_steps",
+    "optimizer.wsd_decay_steps", "precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale",
+    "precision.loss_scale_window", "precision.hysteresis", "train.steps", "train.global_batch", "train.micro_batch",
+    "train.eval_batches", "checkpoint.keep_last", "checkpoint.keep_every", "log.interval",
+)  # fmt: skip
+_AT_LEAST_ZERO = (
+    "optimizer.learning_rate", "optimizer.min_learning_rate", "optimizer.warmup_steps", "optimizer.weight_decay",
+    "optimizer.epsilon", "optimizer.clip_norm", "train.seed", "train.eval_interval", "checkpoint.interval",
+    "log.sample_tokens", "model.layernorm_epsilon", "model.init_std",
+)  # fmt: skip
+_BELOW_ONE = ("model.hidden_dropout", "model.attention_dropout", "optimizer.beta1", "optimizer.beta2")
+
+
+def _check_ranges(config: Config) -> None:
+    def flag(dotted: str) -> tuple[str, Any]:
+        section, knob = dotted.split(".")
+        return "--" + dotted.replace("_", "-"), getattr(getattr(config, section), knob)
+
+    for dotted in _AT_LEAST_ONE:
+        name, value = flag(dotted)
+        if value is not None and not value >= 1:
+            raise UsageError(f"{name} is {value}; it must be at least 1")
+    for dotted in _AT_LEAST_ZERO:
+        name, value = flag(dotted)
+        if not value >= 0:
+            raise UsageError(f"{name} is {value}; it must be 0 or more")
+    for dotted in _BELOW_ONE:
+        name, value = flag(dotted)
+        if not 0 <= value < 1:
+            raise UsageError(f"{name} is {value}; it must be at least 0 and below 1")
+    if config.train.seed >= 2**32:
+        raise UsageError(f"--train.seed is {config.train.seed}; it must be below 2^32")
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    words = [str(n) for n in numbers[:12]]
+    if len(numbers) > 12:
+        return ", ".join(words) + ", …"
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def _nearest_multiple(n: int, of: int) -> int:
+    return max(of, round(n / of) * of)

@@ -1,0 +1,1 @@
+"""Language models written as Flax modules that hold their own shard. This package imports nothing of training."""

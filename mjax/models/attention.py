@@ -1,0 +1,144 @@
+"""Causal attention: the kernels, and the choice among them.
+
+| kernel       | where            | what it does                                                            |
+|--------------|------------------|-------------------------------------------------------------------------|
+| `cudnn`      | NVIDIA GPUs      | cuDNN's fused flash attention: no s × s matrix in memory, no dropout     |
+| `xla`        | anywhere         | scores, softmax and weighted sum as XLA compiles them                   |
+| `xla_blocks` | meant for CPUs   | the same over four blocks of queries, leaving out keys of the future    |
+
+All take q, k, v [b, s, n, d] with this rank's heads and return [b, s, n, d]. The kernel of a run is resolved once, at the
+start, by running it (`resolve_attention`); nothing falls back on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mjax.config import ModelConfig
+from mjax.errors import UsageError
+from mjax.parallel import mappings
+from mjax.parallel.mappings import MODEL
+from mjax.parallel.random import DropoutKey, dropout
+
+MASKED = (
+    -1e30
+)  # a finite stand-in for −∞: added to a score it leaves exp() exactly 0, and no NaN in any type wider than fp16
+
+
+def attend(q: Array, k: Array, v: Array, kernel: str, rate: float = 0.0, key: DropoutKey | None = None) -> Array:
+    """Softmax(q kᵀ / √d) v over the positions up to each query's own.
+
+    Args:
+      q, k, v: [b, s, n, d].
+      kernel: `cudnn`, `xla` or `xla_blocks`.
+      rate, key: dropout of the probabilities; not with `cudnn`.
+    """
+    if kernel == "cudnn":
+        assert rate == 0.0 or key is None, "cuDNN attention has no dropout in JAX's public interface"
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    blocks = 4 if kernel == "xla_blocks" and q.shape[1] % 4 == 0 else 1
+    width = q.shape[1] // blocks
+    outputs = []
+    for block in range(blocks):
+        queries = slice(block * width, (block + 1) * width)
+        keys = slice(0, (block + 1) * width)  # the rest lies in the future of every query of this block
+        outputs.append(_attend_block(q[:, queries], k[:, keys], v[:, keys], block * width, rate, key))
+    return jnp.concatenate(outputs, axis=1) if blocks > 1 else outputs[0]
+
+
+def _attend_block(q: Array, k: Array, v: Array, first: int, rate: float, key: DropoutKey | None) -> Array:
+    """Attention of the queries from position `first` on: q [b, q, n, d], k and v [b, k, n, d] → [b, q, n, d]."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bqnd,bknd->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
+    position = first + np.arange(q.shape[1])
+    # Added rather than selected: the backward pass of a sum keeps no mask.
+    scores = scores + jnp.where(np.arange(k.shape[1]) <= position[:, None], 0.0, MASKED).astype(wide)
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    if key is not None and rate > 0.0:
+        heads = mappings.rank(MODEL) * q.shape[2] + jnp.arange(q.shape[2])
+        probabilities = dropout(probabilities, rate, key, heads, jnp.asarray(position))
+    return jnp.einsum("bnqk,bknd->bqnd", probabilities, v)
+
+
+# --- Which kernel a run uses ------------------------------------------------------------------------------------------
+
+
+def resolve_attention(model: ModelConfig, compute: str, platform: str, announce: Callable[[str], None] = print) -> str:
+    """The kernel of this run: chosen by rule, then run once on a small array and compared with the plain one.
+
+    Args:
+      model: `model.attention` is the wish; `auto` leaves the choice to the rule in this module's table.
+      compute: compute type of the run, as in the config.
+      platform: `jax.default_backend()`.
+      announce: receives one sentence where a slower kernel than cuDNN's has to be taken on a GPU.
+
+    Raises:
+      UsageError: the kernel asked for cannot do what the run needs, or fails when it is run.
+    """
+    obstacle = _cudnn_obstacle(model, compute, platform)
+    if model.attention == "cudnn" and obstacle:
+        raise UsageError(
+            f"--model.attention cudnn cannot be used: {obstacle}; change that, or use --model.attention xla"
+        )
+    if model.attention != "auto":
+        kernel = model.attention
+    elif platform != "gpu":
+        kernel = "xla_blocks"
+    elif obstacle:
+        kernel = "xla"
+        announce(f"attention: the slower kernel xla is used instead of cuDNN flash, because {obstacle}")
+    else:
+        kernel = "cudnn"
+    _self_test(kernel, model, compute)
+    return kernel
+
+
+def _cudnn_obstacle(model: ModelConfig, compute: str, platform: str) -> str | None:
+    if platform != "gpu":
+        return f"it needs an NVIDIA GPU and this process runs on {platform}"
+    if model.attention_dropout > 0:
+        return f"it has no dropout and --model.attention-dropout is {model.attention_dropout}"
+    if compute not in ("bf16", "fp16"):
+        return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
+    if model.head_size % 8 or model.head_size > 256:
+        return f"it needs a head size that is a multiple of 8 up to 256 and hidden / heads is {model.head_size}"
+    return None
+
+
+def _self_test(kernel: str, model: ModelConfig, compute: str) -> None:
+    """Run `kernel` forward and backward on two heads, and compare with `xla` in float32."""
+    if kernel == "xla":
+        return  # it is the reference
+    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}.get(compute, jnp.float32)
+    shape = (2, min(model.sequence, 128), 2, model.head_size)
+    q, k, v = (jax.random.normal(key, shape, jnp.float32) for key in jax.random.split(jax.random.key(0), 3))
+
+    def output_and_gradients(kernel, dtype):
+        def total(q, k, v):
+            out = attend(q.astype(dtype), k.astype(dtype), v.astype(dtype), kernel).astype(jnp.float32)
+            return jnp.square(out).sum(), out
+
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+
+    try:
+        found = jax.block_until_ready(output_and_gradients(kernel, dtype))
+    except Exception as error:  # whatever the library says, it says it about this kernel
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"the attention kernel {kernel} does not run here ({reason}); use --model.attention xla"
+        ) from error
+    expected = output_and_gradients("xla", jnp.float32)
+    tolerance = 1e-4 if dtype == jnp.float32 else 5e-2
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        difference = float(jnp.abs(a - b).max() / jnp.abs(b).max())
+        if not difference < tolerance:
+            raise UsageError(
+                f"the attention kernel {kernel} gives wrong numbers here (off by {difference:.1e} of the largest); "
+                "use --model.attention xla and report the versions in environment.json"
+            )

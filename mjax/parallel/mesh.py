@@ -1,0 +1,37 @@
+"""The mesh: devices laid out along the axes pipe × data × model.
+
+`model` is the innermost axis, so the devices that exchange activations in every layer are neighbours, on one server and
+its NVLink; replicas along `data` meet once a step and may be far apart (arXiv 2104.04473, section 3.4).
+
+    8 GPUs as data 2 × model 4:     data 0: GPU 0 1 2 3     data 1: GPU 4 5 6 7
+                                    model:      0 1 2 3                 0 1 2 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from mjax.config import MeshConfig
+from mjax.parallel.mappings import DATA, MODEL, PIPE
+
+AXES = (PIPE, DATA, MODEL)
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh over `devices` (all by default), in the order in which JAX lists them.
+
+    Raises:
+      ValueError: there are fewer devices than the mesh needs.
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = (config.pipe, config.data, config.model)
+    # Auto outside, manual inside shard_map: make_mesh would otherwise type arrays with explicit shardings.
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: config.devices])
+
+
+def abstract_mesh(config: MeshConfig) -> AbstractMesh:
+    """The same mesh without devices: enough to trace a step for 512 GPUs on a laptop."""
+    return AbstractMesh((config.pipe, config.data, config.model), AXES, axis_types=(AxisType.Auto,) * 3)

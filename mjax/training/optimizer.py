@@ -1,0 +1,126 @@
+"""AdamW, its learning-rate schedules, and the exact global norm of gradients that are split over devices."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from mjax.config import Config, OptimizerConfig
+from mjax.names import leaf_name
+from mjax.parallel.mappings import sum_over, varying_axes
+
+
+def is_decayed(name: str) -> bool:
+    """Whether weight decay applies: to matrices and embeddings, not to biases and LayerNorm.
+
+    By name, because stacked layers make biases two-dimensional.
+    """
+    return name.rsplit(".", 1)[-1] not in ("bias", "scale")
+
+
+def adamw(config: OptimizerConfig) -> optax.GradientTransformation:
+    """AdamW (arXiv 1711.05101) without the learning rate, which the step multiplies in from the schedule."""
+
+    def decayed(model):
+        return jax.tree_util.tree_map_with_path(lambda path, _: is_decayed(leaf_name(path)), model)
+
+    return optax.chain(
+        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        optax.add_decayed_weights(config.weight_decay, mask=decayed),
+    )
+
+
+def learning_rate(config: Config, samples: Array) -> Array:
+    """Learning rate after `samples` samples have trained the model: float32 [].
+
+    Megatron counts samples rather than steps (core/optimizer_param_scheduler.py), and samples of skipped steps do not
+    count. The first step of a warm-up from 0 uses 0.
+    """
+    optimizer, batch = config.optimizer, config.train.global_batch
+    peak, floor = optimizer.learning_rate, optimizer.min_learning_rate
+    warmup = optimizer.warmup_steps * batch
+    end = (optimizer.decay_steps or config.train.steps) * batch
+    now = samples.astype(jnp.float32)
+
+    progress = jnp.clip((now - warmup) / max(end - warmup, 1), 0.0, 1.0)
+    if optimizer.schedule == "constant":
+        decayed = jnp.full_like(now, peak)
+    elif optimizer.schedule == "inverse_square_root":
+        decayed = jnp.maximum(floor, peak * max(warmup, 1) ** 0.5 / jnp.sqrt(jnp.maximum(now, 1)))
+    elif optimizer.schedule == "wsd":
+        length = (optimizer.wsd_decay_steps or max((optimizer.decay_steps or config.train.steps) // 10, 1)) * batch
+        part = jnp.clip((now - (end - length)) / length, 0.0, 1.0)
+        decayed = floor + _decay(optimizer.wsd_decay, part) * (peak - floor)
+    else:
+        decayed = floor + _decay(optimizer.schedule, progress) * (peak - floor)
+    if optimizer.schedule != "constant":
+        decayed = jnp.where(now > end, floor, decayed)
+    warming = peak * now / max(warmup, 1)
+    return jnp.where((warmup > 0) & (now <= warmup), warming, decayed).astype(jnp.float32)
+
+
+def _decay(shape: str, part: Array) -> Array:
+    """From 1 at part 0 to 0 at part 1."""
+    return {
+        "linear": 1.0 - part,
+        "cosine": 0.5 * (jnp.cos(jnp.pi * part) + 1.0),
+        "exponential": 2.0 * 0.5**part - 1.0,
+        "minus_sqrt": 1.0 - jnp.sqrt(part),
+    }[shape]
+
+
+def squared_norms(gradients) -> Array:
+    """Squared L2 norm of each parameter's gradient, layer by layer: float32 [parameters of `gradient_names`].
+
+    Inside `shard_map` each device holds shards: the squares of a gradient are summed over exactly the axes it varies
+    over, so the square root of their sum is the global norm, the same on every device. `optax.global_norm` would give
+    every rank its own.
+    """
+    parts: dict[frozenset[str], list[tuple[int, Array]]] = {}
+    sizes = []
+    for path, gradient in jax.tree_util.tree_flatten_with_path(gradients)[0]:
+        wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+        layer_dims = 1 if _is_stacked(path) else 0
+        squares = jnp.square(wide).sum(range(layer_dims, wide.ndim)).reshape(-1)
+        parts.setdefault(varying_axes(squares), []).append((len(sizes), squares))
+        sizes.append(squares.shape[0])
+    ordered: list[Array | None] = [None] * len(sizes)
+    for axes, members in parts.items():
+        total = sum_over(jnp.concatenate([squares for _, squares in members]), axes)
+        start = 0
+        for index, squares in members:
+            ordered[index] = total[start : start + squares.shape[0]]
+            start += squares.shape[0]
+    return jnp.concatenate(ordered)
+
+
+def gradient_names(model) -> list[str]:
+    """The names of the entries of `squared_norms`: 'embedding.table', …, 'blocks.mlp.up.kernel of layer 3', …"""
+    names = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(model)[0]:
+        name = leaf_name(path)
+        names += [f"{name} of layer {i}" for i in range(1, leaf.shape[0] + 1)] if _is_stacked(path) else [name]
+    return names
+
+
+def backward_order(names: list[str]) -> list[int]:
+    """Indices of `gradient_names` in the order in which the backward pass reaches them.
+
+    The final LayerNorm comes first, then the layers from the last to the first, the embeddings at the end: the first
+    gradient in this order that is not finite is where the trouble began.
+    """
+
+    def reached(index: int) -> tuple:
+        name, _, layer = names[index].partition(" of layer ")
+        if layer:
+            sublayers = ("mlp.", "mlp_norm", "attention.", "attention_norm")
+            return 1, -int(layer), next(i for i, part in enumerate(sublayers) if part in name)
+        return (0,) if name.startswith("final_norm") else (2,)
+
+    return sorted(range(len(names)), key=reached)
+
+
+def _is_stacked(path: tuple) -> bool:
+    return leaf_name(path).startswith("blocks.")

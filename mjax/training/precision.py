@@ -1,0 +1,63 @@
+"""Compute types, and Megatron's dynamic loss scale.
+
+Parameters and optimizer moments are float32; a step casts the parameters to the compute type once and accumulates
+gradients in float32. fp16 cannot hold small gradients, so the loss is multiplied by a scale and the gradients divided
+by it; an overflow skips the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mjax.config import PrecisionConfig
+
+COMPUTE_TYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp64": jnp.float64}
+
+
+def parameter_type(compute: str):
+    """Type of the master weights: float32, or float64 for tests in fp64."""
+    return jnp.float64 if compute == "fp64" else jnp.float32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossScale:
+    """The loss scale and its history; the same on every device.
+
+    Attributes:
+      value: float32 []; 1 outside fp16.
+      clean_steps: int32 [], steps without overflow since the scale last changed or overflowed.
+      hysteresis: int32 [], overflows that are still tolerated before the scale halves.
+    """
+
+    value: Array
+    clean_steps: Array
+    hysteresis: Array
+
+    @classmethod
+    def initial(cls, config: PrecisionConfig) -> LossScale:
+        """Where a run starts: 1 outside fp16, the constant scale if there is one, else the initial one."""
+        value = 1.0 if config.compute != "fp16" else config.loss_scale or config.initial_loss_scale
+        return cls(jnp.float32(value), jnp.int32(0), jnp.int32(config.hysteresis))
+
+    def update(self, finite: Array, config: PrecisionConfig) -> LossScale:
+        """The scale after a step whose gradients were all `finite` (bool []).
+
+        Megatron's rule (core/optimizer/grad_scaler.py, DynamicGradScaler): an overflow uses up hysteresis, and once that
+        is gone every overflow halves the scale; a window of clean steps in a row doubles it and refills the hysteresis.
+        """
+        if config.compute != "fp16" or config.loss_scale is not None:
+            return self
+        hysteresis = jnp.where(finite, self.hysteresis, self.hysteresis - 1)
+        shrunk = jnp.where(hysteresis <= 0, jnp.maximum(self.value * 0.5, config.min_loss_scale), self.value)
+        clean_steps = jnp.where(finite, self.clean_steps + 1, 0)
+        grow = clean_steps == config.loss_scale_window
+        return LossScale(
+            value=jnp.where(finite, jnp.where(grow, self.value * 2.0, self.value), shrunk).astype(jnp.float32),
+            clean_steps=jnp.where(grow, 0, clean_steps).astype(jnp.int32),
+            hysteresis=jnp.where(grow, config.hysteresis, hysteresis).astype(jnp.int32),
+        )
