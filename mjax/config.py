@@ -1,8 +1,8 @@
 """Every knob of a run, typed, documented and checked before a device is touched.
 
-One `Config` describes one run. It is written in a short Python file (`configs/gpt_8b.py`), changed field by field on the
-command line (`--mesh.data 64`), and saved beside the checkpoints as `config.json`, which holds plain values only: reading a
-run back never executes anything. This module imports no JAX, so `--help` answers at once.
+One `Config` describes one run. It is written in a short Python file (`configs/gpt_8b.py`), changed field by field on
+the command line (`--mesh.data 64`), and saved beside the checkpoints as `config.json`, which holds plain values only:
+reading a run back never executes anything. This module imports no JAX, so `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from mjax.errors import UsageError
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the transformer. Dimension letters: s sequence, h hidden, n heads, d head size, f feed-forward, v vocabulary."""
+    """Shape of the transformer. Dimension letters: s sequence, h hidden, n heads, d head size, f feed-forward, v
+    vocabulary."""
 
     layers: int = 24
     """Transformer layers."""
@@ -48,7 +49,8 @@ class ModelConfig:
     init_std: float = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
     attention: Literal["auto", "cudnn", "xla", "xla_blocks"] = "auto"
-    """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on a CPU."""
+    """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
+    a CPU."""
 
     @property
     def head_size(self) -> int:
@@ -97,14 +99,15 @@ class DataConfig:
     """Where samples come from."""
 
     path: str | None = None
-    """Prefix of an indexed dataset: PREFIX.bin and PREFIX.idx, as `mjax prepare` or Megatron's preprocess_data write them."""
+    """Prefix of an indexed dataset: PREFIX.bin and PREFIX.idx, as `mjax prepare` or Megatron's preprocess_data write
+    them."""
     split: str = "949,50,1"
     """Proportions of documents for training, validation and test, as in Megatron."""
     mock: bool = False
-    """Draw deterministic tokens instead of reading data; for measuring speed."""
+    """Draw deterministic tokens instead of reading data.path; for measuring speed."""
     samples: int | None = None
-    """Training samples the order is drawn for; train.steps × train.global_batch when not given. Megatron's order of samples
-    depends on it, so hold it fixed to lengthen a run without changing the order."""
+    """Training samples the order is drawn for; train.steps × train.global_batch when not given. Megatron's order of
+    samples depends on it, so hold it fixed to lengthen a run without changing the order."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Types of the computation. Parameters and moments are float32; LayerNorm, softmax and cross entropy reduce in float32."""
+    """Types of the computation. Parameters and moments are float32; LayerNorm, softmax and cross entropy reduce in
+    float32."""
 
     compute: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     """Type of activations and matrix products. fp16 brings loss scaling; fp64 (parameters too) is for tests."""
@@ -198,7 +202,8 @@ class LogConfig:
     wandb: str | None = None
     """Weights & Biases project to log to (needs the wandb package)."""
     prompt: str | None = None
-    """Text that is continued at the end of training as a sample; the beginning of a validation document when not given."""
+    """Text that is continued at the end of training as a sample; the beginning of a validation document when not
+    given."""
     sample_tokens: int = 96
     """Tokens generated at the end of training; 0 for none."""
 
@@ -258,7 +263,8 @@ def load_config(name: str) -> Config:
         found = [folder / f"{name}.py" for folder in config_folders() if (folder / f"{name}.py").is_file()]
         if not found:
             raise UsageError(
-                f"there is no config {name!r}{suggestion(name, available_configs())}; there are: {', '.join(available_configs())}"
+                f"there is no config {name!r}{suggestion(name, available_configs())}; "
+                f"there are: {', '.join(available_configs())}"
             )
         file = found[0]
     spec = importlib.util.spec_from_file_location(f"mjax_config_{file.stem}", file)
@@ -382,7 +388,8 @@ def validate(config: Config, name: str = "this config") -> None:
 
     if model.hidden % model.heads:
         raise UsageError(
-            f"--model.heads {model.heads} does not divide hidden size {model.hidden}; use {_listed(_divisors(model.hidden))}"
+            f"--model.heads {model.heads} does not divide hidden size {model.hidden}; "
+            f"use {_listed(_divisors(model.hidden))}"
         )
     for what, size in (
         ("heads", model.heads),
@@ -415,7 +422,8 @@ def validate(config: Config, name: str = "this config") -> None:
         )
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise UsageError(
-            f"--optimizer.min-learning-rate {optimizer.min_learning_rate:g} is above --optimizer.learning-rate {optimizer.learning_rate:g}"
+            f"--optimizer.min-learning-rate {optimizer.min_learning_rate:g} is above "
+            f"--optimizer.learning-rate {optimizer.learning_rate:g}; lower the first"
         )
     if config.data.samples is not None and config.data.samples < train.steps * train.global_batch:
         raise UsageError(
@@ -426,8 +434,6 @@ def validate(config: Config, name: str = "this config") -> None:
         raise UsageError(
             f"--precision.loss-scale needs --precision.compute fp16; this run computes in {config.precision.compute}"
         )
-    if config.data.mock and config.data.path:
-        raise UsageError("--data.mock draws tokens and --data.path reads them; give one of the two")
     if not config.data.mock and config.data.path is None:
         raise UsageError(
             f"{name} has no data: prepare some with `python -m mjax prepare FILES --output data/corpus` and add "

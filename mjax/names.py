@@ -4,5 +4,6 @@ import jax
 
 
 def leaf_name(path: tuple) -> str:
-    """The dotted name of a tree path: 'blocks.mlp.up.kernel'; the slot in which an NNX variable keeps its array is left out."""
+    """The dotted name of a tree path: 'blocks.mlp.up.kernel'; the slot in which an NNX variable keeps its array is
+    left out."""
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")

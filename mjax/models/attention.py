@@ -6,14 +6,15 @@
 | `xla`        | anywhere         | scores, softmax and weighted sum as XLA compiles them                   |
 | `xla_blocks` | meant for CPUs   | the same over four blocks of queries, leaving out keys of the future    |
 
-All take q, k, v [b, s, n, d] with this rank's heads and return [b, s, n, d]. The kernel of a run is resolved once, at the
-start, by running it (`resolve_attention`); nothing falls back on the way.
+All take q, k, v [b, s, n, d] with this rank's heads and return [b, s, n, d]. The kernel of a run is resolved once, at
+the start, by running it (`resolve_attention`); nothing falls back on the way.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,40 @@ def _attend_block(q: Array, k: Array, v: Array, first: int, rate: float, key: Dr
         heads = mappings.rank(MODEL) * q.shape[2] + jnp.arange(q.shape[2])
         probabilities = dropout(probabilities, rate, key, heads, jnp.asarray(position))
     return jnp.einsum("bnqk,bknd->bqnd", probabilities, v)
+
+
+# --- One position after those in a cache ------------------------------------------------------------------------------
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of the positions read so far: [b, S, n / p, d] each, or [l, b, S, n / p, d] of all layers."""
+
+    keys: Array
+    values: Array
+
+
+def attend_cached(q: Array, k: Array, v: Array, cached: KeyValues, lengths: Array) -> Array:
+    """Attention of one new position of each sequence over the positions before it and itself.
+
+    The cache is only read, so a scan over layers need not copy it; the new key and value have a column of their own.
+
+    Args:
+      q, k, v: [b, 1, n, d], of the new positions.
+      cached: [b, S, n, d], of which the first `lengths` slots of a sequence hold its positions.
+      lengths: int [b].
+
+    Returns:
+      [b, 1, n, d].
+    """
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    q = q / math.sqrt(q.shape[-1])
+    before = jnp.einsum("bqnd,bknd->bnqk", q, cached.keys, preferred_element_type=wide)
+    written = jnp.arange(cached.keys.shape[1]) < lengths[:, None]
+    before = before + jnp.where(written, 0.0, MASKED).astype(wide)[:, None, None]
+    itself = jnp.einsum("bqnd,bqnd->bnq", q, k, preferred_element_type=wide)[..., None]
+    probabilities = jax.nn.softmax(jnp.concatenate([before, itself], -1), axis=-1).astype(q.dtype)
+    context = jnp.einsum("bnqk,bknd->bqnd", probabilities[..., :-1], cached.values)
+    return context + jnp.einsum("bnqk,bknd->bqnd", probabilities[..., -1:], v)
 
 
 # --- Which kernel a run uses ------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """The transformer layer of GPT-2 and Megatron: LayerNorm before attention and MLP (arXiv 1909.08053, figure 2).
 
-    x ─┬─ LayerNorm ─ QKV (columns) ─ attention ─ projection (rows) ─ dropout ─ + ─┬─ LayerNorm ─ MLP up (columns) ─ GELU ─ MLP down (rows) ─ dropout ─ +
-       └────────────────────────────────────────────────────────────────────────── ┘ └──────────────────────────────────────────────────────────────── ┘
+    x ─┬─ LayerNorm ─ QKV (columns) ─ attention ─ projection (rows) ─ dropout ─ + ─┬─ …
+       └───────────────────────────────────────────────────────────────────────┘
+    … ─┬─ LayerNorm ─ MLP up (columns) ─ GELU ─ MLP down (rows) ─ dropout ─ + ─▶
+       └────────────────────────────────────────────────────────────────────┘
 
 Two regions are opened and closed, so a layer has two all-reduces forward and two backward.
 
-What a layer keeps for its backward pass has names, and `recompute` says which of them stay (arXiv 2205.05198, section 5):
-`none` keeps what autodiff asks for, `selective` the four names below, `full` only the layer's input.
+What a layer keeps for its backward pass has names, and `recompute` says which of them stay (arXiv 2205.05198, section
+5): `none` keeps what autodiff asks for, `selective` the four names below, `full` only the layer's input.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config import ModelConfig
-from mjax.models.attention import attend
+from mjax.models.attention import KeyValues, attend, attend_cached
 from mjax.parallel import random
 from mjax.parallel.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear
 from mjax.parallel.random import DropoutKey, dropout
@@ -49,9 +51,17 @@ class Attention(nnx.Module):
         context = attend(q, k, v, self.config.attention, self.config.attention_dropout, key)
         return self.out(checkpoint_name(context, "context"))
 
+    def decode(self, x: Array, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+        """As `Block.decode`, for attention alone."""
+        qkv = self.qkv(x)
+        q, k, v = (qkv[:, :, i] for i in range(3))
+        context = attend(q, k, v, self.config.attention) if cached is None else attend_cached(q, k, v, cached, lengths)
+        return self.out(context), KeyValues(k, v)
+
 
 class MLP(nnx.Module):
-    """Two linear layers with a GELU between, the feed-forward dim split over `model`. Shapes: x [b, s, h] → [b, s, h]."""
+    """Two linear layers with a GELU between, the feed-forward dim split over `model`. Shapes: x [b, s, h] → [b, s,
+    h]."""
 
     def __init__(self, key: Array, config: ModelConfig, dtype):
         up, down = jax.random.split(key)
@@ -90,6 +100,17 @@ class Block(nnx.Module):
         y = self.mlp(self.mlp_norm(x))
         return x + dropout(y, rate, at(random.MLP_OUTPUT), positions)
 
+    def decode(self, x: Array, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+        """The layer without dropout, and the keys and values of `x`, for generation.
+
+        Args:
+          x: [b, s, h], whole prompts; with a cache [b, 1, h], the position after the cached ones.
+          cached: this layer's keys and values of the `lengths` int [b] positions before `x`; None at the start.
+        """
+        y, new = self.attention.decode(self.attention_norm(x), cached, lengths)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), new
+
 
 def residual_std(config: ModelConfig) -> float:
     """Initial standard deviation of projections into the residual stream: init_std / √(2 L)."""
@@ -118,3 +139,13 @@ def run_blocks(blocks: Block, x: Array, key: DropoutKey | None, recompute: str) 
     layers = blocks.attention_norm.scale[...].shape[0]
     x, _ = jax.lax.scan(layer, x, (blocks, jnp.arange(1, layers + 1)))
     return x
+
+
+def decode_blocks(blocks: Block, x: Array, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+    """`Block.decode` of stacked layers: `cached` and the keys and values returned have a leading layer dim."""
+
+    def layer(x, block_and_cached):
+        block, cached = block_and_cached
+        return block.decode(x, cached, lengths)
+
+    return jax.lax.scan(layer, x, (blocks, cached))

@@ -61,8 +61,9 @@ def _layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
 class ColumnParallelLinear(nnx.Module):
     """y = x A + b with A split by columns: A = [A_1 … A_p], so rank i computes its own columns y_i.
 
-    The output may have several dims, such as (3, heads, head size) for a fused QKV; `split` says which of them is split.
-    Shapes: x [b, s, h], the same on every rank of `model` → y [b, s, *out] with out[split] / p, varying over `model`.
+    The output may have several dims, such as (3, heads, head size) for a fused QKV; `split` says which of them is
+    split. Shapes: x [b, s, h], the same on every rank of `model` → y [b, s, *out] with out[split] / p, varying over
+    `model`.
     """
 
     def __init__(self, key: Array, width: int, out: tuple[int, ...], split: int, std: float, dtype):

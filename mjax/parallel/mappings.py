@@ -1,18 +1,19 @@
 """Megatron's conjugate operators: the only file in which a value crosses between devices.
 
-Inside `shard_map` every value is typed by the mesh axes it varies over. A pair of linear layers split over `model` opens a
-region in which activations differ from rank to rank, and closes it again (arXiv 1909.08053, section 3, figure 3):
+Inside `shard_map` every value is typed by the mesh axes it varies over. A pair of linear layers split over `model`
+opens a region in which activations differ from rank to rank, and closes it again (arXiv 1909.08053, section 3, figure
+3):
 
     x ── f ──▶ X A_i ──▶ gelu ──▶ (…) B_i ── g ──▶ y
          forward: nothing                    forward: sum over ranks
          backward: sum over ranks            backward: nothing
 
-f is a cast of the type and g a sum. Each is the transpose of the other, so autodiff writes the backward pass, and the types
-refuse a region that is opened twice or never closed. One mistake they do not see is closing a region twice, which would
-multiply by the number of ranks: `leave` checks for it.
+f is a cast of the type and g a sum. Each is the transpose of the other, so autodiff writes the backward pass, and the
+types refuse a region that is opened twice or never closed. One mistake they do not see is closing a region twice,
+which would multiply by the number of ranks: `leave` checks for it.
 
-Over `data` there is one rule: parameters are cast to varying before differentiation (`enter_data`), so that every replica
-accumulates its own gradient, and summed once afterwards (`sum_gradients`).
+Over `data` there is one rule: parameters are cast to varying before differentiation (`enter_data`), so that every
+replica accumulates its own gradient, and summed once afterwards (`sum_gradients`).
 """
 
 from __future__ import annotations

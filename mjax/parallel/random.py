@@ -1,12 +1,13 @@
 """Dropout that is the same on every mesh.
 
-Whether an element is dropped is a function of (seed, step, layer, site) and of where the element stands in the whole batch:
-its sample, its position or head, its column. No device holds a generator, so one device and four hundred draw the same
-masks, a resumed run draws the masks it would have drawn, and the backward pass draws them again instead of storing them.
+Whether an element is dropped is a function of (seed, step, layer, site) and of where the element stands in the whole
+batch: its sample, its position or head, its column. No device holds a generator, so one device and four hundred draw
+the same masks, a resumed run draws the masks it would have drawn, and the backward pass draws them again instead of
+storing them.
 
-The function is a counter hash: two rounds of a 32-bit integer mixer over the column, keyed by two words a row. It fuses
-into its neighbours, where a call to a random-number generator would not. It is meant for dropout only; initial weights and
-sampling use `jax.random`.
+The function is a counter hash: two rounds of a 32-bit integer mixer over the column, keyed by two words a row. It
+fuses into its neighbours, where a call to a random-number generator would not. It is meant for dropout only; initial
+weights and sampling use `jax.random`.
 """
 
 from __future__ import annotations

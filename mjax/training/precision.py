@@ -47,8 +47,9 @@ class LossScale:
     def update(self, finite: Array, config: PrecisionConfig) -> LossScale:
         """The scale after a step whose gradients were all `finite` (bool []).
 
-        Megatron's rule (core/optimizer/grad_scaler.py, DynamicGradScaler): an overflow uses up hysteresis, and once that
-        is gone every overflow halves the scale; a window of clean steps in a row doubles it and refills the hysteresis.
+        Megatron's rule (core/optimizer/grad_scaler.py, DynamicGradScaler): an overflow uses up hysteresis, and once
+        that is gone every overflow halves the scale; a window of clean steps in a row doubles it and refills the
+        hysteresis.
         """
         if config.compute != "fp16" or config.loss_scale is not None:
             return self

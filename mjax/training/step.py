@@ -1,5 +1,5 @@
-"""The train step: one `shard_map` around everything, so that each byte that crosses a device boundary is written here or
-in the layers.
+"""The train step: one `shard_map` around everything, so that each byte that crosses a device boundary is written here
+or in the layers.
 
     cast parameters to the compute type, once
     scan over micro-batches: loss and gradient of this replica, accumulated in float32
@@ -161,14 +161,7 @@ def _initial_state(config: Config, transform: optax.GradientTransformation) -> T
 def _train_step(config: Config, transform, order: np.ndarray, state: TrainState, batch: dict[str, Array]):
     """One step as a single device sees it: its shards of `state`, its replica's rows of `batch` [B / data, s]."""
     scale = state.loss_scale.value
-    weights = mappings.enter_data(cast(state.model, config))
-    loss, gradients = _accumulate(config, weights, batch, state.step, scale)
-
-    # The one data-parallel reduction: float32, outside every loop.
-    gradients = mappings.sum_gradients(gradients, state.model)
-    loss = mappings.sum_over(loss, mappings.varying_axes(loss))
-
-    gradients = jax.tree.map(lambda g: g / scale, gradients)
+    loss, gradients = loss_and_gradients(config, state.model, batch, state.step, scale)
     squares = squared_norms(gradients)
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(norm)  # every device holds the same norm, so all of them agree
@@ -192,7 +185,7 @@ def _train_step(config: Config, transform, order: np.ndarray, state: TrainState,
     )
     broken = ~jnp.isfinite(squares)[order]
     metrics = StepMetrics(
-        loss=loss / scale,
+        loss=loss,
         grad_norm=norm,
         learning_rate=rate,
         loss_scale=scale,
@@ -201,6 +194,27 @@ def _train_step(config: Config, transform, order: np.ndarray, state: TrainState,
         first_nonfinite=jnp.asarray(order)[jnp.argmax(broken)].astype(jnp.int32),
     )
     return new_state, metrics
+
+
+def loss_and_gradients(config: Config, model: GPT, batch: dict[str, Array], step: Array, scale: Array):
+    """Mean loss over the global batch and its gradient, from inside `shard_map`.
+
+    Args:
+      config: as for `build_program`.
+      model: this device's shards of the master weights.
+      batch: this replica's rows, int32 [B / data, s].
+      step: int32 [], numbers the dropout masks.
+      scale: float32 [], multiplies the loss before differentiation and is divided out of both results.
+
+    Returns:
+      Loss [], and a gradient in float32 for each shard of `model`, the same on every replica.
+    """
+    weights = mappings.enter_data(cast(model, config))
+    loss, gradients = _accumulate(config, weights, batch, step, scale)
+    # The one data-parallel reduction: float32, outside every loop.
+    gradients = mappings.sum_gradients(gradients, model)
+    loss = mappings.sum_over(loss, mappings.varying_axes(loss))
+    return jax.tree.map(lambda x: x / scale, (loss, gradients))
 
 
 def _accumulate(config: Config, weights: GPT, batch: dict[str, Array], step: Array, scale: Array):

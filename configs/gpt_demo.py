@@ -1,0 +1,31 @@
+"""A small GPT on Wikipedia paragraphs, for two CPU cores: `make train`.
+
+parameters   4.4 million
+hardware     two CPU cores, about three minutes
+data         `python -m mjax prepare --demo --output data/demo` (5 MB of text, 4,096 sentencepiece tokens)
+"""
+
+from mjax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+
+config = Config(
+    model=ModelConfig(
+        layers=4, hidden=256, heads=8, sequence=128, vocabulary=4096, hidden_dropout=0.1, attention_dropout=0.1
+    ),
+    data=DataConfig(path="data/demo", split="95,5,0"),
+    optimizer=OptimizerConfig(
+        learning_rate=2e-3, min_learning_rate=1e-4, warmup_steps=40, weight_decay=0.1, beta2=0.99
+    ),
+    precision=PrecisionConfig(compute="fp32"),
+    train=TrainConfig(steps=400, global_batch=32, micro_batch=8, eval_interval=100, eval_batches=10),
+    checkpoint=CheckpointConfig(interval=100, keep_last=2),
+    log=LogConfig(prompt="The city of"),
+)

@@ -1,0 +1,148 @@
+"""The command line: `mjax COMMAND …`, and `train.py`, which is `mjax train`.
+
+Exit codes: 0 success · 2 a usage or config error, one sentence, nothing was started · 75 stopped after saving, run me
+again · 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from mjax import __version__, launch
+from mjax.config import Config, available_configs, load_config, read_config, suggestion, validate
+from mjax.errors import RunError, UsageError
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """Train a model. Any field of the config can be changed by a flag, such as --mesh.data 8 or --train.steps 1000."""
+
+    config: str = "gpt_demo"
+    """Name of a file in configs/, or a path to a .py file that defines `config`."""
+    name: str | None = None
+    """Name of the run, whose folder is RUNS/NAME; that of the config when not given. A run that is there is
+    continued."""
+    runs: Path = Path("runs")
+    """Folder of run folders."""
+    resume: Path | None = None
+    """Continue the run in this folder with the config saved there."""
+    simulate: int | None = None
+    """Run on this many simulated devices of the CPU."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def train(argv: Sequence[str]) -> int:
+    """`mjax train`."""
+    chosen = _choose_config(argv)
+    arguments = tyro.cli(TrainArguments, args=argv, prog="train.py", default=chosen)
+    config = arguments.settings
+    folder = arguments.resume or arguments.runs / (arguments.name or Path(arguments.config).stem)
+    label = arguments.config if arguments.resume is None else str(folder)
+
+    # Everything that can be refused without a device is refused before jax is imported.
+    validate(config, label)
+    from mjax.training.runs import changes_since
+
+    changes = changes_since(folder, config)
+    if arguments.simulate is not None:
+        if arguments.simulate < 1:
+            raise UsageError(f"--simulate is {arguments.simulate}; it must be at least 1")
+        launch.simulate_devices(arguments.simulate)
+
+    from mjax.training import loop
+    from mjax.training.metrics import check_wandb
+
+    check_wandb(config.log.wandb)
+    for line in changes:
+        print(line)
+    result = loop.train(config, folder, label)
+    return result.exit_code
+
+
+def _choose_config(argv: Sequence[str]) -> TrainArguments:
+    """The defaults of the other flags: from --resume's run folder, or from --config's file."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default="gpt_demo")
+    parser.add_argument("--resume", type=Path)
+    first, _ = parser.parse_known_args(argv)
+    if first.resume is not None:
+        from mjax.training.runs import has_checkpoint
+
+        if not has_checkpoint(first.resume):
+            raise UsageError(f"--resume {first.resume} holds no checkpoint; give a run folder such as runs/gpt_demo")
+        return TrainArguments(resume=first.resume, settings=read_config(first.resume / "config.json"))
+    return TrainArguments(config=first.config, settings=load_config(first.config))
+
+
+def prepare(argv: Sequence[str]) -> int:
+    """`mjax prepare`."""
+    from mjax.data.prepare import PrepareArguments
+    from mjax.data.prepare import prepare as run
+
+    run(tyro.cli(PrepareArguments, args=argv, prog="mjax prepare"))
+    return 0
+
+
+def generate(argv: Sequence[str]) -> int:
+    """`mjax generate`."""
+    from mjax.generation import GenerateArguments, run_generate
+
+    return run_generate(tyro.cli(GenerateArguments, args=argv, prog="mjax generate"))
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "train": (train, "train a model; the same as train.py"),
+    "prepare": (prepare, "turn text into an indexed dataset and its tokenizer"),
+    "generate": (generate, "continue a text with a trained model"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; errors a person can mend are printed as one sentence."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(f"mjax {__version__}")
+        return 0
+    try:
+        if argv[0] not in COMMANDS:
+            names = list(COMMANDS)
+            raise UsageError(
+                f"there is no command {argv[0]!r}{suggestion(argv[0], names)}; there are: {', '.join(names)}"
+            )
+        return COMMANDS[argv[0]][0](argv[1:])
+    except UsageError as error:
+        print(f"mjax: error: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"mjax: error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(
+            f"mjax: error: {error}; what was saved before is intact, the same command continues from it",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        print("mjax: stopped at once; the last checkpoint is intact", file=sys.stderr)
+        return 130
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items())
+    return (
+        "usage: mjax COMMAND …\n\n"
+        f"{commands}\n\n"
+        "`mjax COMMAND --help` lists a command's flags with units and defaults.\n"
+        f"configs: {', '.join(available_configs())}"
+    )

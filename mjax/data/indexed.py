@@ -1,0 +1,248 @@
+"""Megatron's indexed dataset: all tokens in one flat file, and an index that says where each sequence lies.
+
+PREFIX.bin holds the tokens of every sequence one after the other, without a header. PREFIX.idx is little-endian:
+
+    bytes   content
+    9       "MMIDIDX\\0\\0"
+    8       version, uint64: 1
+    1       code of the tokens' type: 4 int32, 8 uint16, …
+    8       S, uint64: number of sequences
+    8       D, uint64: number of document boundaries, documents + 1
+    4 S     length of each sequence in tokens, int32
+    8 S     where each sequence begins in PREFIX.bin, in bytes, int64
+    8 D     the sequence at which each document begins, int64; the first is 0, the last S
+
+A document is one or more sequences: one for GPT, one per sentence for BERT. Both files are mapped into memory, never
+read whole, so opening a terabyte takes milliseconds and processes on one machine share the pages.
+
+Source: Megatron-LM, core/datasets/indexed_dataset.py.
+"""
+
+import array
+import contextlib
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mjax.errors import UsageError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, document boundaries; "<" also means unpadded
+DTYPES = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    8: np.uint16,
+}  # 6 and 7 are floats: not tokens
+
+
+def index_file(prefix: str | Path) -> Path:
+    """PREFIX.idx."""
+    return Path(f"{prefix}.idx")  # not with_suffix: a prefix may hold dots
+
+
+def token_file(prefix: str | Path) -> Path:
+    """PREFIX.bin."""
+    return Path(f"{prefix}.bin")
+
+
+def token_dtype(vocabulary: int) -> type[np.integer]:
+    """Type in which Megatron writes the tokens of a vocabulary: uint16 below 65,500, else int32."""
+    return np.uint16 if vocabulary < 65500 else np.int32
+
+
+# --- Reading ----------------------------------------------------------------------------------------------------------
+
+
+class IndexedDataset:
+    """Read-only view of PREFIX.bin and PREFIX.idx; `len()` is the number of sequences.
+
+    Attributes:
+      lengths: tokens in each sequence, int32 [S].
+      pointers: byte at which each sequence begins, int64 [S].
+      document_indices: sequence at which each document begins, then S, int64 [documents + 1].
+      dtype: type of the tokens on disk.
+
+    Raises:
+      UsageError: a file is missing, is not what it should be, is cut short, or holds no tokens.
+    """
+
+    def __init__(self, prefix: str | Path):
+        self.prefix = str(prefix)
+        for file in (token_file(prefix), index_file(prefix)):
+            if not file.is_file():
+                raise UsageError(_missing(self.prefix, file))
+        sequences, self.dtype = _read_header(index_file(prefix))
+
+        index = np.memmap(index_file(prefix), dtype=np.uint8, mode="r").view(np.ndarray)
+        fields = np.split(index[HEADER.size :], np.cumsum([4 * sequences, 8 * sequences]))
+        self.lengths = fields[0].view("<i4")
+        self.pointers = fields[1].view("<i8")
+        self.document_indices = fields[2].view("<i8")
+        if self.document_indices[0] != 0 or self.document_indices[-1] != sequences:
+            raise UsageError(
+                f"{index_file(prefix)} is damaged: its documents cover sequences {self.document_indices[0]} to "
+                f"{self.document_indices[-1]} of {sequences}; copy or prepare it again"
+            )
+        self._check_tokens()
+        self._tokens = np.memmap(token_file(prefix), dtype=np.uint8, mode="r").view(np.ndarray)
+
+    def _check_tokens(self) -> None:
+        file = token_file(self.prefix)
+        size = file.stat().st_size
+        expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self) else 0
+        if size != expected:
+            raise UsageError(
+                f"{file} is {size:,} bytes but {index_file(self.prefix)} describes {expected:,}: "
+                "the two do not belong together or one was cut short; copy or prepare them again"
+            )
+        if size == 0:
+            raise UsageError(f"{file} holds no tokens; prepare it again from files that hold text")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return len(self.document_indices) - 1
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return len(self._tokens) // self.dtype.itemsize
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens `offset` to `offset + length` of a sequence, to its end when `length` is None; type `dtype`, [length].
+
+        The result is a read-only view of the file, not a copy.
+
+        Raises:
+          IndexError: there is no such sequence, or it does not hold those tokens.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {self.prefix}, which holds {len(self)}")
+        size = int(self.lengths[index])
+        length = size - offset if length is None else length
+        if not 0 <= offset <= offset + length <= size:
+            raise IndexError(
+                f"tokens {offset} to {offset + length} of sequence {index} of {self.prefix}, which holds {size}"
+            )
+        begin = int(self.pointers[index]) + offset * self.dtype.itemsize
+        return self._tokens[begin : begin + length * self.dtype.itemsize].view(self.dtype)
+
+
+def _missing(prefix: str, file: Path) -> str:
+    if prefix.endswith((".bin", ".idx")):
+        return f"{file} does not exist; give the prefix without the ending: {prefix[:-4]}"
+    return f"{file} does not exist; prepare it with `python -m mjax prepare FILES --output {prefix}`"
+
+
+def _read_header(file: Path) -> tuple[int, np.dtype]:
+    """Number of sequences and type of the tokens, once the file's size agrees with its header."""
+    with file.open("rb") as stream:
+        header = stream.read(HEADER.size)
+    if not header.startswith(MAGIC):
+        raise UsageError(
+            f"{file} is not the index of an indexed dataset: it begins with {header[:9]!r}, not {MAGIC!r}; "
+            "give a prefix that `python -m mjax prepare` or Megatron's preprocess_data wrote"
+        )
+    if len(header) < HEADER.size:
+        raise UsageError(f"{file} is cut short: it ends after {len(header)} bytes; copy or prepare it again")
+    _, version, code, sequences, boundaries = HEADER.unpack(header)
+    if version != VERSION:
+        raise UsageError(f"{file} is of version {version}; mjax reads version {VERSION}, so prepare the data again")
+    if code not in DTYPES:
+        known = ", ".join(f"{number} {np.dtype(dtype)}" for number, dtype in DTYPES.items())
+        raise UsageError(f"{file} holds tokens of type code {code}; mjax reads {known}, so prepare the data again")
+    size, expected = file.stat().st_size, HEADER.size + 12 * sequences + 8 * boundaries
+    if size < expected or boundaries == 0:
+        raise UsageError(f"{file} is cut short: {size:,} of {expected:,} bytes are there; copy or prepare it again")
+    if size == expected + sequences and sequences:
+        raise UsageError(
+            f"{file} is the index of a multimodal dataset; mjax reads text only, so prepare the text alone"
+        )
+    if size > expected:
+        raise UsageError(f"{file} is {size:,} bytes where {expected:,} are expected; copy or prepare it again")
+    return sequences, np.dtype(DTYPES[code]).newbyteorder("<")
+
+
+# --- Writing ----------------------------------------------------------------------------------------------------------
+
+
+class IndexedDatasetWriter:
+    """Writes an indexed dataset document by document; tokens go to disk as they come.
+
+    with IndexedDatasetWriter("data/corpus", vocabulary=50257) as writer:
+        writer.add_document([17, 4, 50256])
+
+    The files get their final names when the block ends, the index last, so a dataset that can be opened is whole. When
+    the block ends in an exception nothing is left. An existing dataset of that name is replaced.
+    """
+
+    def __init__(self, prefix: str | Path, vocabulary: int):
+        self.prefix, self.vocabulary = prefix, vocabulary
+        self.dtype = np.dtype(token_dtype(vocabulary)).newbyteorder("<")
+        self.lengths = array.array("i")  # 4 and 8 bytes an item: a billion documents fit
+        self.document_indices = array.array("q", [0])
+        self.tokens = 0
+        self._temporary = [Path(f"{file}.tmp") for file in (token_file(prefix), index_file(prefix))]
+
+    def __enter__(self) -> "IndexedDatasetWriter":
+        token_file(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._stream = self._temporary[0].open("wb")
+        return self
+
+    def add_document(self, *sequences: Sequence[int] | np.ndarray) -> None:
+        """Append a document of one or more sequences of token ids; a sequence may be empty.
+
+        Raises:
+          ValueError: a token id is negative or not below the vocabulary.
+        """
+        for sequence in sequences:
+            tokens = np.asarray(sequence, dtype=np.int64)  # checked before it is narrowed, which would wrap
+            if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.vocabulary):
+                raise ValueError(
+                    f"token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary of {self.vocabulary}"
+                )
+            self._stream.write(tokens.astype(self.dtype).tobytes())
+            self.lengths.append(len(tokens))
+            self.tokens += len(tokens)
+        self.document_indices.append(len(self.lengths))
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._stream.close()
+            for file in self._temporary:
+                file.unlink(missing_ok=True)
+
+    def _finish(self) -> None:
+        _to_disk(self._stream)
+        self._stream.close()
+        lengths = np.asarray(self.lengths, dtype="<i4")
+        ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
+        code = next(code for code, dtype in DTYPES.items() if np.dtype(dtype) == self.dtype)
+        with self._temporary[1].open("wb") as stream:
+            stream.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self.document_indices)))
+            stream.write(lengths.tobytes())
+            stream.write((ends - lengths * np.int64(self.dtype.itemsize)).astype("<i8").tobytes())
+            stream.write(np.asarray(self.document_indices, dtype="<i8").tobytes())
+            _to_disk(stream)
+        index_file(self.prefix).unlink(missing_ok=True)  # an old index must never meet the new tokens
+        self._temporary[0].replace(token_file(self.prefix))
+        self._temporary[1].replace(index_file(self.prefix))
+
+
+def _to_disk(stream) -> None:
+    stream.flush()
+    with contextlib.suppress(OSError):  # some file systems cannot
+        os.fsync(stream.fileno())

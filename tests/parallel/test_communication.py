@@ -1,0 +1,131 @@
+"""The communication of a step is a contract: counted from the traced program of 8.3 billion parameters on 512
+devices."""
+
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mjax.config import load_config
+from mjax.parallel.mesh import abstract_mesh
+from mjax.training.step import build_program
+from tests.collectives import collectives
+from tests.conftest import ROOT
+from tests.small import small_config
+
+LAYERS = 72
+
+
+def _traced(config):
+    program = build_program(config, abstract_mesh(config.mesh))
+    shape = (config.train.global_batch, config.model.sequence)
+    token = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=program.batch_sharding)
+    traced = program.train_step.trace(program.abstract_state, {"tokens": token, "labels": token})
+    return program, collectives(traced.jaxpr.jaxpr)
+
+
+def _gpt_8b(**train):
+    config = load_config("gpt_8b")
+    return replace(config, model=replace(config.model, attention="xla"), train=replace(config.train, **train))
+
+
+@pytest.mark.parametrize(("recompute", "per_layer"), [("none", 4), ("selective", 4), ("full", 5)])
+def test_a_layer_of_8b_has_exactly_this_many_all_reduces_over_model(recompute, per_layer):
+    _, found = _traced(_gpt_8b(recompute=recompute))
+    in_layers = [c for c in found if LAYERS in c.loops]
+    assert {c.kind for c in in_layers} == {"all-reduce"}
+    assert {c.axes for c in in_layers} == {("model",)}
+    assert sum(c.count for c in in_layers) == per_layer * LAYERS
+    activations = {(8, 1024, 3072)}
+    assert {c.shape for c in in_layers} == activations, "only whole activations cross, in the compute type"
+    assert {c.dtype for c in in_layers} == {"bfloat16"}
+
+
+def test_outside_the_layers_of_8b_model_carries_the_embedding_the_loss_and_the_norm():
+    _, found = _traced(_gpt_8b())
+    outside = Counter((c.shape, c.dtype) for c in found if c.axes == ("model",) and LAYERS not in c.loops)
+    activation, per_token = ((8, 1024, 3072), "bfloat16"), (8, 1024)
+    assert outside.pop(activation) == 2  # g of the embedding forward, f of the logits backward
+    assert outside.pop((per_token, "float32")) == 1  # the row maximum of the cross entropy
+    assert outside.pop(((2, *per_token), "float32")) == 1  # its sum of exponentials and the label's logit
+    assert len(outside) == 1  # the squared norms of the gradients that are split over `model`
+    (shape, dtype), times = outside.popitem()
+    assert len(shape) == 1
+    assert (dtype, times) == ("float32", 1)
+
+
+@pytest.mark.parametrize("micro_batch", [8, 1])
+def test_gradients_cross_data_once_in_float32_outside_every_loop(micro_batch):
+    config = _gpt_8b(micro_batch=micro_batch)
+    program, found = _traced(config)
+    over_data = [c for c in found if "data" in c.axes]
+    assert all(c.axes == ("data",) and c.loops == () and c.dtype == "float32" for c in over_data)
+    shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(program.abstract_state.model)]
+    expected = Counter([*shards, ()])  # each gradient once, and the loss
+    assert Counter(c.shape for c in over_data) == expected
+
+
+def test_every_collective_of_jax_is_named_in_mappings_only():
+    names = "psum|psum_scatter|all_gather|all_to_all|ppermute|pmean|pmax|pmin|pcast|pvary|axis_index|axis_size"
+    pattern = rf"\b(lax\.)({names})\b|from jax\.lax import"
+    result = subprocess.run(
+        ["grep", "-rnE", pattern, "mjax", "train.py", "--include=*.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    files = {line.split(":")[0] for line in result.stdout.splitlines()}
+    assert files == {"mjax/parallel/mappings.py"}
+
+
+def test_imports_run_downward():
+    below = {
+        "parallel": {"config", "errors", "names", "parallel"},
+        "models": {"config", "errors", "names", "parallel", "models"},
+        "data": {"config", "errors", "names", "data"},
+    }
+    for package, allowed in below.items():
+        for file in (ROOT / "mjax" / package).glob("*.py"):
+            for line in file.read_text().splitlines():
+                words = line.split()
+                if words[:1] in (["from"], ["import"]) and words[1].startswith("mjax."):
+                    assert words[1].split(".")[1] in allowed, f"{file.name}: {line}"
+
+
+COMPILE_512 = """
+import jax, jax.numpy as jnp
+from dataclasses import replace
+from mjax.config import load_config
+from mjax.parallel.mesh import make_mesh
+from mjax.training.step import build_program
+config = load_config("gpt_8b")
+config = replace(config, model=replace(config.model, attention="xla"))
+program = build_program(config, make_mesh(config.mesh))
+token = jax.ShapeDtypeStruct((512, 1024), jnp.int32, sharding=program.batch_sharding)
+compiled = program.train_step.lower(program.abstract_state, {"tokens": token, "labels": token}).compile()
+print("arguments", compiled.memory_analysis().argument_size_in_bytes)
+"""
+
+
+def test_8b_compiles_for_512_devices():
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=512",
+        "PYTHONPATH": str(ROOT),
+    }
+    result = subprocess.run([sys.executable, "-c", COMPILE_512], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    parameters = load_config("gpt_8b").model.parameters
+    argument_bytes = int(result.stdout.split()[1])
+    # A device holds 1/8 of the split weights and all of the small ones, three times in float32 (weights and two
+    # moments).
+    assert 12 * parameters / 8 < argument_bytes < 12 * parameters / 8 * 1.01
+
+
+def test_the_small_model_holds_the_same_contract():
+    _, found = _traced(small_config(2, 4, micro_batch=2))
+    assert (
+        sum(c.count for c in found if c.axes == ("model",) and 2 in c.loops and c.shape == (2, 16, 32))
+        == 2 * 2 * 4 + 2 * 2
+    )

@@ -1,0 +1,99 @@
+"""A serial GPT in float64, written from the papers and from nothing in mjax: the oracle of the parallel tests.
+
+One device, no sharding, no scan, no recomputation; weights are a flat {name: array} of whole matrices. Dropout masks
+are computed here a second time, with NumPy integers.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+M32 = np.uint64(0xFFFFFFFF)
+
+
+def _mix(x):
+    x = np.asarray(x, np.uint64) & M32
+    for shift, multiplier in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> np.uint64(shift))) * np.uint64(multiplier)) & M32
+    return x ^ (x >> np.uint64(16))
+
+
+def _fold(words, number):
+    step = np.array([number, (number + 0x85EBCA6B) & 0xFFFFFFFF], np.uint64)
+    return _mix(_mix(words + step) ^ words[::-1])
+
+
+def _step_words(seed, step):
+    return _fold(_mix(np.array([seed, seed ^ 0x9E3779B9], np.uint64)), step)
+
+
+def _keep(words, rate, shape):
+    """The mask of an array whose dims are (sample, *rows, column)."""
+    *rows, columns = shape
+    mask = np.empty(shape, bool)
+    for index in np.ndindex(*rows):
+        a, b = (index[0] + int(words[0])) & 0xFFFFFFFF, index[0] ^ int(words[1])
+        for i in index[1:]:
+            a, b = (int(_mix(a)) + i) & 0xFFFFFFFF, int(_mix(b)) ^ i
+        a, b = int(_mix(a)), int(_mix(b))
+        column = np.arange(columns, dtype=np.uint64)
+        mask[index] = _mix(_mix(column + np.uint64(a)) ^ np.uint64(b)) < round((1 - rate) * 2**32)
+    return mask
+
+
+@functools.cache
+def dropout_masks(model, b, seed, step):
+    """Every mask of a step over `b` samples, by (layer, site); layer 0 is the embedding."""
+    s = model.sequence
+    words = _step_words(seed, step)
+    hidden, scores = (b, s, model.hidden), (b, model.heads, s, s)
+    masks = {(0, 0): _keep(_fold(_fold(words, 0), 0), model.hidden_dropout, hidden)}
+    for layer in range(1, model.layers + 1):
+        at = _fold(words, layer)
+        masks[layer, 1] = _keep(_fold(at, 1), model.attention_dropout, scores)
+        masks[layer, 2] = _keep(_fold(at, 2), model.hidden_dropout, hidden)
+        masks[layer, 3] = _keep(_fold(at, 3), model.hidden_dropout, hidden)
+    return masks
+
+
+def _norm(x, weights, name, epsilon):
+    x = x - x.mean(-1, keepdims=True)
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * weights[f"{name}.scale"] + weights[f"{name}.bias"]
+
+
+def logits(weights, model, tokens, masks=None):
+    def drop(x, rate, place):
+        return x if masks is None else x * masks[place] / (1 - rate)
+
+    s = tokens.shape[1]
+    x = weights["embedding.table"][tokens] + weights["positions"][:s]
+    x = drop(x, model.hidden_dropout, (0, 0))
+    for layer in range(model.layers):
+        w = {k.removeprefix("blocks."): v[layer] for k, v in weights.items() if k.startswith("blocks.")}
+        y = _norm(x, w, "attention_norm", model.layernorm_epsilon)
+        qkv = jnp.einsum("bsh,hcnd->cbnsd", y, w["attention.qkv.kernel"]) + w["attention.qkv.bias"][:, None, :, None]
+        scores = jnp.einsum("bnqd,bnkd->bnqk", qkv[0], qkv[1]) / np.sqrt(model.head_size)
+        scores = jnp.where(np.tril(np.ones((s, s), bool)), scores, -jnp.inf)
+        exponentials = jnp.exp(scores - scores.max(-1, keepdims=True))
+        p = exponentials / exponentials.sum(-1, keepdims=True)
+        context = jnp.einsum("bnqk,bnkd->bqnd", drop(p, model.attention_dropout, (layer + 1, 1)), qkv[2])
+        y = jnp.einsum("bqnd,ndh->bqh", context, w["attention.out.kernel"]) + w["attention.out.bias"]
+        x = x + drop(y, model.hidden_dropout, (layer + 1, 2))
+        y = _norm(x, w, "mlp_norm", model.layernorm_epsilon)
+        y = y @ w["mlp.up.kernel"] + w["mlp.up.bias"]
+        y = 0.5 * y * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+        x = x + drop(y @ w["mlp.down.kernel"] + w["mlp.down.bias"], model.hidden_dropout, (layer + 1, 3))
+    x = _norm(x, weights, "final_norm", model.layernorm_epsilon)
+    return x @ weights["embedding.table"].T
+
+
+def loss(weights, model, batch, masks=None):
+    """Mean cross entropy over all tokens, nats."""
+    scores = logits(weights, model, batch["tokens"], masks)
+    log_probabilities = scores - jax.scipy.special.logsumexp(scores, axis=-1, keepdims=True)
+    return -jnp.take_along_axis(log_probabilities, batch["labels"][..., None], -1).mean()
+
+
+loss_and_gradients = jax.jit(jax.value_and_grad(loss), static_argnums=1)

@@ -1,0 +1,81 @@
+"""The small model that most tests share, so that compiled programs are shared too."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from mjax.models.gpt import build_gpt
+from mjax.names import leaf_name
+from mjax.parallel.mappings import DATA
+from mjax.parallel.mesh import make_mesh
+from mjax.training.precision import parameter_type
+from mjax.training.step import loss_and_gradients
+
+MODEL = ModelConfig(
+    layers=2,
+    hidden=32,
+    heads=8,
+    sequence=16,
+    vocabulary=60,
+    vocabulary_multiple=64,
+    attention="xla",
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+)
+
+
+def small_config(data=1, model=1, micro_batch=1, recompute="none", compute="fp32", dropout=0.1, **changes) -> Config:
+    return Config(
+        model=replace(MODEL, hidden_dropout=dropout, attention_dropout=dropout, **changes),
+        mesh=MeshConfig(data=data, model=model),
+        data=DataConfig(mock=True),
+        optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
+        precision=PrecisionConfig(compute=compute),
+        train=TrainConfig(steps=100, global_batch=8, micro_batch=micro_batch, recompute=recompute, seed=1234),
+    )
+
+
+def batch_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+    shape = (config.train.global_batch, config.model.sequence + 1)
+    rows = np.random.default_rng(seed).integers(0, config.model.vocabulary, shape).astype(np.int32)
+    return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+
+
+def named(tree) -> dict[str, np.ndarray]:
+    return {leaf_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def gradient_program(config: Config):
+    """(weights, batch, step, scale) → loss and gradients on the mesh of `config`, and a function that makes the
+    weights.
+
+    Biases and LayerNorm weights are drawn at random, so that a term which multiplies them cannot hide behind zeros.
+    """
+
+    def build():
+        model = build_gpt(config.train.seed, config.model, parameter_type(config.precision.compute))
+
+        def disturb(path, weight):
+            if not leaf_name(path).endswith(("bias", "scale")):
+                return weight
+            key = jax.random.fold_in(jax.random.key(7), sum(map(ord, leaf_name(path))))
+            return weight + 0.1 * jax.random.normal(key, weight.shape, weight.dtype)
+
+        return jax.tree_util.tree_map_with_path(disturb, model)
+
+    mesh = make_mesh(config.mesh)
+    specs = nnx.get_partition_spec(jax.eval_shape(build))
+    shardings = jax.tree.map(partial(jax.NamedSharding, mesh), specs)
+    program = jax.shard_map(
+        partial(loss_and_gradients, config),
+        mesh=mesh,
+        in_specs=(specs, {"tokens": P(DATA), "labels": P(DATA)}, P(), P()),
+        out_specs=(P(), specs),
+        check_vma=True,
+    )
+    return jax.jit(program), jax.jit(build, out_shardings=shardings)

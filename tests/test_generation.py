@@ -1,0 +1,420 @@
+"""Generation: the cache against the full forward pass, draws against NumPy, and the command."""
+
+import json
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tyro
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from mjax import generation
+from mjax.config import save_config
+from mjax.data.tokenizers import ByteTokenizer
+from mjax.errors import UsageError
+from mjax.generation import GenerateArguments, Generator, continue_texts, run_generate
+from mjax.models.gpt import GPT, build_gpt
+from mjax.parallel.mesh import make_mesh
+from mjax.sampling import Sampling, allowed, draw
+from mjax.training.checkpoint import Checkpoints
+from tests.small import small_config
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
+NO_EOD = -1
+GREEDY = Sampling(tokens=6, temperature=0)
+
+
+def with_shardings(generator, build):
+    return jax.jit(build, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, generator.abstract_model))()
+
+
+def lively(config):
+    """A model whose logits differ enough from each other for a token to follow from the ones before it."""
+    return jax.tree.map(lambda weight: weight * 8 + 0.02, build_gpt(5, config.model))
+
+
+@cache
+def generator_and_model(data=1, model=1, sequence=16):
+    config = small_config(data=data, model=model, sequence=sequence)
+    generator = Generator(config, make_mesh(config.mesh))
+    return generator, with_shardings(generator, partial(lively, config))
+
+
+def generate(sampling, prompts=PROMPTS, eod=NO_EOD, mesh=(1, 1), sequence=16):
+    generator, model = generator_and_model(*mesh, sequence=sequence)
+    return generator.generate(model, prompts, sampling, eod)
+
+
+def tokens_of(continuations):
+    return [continuation.tokens for continuation in continuations]
+
+
+@cache
+def full_forward(sequence=16):
+    """tokens [b, s] → logits of the whole forward pass [b, s, v]."""
+    generator, model = generator_and_model(sequence=sequence)
+    specs = nnx.get_partition_spec(model)
+    mesh = make_mesh(generator.config.mesh)
+    program = jax.jit(
+        jax.shard_map(GPT.__call__, mesh=mesh, in_specs=(specs, P()), out_specs=P(None, None, "model"), check_vma=True)
+    )
+    return lambda tokens: np.asarray(program(model, jnp.asarray(tokens, jnp.int32)))
+
+
+# --- The cache --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (1, 4)])
+def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass_at_every_position(mesh):
+    lengths, last = np.array([3, 1, 7], np.int32), 12
+
+    def logits_of_both(model, tokens):
+        prompts = jnp.where(jnp.arange(8) < lengths[:, None], tokens[:, :8], 0)
+        row, cached = model.prefill(prompts, jnp.asarray(lengths), slots=16)
+        rows, read = [row], jnp.asarray(lengths)
+        for _ in range(last - max(lengths)):
+            row, cached = model.decode(tokens[jnp.arange(3), read], cached, read)
+            rows, read = [*rows, row], read + 1
+        return jnp.stack(rows, 1), model(tokens)
+
+    with jax.enable_x64(True):
+        config = small_config(data=mesh[0], model=mesh[1], compute="fp64")
+        generator = Generator(config, make_mesh(config.mesh))
+
+        def build():
+            return jax.tree.map(lambda weight: weight * 8 + 0.02, build_gpt(5, config.model, jnp.float64))
+
+        model = with_shardings(generator, build)
+        tokens = np.random.default_rng(0).integers(0, 60, (3, 16)).astype(np.int32)
+        program = jax.shard_map(
+            logits_of_both,
+            mesh=make_mesh(config.mesh),
+            in_specs=(nnx.get_partition_spec(model), P()),
+            out_specs=(P(), P(None, None, "model")),
+            check_vma=True,
+        )
+        decoded, full = map(np.asarray, jax.jit(program)(model, tokens))
+
+    assert full.dtype == np.float64
+    assert np.abs(full).max() > 1
+    for row, rows, length in zip(full, decoded, lengths, strict=True):
+        np.testing.assert_allclose(rows, row[length - 1 : length - 1 + len(rows)], rtol=0, atol=1e-12)
+
+
+def test_greedy_tokens_are_the_argmax_of_the_full_forward_pass_done_again_for_each_token():
+    forward = full_forward()
+    found = tokens_of(generate(GREEDY))
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        text = list(prompt)
+        for token in tokens:
+            padded = np.zeros((1, 16), np.int32)
+            padded[0, : len(text)] = text
+            expected = forward(padded)[0, len(text) - 1, :60].argmax()
+            assert token == expected
+            text.append(int(expected))
+    assert len({tuple(tokens) for tokens in found}) == 3
+
+
+@pytest.mark.parametrize("mesh", [(1, 4), (2, 2)])
+def test_the_same_tokens_come_out_on_every_mesh(mesh):
+    for sampling in (GREEDY, Sampling(tokens=8, temperature=1.5, top_k=20, top_p=0.95, seed=3)):
+        assert tokens_of(generate(sampling, mesh=mesh)) == tokens_of(generate(sampling))
+
+
+def test_a_continuation_does_not_depend_on_the_prompts_after_it():
+    sampling = Sampling(tokens=8, temperature=1.5, seed=3)
+    together = tokens_of(generate(sampling))
+    assert tokens_of(generate(sampling, PROMPTS[:1])) == together[:1]
+    assert tokens_of(generate(sampling, [PROMPTS[0], [1], [2]]))[0] == together[0]
+
+
+def test_another_seed_and_another_sequence_draw_other_tokens():
+    hot = Sampling(tokens=8, temperature=3.0, top_p=1.0)
+    first, twin = tokens_of(generate(hot, [[1, 2], [1, 2]]))
+    assert first != twin
+    assert tokens_of(generate(replace(hot, seed=1), [[1, 2], [1, 2]]))[0] != first
+
+
+def test_a_request_of_similar_size_compiles_nothing(monkeypatch):
+    traced = []
+    prefill = GPT.prefill
+    monkeypatch.setattr(GPT, "prefill", lambda *args: traced.append(1) or prefill(*args))
+    config = small_config(sequence=64)
+    generator = Generator(config, make_mesh(config.mesh))
+    model = with_shardings(generator, partial(lively, config))
+    generator.generate(model, [[1, 2, 3]], Sampling(tokens=10), NO_EOD)
+    assert len(traced) == 1
+    others = Sampling(tokens=7, temperature=0, top_k=3, top_p=0.5, seed=9)
+    generator.generate(model, [[4, 5, 6, 7, 8]], others, 3)
+    assert len(traced) == 1
+    generator.generate(model, [list(range(20))], others, 3)
+    assert len(traced) == 2
+
+
+# --- Where a continuation ends ----------------------------------------------------------------------------------------
+
+
+def test_a_sequence_stops_before_its_end_of_document_and_the_others_go_on():
+    free = tokens_of(generate(GREEDY))
+    eod = free[1][3]
+    assert eod not in free[1][:3]
+    found = generate(GREEDY, eod=eod)
+    assert found[1].ended == "eod"
+    for before, after in zip(free, found, strict=True):
+        cut = before.index(eod) if eod in before else len(before)
+        assert after.tokens == before[:cut]
+        assert after.ended == ("eod" if eod in before else "tokens")
+    assert any(continuation.ended == "tokens" for continuation in found)
+
+
+def test_the_loop_ends_when_every_sequence_has_ended(monkeypatch):
+    eod = tokens_of(generate(GREEDY, [[4]]))[0][3]
+    steps = []
+    counted = generation.draw
+
+    def draw_and_count(*args, **settings):
+        jax.debug.callback(lambda: steps.append(1))
+        return counted(*args, **settings)
+
+    monkeypatch.setattr(generation, "draw", draw_and_count)
+    generator = Generator(small_config(), make_mesh(small_config().mesh))
+    _, model = generator_and_model()
+    generator.generate(model, [[4]], replace(GREEDY, tokens=15), eod)
+    jax.effects_barrier()
+    assert len(steps) == 4
+
+
+def test_a_continuation_uses_every_position_and_says_that_they_are_used_up():
+    found = generate(Sampling(tokens=1000, temperature=0), [[1, 2, 3], [1] * 15])
+    assert [len(continuation.tokens) for continuation in found] == [13, 1]
+    assert [continuation.ended for continuation in found] == ["positions", "positions"]
+    assert tokens_of(found)[0][:6] == tokens_of(generate(GREEDY))[0]
+
+
+# --- Draws ------------------------------------------------------------------------------------------------------------
+
+
+def reference_probabilities(logits, temperature, top_k, top_p):
+    """What a token's probability should be, one row at a time and in float64."""
+    scaled = np.asarray(logits, np.float64) / temperature
+    order = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
+    order = order[:top_k] if top_k else order
+    probabilities = np.exp(scaled[order] - scaled[order].max())
+    probabilities /= probabilities.sum()
+    kept, mass = [], 0.0
+    for token, probability in zip(order, probabilities, strict=True):
+        kept.append(token)
+        mass += probability
+        if mass >= top_p and top_p < 1:
+            break
+    result = np.zeros(len(scaled))
+    result[kept] = probabilities[: len(kept)] / probabilities[: len(kept)].sum()
+    return result
+
+
+@cache
+def draws(temperature, top_k, top_p, rows=40_000):
+    logits = jnp.array([2.0, 1.0, 1.0, 0.5, 0.0, -1.0, 9.0, 9.0], jnp.float32)  # the last two are padding
+    settings = np.float32(temperature), np.int32(top_k), np.float32(top_p), np.uint32(7)
+    tokens = compiled_draw(jnp.tile(logits, (rows, 1)), jnp.arange(rows), *settings)
+    return np.asarray(logits[:6]), np.bincount(np.asarray(tokens), minlength=8) / rows
+
+
+@jax.jit
+def compiled_draw(logits, positions, temperature, top_k, top_p, seed):
+    return draw(logits, positions, 6, temperature, top_k, top_p, seed)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (1.0, 2, 1.0), (1.0, 0, 0.7), (1.0, 4, 0.8), (2.0, 0, 0.01), (0.7, 100, 0.9)],
+)
+def test_tokens_are_drawn_with_the_probabilities_that_top_k_and_top_p_leave(temperature, top_k, top_p):
+    logits, frequencies = draws(temperature, top_k, top_p)
+    expected = reference_probabilities(logits, temperature, top_k, top_p)
+    deviation = np.sqrt(expected * (1 - expected) / 40_000)
+    assert (np.abs(frequencies[:6] - expected) <= 5 * deviation).all()
+    assert (frequencies[:6][expected == 0] == 0).all()
+
+
+def test_ids_that_pad_the_vocabulary_are_never_drawn():
+    for setting in [(0.0, 0, 1.0), (1.0, 0, 1.0), (5.0, 3, 0.9)]:
+        _, frequencies = draws(*setting)
+        assert frequencies[6:].sum() == 0
+
+    generator, model = generator_and_model()
+    table = model.embedding.table[...]
+    loud = jax.tree.map(lambda weight: weight, model)
+    loud.embedding.table[...] = table.at[60:].set(jnp.sign(jnp.arange(32) - 15.5) * 50)
+    loud.final_norm.bias[...] = jnp.sign(jnp.arange(32) - 15.5) * 5.0
+    for sampling in (GREEDY, Sampling(tokens=8, temperature=2.0, top_p=1.0)):
+        found = tokens_of(generator.generate(loud, PROMPTS, sampling, NO_EOD))
+        assert max(max(tokens) for tokens in found) < 60
+
+
+def test_top_k_and_top_p_leave_the_same_tokens_as_numpy_in_random_rows_with_ties():
+    generator = np.random.default_rng(0)
+    logits = np.round(generator.normal(size=(64, 30)), 1).astype(np.float32)  # one decimal: ties
+    for top_k, top_p in [(0, 1.0), (1, 1.0), (5, 1.0), (0, 0.3), (0, 0.9), (7, 0.6), (0, 1e-6)]:
+        found = np.asarray(allowed(jnp.asarray(logits), np.int32(top_k), np.float32(top_p)))
+        expected = np.array([reference_probabilities(row, 1.0, top_k, top_p) > 0 for row in logits])
+        np.testing.assert_array_equal(found, expected)
+        assert found.any(-1).all()
+
+
+def test_top_k_of_one_and_a_tiny_temperature_are_greedy():
+    logits = jnp.array([[1.0, 3.0, 3.0, 2.0, 0.0, 0.0, 9.0, 9.0]] * 4)
+    positions = jnp.arange(4)
+    for temperature, top_k in [(0.0, 0), (3.0, 1), (1e-38, 1)]:
+        found = compiled_draw(logits, positions, np.float32(temperature), np.int32(top_k), np.float32(1), np.uint32(0))
+        np.testing.assert_array_equal(found, 1)
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ({"tokens": 0}, "--tokens is 0; it must be at least 1"),
+        ({"temperature": -0.1}, "--temperature is -0.1; it must be 0"),
+        ({"temperature": float("nan")}, "--temperature is nan"),
+        ({"top_k": -1}, "--top-k is -1; it must be 0"),
+        ({"top_p": 0.0}, "--top-p is 0.0; it must be above 0 and at most 1"),
+        ({"top_p": 1.1}, "--top-p is 1.1; it must be above 0 and at most 1"),
+        ({"seed": 2**32}, "--seed is 4294967296; it must be at least 0 and below"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_the_name_of_its_flag(setting, sentence):
+    with pytest.raises(UsageError) as refused:
+        generate(Sampling(**setting))
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sentence"),
+    [
+        ([], "there is no prompt; add --prompt TEXT"),
+        ([[]], "the prompt is empty"),
+        ([[1], []], "prompt 2 is empty"),
+        ([[1] * 16], "the prompt has 16 tokens and the model 16 positions"),
+        ([[1] * 16], "shorten it to 15 tokens or fewer"),
+        ([[1, 60]], "the prompt holds token ids from 1 to 60; the model knows 0 to 59"),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused(prompts, sentence):
+    with pytest.raises(UsageError) as refused:
+        generate(GREEDY, prompts)
+    assert sentence in str(refused.value)
+
+
+# --- Text and the command ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run of an untrained model of bytes, with checkpoints 10 and 20."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    config = small_config(model=2, vocabulary=257, sequence=64, attention="auto")
+    generator = Generator(config, make_mesh(config.mesh))
+    model = with_shardings(generator, partial(lively, config))
+    with Checkpoints(folder / "checkpoints", on_notice=lambda line: None) as checkpoints:
+        checkpoints.save(10, {"model": model, "step": jnp.int32(10)})
+        checkpoints.save(20, {"model": jax.tree.map(lambda weight: -weight, model), "step": jnp.int32(20)})
+    save_config(config, folder / "config.json")
+    ByteTokenizer().save(folder / "tokenizer")
+    return folder
+
+
+def arguments_of(*flags):
+    return tyro.cli(GenerateArguments, args=[str(flag) for flag in flags])
+
+
+def test_the_command_prints_a_json_line_for_each_prompt_that_says_what_python_says(run_folder, capsys):
+    flags = ("--temperature", 0, "--tokens", 12, "--prompt", "The", "--prompt", "In [1]", "--json")
+    assert run_generate(arguments_of("--checkpoint", run_folder, *flags)) == 0
+    captured = capsys.readouterr()
+    lines = [json.loads(line) for line in captured.out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["The", "In [1]"]
+    assert [(line["step"], line["prompt_tokens"], line["tokens"]) for line in lines] == [(20, 3, 12), (20, 6, 12)]
+
+    config = generation.inference_config(generation.read_config(run_folder / "config.json"), 1)
+    generator = Generator(config, make_mesh(config.mesh))
+    with Checkpoints(run_folder / "checkpoints") as checkpoints:
+        _, model = checkpoints.restore(generator.abstract_model, field="model")
+    sampling = Sampling(tokens=12, temperature=0)
+    samples = continue_texts(generator, model, ByteTokenizer(), ["The", "In [1]"], sampling)
+    assert [line["continuation"] for line in lines] == [sample.continuation for sample in samples]
+
+
+def test_the_command_prints_prompt_and_continuation_as_plain_text_where_there_is_no_terminal(run_folder, capsys):
+    flags = ("--checkpoint", run_folder, "--prompt", "In [1]", "--temperature", 0, "--tokens", 200)
+    assert run_generate(arguments_of(*flags)) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("In [1]")
+    assert "\x1b" not in captured.out.replace(captured.out[6:], "")
+    notice = " ".join(captured.err.split())
+    assert "prompt 1: stopped after 58 of 200 tokens, because the model has 64 positions" in notice
+
+
+def test_another_step_and_another_number_of_devices_can_be_chosen(run_folder, capsys):
+    def output(*flags):
+        run_generate(arguments_of("--checkpoint", run_folder, "--prompt", "The", "--tokens", 12, "--json", *flags))
+        return json.loads(capsys.readouterr().out)
+
+    assert output("--mesh.model", 2) == output()
+    assert output("--step", 10)["step"] == 10
+    assert output("--step", 10)["continuation"] != output()["continuation"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--prompt", ""), "the prompt is empty"),
+        ((), "there is no prompt; add --prompt TEXT"),
+        (("--prompt", "x" * 65), "the prompt has 65 tokens and the model 64 positions"),
+        (("--prompt", "x", "--step", "15"), "holds no checkpoint 15; there are 10, 20"),
+        (("--prompt", "x", "--top-p", "3"), "--top-p is 3.0"),
+        (("--prompt", "x", "--mesh.model", "3"), "--mesh.model 3 does not divide heads 8; use 1, 2, 4 or 8"),
+        (("--prompt", "x", "--checkpoint", "nowhere"), "nowhere/config.json does not exist"),
+    ],
+)
+def test_a_flag_that_cannot_work_is_answered_with_a_sentence(run_folder, flags, sentence):
+    with pytest.raises(UsageError) as refused:
+        run_generate(arguments_of("--checkpoint", run_folder, *flags))
+    assert sentence in str(refused.value)
+
+
+def test_a_run_without_tokenizer_or_checkpoint_is_named(run_folder, tmp_path):
+    (tmp_path / "config.json").write_text((run_folder / "config.json").read_text())
+    with pytest.raises(UsageError, match="has no folder tokenizer; copy"):
+        run_generate(arguments_of("--checkpoint", tmp_path, "--prompt", "x"))
+    ByteTokenizer().save(tmp_path / "tokenizer")
+    with pytest.raises(UsageError, match="holds no checkpoint; give a run that has saved one"):
+        run_generate(arguments_of("--checkpoint", tmp_path, "--prompt", "x"))
+
+
+def test_more_devices_than_there_are_is_refused(run_folder, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [object()])
+    with pytest.raises(UsageError, match=r"--mesh\.model 2 needs 2 devices; 1 found: use --mesh\.model 1"):
+        run_generate(arguments_of("--checkpoint", run_folder, "--prompt", "x", "--mesh.model", 2))
+
+
+def test_a_continuation_keeps_the_space_that_its_first_token_begins_with():
+    class Spaced(ByteTokenizer):
+        """Drops the first character if it is a space, as sentencepiece may."""
+
+        def decode(self, ids):
+            return super().decode(ids).removeprefix(" ")
+
+    class Fixed:
+        def generate(self, model, prompts, sampling, eod):
+            return [generation.Continuation(list(b" city"), "tokens") for _ in prompts]
+
+    (sample,) = continue_texts(Fixed(), None, Spaced(), ["The"], GREEDY)
+    assert (sample.prompt, sample.continuation) == ("The", " city")
+    assert (sample.prompt_tokens, sample.tokens) == (3, 5)

@@ -1,0 +1,533 @@
+"""Checkpoints: bit for bit on any mesh, complete or absent, and damage never gets through."""
+
+import dataclasses
+import errno
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import absl.logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as ocp
+
+from mjax.errors import RunError, UsageError
+from mjax.training.checkpoint import Checkpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+REPLICATED = P()
+
+
+class Model(nnx.Module):
+    def __init__(self, width: int):
+        self.up = nnx.Param(jnp.zeros((8, width)))
+        self.bias = nnx.Param(jnp.zeros(width))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    model: Model
+    optimizer: dict
+    step: jax.Array
+
+
+def mesh_of(data: int, model: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def state_on(mesh, spec: P = REPLICATED, value: float | None = None, width: int = 16) -> State:
+    """Random weights (or all `value`), the same on every mesh; the matrices are sharded by `spec`."""
+    draw = np.random.default_rng(0).standard_normal if value is None else lambda shape: np.full(shape, value)
+
+    def put(dtype, *shape):
+        sharding = NamedSharding(mesh, spec if len(shape) == 2 else P())
+        return jax.device_put(jnp.asarray(draw(shape), dtype), sharding)
+
+    model = Model(width)
+    model.up[...] = put(jnp.float32, 8, width)
+    model.bias[...] = put(jnp.float32, width)
+    optimizer = {
+        "mu": put(jnp.bfloat16, 8, width),
+        "nu": put(jnp.float16, 8, width),
+        "count": jax.device_put(np.arange(3, dtype=np.uint32) + np.uint32(2**31), NamedSharding(mesh, P())),
+    }
+    return State(model, optimizer, jax.device_put(jnp.int32(value or 7), NamedSharding(mesh, P())))
+
+
+def abstract(tree):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
+
+
+def assert_same_bits(ours, theirs):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.fixture
+def notices():
+    return []
+
+
+@pytest.fixture
+def checkpoints(tmp_path, notices):
+    with Checkpoints(tmp_path / "checkpoints", on_notice=notices.append) as opened:
+        yield opened
+
+
+def save_all(checkpoints, *steps: int) -> State:
+    """Save constant states, one a step, and return the tree to restore to."""
+    mesh = mesh_of(4, 2)
+    for step in steps:
+        checkpoints.save(step, state_on(mesh, value=step))
+    checkpoints.wait()
+    return abstract(state_on(mesh))
+
+
+def data_file(folder: Path) -> Path:
+    """The file that holds the arrays' bytes: the largest one."""
+    return max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+
+
+# --- What is saved comes back -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shape", "spec"), [((4, 2), P("data", "model")), ((2, 4), P("model", "data")), ((1, 1), P())])
+def test_a_checkpoint_of_one_mesh_is_restored_bit_for_bit_on_another(checkpoints, shape, spec):
+    saved = state_on(mesh_of(4, 2), P("data", "model"))
+    checkpoints.save(100, saved)
+    target = abstract(state_on(mesh_of(*shape), spec))
+    step, restored = checkpoints.restore(target)
+    assert step == 100
+    assert_same_bits(restored, saved)
+    for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
+        assert leaf.sharding == wanted.sharding
+
+
+def float64_state():
+    saved = {"model": jnp.asarray(np.random.default_rng(0).standard_normal((4, 4)))}
+    assert saved["model"].dtype == jnp.float64
+    return saved
+
+
+def test_float64_is_restored_bit_for_bit(checkpoints):
+    jax.config.update("jax_enable_x64", True)
+    try:
+        saved = float64_state()
+        checkpoints.save(1, saved)
+        assert_same_bits(checkpoints.restore(abstract(saved))[1], saved)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+def test_float64_that_would_be_read_as_float32_is_refused(checkpoints):
+    with jax.enable_x64(True):  # this thread only; Orbax reads in others
+        saved = float64_state()
+        checkpoints.save(1, saved)
+        with pytest.raises(RunError, match="model of checkpoint 1 came back in float32, not float64"):
+            checkpoints.restore(abstract(saved))
+
+
+def test_arrays_are_named_by_dotted_path_on_disk(checkpoints):
+    save_all(checkpoints, 1)
+    manifest = json.loads((checkpoints.folder / "1" / "manifest.json").read_text())
+    assert manifest["arrays"] == {
+        "model.bias": ["float32", [16]],
+        "model.up": ["float32", [8, 16]],
+        "optimizer.count": ["uint32", [3]],
+        "optimizer.mu": ["bfloat16", [8, 16]],
+        "optimizer.nu": ["float16", [8, 16]],
+        "step": ["int32", []],
+    }
+
+
+def test_one_field_is_restored_without_the_bytes_of_the_others(checkpoints):
+    target = save_all(checkpoints, 5)
+    shutil.rmtree(checkpoints.folder / "5" / "optimizer")
+    step, model = checkpoints.restore(target.model, field="model")
+    assert step == 5
+    assert_same_bits(model, state_on(mesh_of(4, 2), value=5).model)
+    with pytest.raises(RunError, match=r"optimizer/.* is missing"):
+        checkpoints.restore(target)
+
+
+@pytest.mark.parametrize("spec", [P("data", "model"), P("data"), P()])
+def test_buffers_donated_right_after_save_do_not_reach_the_checkpoint(checkpoints, spec):
+    mesh = mesh_of(4, 2)
+    sharding = NamedSharding(mesh, spec)
+    weights = {"model": jax.jit(lambda: jnp.full((2048, 2048), 1.0), out_shardings=sharding)()}
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 7, tree), donate_argnums=0)
+    target = abstract(weights)
+    jax.block_until_ready(overwrite(jax.tree.map(jnp.copy, weights)))  # compiled before the race
+    checkpoints.save(1, weights)
+    for _ in range(5):
+        weights = overwrite(weights)
+    jax.block_until_ready(weights)
+    _, restored = checkpoints.restore(target)
+    assert (np.asarray(restored["model"]) == 1.0).all()
+
+
+def test_saving_returns_before_the_checkpoint_is_there_and_says_saved_only_after(tmp_path):
+    seen = []
+    with Checkpoints(tmp_path, on_notice=lambda line: seen.append((line, checkpoints.steps()))) as checkpoints:
+        big = {"model": jax.random.normal(jax.random.key(0), (2048, 2048))}
+        checkpoints.save(1, big)
+        assert (checkpoints.steps(), seen) == ([], [])
+        checkpoints.wait()
+    [(line, steps)] = seen
+    assert re.fullmatch(r"checkpoint 1 saved: 1\d\.\d MB in \d+\.\d s", line)
+    assert steps == [1]
+
+
+def test_a_target_without_a_sharding_is_refused(checkpoints):
+    target = save_all(checkpoints, 1)
+    bare = dataclasses.replace(target, step=jax.ShapeDtypeStruct((), jnp.int32))
+    with pytest.raises(ValueError, match="step of the target has no sharding"):
+        checkpoints.restore(bare)
+
+
+def test_saving_a_step_that_is_there_changes_nothing(checkpoints):
+    target = save_all(checkpoints, 3)
+    checkpoints.save(3, state_on(mesh_of(4, 2), value=99))
+    assert_same_bits(checkpoints.restore(target)[1], state_on(mesh_of(4, 2), value=3))
+
+
+# --- What stays -------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_two_stay_and_the_others_go(checkpoints):
+    save_all(checkpoints, 1, 2, 3, 10)
+    assert checkpoints.steps() == [3, 10]
+    assert sorted(entry.name for entry in checkpoints.folder.iterdir()) == ["10", "3"]
+
+
+def test_every_nth_stays_for_good(tmp_path):
+    with Checkpoints(tmp_path, keep_last=1, keep_every=4, on_notice=lambda _: None) as checkpoints:
+        save_all(checkpoints, 2, 4, 6, 8, 10, 11)
+        assert checkpoints.steps() == [4, 8, 11]
+
+
+def test_a_checkpoint_saved_below_the_others_is_not_removed_at_once(checkpoints):
+    save_all(checkpoints, 100, 200, 50)
+    assert checkpoints.steps() == [50, 100, 200]
+
+
+def test_a_process_killed_while_it_removes_leaves_no_half_checkpoint(checkpoints, notices, monkeypatch):
+    save_all(checkpoints, 1, 2)
+
+    def killed_half_way(folder):
+        data_file(folder).unlink()
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed_half_way)
+        save_all(checkpoints, 3)
+    assert notices[-1] == "checkpoint 1 could not be removed: Permission denied"
+    assert checkpoints.steps() == [2, 3]
+
+
+# --- Damage -----------------------------------------------------------------------------------------------------------
+
+
+def truncate(folder):
+    file = data_file(folder)
+    os.truncate(file, file.stat().st_size // 2)
+    return r"model/.* has \d+ bytes of \d+"
+
+
+def flip_a_bit(folder):
+    file = data_file(folder)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return r"model/.* is not what was written \(checksum\)"
+
+
+def remove_a_file(folder):
+    data_file(folder).unlink()
+    return "model/.* is missing"
+
+
+def remove_the_metadata(folder):
+    (folder / "_CHECKPOINT_METADATA").unlink()
+    return "_CHECKPOINT_METADATA is missing"
+
+
+def remove_the_manifest(folder):
+    (folder / "manifest.json").unlink()
+    return "manifest.json is missing, so it was never finished or not copied whole"
+
+
+def empty_the_folder(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return "manifest.json is missing, so it was never finished or not copied whole"
+
+
+def rename_an_array_in_the_manifest(folder):
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"model":', '"modem":'))
+    return "manifest.json is not what was written"
+
+
+def cut_the_manifest(folder):
+    os.truncate(folder / "manifest.json", 50)
+    return "manifest.json is not what was written"
+
+
+KINDS_OF_DAMAGE = [
+    truncate,
+    flip_a_bit,
+    remove_a_file,
+    remove_the_metadata,
+    remove_the_manifest,
+    empty_the_folder,
+    rename_an_array_in_the_manifest,
+    cut_the_manifest,
+]
+
+
+def save_large(checkpoints, *steps: int):
+    """Incompressible weights, so that most bytes of the data file are theirs."""
+    state = {"model": jax.random.normal(jax.random.key(0), (256, 256)), "step": jnp.int32(0)}
+    for step in steps:
+        checkpoints.save(step, {**state, "step": jnp.int32(step)})
+    checkpoints.wait()
+    return abstract(state)
+
+
+@pytest.mark.parametrize("damage", KINDS_OF_DAMAGE)
+def test_damage_is_named_and_the_checkpoint_before_is_used(checkpoints, notices, damage):
+    target = save_large(checkpoints, 200, 300)
+    words = damage(checkpoints.folder / "300")
+    notices.clear()
+    step, restored = checkpoints.restore(target)
+    assert (step, int(restored["step"])) == (200, 200)
+    [notice] = notices
+    assert re.fullmatch(f"checkpoint 300 is damaged: {words}; using 200", notice)
+
+
+def test_a_flipped_bit_in_any_file_is_noticed(checkpoints):
+    target = save_all(checkpoints, 1)
+    draw = random.Random(0)
+    for file in sorted((checkpoints.folder / "1").rglob("*")):
+        content = file.read_bytes() if file.is_file() else b""
+        if content:
+            at = draw.randrange(len(content))
+            file.write_bytes(content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :])
+            with pytest.raises(
+                RunError, match=r"checkpoint 1 is damaged: .* is not what was written.*; there is no other"
+            ):
+                checkpoints.restore(target)
+            file.write_bytes(content)
+    assert checkpoints.restore(target)[0] == 1
+
+
+def test_an_explicit_step_that_is_damaged_is_refused_with_what_else_there_is(checkpoints):
+    target = save_large(checkpoints, 200, 300)
+    flip_a_bit(checkpoints.folder / "300")
+    with pytest.raises(RunError, match=r"checkpoint 300 is damaged: model/.*\(checksum\); there are also 200"):
+        checkpoints.restore(target, step=300)
+    assert checkpoints.restore(target, step=200)[0] == 200
+
+
+def test_a_damaged_checkpoint_is_written_anew_when_the_run_gets_there_again(checkpoints):
+    target = save_large(checkpoints, 200, 300)
+    flip_a_bit(checkpoints.folder / "300")
+    assert checkpoints.restore(target)[0] == 200
+    save_large(checkpoints, 300)
+    assert checkpoints.restore(target)[0] == 300
+
+
+def test_a_damaged_checkpoint_does_not_push_out_a_sound_one(checkpoints):
+    target = save_large(checkpoints, 200, 300)
+    flip_a_bit(checkpoints.folder / "300")
+    checkpoints.restore(target)
+    save_large(checkpoints, 250)
+    assert checkpoints.steps() == [200, 250]
+
+
+def test_when_every_checkpoint_is_damaged_each_is_named(checkpoints):
+    target = save_large(checkpoints, 200, 300)
+    flip_a_bit(checkpoints.folder / "200")
+    remove_the_manifest(checkpoints.folder / "300")
+    words = r"300 is damaged: manifest.json is missing.*; checkpoint 200 is damaged: .*\(checksum\); there is no other"
+    with pytest.raises(RunError, match=words):
+        checkpoints.restore(target)
+
+
+def test_no_checkpoint_is_a_usage_error_that_says_what_is_there(checkpoints):
+    target = abstract(state_on(mesh_of(4, 2)))
+    with pytest.raises(UsageError, match="holds no checkpoint; give a run that has saved one"):
+        checkpoints.restore(target)
+    save_all(checkpoints, 10, 20)
+    with pytest.raises(UsageError, match="holds no checkpoint 30; there are 10, 20"):
+        checkpoints.restore(target, step=30)
+
+
+# --- Another model ----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name_and_shapes(checkpoints):
+    target = save_all(checkpoints, 200)
+
+    def refused(other, message):
+        with pytest.raises(
+            UsageError, match=re.escape(f"checkpoint 200 holds {message}; use the config.json beside it")
+        ):
+            checkpoints.restore(other)
+
+    wider = abstract(state_on(mesh_of(4, 2), width=32))
+    refused(wider, "model.bias of shape (16,), this config needs (32,)")
+    mu = target.optimizer["mu"]
+    other_type = {**target.optimizer, "mu": jax.ShapeDtypeStruct(mu.shape, jnp.float32, sharding=mu.sharding)}
+    refused(dataclasses.replace(target, optimizer=other_type), "optimizer.mu in bfloat16, this config needs float32")
+    more = dataclasses.replace(target, optimizer={**target.optimizer, "extra": mu})
+    refused(more, "no optimizer.extra, this config needs one of shape (8, 16)")
+    fewer = dataclasses.replace(target, optimizer={"mu": mu, "nu": target.optimizer["nu"]})
+    refused(fewer, "optimizer.count of shape (3,), this config has none")
+
+
+# --- Noise ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_orbax_does_not_talk_over_the_run_and_other_users_of_absl_do(checkpoints, caplog):
+    save_all(checkpoints, 1)
+    metadata = checkpoints.folder / "1" / "_CHECKPOINT_METADATA"
+    metadata.write_bytes(metadata.read_bytes()[:-10])
+    ocp.load_checkpointables(checkpoints.folder / "1")  # logs an error: the metadata is no JSON
+    absl.logging.warning("from someone else")
+    assert [record.getMessage() for record in caplog.records] == ["from someone else"]
+
+
+# --- Saves that fail --------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_named_and_earlier_checkpoints_stay_intact(tmp_path, capfd):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount a small disk: {mounted.stderr.strip()}")
+    try:
+        with Checkpoints(folder / "checkpoints", on_notice=lambda _: None) as checkpoints:
+            target = save_large(checkpoints, 200)
+            big = {"model": jax.random.normal(jax.random.key(1), (512, 512)), "step": jnp.int32(300)}
+            checkpoints.save(300, big)
+            with pytest.raises(
+                RunError, match=r"checkpoint 300 .*: No space left on device; earlier ones, intact: 200"
+            ):
+                checkpoints.wait()
+            assert [entry.name for entry in checkpoints.folder.iterdir()] == ["200"]  # the space is given back
+            assert checkpoints.restore(target)[0] == 200
+            save_large(checkpoints, 300)
+            assert checkpoints.restore(target)[0] == 300
+    finally:
+        subprocess.run(["umount", folder], check=True)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_file_size_limit_is_named(checkpoints):
+    target = save_large(checkpoints, 200)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        checkpoints.save(300, {"model": jax.random.normal(jax.random.key(1), (512, 512)), "step": jnp.int32(300)})
+        with pytest.raises(RunError, match=r"checkpoint 300 .*: File too large; earlier ones, intact: 200"):
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpoints.restore(target)[0] == 200
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with (
+        Checkpoints(tmp_path / "file" / "checkpoints", on_notice=lambda _: None) as checkpoints,
+        pytest.raises(
+            RunError, match=r"checkpoint 1 could not be saved in .*: Not a directory; earlier ones, intact: none"
+        ),
+    ):
+        checkpoints.save(1, {"model": jnp.ones(3)})
+
+
+# --- kill -9 ----------------------------------------------------------------------------------------------------------
+
+SAVING_FOR_EVER = """
+import itertools, sys
+import jax, jax.numpy as jnp
+from mjax.training.checkpoint import Checkpoints
+
+checkpoints = Checkpoints(sys.argv[1], on_notice=lambda line: print(line, flush=True))
+first = max(checkpoints.steps(), default=0)
+for step in itertools.count(first + 1):
+    checkpoints.save(step, {"model": jnp.full((1024, 1024), step, jnp.float32), "step": jnp.int32(step)})
+"""
+
+
+def test_a_process_killed_while_it_saves_leaves_only_whole_checkpoints(tmp_path, notices):
+    script = tmp_path / "save.py"
+    script.write_text(SAVING_FOR_EVER)
+    folder = tmp_path / "checkpoints"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    draw = random.Random(0)
+    announced = 0
+    target = abstract({"model": jnp.zeros((1024, 1024)), "step": jnp.int32(0)})
+    with Checkpoints(folder, on_notice=notices.append) as checkpoints:
+        for _ in range(5):
+            process = subprocess.Popen(
+                [sys.executable, script, folder],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            saved = 0
+            while saved < 2:  # it runs, and old checkpoints are being removed too
+                line = process.stdout.readline()
+                assert line, process.stderr.read()
+                saved += " saved: " in line
+            time.sleep(draw.uniform(0, 0.3))
+            process.send_signal(signal.SIGKILL)
+            rest, _ = process.communicate()
+            announced = max(map(int, re.findall(r"checkpoint (\d+) saved", line + rest)))
+            step, restored = checkpoints.restore(target)
+            assert step >= announced  # what was called saved is there
+            assert int(restored["step"]) == step
+            assert (np.asarray(restored["model"]) == step).all()
+        assert notices == []  # an unfinished folder is no damaged checkpoint
+        checkpoints.save(step + 1, {"model": jnp.zeros((1024, 1024)), "step": jnp.int32(step + 1)})
+        checkpoints.wait()
+        assert all(entry.name.isdecimal() for entry in folder.iterdir())
+
+
+def test_what_a_killed_save_left_behind_is_removed_and_named_by_the_next(checkpoints, notices):
+    save_all(checkpoints, 1)
+    for left in ("2.writing", "3.writing.orbax-checkpoint-tmp", "0.deleting"):
+        shutil.copytree(checkpoints.folder / "1", checkpoints.folder / left)
+    shutil.copytree(checkpoints.folder / "1", checkpoints.folder / "1.kept-by-a-person")
+    notices.clear()
+    target = save_all(checkpoints, 2)
+    assert notices[:2] == [
+        "removed 2.writing: a save of checkpoint 2 that did not finish",
+        "removed 3.writing.orbax-checkpoint-tmp: a save of checkpoint 3 that did not finish",
+    ]
+    assert sorted(entry.name for entry in checkpoints.folder.iterdir()) == ["1", "1.kept-by-a-person", "2"]
+    assert checkpoints.restore(target)[0] == 2

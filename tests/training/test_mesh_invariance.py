@@ -1,0 +1,53 @@
+"""The same run on every mesh: weights, losses and dropout are functions of the seed, not of the devices."""
+
+import jax
+import numpy as np
+import pytest
+
+from mjax.parallel.mesh import make_mesh
+from mjax.training.step import build_program
+from tests.small import batch_of, named, small_config
+
+MESHES = [(1, 1), (2, 4), (8, 1), (1, 8), (2, 2)]
+STEPS = 8
+
+
+def _run(data, model, **changes):
+    config = small_config(data, model, micro_batch=8 // data, **changes)
+    program = build_program(config, make_mesh(config.mesh))
+    state = program.initialize()
+    initial, losses = named(state.model), []
+    for step in range(STEPS):
+        batch = jax.device_put(batch_of(config, seed=step), program.batch_sharding)
+        state, metrics = program.train_step(state, batch)
+        losses.append(float(metrics.loss))
+    return initial, losses, state, float(program.eval_step(state.model, batch))
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return _run(1, 1)
+
+
+@pytest.mark.parametrize(("data", "model"), MESHES[1:])
+def test_a_mesh_has_the_weights_and_losses_of_one_device(data, model, one_device):
+    initial, losses, _, evaluated = _run(data, model)
+    for name, weight in one_device[0].items():
+        np.testing.assert_array_equal(initial[name], weight, err_msg=name)
+    np.testing.assert_allclose(losses, one_device[1], rtol=1e-5)
+    assert evaluated == pytest.approx(one_device[3], rel=1e-5)
+
+
+def test_a_layer_has_the_same_weights_at_any_depth():
+    shallow, deep = (_run_initial(layers) for layers in (2, 3))
+    for name in ("blocks.attention.qkv.kernel", "blocks.mlp.up.kernel"):
+        np.testing.assert_array_equal(shallow[name], deep[name][:2])
+
+
+def _run_initial(layers):
+    config = small_config(layers=layers)
+    return named(build_program(config, make_mesh(config.mesh)).initialize().model)
+
+
+def test_two_runs_are_the_same_bit_for_bit(one_device):
+    assert _run(1, 1)[1] == one_device[1]

@@ -1,0 +1,9 @@
+"""Train a model: python train.py --config gpt_8b [--mesh.data 64 …]. See README.md; `--help` lists every flag."""
+
+import sys
+
+from mjax import cli, launch
+
+if __name__ == "__main__":
+    launch.restart_with_huge_pages()
+    sys.exit(cli.main(["train", *sys.argv[1:]]))
