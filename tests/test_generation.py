@@ -217,11 +217,13 @@ def reference_probabilities(logits, temperature, top_k, top_p):
 
 
 @cache
-def draws(temperature, top_k, top_p, rows=40_000):
+def draws(temperature, top_k, top_p):
+    """The logits of the tokens, and how often each id is drawn by 200 sequences at 200 positions each."""
     logits = jnp.array([2.0, 1.0, 1.0, 0.5, 0.0, -1.0, 9.0, 9.0], jnp.float32)  # the last two are padding
     settings = np.float32(temperature), np.int32(top_k), np.float32(top_p), np.uint32(7)
-    tokens = compiled_draw(jnp.tile(logits, (rows, 1)), jnp.arange(rows), *settings)
-    return np.asarray(logits[:6]), np.bincount(np.asarray(tokens), minlength=8) / rows
+    positions = jnp.tile(jnp.arange(200)[:, None], (1, 200))
+    tokens = jax.vmap(lambda at: compiled_draw(jnp.tile(logits, (200, 1)), at, *settings))(positions)
+    return np.asarray(logits[:6]), np.bincount(np.asarray(tokens).ravel(), minlength=8) / tokens.size
 
 
 @jax.jit
@@ -267,9 +269,9 @@ def test_top_k_and_top_p_leave_the_same_tokens_as_numpy_in_random_rows_with_ties
 
 
 def test_top_k_of_one_and_a_tiny_temperature_are_greedy():
-    logits = jnp.array([[1.0, 3.0, 3.0, 2.0, 0.0, 0.0, 9.0, 9.0]] * 4)
+    logits = jnp.array([[50.0, 99.0, 99.0, 70.0, 0.0, 0.0, 200.0, 200.0]] * 4)  # 50 / 1e-37 is beyond float32
     positions = jnp.arange(4)
-    for temperature, top_k in [(0.0, 0), (3.0, 1), (1e-38, 1)]:
+    for temperature, top_k in [(0.0, 0), (3.0, 1), (1e-37, 1)]:
         found = compiled_draw(logits, positions, np.float32(temperature), np.int32(top_k), np.float32(1), np.uint32(0))
         np.testing.assert_array_equal(found, 1)
 

@@ -20,13 +20,11 @@ with the manifest before Orbax reads it; if the newest checkpoint is damaged, th
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import shutil
 import time
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +35,7 @@ from orbax.checkpoint import v1 as ocp
 
 from mjax.errors import RunError, UsageError
 from mjax.names import leaf_name
+from mjax.training.manifest import Damaged, check_files, read_manifest, reason, write_manifest
 
 MANIFEST = "manifest.json"
 READ_BYTES = 1 << 24
@@ -140,7 +139,7 @@ class Checkpoints:
         folder = self._unfinished(step)
         try:
             writing.result()
-            size = _write_manifest(folder, kinds)
+            size = write_manifest(folder, kinds)
             if step in self._damaged:
                 self._remove(step)
                 self._damaged.discard(step)
@@ -161,7 +160,7 @@ class Checkpoints:
             try:
                 self._remove(step)
             except OSError as error:
-                self.on_notice(f"checkpoint {step} could not be removed: {_reason(error)}")
+                self.on_notice(f"checkpoint {step} could not be removed: {reason(error)}")
 
     def _remove(self, step: int) -> None:
         # Renamed first: a process killed while it deletes must not leave half a checkpoint under a good name.
@@ -186,7 +185,7 @@ class Checkpoints:
     def _failure(self, step: int, error: Exception) -> RunError:
         intact = ", ".join(map(str, self._sound())) or "none"
         return RunError(
-            f"checkpoint {step} could not be saved in {self.folder}: {_reason(error)}; earlier ones, intact: {intact}"
+            f"checkpoint {step} could not be saved in {self.folder}: {reason(error)}; earlier ones, intact: {intact}"
         )
 
     # --- Restoring ----------------------------------------------------------------------------------------------------
@@ -223,10 +222,10 @@ class Checkpoints:
         for candidate in [step] if step is not None else reversed(there):
             folder = self.folder / str(candidate)
             try:
-                manifest = _read_manifest(folder)
+                manifest = read_manifest(folder)
                 _check_fits(candidate, manifest["arrays"], wanted, field)
-                _check_files(folder, manifest["files"], field)
-            except _Damaged as error:
+                check_files(folder, manifest["files"], field)
+            except Damaged as error:
                 damage[candidate] = str(error)
                 continue
             for other, what in damage.items():
@@ -294,85 +293,3 @@ def _check_types(step: int, arrays: dict[str, jax.Array], wanted: dict[str, Any]
                 f"{name} of checkpoint {step} came back in {arrays[name].dtype}, not {leaf.dtype}; "
                 "set jax_enable_x64 for the whole process, not in a context"
             )
-
-
-# --- The manifest -----------------------------------------------------------------------------------------------------
-
-
-class _Damaged(Exception):
-    """What is wrong with a checkpoint, as half a sentence."""
-
-
-def _write_manifest(folder: Path, kinds: dict[str, list]) -> int:
-    """Describe what Orbax wrote, as read back from the files. Returns their bytes."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    with ThreadPoolExecutor() as readers:
-        checksums = readers.map(_checksum, files)
-        described = {
-            file.relative_to(folder).as_posix(): [file.stat().st_size, checksum]
-            for file, checksum in zip(files, checksums, strict=True)
-        }
-    content = {"arrays": kinds, "files": described}
-    (folder / MANIFEST).write_text(json.dumps({"checksum": _checksum_json(content), **content}, indent=1))
-    return sum(size for size, _ in described.values())
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        checksum = manifest.pop("checksum")
-    except FileNotFoundError:
-        raise _Damaged(f"{MANIFEST} is missing, so it was never finished or not copied whole") from None
-    except OSError as error:
-        raise _Damaged(f"{MANIFEST} cannot be read: {_reason(error)}") from error
-    except (ValueError, KeyError, AttributeError, TypeError):  # not JSON any more, or not the object that was written
-        checksum, manifest = None, None
-    if checksum != _checksum_json(manifest):
-        raise _Damaged(f"{MANIFEST} is not what was written")
-    return manifest
-
-
-def _check_files(folder: Path, files: dict[str, list], field: str | None) -> None:
-    """Compare size and checksum of each file, or of those that `field` needs, with the manifest's."""
-    needed = {
-        name: said for name, said in files.items() if field is None or name.split("/")[0] == field or "/" not in name
-    }
-    try:
-        for name, (size, _) in needed.items():
-            found = (folder / name).stat().st_size
-            if found != size:
-                raise _Damaged(f"{name} has {found} bytes of {size}")
-        with ThreadPoolExecutor() as readers:
-            checksums = readers.map(_checksum, [folder / name for name in needed])
-            for (name, (_, checksum)), found in zip(needed.items(), checksums, strict=True):
-                if found != checksum:
-                    raise _Damaged(f"{name} is not what was written (checksum)")
-    except FileNotFoundError as error:
-        raise _Damaged(f"{Path(error.filename).relative_to(folder)} is missing") from error
-    except OSError as error:
-        raise _Damaged(
-            f"{Path(error.filename or folder).relative_to(folder)} cannot be read: {_reason(error)}"
-        ) from error
-
-
-def _checksum(file: Path) -> int:
-    checksum = 0
-    with file.open("rb") as stream:
-        while block := stream.read(READ_BYTES):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
-
-
-def _checksum_json(content: Any) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-# --- Words ------------------------------------------------------------------------------------------------------------
-
-
-def _reason(error: BaseException) -> str:
-    """The system's words for a failure; tensorstore hides the error number in its text."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    number = re.search(r"os_error_code='(\d+)'", str(error))
-    return os.strerror(int(number[1])) if number else (str(error).splitlines() or [type(error).__name__])[0]

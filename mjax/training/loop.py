@@ -18,18 +18,23 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from mjax.config import Config, check_devices, save_config
 from mjax.data.batches import Batches, prefetch
-from mjax.data.sources import open_data
+from mjax.data.sources import TrainingData, open_data
+from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import RunError
+from mjax.generation import Generator, continue_texts, print_samples
 from mjax.models.attention import resolve_attention
 from mjax.parallel.mesh import make_mesh
+from mjax.sampling import Sampling
 from mjax.training import environment
 from mjax.training.checkpoint import Checkpoints
 from mjax.training.display import Display, loss_and_perplexity
 from mjax.training.flops import model_flops, peak_tflops
 from mjax.training.metrics import MetricsLog, Record, finite_or_none
+from mjax.training.runs import locked
 from mjax.training.step import StepMetrics, TrainProgram, TrainState, build_program
 
 PREEMPTED = 75  # exit code: saved, run me again
@@ -77,27 +82,35 @@ def train(config: Config, folder: Path, name: str = "this config") -> Result:
     # --- Program and state --------------------------------------------------------------------------------------------
     program = build_program(resolved, mesh)
     display = Display(config.train.steps)
-    with Checkpoints(
-        folder / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every, on_notice=display.say
-    ) as checkpoints:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(folder))
+        checkpoints = stack.enter_context(
+            Checkpoints(folder / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every, display.say)
+        )
         if checkpoints.steps():
             start, state = checkpoints.restore(program.abstract_state)
         else:
             start, state = 0, program.initialize()
         _say_what_runs(display, resolved, data.summary, folder, start)
-        folder.mkdir(parents=True, exist_ok=True)
+        if start >= config.train.steps:
+            display.say(f"all {start} steps are done; raise --train.steps to go on, or choose another --name")
+            return Result(0, start, state, None)
         save_config(config, folder / "config.json")
         environment.write(resolved, folder)
         if data.tokenizer is not None:
             shutil.copytree(data.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
 
         # --- Steps ----------------------------------------------------------------------------------------------------
-        log = MetricsLog(folder, start, config.log.tensorboard, config.log.wandb)
+        log = stack.enter_context(
+            contextlib.closing(MetricsLog(folder, start, config.log.tensorboard, config.log.wandb))
+        )
         run = _Run(resolved, program, checkpoints, log, display)
-        with contextlib.closing(log):
-            result = run.steps(state, start, data.training, data.validation)
-            checkpoints.wait()
-            log.draw()
+        result = run.steps(state, start, data.training, data.validation)
+        checkpoints.wait()
+        if result.exit_code == 0:
+            if data.tokenizer is not None and config.log.sample_tokens > 0:
+                _print_sample(resolved, mesh, result.state, folder, data, display)
+            _say_what_is_left(display, result, folder)
     return result
 
 
@@ -114,6 +127,28 @@ def _say_what_runs(display: Display, config: Config, data: str, folder: Path, st
         display.say(
             f"mfu     not shown: no {config.precision.compute} peak is known for {kind} (mjax/training/flops.py)"
         )
+
+
+def _print_sample(config: Config, mesh: Mesh, state: TrainState, folder: Path, data: TrainingData, display: Display):
+    """Let the trained model continue `log.prompt`, or the beginning of a validation sample."""
+    tokenizer = tokenizer_from_folder(folder / "tokenizer")
+    prompt = config.log.prompt
+    if prompt is None:
+        source = data.validation or data.training
+        prompt = tokenizer.decode(source.at(0)["tokens"][0, :8].tolist())
+    sampling = Sampling(tokens=config.log.sample_tokens, seed=config.train.seed)
+    display.say("")
+    print_samples(continue_texts(Generator(config, mesh), state.model, tokenizer, [prompt], sampling), display.console)
+    display.say("")
+
+
+def _say_what_is_left(display: Display, result: Result, folder: Path) -> None:
+    if result.validation_loss is not None:
+        display.say(f"validation perplexity {math.exp(min(result.validation_loss, 700.0)):.2f}")
+    display.say(f"curve       {folder / 'loss.png'}")
+    display.say(f"checkpoint  {folder / 'checkpoints' / str(result.step)}")
+    if (folder / "tokenizer").is_dir():
+        display.say(f'more text   python -m mjax generate --checkpoint {folder} --prompt "…"')
 
 
 class _Run:
@@ -173,7 +208,7 @@ class _Run:
         return Result(0 if done == last else PREEMPTED, done, state, validation_loss)
 
     def _to_devices(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        return {name: jax.device_put(array, self.program.batch_sharding) for name, array in batch.items()}
+        return jax.device_put(batch, self.program.batch_sharding)
 
     def _evaluate(self, state: TrainState, validation: Batches) -> float:
         losses = []

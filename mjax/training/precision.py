@@ -29,12 +29,12 @@ class LossScale:
     """The loss scale and its history; the same on every device.
 
     Attributes:
-      value: float32 []; 1 outside fp16.
+      scale: float32 []; 1 outside fp16.
       clean_steps: int32 [], steps without overflow since the scale last changed or overflowed.
       hysteresis: int32 [], overflows that are still tolerated before the scale halves.
     """
 
-    value: Array
+    scale: Array
     clean_steps: Array
     hysteresis: Array
 
@@ -54,11 +54,11 @@ class LossScale:
         if config.compute != "fp16" or config.loss_scale is not None:
             return self
         hysteresis = jnp.where(finite, self.hysteresis, self.hysteresis - 1)
-        shrunk = jnp.where(hysteresis <= 0, jnp.maximum(self.value * 0.5, config.min_loss_scale), self.value)
+        shrunk = jnp.where(hysteresis <= 0, jnp.maximum(self.scale * 0.5, config.min_loss_scale), self.scale)
         clean_steps = jnp.where(finite, self.clean_steps + 1, 0)
         grow = clean_steps == config.loss_scale_window
         return LossScale(
-            value=jnp.where(finite, jnp.where(grow, self.value * 2.0, self.value), shrunk).astype(jnp.float32),
+            scale=jnp.where(finite, jnp.where(grow, self.scale * 2.0, self.scale), shrunk).astype(jnp.float32),
             clean_steps=jnp.where(grow, 0, clean_steps).astype(jnp.int32),
             hysteresis=jnp.where(grow, config.hysteresis, hysteresis).astype(jnp.int32),
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+from collections.abc import Iterator
 from pathlib import Path
 
 from mjax.config import Config, differences, read_config
@@ -41,3 +44,21 @@ def changes_since(folder: Path, config: Config) -> list[str]:
             f"--data.samples {before.training_samples} keeps it where that many are enough"
         )
     return lines
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the run folder for this process; the system lets go of it when the process ends, however it ends.
+
+    Raises:
+      UsageError: another process trains here.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"{folder} is being trained by another process; wait for it, or choose another --name"
+            ) from None
+        yield

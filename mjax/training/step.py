@@ -160,7 +160,7 @@ def _initial_state(config: Config, transform: optax.GradientTransformation) -> T
 
 def _train_step(config: Config, transform, order: np.ndarray, state: TrainState, batch: dict[str, Array]):
     """One step as a single device sees it: its shards of `state`, its replica's rows of `batch` [B / data, s]."""
-    scale = state.loss_scale.value
+    scale = state.loss_scale.scale
     loss, gradients = loss_and_gradients(config, state.model, batch, state.step, scale)
     squares = squared_norms(gradients)
     norm = jnp.sqrt(squares.sum())

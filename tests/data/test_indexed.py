@@ -1,4 +1,5 @@
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,6 +173,21 @@ def test_an_exception_leaves_nothing_new_and_keeps_what_was_there(tmp_path):
         write(prefix, interrupted())
     assert sorted(file.name for file in tmp_path.iterdir()) == ["d.bin", "d.idx"]
     assert IndexedDataset(prefix).get(0).tolist() == [1, 2, 3]
+
+
+def test_new_tokens_never_stand_beside_an_old_index(tmp_path, monkeypatch):
+    prefix = write(tmp_path / "d")
+    replace = Path.replace
+
+    def stopped_before_the_index(self, target):
+        if target == index_file(prefix):
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", stopped_before_the_index)
+    with pytest.raises(KeyboardInterrupt):
+        write(prefix, [[6, 5, 4], [3], [2, 1]])
+    assert not index_file(prefix).exists()
 
 
 @pytest.mark.parametrize("token", [-1, 100, 65536 + 1])

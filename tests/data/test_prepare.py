@@ -207,10 +207,27 @@ def test_an_interruption_leaves_the_old_dataset_and_nothing_new(lines, tmp_path,
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
+def test_a_disk_that_fills_up_leaves_nothing(lines, tmp_path, monkeypatch):
+    def save(self, folder):
+        folder.mkdir()
+        (folder / "half").write_text("")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("mjax.data.tokenizers.ByteTokenizer.save", save)
+    with pytest.raises(RunError, match="stopped: No space left on device; nothing was left"):
+        run(lines, output=tmp_path / "out" / "d", tokenizer="bytes")
+    assert nothing_but(tmp_path / "out")
+
+
 def test_an_output_that_cannot_be_written_stops_the_run(lines, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"preparing .* stopped: "):
         run(lines, output=tmp_path / "file" / "d", tokenizer="bytes")
+
+
+def test_data_is_prepared_without_jax():
+    code = "import sys, mjax.data.prepare, mjax.data.samples, mjax.data.batches; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 # --- The command line -------------------------------------------------------------------------------------------------

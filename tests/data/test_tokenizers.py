@@ -109,8 +109,8 @@ def test_training_is_deterministic(trained, tmp_path):
 
 
 def test_a_document_longer_than_sentencepiece_takes_is_learned_from():
-    one = train_sentencepiece(["wonderful " * 20_000], 278)
-    assert len(one.encode("wonderful wonderful")) <= 3
+    trained = train_sentencepiece(["a " * 20_000 + "wonderful " * 20_000], 280)
+    assert len(trained.encode("a wonderful a")) == 3
 
 
 def test_a_vocabulary_too_large_says_which_works():

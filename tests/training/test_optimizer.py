@@ -99,7 +99,7 @@ def _scales(finite, **changes):
     scale, values = LossScale.initial(config), []
     for ok in finite:
         scale = scale.update(jnp.bool_(ok), config)
-        values.append(float(scale.value))
+        values.append(float(scale.scale))
     return values
 
 

@@ -1,0 +1,71 @@
+"""Every notebook runs from its first cell to its last, and is committed with what its cells show."""
+
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from ipykernel.kernelspec import write_kernel_spec
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpecManager
+from nbclient import NotebookClient
+
+from tests.conftest import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LARGEST = 400_000  # bytes of a notebook, pictures included
+
+
+def _kernel(folder: Path) -> AsyncKernelManager:
+    """A kernel of the interpreter that runs the tests, known to nobody else."""
+    write_kernel_spec(folder / "python3")
+    specs = KernelSpecManager(kernel_dirs=[str(folder)], ensure_native_kernel=False)
+    manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs)
+    assert manager.kernel_spec.argv[0] == sys.executable
+    return manager
+
+
+def _environment() -> dict[str, str]:
+    """As in a fresh shell, without the devices that the tests simulate; with their cache of compiled programs."""
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS", "MPLBACKEND")
+    }
+    return kept | {
+        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    }
+
+
+def _shown(notebook) -> list[set[str]]:
+    """The kinds of output of each code cell: text that is printed, or the types of what is displayed."""
+
+    def kinds(output):
+        return set(output.data) if output.output_type in ("display_data", "execute_result") else {output.output_type}
+
+    return [set().union(*map(kinds, cell.outputs)) for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_runs_and_shows_what_is_committed(file, tmp_path):
+    committed = nbformat.read(file, as_version=4)
+    nbformat.validate(committed)
+    fresh = nbformat.from_dict(committed)
+    for cell in fresh.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    resources = {"metadata": {"path": str(file.parent)}}
+    NotebookClient(fresh, km=_kernel(tmp_path), timeout=300, resources=resources).execute(env=_environment())
+    assert _shown(committed) == _shown(fresh)
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_is_committed_whole_and_small(file):
+    cells = [cell for cell in nbformat.read(file, as_version=4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "run all cells, once, in order"
+    assert any("image/png" in kinds for kinds in _shown(nbformat.read(file, as_version=4)))
+    assert file.stat().st_size < LARGEST
