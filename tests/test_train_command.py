@@ -133,10 +133,8 @@ def test_a_run_continues_on_another_mesh(uninterrupted, tmp_path):
     assert on_four == pytest.approx(uninterrupted[2], rel=1e-5)
 
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")
-    output = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "--resume", str(tmp_path / "run"), "--mesh.data", "1", "--mesh.model", "1"],
-        env=environment(), capture_output=True, text=True,
-    )  # fmt: skip
+    resume = [sys.executable, str(ROOT / "train.py"), "--resume", str(tmp_path / "run"), "--mesh.data", "1"]
+    output = subprocess.run([*resume, "--mesh.model", "1"], env=environment(), capture_output=True, text=True)
     assert output.returncode == 0, output.stderr
     assert "changed mesh.data: 2 → 1" in output.stdout
     assert "continued after step 8" in output.stdout

@@ -58,7 +58,5 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(
-                f"{folder} is being trained by another process; wait for it, or choose another --name"
-            ) from None
+            raise UsageError(f"{folder} is in use by another process; wait for it, or choose another --name") from None
         yield
