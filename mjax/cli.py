@@ -18,6 +18,7 @@ import tyro
 from mjax import __version__, launch
 from mjax.config import Config, available_configs, load_config, read_config, suggestion, validate
 from mjax.errors import RunError, UsageError
+from mjax.launch import Distributed
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class TrainArguments:
     resume: Path | None = None
     """Continue the run in this folder with the config saved there."""
     simulate: int | None = None
-    """Run on this many simulated devices of the CPU."""
+    """Run on this many simulated devices of the CPU, in each process."""
+    distributed: Distributed = field(default_factory=Distributed)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -56,12 +58,15 @@ def train(argv: Sequence[str]) -> int:
             raise UsageError(f"--simulate is {arguments.simulate}; it must be at least 1")
         launch.simulate_devices(arguments.simulate)
 
+    from mjax.parallel import processes
     from mjax.training import loop
     from mjax.training.metrics import check_wandb
 
     check_wandb(config.log.wandb)
-    for line in changes:
-        print(line)
+    processes.start(arguments.distributed)
+    if processes.is_first():
+        for line in changes:
+            print(line)
     result = loop.train(config, folder, label)
     return result.exit_code
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
@@ -37,3 +38,15 @@ def simulate_devices(count: int) -> None:
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}".strip()
     )
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """Where the processes of a run find each other. Not needed under srun, mpirun or in a Kubernetes indexed job."""
+
+    coordinator: str | None = None
+    """HOST:PORT of process 0."""
+    processes: int | None = None
+    """Number of processes."""
+    process: int | None = None
+    """Index of this one, from 0."""

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# Before jax is imported: sixteen CPU devices.
+# Before jax is imported: eight CPU devices.
 os.environ["JAX_PLATFORMS"] = os.environ.get("MJAX_TEST_PLATFORM", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 

@@ -138,7 +138,7 @@ WRONG = {
     "cuDNN on a CPU": (_train("--model.attention", "cudnn"), 2, "it needs an NVIDIA GPU"),
     "no devices to simulate": (_train("--simulate", "0"), 2, "--simulate is 0"),
     "resuming nothing": (lambda p: ["train", "--resume", str(p)], 2, "holds no checkpoint"),
-    "checkpoint of another model": (_continuing("--model.hidden", "64"), 2, "of another model (model.hidden 32, now 64)"),
+    "checkpoint of another model": (_continuing("--model.hidden", "64"), 2, "model (model.hidden 32, now 64)"),
     "config.json that is not JSON": (
         _copy_of_run("not_json", lambda run: (run / "config.json").write_text("{")), 2, "is not JSON",
     ),

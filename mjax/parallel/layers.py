@@ -49,7 +49,7 @@ class LayerNorm(nnx.Module):
 
 
 # The backward pass computes the statistics again from x, which the residual stream holds anyway: plain autodiff would
-# keep four float32 tensors a call, 16 of the 31 s·b·h bytes of a layer (arXiv 2205.05198, section 4.1 counts 4).
+# keep several float32 tensors of x's shape a call, more than the rest of the layer together.
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=(3,))
 def _layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -35,6 +35,7 @@ from orbax.checkpoint import v1 as ocp
 
 from mjax.errors import RunError, UsageError
 from mjax.names import leaf_name
+from mjax.parallel.processes import from_first, is_first, wait_for_all
 from mjax.training.manifest import Damaged, check_files, read_manifest, reason, write_manifest
 
 MANIFEST = "manifest.json"
@@ -47,7 +48,9 @@ logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}checkp
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder; one process writes it, any number may read.
+    """The checkpoints of one run, in one folder that all its processes see.
+
+    Every process calls every method; each writes its own shards, and process 0 does what is done once.
 
     Attributes:
       folder: runs/NAME/checkpoints; it need not exist before the first save.
@@ -99,14 +102,16 @@ class Checkpoints:
           RunError: this save could not start, or the one before it failed.
         """
         self.wait()
-        if step in self._sound():
+        if from_first(step in self._sound()):
             return
         arrays = _named(state)
         started = time.monotonic()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._remove_unfinished()
-            with self._saving:
+            if is_first():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._remove_unfinished()
+            wait_for_all(f"folder of checkpoint {step}")
+            with self._saving, jax.transfer_guard("allow"):  # processes agree through the devices
                 writing = ocp.save_checkpointables_async(self._unfinished(step), _by_field(arrays))
         except Exception as error:
             raise self._failure(step, error) from error
@@ -122,6 +127,7 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+            wait_for_all("checkpoint")  # process 0 has renamed it
 
     def close(self) -> None:
         """Wait for the last save and release the thread.
@@ -138,7 +144,9 @@ class Checkpoints:
         """In the writing thread: wait for Orbax, add the manifest, make it a checkpoint by one rename."""
         folder = self._unfinished(step)
         try:
-            writing.result()
+            writing.result()  # every process has written its part
+            if not is_first():
+                return
             size = write_manifest(folder, kinds)
             if step in self._damaged:
                 self._remove(step)
@@ -208,16 +216,37 @@ class Checkpoints:
           ValueError: a leaf of `target` has no sharding; Orbax would take the one it finds on disk.
         """
         self.wait()
+        wanted = _named(target, field)
+        for name, leaf in wanted.items():
+            if leaf.sharding is None:
+                raise ValueError(f"{name} of the target has no sharding")
+        chosen = self._choose_for_all(wanted, step, field)
+        found = ocp.load_checkpointables(self.folder / str(chosen), _by_field(wanted))
+        arrays = {name: array for part in found.values() for name, array in part.items()}
+        _check_types(chosen, arrays, wanted)
+        return chosen, jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in wanted])
+
+    def _choose_for_all(self, wanted: dict[str, Any], step: int | None, field: str | None) -> int:
+        """What process 0 chooses; it alone reads all files."""
+        if not is_first():
+            chosen = from_first(-1)
+            if chosen < 0:
+                raise RunError(f"process 0 found no checkpoint in {self.folder} that can be used; its message says why")
+            return chosen
+        try:
+            chosen = self._choose(wanted, step, field)
+        except Exception:
+            from_first(-1)  # the others wait for an answer
+            raise
+        return from_first(chosen)
+
+    def _choose(self, wanted: dict[str, Any], step: int | None, field: str | None) -> int:
+        """The newest checkpoint that is sound and fits `wanted`, or `step` if it is."""
         there = self.steps()
         if not there:
             raise UsageError(f"{self.folder} holds no checkpoint; give a run that has saved one")
         if step is not None and step not in there:
             raise UsageError(f"{self.folder} holds no checkpoint {step}; there are {', '.join(map(str, there))}")
-
-        wanted = _named(target, field)
-        for name, leaf in wanted.items():
-            if leaf.sharding is None:
-                raise ValueError(f"{name} of the target has no sharding")
         damage: dict[int, str] = {}
         for candidate in [step] if step is not None else reversed(there):
             folder = self.folder / str(candidate)
@@ -231,11 +260,7 @@ class Checkpoints:
             for other, what in damage.items():
                 self.on_notice(f"checkpoint {other} is damaged: {what}; using {candidate}")
             self._damaged |= set(damage)
-            found = ocp.load_checkpointables(folder, _by_field(wanted))
-            arrays = {name: array for part in found.values() for name, array in part.items()}
-            _check_types(candidate, arrays, wanted)
-            return candidate, jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in wanted])
-
+            return candidate
         what = "; ".join(f"checkpoint {known} is damaged: {what}" for known, what in damage.items())
         others = ", ".join(str(known) for known in there if known not in damage)
         raise RunError(f"{self.folder}: {what}; {f'there are also {others}' if others else 'there is no other'}")

@@ -22,8 +22,8 @@ class Display:
     `begin` says where the run starts; entering the context shows the line. `say` prints a message without tearing it.
     """
 
-    def __init__(self, steps: int, console: Console | None = None):
-        self.console = console or Console(highlight=False, soft_wrap=True)
+    def __init__(self, steps: int, console: Console | None = None, shown: bool = True):
+        self.console = console or Console(highlight=False, soft_wrap=True, quiet=not shown)
         self.steps = steps
         self._progress = None
 

@@ -28,6 +28,7 @@ from mjax.errors import RunError
 from mjax.generation import Generator, continue_texts, print_samples
 from mjax.models.attention import resolve_attention
 from mjax.parallel.mesh import make_mesh
+from mjax.parallel.processes import is_first, told_to_stop
 from mjax.sampling import Sampling
 from mjax.training import environment
 from mjax.training.checkpoint import Checkpoints
@@ -81,9 +82,10 @@ def train(config: Config, folder: Path, name: str = "this config") -> Result:
 
     # --- Program and state --------------------------------------------------------------------------------------------
     program = build_program(resolved, mesh)
-    display = Display(config.train.steps)
+    display = Display(config.train.steps, shown=is_first())
     with contextlib.ExitStack() as stack:
-        stack.enter_context(locked(folder))
+        if is_first():
+            stack.enter_context(locked(folder))
         checkpoints = stack.enter_context(
             Checkpoints(folder / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every, display.say)
         )
@@ -95,21 +97,22 @@ def train(config: Config, folder: Path, name: str = "this config") -> Result:
         if start >= config.train.steps:
             display.say(f"all {start} steps are done; raise --train.steps to go on, or choose another --name")
             return Result(0, start, state, None)
-        save_config(config, folder / "config.json")
-        environment.write(resolved, folder)
-        if data.tokenizer is not None:
-            shutil.copytree(data.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
+        log = None
+        if is_first():
+            save_config(config, folder / "config.json")
+            environment.write(resolved, folder)
+            if data.tokenizer is not None:
+                shutil.copytree(data.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
+            log = MetricsLog(folder, start, config.log.tensorboard, config.log.wandb)
+            stack.enter_context(contextlib.closing(log))
 
         # --- Steps ----------------------------------------------------------------------------------------------------
-        log = stack.enter_context(
-            contextlib.closing(MetricsLog(folder, start, config.log.tensorboard, config.log.wandb))
-        )
         run = _Run(resolved, program, checkpoints, log, display)
         result = run.steps(state, start, data.training, data.validation)
         checkpoints.wait()
         if result.exit_code == 0:
             if data.tokenizer is not None and config.log.sample_tokens > 0:
-                _print_sample(resolved, mesh, result.state, folder, data, display)
+                _print_sample(resolved, mesh, result.state, data, display)
             _say_what_is_left(display, result, folder)
     return result
 
@@ -129,9 +132,9 @@ def _say_what_runs(display: Display, config: Config, data: str, folder: Path, st
         )
 
 
-def _print_sample(config: Config, mesh: Mesh, state: TrainState, folder: Path, data: TrainingData, display: Display):
+def _print_sample(config: Config, mesh: Mesh, state: TrainState, data: TrainingData, display: Display):
     """Let the trained model continue `log.prompt`, or the beginning of a validation sample."""
-    tokenizer = tokenizer_from_folder(folder / "tokenizer")
+    tokenizer = tokenizer_from_folder(data.tokenizer)
     prompt = config.log.prompt
     if prompt is None:
         source = data.validation or data.training
@@ -155,7 +158,7 @@ class _Run:
     """The steps of one run and what is recorded of them."""
 
     def __init__(
-        self, config: Config, program: TrainProgram, checkpoints: Checkpoints, log: MetricsLog, display: Display
+        self, config: Config, program: TrainProgram, checkpoints: Checkpoints, log: MetricsLog | None, display: Display
     ):
         self.config, self.program, self.checkpoints = config, program, checkpoints
         self.log, self.display = log, display
@@ -168,7 +171,7 @@ class _Run:
         """Take the steps from `start` on, until all are done or the run is told to stop."""
         config, last = self.config, self.config.train.steps
         validation_loss, done = None, start
-        fetch = prefetch(lambda step: self._to_devices(training.at(step)), range(start, last))
+        fetch = prefetch(lambda step: self._to_devices(training, step), range(start, last))
         display = self.display.begin(start)
         with (
             contextlib.closing(fetch) as batches,
@@ -183,6 +186,8 @@ class _Run:
                 if waiting is not None:
                     self._write(self._record(*waiting))  # while the devices work on `step`
                 waiting = step, metrics
+                if told_to_stop(step):
+                    stop.name = "SIGTERM"
                 ends = step == last or stop.requested
                 evaluates = validation is not None and (step == last or step % config.train.eval_interval == 0)
                 saves = ends or (config.checkpoint.interval and step % config.checkpoint.interval == 0)
@@ -194,7 +199,8 @@ class _Run:
                     self._write(record)
                     if saves:
                         self.checkpoints.save(step, state)
-                    self.log.draw()
+                    if self.log:
+                        self.log.draw()
                     waiting = None
                     self.clock = time.perf_counter()
                 done = step
@@ -207,13 +213,26 @@ class _Run:
             )
         return Result(0 if done == last else PREEMPTED, done, state, validation_loss)
 
-    def _to_devices(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        return jax.device_put(batch, self.program.batch_sharding)
+    def _to_devices(self, batches: Batches, step: int) -> dict[str, jax.Array]:
+        """The batch of `step`; a process reads only the rows of its own devices."""
+        shape = (self.config.train.global_batch, self.config.model.sequence)
+        sharding = self.program.batch_sharding
+
+        def bounds(index: tuple[slice, ...]) -> tuple[int, int]:
+            return index[0].indices(shape[0])[:2]
+
+        own = {bounds(index) for index in sharding.addressable_devices_indices_map(shape).values()}
+        rows = {part: batches.at(step, slice(*part)) for part in own}
+        with jax.transfer_guard("allow"):  # this one is meant
+            return {
+                name: jax.make_array_from_callback(shape, sharding, lambda index, name=name: rows[bounds(index)][name])
+                for name in ("tokens", "labels")
+            }
 
     def _evaluate(self, state: TrainState, validation: Batches) -> float:
         losses = []
         for index in range(self.config.train.eval_batches):
-            losses.append(self.program.eval_step(state.model, self._to_devices(validation.at(index))))
+            losses.append(self.program.eval_step(state.model, self._to_devices(validation, index)))
         return float(np.mean(jax.device_get(losses)))
 
     def _record(self, step: int, metrics: StepMetrics) -> Record:
@@ -247,7 +266,8 @@ class _Run:
         return f"{first} first, {int(metrics.nonfinite)} of {len(self.program.gradient_names)}{where}"
 
     def _write(self, record: Record) -> None:
-        if record.step % self.config.log.interval == 0 or record.skipped or record.val_loss is not None:
+        due = record.step % self.config.log.interval == 0 or record.skipped or record.val_loss is not None
+        if self.log and due:
             self.log.write(record)
         self.display.show(record)
         if not record.skipped:
@@ -264,7 +284,10 @@ class _Run:
 
 
 class _StopSignal:
-    """Turns SIGTERM and the first Ctrl-C into a request to stop after the step; a second Ctrl-C stops at once."""
+    """Turns SIGTERM and the first Ctrl-C into a request to stop after the step; a second Ctrl-C stops at once.
+
+    Several processes have to agree on the step, so there SIGTERM is JAX's (`told_to_stop`) and Ctrl-C stops at once.
+    """
 
     def __init__(self, display: Display):
         self.display, self.name = display, ""
@@ -275,6 +298,8 @@ class _StopSignal:
         return bool(self.name)
 
     def __enter__(self) -> _StopSignal:
+        if jax.process_count() > 1:
+            return self
         with contextlib.suppress(ValueError):  # signals belong to the main thread
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._stop)
