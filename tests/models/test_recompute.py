@@ -1,0 +1,99 @@
+"""What a layer keeps for its backward pass, counted in the traced step of 8.3 billion parameters."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mjax.config import load_config
+from mjax.parallel.mesh import abstract_mesh
+from mjax.training.step import build_program
+
+LAYERS = 72
+
+
+def _equations(jaxpr, name):
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == name:
+            yield equation
+        for value in equation.params.values():
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                item = getattr(item, "jaxpr", item)
+                if hasattr(item, "eqns"):
+                    yield from _equations(item, name)
+
+
+def _step(recompute, **model):
+    config = load_config("gpt_8b")
+    config = replace(
+        config,
+        model=replace(config.model, attention="xla", **model),
+        train=replace(config.train, recompute=recompute),
+    )
+    program = build_program(config, abstract_mesh(config.mesh))
+    token = jax.ShapeDtypeStruct((512, 1024), jnp.int32, sharding=program.batch_sharding)
+    return config, program.train_step.trace(program.abstract_state, {"tokens": token, "labels": token}).jaxpr.jaxpr
+
+
+def _stacked_residuals(jaxpr):
+    """Shapes and types a layer hands from the forward scan to the backward one."""
+    forward = next(e for e in _equations(jaxpr, "scan") if e.params["length"] == LAYERS)
+    stacked = forward.outvars[forward.params["num_carry"] :]
+    return [(variable.aval.shape[1:], variable.aval.dtype) for variable in stacked]
+
+
+def _bytes(shapes):
+    total = 0
+    for shape, dtype in shapes:
+        size = dtype.itemsize
+        for dim in shape:
+            size *= dim
+        total += size
+    return total
+
+
+@pytest.mark.parametrize(("recompute", "kept"), [("selective", 6.0), ("full", 2.0)])
+def test_a_layer_keeps_this_many_times_sbh_bytes(recompute, kept):
+    config, jaxpr = _step(recompute)
+    sbh = 1024 * 8 * config.model.hidden
+    assert _bytes(_stacked_residuals(jaxpr)) / sbh == pytest.approx(kept, abs=0.01)
+
+
+def test_without_recomputation_only_the_scores_come_on_top_and_no_mask_is_stored():
+    config, jaxpr = _step("none")
+    residuals = _stacked_residuals(jaxpr)
+    sbh = 1024 * 8 * config.model.hidden
+    scores = [(shape, dtype) for shape, dtype in residuals if shape[-2:] == (1024, 1024)]
+    assert (_bytes(residuals) - _bytes(scores)) / sbh == pytest.approx(11.0, abs=0.05)
+    assert not [shape for shape, dtype in residuals if dtype == jnp.bool_ and len(shape) > 2]
+
+
+def test_the_backward_pass_keeps_one_copy_of_the_logits_in_the_compute_type():
+    _, jaxpr = _step("selective")
+    rows = 51_200 // 8
+    logits = [
+        variable.aval
+        for equation in _equations(jaxpr, "dot_general")
+        for variable in equation.outvars
+        if variable.aval.shape == (8, 1024, rows)
+    ]
+    assert [str(aval.dtype) for aval in logits] == ["bfloat16"]  # computed once, and never recomputed
+
+
+def test_no_device_ever_holds_a_whole_row_of_logits():
+    _, jaxpr = _step("none")
+    shapes = {v.aval.shape for v in _variables(jaxpr)}
+    assert (8, 1024, 51_200 // 8) in shapes
+    assert not [shape for shape in shapes if len(shape) > 1 and 51_200 in shape]
+
+
+def _variables(jaxpr):
+    for equation in jaxpr.eqns:
+        if equation.primitive.name not in ("jit", "shard_map"):  # outside of shard_map arrays are whole
+            yield from equation.outvars
+        for value in equation.params.values():
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                item = getattr(item, "jaxpr", item)
+                if hasattr(item, "eqns"):
+                    yield from _variables(item)

@@ -1,0 +1,138 @@
+"""Each parallel layer against its serial twin in float64, on meshes that split it one, four and eight ways."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from mjax.config import MeshConfig
+from mjax.parallel import mappings
+from mjax.parallel.layers import (
+    ColumnParallelLinear,
+    LayerNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
+from mjax.parallel.mappings import MODEL
+from mjax.parallel.mesh import make_mesh
+
+WAYS = [1, 4, 8]
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def _on_mesh(ways, function, in_specs, out_specs):
+    mesh = make_mesh(MeshConfig(model=ways))
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True))
+
+
+def _draw(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float64)
+
+
+@pytest.mark.parametrize("ways", WAYS)
+def test_column_then_row_is_a_plain_two_layer_mlp(ways):
+    keys = jax.random.split(jax.random.key(1))
+    up = ColumnParallelLinear(keys[0], 6, (16,), 0, 1.0, jnp.float64)
+    down = RowParallelLinear(keys[1], (16,), 6, 1.0, jnp.float64)
+    layers, x = {"up": up, "down": down}, _draw(2, 3, 6)
+    specs = nnx.get_partition_spec(layers)
+
+    def parallel(layers, x):
+        return layers["down"](jnp.tanh(layers["up"](x)))
+
+    def serial(layers, x):
+        hidden = jnp.tanh(x @ layers["up"].kernel[...] + layers["up"].bias[...])
+        return hidden @ layers["down"].kernel[...] + layers["down"].bias[...]
+
+    def with_gradients(function, layers, x):
+        return jax.value_and_grad(lambda layers, x: jnp.square(function(layers, x)).sum(), argnums=(0, 1))(layers, x)
+
+    found = _on_mesh(ways, partial(with_gradients, parallel), (specs, P()), (P(), (specs, P())))(layers, x)
+    expected = with_gradients(serial, layers, x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+@pytest.mark.parametrize("ways", WAYS)
+def test_the_embedding_is_a_lookup_and_its_logits_a_product(ways):
+    embedding = VocabParallelEmbedding(jax.random.key(0), 24, 6, 1.0, jnp.float64)
+    tokens = np.random.default_rng(0).integers(0, 24, (2, 5))
+    specs = nnx.get_partition_spec(embedding)
+    look = _on_mesh(ways, lambda e, t: e(t), (specs, P()), P())
+    score = _on_mesh(ways, lambda e, x: e.logits(x), (specs, P()), P(None, None, MODEL))
+    table = np.asarray(embedding.table[...])
+    np.testing.assert_array_equal(look(embedding, tokens), table[tokens])
+    np.testing.assert_allclose(score(embedding, table[tokens]), table[tokens] @ table.T, rtol=1e-12)
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_cross_entropy_of_split_logits_equals_log_softmax(ways, scale):
+    logits, labels = scale * _draw(2, 5, 24), np.random.default_rng(0).integers(0, 24, (2, 5))
+    weights = _draw(2, 5, seed=2)
+
+    def serial(logits):
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), labels[..., None], -1)[..., 0]
+        return -(picked * weights).sum()
+
+    def parallel(logits, labels, weights):
+        return (vocab_parallel_cross_entropy(logits, labels) * weights).sum()
+
+    split = P(None, None, MODEL)
+    program = _on_mesh(ways, jax.value_and_grad(parallel), (split, P(), P()), (P(), split))
+    loss, gradient = program(logits, labels, weights)
+    expected_loss, expected = jax.value_and_grad(serial)(logits)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
+    np.testing.assert_allclose(gradient, expected, atol=1e-12)
+
+
+def test_cross_entropy_in_bf16_keeps_float32_accuracy_near_certainty():
+    logits = jnp.zeros((1, 1, 8), jnp.bfloat16).at[..., 3].set(9.0)
+    labels = jnp.full((1, 1), 3)
+    split = P(None, None, MODEL)
+    program = _on_mesh(
+        1, jax.value_and_grad(lambda x, y: vocab_parallel_cross_entropy(x, y).sum()), (split, P()), (P(), split)
+    )
+    loss, gradient = program(logits, labels)
+    exact = np.log1p(7 * np.exp(-9.0))
+    assert float(loss) == pytest.approx(exact, rel=1e-3)
+    assert float(gradient[0, 0, 3]) == pytest.approx(-7 * np.exp(-9.0) / (1 + 7 * np.exp(-9.0)), rel=1e-2)
+
+
+def test_layer_norm_is_the_textbook_formula():
+    norm = LayerNorm(12, 1e-5, jnp.float64)
+    norm.scale[...], norm.bias[...] = _draw(12, seed=1), _draw(12, seed=2)
+    x = _draw(2, 3, 12)
+    centred = x - x.mean(-1, keepdims=True)
+    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * norm.scale[...] + norm.bias[...]
+    np.testing.assert_allclose(jax.jit(lambda norm, x: norm(x))(norm, x), expected, rtol=1e-12)
+
+
+def test_f_and_g_are_each_others_transpose():
+    def transposes(x, y):
+        _, f_transposed = jax.vjp(mappings.enter, x)
+        _, g_transposed = jax.vjp(mappings.leave, y)
+        return f_transposed(y)[0] - mappings.leave(y), g_transposed(x)[0] - mappings.enter(x)
+
+    first, second = _on_mesh(4, transposes, (P(), P(MODEL)), (P(), P(MODEL)))(_draw(8), _draw(32))
+    assert not np.any(first)
+    assert not np.any(second)
+
+
+@pytest.mark.parametrize(
+    ("function", "spec", "words"),
+    [(mappings.enter, P(MODEL), "a leave\\(\\) is missing"), (mappings.leave, P(), "already the same on every rank")],
+)
+def test_f_and_g_refuse_what_would_be_silently_wrong(function, spec, words):
+    with pytest.raises(ValueError, match=words):
+        _on_mesh(4, function, (spec,), P())(_draw(8))

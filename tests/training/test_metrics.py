@@ -1,0 +1,113 @@
+"""What a run records and shows: FLOPs, MFU, metrics.jsonl, the curve, the line."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from mjax.config import load_config
+from mjax.training.display import Display, duration
+from mjax.training.flops import PEAK_TFLOPS, model_flops, peak_tflops
+from mjax.training.metrics import MetricsLog, Record, draw_loss, read_metrics
+
+
+@pytest.mark.parametrize("name", ["gpt_345m", "gpt_1b", "gpt_8b"])
+def test_model_flops_are_those_of_the_paper(name):
+    config = load_config(name)
+    model, batch = config.model, config.train.global_batch
+    h, s, v, layers = model.hidden, model.sequence, model.padded_vocabulary, model.layers
+    paper = 72 * batch * layers * s * h**2 * (1 + s / (6 * h) + v / (12 * h * layers))
+    assert model_flops(config) == pytest.approx(paper, rel=1e-12)
+
+
+def test_a_wider_mlp_costs_its_products():
+    config = load_config("gpt_345m")
+    wide = replace(config, model=replace(config.model, feed_forward=5 * config.model.hidden))
+    tokens = config.train.global_batch * config.model.sequence
+    extra = 3 * 2 * 2 * config.model.hidden**2 * config.model.layers * tokens
+    assert model_flops(wide) - model_flops(config) == pytest.approx(extra)
+
+
+def test_an_unknown_device_or_type_has_no_peak():
+    assert peak_tflops("NVIDIA H200", "bf16") == 989.4
+    assert peak_tflops("NVIDIA H200", "fp32") is None
+    assert peak_tflops("cpu", "bf16") is None
+    assert all(100 < peak < 3000 for peak in PEAK_TFLOPS.values())
+
+
+def _record(step, **changes):
+    values = {
+        "step": step, "loss": 9.0 - step / 10, "grad_norm": 1.0, "learning_rate": 1e-3, "loss_scale": 1.0, "skipped": False,
+        "tokens": step * 100, "seconds": 0.5, "tokens_per_second": 200.0, "tflops": 0.1, "mfu": None,
+    }  # fmt: skip
+    return Record(**{**values, **changes})
+
+
+def test_lines_are_valid_json_even_when_a_loss_is_not_finite(tmp_path):
+    log = MetricsLog(tmp_path, 0, tensorboard=False)
+    log.write(_record(1, loss=None, grad_norm=None, skipped=True, nonfinite="final_norm.bias first, 3 of 28"))
+    log.write(_record(2, val_loss=8.5))
+    log.close()
+    first, second = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert first["loss"] is None
+    assert "val_loss" not in first
+    assert second["val_loss"] == 8.5
+
+
+def test_continuing_drops_the_future_and_a_line_cut_short(tmp_path):
+    log = MetricsLog(tmp_path, 0, tensorboard=False)
+    for step in range(1, 6):
+        log.write(_record(step))
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    log = MetricsLog(tmp_path, 3, tensorboard=False)
+    log.write(_record(4, loss=1.0))
+    log.close()
+    assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path / "metrics.jsonl")][2:] == [(3, 8.7), (4, 1.0)]
+
+
+def test_tensorboard_gets_the_scalars(tmp_path):
+    log = MetricsLog(tmp_path, 0, tensorboard=True)
+    log.write(_record(1))
+    log.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second"):
+        assert name.encode() in content
+
+
+@pytest.mark.parametrize("losses", [[], [5.0], [None, 5.0, 4.0]])
+def test_the_curve_is_drawn_from_any_beginning(tmp_path, losses):
+    records = [{"step": i + 1, "loss": loss} for i, loss in enumerate(losses)]
+    draw_loss(records, tmp_path / "loss.png", "run")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in tmp_path.iterdir()] == ["loss.png"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_line_shows_what_a_person_watches_for(terminal):
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=140)
+    with Display(10, console).begin(0) as display:
+        display.show(_record(1, mfu=0.5, loss_scale=4096.0))
+        display.say("a message")
+    text = output.getvalue()
+    for word in (
+        "1/10",
+        "loss 8.9000",
+        "ppl 7332",
+        "lr 1.00e-03",
+        "scale 4096",
+        "200 tok/s",
+        "0.1 TFLOP/s",
+        "MFU 50.0%",
+    ):
+        assert word in text
+    assert "a message" in text
+
+
+def test_durations_are_read_at_a_glance():
+    assert (duration(151), duration(10951)) == ("2:31", "3:02:31")
