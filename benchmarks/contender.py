@@ -27,10 +27,11 @@ from typing import Protocol
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mjax import launch
-from mjax.config import Config, check_devices, from_dict
+from mjax.config import Config, from_dict
 from mjax.data.batches import Batches
 from mjax.data.samples import MockDataset
 from mjax.errors import RunError, UsageError
+from mjax.validation import check_devices
 
 DISTINCT_BATCHES = 4  # tokens are drawn before the clock runs, and used in turn
 

@@ -33,9 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tyro
 
 from mjax import launch
-from mjax.config import Config, MeshConfig, load_config, to_dict, validate
+from mjax.config import Config, MeshConfig, load_config, to_dict
 from mjax.errors import UsageError
 from mjax.training.flops import model_flops, peak_tflops
+from mjax.validation import validate
 
 HERE = Path(__file__).resolve().parent
 NAMES = {"mjax": "mjax", "eager": "PyTorch eager", "compile": "PyTorch compiled"}

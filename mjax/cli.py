@@ -16,9 +16,10 @@ from typing import Annotated
 import tyro
 
 from mjax import __version__, launch
-from mjax.config import Config, available_configs, load_config, read_config, suggestion, validate
+from mjax.config import Config, available_configs, load_config, read_config, suggestion
 from mjax.errors import RunError, UsageError
 from mjax.launch import Distributed
+from mjax.validation import validate
 
 
 @dataclass(frozen=True)

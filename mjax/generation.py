@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.text import Text
 
-from mjax.config import Config, DataConfig, MeshConfig, read_config, validate
+from mjax.config import Config, DataConfig, MeshConfig, read_config
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.models.attention import KeyValues
@@ -48,6 +48,7 @@ from mjax.sampling import Sampling, draw
 from mjax.training.checkpoint import Checkpoints
 from mjax.training.precision import parameter_type
 from mjax.training.step import cast
+from mjax.validation import validate
 
 # --- On the devices ---------------------------------------------------------------------------------------------------
 

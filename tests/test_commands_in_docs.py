@@ -8,7 +8,8 @@ import pytest
 import tyro
 
 from mjax import cli
-from mjax.config import DataConfig, validate
+from mjax.config import DataConfig
+from mjax.validation import validate
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

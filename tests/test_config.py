@@ -10,17 +10,16 @@ from mjax.config import (
     DataConfig,
     MeshConfig,
     available_configs,
-    check_devices,
     differences,
     from_dict,
     load_config,
     read_config,
     save_config,
     to_dict,
-    validate,
 )
 from mjax.errors import UsageError
 from mjax.models.gpt import build_gpt
+from mjax.validation import check_devices, validate
 
 PUBLISHED = {
     "gpt_345m": 354_871_296,

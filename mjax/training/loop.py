@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mjax.config import Config, check_devices, save_config
+from mjax.config import Config, save_config
 from mjax.data.batches import Batches, prefetch
 from mjax.data.sources import TrainingData, open_data
 from mjax.data.tokenizers import tokenizer_from_folder
@@ -37,6 +37,7 @@ from mjax.training.flops import model_flops, peak_tflops
 from mjax.training.metrics import MetricsLog, Record, finite_or_none
 from mjax.training.runs import locked
 from mjax.training.step import StepMetrics, TrainProgram, TrainState, build_program
+from mjax.validation import check_devices
 
 PREEMPTED = 75  # exit code: saved, run me again
 MOST_SKIPPED_IN_A_ROW = 100  # fp16's scale falls from 2^32 to 1 in 33 skipped steps

@@ -39,9 +39,18 @@ def test_an_unknown_device_or_type_has_no_peak():
 
 def _record(step, **changes):
     values = {
-        "step": step, "loss": 9.0 - step / 10, "grad_norm": 1.0, "learning_rate": 1e-3, "loss_scale": 1.0, "skipped": False,
-        "tokens": step * 100, "seconds": 0.5, "tokens_per_second": 200.0, "tflops": 0.1, "mfu": None,
-    }  # fmt: skip
+        "step": step,
+        "loss": 9.0 - step / 10,
+        "grad_norm": 1.0,
+        "learning_rate": 1e-3,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "tokens": step * 100,
+        "seconds": 0.5,
+        "tokens_per_second": 200.0,
+        "tflops": 0.1,
+        "mfu": None,
+    }
     return Record(**{**values, **changes})
 
 
