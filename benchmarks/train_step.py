@@ -24,6 +24,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -98,23 +99,26 @@ class Process:
 
     def __init__(self, contender: str, config: Config, platform: str, threads: int):
         self.row, self.seconds, self.about = Row(NAMES[contender]), [], {}
-        self.log = tempfile.TemporaryFile("w+")
-        self.caches = tempfile.TemporaryDirectory()  # torch.compile starts cold, as XLA does
+        self.folder = tempfile.TemporaryDirectory()  # the log, and a cache that is empty: every contender compiles
+        self.log = Path(self.folder.name) / "log"
         environment = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
-        environment |= {"TORCHINDUCTOR_CACHE_DIR": self.caches.name, "OMP_NUM_THREADS": str(threads)}
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": self.folder.name, "OMP_NUM_THREADS": str(threads)}
+        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # of a GPU's memory; JAX would take 0.75
         start = time.perf_counter()
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "contender.py"), contender],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env=environment,
-        )
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "contender.py"), contender],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+            )
         self.about = self.ask(config=to_dict(config), platform=platform, threads=threads)
         if self.row.failed is None:
             self.row.first_step_seconds = time.perf_counter() - start
             self.row.first_loss = self.about["loss"]
+            self.ask(steps=1)  # what only a second step does, such as compiling for the state it is given
 
     def ask(self, **request) -> dict[str, Any]:
         """Send a request and wait for its answer; a contender that fails says so in its row, and is asked no more."""
@@ -142,12 +146,11 @@ class Process:
             self.row.memory_gib = answer["peak_bytes"] / 2**30
         self.process.stdin.close()
         self.process.wait()
-        self.caches.cleanup()
+        self.folder.cleanup()
 
     def _last_words(self) -> str:
         code = self.process.wait()
-        self.log.seek(0)
-        lines = self.log.read().strip().splitlines()
+        lines = self.log.read_text().strip().splitlines()
         return f"ended with code {code}" + (f": {lines[-1]}" if lines else "")
 
 
@@ -157,7 +160,7 @@ class Process:
 def measure(arguments: Arguments, platform: str, threads: int) -> list[Process]:
     """Run every contender; mjax is the first."""
     contenders = ["mjax", *_peers(arguments.peers)]
-    start = lambda name: Process(name, arguments.settings, platform, threads)  # noqa: E731
+    start = partial(Process, config=arguments.settings, platform=platform, threads=threads)
     if platform == "cpu":
         processes = [start(name) for name in contenders]
         for _ in range(arguments.rounds):

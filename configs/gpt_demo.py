@@ -22,7 +22,7 @@ config = Config(
     ),
     data=DataConfig(path="data/demo", split="95,5,0"),
     optimizer=OptimizerConfig(
-        learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=20, weight_decay=0.1, beta2=0.99
+        learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=50, weight_decay=0.1, beta2=0.99
     ),
     precision=PrecisionConfig(compute="fp32"),
     train=TrainConfig(steps=400, global_batch=32, micro_batch=8, eval_interval=100, eval_batches=10),

@@ -1,4 +1,4 @@
-"""What is refused before a device is touched; each error is one sentence: what was given, what is allowed, what to type."""
+"""What is refused before a device is touched: in one sentence, what was given, what is allowed and what to type."""
 
 from __future__ import annotations
 

@@ -43,28 +43,42 @@ def attend(q: Array, k: Array, v: Array, kernel: str, rate: float = 0.0, key: Dr
     if kernel == "cudnn":
         assert rate == 0.0 or key is None, "cuDNN attention has no dropout in JAX's public interface"
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    blocks = 4 if kernel == "xla_blocks" and q.shape[1] % 4 == 0 else 1
-    width = q.shape[1] // blocks
+    if kernel == "xla":
+        return _attend_block(q, k, v, 0, rate, key)
+    # On a CPU it pays to copy once into [b, n, s, d], to leave out the keys in the future of a whole block, and to
+    # compute in float32: XLA runs small bf16 products there on one thread.
+    dtype = q.dtype
+    q, k, v = (x.swapaxes(1, 2).astype(jnp.promote_types(dtype, jnp.float32)) for x in (q, k, v))
+    blocks = 4 if q.shape[2] % 4 == 0 else 1
+    width = q.shape[2] // blocks
     outputs = []
-    for block in range(blocks):
-        queries = slice(block * width, (block + 1) * width)
-        keys = slice(0, (block + 1) * width)  # the rest lies in the future of every query of this block
-        outputs.append(_attend_block(q[:, queries], k[:, keys], v[:, keys], block * width, rate, key))
-    return jnp.concatenate(outputs, axis=1) if blocks > 1 else outputs[0]
+    for first in range(0, q.shape[2], width):
+        end = first + width
+        outputs.append(
+            _attend_block(q[:, :, first:end], k[:, :, :end], v[:, :, :end], first, rate, key, heads_first=True)
+        )
+    return jnp.concatenate(outputs, axis=2).swapaxes(1, 2).astype(dtype)
 
 
-def _attend_block(q: Array, k: Array, v: Array, first: int, rate: float, key: DropoutKey | None) -> Array:
-    """Attention of the queries from position `first` on: q [b, q, n, d], k and v [b, k, n, d] → [b, q, n, d]."""
+def _attend_block(
+    q: Array, k: Array, v: Array, first: int, rate: float, key: DropoutKey | None, heads_first: bool = False
+) -> Array:
+    """Attention of the queries from position `first` on: q [b, q, n, d], k and v [b, k, n, d] → [b, q, n, d].
+
+    With `heads_first` all of them are [b, n, …, d].
+    """
+    queries, keys = ("bnqd", "bnkd") if heads_first else ("bqnd", "bknd")
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("bqnd,bknd->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
-    position = first + np.arange(q.shape[1])
+    scores = jnp.einsum(f"{queries},{keys}->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
+    position = first + np.arange(scores.shape[2])
     # Added rather than selected: the backward pass of a sum keeps no mask.
-    scores = scores + jnp.where(np.arange(k.shape[1]) <= position[:, None], 0.0, MASKED).astype(wide)
+    scores = scores + jnp.where(np.arange(scores.shape[3]) <= position[:, None], 0.0, MASKED).astype(wide)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     if key is not None and rate > 0.0:
-        heads = mappings.rank(MODEL) * q.shape[2] + jnp.arange(q.shape[2])
+        local_heads = scores.shape[1]
+        heads = mappings.rank(MODEL) * local_heads + jnp.arange(local_heads)
         probabilities = dropout(probabilities, rate, key, heads, jnp.asarray(position))
-    return jnp.einsum("bnqk,bknd->bqnd", probabilities, v)
+    return jnp.einsum(f"bnqk,{keys}->{queries}", probabilities, v)
 
 
 # --- One position after those in a cache ------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ A column-parallel layer followed by a row-parallel one costs one all-reduce forw
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import jax
@@ -58,6 +59,40 @@ def _layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
     return (normed * scale + bias).astype(x.dtype)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linear(x: Array, kernel: Array, dims: int) -> Array:
+    """y = x A, contracting the last `dims` dims of x with the first of the kernel; both vary over the same mesh axes.
+
+    The backward pass is written out for the order of dims in the weight's gradient: autodiff asks for the transpose of
+    gᵀ x, for which XLA copies g on a CPU (a sixth of the step); xᵀ g needs no copy anywhere.
+
+    Shapes: x [b, s, *into], kernel [*into, *out] → y [b, s, *out].
+    """
+    return _linear_forward(x, kernel, dims)[0]
+
+
+def _linear_forward(x: Array, kernel: Array, dims: int):
+    out = kernel.shape[dims:]
+    y = _matrix(x, dims) @ _matrix(kernel, len(out))
+    return y.reshape(*x.shape[: x.ndim - dims], *out), (x, kernel)
+
+
+def _linear_backward(dims: int, residuals, gradient: Array):
+    x, kernel = residuals
+    out = kernel.ndim - dims
+    gradient = _matrix(gradient, out)  # [b s, o]
+    to_x, to_kernel = gradient @ _matrix(kernel, out).T, _matrix(x, dims).T @ gradient
+    return to_x.reshape(x.shape), to_kernel.reshape(kernel.shape)
+
+
+def _matrix(x: Array, columns: int) -> Array:
+    """`x` with its last `columns` dims as one dim and the others as another."""
+    return x.reshape(math.prod(x.shape[: x.ndim - columns]), -1)
+
+
+linear.defvjp(_linear_forward, _linear_backward)
+
+
 class ColumnParallelLinear(nnx.Module):
     """y = x A + b with A split by columns: A = [A_1 … A_p], so rank i computes its own columns y_i.
 
@@ -73,7 +108,9 @@ class ColumnParallelLinear(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         x = mappings.enter(x)  # the gradient of x needs every rank's columns
-        return jnp.tensordot(x, self.kernel[...], 1) + self.bias[...]  # [b, s, *out / p]
+        y = linear(x, self.kernel[...], 1)  # [b, s, *out / p]
+        # Added as one row: on a GPU the product takes that in, but XLA would write out a bias of several dims first.
+        return (y.reshape(*x.shape[:-1], -1) + self.bias[...].reshape(-1)).reshape(y.shape)
 
 
 class RowParallelLinear(nnx.Module):
@@ -89,7 +126,7 @@ class RowParallelLinear(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         kernel = self.kernel[...]
-        y = mappings.leave(jnp.tensordot(x, kernel, kernel.ndim - 1))
+        y = mappings.leave(linear(x, kernel, kernel.ndim - 1))
         return y + self.bias[...]  # after the sum: before it, the bias would be added p times
 
 

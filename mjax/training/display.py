@@ -31,9 +31,10 @@ class Display:
         """Set the line to step `start`."""
         self._start, self._began, self._last_line = start, time.monotonic(), -math.inf
         if self.console.is_terminal:
+            bar = [BarColumn(bar_width=24)] if self.console.width >= 120 else []
             self._progress = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(bar_width=24),
+                *bar,
                 TextColumn("{task.fields[figures]}"),
                 TimeRemainingColumn(compact=True),
                 console=self.console,

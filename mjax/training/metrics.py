@@ -150,20 +150,20 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None
     axes = figure.subplots()
     if training:
         steps, losses = zip(*training, strict=True)
+        smoothed = _smoothed(losses)
         axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8)
-        axes.plot(
-            steps, _smoothed(losses), color="tab:blue", linewidth=1.8, label=f"training, {_smoothed(losses)[-1]:.3f}"
-        )
+        axes.plot(steps, smoothed, color="tab:blue", linewidth=1.8, label=f"training, {smoothed[-1]:.3f}")
     if validation:
         steps, losses = zip(*validation, strict=True)
         axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label=f"validation, {losses[-1]:.3f}")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.25)
+    low, high = axes.get_ylim()
+    round_numbers = [digit * 10**power for power in range(-1, 9) for digit in (1, 1.5, 2, 3, 5, 7)]
+    shown = [number for number in round_numbers if low <= math.log(number) <= high]
     perplexity = axes.secondary_yaxis("right")
     perplexity.set_ylabel("perplexity")
-    low, high = axes.get_ylim()
-    ticks = [round(low + (high - low) * i / 6, 2) for i in range(7)]
-    perplexity.set_yticks(ticks, [f"{math.exp(tick):.3g}" for tick in ticks])
+    perplexity.set_yticks([math.log(number) for number in shown], [f"{number:,g}" for number in shown])
     if training or validation:
         axes.legend(frameon=False)
     temporary = file.with_suffix(".tmp.png")
@@ -171,8 +171,9 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None
     temporary.replace(file)
 
 
-def _smoothed(values: tuple[float, ...], decay: float = 0.95) -> list[float]:
-    """Exponential moving average without the bias of its start."""
+def _smoothed(values: tuple[float, ...]) -> list[float]:
+    """Moving average over about a thirtieth of the run, 50 steps at most, without the bias of its start."""
+    decay = 1.0 - 1.0 / max(1.0, min(50.0, len(values) / 30))
     smoothed, average, weight = [], 0.0, 0.0
     for value in values:
         average = decay * average + (1 - decay) * value

@@ -1,0 +1,56 @@
+"""The benchmark runs from its command line to its table, and a contender that cannot run has its reason there."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.test_train_command import CONFIG, environment
+
+
+def run(*flags, code=0):
+    command = [sys.executable, str(ROOT / "benchmarks" / "train_step.py"), "--config", CONFIG, *flags]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert result.returncode == code, result.stdout[-3000:] + result.stderr[-3000:]
+    return result
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return json.loads(run("--peers", "none", "--rounds", "3", "--steps", "2", "--json").stdout)
+
+
+def test_the_benchmark_of_a_tiny_config_has_every_figure(measured):
+    (row,) = measured["rows"]
+    assert row["name"] == "mjax"
+    assert row["failed"] is None
+    assert row["mfu"] is None, "no peak of this machine's CPU is known"
+    assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
+    assert row["against_mjax"] == 1.0
+    assert row["tokens_per_second"] == pytest.approx(8 * 16 / (row["ms"] / 1e3))
+    assert row["first_loss"] == pytest.approx(5.77, abs=0.1), "the logarithm of 320 rows"
+    assert row["tflops"] > 0
+    assert 0.05 < row["memory_gib"] < 4
+    assert row["first_step_seconds"] > row["ms"] / 1e3
+
+
+def test_the_record_says_what_was_measured(measured):
+    assert measured["config"]["data"]["mock"] is True
+    assert measured["config"]["train"]["global_batch"] == 8
+    remarks = "\n".join(measured["notes"])
+    for what in ("2 layers", "micro-batches of 2", "fp32", "take turns", "attention xla_blocks", "jax "):
+        assert what in remarks
+    assert "--rounds 3" in measured["command"]
+
+
+def test_a_contender_that_fails_is_a_row_with_its_reason():
+    output = run("--peers", "none", "--mesh.model", "2", code=1).stdout
+    assert "mjax failed: " in output
+    assert "2 devices" in output
+    assert "ms a step" in output
+
+
+def test_a_peer_that_does_not_exist_is_refused():
+    assert "names 'keras'; use eager" in run("--peers", "keras", code=2).stderr
