@@ -3,7 +3,7 @@
 The process reads a line of JSON from its standard input and answers each line with one:
 
     {"config": …, "platform": "cpu" or "gpu", "threads": …}   build, take the first step   → {"loss", "device", …}
-    {"steps": k}                                              take k more                  → {"seconds"}, of them all
+    {"steps": k}                                              take one more, then k        → {"seconds"}, of the k
     {"stop": true}                                            end                          → {"peak_bytes"}
 
 Memory is that of this process: the largest resident set on a CPU, the allocator's peak on a GPU.
@@ -222,6 +222,7 @@ def serve(name: str) -> None:
         loss = contender.step(next(steps))()
         answer(loss=loss, device=contender.device, versions=contender.versions)
         while "steps" in (request := json.loads(sys.stdin.readline())):
+            contender.step(next(steps))()  # not counted: threads of the one before still spin, and caches are cold
             start = time.perf_counter()
             for _ in range(request["steps"]):
                 wait = contender.step(next(steps))

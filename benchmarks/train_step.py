@@ -54,7 +54,7 @@ class Arguments:
     rounds: int = 5
     """Times each contender is measured."""
     steps: int = 5
-    """Steps in a round, timed together."""
+    """Steps in a round, timed together, after one that is not counted."""
     threads: int | None = None
     """CPU threads of each contender; as many as this process may use when not given."""
     json: bool = False
@@ -118,7 +118,6 @@ class Process:
         if self.row.failed is None:
             self.row.first_step_seconds = time.perf_counter() - start
             self.row.first_loss = self.about["loss"]
-            self.ask(steps=1)  # what only a second step does, such as compiling for the state it is given
 
     def ask(self, **request) -> dict[str, Any]:
         """Send a request and wait for its answer; a contender that fails says so in its row, and is asked no more."""

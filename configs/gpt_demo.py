@@ -1,6 +1,6 @@
 """A small GPT on Wikipedia paragraphs, for two CPU cores: `make train`.
 
-parameters   4.4 million
+parameters   4,240,896
 hardware     two CPU cores, about three minutes
 data         `python -m mjax prepare --demo --output data/demo` (5 MB of text, 4,096 sentencepiece tokens)
 """
@@ -25,7 +25,7 @@ config = Config(
         learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=50, weight_decay=0.1, beta2=0.99
     ),
     precision=PrecisionConfig(compute="fp32"),
-    train=TrainConfig(steps=400, global_batch=32, micro_batch=8, eval_interval=100, eval_batches=10),
-    checkpoint=CheckpointConfig(interval=100, keep_last=2),
+    train=TrainConfig(steps=250, global_batch=32, micro_batch=8, eval_interval=50, eval_batches=5),
+    checkpoint=CheckpointConfig(interval=50, keep_last=2),
     log=LogConfig(prompt="The city of"),
 )
