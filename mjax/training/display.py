@@ -29,7 +29,8 @@ class Display:
 
     def begin(self, start: int) -> Display:
         """Set the line to step `start`."""
-        self._start, self._began, self._last_line = start, time.monotonic(), -math.inf
+        self._start, self._last_line = start, -math.inf
+        self._timed_from: tuple[int, float] | None = None
         if self.console.is_terminal:
             bar = [BarColumn(bar_width=24)] if self.console.width >= 120 else []
             self._progress = Progress(
@@ -63,8 +64,14 @@ class Display:
         now = time.monotonic()
         if now - self._last_line >= SECONDS_BETWEEN_LINES or record.step in (self._start + 1, self.steps):
             self._last_line = now
-            left = (now - self._began) / max(record.step - self._start, 1) * (self.steps - record.step)
-            self.say(f"step {record.step}/{self.steps}  {figures(record)}  {duration(left)} left")
+            self.say(f"step {record.step}/{self.steps}  {figures(record)}{self._time_left(record.step, now)}")
+
+    def _time_left(self, step: int, now: float) -> str:
+        if self._timed_from is None:  # the first step holds the compilation and says nothing about the others
+            self._timed_from = step, now
+            return ""
+        first, began = self._timed_from
+        return f"  {duration((now - began) / (step - first) * (self.steps - step))} left"
 
 
 def figures(record: Record) -> str:
