@@ -118,7 +118,7 @@ def residual_std(config: ModelConfig) -> float:
 
 
 def stack_blocks(key: Array, config: ModelConfig, dtype) -> Block:
-    """All layers as one `Block` whose weights have a leading layer dim. Layer i has the same weights at any depth L."""
+    """All layers as one `Block` whose weights have a leading layer dim. Layer i is the same draw at any depth L."""
     keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(config.layers))
     # Without transform_metadata the layer dim would silently be missing from the PartitionSpecs.
     build = nnx.vmap(lambda key: Block(key, config, dtype), transform_metadata={nnx.PARTITION_NAME: None})

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -256,6 +257,7 @@ def _eval_step(config: Config, model: GPT, batch: dict[str, Array]) -> Array:
 def _split(config: Config, batch: dict[str, Array]) -> tuple[Array, Array, Array]:
     """This replica's tokens and labels as [m, b, s], and each sequence's index in the global batch as [m, b]."""
     rows = config.train.global_batch // config.mesh.data
+    chex.assert_shape([batch["tokens"], batch["labels"]], (rows, config.model.sequence))
     samples = mappings.rank(DATA) * rows + jnp.arange(rows)
 
     def split(x):

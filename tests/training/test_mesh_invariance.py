@@ -1,5 +1,6 @@
 """The same run on every mesh: weights, losses and dropout are functions of the seed, not of the devices."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -32,8 +33,7 @@ def one_device():
 @pytest.mark.parametrize(("data", "model"), MESHES[1:])
 def test_a_mesh_has_the_weights_and_losses_of_one_device(data, model, one_device):
     initial, losses, _, evaluated = _run(data, model)
-    for name, weight in one_device[0].items():
-        np.testing.assert_array_equal(initial[name], weight, err_msg=name)
+    chex.assert_trees_all_equal(initial, one_device[0])
     np.testing.assert_allclose(losses, one_device[1], rtol=1e-5)
     assert evaluated == pytest.approx(one_device[3], rel=1e-5)
 
