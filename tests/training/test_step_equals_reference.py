@@ -56,6 +56,12 @@ def test_the_loss_scale_is_divided_out():
 # --- Breaking f and g -------------------------------------------------------------------------------------------------
 
 
+def test_a_region_that_f_does_not_open_is_refused(monkeypatch):
+    monkeypatch.setattr(mappings, "enter", lambda x: x)
+    with pytest.raises(ValueError, match="manual axis types do not match"):
+        _largest_error(small_config(2, 4, compute="fp64"))
+
+
 def test_a_region_that_g_does_not_close_is_refused(monkeypatch):
     monkeypatch.setattr(mappings, "leave", lambda x: x)
     with pytest.raises(ValueError, match="a leave\\(\\) is missing"):
