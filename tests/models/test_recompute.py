@@ -39,8 +39,8 @@ def _step(recompute, **model):
 def _stacked_residuals(jaxpr):
     """Shapes and types a layer hands from the forward scan to the backward one."""
     forward = next(e for e in _equations(jaxpr, "scan") if e.params["length"] == LAYERS)
-    stacked = forward.outvars[forward.params["num_carry"] :]
-    return [(variable.aval.shape[1:], variable.aval.dtype) for variable in stacked]
+    stacked = [variable.aval for variable in forward.outvars if variable.aval.shape[:1] == (LAYERS,)]
+    return [(aval.shape[1:], aval.dtype) for aval in stacked]
 
 
 def _bytes(shapes):
