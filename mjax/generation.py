@@ -33,7 +33,7 @@ import numpy as np
 import tyro
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.text import Text
@@ -43,7 +43,7 @@ from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.models.attention import KeyValues
 from mjax.models.gpt import GPT, build_gpt
-from mjax.parallel.mesh import make_mesh
+from mjax.parallel.mesh import make_mesh, sharded_shapes
 from mjax.sampling import Sampling, draw
 from mjax.training.checkpoint import Checkpoints
 from mjax.training.precision import parameter_type
@@ -131,11 +131,7 @@ class Generator:
         build = partial(build_gpt, config.train.seed, config.model, parameter_type(config.precision.compute))
         shapes = jax.eval_shape(build)
         specs = nnx.get_partition_spec(shapes)
-        self.abstract_model: GPT = jax.tree.map(
-            lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
-            shapes,
-            specs,
-        )
+        self.abstract_model: GPT = sharded_shapes(shapes, specs, mesh)
 
         def program(slots: int, model: GPT, request: dict[str, Array]):
             on_device = partial(_generate, config, slots)

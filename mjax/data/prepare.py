@@ -28,11 +28,9 @@ from rich.table import Table
 from mjax import __version__
 from mjax.data.corpus import Corpus, TextFiles, Wikipedia
 from mjax.data.indexed import IndexedDatasetWriter, index_file, token_file
-from mjax.data.metadata import DatasetMetadata, metadata_file, read_metadata, tokenizer_folder, write_metadata
+from mjax.data.metadata import DatasetMetadata, metadata_file, tokenizer_folder, write_metadata
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
 from mjax.errors import RunError, UsageError
-
-__all__ = ["PrepareArguments", "PrepareSummary", "prepare", "read_metadata", "tokenizer_folder"]
 
 TRAINING_CHARACTERS = 2**26  # a tokenizer learns nothing more from a larger sample
 CHUNK = 2**14  # characters that are drawn or left out together

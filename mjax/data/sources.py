@@ -8,7 +8,7 @@ from pathlib import Path
 from mjax.config import Config
 from mjax.data.batches import Batches, Samples
 from mjax.data.indexed import IndexedDataset
-from mjax.data.prepare import read_metadata, tokenizer_folder
+from mjax.data.metadata import read_metadata, tokenizer_folder
 from mjax.data.samples import GPTDataset, MockDataset, split_sequences
 from mjax.errors import UsageError
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from mjax.config import MeshConfig
 from mjax.parallel.mappings import DATA, MODEL, PIPE
@@ -35,3 +35,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 def abstract_mesh(config: MeshConfig) -> AbstractMesh:
     """The same mesh without devices: enough to trace a step for 512 GPUs on a laptop."""
     return AbstractMesh((config.pipe, config.data, config.model), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def sharded_shapes(shapes, specs, mesh: Mesh | AbstractMesh):
+    """ShapeDtypeStructs with shardings: `shapes` as `jax.eval_shape` gives them, a PartitionSpec a leaf in `specs`."""
+    return jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+        shapes,
+        specs,
+    )

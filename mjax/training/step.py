@@ -28,6 +28,7 @@ from mjax.config import Config
 from mjax.models.gpt import GPT, build_gpt
 from mjax.parallel import mappings
 from mjax.parallel.mappings import DATA
+from mjax.parallel.mesh import sharded_shapes
 from mjax.parallel.random import DropoutKey
 from mjax.training.optimizer import adamw, backward_order, gradient_names, learning_rate, squared_norms
 from mjax.training.precision import COMPUTE_TYPES, LossScale, parameter_type
@@ -111,17 +112,16 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh) -> TrainProgram:
     build = partial(_initial_state, config, transform)
     shapes = jax.eval_shape(build)
     model_specs = nnx.get_partition_spec(shapes.model)
-    specs = jax.tree.map(lambda _: P(), shapes)
     specs = TrainState(
         model=model_specs,
         optimizer=optax.tree.map_params(
             transform, lambda _, spec: spec, shapes.optimizer, model_specs, transform_non_params=lambda _: P()
         ),
-        loss_scale=specs.loss_scale,
+        loss_scale=jax.tree.map(lambda _: P(), shapes.loss_scale),
         step=P(),
         samples=P(),
     )
-    shardings = jax.tree.map(partial(NamedSharding, mesh), specs)
+    abstract_state = sharded_shapes(shapes, specs, mesh)
 
     # --- Programs -----------------------------------------------------------------------------------------------------
     batch_spec = {"tokens": P(DATA), "labels": P(DATA)}
@@ -134,11 +134,9 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh) -> TrainProgram:
     )
     eval_step = shard_map(partial(_eval_step, config), in_specs=(specs.model, batch_spec), out_specs=P())
     return TrainProgram(
-        abstract_state=jax.tree.map(
-            lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes, shardings
-        ),
+        abstract_state=abstract_state,
         batch_sharding=NamedSharding(mesh, P(DATA)),
-        initialize=jax.jit(build, out_shardings=shardings),
+        initialize=jax.jit(build, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state)),
         train_step=jax.jit(train_step, donate_argnums=0),
         eval_step=jax.jit(eval_step),
         gradient_names=names,
