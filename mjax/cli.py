@@ -103,10 +103,20 @@ def generate(argv: Sequence[str]) -> int:
     return run_generate(tyro.cli(GenerateArguments, args=argv, prog="mjax generate"))
 
 
+def plan(argv: Sequence[str]) -> int:
+    """`mjax plan`."""
+    from mjax.planner.plan import PlanArguments, run_plan
+
+    chosen = _choose_config(argv)
+    default = PlanArguments(config=chosen.config, settings=chosen.settings)
+    return run_plan(tyro.cli(PlanArguments, args=argv, prog="mjax plan", default=default))
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train, "train a model; the same as train.py"),
     "prepare": (prepare, "turn text into an indexed dataset and its tokenizer"),
     "generate": (generate, "continue a text with a trained model"),
+    "plan": (plan, "show the pipeline schedule of a config, without a device"),
 }
 
 

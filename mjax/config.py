@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from mjax.batch_size import BatchSizes
 from mjax.errors import UsageError
 
 
@@ -82,11 +83,21 @@ class MeshConfig:
     """Devices along each axis of the mesh; neighbours on `model` share a server, so that axis should not exceed one."""
 
     pipe: int = 1
-    """Pipeline stages (1: no pipeline)."""
+    """Pipeline stages, each with its share of the layers (1: no pipeline)."""
     data: int = 1
     """Replicas that see different samples."""
     model: int = 1
     """Devices that share every layer's matrices (Megatron's tensor parallelism)."""
+    sequence_parallel: bool = False
+    """Split LayerNorm, dropout and the residual stream between layers over `model` too, by tokens (arXiv 2205.05198):
+    less memory for the same communication."""
+    schedule: Literal["gpipe", "1f1b", "zb-h1"] = "1f1b"
+    """Order of forward and backward passes in the pipeline; with chunks above 1, 1f1b is the interleaved one."""
+    chunks: int = 1
+    """Virtual stages of a pipeline stage, V: it holds V groups of layers, and the bubble shrinks V times."""
+    zero: Literal[0, 1, 3] = 0
+    """What is sharded over `data`: 0 nothing, 1 weights and moments between steps (ZeRO-1), 3 weights during the step
+    too, gathered layer by layer (ZeRO-3, FSDP)."""
 
     @property
     def devices(self) -> int:
@@ -106,8 +117,8 @@ class DataConfig:
     mock: bool = False
     """Draw deterministic tokens instead of reading data.path; for measuring speed."""
     samples: int | None = None
-    """Training samples the order is drawn for; train.steps × train.global_batch when not given. Megatron's order of
-    samples depends on it, so hold it fixed to lengthen a run without changing the order."""
+    """Training samples the order is drawn for; those of all steps together when not given. Megatron's order of samples
+    depends on it, so hold it fixed to lengthen a run without changing the order."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +177,13 @@ class TrainConfig:
     steps: int = 300_000
     """Optimizer steps in all."""
     global_batch: int = 512
-    """Sequences per step over all devices."""
+    """Sequences per step over all devices; with a ramp-up or a schedule, those of the last steps."""
+    batch_rampup: tuple[int, int, int] | None = None
+    """START INCREMENT SAMPLES, as Megatron's --rampup-batch-size: begin with START sequences a step and add INCREMENT
+    at a time, in equal portions of the first SAMPLES samples, up to global_batch."""
+    batch_schedule: str | None = None
+    """Instead of a ramp-up, TOKENS:BATCH pairs such as '0:768 250B:1536': from that many tokens of training on (K, M,
+    B, T: thousands to trillions), that many sequences a step. The last is global_batch."""
     micro_batch: int = 8
     """Sequences a data replica takes through the model at once; the rest of its share is accumulated."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -229,7 +246,7 @@ class Config:
     @property
     def training_samples(self) -> int:
         """Samples the order of training is drawn for."""
-        return self.data.samples or self.train.steps * self.train.global_batch
+        return self.data.samples or BatchSizes.of(self).samples_before(self.train.steps)
 
 
 # --- Finding and loading a config -------------------------------------------------------------------------------------
@@ -312,7 +329,7 @@ def _build(cls: type, values: Any, source: str, prefix: str):
         if dataclasses.is_dataclass(hints[name]):
             arguments[name] = _build(hints[name], value, source, f"{prefix}{name}.")
         elif _fits(value, hints[name]):
-            arguments[name] = value
+            arguments[name] = tuple(value) if isinstance(value, list) else value
         else:
             raise UsageError(f"{source}: {prefix}{name} is {value!r}, which is not {_describe(hints[name])}")
     return cls(**arguments)
@@ -321,6 +338,9 @@ def _build(cls: type, values: Any, source: str, prefix: str):
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
+    if get_origin(kind) is tuple:  # JSON has lists
+        kinds = get_args(kind)
+        return isinstance(value, (list, tuple)) and len(value) == len(kinds) and all(map(_fits, value, kinds))
     if get_args(kind):
         return any(_fits(value, option) for option in get_args(kind))
     if kind is float:
@@ -332,7 +352,9 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
-        return "one of " + ", ".join(get_args(kind))
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return "[" + ", ".join(_describe(part) for part in get_args(kind)) + "]"
     if get_args(kind):
         return " or ".join(_describe(option) for option in get_args(kind))
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}[kind]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from mjax.batch_size import BatchSizes, parse_schedule
 from mjax.config import Config
 from mjax.errors import UsageError
+from mjax.parallel.schedules import build_schedule
 
 
 def validate(config: Config, name: str = "this config") -> None:
@@ -16,8 +19,6 @@ def validate(config: Config, name: str = "this config") -> None:
     """
     model, mesh, train, optimizer = config.model, config.mesh, config.train, config.optimizer
     _check_ranges(config)
-    if mesh.pipe != 1:
-        raise UsageError(f"--mesh.pipe {mesh.pipe} is not supported yet; use --mesh.pipe 1")
 
     if model.hidden % model.heads:
         raise UsageError(
@@ -46,6 +47,14 @@ def validate(config: Config, name: str = "this config") -> None:
             f"--train.micro-batch {train.micro_batch} does not divide the {share} sequences of a data replica "
             f"(global batch {train.global_batch} / data {mesh.data}); use {_listed(_divisors(share))}"
         )
+    _check_batch_sizes(config)
+    _check_pipeline(config)
+    tokens = train.micro_batch * model.sequence
+    if mesh.sequence_parallel and tokens % mesh.model:
+        raise UsageError(
+            f"--mesh.sequence-parallel cannot split the {tokens} tokens of a micro-batch over --mesh.model "
+            f"{mesh.model}; use a --train.micro-batch that is a multiple of {mesh.model}"
+        )
 
     decay_steps = optimizer.decay_steps or train.steps
     if optimizer.warmup_steps >= decay_steps and optimizer.schedule != "constant":
@@ -58,10 +67,11 @@ def validate(config: Config, name: str = "this config") -> None:
             f"--optimizer.min-learning-rate {optimizer.min_learning_rate:g} is above "
             f"--optimizer.learning-rate {optimizer.learning_rate:g}; lower the first"
         )
-    if config.data.samples is not None and config.data.samples < train.steps * train.global_batch:
+    needed = BatchSizes.of(config).samples_before(train.steps)
+    if config.data.samples is not None and config.data.samples < needed:
         raise UsageError(
-            f"--data.samples {config.data.samples} is below the {train.steps * train.global_batch} samples that "
-            f"{train.steps} steps of {train.global_batch} need; leave it out or raise it"
+            f"--data.samples {config.data.samples} is below the {needed} samples that {train.steps} steps need; "
+            "leave it out or raise it"
         )
     if config.precision.loss_scale is not None and config.precision.compute != "fp16":
         raise UsageError(
@@ -74,6 +84,46 @@ def validate(config: Config, name: str = "this config") -> None:
         )
 
 
+def _check_batch_sizes(config: Config) -> None:
+    """The ramp-up or the schedule of the batch, and that each of its sizes makes whole micro-batches."""
+    train, mesh = config.train, config.mesh
+    if train.batch_rampup is not None and train.batch_schedule is not None:
+        raise UsageError("--train.batch-rampup and --train.batch-schedule both set the batch; leave one of them out")
+    if train.batch_rampup is not None:
+        flag = f"--train.batch-rampup {' '.join(map(str, train.batch_rampup))}"
+        start, increment, samples = train.batch_rampup
+        if min(start, increment, samples) < 1:
+            raise UsageError(f"{flag}: START, INCREMENT and SAMPLES must each be at least 1")
+        if start >= train.global_batch:
+            raise UsageError(
+                f"{flag} does not start below --train.global-batch {train.global_batch}; lower START, or leave it out"
+            )
+        if (train.global_batch - start) % increment:
+            raise UsageError(
+                f"{flag} does not reach --train.global-batch {train.global_batch} in whole increments; "
+                f"use an increment of {_listed(_divisors(train.global_batch - start))}"
+            )
+    elif train.batch_schedule is not None:
+        flag = f"--train.batch-schedule {train.batch_schedule!r}"
+        last = parse_schedule(train.batch_schedule)[-1][1]
+        if last != train.global_batch:
+            raise UsageError(
+                f"{flag} ends with {last} and --train.global-batch is {train.global_batch}; "
+                f"use --train.global-batch {last}"
+            )
+    else:
+        return
+    unit, of = mesh.data * train.micro_batch, f"data {mesh.data} × micro-batch {train.micro_batch}"
+    if mesh.chunks > 1:
+        unit, of = unit * mesh.pipe, f"{of} × pipe {mesh.pipe}, for the interleaved pipeline"
+    for first_step, _, size in BatchSizes.of(config).pieces:
+        if size % unit:
+            raise UsageError(
+                f"{flag} has a batch of {size} from step {first_step + 1} on, which is not a multiple of {unit} "
+                f"({of}); use multiples of {unit} only, such as {_nearest_multiple(size, unit)}"
+            )
+
+
 def check_devices(config: Config, found: int, name: str = "this config") -> None:
     """Refuse a mesh that does not use exactly the devices there are.
 
@@ -82,23 +132,41 @@ def check_devices(config: Config, found: int, name: str = "this config") -> None
     """
     mesh = config.mesh
     if mesh.devices != found:
-        shape = (
-            f"data {mesh.data} × model {mesh.model}"
-            if mesh.pipe == 1
-            else f"pipe {mesh.pipe} × data {mesh.data} × model {mesh.model}"
-        )
+        pipe = f"pipe {mesh.pipe} × " if mesh.pipe > 1 else ""
+        flags = "--mesh.pipe, --mesh.data and --mesh.model" if mesh.pipe > 1 else "--mesh.data and --mesh.model"
         raise UsageError(
-            f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({shape}); {found} found: "
-            f"set --mesh.data and --mesh.model, or --simulate {mesh.devices}"
+            f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} "
+            f"({pipe}data {mesh.data} × model {mesh.model}); {found} found: "
+            f"set {flags}, or --simulate {mesh.devices}"
         )
+
+
+def _check_pipeline(config: Config) -> None:
+    layers, mesh = config.model.layers, config.mesh
+    if mesh.pipe == 1:
+        if mesh.chunks > 1:
+            raise UsageError(f"--mesh.chunks {mesh.chunks} needs a pipeline; set --mesh.pipe too, or --mesh.chunks 1")
+        return
+    virtual = mesh.pipe * mesh.chunks
+    if layers % virtual:
+        below, above = layers // virtual * virtual, -(-layers // virtual) * virtual
+        counts = f"{below} or {above}" if below else str(above)
+        chunks = f" × --mesh.chunks {mesh.chunks}" if mesh.chunks > 1 else ""
+        raise UsageError(
+            f"--mesh.pipe {mesh.pipe}{chunks} does not divide {layers} layers; use --model.layers {counts}, "
+            f"or --mesh.pipe {_listed([n for n in _divisors(layers // math.gcd(layers, mesh.chunks)) if n > 1])}"
+        )
+    for size in dict.fromkeys(BatchSizes.of(config).sizes()):
+        build_schedule(mesh.schedule, mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.chunks)
 
 
 _AT_LEAST_ONE = (
     "model.layers", "model.hidden", "model.heads", "model.feed_forward", "model.sequence", "model.vocabulary",
-    "model.vocabulary_multiple", "mesh.pipe", "mesh.data", "mesh.model", "data.samples", "optimizer.decay_steps",
-    "optimizer.wsd_decay_steps", "precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale",
-    "precision.loss_scale_window", "precision.hysteresis", "train.steps", "train.global_batch", "train.micro_batch",
-    "train.eval_batches", "checkpoint.keep_last", "checkpoint.keep_every", "log.interval",
+    "model.vocabulary_multiple", "mesh.chunks", "mesh.pipe", "mesh.data", "mesh.model", "data.samples",
+    "optimizer.decay_steps", "optimizer.wsd_decay_steps", "precision.loss_scale", "precision.initial_loss_scale",
+    "precision.min_loss_scale", "precision.loss_scale_window", "precision.hysteresis", "train.steps",
+    "train.global_batch", "train.micro_batch", "train.eval_batches", "checkpoint.keep_last",
+    "checkpoint.keep_every", "log.interval",
 )  # fmt: skip
 _AT_LEAST_ZERO = (
     "optimizer.learning_rate", "optimizer.min_learning_rate", "optimizer.warmup_steps", "optimizer.weight_decay",

@@ -7,9 +7,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# Before jax is imported: eight CPU devices.
+# Before jax is imported: sixteen CPU devices.
 os.environ["JAX_PLATFORMS"] = os.environ.get("MJAX_TEST_PLATFORM", "cpu")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=16".strip()
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -22,11 +22,14 @@ def pytest_addoption(parser):
     parser.addoption(
         "--parity", action="store_true", help="run the comparisons with torch, transformers and megatron-core"
     )
+    parser.addoption("--matrix", action="store_true", help="run every combination of pipeline schedules, not a part")
 
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("parity") and not config.getoption("--parity"):
             item.add_marker(pytest.mark.skip(reason="compares with another library: make test-parity"))
+        if item.get_closest_marker("matrix") and not config.getoption("--matrix"):
+            item.add_marker(pytest.mark.skip(reason="one of all combinations of the pipeline: pytest --matrix"))
         if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

@@ -13,6 +13,7 @@ from mjax.models.gpt import build_gpt
 from mjax.names import leaf_name
 from mjax.parallel.mappings import DATA
 from mjax.parallel.mesh import make_mesh
+from mjax.parallel.zero import cut_into_chunks, plan_storage
 from mjax.training.precision import parameter_type
 from mjax.training.step import loss_and_gradients
 
@@ -29,14 +30,18 @@ MODEL = ModelConfig(
 )
 
 
-def small_config(data=1, model=1, micro_batch=1, recompute="none", compute="fp32", dropout=0.1, **changes) -> Config:
+def small_config(
+    data=1, model=1, micro_batch=1, recompute="none", compute="fp32", dropout=0.1, global_batch=8, mesh=None, **changes
+) -> Config:
     return Config(
         model=replace(MODEL, hidden_dropout=dropout, attention_dropout=dropout, **changes),
-        mesh=MeshConfig(data=data, model=model),
+        mesh=MeshConfig(data=data, model=model, **(mesh or {})),
         data=DataConfig(mock=True),
         optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
         precision=PrecisionConfig(compute=compute),
-        train=TrainConfig(steps=100, global_batch=8, micro_batch=micro_batch, recompute=recompute, seed=1234),
+        train=TrainConfig(
+            steps=100, global_batch=global_batch, micro_batch=micro_batch, recompute=recompute, seed=1234
+        ),
     )
 
 
@@ -66,13 +71,15 @@ def gradient_program(config: Config):
             key = jax.random.fold_in(jax.random.key(7), sum(map(ord, leaf_name(path))))
             return weight + 0.1 * jax.random.normal(key, weight.shape, weight.dtype)
 
-        return jax.tree_util.tree_map_with_path(disturb, model)
+        return cut_into_chunks(jax.tree_util.tree_map_with_path(disturb, model), config.mesh)
 
     mesh = make_mesh(config.mesh)
-    specs = nnx.get_partition_spec(jax.eval_shape(build))
+    shapes = jax.eval_shape(build)
+    plan = plan_storage(shapes, nnx.get_partition_spec(shapes), config.mesh)
+    specs = jax.tree.map(lambda storage: storage.spec, plan)
     shardings = jax.tree.map(partial(jax.NamedSharding, mesh), specs)
     program = jax.shard_map(
-        partial(loss_and_gradients, config),
+        partial(loss_and_gradients, config, plan),
         mesh=mesh,
         in_specs=(specs, {"tokens": P(DATA), "labels": P(DATA)}, P(), P()),
         out_specs=(P(), specs),

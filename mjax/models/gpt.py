@@ -19,7 +19,8 @@ from mjax.parallel.layers import (
     parameter,
     vocab_parallel_cross_entropy,
 )
-from mjax.parallel.random import DropoutKey, dropout
+from mjax.parallel.random import DropoutKey, dropout_tokens
+from mjax.parallel.tokens import Tokens
 
 
 class GPT(nnx.Module):
@@ -41,26 +42,39 @@ class GPT(nnx.Module):
         self.blocks = stack_blocks(blocks, config, dtype)
         self.final_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
 
-    def __call__(self, tokens: Array, key: DropoutKey | None = None, recompute: str = "none") -> Array:
+    def __call__(self, ids: Array, key: DropoutKey | None = None, recompute: str = "none") -> Array:
         """Logits of the next token at every position.
 
         Args:
-          tokens: int [b, s], the same on every rank of `model`.
+          ids: int [b, s], the same on every rank of `model`.
           key: dropout masks of this forward pass; None for evaluation.
           recompute: `none`, `selective` or `full`.
 
         Returns:
           [b, s, v / p] in the type of the weights, varying over `model`.
         """
-        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
-        if key is not None:
-            x = dropout(x, self.config.hidden_dropout, key.fold(0).fold(random.EMBEDDING), jnp.arange(tokens.shape[1]))
-        x = run_blocks(self.blocks, x, key, recompute)
-        return self.embedding.logits(self.final_norm(x))
+        tokens = Tokens(*ids.shape)
+        x = run_blocks(self.blocks, self.embed(ids, tokens, key), tokens, key, recompute)
+        return tokens.by_sequence(self.logits(x, tokens))
 
-    def loss(self, tokens: Array, labels: Array, key: DropoutKey | None = None, recompute: str = "none") -> Array:
-        """Sum of the cross entropy over this replica's tokens: float32 [], the same on every rank of `model`."""
-        return vocab_parallel_cross_entropy(self(tokens, key, recompute), labels).sum()
+    def embed(self, ids: Array, tokens: Tokens, key: DropoutKey | None = None) -> Array:
+        """The stream before the first layer: `ids` int [b, s] → [t, h]."""
+        x = self.embedding(ids, tokens)
+        positions = self.positions[: tokens.positions]  # [s, h]
+        x = x + tokens.mine(jnp.tile(positions, (tokens.sequences, 1)))
+        place = None if key is None else key.fold(0).fold(random.EMBEDDING)
+        return dropout_tokens(x, self.config.hidden_dropout, place, tokens)
+
+    def logits(self, x: Array, tokens: Tokens) -> Array:
+        """Scores of the next token after the last layer: x [t, h] → [b · s, v / p], varying over `model`."""
+        return self.embedding.logits(self.final_norm(x), tokens)
+
+    def loss(self, x: Array, labels: Array, tokens: Tokens) -> Array:
+        """Sum of the cross entropy over this replica's tokens, from the stream after the last layer.
+
+        Shapes: x [t, h], labels int [b, s] → float32 [], the same on every rank of `model`.
+        """
+        return vocab_parallel_cross_entropy(self.logits(x, tokens), labels.reshape(-1)).sum()
 
     def prefill(self, prompts: Array, lengths: Array, slots: int) -> tuple[Array, KeyValues]:
         """Read whole prompts at once, and keep the keys and values of their positions.
@@ -77,9 +91,9 @@ class GPT(nnx.Module):
           Logits of the token after each prompt [b, v], the same on every rank of `model`, and the cache
           [l, b, slots, n / p, d].
         """
-        x = self.embedding(prompts) + self.positions[: prompts.shape[1]]
-        x, new = decode_blocks(self.blocks, x, None, lengths)
-        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+        tokens = Tokens(*prompts.shape)
+        x, new = decode_blocks(self.blocks, self.embed(prompts, tokens), tokens, None, lengths)
+        last = jnp.take_along_axis(tokens.by_sequence(x), (lengths - 1)[:, None, None], axis=1)[:, 0]
         room = [(0, 0), (0, 0), (0, slots - prompts.shape[1]), (0, 0), (0, 0)]
         return self._row(last), jax.tree.map(lambda part: jnp.pad(part, room), new)
 
@@ -94,15 +108,16 @@ class GPT(nnx.Module):
         Returns:
           Logits of the token after it [b, v], the same on every rank of `model`, and the cache that includes it.
         """
-        x = self.embedding(tokens[:, None]) + self.positions[lengths][:, None]
-        x, new = decode_blocks(self.blocks, x, cached, lengths)
+        rows = Tokens(tokens.shape[0], 1)
+        x = self.embedding(tokens, rows) + self.positions[lengths]
+        x, new = decode_blocks(self.blocks, x, rows, cached, lengths)
         sequences = jnp.arange(tokens.shape[0])
         cached = jax.tree.map(lambda slots, one: slots.at[:, sequences, lengths].set(one[:, :, 0]), cached, new)
         return self._row(x), cached
 
     def _row(self, x: Array) -> Array:
-        """Logits of one position of each sequence: x [b, 1, h] → [b, v], the same on every rank of `model`."""
-        return mappings.gather_over_model(self.embedding.logits(self.final_norm(x)))[:, 0]
+        """Logits of one position of each sequence: x [b, h] → [b, v], the same on every rank of `model`."""
+        return mappings.gather_over_model(self.logits(x, Tokens(x.shape[0], 1)))
 
 
 def build_gpt(seed: int, config: ModelConfig, dtype=jnp.float32) -> GPT:

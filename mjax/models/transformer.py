@@ -5,7 +5,8 @@
     … ─┬─ LayerNorm ─ MLP up (columns) ─ GELU ─ MLP down (rows) ─ dropout ─ + ─▶
        └────────────────────────────────────────────────────────────────────┘
 
-Two regions are opened and closed, so a layer has two all-reduces forward and two backward.
+Two regions are opened and closed, so a layer has two all-reduces forward and two backward. Between them the stream is
+[t, h], a row a token: all tokens of the micro-batch, or with sequence parallelism this rank's.
 
 What a layer keeps for its backward pass has names, and `recompute` says which of them stay (arXiv 2205.05198, section
 5): `none` keeps what autodiff asks for, `selective` the four names below, `full` only the layer's input.
@@ -13,6 +14,7 @@ What a layer keeps for its backward pass has names, and `recompute` says which o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -25,7 +27,8 @@ from mjax.config import ModelConfig
 from mjax.models.attention import KeyValues, attend, attend_cached
 from mjax.parallel import random
 from mjax.parallel.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear
-from mjax.parallel.random import DropoutKey, dropout
+from mjax.parallel.random import DropoutKey, dropout_tokens
+from mjax.parallel.tokens import Tokens
 
 # Residuals that stay, by `train.recompute`; None leaves the choice to autodiff.
 KEPT: dict[str, tuple[str, ...] | None] = {
@@ -36,7 +39,7 @@ KEPT: dict[str, tuple[str, ...] | None] = {
 
 
 class Attention(nnx.Module):
-    """Multi-head causal attention with the heads split over `model`. Shapes: x [b, s, h] → [b, s, h]."""
+    """Multi-head causal attention with the heads split over `model`. Shapes: x [t, h] → [t, h]."""
 
     def __init__(self, key: Array, config: ModelConfig, dtype):
         self.config = config
@@ -45,23 +48,26 @@ class Attention(nnx.Module):
         self.qkv = ColumnParallelLinear(qkv, config.hidden, (3, heads, size), 1, config.init_std, dtype)
         self.out = RowParallelLinear(out, (heads, size), config.hidden, residual_std(config), dtype)
 
-    def __call__(self, x: Array, key: DropoutKey | None) -> Array:
-        qkv = checkpoint_name(self.qkv(x), "qkv")  # [b, s, 3, n / p, d]
-        q, k, v = (qkv[:, :, i] for i in range(3))
+    def __call__(self, x: Array, tokens: Tokens, key: DropoutKey | None) -> Array:
+        q, k, v = self._project(x, tokens)
         context = attend(q, k, v, self.config.attention, self.config.attention_dropout, key)
-        return self.out(checkpoint_name(context, "context"))
+        context = context.reshape(tokens.count, *context.shape[2:])
+        return self.out(checkpoint_name(context, "context"), tokens)
 
-    def decode(self, x: Array, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+    def decode(self, x: Array, tokens: Tokens, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
         """As `Block.decode`, for attention alone."""
-        qkv = self.qkv(x)
-        q, k, v = (qkv[:, :, i] for i in range(3))
+        q, k, v = self._project(x, tokens)
         context = attend(q, k, v, self.config.attention) if cached is None else attend_cached(q, k, v, cached, lengths)
-        return self.out(context), KeyValues(k, v)
+        return self.out(context.reshape(tokens.count, *context.shape[2:]), tokens), KeyValues(k, v)
+
+    def _project(self, x: Array, tokens: Tokens) -> tuple[Array, Array, Array]:
+        """Queries, keys and values [b, s, n / p, d] of this rank's heads."""
+        qkv = tokens.by_sequence(checkpoint_name(self.qkv(x, tokens), "qkv"))  # [b, s, 3, n / p, d]
+        return tuple(qkv[:, :, i] for i in range(3))
 
 
 class MLP(nnx.Module):
-    """Two linear layers with a GELU between, the feed-forward dim split over `model`. Shapes: x [b, s, h] → [b, s,
-    h]."""
+    """Two linear layers with a GELU between, the feed-forward dim split over `model`. Shapes: x [t, h] → [t, h]."""
 
     def __init__(self, key: Array, config: ModelConfig, dtype):
         up, down = jax.random.split(key)
@@ -69,8 +75,8 @@ class MLP(nnx.Module):
         self.up = ColumnParallelLinear(up, config.hidden, (config.mlp_width,), 0, config.init_std, dtype)
         self.down = RowParallelLinear(down, (config.mlp_width,), config.hidden, residual_std(config), dtype)
 
-    def __call__(self, x: Array) -> Array:
-        return self.down(gelu(checkpoint_name(self.up(x), "mlp_up"), self.tanh))
+    def __call__(self, x: Array, tokens: Tokens) -> Array:
+        return self.down(gelu(checkpoint_name(self.up(x, tokens), "mlp_up"), self.tanh), tokens)
 
 
 # Computed again in the backward pass: autodiff would keep several tensors of width f for it.
@@ -82,7 +88,7 @@ def gelu(x: Array, tanh: bool) -> Array:
 
 
 class Block(nnx.Module):
-    """One pre-LN transformer layer. Shapes: x [b, s, h], the same on every rank of `model` → the same."""
+    """One pre-LN transformer layer. Shapes: x [t, h], this rank's rows of the stream → the same."""
 
     def __init__(self, key: Array, config: ModelConfig, dtype):
         self.config = config
@@ -92,24 +98,25 @@ class Block(nnx.Module):
         self.mlp_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
         self.mlp = MLP(mlp, config, dtype)
 
-    def __call__(self, x: Array, key: DropoutKey | None) -> Array:
-        rate, positions = self.config.hidden_dropout, jnp.arange(x.shape[1])
+    def __call__(self, x: Array, tokens: Tokens, key: DropoutKey | None) -> Array:
+        rate = self.config.hidden_dropout
         at = key.fold if key is not None else lambda site: None
-        y = self.attention(self.attention_norm(x), at(random.ATTENTION))
-        x = checkpoint_name(x + dropout(y, rate, at(random.ATTENTION_OUTPUT), positions), "residual")
-        y = self.mlp(self.mlp_norm(x))
-        return x + dropout(y, rate, at(random.MLP_OUTPUT), positions)
+        y = self.attention(self.attention_norm(x), tokens, at(random.ATTENTION))
+        x = checkpoint_name(x + dropout_tokens(y, rate, at(random.ATTENTION_OUTPUT), tokens), "residual")
+        y = self.mlp(self.mlp_norm(x), tokens)
+        return x + dropout_tokens(y, rate, at(random.MLP_OUTPUT), tokens)
 
-    def decode(self, x: Array, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+    def decode(self, x: Array, tokens: Tokens, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
         """The layer without dropout, and the keys and values of `x`, for generation.
 
         Args:
-          x: [b, s, h], whole prompts; with a cache [b, 1, h], the position after the cached ones.
+          x: [t, h], whole prompts; with a cache one position a sequence, the one after the cached ones.
+          tokens: which tokens they are.
           cached: this layer's keys and values of the `lengths` int [b] positions before `x`; None at the start.
         """
-        y, new = self.attention.decode(self.attention_norm(x), cached, lengths)
+        y, new = self.attention.decode(self.attention_norm(x), tokens, cached, lengths)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), new
+        return x + self.mlp(self.mlp_norm(x), tokens), new
 
 
 def residual_std(config: ModelConfig) -> float:
@@ -125,27 +132,52 @@ def stack_blocks(key: Array, config: ModelConfig, dtype) -> Block:
     return build(keys)
 
 
-def run_blocks(blocks: Block, x: Array, key: DropoutKey | None, recompute: str) -> Array:
-    """Apply stacked layers one after the other: a scan, so that compile time does not grow with depth."""
+def run_blocks(
+    blocks: Block,
+    x: Array,
+    tokens: Tokens,
+    key: DropoutKey | None,
+    recompute: str,
+    first_layer: Array | int = 1,
+    weights_of: Callable[[Block], Block] | None = None,
+) -> Array:
+    """Apply stacked layers one after the other: a scan, so that compile time does not grow with depth.
+
+    Args:
+      blocks: weights with a leading layer dim.
+      x: [t, h].
+      tokens: which tokens the rows of `x` are.
+      key: dropout masks of this forward pass; None for evaluation.
+      recompute: `none`, `selective` or `full`.
+      first_layer: number of the first of these layers in the model, from 1; it chooses the dropout masks.
+      weights_of: turns what is stored of one layer into its weights, where they are gathered layer by layer (FSDP).
+        They are gathered anew in the backward pass, never kept.
+    """
 
     def layer(x, block_and_index):
         block, index = block_and_index
-        return block(x, None if key is None else key.fold(index)), None
+        if weights_of is not None:
+            block = jax.tree.map(lambda w: checkpoint_name(w, "weights"), weights_of(block))
+        return block(x, tokens, None if key is None else key.fold(index)), None
 
     kept = KEPT[recompute]
+    policies = jax.checkpoint_policies
     if kept is not None:
-        policy = jax.checkpoint_policies.save_only_these_names(*kept)
-        layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=policies.save_only_these_names(*kept))
+    elif weights_of is not None:
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=policies.save_anything_except_these_names("weights"))
     layers = blocks.attention_norm.scale[...].shape[0]
-    x, _ = jax.lax.scan(layer, x, (blocks, jnp.arange(1, layers + 1)))
+    x, _ = jax.lax.scan(layer, x, (blocks, first_layer + jnp.arange(layers)))
     return x
 
 
-def decode_blocks(blocks: Block, x: Array, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+def decode_blocks(
+    blocks: Block, x: Array, tokens: Tokens, cached: KeyValues | None, lengths: Array
+) -> tuple[Array, KeyValues]:
     """`Block.decode` of stacked layers: `cached` and the keys and values returned have a leading layer dim."""
 
     def layer(x, block_and_cached):
         block, cached = block_and_cached
-        return block.decode(x, cached, lengths)
+        return block.decode(x, tokens, cached, lengths)
 
     return jax.lax.scan(layer, x, (blocks, cached))

@@ -6,12 +6,15 @@ A weight is a whole matrix with a PartitionSpec beside it. Inside `shard_map` th
     RowParallelLinear      A = [A_1; …; A_p]          y = g(x_1 A_1 + … + x_p A_p) + b
     VocabParallelEmbedding E = [E_1; …; E_p] by rows  x = g(lookup of the ids that this rank owns)
 
-A column-parallel layer followed by a row-parallel one costs one all-reduce forward (g) and one backward (f).
+A column-parallel layer followed by a row-parallel one costs one all-reduce forward (g) and one backward (f), or, with
+sequence parallelism, a gather and a scatter of the tokens each way. Activations are rows, one a token; `Tokens` says
+which, and which form f and g have.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -21,12 +24,15 @@ from jax import Array
 
 from mjax.parallel import mappings
 from mjax.parallel.mappings import MODEL
+from mjax.parallel.tokens import Tokens
 
 
-def parameter(key: Array, initializer, shape: tuple[int, ...], spec: tuple[str | None, ...], dtype) -> nnx.Param:
+def parameter(
+    key: Array, initializer, shape: tuple[int, ...], spec: tuple[str | None, ...], dtype, **metadata
+) -> nnx.Param:
     """A weight of the whole model: `spec` names, dim by dim, the mesh axis that splits it."""
     assert len(spec) == len(shape), f"spec {spec} does not name every dim of {shape}"
-    return nnx.Param(initializer(key, shape, dtype), out_sharding=spec, eager_sharding=False)
+    return nnx.Param(initializer(key, shape, dtype), out_sharding=spec, eager_sharding=False, **metadata)
 
 
 def normal(std: float):
@@ -37,7 +43,7 @@ def normal(std: float):
 class LayerNorm(nnx.Module):
     """Normalise the last dim to mean 0 and variance 1, then scale and shift; statistics in float32.
 
-    Shapes: x [b, s, h] → [b, s, h]; the weights are replicated.
+    Shapes: x […, h] → […, h]; the weights are replicated.
     """
 
     def __init__(self, width: int, epsilon: float, dtype):
@@ -59,15 +65,20 @@ def _layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
     return (normed * scale + bias).astype(x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def linear(x: Array, kernel: Array, dims: int) -> Array:
+def linear(x: Array, kernel: Array | PostponedKernel, dims: int) -> Array:
     """y = x A, contracting the last `dims` dims of x with the first of the kernel; both vary over the same mesh axes.
 
-    The backward pass is written out for the order of dims in the weight's gradient: autodiff asks for the transpose of
-    gᵀ x, for which XLA copies g on a CPU (a sixth of the step); xᵀ g needs no copy anywhere.
-
-    Shapes: x [b, s, *into], kernel [*into, *out] → y [b, s, *out].
+    Shapes: x [t, *into], kernel [*into, *out] → y [t, *out].
     """
+    if isinstance(kernel, PostponedKernel):
+        return _linear_postponed(x, kernel.kernel, kernel.input, kernel.gradient, dims)
+    return _linear(x, kernel, dims)
+
+
+# The backward pass is written out for the order of dims in the weight's gradient: autodiff asks for the transpose of
+# gᵀ x, for which XLA copies g on a CPU (a sixth of the step); xᵀ g needs no copy anywhere.
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _linear(x: Array, kernel: Array, dims: int) -> Array:
     return _linear_forward(x, kernel, dims)[0]
 
 
@@ -79,10 +90,18 @@ def _linear_forward(x: Array, kernel: Array, dims: int):
 
 def _linear_backward(dims: int, residuals, gradient: Array):
     x, kernel = residuals
+    return _input_gradient(gradient, x, kernel, dims), kernel_gradient(x, gradient)
+
+
+def _input_gradient(gradient: Array, x: Array, kernel: Array, dims: int) -> Array:
     out = kernel.ndim - dims
-    gradient = _matrix(gradient, out)  # [b s, o]
-    to_x, to_kernel = gradient @ _matrix(kernel, out).T, _matrix(x, dims).T @ gradient
-    return to_x.reshape(x.shape), to_kernel.reshape(kernel.shape)
+    return (_matrix(gradient, out) @ _matrix(kernel, out).T).reshape(x.shape)
+
+
+def kernel_gradient(x: Array, gradient: Array) -> Array:
+    """xᵀ g, the gradient of the kernel of `linear`: x [t, *into], g [t, *out] → [*into, *out]."""
+    product = _matrix(x, x.ndim - 1).T @ _matrix(gradient, gradient.ndim - 1)
+    return product.reshape(*x.shape[1:], *gradient.shape[1:])
 
 
 def _matrix(x: Array, columns: int) -> Array:
@@ -90,43 +109,86 @@ def _matrix(x: Array, columns: int) -> Array:
     return x.reshape(math.prod(x.shape[: x.ndim - columns]), -1)
 
 
-linear.defvjp(_linear_forward, _linear_backward)
+_linear.defvjp(_linear_forward, _linear_backward)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PostponedKernel:
+    """A kernel whose gradient is not multiplied out in the backward pass: ZB-H1's split (arXiv 2401.10241, section 2).
+
+    `linear` hands back the two factors of the gradient, as the "gradients" of two inputs that it does not look at.
+    Whoever asked for them multiplies them later (`kernel_gradient`).
+
+    Attributes:
+      kernel: [*into, *out]; no gradient comes back for it.
+      input: zeros [t, *into]; x comes back.
+      gradient: zeros [t, *out]; the gradient of y comes back.
+    """
+
+    kernel: Array
+    input: Array
+    gradient: Array
+
+    def __getitem__(self, _) -> PostponedKernel:  # as the array it stands for is read: `self.kernel[...]`
+        return self
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _linear_postponed(x: Array, kernel: Array, for_input: Array, for_gradient: Array, dims: int) -> Array:
+    return _linear_forward(x, kernel, dims)[0]
+
+
+def _linear_postponed_backward(dims: int, residuals, gradient: Array):
+    x, kernel = residuals
+    return _input_gradient(gradient, x, kernel, dims), jnp.zeros_like(kernel), x, gradient
+
+
+_linear_postponed.defvjp(
+    lambda x, kernel, for_input, for_gradient, dims: _linear_forward(x, kernel, dims), _linear_postponed_backward
+)
+
+
+def contracted_dims(weights) -> list[int | None]:
+    """For each leaf of `weights`, as `jax.tree.leaves` lists them: how many dims of it `linear` contracts, or None for
+    what is no kernel."""
+    parameters = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, nnx.Param))
+    return [parameter.get_metadata().get("contracted") for parameter in parameters]
 
 
 class ColumnParallelLinear(nnx.Module):
     """y = x A + b with A split by columns: A = [A_1 … A_p], so rank i computes its own columns y_i.
 
     The output may have several dims, such as (3, heads, head size) for a fused QKV; `split` says which of them is
-    split. Shapes: x [b, s, h], the same on every rank of `model` → y [b, s, *out] with out[split] / p, varying over
-    `model`.
+    split. Shapes: x [t, h], this rank's rows of the stream → y [b · s, *out] with out[split] / p, varying over `model`.
     """
 
     def __init__(self, key: Array, width: int, out: tuple[int, ...], split: int, std: float, dtype):
         spec = tuple(MODEL if dim == split else None for dim in range(len(out)))
-        self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype)
+        self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, contracted=1)
         self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype)
 
-    def __call__(self, x: Array) -> Array:
-        x = mappings.enter(x)  # the gradient of x needs every rank's columns
-        y = linear(x, self.kernel[...], 1)  # [b, s, *out / p]
+    def __call__(self, x: Array, tokens: Tokens) -> Array:
+        x = tokens.enter(x)  # the gradient of x needs every rank's columns
+        y = linear(x, self.kernel[...], 1)  # [b s, *out / p]
         # Added as one row: on a GPU the product takes that in, but XLA would write out a bias of several dims first.
-        return (y.reshape(*x.shape[:-1], -1) + self.bias[...].reshape(-1)).reshape(y.shape)
+        return (y.reshape(y.shape[0], -1) + self.bias[...].reshape(-1)).reshape(y.shape)
 
 
 class RowParallelLinear(nnx.Module):
     """y = x A + b with A split by rows: rank i holds x_i and A_i, and g sums the products.
 
     The input may have several dims, such as (heads, head size); the first of them is split.
-    Shapes: x [b, s, *into] with into[0] / p, varying over `model` → y [b, s, h], the same on every rank.
+    Shapes: x [b · s, *into] with into[0] / p, varying over `model` → y [t, h], this rank's rows of the stream.
     """
 
     def __init__(self, key: Array, into: tuple[int, ...], width: int, std: float, dtype):
-        self.kernel = parameter(key, normal(std), (*into, width), (MODEL, *(None,) * len(into)), dtype)
+        spec = (MODEL, *(None,) * len(into))
+        self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, contracted=len(into))
         self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (None,), dtype)
 
-    def __call__(self, x: Array) -> Array:
-        kernel = self.kernel[...]
-        y = mappings.leave(linear(x, kernel, kernel.ndim - 1))
+    def __call__(self, x: Array, tokens: Tokens) -> Array:
+        y = tokens.leave(linear(x, self.kernel[...], x.ndim - 1))
         return y + self.bias[...]  # after the sum: before it, the bias would be added p times
 
 
@@ -139,15 +201,15 @@ class VocabParallelEmbedding(nnx.Module):
     def __init__(self, key: Array, vocabulary: int, width: int, std: float, dtype):
         self.table = parameter(key, normal(std), (vocabulary, width), (MODEL, None), dtype)
 
-    def __call__(self, tokens: Array) -> Array:
-        """Embed `tokens` int [b, s] → [b, s, h], the same on every rank of `model`."""
+    def __call__(self, ids: Array, tokens: Tokens) -> Array:
+        """Embed `ids` int [b, s], the same on every rank of `model` → this rank's rows of the stream [t, h]."""
         table = self.table[...]
-        local, owned = owned_rows(tokens, table.shape[0])
-        return mappings.leave(jnp.where(owned[..., None], table[local], 0))
+        local, owned = owned_rows(ids.reshape(-1), table.shape[0])
+        return tokens.leave(jnp.where(owned[:, None], table[local], 0))
 
-    def logits(self, x: Array) -> Array:
-        """Score `x` [b, s, h] against every row → [b, s, v / p], varying over `model`."""
-        return mappings.enter(x) @ self.table[...].T
+    def logits(self, x: Array, tokens: Tokens) -> Array:
+        """Score this rank's rows `x` [t, h] against every row of the table → [b · s, v / p], varying over `model`."""
+        return tokens.enter(x) @ self.table[...].T
 
 
 def owned_rows(ids: Array, rows: int) -> tuple[Array, Array]:
@@ -167,15 +229,15 @@ def vocab_parallel_cross_entropy(logits: Array, labels: Array) -> Array:
     Only the row's maximum, its sum of exponentials and the label's logit cross the model axis: three numbers a token
     in place of v. The one copy of the logits that is kept for the backward pass has the compute type.
 
-    Shapes: logits [b, s, v / p] varying over `model`, labels int [b, s] → loss [b, s], float32 or wider, the same on
-    every rank of `model`.
+    Shapes: logits [t, v / p] varying over `model`, labels int [t] → loss [t], float32 or wider, the same on every rank
+    of `model`.
     """
     return _cross_entropy_forward(logits, labels)[0]
 
 
 def _cross_entropy_forward(logits: Array, labels: Array):
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    highest = mappings.maximum_over_model(wide.max(-1))  # [b, s]
+    highest = mappings.maximum_over_model(wide.max(-1))  # [t]
     local, owned = owned_rows(labels, logits.shape[-1])
     label_logit = jnp.take_along_axis(wide, local[..., None], -1)[..., 0]
     label_logit = jnp.where(owned, label_logit - highest, 0.0)

@@ -12,8 +12,17 @@ f is a cast of the type and g a sum. Each is the transpose of the other, so auto
 types refuse a region that is opened twice or never closed. One mistake they do not see is closing a region twice,
 which would multiply by the number of ranks: `leave` checks for it.
 
-Over `data` there is one rule: parameters are cast to varying before differentiation (`enter_data`), so that every
-replica accumulates its own gradient, and summed once afterwards (`sum_gradients`).
+With sequence parallelism the tokens between two regions are split over `model` as well (arXiv 2205.05198, section
+4.2.2). f becomes an all-gather of the tokens and g a reduce-scatter; they are each other's transpose again, and an
+all-reduce is nothing but one of each, so as many bytes cross.
+
+                      f forward        f backward        g forward         g backward
+    replicated        nothing          all-reduce        all-reduce        nothing
+    split by tokens   all-gather       reduce-scatter    reduce-scatter    all-gather
+
+Over `data` and `pipe` there is one rule: weights are cast to varying, or gathered from shards, before differentiation,
+so that every device accumulates its own gradient, which is summed once afterwards. Activations move from stage to
+stage of the pipeline by `to_next_stage` and their gradients back by `to_previous_stage`.
 """
 
 from __future__ import annotations
@@ -87,20 +96,52 @@ def gather_over_model(x: Array) -> Array:
     return jax.lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True, to="invarying")
 
 
-# --- Over the data axis -----------------------------------------------------------------------------------------------
+# --- Over the model axis, with tokens split over it -------------------------------------------------------------------
 
 
-def enter_data(tree):
-    """Cast every leaf to vary over `data`, so that its gradient stays on its replica until `sum_gradients`."""
-    return jax.tree.map(lambda x: vary(x, frozenset({DATA})), tree)
+def gather_tokens(x: Array) -> Array:
+    """f of sequence parallelism: every rank's rows, one after the other: [t / p, …] → [t, …]. Its transpose is
+    `scatter_tokens`."""
+    if MODEL not in varying_axes(x):
+        raise ValueError("gather_tokens() takes rows that are split over `model`; these are the same on every rank")
+    return lax.all_gather(x, MODEL, axis=0, tiled=True)
 
 
-def sum_gradients(gradients, parameters):
-    """Sum each gradient over the axes on which it varies and its parameter does not.
+def scatter_tokens(partial: Array) -> Array:
+    """g of sequence parallelism: sum the partial results and keep this rank's rows: [t, …] → [t / p, …]. Its transpose
+    is `gather_tokens`."""
+    if MODEL not in varying_axes(partial):
+        raise ValueError("scatter_tokens() takes partial sums that vary over `model`; these are already complete")
+    return lax.psum_scatter(partial, MODEL, scatter_dimension=0, tiled=True)
 
-    Outside every loop and in the type of the gradients (float32), so this is the one data-parallel reduction of a step.
-    """
-    return jax.tree.map(lambda g, p: sum_over(g, varying_axes(g) - varying_axes(p)), gradients, parameters)
+
+# --- Over pipe --------------------------------------------------------------------------------------------------------
+
+
+def to_next_stage(x: Array) -> Array:
+    """Send `x` to the next stage and receive that of the one before; the last sends to the first."""
+    stages = size(PIPE)
+    return lax.ppermute(x, PIPE, [(stage, (stage + 1) % stages) for stage in range(stages)])
+
+
+def to_previous_stage(x: Array) -> Array:
+    """The way back of `to_next_stage`, and its transpose."""
+    stages = size(PIPE)
+    return lax.ppermute(x, PIPE, [(stage, (stage - 1) % stages) for stage in range(stages)])
+
+
+# --- Shards of weights, and sums of gradients -------------------------------------------------------------------------
+
+
+def gather_shards(shard: Array, axis: str, dim: int) -> Array:
+    """Put the shards of all ranks of `axis` together along `dim`; the result is typed as varying over `axis`, so that
+    its gradient stays on its rank."""
+    return lax.all_gather(shard, axis, axis=dim % shard.ndim, tiled=True)
+
+
+def scatter_sum(x: Array, axis: str, dim: int) -> Array:
+    """Sum `x` over the ranks of `axis` and keep this rank's shard along `dim`: the transpose of `gather_shards`."""
+    return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)
 
 
 def sum_over(x: Array, axes: frozenset[str]) -> Array:

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mjax.parallel.tokens import Tokens
+
 # Places in a layer where dropout acts; each has masks of its own.
 EMBEDDING, ATTENTION, ATTENTION_OUTPUT, MLP_OUTPUT = 0, 1, 2, 3
 
@@ -92,6 +94,19 @@ def dropout(x: Array, rate: float, key: DropoutKey | None, *indices: Array) -> A
         return x
     assert x.ndim == 2 + len(indices), f"{x.ndim} dims need {x.ndim - 2} indices, got {len(indices)}"
     return _dropout(x, key.rows(*indices), rate)
+
+
+def dropout_tokens(x: Array, rate: float, key: DropoutKey | None, tokens: Tokens) -> Array:
+    """`dropout` of a residual stream, whose rows are tokens: the mask of [b, s, h], wherever its rows are.
+
+    Args:
+      x: [t, h], the rows that `tokens` describes.
+      rate, key: as for `dropout`.
+    """
+    if key is None or rate == 0.0:
+        return x
+    rows = key.rows(jnp.arange(tokens.positions))  # [b, s] each
+    return _dropout(x, tuple(tokens.mine(words.reshape(-1)) for words in rows), rate)
 
 
 # The backward pass hashes again: the residuals are the rows' words, never a mask that a scan over layers would stack.

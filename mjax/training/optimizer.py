@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from mjax.config import Config, OptimizerConfig
+from mjax.batch_size import BatchSizes
+from mjax.config import Config, MeshConfig, OptimizerConfig
 from mjax.names import leaf_name
-from mjax.parallel.mappings import sum_over, varying_axes
+from mjax.parallel.mappings import PIPE, rank, sum_over, varying_axes
+from mjax.parallel.zero import is_layer, layer_dims
 
 
 def is_decayed(name: str) -> bool:
@@ -36,12 +40,13 @@ def learning_rate(config: Config, samples: Array) -> Array:
     """Learning rate after `samples` samples have trained the model: float32 [].
 
     Megatron counts samples rather than steps (core/optimizer_param_scheduler.py), and samples of skipped steps do not
-    count. The first step of a warm-up from 0 uses 0.
+    count. What the config gives in steps is taken as the samples of so many steps, ramp-up of the batch included. The
+    first step of a warm-up from 0 uses 0.
     """
-    optimizer, batch = config.optimizer, config.train.global_batch
+    optimizer, batches = config.optimizer, BatchSizes.of(config)
     peak, floor = optimizer.learning_rate, optimizer.min_learning_rate
-    warmup = optimizer.warmup_steps * batch
-    end = (optimizer.decay_steps or config.train.steps) * batch
+    decay_steps = optimizer.decay_steps or config.train.steps
+    warmup, end = batches.samples_before(optimizer.warmup_steps), batches.samples_before(decay_steps)
     now = samples.astype(jnp.float32)
 
     progress = jnp.clip((now - warmup) / max(end - warmup, 1), 0.0, 1.0)
@@ -50,7 +55,8 @@ def learning_rate(config: Config, samples: Array) -> Array:
     elif optimizer.schedule == "inverse_square_root":
         decayed = jnp.maximum(floor, peak * max(warmup, 1) ** 0.5 / jnp.sqrt(jnp.maximum(now, 1)))
     elif optimizer.schedule == "wsd":
-        length = (optimizer.wsd_decay_steps or max((optimizer.decay_steps or config.train.steps) // 10, 1)) * batch
+        wsd_steps = optimizer.wsd_decay_steps or max(decay_steps // 10, 1)
+        length = end - batches.samples_before(decay_steps - wsd_steps)
         part = jnp.clip((now - (end - length)) / length, 0.0, 1.0)
         decayed = floor + _decay(optimizer.wsd_decay, part) * (peak - floor)
     else:
@@ -71,7 +77,7 @@ def _decay(shape: str, part: Array) -> Array:
     }[shape]
 
 
-def squared_norms(gradients) -> Array:
+def squared_norms(gradients, mesh: MeshConfig) -> Array:
     """Squared L2 norm of each parameter's gradient, layer by layer: float32 [parameters of `gradient_names`].
 
     Inside `shard_map` each device holds shards: the squares of a gradient are summed over exactly the axes it varies
@@ -82,8 +88,9 @@ def squared_norms(gradients) -> Array:
     sizes = []
     for path, gradient in jax.tree_util.tree_flatten_with_path(gradients)[0]:
         wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-        layer_dims = 1 if _is_stacked(path) else 0
-        squares = jnp.square(wide).sum(range(layer_dims, wide.ndim)).reshape(-1)
+        layers = layer_dims(mesh) if is_layer(leaf_name(path)) else 0
+        squares = jnp.square(wide).sum(range(layers, wide.ndim))
+        squares = _of_all_stages(squares, mesh) if layers and mesh.pipe > 1 else squares.reshape(-1)
         parts.setdefault(varying_axes(squares), []).append((len(sizes), squares))
         sizes.append(squares.shape[0])
     ordered: list[Array | None] = [None] * len(sizes)
@@ -96,12 +103,20 @@ def squared_norms(gradients) -> Array:
     return jnp.concatenate(ordered)
 
 
-def gradient_names(model) -> list[str]:
+def _of_all_stages(squares: Array, mesh: MeshConfig) -> Array:
+    """This stage's squares [l / P] or [V, l / (P V)] in their places among all layers' [l]; zeros elsewhere."""
+    squares = squares.reshape(mesh.chunks, 1, -1)
+    own = jnp.arange(mesh.pipe)[:, None] == rank(PIPE)
+    return jnp.where(own, squares, 0).reshape(-1)
+
+
+def gradient_names(model, mesh: MeshConfig) -> list[str]:
     """The names of the entries of `squared_norms`: 'embedding.table', …, 'blocks.mlp.up.kernel of layer 3', …"""
     names = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(model)[0]:
         name = leaf_name(path)
-        names += [f"{name} of layer {i}" for i in range(1, leaf.shape[0] + 1)] if _is_stacked(path) else [name]
+        layers = math.prod(leaf.shape[: layer_dims(mesh)])
+        names += [f"{name} of layer {i}" for i in range(1, layers + 1)] if is_layer(name) else [name]
     return names
 
 
@@ -120,7 +135,3 @@ def backward_order(names: list[str]) -> list[int]:
         return (0,) if name.startswith("final_norm") else (2,)
 
     return sorted(range(len(names)), key=reached)
-
-
-def _is_stacked(path: tuple) -> bool:
-    return leaf_name(path).startswith("blocks.")

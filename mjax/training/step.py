@@ -1,9 +1,9 @@
 """The train step: one `shard_map` around everything, so that each byte that crosses a device boundary is written here
 or in the layers.
 
-    cast parameters to the compute type, once
-    scan over micro-batches: loss and gradient of this replica, accumulated in float32
-    one sum over `data`
+    cast parameters to the compute type, once, and gather those that are stored in shards
+    scan over micro-batches, or over the ticks of a pipeline: loss and gradient, accumulated in float32
+    one sum, or reduce-scatter, over `data`
     unscale, global norm, clip; skip the update if the norm is not finite
     Adam on the float32 masters
 """
@@ -24,12 +24,26 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mjax.batch_size import at_batch
 from mjax.config import Config
 from mjax.models.gpt import GPT, build_gpt
+from mjax.models.transformer import run_blocks
+from mjax.names import leaf_name
 from mjax.parallel import mappings
 from mjax.parallel.mappings import DATA
 from mjax.parallel.mesh import sharded_shapes
+from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_loss
 from mjax.parallel.random import DropoutKey
+from mjax.parallel.schedules import build_schedule, forward_only
+from mjax.parallel.tokens import Tokens
+from mjax.parallel.zero import (
+    cut_into_chunks,
+    gather_in_loop,
+    gather_weights,
+    is_layer,
+    plan_storage,
+    reduce_gradients,
+)
 from mjax.training.optimizer import adamw, backward_order, gradient_names, learning_rate, squared_norms
 from mjax.training.precision import COMPUTE_TYPES, LossScale, parameter_type
 
@@ -100,18 +114,23 @@ class TrainProgram:
     gradient_names: list[str]
 
 
-def build_program(config: Config, mesh: Mesh | AbstractMesh) -> TrainProgram:
+def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None = None) -> TrainProgram:
     """Write the program of `config` for `mesh`. Nothing is compiled or allocated before it is called.
 
     Args:
       config: validated, with `model.attention` resolved to a kernel.
       mesh: of the shape `config.mesh`; an abstract one is enough for tracing.
+      batch: global batch of a step; `config.train.global_batch` when not given. The learning rate follows the sizes of
+        the whole run either way.
     """
+    rate_after = partial(learning_rate, config)
+    config = at_batch(config, batch or config.train.global_batch)
     # --- Shapes, then shardings ---------------------------------------------------------------------------------------
     transform = adamw(config.optimizer)
     build = partial(_initial_state, config, transform)
     shapes = jax.eval_shape(build)
-    model_specs = nnx.get_partition_spec(shapes.model)
+    plan = plan_storage(shapes.model, nnx.get_partition_spec(shapes.model), config.mesh)
+    model_specs = jax.tree.map(lambda storage: storage.spec, plan)
     specs = TrainState(
         model=model_specs,
         optimizer=optax.tree.map_params(
@@ -125,14 +144,14 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh) -> TrainProgram:
 
     # --- Programs -----------------------------------------------------------------------------------------------------
     batch_spec = {"tokens": P(DATA), "labels": P(DATA)}
-    names = gradient_names(shapes.model)
+    names = gradient_names(shapes.model, config.mesh)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
     train_step = shard_map(
-        partial(_train_step, config, transform, np.array(backward_order(names))),
+        partial(_train_step, config, transform, rate_after, plan, np.array(backward_order(names))),
         in_specs=(specs, batch_spec),
         out_specs=(specs, P()),
     )
-    eval_step = shard_map(partial(_eval_step, config), in_specs=(specs.model, batch_spec), out_specs=P())
+    eval_step = shard_map(partial(_eval_step, config, plan), in_specs=(specs.model, batch_spec), out_specs=P())
     return TrainProgram(
         abstract_state=abstract_state,
         batch_sharding=NamedSharding(mesh, P(DATA)),
@@ -145,6 +164,7 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh) -> TrainProgram:
 
 def _initial_state(config: Config, transform: optax.GradientTransformation) -> TrainState:
     model = build_gpt(config.train.seed, config.model, parameter_type(config.precision.compute))
+    model = cut_into_chunks(model, config.mesh)
     return TrainState(
         model=model,
         optimizer=transform.init(model),
@@ -157,18 +177,20 @@ def _initial_state(config: Config, transform: optax.GradientTransformation) -> T
 # --- On every device --------------------------------------------------------------------------------------------------
 
 
-def _train_step(config: Config, transform, order: np.ndarray, state: TrainState, batch: dict[str, Array]):
+def _train_step(
+    config: Config, transform, rate_after, plan, order: np.ndarray, state: TrainState, batch: dict[str, Array]
+):
     """One step as a single device sees it: its shards of `state`, its replica's rows of `batch` [B / data, s]."""
     scale = state.loss_scale.scale
-    loss, gradients = loss_and_gradients(config, state.model, batch, state.step, scale)
-    squares = squared_norms(gradients)
+    loss, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale)
+    squares = squared_norms(gradients, config.mesh)
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(norm)  # every device holds the same norm, so all of them agree
     if config.optimizer.clip_norm > 0:
         coefficient = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
         gradients = jax.tree.map(lambda g: g * coefficient, gradients)
 
-    rate = learning_rate(config, state.samples)
+    rate = rate_after(state.samples)
     updates, optimizer = transform.update(gradients, state.optimizer, state.model)
     model = jax.tree.map(lambda p, u: p - rate * u, state.model, updates)
 
@@ -195,64 +217,120 @@ def _train_step(config: Config, transform, order: np.ndarray, state: TrainState,
     return new_state, metrics
 
 
-def loss_and_gradients(config: Config, model: GPT, batch: dict[str, Array], step: Array, scale: Array):
+def loss_and_gradients(config: Config, plan, model: GPT, batch: dict[str, Array], step: Array, scale: Array):
     """Mean loss over the global batch and its gradient, from inside `shard_map`.
 
     Args:
       config: as for `build_program`.
+      plan: how each weight is stored (`zero.plan_storage`).
       model: this device's shards of the master weights.
       batch: this replica's rows, int32 [B / data, s].
       step: int32 [], numbers the dropout masks.
       scale: float32 [], multiplies the loss before differentiation and is divided out of both results.
 
     Returns:
-      Loss [], and a gradient in float32 for each shard of `model`, the same on every replica.
+      Loss [], and a gradient in float32 for each shard of `model`, the same wherever the shard is.
     """
-    weights = mappings.enter_data(cast(model, config))
-    loss, gradients = _accumulate(config, weights, batch, step, scale)
+    weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
+    program = _stage_program(config, plan, step, scale)
+    differentiate = _accumulate if config.mesh.pipe == 1 else _pipeline
+    loss, gradients = differentiate(config, program, weights, _split(config, batch))
     # The one data-parallel reduction: float32, outside every loop.
-    gradients = mappings.sum_gradients(gradients, model)
+    gradients = reduce_gradients(gradients, model, plan)
     loss = mappings.sum_over(loss, mappings.varying_axes(loss))
     return jax.tree.map(lambda x: x / scale, (loss, gradients))
 
 
-def _accumulate(config: Config, weights: GPT, batch: dict[str, Array], step: Array, scale: Array):
+def _stage_program(config: Config, plan, step: Array | None = None, scale: Array | float = 1.0) -> StageProgram:
+    """The model as a pipeline stage runs it; one device without a pipeline runs its three parts one after the other.
+
+    Args:
+      config, plan: as above.
+      step: numbers the dropout masks; None for evaluation, which has none.
+      scale: as above.
+    """
+    model, train, mesh = config.model, config.train, config.mesh
+    tokens = Tokens(train.micro_batch, model.sequence, mesh.sequence_parallel)
+    weights_of = gather_in_loop(plan.blocks, COMPUTE_TYPES[config.precision.compute])
+    share = scale / (train.global_batch * model.sequence)
+    layers_in_chunk = model.layers // (mesh.pipe * mesh.chunks)
+
+    def key(micro_batch: dict[str, Array]) -> DropoutKey | None:
+        if step is None or model.hidden_dropout == model.attention_dropout == 0:
+            return None
+        return DropoutKey.of(train.seed, step, micro_batch["samples"])
+
+    def layers(blocks, x, micro_batch, virtual_stage):
+        recompute = "none" if step is None else train.recompute
+        first_layer = virtual_stage * layers_in_chunk + 1
+        return run_blocks(blocks, x, tokens, key(micro_batch), recompute, first_layer, weights_of)
+
+    return StageProgram(
+        embed=lambda weights, micro_batch: weights.embed(micro_batch["tokens"], tokens, key(micro_batch)),
+        layers=layers,
+        head=lambda weights, x, micro_batch: weights.loss(x, micro_batch["labels"], tokens) * share,
+        rows=tokens.count,
+        shards=[storage.gathers if storage.in_loop else () for storage in jax.tree.leaves(plan.blocks)],
+    )
+
+
+def _run(program: StageProgram, weights: GPT, micro_batch: dict[str, Array]) -> Array:
+    """This replica's share of the loss of one micro-batch, without a pipeline."""
+    x = program.embed(weights, micro_batch)
+    return program.head(weights, program.layers(weights.blocks, x, micro_batch, 0), micro_batch)
+
+
+def _accumulate(config: Config, program: StageProgram, weights: GPT, micro_batches: dict[str, Array]):
     """Scaled loss [] and gradient of this replica's share of the mean over the global batch; both vary over `data`."""
     accumulator = parameter_type(config.precision.compute)
-    tokens_in_step = config.train.global_batch * config.model.sequence
-
-    def loss_of(weights, tokens, labels, samples):
-        key = None
-        if config.model.hidden_dropout > 0 or config.model.attention_dropout > 0:
-            key = DropoutKey.of(config.train.seed, step, samples)
-        return weights.loss(tokens, labels, key, config.train.recompute) * (scale / tokens_in_step)
+    differentiate = jax.value_and_grad(partial(_run, program))
 
     def add(total, micro_batch):
-        found = jax.value_and_grad(loss_of)(weights, *micro_batch)
+        found = differentiate(weights, micro_batch)
         return jax.tree.map(lambda t, f: t + f.astype(t.dtype), total, found), None
 
-    micro_batches = _split(config, batch)
     if config.micro_batches == 1:  # nothing to accumulate: no second copy of the gradients
-        loss, gradients = jax.value_and_grad(loss_of)(weights, *(x[0] for x in micro_batches))
+        loss, gradients = differentiate(weights, jax.tree.map(lambda x: x[0], micro_batches))
         return loss, jax.tree.map(lambda g: g.astype(accumulator), gradients)
     zeros = jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), weights)
-    nothing = mappings.enter_data(jnp.zeros((), accumulator))
+    nothing = mappings.vary(jnp.zeros((), accumulator), frozenset({DATA}))
     return jax.lax.scan(add, (nothing, zeros), micro_batches)[0]
 
 
-def _eval_step(config: Config, model: GPT, batch: dict[str, Array]) -> Array:
-    weights = mappings.enter_data(cast(model, config))
-
-    def add(total, micro_batch):
-        tokens, labels, _ = micro_batch
-        return total + weights.loss(tokens, labels), None
-
+def _pipeline(config: Config, program: StageProgram, weights: GPT, micro_batches: dict[str, Array]):
+    """As `_accumulate`, of what this stage of a pipeline runs; both vary over `pipe` too."""
+    mesh = config.mesh
+    schedule = build_schedule(mesh.schedule, mesh.pipe, config.micro_batches, mesh.chunks)
+    shared, blocks = _without_blocks(weights), weights.blocks
     accumulator = parameter_type(config.precision.compute)
-    total, _ = jax.lax.scan(add, mappings.enter_data(jnp.zeros((), accumulator)), _split(config, batch))
-    return mappings.sum_over(total, mappings.varying_axes(total)) / (config.train.global_batch * config.model.sequence)
+    loss, to_shared, to_blocks = pipeline_gradients(schedule, program, shared, blocks, micro_batches, accumulator)
+    leaves = iter(jax.tree.leaves(to_shared))
+    names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(weights)]
+    to_layers = iter(jax.tree.leaves(to_blocks))
+    gradients = [next(to_layers) if is_layer(name) else next(leaves) for name in names]
+    return loss, jax.tree.unflatten(jax.tree.structure(weights), gradients)
 
 
-def _split(config: Config, batch: dict[str, Array]) -> tuple[Array, Array, Array]:
+def _without_blocks(weights: GPT) -> GPT:
+    """The embedding and the head alone: the model with nothing in the place of its layers."""
+    return jax.tree_util.tree_map_with_path(lambda path, w: None if is_layer(leaf_name(path)) else w, weights)
+
+
+def _eval_step(config: Config, plan, model: GPT, batch: dict[str, Array]) -> Array:
+    mesh = config.mesh
+    weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], mesh)
+    program, micro_batches = _stage_program(config, plan), _split(config, batch)
+    if mesh.pipe > 1:
+        schedule = forward_only(mesh.pipe, config.micro_batches, mesh.chunks)
+        total = pipeline_loss(schedule, program, _without_blocks(weights), weights.blocks, micro_batches)
+    else:
+        nothing = mappings.vary(jnp.zeros((), parameter_type(config.precision.compute)), frozenset({DATA}))
+        add = lambda total, micro_batch: (total + _run(program, weights, micro_batch), None)  # noqa: E731
+        total, _ = jax.lax.scan(add, nothing, micro_batches)
+    return mappings.sum_over(total, mappings.varying_axes(total))
+
+
+def _split(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
     """This replica's tokens and labels as [m, b, s], and each sequence's index in the global batch as [m, b]."""
     rows = config.train.global_batch // config.mesh.data
     chex.assert_shape([batch["tokens"], batch["labels"]], (rows, config.model.sequence))
@@ -261,7 +339,7 @@ def _split(config: Config, batch: dict[str, Array]) -> tuple[Array, Array, Array
     def split(x):
         return x.reshape(config.micro_batches, config.train.micro_batch, *x.shape[1:])
 
-    return split(batch["tokens"]), split(batch["labels"]), split(samples)
+    return {name: split(x) for name, x in {**batch, "samples": samples}.items()}
 
 
 def cast(model: GPT, config: Config) -> GPT:

@@ -40,7 +40,7 @@ def test_a_layer_of_8b_has_exactly_this_many_all_reduces_over_model(recompute, p
     assert {c.kind for c in in_layers} == {"all-reduce"}
     assert {c.axes for c in in_layers} == {("model",)}
     assert sum(c.count for c in in_layers) == per_layer * LAYERS
-    activations = {(8, 1024, 3072)}
+    activations = {(8 * 1024, 3072)}
     assert {c.shape for c in in_layers} == activations, "only whole activations cross, in the compute type"
     assert {c.dtype for c in in_layers} == {"bfloat16"}
 
@@ -48,7 +48,7 @@ def test_a_layer_of_8b_has_exactly_this_many_all_reduces_over_model(recompute, p
 def test_outside_the_layers_of_8b_model_carries_the_embedding_the_loss_and_the_norm():
     _, found = _traced(_gpt_8b())
     outside = Counter((c.shape, c.dtype) for c in found if c.axes == ("model",) and LAYERS not in c.loops)
-    activation, per_token = ((8, 1024, 3072), "bfloat16"), (8, 1024)
+    activation, per_token = ((8 * 1024, 3072), "bfloat16"), (8 * 1024,)
     assert outside.pop(activation) == 2  # g of the embedding forward, f of the logits backward
     assert outside.pop((per_token, "float32")) == 1  # the row maximum of the cross entropy
     assert outside.pop(((2, *per_token), "float32")) == 1  # its sum of exponentials and the label's logit
@@ -56,6 +56,43 @@ def test_outside_the_layers_of_8b_model_carries_the_embedding_the_loss_and_the_n
     (shape, dtype), times = outside.popitem()
     assert len(shape) == 1
     assert (dtype, times) == ("float32", 1)
+
+
+def _on_a_ring(found, ranks):
+    """Bytes a device sends: an all-reduce is a reduce-scatter and an all-gather of its operand."""
+    total = 0
+    for c in found:
+        whole = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": ranks}[c.kind]  # a gather's operand is one part
+        total += c.count * whole * c.bytes * (ranks - 1) // ranks
+    return total
+
+
+def test_sequence_parallelism_sends_as_many_bytes_as_tensor_parallelism():
+    config = _gpt_8b()
+    _, plain = _traced(config)
+    _, split = _traced(replace(config, mesh=replace(config.mesh, sequence_parallel=True)))
+    plain, split = ([c for c in found if c.axes == ("model",)] for found in (plain, split))
+    activations = [[c for c in found if c.dtype == "bfloat16"] for found in (plain, split)]
+    assert {c.kind for c in activations[1]} == {"all-gather", "reduce-scatter"}
+    assert _on_a_ring(activations[0], 8) == _on_a_ring(activations[1], 8) == 290 * 2 * (7 * 8 * 1024 * 3072 * 2 // 8)
+    # Beside them: what the loss and the norm need, and the gradients of the weights that act on split tokens, once.
+    others = [sorted((c.shape, c.count) for c in found if c.dtype != "bfloat16") for found in (plain, split)]
+    vectors = [shape for shape, _ in others[1] if (shape, 1) not in others[0]]
+    assert sorted(vectors) == sorted([(72, 3072)] * 6 + [(3072,)] * 2 + [(1024, 3072)] + [vectors_of_norm(others[1])])
+
+
+def vectors_of_norm(found):
+    """The squared norms of all split gradients, one vector."""
+    return next(shape for shape, _ in found if len(shape) == 1 and shape not in ((3072,), (8 * 1024,)))
+
+
+@pytest.mark.parametrize(("recompute", "per_layer"), [("none", (4, 4)), ("selective", (6, 4))])
+def test_with_selective_recomputation_the_two_gathers_of_a_layer_are_done_again(recompute, per_layer):
+    config = _gpt_8b(recompute=recompute)
+    _, found = _traced(replace(config, mesh=replace(config.mesh, sequence_parallel=True)))
+    in_layers = [c for c in found if LAYERS in c.loops]
+    counts = tuple(sum(c.count for c in in_layers if c.kind == kind) for kind in ("all-gather", "reduce-scatter"))
+    assert counts == tuple(n * LAYERS for n in per_layer)
 
 
 @pytest.mark.parametrize("micro_batch", [8, 1])
@@ -83,7 +120,7 @@ def test_imports_run_downward():
     below = {
         "parallel": {"config", "errors", "launch", "names", "parallel"},
         "models": {"config", "errors", "names", "parallel", "models"},
-        "data": {"config", "errors", "names", "data"},
+        "data": {"batch_size", "config", "errors", "names", "data"},
     }
     for package, allowed in below.items():
         for file in (ROOT / "mjax" / package).glob("*.py"):
@@ -126,6 +163,6 @@ def test_8b_compiles_for_512_devices():
 def test_the_small_model_holds_the_same_contract():
     _, found = _traced(small_config(2, 4, micro_batch=2))
     assert (
-        sum(c.count for c in found if c.axes == ("model",) and 2 in c.loops and c.shape == (2, 16, 32))
+        sum(c.count for c in found if c.axes == ("model",) and 2 in c.loops and c.shape == (32, 32))
         == 2 * 2 * 4 + 2 * 2
     )

@@ -20,6 +20,7 @@ from mjax.parallel.layers import (
 )
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.mesh import make_mesh
+from mjax.parallel.tokens import Tokens
 
 WAYS = [1, 4, 8]
 
@@ -44,11 +45,11 @@ def test_column_then_row_is_a_plain_two_layer_mlp(ways):
     keys = jax.random.split(jax.random.key(1))
     up = ColumnParallelLinear(keys[0], 6, (16,), 0, 1.0, jnp.float64)
     down = RowParallelLinear(keys[1], (16,), 6, 1.0, jnp.float64)
-    layers, x = {"up": up, "down": down}, _draw(2, 3, 6)
+    layers, x, tokens = {"up": up, "down": down}, _draw(6, 6), Tokens(2, 3)
     specs = nnx.get_partition_spec(layers)
 
     def parallel(layers, x):
-        return layers["down"](jnp.tanh(layers["up"](x)))
+        return layers["down"](jnp.tanh(layers["up"](x, tokens)), tokens)
 
     def serial(layers, x):
         hidden = jnp.tanh(x @ layers["up"].kernel[...] + layers["up"].bias[...])
@@ -66,13 +67,14 @@ def test_column_then_row_is_a_plain_two_layer_mlp(ways):
 @pytest.mark.parametrize("ways", WAYS)
 def test_the_embedding_is_a_lookup_and_its_logits_a_product(ways):
     embedding = VocabParallelEmbedding(jax.random.key(0), 24, 6, 1.0, jnp.float64)
-    tokens = np.random.default_rng(0).integers(0, 24, (2, 5))
+    ids, tokens = np.random.default_rng(0).integers(0, 24, (2, 5)), Tokens(2, 5)
     specs = nnx.get_partition_spec(embedding)
-    look = _on_mesh(ways, lambda e, t: e(t), (specs, P()), P())
-    score = _on_mesh(ways, lambda e, x: e.logits(x), (specs, P()), P(None, None, MODEL))
+    look = _on_mesh(ways, lambda e, ids: e(ids, tokens), (specs, P()), P())
+    score = _on_mesh(ways, lambda e, x: e.logits(x, tokens), (specs, P()), P(None, MODEL))
     table = np.asarray(embedding.table[...])
-    np.testing.assert_array_equal(look(embedding, tokens), table[tokens])
-    np.testing.assert_allclose(score(embedding, table[tokens]), table[tokens] @ table.T, rtol=1e-12)
+    rows = table[ids.reshape(-1)]
+    np.testing.assert_array_equal(look(embedding, ids), rows)
+    np.testing.assert_allclose(score(embedding, rows), rows @ table.T, rtol=1e-12)
 
 
 @pytest.mark.parametrize("ways", WAYS)
@@ -129,9 +131,35 @@ def test_f_and_g_are_each_others_transpose():
     assert not np.any(second)
 
 
+def test_f_and_g_of_sequence_parallelism_are_each_others_transpose():
+    tokens = Tokens(2, 4, split=True)
+
+    def transposes(rows, partial):  # rows [t / p, h], partial [t, h] a rank
+        _, f_transposed = jax.vjp(tokens.enter, rows)
+        _, g_transposed = jax.vjp(tokens.leave, partial)
+        return f_transposed(partial)[0] - tokens.leave(partial), g_transposed(rows)[0] - tokens.enter(rows)
+
+    both = _on_mesh(4, transposes, (P(MODEL), P(MODEL)), (P(MODEL), P(MODEL)))(_draw(8, 3), _draw(32, 3))
+    assert not any(map(np.any, both))
+
+
+def test_a_gather_and_a_scatter_of_tokens_are_an_all_reduce():
+    tokens = Tokens(2, 4, split=True)
+
+    def both(partial):
+        return tokens.enter(tokens.leave(partial)) - mappings.vary(mappings.leave(partial), frozenset({MODEL}))
+
+    assert np.abs(_on_mesh(4, both, (P(MODEL),), P(MODEL))(_draw(32, 3))).max() < 1e-14
+
+
 @pytest.mark.parametrize(
     ("function", "spec", "words"),
-    [(mappings.enter, P(MODEL), "a leave\\(\\) is missing"), (mappings.leave, P(), "already the same on every rank")],
+    [
+        (mappings.enter, P(MODEL), "a leave\\(\\) is missing"),
+        (mappings.leave, P(), "already the same on every rank"),
+        (mappings.gather_tokens, P(), "the same on every rank"),
+        (mappings.scatter_tokens, P(), "already complete"),
+    ],
 )
 def test_f_and_g_refuse_what_would_be_silently_wrong(function, spec, words):
     with pytest.raises(ValueError, match=words):

@@ -166,7 +166,8 @@ def test_fp16_overflows_halve_the_scale_until_a_step_succeeds():
 
 
 def test_the_backward_order_goes_from_the_last_layer_to_the_embedding():
-    names = gradient_names(jax.eval_shape(lambda: build_gpt(0, small_config().model)))
+    config = small_config()
+    names = gradient_names(jax.eval_shape(lambda: build_gpt(0, config.model)), config.mesh)
     ordered = [names[i] for i in backward_order(names)]
     assert ordered[0].startswith("final_norm")
     assert ordered[2] == "blocks.mlp.down.bias of layer 2"

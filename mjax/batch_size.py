@@ -1,0 +1,136 @@
+"""Global batch sizes as a function of the step.
+
+Early in training a small batch already shows the way (its gradient noise is small, arXiv 1812.06162), so large runs
+begin with one and let it grow, as GPT-3 did (arXiv 2005.14165, appendix B). Two ways to say how, at most one of them:
+
+    train.batch_rampup     (start, increment, samples), Megatron's --rampup-batch-size: from `start` to
+                           train.global_batch by `increment` at a time, in equal portions of `samples` samples
+    train.batch_schedule   '0:768 250B:1536': from each number of tokens on, this batch
+
+Either way the size of a step follows from the samples before it, and so from the step alone: it is the same after a
+restart. Samples keep their order whatever the sizes; they are only cut into steps in another way:
+
+    samples   0 1 2 3 4 5 6 7 8 9 …          batch_rampup 2 2 8, global batch 6: 4 samples for each of two increments
+    steps     └0┘ └1┘ └──2──┘ └────3────┘ …
+
+The train step is compiled once for each size, so few large increments cost less than many small ones.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from mjax.errors import UsageError
+
+if TYPE_CHECKING:
+    from mjax.config import Config
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The batch size of every step, and the samples before it.
+
+    Attributes:
+      pieces: (first step, samples before it, size) for each stretch of steps of one size. The last has no end.
+    """
+
+    pieces: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, config: Config) -> BatchSizes:
+        """The sizes of the run that `config` describes.
+
+        Raises:
+          UsageError: train.batch_schedule does not have its form.
+        """
+        train = config.train
+        if train.batch_rampup is not None:
+            return cls._of_changes(_rampup(*train.batch_rampup, train.global_batch))
+        if train.batch_schedule is not None:
+            tokens = parse_schedule(train.batch_schedule)
+            return cls._of_changes([(-(-start // config.model.sequence), size) for start, size in tokens])
+        return cls.constant(train.global_batch)
+
+    @classmethod
+    def constant(cls, size: int) -> BatchSizes:
+        """The same size at every step."""
+        return cls(((0, 0, size),))
+
+    @classmethod
+    def _of_changes(cls, changes: list[tuple[int, int]]) -> BatchSizes:
+        """From (samples, size), the samples ascending from 0: a step that begins at or after them has this size."""
+        starts = [start for start, _ in changes]
+        pieces: list[tuple[int, int, int]] = []
+        step = sample = 0
+        while True:
+            current = bisect_right(starts, sample)  # a step may be larger than the stretch between two changes
+            size = changes[current - 1][1]
+            if not pieces or pieces[-1][2] != size:
+                pieces.append((step, sample, size))
+            if current == len(changes):
+                return cls(tuple(pieces))
+            steps = -(-(starts[current] - sample) // size)
+            step, sample = step + steps, sample + steps * size
+
+    def size(self, step: int) -> int:
+        """Samples in the batch of `step` (from 0)."""
+        return self._piece(step)[2]
+
+    def samples_before(self, step: int) -> int:
+        """Samples in all steps before `step` (from 0): the number of the first sample of its batch."""
+        first_step, first_sample, size = self._piece(step)
+        return first_sample + (step - first_step) * size
+
+    def sizes(self) -> list[int]:
+        """The distinct sizes, in the order in which they come."""
+        return list(dict.fromkeys(size for _, _, size in self.pieces))
+
+    def _piece(self, step: int) -> tuple[int, int, int]:
+        return self.pieces[max(bisect_right(self.pieces, step, key=lambda piece: piece[0]) - 1, 0)]
+
+
+def at_batch(config: Config, size: int) -> Config:
+    """`config` for the steps of one size: a constant global batch of `size`."""
+    return replace(config, train=replace(config.train, global_batch=size, batch_rampup=None, batch_schedule=None))
+
+
+def _rampup(start: int, increment: int, samples: int, end: int) -> list[tuple[int, int]]:
+    """The changes of Megatron's ramp-up (core/num_microbatches_calculator.py), to the sample.
+
+    There the size after n samples is start + int(n / (samples / increments)) × increment up to `samples` of them, and
+    `end` after. The quotient is rounded as a float, so that a change can come one sample after the exact quotient.
+    """
+    increments = (end - start) // increment
+    portion = samples / increments
+    changes = [(0, start)]
+    for k in range(1, increments + 1):
+        about = math.ceil(k * portion)
+        first = next(n for n in (about - 1, about, about + 1) if int(n / portion) >= k)
+        changes.append((min(first, samples + 1), start + k * increment))
+    return changes
+
+
+def parse_schedule(schedule: str) -> list[tuple[int, int]]:
+    """'0:768 250B:1536' → [(0, 768), (250 × 10⁹, 1536)]: tokens from which on, and the batch.
+
+    Tokens may end in K, M, B or T: thousands, millions, billions (10⁹) or trillions.
+
+    Raises:
+      UsageError: it is not of this form, does not begin at 0, or its tokens do not ascend.
+    """
+    found = [re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", entry) for entry in schedule.split()]
+    changes = [(int(Fraction(m[1]) * UNITS[m[2]]), int(m[3])) for m in found if m]
+    tokens = [start for start, _ in changes]
+    if None in found or tokens[:1] != [0] or sorted(set(tokens)) != tokens or min(size for _, size in changes) < 1:
+        raise UsageError(
+            f"--train.batch-schedule {schedule!r} is not a list of TOKENS:BATCH with ascending tokens from 0 on; "
+            "write it like '0:768 250B:1536' (K, M, B or T: thousands to trillions of tokens)"
+        )
+    return changes

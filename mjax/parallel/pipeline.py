@@ -1,0 +1,393 @@
+"""The interpreter of a schedule table: one scan over ticks, whatever the schedule.
+
+A stage reads its column of the table (`schedules.py`). In every tick it stores the messages that arrived, runs at most
+one forward, one backward and one weight-gradient pass, each under a conditional, and sends the results on:
+
+    tick t    ┌ store ┐  ┌──────── F ────────┐  ┌────────────── B ──────────────┐  ┌─── W ───┐  ┌ send ┐
+              messages   first: embedding       last: head, loss, their gradient   ZB-H1 only   y → next stage
+                         layers; keep residuals layers' gradient                                dx → previous
+                                                first: gradient of the embedding
+
+**Residuals travel in a ring buffer.** F differentiates its layers with `jax.vjp`. What that returns is a pytree: its
+arrays are the residuals, which F writes into a slot of the buffer and B reads back, and its structure is the backward
+program. Weights among them are recognised and not copied. So recomputation inside a stage is the model's own matter:
+what its `jax.checkpoint` drops never reaches the buffer.
+
+**Collectives over `model` inside a conditional are sound**, and those over `data` too: all ranks of such a group are on
+the same stage, read the same column and take the same branch. Those over `pipe` would wait for ever. So everything a
+branch differentiates is typed as varying over `pipe` before, and sums over stages come after the scan.
+
+**Split backward passes.** Where the schedule has W, B hands on the two factors of each weight gradient, the layer's
+input and the gradient of its output (`PostponedKernel`), and W multiplies them: nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mjax.parallel import mappings
+from mjax.parallel.layers import PostponedKernel, contracted_dims, kernel_gradient
+from mjax.parallel.mappings import PIPE
+from mjax.parallel.schedules import Schedule
+
+Weights = Any  # a pytree of arrays
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """What the stages of a pipeline run.
+
+    Attributes:
+      embed: (shared weights, micro-batch) → the stream before the first layer [t, h].
+      layers: (layers of a chunk, stream, micro-batch, number of the virtual stage) → the stream after them.
+      head: (shared weights, stream, micro-batch) → loss [].
+      rows: tokens of a micro-batch, b · s.
+      shards: for each leaf of the layers, the (axis, dim) along which `layers` gathers it: those along which its
+        gradient has to be scattered.
+    """
+
+    embed: Callable[[Weights, Any], Array]
+    layers: Callable[[Weights, Array, Any, Array], Array]
+    head: Callable[[Weights, Array, Any], Array]
+    rows: int
+    shards: list[tuple[tuple[str, int], ...]]
+
+
+def pipeline_gradients(
+    schedule: Schedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches, accumulator
+):
+    """Loss and gradients of all micro-batches, from inside `shard_map`.
+
+    Args:
+      schedule: with a backward pass, for as many stages as `pipe` has ranks.
+      program: what a stage runs.
+      shared: weights of embedding and head, the same on every stage.
+      blocks: this stage's layers: leaves [l / P, …], or [V, l / (P V), …] with V chunks.
+      micro_batches: pytree of arrays [m, …].
+      accumulator: type of the sums.
+
+    Returns:
+      This device's loss [], and its gradients of `shared` and `blocks`: complete but for the sums over `pipe` (shared
+      weights) and `data`.
+    """
+    shared, blocks, micro_batches = _vary_over_pipe((shared, blocks, micro_batches))
+    stage = _Stage(schedule, program, shared, blocks, micro_batches)
+    pending = [_buffer(schedule.pending_slots, factor) for factor in jax.tree.leaves(stage.factors)]
+    state = _State(
+        received=(stage.message, stage.message),
+        activations=_buffer(schedule.activation_slots + 1, stage.message),
+        gradients=_buffer(schedule.gradient_slots + 1, stage.message),
+        held=[_buffer(schedule.residual_slots, kind) for kind in stage.held_types()],
+        sums=_Sums(
+            loss=_zeros(stage.loss_type, accumulator),
+            shared=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), shared),
+            blocks=[jnp.zeros_like(w, dtype=accumulator) for w in jax.tree.leaves(blocks)],
+            pending=pending,
+        ),
+    )
+    state, _ = lax.scan(stage.tick, state, _column(schedule))
+    return state.sums.loss, state.sums.shared, jax.tree.unflatten(jax.tree.structure(blocks), state.sums.blocks)
+
+
+def pipeline_loss(schedule: Schedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches) -> Array:
+    """Sum of the losses of all micro-batches on this device, for a `schedule` that has forward passes only."""
+    shared, blocks, micro_batches = _vary_over_pipe((shared, blocks, micro_batches))
+    stage = _Stage(schedule, program, shared, blocks, micro_batches)
+
+    def tick(carry, row):
+        arrived, activations, total = carry
+        slot = row["forward"]
+        activations = _put(activations, row["receive_activation"], arrived)
+
+        def forward(x, total):
+            micro_batch = stage.micro_batch(slot)
+            y = program.layers(stage.chunk(slot), stage.input(slot, x), micro_batch, slot["virtual_stage"])
+            add = lambda total: total + program.head(shared, y, micro_batch)  # noqa: E731
+            return y, _if(slot["last"], add, lambda total: total, total)
+
+        y, total = _if(slot["on"], forward, lambda *kept: kept, activations[slot["message"]], total)
+        return (mappings.to_next_stage(y), activations, total), None
+
+    start = stage.message, _buffer(schedule.activation_slots + 1, stage.message), _zeros(stage.loss_type)
+    return lax.scan(tick, start, _column(schedule))[0][2]
+
+
+# --- One stage --------------------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Sums:
+    """What backward passes add to.
+
+    Attributes:
+      loss: [].
+      shared, blocks: gradients of the shared weights and, leaf by leaf, of this stage's layers.
+      pending: factors of postponed weight gradients, [slots, …] each.
+    """
+
+    loss: Array
+    shared: Weights
+    blocks: list[Array]
+    pending: list[Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _State:
+    """What a stage carries from tick to tick.
+
+    Attributes:
+      received: an activation and a gradient [t, h] that have just arrived.
+      activations, gradients: those that wait, [slots, t, h].
+      held: of each forward in flight, what its layers gave, for the head on the last stage, and their residuals,
+        [slots, …] each.
+      sums: loss and gradients so far.
+    """
+
+    received: tuple[Array, Array]
+    activations: Array
+    gradients: Array
+    held: list[Array]
+    sums: _Sums
+
+
+class _Stage:
+    """The three passes of a stage, and the tick that runs them."""
+
+    def __init__(self, schedule: Schedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches):
+        self.schedule, self.program = schedule, program
+        self.shared, self.blocks, self.micro_batches = shared, blocks, micro_batches
+        first = _at(micro_batches, 0)
+        message = jax.eval_shape(program.embed, shared, first)
+        self.message = _zeros(message)
+        self.loss_type = jax.eval_shape(program.head, shared, message, first)
+        # Which leaves of a chunk are kernels whose gradients wait for W.
+        self.contracted = contracted_dims(blocks) if schedule.weight else [None] * len(jax.tree.leaves(blocks))
+        self.factors = self._zero_factors()
+        self.pullback = None  # structure of what `jax.vjp` returns, and which of its leaves are weights
+
+    def micro_batch(self, slot: dict):
+        """The micro-batch of a slot."""
+        return _at(self.micro_batches, slot["micro_batch"])
+
+    def chunk(self, slot: dict) -> Weights:
+        """The layers of a slot's chunk, with one layer dim."""
+        return _at(self.blocks, slot["chunk"]) if self.schedule.chunks > 1 else self.blocks
+
+    def input(self, slot: dict, arrived: Array) -> Array:
+        """What the layers of a slot start from."""
+        embed = lambda _: self.program.embed(self.shared, self.micro_batch(slot))  # noqa: E731
+        return _if(slot["first"], embed, lambda x: x, arrived)
+
+    # --- The passes ---------------------------------------------------------------------------------------------------
+
+    def tick(self, state: _State, row: dict) -> tuple[_State, None]:
+        """One row of the table."""
+        # Stored first: a write after the reads would make XLA copy both buffers in every tick.
+        activations = _put(state.activations, row["receive_activation"], state.received[0])
+        gradients = _put(state.gradients, row["receive_gradient"], state.received[1])
+        f, b = row["forward"], row["backward"]
+        y, held = _if(
+            f["on"],
+            lambda x, held: self._forward(f, x, held),
+            lambda *kept: kept,
+            activations[f["message"]],
+            state.held,
+        )
+        dx, sums = _if(
+            b["on"],
+            lambda dy, sums: self._backward(b, dy, held, sums),
+            lambda *kept: kept,
+            gradients[b["message"]],
+            state.sums,
+        )
+        if self.schedule.weight:
+            w = row["weight"]
+            sums = _if(w["on"], lambda sums: self._weights(w, sums), lambda sums: sums, sums)
+        if self.schedule.exclusive:  # a stage must not wait for its neighbour's forward before its own backward
+            y, dx = lax.optimization_barrier((y, dx))
+        received = mappings.to_next_stage(y), mappings.to_previous_stage(dx)
+        return _State(received, activations, gradients, held, sums), None
+
+    def _forward(self, slot: dict, arrived: Array, held: list[Array]):
+        """F: the stream after the layers; it and the residuals are put into their slot."""
+        y, residuals = self._differentiate(
+            self.chunk(slot), self.input(slot, arrived), self.micro_batch(slot), slot["virtual_stage"]
+        )
+        return y, [_put(b, slot["residual"], value) for b, value in zip(held, [y, *residuals], strict=True)]
+
+    def _backward(self, slot: dict, arrived: Array, held: list[Array], sums: _Sums):
+        """B: the gradient of the stage's input. Those of weights are added to the sums or, split, left to W."""
+        micro_batch = self.micro_batch(slot)
+        y, *residuals = (buffer[slot["residual"]] for buffer in held)
+
+        def head(_, loss, to_shared):
+            value, (new, dy) = jax.value_and_grad(self.program.head, argnums=(0, 1))(self.shared, y, micro_batch)
+            return dy, loss + value.astype(loss.dtype), _add(to_shared, new)
+
+        dy, loss, to_shared = _if(slot["last"], head, lambda *kept: kept, arrived, sums.loss, sums.shared)
+        to_rest, dx, factors = self._pull_back(self.chunk(slot), residuals, dy)
+
+        def embedding(to_shared):
+            _, pullback = jax.vjp(lambda shared: self.program.embed(shared, micro_batch), self.shared)
+            return _add(to_shared, pullback(dx)[0])
+
+        to_shared = _if(slot["first"], embedding, lambda kept: kept, to_shared)
+        pending = jax.tree.leaves(factors)
+        sums = _Sums(
+            loss,
+            to_shared,
+            self._add_to_chunk(sums.blocks, to_rest, slot),
+            [_put(buffer, slot["pending"], value) for buffer, value in zip(sums.pending, pending, strict=True)],
+        )
+        return dx, sums
+
+    def _weights(self, slot: dict, sums: _Sums) -> _Sums:
+        """W: multiply the factors that B left."""
+        factors = [buffer[slot["pending"]] for buffer in sums.pending]
+        shards = [shards for shards, dims in zip(self.program.shards, self.contracted, strict=True) if dims]
+        products = []
+        for x, gradient, gathered in zip(factors[::2], factors[1::2], shards, strict=True):
+            product = jax.vmap(kernel_gradient)(x, gradient)  # [layers, *into, *out]
+            for axis, dim in reversed(gathered):
+                product = mappings.scatter_sum(product.astype(sums.loss.dtype), axis, dim)
+            products.append(product)
+        return dataclasses.replace(sums, blocks=self._add_to_chunk(sums.blocks, products, slot, kernels=True))
+
+    # --- From F to B --------------------------------------------------------------------------------------------------
+
+    def held_types(self) -> list:
+        """Shapes and types of what F leaves to B, from a trace of its own."""
+
+        def forward(chunk, x):
+            y, residuals = self._differentiate(chunk, x, _at(self.micro_batches, 0), jnp.int32(0))
+            return [y, *residuals]
+
+        return jax.eval_shape(forward, self.chunk({"chunk": 0}), self.message)
+
+    def _differentiate(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array) -> tuple[Array, list[Array]]:
+        """The stream after the layers, and the residuals of their derivative that are not weights."""
+        rest, kernels = self._split(chunk)
+
+        def layers(rest, x, factors):
+            return self.program.layers(self._join(rest, kernels, factors), x, micro_batch, virtual_stage)
+
+        y, pullback = jax.vjp(layers, rest, x, self.factors)
+        leaves, structure = jax.tree.flatten(pullback)
+        weights = [*rest, *kernels]
+        which = [next((i for i, weight in enumerate(weights) if leaf is weight), None) for leaf in leaves]
+        self.pullback = structure, which
+        return y, [leaf for leaf, weight in zip(leaves, which, strict=True) if weight is None]
+
+    def _pull_back(self, chunk: Weights, residuals: list[Array], dy: Array):
+        """The derivative of the layers, put together again and applied to `dy`."""
+        structure, which = self.pullback
+        rest, kernels = self._split(chunk)
+        weights, residuals = [*rest, *kernels], iter(residuals)
+        leaves = [next(residuals) if index is None else weights[index] for index in which]
+        return jax.tree.unflatten(structure, leaves)(dy)
+
+    # --- Kernels whose gradients are postponed ------------------------------------------------------------------------
+
+    def _split(self, chunk: Weights) -> tuple[list[Array], list[Array]]:
+        """The leaves whose gradients B computes, and the kernels whose gradients W computes."""
+        leaves = list(zip(jax.tree.leaves(chunk), self.contracted, strict=True))
+        return [w for w, dims in leaves if not dims], [w for w, dims in leaves if dims]
+
+    def _join(self, rest: list[Array], kernels: list[Array], factors: list[tuple[Array, Array]]) -> Weights:
+        rest, postponed = (
+            iter(rest),
+            map(PostponedKernel, kernels, *zip(*factors, strict=True)) if factors else iter(()),
+        )
+        leaves = [next(postponed) if dims else next(rest) for dims in self.contracted]
+        return jax.tree.unflatten(jax.tree.structure(self.blocks), leaves)
+
+    def _zero_factors(self) -> list[tuple[Array, Array]]:
+        """Zeros in the place of input and output gradient of each postponed kernel, [layers, b · s, …] each."""
+        factors = []
+        axes = mappings.varying_axes(self.message)
+        for kernel, dims, shards in zip(
+            jax.tree.leaves(self.chunk({"chunk": 0})), self.contracted, self.program.shards, strict=True
+        ):
+            if not dims:
+                continue
+            layers, *shape = kernel.shape
+            for axis, dim in shards:
+                shape[dim] *= mappings.size(axis)
+            zeros = [
+                jnp.zeros((layers, self.program.rows, *part), self.message.dtype)
+                for part in (shape[:dims], shape[dims:])
+            ]
+            factors.append(tuple(mappings.vary(part, axes | mappings.varying_axes(kernel)) for part in zeros))
+        return factors
+
+    def _add_to_chunk(self, sums: list[Array], new: list[Array], slot: dict, kernels: bool = False) -> list[Array]:
+        """Add the gradients of the kernels, or of all other leaves, of one chunk to the stage's."""
+        new, added = iter(new), []
+        for total, dims in zip(sums, self.contracted, strict=True):
+            if bool(dims) != kernels:
+                added.append(total)
+            elif self.schedule.chunks == 1:
+                added.append(total + next(new).astype(total.dtype))
+            else:
+                here = total[slot["chunk"]]
+                added.append(_put(total, slot["chunk"], here + next(new).astype(total.dtype)))
+        return added
+
+
+# --- Small tools ------------------------------------------------------------------------------------------------------
+
+
+def _column(schedule: Schedule) -> dict:
+    """This stage's column of the table: for each kind of operation its fields, int32 [ticks]."""
+    stage = mappings.rank(PIPE)
+
+    def own(table) -> Array:
+        return jnp.asarray(table)[:, stage]
+
+    column = {name: own(getattr(schedule, name)) for name in ("receive_activation", "receive_gradient")}
+    for kind in ("forward", "backward", "weight"):
+        if (slots := getattr(schedule, kind)) is not None:
+            fields = {field.name: own(getattr(slots, field.name)) for field in dataclasses.fields(slots)}
+            column[kind] = {**fields, "virtual_stage": fields["chunk"] * schedule.stages + stage}
+    return column
+
+
+def _if(condition: Array, then: Callable, otherwise: Callable, *operands):
+    """Run one of two branches. What is only handed through belongs into `otherwise`: XLA copies it in the other."""
+    return lax.switch(condition, [otherwise, then], *operands)
+
+
+def _at(tree, index):
+    """Entry `index` of the first dim of every leaf."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def _put(buffer: Array, slot: Array, value: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(buffer, mappings.vary(value, mappings.varying_axes(buffer)), slot, 0)
+
+
+def _add(sums, new):
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, new)
+
+
+def _zeros(kind, dtype=None) -> Array:
+    """Zeros of the shape, type and varying axes of `kind`."""
+    return mappings.vary(jnp.zeros(kind.shape, dtype or kind.dtype), mappings.varying_axes(kind))
+
+
+def _buffer(slots: int, kind) -> Array:
+    return mappings.vary(jnp.zeros((slots, *kind.shape), kind.dtype), mappings.varying_axes(kind) | {PIPE})
+
+
+def _vary_over_pipe(tree):
+    """A conditional whose predicate varies and whose operands do not would be typed as the same on every rank."""
+    return jax.tree.map(lambda leaf: mappings.vary(leaf, frozenset({PIPE})), tree)

@@ -1,0 +1,330 @@
+"""Pipeline schedules as tables: which stage works on which micro-batch in which tick.
+
+A pipeline cuts the layers of a model into P *stages*, one on each rank of the axis `pipe`. The global batch is cut into
+M *micro-batches* that follow each other through the stages, forward and then backward. With V *chunks* a stage holds V
+groups of layers instead of one, and a micro-batch goes round the ring of stages V times: virtual stage v × P + p is
+chunk v of stage p (interleaving).
+
+Time is counted in *ticks*. In every tick a stage runs what its *slots* of that tick say: a forward pass F of one
+micro-batch through one chunk, a backward pass B, both, or neither; then it sends the results to its neighbours, who can
+use them from the next tick on. A schedule is the table of all slots. P = 3, M = 6, V = 1, the schedule 1F1B:
+
+    tick      0    1    2      3      4      5      6      7      8    9
+    stage 0   F0   F1   F2     F3     F4 B0  F5 B1  B2     B3     B4   B5
+    stage 1        F0   F1     F2 B0  F3 B1  F4 B2  F5 B3  B4     B5
+    stage 2             F0 B0  F1 B1  F2 B2  F3 B3  F4 B4  F5 B5
+              └ warm-up ┘      └ one F, one B ┘     └ cool-down       ┘
+
+While the pipeline fills (warm-up) and drains (cool-down) stages stand idle. The *bubble* is that idle time as a
+fraction of the time the work itself takes: (P − 1) / (V M) for the first two schedules here.
+
+    gpipe   all forwards, then all backwards: every micro-batch is held at once (arXiv 1811.06965).
+    1f1b    backwards start as soon as they can, and each frees what a forward will take: what is held does not grow
+            with M. With V > 1 it is the interleaved schedule (arXiv 2104.04473, section 2.2).
+    zb-h1   the backward pass is split: B computes the gradients of inputs, for which other stages wait, and W those of
+            weights, for which nobody waits, so W fills idle ticks. 3 M + P − 1 ticks if M ≥ P, and the bubble is
+            (P − 1) / (3 M) where F, B and W take the same time (arXiv 2401.10241).
+
+**Lock-step.** The stages run one program and meet at the end of every tick, so a tick takes as long as its longest
+stage. That is why a tick of gpipe and 1f1b has a slot for F and one for B: with one operation a tick, a stage in its
+forward would wait each time for a neighbour in its backward, and every tick would cost max(f, b). With both, a tick of
+the steady state costs f + b on every stage, and the bubble is exactly the formula's for any ratio f : b.
+
+The price is memory. In the papers stages run asynchronously and stage p of 1F1B holds P − p micro-batches. In lock-step
+a micro-batch that has left stage p comes back 2 (P − 1 − p) ticks later, and a new one enters in every tick: the stage
+holds 2 (P − 1 − p) + 1. (Megatron's interleaved order holds as many, and (V − 1) P more, for the same reason.)
+
+Results wait in numbered slots of fixed-size buffers, which the table assigns too: the interpreter in `pipeline.py`
+decides nothing. This module is plain NumPy.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from mjax.config import suggestion
+from mjax.errors import UsageError
+
+SCHEDULES = ("gpipe", "1f1b", "zb-h1")
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """When and on what each stage runs one kind of operation; every field is int32 [ticks, stages], 0 where `on` is.
+
+    Attributes:
+      on: 1 where the stage runs this operation in this tick.
+      micro_batch: the micro-batch it runs on.
+      chunk: the chunk of the stage that it runs.
+      first: 1 on the first virtual stage (stage 0, chunk 0), to which the embedding belongs.
+      last: 1 on the last virtual stage (stage P − 1, chunk V − 1), to which the head belongs.
+      message: slot of the received message that it reads: an activation for F, a gradient for B. The first virtual
+        stage reads none in F and the last none in B (0).
+      residual: slot of the residuals that F leaves to B.
+      pending: slot of what B leaves to W; 0 in a schedule without W.
+    """
+
+    on: np.ndarray
+    micro_batch: np.ndarray
+    chunk: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    message: np.ndarray
+    residual: np.ndarray
+    pending: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """A schedule: the slots of every tick and the sizes of the buffers they name.
+
+    Within a tick a stage first stores what arrived, then runs F, B and W in this order, then sends. F's result goes to
+    stage p + 1 (from the last stage to stage 0, for its next chunk), B's to stage p − 1 (from stage 0 to the last).
+
+    Attributes:
+      name: one of SCHEDULES, or "forward".
+      stages: P. micro_batches: M. chunks: V.
+      forward: the slots of F.
+      backward: the slots of B; None where there is only a forward pass.
+      weight: the slots of W; None where B computes the gradients of weights too.
+      receive_activation: int32 [ticks, stages], slot into which the activation that was sent in the tick before is
+        written at the start of the tick. What nobody reads goes to the spare slot, `activation_slots`.
+      receive_gradient: the same for gradients; the spare slot is `gradient_slots`.
+      activation_slots, gradient_slots: messages that wait at once on the fullest stage. The buffers have one slot more.
+      residual_slots, pending_slots: residuals of F, and of B, that are held at once on the fullest stage.
+    """
+
+    name: str
+    stages: int
+    micro_batches: int
+    chunks: int
+    forward: Slots
+    backward: Slots | None
+    weight: Slots | None
+    receive_activation: np.ndarray
+    receive_gradient: np.ndarray
+    activation_slots: int
+    gradient_slots: int
+    residual_slots: int
+    pending_slots: int
+
+    @property
+    def ticks(self) -> int:
+        """Length of the table."""
+        return len(self.forward.on)
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether no stage ever runs two operations in one tick, so that all messages can leave at the tick's end."""
+        return int(sum(slots.on for slots in self._kinds).max()) == 1
+
+    def in_flight(self, stage: int) -> int:
+        """Most pairs of micro-batch and chunk that have had their F on `stage` and wait for their B or are in it."""
+        if self.backward is None:
+            return 0
+        begun, ended = (slots.on[:, stage].cumsum() for slots in (self.forward, self.backward))
+        return int((begun - ended + self.backward.on[:, stage]).max())  # a B holds its residuals through its own tick
+
+    def makespan(self, forward: float, backward: float, weight: float = 0.0) -> float:
+        """Time of the whole table in lock-step, in the unit in which F, B and W of one chunk are given.
+
+        A tick costs its longest F + its longest B; in an exclusive schedule the longest of all.
+        """
+        times = zip(self._kinds, (forward, backward, weight), strict=False)
+        costs = np.stack([slots.on.any(axis=1) * time for slots, time in times])  # [kinds, ticks]
+        return float((costs.max(axis=0) if self.exclusive else costs.sum(axis=0)).sum())
+
+    def bubble(self, forward: float, backward: float, weight: float = 0.0) -> float:
+        """Idle time of a stage as a fraction of the time that its operations take (arXiv 2104.04473, section 2.2)."""
+        work = self.micro_batches * self.chunks * sum((forward, backward, weight)[: len(self._kinds)])
+        return self.makespan(forward, backward, weight) / work - 1.0
+
+    @property
+    def _kinds(self) -> list[Slots]:
+        return [slots for slots in (self.forward, self.backward, self.weight) if slots is not None]
+
+
+@lru_cache(maxsize=64)
+def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """The schedule `name` for P stages, M micro-batches and V chunks a stage.
+
+    Raises:
+      UsageError: there is no such schedule, chunks > 1 and P does not divide M, or zb-h1 with chunks.
+    """
+    if name not in SCHEDULES:
+        raise UsageError(
+            f"there is no schedule {name!r}{suggestion(name, list(SCHEDULES))}; "
+            "use --mesh.schedule gpipe, 1f1b or zb-h1"
+        )
+    _check_counts(stages, micro_batches, chunks)
+    if name == "zb-h1":
+        if chunks > 1:
+            raise UsageError(
+                f"--mesh.schedule zb-h1 has no interleaved form, and --mesh.chunks is {chunks}; "
+                "use --mesh.chunks 1, or --mesh.schedule 1f1b"
+            )
+        return _table(name, *_zb_h1_ticks(stages, micro_batches))
+    forward = _sweep(stages, micro_batches, chunks)
+    # The last stage begins its backwards in the tick of its last forward, or of the first one that ends in the head.
+    begin = micro_batches * chunks + stages - 2 if name == "gpipe" else stages * chunks - 1
+    # Backwards are forwards in a mirror: from the last stage to the first and from the last chunk to the first.
+    backward = begin + _sweep(stages, micro_batches, chunks)[::-1, :, ::-1]
+    return _table(name, forward, backward)
+
+
+@lru_cache(maxsize=64)
+def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """The forward passes alone, for evaluation: V M + P − 1 ticks, nothing held.
+
+    Raises:
+      UsageError: chunks > 1 and P does not divide M.
+    """
+    _check_counts(stages, micro_batches, chunks)
+    return _table("forward", _sweep(stages, micro_batches, chunks))
+
+
+def _check_counts(stages: int, micro_batches: int, chunks: int) -> None:
+    if min(stages, micro_batches, chunks) < 1:
+        raise UsageError(
+            f"a pipeline of {stages} stages, {micro_batches} micro-batches and {chunks} chunks cannot run; "
+            "each must be at least 1"
+        )
+    if chunks > 1 and micro_batches % stages:
+        below, above = micro_batches // stages * stages, -(-micro_batches // stages) * stages
+        counts = f"{below} or {above}" if below else str(above)
+        raise UsageError(
+            f"--mesh.chunks {chunks} takes micro-batches in groups of --mesh.pipe {stages}, and a step has "
+            f"{micro_batches}; make --train.global-batch / (--mesh.data × --train.micro-batch) {counts}, "
+            "or use --mesh.chunks 1"
+        )
+
+
+# --- When everything runs: ticks, int [P, M, V] -----------------------------------------------------------------------
+
+
+def _sweep(stages: int, micro_batches: int, chunks: int) -> np.ndarray:
+    """Ticks of the forwards: stage p runs its k-th in tick p + k.
+
+    The order is the same on every stage: P micro-batches go through all chunks before the next P enter. The first of a
+    group comes out of chunk v just when stage 0 has sent the last one in, so stage 0 goes on with it in chunk v + 1.
+    """
+    p, m, v = np.indices((stages, micro_batches, chunks))
+    return p + (m // stages * chunks + v) * stages + m % stages
+
+
+def _zb_h1_ticks(stages: int, micro_batches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ticks of F, B and W by ZB-H1's rules, one operation a tick.
+
+    Stage p may be P − p forwards ahead of its backwards, as in 1F1B, and P ahead of its weight gradients, so that it
+    never holds more than stage 0 of 1F1B. Within that it runs F if it can, else B, else W.
+    """
+    ran = np.full((3, stages, micro_batches), np.iinfo(np.int64).max)  # [operation, p, m]: the tick
+    done = [[0] * stages for _ in range(3)]  # [operation][p]: how many
+    f, b, w = range(3)
+
+    def can_run(operation: int, p: int, tick: int) -> bool:
+        m = done[operation][p]  # the next micro-batch
+        if m == micro_batches:
+            return False
+        if operation == f:
+            allowed = m - done[b][p] < stages - p and m - done[w][p] < stages
+            return allowed and (p == 0 or ran[f, p - 1, m] < tick)
+        if operation == b:
+            return ran[b, p + 1, m] < tick if p < stages - 1 else ran[f, p, m] < tick
+        return ran[b, p, m] < tick
+
+    tick = 0
+    while min(done[w]) < micro_batches:
+        for p in range(stages):
+            for operation in (f, b, w):
+                if can_run(operation, p, tick):
+                    ran[operation, p, done[operation][p]] = tick
+                    done[operation][p] += 1
+                    break
+        tick += 1
+    return tuple(ran[..., None])
+
+
+# --- From ticks to a table --------------------------------------------------------------------------------------------
+
+
+def _table(
+    name: str, forward: np.ndarray, backward: np.ndarray | None = None, weight: np.ndarray | None = None
+) -> Schedule:
+    """The schedule whose operations run in these ticks."""
+    stages, micro_batches, chunks = forward.shape
+    ticks = 1 + max(int(x.max()) for x in (forward, backward, weight) if x is not None)
+    p, _, v = np.indices(forward.shape)
+    first, last = (p == 0) & (v == 0), (p == stages - 1) & (v == chunks - 1)
+    none = np.zeros_like(forward)
+
+    # A message lives from its arrival, the tick after it was sent, to the tick in which it is read.
+    arrival = 1 + np.roll(forward, 1, axis=0)  # from stage p − 1, and round the ring into the next chunk
+    arrival[0] = np.roll(arrival[0], 1, axis=-1)
+    activations, activation_slots = _assign(arrival, forward, ~first)
+    residuals, residual_slots, pending, pending_slots = none, 0, none, 0
+    gradients, gradient_slots, gradient_arrival = none, 0, none
+    if backward is not None:
+        gradient_arrival = 1 + np.roll(backward, -1, axis=0)
+        gradient_arrival[-1] = np.roll(gradient_arrival[-1], -1, axis=-1)
+        gradients, gradient_slots = _assign(gradient_arrival, backward, ~last)
+        residuals, residual_slots = _assign(forward, backward, np.ones_like(first))
+    if weight is not None:
+        pending, pending_slots = _assign(backward, weight, np.ones_like(first))
+
+    def slots(when, message, residual, pending):
+        m, chunk = np.indices(when.shape)[1:]
+        columns = (np.ones_like(when), m, chunk, first, last, message, residual, pending)
+        return Slots(*(_scatter(ticks, when, column) for column in columns))
+
+    return Schedule(
+        name,
+        stages,
+        micro_batches,
+        chunks,
+        slots(forward, activations, residuals, none),
+        None if backward is None else slots(backward, gradients, residuals, pending),
+        None if weight is None else slots(weight, none, none, pending),
+        _scatter(ticks, arrival, activations, where=~first, otherwise=activation_slots),
+        _scatter(ticks, gradient_arrival, gradients, where=~last & (backward is not None), otherwise=gradient_slots),
+        activation_slots,
+        gradient_slots,
+        residual_slots,
+        pending_slots,
+    )
+
+
+def _scatter(ticks: int, when: np.ndarray, values: np.ndarray, where: np.ndarray | bool = True, otherwise: int = 0):
+    """Column [ticks, P] that holds values[p, m, v] in tick when[p, m, v]; read-only, because schedules are cached."""
+    column = np.full((ticks, len(when)), otherwise, np.int32)
+    where = np.broadcast_to(where, when.shape)
+    column[when[where], np.indices(when.shape)[0][where]] = values[where]
+    column.setflags(write=False)
+    return column
+
+
+def _assign(begin: np.ndarray, end: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, int]:
+    """Buffer slots [P, M, V] for values that live from tick `begin` to tick `end`, both included, and their number.
+
+    On each stage values take slots in the order in which they begin, and a free one before a new one: for intervals
+    that is the fewest possible.
+    """
+    slots, most = np.zeros_like(begin), 0
+    for p in range(len(begin)):
+        free, busy, used = [], [], 0  # heaps: slot, and (end, slot)
+        keys = np.argwhere(where[p])
+        for m, v in keys[np.argsort(begin[p][where[p]], kind="stable")]:
+            while busy and busy[0][0] < begin[p, m, v]:
+                heapq.heappush(free, heapq.heappop(busy)[1])
+            if free:
+                slot = heapq.heappop(free)
+            else:
+                slot, used = used, used + 1
+            slots[p, m, v] = slot
+            heapq.heappush(busy, (end[p, m, v], slot))
+        most = max(most, used)
+    return slots, most

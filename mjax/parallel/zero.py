@@ -1,0 +1,193 @@
+"""Where weights, moments and gradients live: one storage layout for plain data parallelism, ZeRO-1, FSDP and pipelines.
+
+A weight of the model names the axes it is split over while it *computes*: `model` only. Between steps it may be split
+further, and its Adam moments with it:
+
+    weights of the layers     their layer dim over `pipe`: a stage holds its own layers
+    all other weights         over `pipe` as well, if there is one: the embedding is used at both ends of the
+                              pipeline, but its master weights and moments exist once, not once a stage
+    with `mesh.zero` 1 or 3   everything over `data` (arXiv 1910.02054)
+
+There are two points at which a shard can become the weight of the computation. ZeRO-1 gathers everything at the start
+of the step, in the compute type. ZeRO-3, alias FSDP, gathers a layer's weights inside the loop over layers, and again
+in the backward pass, so that no device ever holds more than one layer. Either way the gradient of a shard is a
+reduce-scatter in float32.
+
+      float32 shards ── cast ── all-gather ──▶ weights ──▶ loss
+      float32 shards ◀── reduce-scatter ◀──── gradients ◀──┘
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from mjax.config import MeshConfig
+from mjax.names import leaf_name
+from mjax.parallel import mappings
+from mjax.parallel.layers import PostponedKernel
+from mjax.parallel.mappings import DATA, MODEL, PIPE
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one weight is stored, and how it becomes the weight of the computation.
+
+    Attributes:
+      spec: PartitionSpec of the master weight and its moments.
+      gathers: (axis, dim) to gather, in this order; dims are counted from the end, so that they hold with and without
+        the layer dims.
+      in_loop: gathered layer by layer inside the loop over layers, instead of at the start of the step.
+    """
+
+    spec: P
+    gathers: tuple[tuple[str, int], ...] = ()
+    in_loop: bool = False
+
+
+def plan_storage(shapes, specs, mesh: MeshConfig):
+    """A `Storage` for each weight.
+
+    Args:
+      shapes: the model as `jax.eval_shape` gives it.
+      specs: the model's own PartitionSpecs, over `model`.
+      mesh: sizes of the axes, chunks and ZeRO stage.
+
+    Returns:
+      A tree like `shapes` of `Storage`.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, spec: _plan(leaf_name(path), leaf.shape, spec, mesh), shapes, specs
+    )
+
+
+def cut_into_chunks(model, mesh: MeshConfig):
+    """The model with its layers as [V, l / V, …] where a stage has V chunks."""
+    if mesh.chunks == 1:
+        return model
+
+    def cut(path: tuple, weight: Array) -> Array:
+        return weight.reshape(mesh.chunks, -1, *weight.shape[1:]) if is_layer(leaf_name(path)) else weight
+
+    return jax.tree_util.tree_map_with_path(cut, model)
+
+
+def is_layer(name: str) -> bool:
+    """Whether the weight of this name has a leading layer dim."""
+    return name.startswith("blocks.")
+
+
+def layer_dims(mesh: MeshConfig) -> int:
+    """Leading dims of the weights of stacked layers: [l, …], or [V, l / V, …] with V chunks.
+
+    Stage i of a pipeline with V chunks holds the i-th part of each chunk's layers (arXiv 2104.04473, section 2.2). Cut
+    into chunks by a reshape, the layers stay in their order, and each stage's part is an ordinary shard of dim 1.
+    """
+    return 1 if mesh.chunks == 1 else 2
+
+
+def _plan(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> Storage:
+    layers = layer_dims(mesh) if is_layer(name) else 0
+    axes: list[tuple[str, ...]] = [() if entry is None else (entry,) for entry in spec]
+    axes = [()] * (len(shape) - len(axes)) + axes  # a chunk dim is not in the model's spec
+    gathers: list[tuple[str, int]] = []
+
+    def split(axis: str) -> None:
+        """Split the first dim that divides, behind the axes that split it already: its rows stay contiguous."""
+        ranks = getattr(mesh, axis)
+        for dim in range(layers, len(shape)):
+            local = shape[dim] // math.prod(getattr(mesh, other) for other in axes[dim])
+            if local % ranks == 0:
+                axes[dim] = (*axes[dim], axis)
+                gathers.insert(0, (axis, dim - len(shape)))
+                return
+
+    if mesh.pipe > 1 and layers:
+        axes[layers - 1] = (PIPE,)
+    elif mesh.pipe > 1:
+        split(PIPE)
+    if mesh.zero and mesh.data > 1:
+        split(DATA)
+    entries = (entry[0] if len(entry) == 1 else entry or None for entry in axes)
+    return Storage(P(*entries), tuple(gathers), in_loop=mesh.zero == 3 and layers > 0)
+
+
+def gather_weights(model, plan, dtype, mesh: MeshConfig):
+    """The weights of the computation in `dtype`, from inside `shard_map`; those gathered in the loop stay shards.
+
+    They vary over every axis along which their gradients are summed after the backward pass and not in it: `data`,
+    `pipe`, and with sequence parallelism `model`.
+    """
+    axes = {DATA}
+    if mesh.pipe > 1:
+        axes.add(PIPE)
+    if mesh.sequence_parallel:
+        axes.add(MODEL)
+
+    def one(shard: Array, storage: Storage) -> Array:
+        if not storage.in_loop:
+            shard = shard.astype(dtype)
+            for axis, dim in storage.gathers:
+                shard = mappings.gather_shards(shard, axis, dim)
+        return mappings.vary(shard, frozenset(axes))
+
+    return jax.tree.map(one, model, plan)
+
+
+def gather_in_loop(plan, dtype) -> Callable | None:
+    """What turns the stored shards of one layer into its weights, or None where `gather_weights` has done so.
+
+    Args:
+      plan: `Storage` of the stacked layers.
+      dtype: compute type.
+    """
+    if not any(storage.in_loop for storage in jax.tree.leaves(plan)):
+        return None
+
+    def one(storage: Storage, shard: Array | PostponedKernel) -> Array | PostponedKernel:
+        if isinstance(shard, PostponedKernel):
+            return replace(shard, kernel=one(storage, shard.kernel))
+        for axis, dim in storage.gathers:
+            return _gather_layer(shard, axis, dim, dtype)
+        return shard.astype(dtype)  # a dim that `data` divides was not to be found
+
+    return lambda layer: jax.tree.map(one, plan, layer)
+
+
+# Written out for the type of the backward pass: the transpose of a gather in bf16 would sum the gradients in bf16.
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather_layer(shard: Array, axis: str, dim: int, dtype) -> Array:
+    return mappings.gather_shards(shard.astype(dtype), axis, dim)
+
+
+def _gather_layer_backward(axis: str, dim: int, dtype, _, gradient: Array):
+    return (mappings.scatter_sum(gradient.astype(jnp.promote_types(dtype, jnp.float32)), axis, dim),)
+
+
+_gather_layer.defvjp(
+    lambda shard, axis, dim, dtype: (_gather_layer(shard, axis, dim, dtype), None), _gather_layer_backward
+)
+
+
+def reduce_gradients(gradients, model, plan):
+    """Sum every gradient over the ranks that hold a part of it, and keep the shard that is stored here.
+
+    Outside every loop and in the type of the gradients (float32). The rule: scatter along the dims that were gathered,
+    then sum over the axes on which the gradient still varies and its weight does not. That covers data parallelism,
+    the weights between regions under sequence parallelism, and the embedding at both ends of a pipeline.
+    """
+
+    def one(gradient: Array, shard: Array, storage: Storage) -> Array:
+        if not storage.in_loop:
+            for axis, dim in reversed(storage.gathers):
+                gradient = mappings.scatter_sum(gradient, axis, dim)
+        return mappings.sum_over(gradient, mappings.varying_axes(gradient) - mappings.varying_axes(shard))
+
+    return jax.tree.map(one, gradients, model, plan)

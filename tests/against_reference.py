@@ -1,0 +1,40 @@
+"""The parallel step beside the serial reference: the largest difference of loss and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests import reference
+from tests.small import batch_of, gradient_program, named
+
+STEP = 3  # numbers the dropout masks
+
+
+def in_layer_order(tree, config) -> dict[str, np.ndarray]:
+    """Whole arrays by name, layers as [l, …] even where a pipeline has cut them into chunks."""
+
+    def joined(name, value):
+        cut = name.startswith("blocks.") and config.mesh.chunks > 1
+        return value.reshape(-1, *value.shape[2:]) if cut else value
+
+    return {name: joined(name, value) for name, value in named(tree).items()}
+
+
+def largest_error(config, scale=1.0) -> dict[str, float]:
+    """By name, for the loss and for the gradient of every weight."""
+    with jax.enable_x64(True):
+        program, build = gradient_program(config)
+        weights, batch = build(), batch_of(config)
+        loss, gradients = program(weights, batch, jnp.int32(STEP), jnp.float64(scale))
+        masks = None
+        if config.model.hidden_dropout:
+            masks = reference.dropout_masks(config.model, config.train.global_batch, config.train.seed, STEP)
+        whole = {name: jnp.asarray(value) for name, value in in_layer_order(weights, config).items()}
+        expected_loss, expected = reference.loss_and_gradients(whole, config.model, batch, masks)
+        errors = {"loss": abs(float(loss) - float(expected_loss))}
+        for name, gradient in in_layer_order(gradients, config).items():
+            assert gradient.dtype == np.float64
+            assert np.abs(expected[name]).max() > 1e-6, f"{name} has no gradient to compare"
+            errors[name] = float(np.abs(gradient - expected[name]).max())
+        assert errors.keys() == {"loss", *whole}
+        return {name: np.inf if np.isnan(error) else error for name, error in errors.items()}  # `max` passes over NaN

@@ -1,0 +1,111 @@
+"""The pipeline against the serial reference, for every schedule; its memory, and what it sends."""
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mjax.parallel import pipeline
+from mjax.parallel.mesh import abstract_mesh
+from mjax.training.step import build_program
+from tests.against_reference import largest_error
+from tests.collectives import collectives
+from tests.small import batch_of, gradient_program, small_config
+
+SCHEDULES = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1)]
+RECOMPUTE = ["none", "selective", "full"]
+
+
+def _config(schedule, chunks, pipe, micro_batches, recompute="none", data=2, model=2, **mesh):
+    mesh = {"pipe": pipe, "schedule": schedule, "chunks": chunks, **mesh}
+    return small_config(
+        data, model, 1, recompute, "fp64", layers=8, global_batch=data * micro_batches, mesh=mesh, heads=4
+    )
+
+
+# --- Loss and gradients -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pipe", "micro_batches", "recompute"),
+    [
+        (("gpipe", 1), 2, 4, "selective"),
+        (("gpipe", 2), 2, 4, "full"),
+        (("1f1b", 1), 4, 8, "none"),
+        (("1f1b", 1), 2, 4, "full"),
+        (("1f1b", 2), 4, 8, "selective"),
+        (("zb-h1", 1), 4, 8, "none"),
+        (("zb-h1", 1), 2, 4, "selective"),
+    ],
+)
+def test_loss_and_every_gradient_equal_the_serial_reference(schedule, pipe, micro_batches, recompute):
+    errors = largest_error(_config(*schedule, pipe, micro_batches, recompute))
+    assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("schedule", "pipe", "micro_batches", "recompute"), list(product(SCHEDULES, (2, 4), (4, 8), RECOMPUTE))
+)
+def test_every_combination_equals_the_serial_reference(schedule, pipe, micro_batches, recompute):
+    errors = largest_error(_config(*schedule, pipe, micro_batches, recompute))
+    assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "mesh"),
+    [
+        (("1f1b", 2), "selective", {"sequence_parallel": True, "zero": 1}),
+        (("1f1b", 1), "none", {"sequence_parallel": True, "zero": 3}),
+        (("zb-h1", 1), "full", {"sequence_parallel": True, "zero": 3}),
+    ],
+)
+def test_all_kinds_of_parallelism_together_equal_the_serial_reference(schedule, recompute, mesh):
+    errors = largest_error(_config(*schedule, 2, 4, recompute, **mesh))
+    assert max(errors.values()) < 1e-12, errors
+
+
+def test_a_residual_read_from_the_wrong_slot_is_seen(monkeypatch):
+    put = pipeline._put
+    monkeypatch.setattr(pipeline, "_put", lambda buffer, slot, value: put(buffer, 0 * slot, value))
+    errors = largest_error(_config("1f1b", 1, 2, 4))
+    assert max(errors.values()) > 1e-4
+
+
+# --- Memory and communication -----------------------------------------------------------------------------------------
+
+
+def _temporary_bytes(schedule, micro_batches):
+    config = small_config(
+        layers=4, hidden=64, sequence=64, heads=4, dropout=0.0, global_batch=micro_batches,
+        mesh={"pipe": 4, "schedule": schedule},
+    )  # fmt: skip
+    program, build = gradient_program(config)
+    weights = jax.eval_shape(build)
+    arguments = weights, batch_of(config), jnp.int32(0), jnp.float32(1)
+    return program.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_the_memory_of_1f1b_does_not_grow_with_the_number_of_micro_batches_and_that_of_gpipe_does():
+    few, many = 8, 32
+    one_more = (_temporary_bytes("gpipe", many) - _temporary_bytes("gpipe", few)) / (many - few)
+    assert one_more > 4 * 64 * 64 * 10  # at least ten tensors of a layer's stream for each micro-batch
+    grown = _temporary_bytes("1f1b", many) - _temporary_bytes("1f1b", few)
+    assert grown < 0.5 * one_more  # the batch itself and the longer table
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_inside_the_tick_loop_only_messages_cross_pipe_and_nothing_crosses_data(schedule, chunks):
+    config = _config(schedule, chunks, 4, 8)
+    program = build_program(config, abstract_mesh(config.mesh))
+    token = jax.ShapeDtypeStruct((config.train.global_batch, 16), jnp.int32, sharding=program.batch_sharding)
+    found = collectives(
+        program.train_step.trace(program.abstract_state, {"tokens": token, "labels": token}).jaxpr.jaxpr
+    )
+    inside = [c for c in found if c.loops]
+    over_pipe = [c for c in inside if "pipe" in c.axes]
+    assert {(c.kind, c.shape) for c in over_pipe} == {("permute", (16, 32))}
+    assert len(over_pipe) == 2  # an activation forward and a gradient back, in every tick
+    assert not [c for c in inside if "data" in c.axes]
+    assert {c.kind for c in inside if "model" in c.axes} == {"all-reduce"}

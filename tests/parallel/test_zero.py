@@ -1,0 +1,93 @@
+"""Sharded storage: the same training as plain data parallelism, with a state that shrinks by the data axis."""
+
+import jax
+import numpy as np
+import pytest
+
+from mjax.config import MeshConfig
+from mjax.parallel.mesh import abstract_mesh, make_mesh
+from mjax.training.step import build_program
+from tests.against_reference import in_layer_order
+from tests.collectives import collectives
+from tests.small import batch_of, small_config
+
+
+def _after_five_steps(**mesh):
+    with jax.enable_x64(True):
+        config = small_config(4, 2, micro_batch=1, compute="fp64", global_batch=8, mesh=mesh)
+        program = build_program(config, make_mesh(config.mesh))
+        state = program.initialize()
+        for step in range(5):
+            batch = jax.device_put(batch_of(config, seed=step), program.batch_sharding)
+            state, metrics = program.train_step(state, batch)
+        return in_layer_order(state.model, config), float(metrics.grad_norm)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return _after_five_steps()
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_five_steps_give_the_parameters_of_plain_data_parallelism(zero, plain):
+    found, norm = _after_five_steps(zero=zero)
+    assert norm == pytest.approx(plain[1], rel=1e-12)
+    for name, value in plain[0].items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-12, err_msg=name)
+
+
+def _bytes_on_a_device(tree):
+    return sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _state(**mesh):
+    config = small_config(vocabulary=500, hidden=64, layers=4, mesh=mesh)
+    return build_program(config, abstract_mesh(config.mesh)).abstract_state
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_the_state_on_a_device_shrinks_by_the_data_axis(zero):
+    whole = _bytes_on_a_device(_state(zero=0))
+    for data in (2, 4, 8):
+        part = _bytes_on_a_device(_state_on(data, zero))
+        assert whole / data <= part < 1.001 * whole / data + 100  # besides: counters and the loss scale
+
+
+def _state_on(data, zero):
+    config = small_config(data, vocabulary=500, hidden=64, layers=4, mesh={"zero": zero})
+    return build_program(config, abstract_mesh(config.mesh)).abstract_state
+
+
+def test_a_pipeline_holds_one_copy_of_the_embedding_and_its_moments_in_all():
+    state = _state(pipe=4)
+    for name in ("embedding", "positions", "final_norm"):
+        for tree in (state.model, state.optimizer[0].mu, state.optimizer[0].nu):
+            weights = getattr(tree, name)
+            whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+            assert _bytes_on_a_device(weights) * 4 == whole
+
+
+def test_gradients_are_scattered_over_data_in_float32_once_a_step_or_once_a_layer():
+    for zero in (1, 3):
+        config = small_config(4, 2, compute="bf16", mesh={"zero": zero}, global_batch=16, layers=3)
+        program = build_program(config, abstract_mesh(config.mesh))
+        token = jax.ShapeDtypeStruct((16, 16), np.int32, sharding=program.batch_sharding)
+        trace = program.train_step.trace(program.abstract_state, {"tokens": token, "labels": token})
+        found = [c for c in collectives(trace.jaxpr.jaxpr) if "data" in c.axes]
+        scatters = [c for c in found if c.kind == "reduce-scatter"]
+        gathers = [c for c in found if c.kind == "all-gather"]
+        assert {c.dtype for c in scatters} == {"float32"}
+        assert {c.dtype for c in gathers} == {"bfloat16"}
+        layers = [c for c in found if 3 in c.loops]
+        assert bool(layers) == (zero == 3)
+        if zero == 3:  # 12 weights a layer, 4 micro-batches: gathered forward and backward, scattered backward
+            counts = [sum(c.count for c in layers if c.kind == kind) for kind in ("all-gather", "reduce-scatter")]
+            assert counts == [2 * 12 * 3 * 4, 12 * 3 * 4]
+
+
+def test_the_mesh_says_how_a_stage_holds_its_chunks():
+    config = small_config(layers=8, mesh={"pipe": 2, "chunks": 2})
+    kernel = build_program(config, abstract_mesh(config.mesh)).abstract_state.model.blocks.mlp.up.kernel[...]
+    assert kernel.shape == (2, 4, 32, 128)
+    assert kernel.sharding.shard_shape(kernel.shape) == (2, 2, 32, 128)
+    assert MeshConfig(pipe=2, chunks=2).devices == 2

@@ -1,0 +1,152 @@
+"""`mjax plan`: the numbers of a pipeline schedule and its picture, without a device."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from io import BytesIO
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+
+from mjax import cli
+from mjax.config import Config
+from mjax.parallel.schedules import build_schedule, forward_only
+from mjax.planner.plan import slot_times
+from mjax.planner.schedule_figure import COLOURS, IDLE, MARGINS, describe_bubble, draw_schedule
+from tests.conftest import ROOT
+
+# 72 layers; data 1 and micro-batches of 1, so the global batch is M. It has no data.
+GPT_8B = ["--config", "gpt_8b", "--mesh.data", "1", "--train.micro-batch", "1", "--train.global-batch", "8"]
+
+
+def plan(capsys, *flags):
+    assert cli.main(["plan", *GPT_8B, "--mesh.pipe", "4", *flags]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_table_says_what_the_schedule_is_and_costs(capsys, tmp_path):
+    file = tmp_path / "schedule.png"
+    lines = dict(line.split("  ", 1) for line in plan(capsys, "--schedule-figure", str(file)).splitlines())
+    assert {name: value.strip() for name, value in lines.items()} == {
+        "schedule": "1F1B",
+        "stages, P": "4",
+        "micro-batches, M": "8",
+        "chunks a stage, V": "1",
+        "ticks": "14",
+        "bubble": "37.5% of the ideal time = (P − 1) / M",
+        "in flight": "7 on stage 0, 1 on stage 3",
+        "picture": str(file),
+    }
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--mesh.schedule", "gpipe"], {"ticks": 21, "bubble": 3 / 8, "in_flight": [8, 8, 8, 8]}),
+        (["--mesh.chunks", "2"], {"chunks": 2, "ticks": 26, "bubble": 3 / 16, "in_flight": [11, 9, 7, 5]}),
+        (["--mesh.schedule", "zb-h1"], {"ticks": 27, "bubble": 3 / 24, "in_flight": [4, 3, 2, 1]}),
+        (["--mesh.data", "2"], {"micro_batches": 4, "bubble": 3 / 4, "in_flight": [4, 4, 3, 1]}),
+    ],
+)
+def test_json_is_one_object_with_every_number(capsys, flags, expected):
+    printed = json.loads(plan(capsys, "--json", *flags))
+    assert printed["schedule_figure"] is None
+    assert {name: printed[name] for name in expected} == expected
+
+
+def test_a_backward_pass_takes_two_forwards_three_with_full_recomputation_and_zb_h1_splits_it():
+    config = Config()
+    full = replace(config, train=replace(config.train, recompute="full"))
+    assert slot_times(config) == (1, 2, 0)
+    assert slot_times(full) == (1, 3, 0)
+    split = replace(config.mesh, schedule="zb-h1")
+    assert slot_times(replace(config, mesh=split)) == (1, 1, 1)
+    assert slot_times(replace(full, mesh=split)) == (1, 2, 1)
+
+
+def test_a_plan_touches_no_device():
+    argv = ["plan", *GPT_8B, "--mesh.pipe", "4"]
+    code = f"import sys; from mjax import cli; assert cli.main({argv!r}) == 0; assert 'jax' not in sys.modules"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "gpt_8b has no pipeline; give it stages, such as --mesh.pipe 2"),
+        (["--mesh.pipe", "4", "--schedule-figure", "plan.doc"], "let its name end in .png, .pdf or .svg"),
+        (["--mesh.pipe", "4", "--schedule-figure", "no/such/plan.png"], "there is no folder no/such; make it"),
+        (["--mesh.pipe", "5"], "--mesh.pipe 5 does not divide 72 layers"),
+        (["--mesh.pipe", "3", "--mesh.chunks", "2"], "and a step has 8; make"),
+        (["--mesh.pipe", "4", "--mesh.chunks", "2", "--mesh.schedule", "zb-h1"], "zb-h1 has no interleaved form"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence_and_exit_code_2(capsys, flags, message):
+    assert cli.main(["plan", *GPT_8B, *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def picture(schedule, *times):
+    """The drawn schedule: [height, width, RGB] from 0 to 1."""
+    file = BytesIO()
+    draw_schedule(schedule, file, *times)
+    file.seek(0)
+    return imread(file)[..., :3]
+
+
+def boxes_at(schedule, time, image):
+    """What every row shows at `time`."""
+    left, right, top, bottom = MARGINS
+    width, height = image.shape[1] - left - right, image.shape[0] - top - bottom
+    x = left + int(width * time / schedule.makespan(1, 2))
+    # High in a row, above the number in its middle.
+    pixels = [image[top + int(height * (stage + 0.15) / schedule.stages), x] for stage in range(schedule.stages)]
+    names = {"idle": IDLE} | COLOURS
+    return [min(names, key=lambda name: np.abs(pixel - to_rgb(names[name])).sum()) for pixel in pixels]
+
+
+def test_every_box_of_the_picture_is_where_the_table_says():
+    schedule = build_schedule("1f1b", 4, 8)
+    image = picture(schedule)
+    assert boxes_at(schedule, 0.5, image) == ["forward", "idle", "idle", "idle"]
+    assert boxes_at(schedule, 3.5, image) == ["forward"] * 4
+    assert boxes_at(schedule, 5, image) == ["idle", "idle", "idle", "backward"]  # B of tick 3
+    assert boxes_at(schedule, 14.5, image) == ["backward"] * 4
+    assert boxes_at(schedule, 32, image) == ["backward", "idle", "idle", "idle"]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        build_schedule("gpipe", 1, 1),
+        build_schedule("1f1b", 2, 2),
+        build_schedule("1f1b", 8, 16, 3),
+        build_schedule("zb-h1", 4, 8),
+        build_schedule("1f1b", 64, 128),
+        forward_only(4, 8),
+    ],
+    ids=lambda schedule: f"{schedule.name}-{schedule.stages}-{schedule.micro_batches}-{schedule.chunks}",
+)
+def test_pictures_are_of_a_size_one_can_look_at_and_hold_every_kind_of_pass(schedule):
+    image = picture(schedule, 1, 1, 1)
+    height, width, _ = image.shape
+    assert 300 < height < 2500
+    assert 1200 < width < 4500
+    shown = set(np.unique(np.rint(255 * image).astype(int) @ (65536, 256, 1)))
+    kinds = (schedule.forward, schedule.backward, schedule.weight)
+    for colour, slots in zip(COLOURS.values(), kinds, strict=True):
+        assert (int(colour[1:], 16) in shown) == (slots is not None)
+
+
+def test_the_formula_of_the_bubble_is_named_only_where_it_holds():
+    assert describe_bubble(build_schedule("1f1b", 4, 8, 2), 1, 3) == "18.8% of the ideal time = (P − 1) / (V M)"
+    split = build_schedule("zb-h1", 4, 8)
+    assert describe_bubble(split, 1, 1, 1) == "12.5% of the ideal time = (P − 1) / (3 M)"
+    assert "=" not in describe_bubble(split, 1, 2, 1)
