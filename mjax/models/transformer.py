@@ -29,6 +29,7 @@ from mjax.parallel import random
 from mjax.parallel.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear
 from mjax.parallel.random import DropoutKey, dropout_tokens
 from mjax.parallel.tokens import Tokens
+from mjax.parallel.zero import all_but_gathered_weights
 
 # Residuals that stay, by `train.recompute`; None leaves the choice to autodiff.
 KEPT: dict[str, tuple[str, ...] | None] = {
@@ -157,15 +158,15 @@ def run_blocks(
     def layer(x, block_and_index):
         block, index = block_and_index
         if weights_of is not None:
-            block = jax.tree.map(lambda w: checkpoint_name(w, "weights"), weights_of(block))
+            block = weights_of(block)
         return block(x, tokens, None if key is None else key.fold(index)), None
 
     kept = KEPT[recompute]
-    policies = jax.checkpoint_policies
     if kept is not None:
-        layer = jax.checkpoint(layer, prevent_cse=False, policy=policies.save_only_these_names(*kept))
+        policy = jax.checkpoint_policies.save_only_these_names(*kept)
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
     elif weights_of is not None:
-        layer = jax.checkpoint(layer, prevent_cse=False, policy=policies.save_anything_except_these_names("weights"))
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=all_but_gathered_weights)
     layers = blocks.attention_norm.scale[...].shape[0]
     x, _ = jax.lax.scan(layer, x, (blocks, first_layer + jnp.arange(layers)))
     return x

@@ -176,6 +176,15 @@ _gather_layer.defvjp(
 )
 
 
+def all_but_gathered_weights(primitive, *_, **parameters) -> bool:
+    """Policy of `jax.checkpoint`: keep what autodiff asks for, except weights that `_gather_layer` has gathered."""
+    if primitive.name != "custom_vjp_call":
+        return True
+    body = parameters["call_jaxpr"]
+    equations = getattr(body, "jaxpr", body).eqns
+    return not any(e.primitive.name == "all_gather" and DATA in e.params["axis_name"] for e in equations)
+
+
 def reduce_gradients(gradients, model, plan):
     """Sum every gradient over the ranks that hold a part of it, and keep the shard that is stored here.
 

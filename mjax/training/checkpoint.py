@@ -7,7 +7,8 @@
       300.writing/             not a checkpoint yet
 
 **The layout knows neither classes nor meshes.** A state is stored as {dotted path: whole array}, such as
-`model.blocks.mlp.up.kernel`, and restored to the shardings of the mesh in use now. What mesh wrote it does not matter.
+`model.blocks.mlp.up.kernel`, and restored to the shardings of the mesh in use now. What mesh wrote it does not matter,
+nor into how many chunks a pipeline had cut the layers: they are always in their order.
 
 **A checkpoint appears by one rename.** `save` copies the arrays to host memory and returns, so training goes on (and
 may donate the buffers) while a thread writes `300.writing`, adds the manifest and renames it to `300`. A process killed
@@ -21,16 +22,18 @@ with the manifest before Orbax reads it; if the newest checkpoint is damaged, th
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from mjax.errors import RunError, UsageError
@@ -221,9 +224,14 @@ class Checkpoints:
             if leaf.sharding is None:
                 raise ValueError(f"{name} of the target has no sharding")
         chosen = self._choose_for_all(wanted, step, field)
-        found = ocp.load_checkpointables(self.folder / str(chosen), _by_field(wanted))
+        held = read_manifest(self.folder / str(chosen))["arrays"]
+        as_held = {name: _in_chunks_of(leaf, tuple(held[name][1])) for name, leaf in wanted.items()}
+        found = ocp.load_checkpointables(self.folder / str(chosen), _by_field(as_held))
         arrays = {name: array for part in found.values() for name, array in part.items()}
         _check_types(chosen, arrays, wanted)
+        for name, leaf in wanted.items():  # one after the other: not two copies of everything at once
+            if arrays[name].shape != leaf.shape:
+                arrays[name] = _reshape(arrays.pop(name), leaf)
         return chosen, jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in wanted])
 
     def _choose_for_all(self, wanted: dict[str, Any], step: int | None, field: str | None) -> int:
@@ -287,6 +295,41 @@ def _by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return fields
 
 
+# --- Chunks of a pipeline ---------------------------------------------------------------------------------------------
+# The layers of a pipeline whose stages hold V chunks are arrays [V, l / V, …] instead of [l, …]: another shape, and the
+# same order in memory and on disk.
+
+
+def _same_layers(name: str, held: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether two shapes of stacked layers differ only in how the layers are cut into chunks."""
+    if ".blocks." not in name:
+        return False
+    flat, others = sorted((list(held), list(wanted)), key=len)
+    if len(flat) == len(others):  # cut differently both times
+        return flat[2:] == others[2:] and math.prod(flat[:2]) == math.prod(others[:2])
+    return len(others) == len(flat) + 1 and others[2:] == flat[1:] and math.prod(others[:2]) == flat[0]
+
+
+def _in_chunks_of(leaf: jax.ShapeDtypeStruct, held: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """`leaf` in the shape `held` that it has on disk, split over the same devices as far as the layer dims allow."""
+    if leaf.shape == held:
+        return leaf
+    mesh, spec = leaf.sharding.mesh, list(leaf.sharding.spec)
+    spec += [None] * (len(leaf.shape) - len(spec))
+    rest = min(len(held), len(leaf.shape)) - (2 if len(held) == len(leaf.shape) else 1)
+    axes = tuple(axis for axis in spec[: len(spec) - rest] if axis is not None)
+    ranks = math.prod(mesh.shape[axis] for axis in axes)
+    layers = [None] * (len(held) - rest)
+    if axes and held[len(layers) - 1] % ranks == 0:
+        layers[-1] = axes
+    sharding = NamedSharding(mesh, PartitionSpec(*layers, *spec[len(spec) - rest :]))
+    return jax.ShapeDtypeStruct(held, leaf.dtype, sharding=sharding)
+
+
+def _reshape(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.jit(lambda x: x.reshape(leaf.shape), out_shardings=leaf.sharding, donate_argnums=0)(array)
+
+
 def _kind(array: Any) -> list:
     return [str(array.dtype), list(array.shape)]
 
@@ -300,7 +343,7 @@ def _check_fits(step: int, held: dict[str, list], wanted: dict[str, Any], field:
                 f"checkpoint {step} holds no {name}, this config needs one of shape {tuple(shape)}; {advice}"
             )
         held_dtype, held_shape = held[name]
-        if held_shape != shape:
+        if held_shape != shape and not _same_layers(name, held_shape, shape):
             has, needs = tuple(held_shape), tuple(shape)
             raise UsageError(f"checkpoint {step} holds {name} of shape {has}, this config needs {needs}; {advice}")
         if held_dtype != dtype:  # Orbax would convert without a word

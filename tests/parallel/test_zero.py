@@ -1,5 +1,7 @@
 """Sharded storage: the same training as plain data parallelism, with a state that shrinks by the data axis."""
 
+from collections import Counter
+
 import jax
 import numpy as np
 import pytest
@@ -80,14 +82,19 @@ def test_gradients_are_scattered_over_data_in_float32_once_a_step_or_once_a_laye
         assert {c.dtype for c in gathers} == {"bfloat16"}
         layers = [c for c in found if 3 in c.loops]
         assert bool(layers) == (zero == 3)
-        if zero == 3:  # 12 weights a layer, 4 micro-batches: gathered forward and backward, scattered backward
-            counts = [sum(c.count for c in layers if c.kind == kind) for kind in ("all-gather", "reduce-scatter")]
-            assert counts == [2 * 12 * 3 * 4, 12 * 3 * 4]
+        if zero == 3:  # for each of 3 layers and 4 micro-batches
+            gathered, scattered = (
+                Counter(c.shape for c in layers if c.kind == kind for _ in range(c.count // 12))
+                for kind in ("all-gather", "reduce-scatter")
+            )
+            assert scattered.total() == 12  # weights of a layer
+            kernels = {(8, 3, 4, 4), (1, 4, 32), (8, 64), (16, 32)}  # shards of QKV, projection, MLP up and down
+            assert {shape for shape, times in gathered.items() if times == 2} >= kernels  # forward and backward
 
 
 def test_the_mesh_says_how_a_stage_holds_its_chunks():
     config = small_config(layers=8, mesh={"pipe": 2, "chunks": 2})
-    kernel = build_program(config, abstract_mesh(config.mesh)).abstract_state.model.blocks.mlp.up.kernel[...]
+    kernel = build_program(config, abstract_mesh(config.mesh)).abstract_state.model.blocks.mlp.up.kernel.get_value()
     assert kernel.shape == (2, 4, 32, 128)
     assert kernel.sharding.shard_shape(kernel.shape) == (2, 2, 32, 128)
     assert MeshConfig(pipe=2, chunks=2).devices == 2
