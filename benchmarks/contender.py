@@ -27,6 +27,7 @@ from typing import Protocol
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mjax import launch
+from mjax.batch_size import BatchSizes
 from mjax.config import Config, from_dict
 from mjax.data.batches import Batches
 from mjax.data.samples import MockDataset
@@ -188,9 +189,8 @@ class Torch:
 
 def draw_batches(config: Config) -> list[dict]:
     """The batches every contender trains on: int32 [B, s] tokens and labels each, a function of the config alone."""
-    drawn = Batches(
-        MockDataset(config.model.vocabulary, config.model.sequence, config.train.seed), config.train.global_batch
-    )
+    mock = MockDataset(config.model.vocabulary, config.model.sequence, config.train.seed)
+    drawn = Batches(mock, BatchSizes.constant(config.train.global_batch))
     return [drawn.at(step) for step in range(DISTINCT_BATCHES)]
 
 

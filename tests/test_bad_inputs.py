@@ -17,7 +17,14 @@ from tests.conftest import ROOT
 from tests.test_train_command import command, environment
 
 TINY = ["--config", str(ROOT / "tests" / "tiny_config.py")]
-MESH = ["--mesh.data", "8", "--train.micro-batch", "1"]  # the eight simulated devices of the test process
+MESH = [
+    "--mesh.data",
+    "8",
+    "--mesh.model",
+    "2",
+    "--train.micro-batch",
+    "1",
+]  # the simulated devices of the test process
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
@@ -115,15 +122,27 @@ def _flip_every_checkpoint(run):
 
 
 WRONG = {
-    "unknown config": (lambda p: ["train", "--config", "gpt_9b"], 2, "no config 'gpt_9b', did you mean 'gpt_8b'?"),
+    "unknown config": (lambda p: ["train", "--config", "gpt_8c"], 2, "no config 'gpt_8c', did you mean 'gpt_8b'?"),
     "config file that is not there": (lambda p: ["train", "--config", "mine.py"], 2, "there is no config file mine.py"),
     "unknown command": (lambda p: ["trian"], 2, "there is no command 'trian', did you mean 'train'?"),
     "misspelt flag": (_train("--mesh.dta", "2"), 2, "Perhaps you meant"),
     "value of another type": (_train("--train.steps", "many"), 2, "many"),
     "negative batch": (_train("--train.global-batch", "-8"), 2, "--train.global-batch is -8; it must be at least 1"),
     "batch that does not divide": (_train("--train.global-batch", "12"), 2, "does not divide over --mesh.data 8"),
+    "ramp-up that does not divide": (
+        _train("--train.batch-rampup", "4", "4", "100"), 2, "has a batch of 4 from step 1 on, which is not a multiple",
+    ),
+    "ramp-up past the batch": (_train("--train.batch-rampup", "8", "8", "100"), 2, "does not start below"),
+    "ramp-up of two numbers": (_train("--train.batch-rampup", "8", "8"), 2, "INT INT INT"),
+    "ramp-up and schedule": (
+        _train("--train.batch-rampup", "8", "8", "9", "--train.batch-schedule", "0:8"), 2, "leave one of them out",
+    ),
+    "schedule of another form": (_train("--train.batch-schedule", "8,16"), 2, "write it like '0:768 250B:1536'"),
+    "schedule that ends elsewhere": (
+        _train("--train.batch-schedule", "0:8 1K:16"), 2, "use --train.global-batch 16",
+    ),
     "heads that do not divide": (_train("--mesh.model", "3"), 2, "does not divide heads 4; use 1, 2 or 4"),
-    "more devices than there are": (_train("--mesh.model", "2"), 2, "needs 16 devices (data 8 × model 2); 8 found"),
+    "more devices than there are": (_train("--mesh.model", "4"), 2, "needs 32 devices (data 8 × model 4); 16 found"),
     "no data": (_train("--data.no-mock"), 2, "has no data: prepare some with `python -m mjax prepare"),
     "missing data": (_reading("data/nothing"), 2, "nothing"),
     "truncated .bin": (_damaged("bin", lambda b, i: _truncate(b)), 2, "bin.bin"),

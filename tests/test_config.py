@@ -1,10 +1,12 @@
 """Configs: the published models, plain values and back, and what is refused before a device is touched."""
 
+import ast
 from dataclasses import replace
 
 import jax
 import pytest
 
+from mjax.batch_size import BatchSizes
 from mjax.config import (
     Config,
     DataConfig,
@@ -20,6 +22,7 @@ from mjax.config import (
 from mjax.errors import UsageError
 from mjax.models.gpt import build_gpt
 from mjax.validation import check_devices, validate
+from tests.conftest import ROOT
 
 PUBLISHED = {
     "gpt_345m": 354_871_296,
@@ -28,6 +31,41 @@ PUBLISHED = {
     "gpt_4b": 4_197_929_472,
     "gpt_8b": 8_317_040_640,
     "gpt_8b_24h": 8_317_040_640,
+    "gpt_1_7b": 1_652_230_656,
+    "gpt_3_6b": 3_562_168_320,
+    "gpt_7_5b": 7_467_786_240,
+    "gpt_18b": 18_449_756_160,
+    "gpt_39b": 39_096_041_472,
+    "gpt_76b": 76_050_739_200,
+    "gpt_145b": 145_622_261_760,
+    "gpt_310b": 310_130_540_544,
+    "gpt_530b": 529_600_819_200,
+    "gpt_1t": 1_008_038_758_400,
+    "gpt_175b": 174_615_846_912,
+    "gpt_22b_sp": 22_074_273_792,
+    "gpt_175b_sp": 174_615_846_912,
+    "gpt_530b_sp": 529_600_819_200,
+    "gpt_1t_sp": 1_008_038_758_400,
+}
+
+# As the papers print them: billions of parameters, GPUs, micro-batches of a replica, virtual stages of a device, layers
+# in each, and the figure to beat (TFLOP/s a GPU in 2104.04473, where recomputation counts; MFU in 2205.05198).
+PAPERS = {
+    "gpt_1_7b": (1.7, 32, 1, 1, 24, "137 TFLOP/s"),
+    "gpt_3_6b": (3.6, 64, 1, 1, 30, "138 TFLOP/s"),
+    "gpt_7_5b": (7.5, 128, 1, 1, 36, "142 TFLOP/s"),
+    "gpt_18b": (18.4, 256, 4, 1, 40, "135 TFLOP/s"),
+    "gpt_39b": (39.1, 512, 12, 1, 24, "138 TFLOP/s"),
+    "gpt_76b": (76.1, 1024, 28, 3, 5, "140 TFLOP/s"),
+    "gpt_145b": (145.6, 1536, 48, 2, 5, "148 TFLOP/s"),
+    "gpt_310b": (310.1, 1920, 144, 2, 3, "155 TFLOP/s"),
+    "gpt_530b": (529.6, 2520, 280, 3, 1, "163 TFLOP/s"),
+    "gpt_1t": (1008.0, 3072, 512, 1, 2, "163 TFLOP/s"),
+    "gpt_175b": (174.6, 1024, 192, 1, 6, "140 TFLOP/s"),
+    "gpt_22b_sp": (22.1, 8, 1, 1, 48, "41.5% MFU"),
+    "gpt_175b_sp": (174.6, 64, 64, 3, 4, "51.4% MFU"),
+    "gpt_530b_sp": (529.6, 280, 280, 3, 1, "56.0% MFU"),
+    "gpt_1t_sp": (1008.0, 512, 512, 1, 2, "56.3% MFU"),
 }
 
 
@@ -36,6 +74,44 @@ def test_published_models_have_exactly_their_parameters(name, parameters):
     config = load_config(name)
     model = jax.eval_shape(lambda: build_gpt(0, config.model))
     assert sum(leaf.size for leaf in jax.tree.leaves(model)) == config.model.parameters == parameters
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_runs_of_the_papers_have_their_devices_their_cut_and_their_figure_to_beat(name):
+    billions, gpus, micro_batches, chunks, layers, figure = PAPERS[name]
+    config = load_config(name)
+    model, mesh, train = config.model, config.mesh, config.train
+    assert round(model.parameters / 1e9, 1) == billions
+    assert (model.sequence, model.padded_vocabulary, mesh.devices) == (2048, 51_200, gpus)
+    assert (mesh.chunks, model.layers) == (chunks, layers * mesh.pipe * chunks)
+    assert config.micro_batches == micro_batches
+    assert micro_batches * mesh.data * train.micro_batch == train.global_batch
+    assert chunks == 1 or micro_batches % mesh.pipe == 0
+    assert (mesh.sequence_parallel, train.recompute) == ((True, "selective") if "_sp" in name else (False, "full"))
+    docstring = ast.get_docstring(ast.parse((ROOT / "configs" / f"{name}.py").read_text()))
+    for words in (f"{model.parameters:,} ", f" {gpus:,} GPUs", f" {figure}"):
+        assert words in docstring
+
+
+@pytest.mark.parametrize("name", [name for name in PAPERS if "_sp" not in name])
+def test_long_runs_take_300_billion_tokens_with_the_warm_up_and_decay_of_gpt_3(name):
+    config = load_config(name)
+    batches = BatchSizes.of(config)
+    steps = (config.train.steps, config.optimizer.decay_steps, config.optimizer.warmup_steps)
+    tokens = [batches.samples_before(n) * config.model.sequence for n in steps]
+    assert tokens == pytest.approx([300e9, 260e9, 375e6], abs=config.train.global_batch * config.model.sequence)
+    rates = config.optimizer
+    assert rates.min_learning_rate == pytest.approx(rates.learning_rate / 10)
+
+
+def test_gpt_3_begins_with_32_thousand_tokens_and_reaches_its_batch_after_12_billion():
+    config = load_config("gpt_175b")
+    batches = BatchSizes.of(config)
+    assert batches.size(0) * 2048 == 32_768
+    assert batches.sizes() == list(range(16, 1537, 16))
+    _, last_sample, size = batches.pieces[-1]
+    assert size == 1536
+    assert last_sample * 2048 == pytest.approx(12e9, rel=1e-3)
 
 
 def test_published_models_are_padded_to_51200_by_default():
@@ -94,6 +170,17 @@ def _with(**sections):
         (_with(model={"heads": 7}), "--model.heads 7 does not divide hidden size 1024; use 1, 2, 4, 8"),
         (_with(mesh={"data": 3}), "--train.global-batch 512 does not divide over --mesh.data 3"),
         (_with(train={"micro_batch": 3}), "--train.micro-batch 3 does not divide the 512 sequences"),
+        (_with(train={"batch_rampup": (0, 8, 100)}), "START, INCREMENT and SAMPLES must each be at least 1"),
+        (_with(train={"batch_rampup": (512, 8, 100)}), "does not start below --train.global-batch 512"),
+        (_with(train={"batch_rampup": (504, 5, 100)}), "in whole increments; use an increment of 1, 2, 4 or 8"),
+        (_with(train={"batch_rampup": (4, 4, 100)}), "has a batch of 4 from step 1 on, which is not a multiple of 8"),
+        (
+            _with(mesh={"pipe": 4, "chunks": 2}, train={"batch_rampup": (256, 16, 100_000)}),
+            "a batch of 272 from step 26 on, which is not a multiple of 32 (data 1 × micro-batch 8 × pipe 4, for the "
+            "interleaved pipeline); use multiples of 32 only, such as 256",
+        ),
+        (_with(train={"batch_schedule": "0:8 1K:16"}), "ends with 16 and --train.global-batch is 512; use"),
+        (_with(train={"batch_schedule": "0:20 1M:512"}), "has a batch of 20 from step 1 on"),
         (_with(train={"global_batch": -8}), "--train.global-batch is -8; it must be at least 1"),
         (_with(train={"seed": -1}), "--train.seed is -1; it must be 0 or more"),
         (_with(train={"seed": 2**32}), "it must be below 2^32"),
@@ -103,7 +190,8 @@ def _with(**sections):
         (_with(precision={"loss_scale": 8.0}), "--precision.loss-scale needs --precision.compute fp16"),
         (_with(data={"samples": 7}), "--data.samples 7 is below the 153600000 samples"),
         (_with(data={"mock": False}), "has no data: prepare some with `python -m mjax prepare"),
-        (_with(mesh={"pipe": 2}), "--mesh.pipe 2 is not supported yet"),
+        (_with(mesh={"pipe": 5}), "--mesh.pipe 5 does not divide 24 layers"),
+        (_with(mesh={"chunks": 2}), "--mesh.chunks 2 needs a pipeline"),
         (_with(optimizer={"learning_rate": float("nan")}), "--optimizer.learning-rate is nan"),
     ],
 )

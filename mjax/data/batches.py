@@ -1,7 +1,7 @@
 """Batches as a function of the step, and a thread that works a few steps ahead.
 
-Batch t holds samples t × B to (t + 1) × B of a dataset, B being the global batch. A process that feeds only some
-devices asks for its rows alone; which rows it asks for never changes what is in them.
+Samples are taken in order: a batch begins where the one before it ended, whatever their sizes. A process that feeds
+only some devices asks for its rows alone; which rows it asks for never changes what is in them.
 """
 
 from collections import deque
@@ -11,6 +11,8 @@ from itertools import islice
 from typing import Protocol, TypeVar
 
 import numpy as np
+
+from mjax.batch_size import BatchSizes
 
 Step = TypeVar("Step")
 Fetched = TypeVar("Fetched")
@@ -24,13 +26,13 @@ class Samples(Protocol):
 
 
 class Batches:
-    """Global batches of `batch` samples each, by step number; keeps no state.
+    """Global batches of the given `sizes`, by step number; keeps no state.
 
     For validation ask for steps 0, 1, … anew each time: they are the same samples at every evaluation.
     """
 
-    def __init__(self, dataset: Samples, batch: int):
-        self.dataset, self.batch = dataset, batch
+    def __init__(self, dataset: Samples, sizes: BatchSizes):
+        self.dataset, self.sizes = dataset, sizes
 
     def at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
         """The batch of `step` (from 0): tokens and labels, int32 [b, s] each, b being the rows asked for.
@@ -39,10 +41,11 @@ class Batches:
           IndexError: the dataset ends before this step.
           ValueError: `rows` holds none of the batch's rows.
         """
-        chosen = range(self.batch)[rows]
+        first, size = self.sizes.samples_before(step), self.sizes.size(step)
+        chosen = range(first, first + size)[rows]
         if not chosen:
-            raise ValueError(f"{rows} holds no rows of a batch of {self.batch}")
-        samples = np.stack([self.dataset[step * self.batch + row] for row in chosen])  # [b, s + 1]
+            raise ValueError(f"{rows} holds no rows of a batch of {size}")
+        samples = np.stack([self.dataset[index] for index in chosen])  # [b, s + 1]
         return {"tokens": samples[:, :-1], "labels": samples[:, 1:]}
 
 

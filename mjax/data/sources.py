@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mjax.batch_size import BatchSizes
 from mjax.config import Config
 from mjax.data.batches import Batches, Samples
 from mjax.data.indexed import IndexedDataset
@@ -64,10 +65,10 @@ def open_data(config: Config) -> TrainingData:
 
 
 def _bundle(config, training, validation, tokenizer, summary) -> TrainingData:
-    batch, vocabulary = config.train.global_batch, config.model.vocabulary
+    vocabulary, whole = config.model.vocabulary, BatchSizes.constant(config.train.global_batch)
     return TrainingData(
-        training=Batches(_InVocabulary(training, vocabulary), batch),
-        validation=Batches(_InVocabulary(validation, vocabulary), batch) if validation is not None else None,
+        training=Batches(_InVocabulary(training, vocabulary), BatchSizes.of(config)),
+        validation=Batches(_InVocabulary(validation, vocabulary), whole) if validation is not None else None,
         tokenizer=tokenizer,
         summary=summary,
     )

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from mjax.batch_size import BatchSizes
 from mjax.config import Config, save_config
 from mjax.data.batches import Batches, prefetch
 from mjax.data.sources import TrainingData, open_data
@@ -108,7 +109,7 @@ def train(config: Config, folder: Path, name: str = "this config") -> Result:
             stack.enter_context(contextlib.closing(log))
 
         # --- Steps ----------------------------------------------------------------------------------------------------
-        run = _Run(resolved, program, checkpoints, log, display)
+        run = _Run(resolved, mesh, program, checkpoints, log, display)
         result = run.steps(state, start, data.training, data.validation)
         checkpoints.wait()
         if result.exit_code == 0:
@@ -121,11 +122,14 @@ def train(config: Config, folder: Path, name: str = "this config") -> Result:
 def _say_what_runs(display: Display, config: Config, data: str, folder: Path, start: int) -> None:
     model, mesh, train = config.model, config.mesh, config.train
     kind = jax.devices()[0].device_kind
-    tokens = train.steps * train.global_batch * model.sequence
+    batches = BatchSizes.of(config)
+    tokens = batches.samples_before(train.steps) * model.sequence
+    sizes = [size for first_step, _, size in batches.pieces if first_step < train.steps]
+    size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
     display.say(f"model   {model.parameters:,} parameters, {config.precision.compute}, attention by {model.attention}")
     display.say(f"mesh    data {mesh.data} × model {mesh.model} on {mesh.devices} × {kind}")
     display.say(f"data    {data}")
-    display.say(f"plan    {train.steps:,} steps of {train.global_batch} × {model.sequence} tokens, {tokens:,} in all")
+    display.say(f"plan    {train.steps:,} steps of {size} × {model.sequence} tokens, {tokens:,} in all")
     display.say(f"run     {folder}" + (f", continued after step {start}" if start else ""))
     if peak_tflops(kind, config.precision.compute) is None:
         display.say(
@@ -159,10 +163,18 @@ class _Run:
     """The steps of one run and what is recorded of them."""
 
     def __init__(
-        self, config: Config, program: TrainProgram, checkpoints: Checkpoints, log: MetricsLog | None, display: Display
+        self,
+        config: Config,
+        mesh: Mesh,
+        program: TrainProgram,
+        checkpoints: Checkpoints,
+        log: MetricsLog | None,
+        display: Display,
     ):
-        self.config, self.program, self.checkpoints = config, program, checkpoints
+        self.config, self.mesh, self.program, self.checkpoints = config, mesh, program, checkpoints
         self.log, self.display = log, display
+        self.sizes = BatchSizes.of(config)
+        self.programs: dict[int, TrainProgram] = {}  # by batch size, as steps come to it
         self.flops = model_flops(config)
         self.peak = peak_tflops(jax.devices()[0].device_kind, config.precision.compute)
         self.clock = 0.0
@@ -182,8 +194,15 @@ class _Run:
         ):
             self.clock = time.perf_counter()
             waiting: tuple[int, StepMetrics] | None = None
+            program, size = self.program, None
             for step, batch in enumerate(batches, start=start + 1):
-                state, metrics = self.program.train_step(state, batch)
+                if size != self.sizes.size(step - 1):
+                    if waiting is not None:
+                        self._write(self._record(*waiting))  # its time ends before a compilation begins
+                        waiting = None
+                    size = self.sizes.size(step - 1)
+                    program = self._program_of(size, step)
+                state, metrics = program.train_step(state, batch)
                 if waiting is not None:
                     self._write(self._record(*waiting))  # while the devices work on `step`
                 waiting = step, metrics
@@ -214,9 +233,21 @@ class _Run:
             )
         return Result(0 if done == last else PREEMPTED, done, state, validation_loss)
 
+    def _program_of(self, size: int, step: int) -> TrainProgram:
+        """The program for batches of `size`, which begin or come back with `step`."""
+        new = size not in self.programs
+        if size == self.config.train.global_batch:
+            self.programs[size] = self.program
+        elif new:
+            with jax.transfer_guard("allow"):  # building makes a few constants
+                self.programs[size] = build_program(self.config, self.mesh, batch=size)
+        if len(self.sizes.pieces) > 1:
+            self.display.say(f"batch {size} from step {step}" + (": compiling" if new else ""))
+        return self.programs[size]
+
     def _to_devices(self, batches: Batches, step: int) -> dict[str, jax.Array]:
         """The batch of `step`; a process reads only the rows of its own devices."""
-        shape = (self.config.train.global_batch, self.config.model.sequence)
+        shape = (batches.sizes.size(step), self.config.model.sequence)
         sharding = self.program.batch_sharding
 
         def bounds(index: tuple[slice, ...]) -> tuple[int, int]:
@@ -242,8 +273,9 @@ class _Run:
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         config = self.config
-        tokens = config.train.global_batch * config.model.sequence
-        tflops = self.flops / seconds / config.mesh.devices / 1e12
+        size = self.sizes.size(step - 1)
+        tokens = size * config.model.sequence
+        tflops = self.flops * (size / config.train.global_batch) / seconds / config.mesh.devices / 1e12
         return Record(
             step=step,
             loss=finite_or_none(float(metrics.loss)),
@@ -251,7 +283,7 @@ class _Run:
             learning_rate=float(metrics.learning_rate),
             loss_scale=float(metrics.loss_scale),
             skipped=bool(metrics.skipped),
-            tokens=step * tokens,
+            tokens=self.sizes.samples_before(step) * config.model.sequence,
             seconds=seconds,
             tokens_per_second=tokens / seconds,
             tflops=tflops,

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mjax.batch_size import BatchSizes
 from mjax.data.batches import Batches, prefetch
 from mjax.data.samples import MockDataset
 
-BATCHES = Batches(MockDataset(vocabulary=1000, sequence=8, seed=0), batch=6)
+BATCHES = Batches(MockDataset(vocabulary=1000, sequence=8, seed=0), BatchSizes.constant(6))
 
 
 def test_labels_are_the_tokens_that_follow():
@@ -34,7 +35,7 @@ def test_a_row_is_the_same_whoever_asks_for_which_rows(step, begin, count):
 
 
 def test_a_batch_is_the_same_whatever_was_asked_before():
-    alone = Batches(MockDataset(1000, 8, 0), 6).at(7)
+    alone = Batches(MockDataset(1000, 8, 0), BatchSizes.constant(6)).at(7)
     for step in (9, 2, 7):
         again = BATCHES.at(step)
     assert (again["tokens"] == alone["tokens"]).all()

@@ -1,4 +1,4 @@
-"""Learning-rate schedules and the loss scale against megatron-core's own classes."""
+"""Learning-rate schedules, batch sizes and the loss scale against megatron-core's own classes."""
 
 import os
 from dataclasses import replace
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mjax.batch_size import BatchSizes
 from mjax.config import PrecisionConfig
 from mjax.training.optimizer import learning_rate
 from mjax.training.precision import LossScale
@@ -72,6 +73,65 @@ def test_every_schedule_equals_megatrons(style, warmup):
         theirs.append(optimizer.param_groups[0]["lr"])
         ours.append(float(learning_rate(config, jnp.int32(step * BATCH))))
         scheduler.step(increment=BATCH)
+    np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-10)
+
+
+def _ramped(global_batch, rampup, steps=40, **optimizer):
+    config = small_config()
+    train = replace(config.train, steps=steps, global_batch=global_batch, batch_rampup=rampup)
+    return replace(config, train=train, optimizer=replace(config.optimizer, **optimizer))
+
+
+def _calculator(global_batch, rampup):
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+    return RampupBatchsizeNumMicroBatchesCalculator(global_batch, 1, 1, False, 1, *rampup)
+
+
+def test_a_ramp_up_has_megatrons_size_at_every_step():
+    random = np.random.default_rng(0)
+    drawn = [(int(a), int(b), int(c), int(d)) for a, b, c, d in random.integers(1, [40, 16, 60, 20_000], (150, 4))]
+    uneven = [(8, 1, 7, 29), (1, 4, 7, 58), (2, 1, 7, 144)]  # the float quotient falls short of a whole number
+    for start, increment, increments, samples in [*drawn, *uneven]:
+        end, rampup = start + increments * increment, (start, increment, samples)
+        theirs, ours = _calculator(end, rampup), BatchSizes.of(_ramped(end, rampup))
+        consumed, step = 0, 0
+        while consumed < samples + 5 * end:
+            theirs.update(consumed, consistency_check=True)
+            size = theirs.get_current_running_global_batch_size()
+            assert (ours.size(step), ours.samples_before(step)) == (size, consumed), (rampup, end, step)
+            consumed, step = consumed + size, step + 1
+        assert ours.size(step) == end
+
+
+def test_the_learning_rate_of_a_ramp_up_is_megatrons():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer.param_groups[0].update(max_lr=3e-4, min_lr=1e-5)
+    rampup = (2, 2, 24)
+    config = _ramped(8, rampup, learning_rate=3e-4, min_learning_rate=1e-5, schedule="cosine", warmup_steps=7)
+    sizes = BatchSizes.of(config)
+    scheduler = schedulers.OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=3e-4,
+        min_lr=1e-5,
+        lr_warmup_steps=sizes.samples_before(7),
+        lr_decay_steps=sizes.samples_before(40),
+        lr_decay_style="cosine",
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=40,
+        wd_incr_style="constant",
+    )
+    calculator, consumed, ours, theirs = _calculator(8, rampup), 0, [], []
+    for step in range(50):
+        calculator.update(consumed, consistency_check=True)
+        size = calculator.get_current_running_global_batch_size()
+        theirs.append(optimizer.param_groups[0]["lr"])
+        ours.append(float(learning_rate(config, jnp.int32(sizes.samples_before(step)))))
+        scheduler.step(increment=size)
+        consumed += size
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-10)
 
 

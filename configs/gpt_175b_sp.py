@@ -1,0 +1,23 @@
+"""GPT-3 175B on eight servers, with sequence parallelism and selective recomputation.
+
+parameters   174,615,846,912 with the vocabulary padded to 51,200
+hardware     64 GPUs, pipe 8 × data 1 × model 8; a global batch of 64 is 64 micro-batches of 1; 4 layers in each of 3
+             virtual stages a device
+to beat      13.75 s a step on A100s, 51.4% MFU: 160 model TFLOP/s a GPU
+source       arXiv 2205.05198, tables 3 and 5, second row (fp16 on A100s: add --precision.compute fp16)
+training     the run measures speed, 500 steps as in Megatron's scripts for such runs (sc21/CONFIG.sh); the paper gives
+             no learning rate: GPT-3 175B's, the nearest (arXiv 2005.14165, table 2.1). To train, raise --mesh.data and
+             --train.global-batch together, and take steps, warm-up and decay from gpt_175b
+"""
+
+from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+
+config = Config(
+    model=ModelConfig(layers=96, hidden=12288, heads=96, sequence=2048, init_std=0.006),
+    mesh=MeshConfig(pipe=8, data=1, model=8, chunks=3, sequence_parallel=True),
+    optimizer=OptimizerConfig(
+        learning_rate=6e-5, min_learning_rate=6e-6, warmup_steps=3, decay_steps=320, weight_decay=0.1, beta2=0.95
+    ),
+    train=TrainConfig(steps=500, global_batch=64, micro_batch=1, recompute="selective", eval_interval=0),
+    checkpoint=CheckpointConfig(interval=0, keep_last=1),
+)

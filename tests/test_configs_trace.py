@@ -1,0 +1,85 @@
+"""Every published model traces on its own mesh, up to 3,072 devices that nobody has to own."""
+
+import math
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mjax.config import available_configs, load_config
+from mjax.parallel.mesh import abstract_mesh
+from mjax.training.step import build_program
+from tests.conftest import ROOT
+
+PUBLISHED = [name for name in available_configs() if load_config(name).mesh.devices > 8]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_traces_on_its_mesh_with_all_its_parameters(name):
+    config = load_config(name)
+    config = replace(config, model=replace(config.model, attention="xla"))  # cuDNN's wants a GPU even for tracing
+    program = build_program(config, abstract_mesh(config.mesh))
+    shape = (config.train.global_batch, config.model.sequence)
+    token = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=program.batch_sharding)
+    program.train_step.trace(program.abstract_state, {"tokens": token, "labels": token})
+    weights = jax.tree.leaves(program.abstract_state.model)
+    assert sum(weight.size for weight in weights) == config.model.parameters
+    # What a stage holds is its share of the layers, split over `model`, and a share of the embedding; but 35 stages
+    # (530B) divide no dim of that: there every stage has the whole of it.
+    held = sum(math.prod(weight.sharding.shard_shape(weight.shape)) for weight in weights)
+    mesh, model = config.mesh, config.model
+    whole = (model.padded_vocabulary / mesh.model + model.sequence) * model.hidden if mesh.pipe == 35 else 0
+    assert held < 1.02 * (model.parameters / (mesh.pipe * mesh.model) + whole)
+
+
+# XLA's CPU backend takes 2,048 devices a process at most, so two processes make up the 3,072. The first one compiles.
+COMPILE_1T = """
+import sys, jax, jax.numpy as jnp
+from dataclasses import replace
+from mjax.config import load_config
+from mjax.parallel.mesh import make_mesh
+from mjax.training.step import build_program
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+assert jax.device_count() == 3072  # also in the other process: they meet here
+config = load_config("gpt_1t")
+model = replace(config.model, hidden=32, heads=8, sequence=8, vocabulary=100, vocabulary_multiple=8, attention="xla")
+config = replace(config, model=model)
+if sys.argv[2] == "0":
+    program = build_program(config, make_mesh(config.mesh))
+    token = jax.ShapeDtypeStruct((3072, 8), jnp.int32, sharding=program.batch_sharding)
+    compiled = program.train_step.lower(program.abstract_state, {"tokens": token, "labels": token}).compile()
+    text = compiled.as_text()
+    print("partitions", text.split("num_partitions=")[1].split(",")[0].split()[0])
+    print("loops of", *sorted({int(part.split('"')[0]) for part in text.split('known_trip_count":{"n":"')[1:]}))
+jax.distributed.shutdown()
+"""
+
+
+def test_the_trillion_parameter_mesh_compiles_at_toy_widths_with_its_whole_schedule():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1536",
+        "PYTHONPATH": str(ROOT),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", COMPILE_1T, address, str(index)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    (output, errors), _ = (process.communicate(timeout=300) for process in processes)
+    assert processes[0].returncode == 0, errors[-2000:]
+    assert "partitions 3072" in output
+    ticks = 512 + 2 * (64 - 1)  # one a micro-batch, and a round trip
+    assert str(ticks) in output.split("loops of")[1].split()
