@@ -43,11 +43,13 @@ from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.models.attention import KeyValues
 from mjax.models.gpt import GPT, build_gpt
+from mjax.models.transformer import decode_blocks
 from mjax.parallel.mesh import make_mesh, sharded_shapes
+from mjax.parallel.pipeline import run_in_turns
+from mjax.parallel.zero import cut_into_chunks, gather_for_inference, gather_in_loop, plan_storage
 from mjax.sampling import Sampling, draw
 from mjax.training.checkpoint import Checkpoints
-from mjax.training.precision import parameter_type
-from mjax.training.step import cast
+from mjax.training.precision import COMPUTE_TYPES, parameter_type
 from mjax.validation import validate
 
 # --- On the devices ---------------------------------------------------------------------------------------------------
@@ -73,9 +75,18 @@ class _State(NamedTuple):
     cached: KeyValues
 
 
-def _generate(config: Config, slots: int, model: GPT, request: dict[str, Array]) -> tuple[Array, Array, Array]:
+def _generate(config: Config, plan, slots: int, model: GPT, request: dict[str, Array]) -> tuple[Array, Array, Array]:
     """From inside `shard_map`: tokens int32 [b, slots], lengths int32 [b], and whether each ended at eod, bool [b]."""
-    weights = cast(model, config)  # once, outside the loop
+    mesh, dtype = config.mesh, COMPUTE_TYPES[config.precision.compute]
+    weights = gather_for_inference(model, plan, dtype)  # once, outside the loop
+    layers = partial(decode_blocks, weights_of=gather_in_loop(plan.blocks, dtype, inference=True))
+
+    def decode(blocks, x, tokens, cached, lengths):
+        if mesh.pipe == 1:
+            return layers(blocks, x, tokens, cached, lengths)
+        stage = lambda chunk, x, cached: layers(chunk, x, tokens, cached, lengths)  # noqa: E731
+        return run_in_turns(mesh.pipe, mesh.chunks, stage, blocks, x, cached)
+
     prompts, lengths, eod = request["prompts"], request["lengths"], request["eod"]
     sequences = jnp.arange(prompts.shape[0])
 
@@ -88,10 +99,10 @@ def _generate(config: Config, slots: int, model: GPT, request: dict[str, Array])
         tokens = jnp.where(here & grows[:, None], drawn[:, None], state.tokens)
         lengths = state.lengths + grows
         # A sequence that has ended reads its last token again, so that every index is in range; nobody looks.
-        logits, cached = weights.decode(tokens[sequences, lengths - 1], state.cached, lengths - 1)
+        logits, cached = weights.decode(tokens[sequences, lengths - 1], state.cached, lengths - 1, decode)
         return _State(tokens, lengths, at_eod | (lengths >= request["limits"]), at_eod, logits, cached)
 
-    logits, cached = weights.prefill(prompts, lengths, slots)
+    logits, cached = weights.prefill(prompts, lengths, slots, decode)
     tokens = jnp.pad(prompts, [(0, 0), (0, slots - prompts.shape[1])])
     nobody = jnp.zeros(lengths.shape, bool)
     state = _State(tokens, lengths, nobody, nobody, logits, cached)
@@ -125,16 +136,17 @@ class Generator:
 
         Args:
           config: with `model.attention` resolved to a kernel; prompts are read with it.
-          mesh: its pipe axis has one device.
+          mesh: of the shape `config.mesh`.
         """
         self.config = config
-        build = partial(build_gpt, config.train.seed, config.model, parameter_type(config.precision.compute))
-        shapes = jax.eval_shape(build)
-        specs = nnx.get_partition_spec(shapes)
+        dtype = parameter_type(config.precision.compute)
+        shapes = jax.eval_shape(lambda: cut_into_chunks(build_gpt(config.train.seed, config.model, dtype), config.mesh))
+        plan = plan_storage(shapes, nnx.get_partition_spec(shapes), config.mesh)
+        specs = jax.tree.map(lambda storage: storage.spec, plan)
         self.abstract_model: GPT = sharded_shapes(shapes, specs, mesh)
 
         def program(slots: int, model: GPT, request: dict[str, Array]):
-            on_device = partial(_generate, config, slots)
+            on_device = partial(_generate, config, plan, slots)
             return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, P()), out_specs=P(), check_vma=True)(
                 model, request
             )

@@ -13,12 +13,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax import generation
-from mjax.config import save_config
+from mjax.config import MeshConfig, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.generation import GenerateArguments, Generator, continue_texts, run_generate
 from mjax.models.gpt import GPT, build_gpt
 from mjax.parallel.mesh import make_mesh
+from mjax.parallel.zero import cut_into_chunks
 from mjax.sampling import Sampling, allowed, draw
 from mjax.training.checkpoint import Checkpoints
 from tests.small import small_config
@@ -420,3 +421,27 @@ def test_a_continuation_keeps_the_space_that_its_first_token_begins_with():
     (sample,) = continue_texts(Fixed(), None, Spaced(), ["The"], GREEDY)
     assert (sample.prompt, sample.continuation) == ("The", " city")
     assert (sample.prompt_tokens, sample.tokens) == (3, 5)
+
+
+# --- On the mesh of a training run ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 2, "model": 2, "zero": 3, "sequence_parallel": True},
+        {"pipe": 4, "data": 1, "model": 2, "zero": 1},
+        {"pipe": 2, "data": 2, "model": 2, "chunks": 2, "zero": 3},
+    ],
+)
+def test_a_model_spread_over_a_pipeline_or_in_shards_writes_what_one_device_writes(mesh):
+    prompts, sampling = [[5, 6, 7], [9]], Sampling(tokens=6, temperature=1.0, seed=3)
+    found = []
+    for shape in ({}, mesh):
+        mesh_config = MeshConfig(**shape)
+        config = replace(small_config(layers=8, heads=4), mesh=mesh_config)
+        generator = Generator(config, make_mesh(mesh_config))
+        model = with_shardings(generator, lambda config=config: cut_into_chunks(lively(config), config.mesh))
+        found.append(generator.generate(model, prompts, sampling, eod=NO_EOD))
+    assert found[0] == found[1]
+    assert found[0][0].tokens

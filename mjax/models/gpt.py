@@ -3,6 +3,8 @@ layer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +12,7 @@ from jax import Array
 
 from mjax.config import ModelConfig
 from mjax.models.attention import KeyValues
-from mjax.models.transformer import decode_blocks, run_blocks, stack_blocks
+from mjax.models.transformer import Block, decode_blocks, run_blocks, stack_blocks
 from mjax.parallel import mappings, random
 from mjax.parallel.layers import (
     LayerNorm,
@@ -21,6 +23,9 @@ from mjax.parallel.layers import (
 )
 from mjax.parallel.random import DropoutKey, dropout_tokens
 from mjax.parallel.tokens import Tokens
+
+# (stacked layers, x, which tokens, cached keys and values, lengths) → (x, new keys and values)
+DecodeBlocks = Callable[[Block, Array, Tokens, KeyValues | None, Array], tuple[Array, KeyValues]]
 
 
 class GPT(nnx.Module):
@@ -76,7 +81,9 @@ class GPT(nnx.Module):
         """
         return vocab_parallel_cross_entropy(self.logits(x, tokens), labels.reshape(-1)).sum()
 
-    def prefill(self, prompts: Array, lengths: Array, slots: int) -> tuple[Array, KeyValues]:
+    def prefill(
+        self, prompts: Array, lengths: Array, slots: int, decode: DecodeBlocks = decode_blocks
+    ) -> tuple[Array, KeyValues]:
         """Read whole prompts at once, and keep the keys and values of their positions.
 
         A position's slot in the cache is its number. So prompts of different lengths are padded on the right: causal
@@ -86,31 +93,35 @@ class GPT(nnx.Module):
           prompts: int [b, s], padded on the right with any valid id.
           lengths: int [b], tokens of each prompt, at least 1.
           slots: size of the cache, at least s.
+          decode: runs the layers; another one than `decode_blocks` where they are spread over a pipeline.
 
         Returns:
           Logits of the token after each prompt [b, v], the same on every rank of `model`, and the cache
           [l, b, slots, n / p, d].
         """
         tokens = Tokens(*prompts.shape)
-        x, new = decode_blocks(self.blocks, self.embed(prompts, tokens), tokens, None, lengths)
+        x, new = decode(self.blocks, self.embed(prompts, tokens), tokens, None, lengths)
         last = jnp.take_along_axis(tokens.by_sequence(x), (lengths - 1)[:, None, None], axis=1)[:, 0]
         room = [(0, 0), (0, 0), (0, slots - prompts.shape[1]), (0, 0), (0, 0)]
         return self._row(last), jax.tree.map(lambda part: jnp.pad(part, room), new)
 
-    def decode(self, tokens: Array, cached: KeyValues, lengths: Array) -> tuple[Array, KeyValues]:
+    def decode(
+        self, tokens: Array, cached: KeyValues, lengths: Array, decode: DecodeBlocks = decode_blocks
+    ) -> tuple[Array, KeyValues]:
         """Read one token of each sequence, whose `lengths` tokens before it are in the cache.
 
         Args:
           tokens: int [b], the tokens at positions `lengths`.
           cached: [l, b, S, n / p, d].
           lengths: int [b], below S.
+          decode: as for `prefill`.
 
         Returns:
           Logits of the token after it [b, v], the same on every rank of `model`, and the cache that includes it.
         """
         rows = Tokens(tokens.shape[0], 1)
         x = self.embedding(tokens, rows) + self.positions[lengths]
-        x, new = decode_blocks(self.blocks, x, rows, cached, lengths)
+        x, new = decode(self.blocks, x, rows, cached, lengths)
         sequences = jnp.arange(tokens.shape[0])
         cached = jax.tree.map(lambda slots, one: slots.at[:, sequences, lengths].set(one[:, :, 0]), cached, new)
         return self._row(x), cached

@@ -173,12 +173,21 @@ def run_blocks(
 
 
 def decode_blocks(
-    blocks: Block, x: Array, tokens: Tokens, cached: KeyValues | None, lengths: Array
+    blocks: Block,
+    x: Array,
+    tokens: Tokens,
+    cached: KeyValues | None,
+    lengths: Array,
+    weights_of: Callable[[Block], Block] | None = None,
 ) -> tuple[Array, KeyValues]:
-    """`Block.decode` of stacked layers: `cached` and the keys and values returned have a leading layer dim."""
+    """`Block.decode` of stacked layers: `cached` and the keys and values returned have a leading layer dim.
+
+    `weights_of` is that of `run_blocks`.
+    """
 
     def layer(x, block_and_cached):
         block, cached = block_and_cached
+        block = block if weights_of is None else weights_of(block)
         return block.decode(x, tokens, cached, lengths)
 
     return jax.lax.scan(layer, x, (blocks, cached))

@@ -28,6 +28,7 @@ stage of the pipeline by `to_next_stage` and their gradients back by `to_previou
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 PIPE, DATA, MODEL = "pipe", "data", "model"
@@ -130,6 +131,11 @@ def to_previous_stage(x: Array) -> Array:
     return lax.ppermute(x, PIPE, [(stage, (stage - 1) % stages) for stage in range(stages)])
 
 
+def from_first_stage(x: Array) -> Array:
+    """What stage 0 holds, on every stage."""
+    return lax.psum(jnp.where(rank(PIPE) == 0, x, jnp.zeros_like(x)), PIPE)
+
+
 # --- Shards of weights, and sums of gradients -------------------------------------------------------------------------
 
 
@@ -137,6 +143,11 @@ def gather_shards(shard: Array, axis: str, dim: int) -> Array:
     """Put the shards of all ranks of `axis` together along `dim`; the result is typed as varying over `axis`, so that
     its gradient stays on its rank."""
     return lax.all_gather(shard, axis, axis=dim % shard.ndim, tiled=True)
+
+
+def gather_whole(shard: Array, axis: str, dim: int) -> Array:
+    """As `gather_shards`, typed as what it is, the same on every rank of `axis`: for programs without gradients."""
+    return lax.all_gather(shard, axis, axis=dim % shard.ndim, tiled=True, to="invarying")
 
 
 def scatter_sum(x: Array, axis: str, dim: int) -> Array:

@@ -141,12 +141,25 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig):
     return jax.tree.map(one, model, plan)
 
 
-def gather_in_loop(plan, dtype) -> Callable | None:
+def gather_for_inference(model, plan, dtype):
+    """As `gather_weights`, for a program that computes no gradients: the weights are the same wherever they are."""
+
+    def one(shard: Array, storage: Storage) -> Array:
+        shard = shard.astype(dtype)
+        for axis, dim in () if storage.in_loop else storage.gathers:
+            shard = mappings.gather_whole(shard, axis, dim)
+        return shard
+
+    return jax.tree.map(one, model, plan)
+
+
+def gather_in_loop(plan, dtype, inference: bool = False) -> Callable | None:
     """What turns the stored shards of one layer into its weights, or None where `gather_weights` has done so.
 
     Args:
       plan: `Storage` of the stacked layers.
       dtype: compute type.
+      inference: for weights of `gather_for_inference`.
     """
     if not any(storage.in_loop for storage in jax.tree.leaves(plan)):
         return None
@@ -155,7 +168,7 @@ def gather_in_loop(plan, dtype) -> Callable | None:
         if isinstance(shard, PostponedKernel):
             return replace(shard, kernel=one(storage, shard.kernel))
         for axis, dim in storage.gathers:
-            return _gather_layer(shard, axis, dim, dtype)
+            return mappings.gather_whole(shard, axis, dim) if inference else _gather_layer(shard, axis, dim, dtype)
         return shard.astype(dtype)  # a dim that `data` divides was not to be found
 
     return lambda layer: jax.tree.map(one, plan, layer)

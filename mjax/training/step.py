@@ -340,8 +340,3 @@ def _split(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
         return x.reshape(config.micro_batches, config.train.micro_batch, *x.shape[1:])
 
     return {name: split(x) for name, x in {**batch, "samples": samples}.items()}
-
-
-def cast(model: GPT, config: Config) -> GPT:
-    """The weights in the compute type."""
-    return jax.tree.map(lambda w: w.astype(COMPUTE_TYPES[config.precision.compute]), model)
