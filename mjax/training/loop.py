@@ -28,8 +28,11 @@ from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import RunError
 from mjax.generation import Generator, continue_texts, print_samples
 from mjax.models.attention import resolve_attention
+from mjax.names import leaf_name
+from mjax.parallel.mappings import PIPE
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.processes import is_first, told_to_stop
+from mjax.parallel.schedules import build_schedule
 from mjax.sampling import Sampling
 from mjax.training import environment
 from mjax.training.checkpoint import Checkpoints
@@ -96,6 +99,10 @@ def train(config: Config, folder: Path, name: str = "this config") -> Result:
         else:
             start, state = 0, program.initialize()
         _say_what_runs(display, resolved, data.summary, folder, start)
+        if config.mesh.pipe > 1 and (whole := _weights_on_every_stage(program)):
+            display.say(
+                f"storage {', '.join(whole)} on every stage: --mesh.pipe {config.mesh.pipe} divides no dim of it"
+            )
         if start >= config.train.steps:
             display.say(f"all {start} steps are done; raise --train.steps to go on, or choose another --name")
             return Result(0, start, state, None)
@@ -127,7 +134,7 @@ def _say_what_runs(display: Display, config: Config, data: str, folder: Path, st
     sizes = [size for first_step, _, size in batches.pieces if first_step < train.steps]
     size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
     display.say(f"model   {model.parameters:,} parameters, {config.precision.compute}, attention by {model.attention}")
-    display.say(f"mesh    data {mesh.data} × model {mesh.model} on {mesh.devices} × {kind}")
+    display.say(f"mesh    {_describe_mesh(config)} on {mesh.devices} × {kind}")
     display.say(f"data    {data}")
     display.say(f"plan    {train.steps:,} steps of {size} × {model.sequence} tokens, {tokens:,} in all")
     display.say(f"run     {folder}" + (f", continued after step {start}" if start else ""))
@@ -135,6 +142,28 @@ def _say_what_runs(display: Display, config: Config, data: str, folder: Path, st
         display.say(
             f"mfu     not shown: no {config.precision.compute} peak is known for {kind} (mjax/training/flops.py)"
         )
+
+
+def _describe_mesh(config: Config) -> str:
+    """`pipe 4 (1f1b, 2 chunks, bubble 18.8%) × data 2 × model 2, sequence parallel, ZeRO-1`."""
+    mesh, words = config.mesh, ""
+    if mesh.pipe > 1:
+        schedule = build_schedule(mesh.schedule, mesh.pipe, config.micro_batches, mesh.chunks)
+        bubble = schedule.bubble(1, 1, 1) if schedule.weight else schedule.bubble(1, 2)
+        chunks = f", {mesh.chunks} chunks" if mesh.chunks > 1 else ""
+        words = f"pipe {mesh.pipe} ({mesh.schedule}{chunks}, bubble {bubble:.1%}) × "
+    words += f"data {mesh.data} × model {mesh.model}"
+    words += ", sequence parallel" if mesh.sequence_parallel else ""
+    return words + (f", ZeRO-{mesh.zero}" if mesh.zero else "")
+
+
+def _weights_on_every_stage(program: TrainProgram) -> list[str]:
+    """Names of the weights outside the layers that every stage of a pipeline stores, because no dim of them divides."""
+    return [
+        leaf_name(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(program.abstract_state.model)
+        if PIPE not in str(leaf.sharding.spec)
+    ]
 
 
 def _print_sample(config: Config, mesh: Mesh, state: TrainState, data: TrainingData, display: Display):
