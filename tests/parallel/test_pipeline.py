@@ -17,10 +17,10 @@ SCHEDULES = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1)]
 RECOMPUTE = ["none", "selective", "full"]
 
 
-def _config(schedule, chunks, pipe, micro_batches, recompute="none", data=2, model=2, **mesh):
+def _config(schedule, chunks, pipe, micro_batches, recompute="none", data=2, model=2, compute="fp64", **mesh):
     mesh = {"pipe": pipe, "schedule": schedule, "chunks": chunks, **mesh}
     return small_config(
-        data, model, 1, recompute, "fp64", layers=8, global_batch=data * micro_batches, mesh=mesh, heads=4
+        data, model, 1, recompute, compute, layers=8, global_batch=data * micro_batches, mesh=mesh, heads=4
     )
 
 
@@ -97,7 +97,7 @@ def test_the_memory_of_1f1b_does_not_grow_with_the_number_of_micro_batches_and_t
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_inside_the_tick_loop_only_messages_cross_pipe_and_nothing_crosses_data(schedule, chunks):
-    config = _config(schedule, chunks, 4, 8)
+    config = _config(schedule, chunks, 4, 8, compute="fp32")
     program = build_program(config, abstract_mesh(config.mesh))
     token = jax.ShapeDtypeStruct((config.train.global_batch, 16), jnp.int32, sharding=program.batch_sharding)
     found = collectives(
