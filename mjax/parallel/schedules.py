@@ -22,8 +22,8 @@ fraction of the time the work itself takes: (P − 1) / (V M) for the first two 
     1f1b    backwards start as soon as they can, and each frees what a forward will take: what is held does not grow
             with M. With V > 1 it is the interleaved schedule (arXiv 2104.04473, section 2.2).
     zb-h1   the backward pass is split: B computes the gradients of inputs, for which other stages wait, and W those of
-            weights, for which nobody waits, so W fills idle ticks. 3 M + P − 1 ticks if M ≥ P, and the bubble is
-            (P − 1) / (3 M) where F, B and W take the same time (arXiv 2401.10241).
+            weights, for which nobody waits, so W fills idle ticks. 3 V M + P − 1 ticks if M ≥ P, and the bubble is
+            (P − 1) / (3 V M) where F, B and W take the same time (arXiv 2401.10241, where V is 1).
 
 **Lock-step.** The stages run one program and meet at the end of every tick, so a tick takes as long as its longest
 stage. That is why a tick of gpipe and 1f1b has a slot for F and one for B: with one operation a tick, a stage in its
@@ -153,7 +153,7 @@ def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
     """The schedule `name` for P stages, M micro-batches and V chunks a stage.
 
     Raises:
-      UsageError: there is no such schedule, chunks > 1 and P does not divide M, or zb-h1 with chunks.
+      UsageError: there is no such schedule, or chunks > 1 and P does not divide M.
     """
     if name not in SCHEDULES:
         raise UsageError(
@@ -162,12 +162,7 @@ def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
         )
     _check_counts(stages, micro_batches, chunks)
     if name == "zb-h1":
-        if chunks > 1:
-            raise UsageError(
-                f"--mesh.schedule zb-h1 has no interleaved form, and --mesh.chunks is {chunks}; "
-                "use --mesh.chunks 1, or --mesh.schedule 1f1b"
-            )
-        return _table(name, *_zb_h1_ticks(stages, micro_batches))
+        return _table(name, *_zb_h1_ticks(stages, micro_batches, chunks))
     forward = _sweep(stages, micro_batches, chunks)
     # The last stage begins its backwards in the tick of its last forward, or of the first one that ends in the head.
     begin = micro_batches * chunks + stages - 2 if name == "gpipe" else stages * chunks - 1
@@ -216,37 +211,47 @@ def _sweep(stages: int, micro_batches: int, chunks: int) -> np.ndarray:
     return p + (m // stages * chunks + v) * stages + m % stages
 
 
-def _zb_h1_ticks(stages: int, micro_batches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _zb_h1_ticks(stages: int, micro_batches: int, chunks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ticks of F, B and W by ZB-H1's rules, one operation a tick.
 
     Stage p may be P − p forwards ahead of its backwards, as in 1F1B, and P ahead of its weight gradients, so that it
-    never holds more than stage 0 of 1F1B. Within that it runs F if it can, else B, else W.
+    never holds more than stage 0 of 1F1B. Within that it runs F if it can, else B, else W. With chunks, which the paper
+    does not have, the order is that of the sweep, and a stage may hold (V − 1) P more.
     """
-    ran = np.full((3, stages, micro_batches), np.iinfo(np.int64).max)  # [operation, p, m]: the tick
+    ran = np.full((3, stages, micro_batches, chunks), np.iinfo(np.int64).max)  # [operation, p, m, v]: the tick
     done = [[0] * stages for _ in range(3)]  # [operation][p]: how many
     f, b, w = range(3)
+    there = sorted(np.ndindex(micro_batches, chunks), key=lambda mv: (mv[0] // stages, mv[1], mv[0]))
+    back = sorted(there, key=lambda mv: (mv[0] // stages, -mv[1], mv[0]))
+    more, last = (chunks - 1) * stages, stages - 1
+
+    def waits_for(operation: int, p: int, m: int, v: int) -> tuple[int, int, int, int] | None:
+        """The operation whose result it needs."""
+        if operation == f:
+            return (f, p - 1, m, v) if p > 0 else (f, last, m, v - 1) if v > 0 else None
+        if operation == b:
+            return (b, p + 1, m, v) if p < last else (b, 0, m, v + 1) if v < chunks - 1 else (f, p, m, v)
+        return b, p, m, v
 
     def can_run(operation: int, p: int, tick: int) -> bool:
-        m = done[operation][p]  # the next micro-batch
-        if m == micro_batches:
+        count = done[operation][p]
+        if count == len(there):
             return False
-        if operation == f:
-            allowed = m - done[b][p] < stages - p and m - done[w][p] < stages
-            return allowed and (p == 0 or ran[f, p - 1, m] < tick)
-        if operation == b:
-            return ran[b, p + 1, m] < tick if p < stages - 1 else ran[f, p, m] < tick
-        return ran[b, p, m] < tick
+        if operation == f and (count - done[b][p] >= stages - p + more or count - done[w][p] >= stages + more):
+            return False
+        needed = waits_for(operation, p, *(there if operation == f else back)[count])
+        return needed is None or ran[needed] < tick
 
     tick = 0
-    while min(done[w]) < micro_batches:
+    while min(done[w]) < len(there):
         for p in range(stages):
             for operation in (f, b, w):
                 if can_run(operation, p, tick):
-                    ran[operation, p, done[operation][p]] = tick
+                    ran[operation, p, *(there if operation == f else back)[done[operation][p]]] = tick
                     done[operation][p] += 1
                     break
         tick += 1
-    return tuple(ran[..., None])
+    return tuple(ran)
 
 
 # --- From ticks to a table --------------------------------------------------------------------------------------------

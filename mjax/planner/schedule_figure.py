@@ -74,7 +74,7 @@ def describe_bubble(schedule: Schedule, forward: float, backward: float, weight:
     stages, micro_batches, chunks = schedule.stages, schedule.micro_batches, schedule.chunks
     formulas = {
         "(P − 1) / M" if chunks == 1 else "(P − 1) / (V M)": (stages - 1) / (chunks * micro_batches),
-        "(P − 1) / (3 M)": (stages - 1) / (3 * micro_batches),
+        "(P − 1) / (3 M)" if chunks == 1 else "(P − 1) / (3 V M)": (stages - 1) / (3 * chunks * micro_batches),
     }
     exact = [f" = {formula}" for formula, value in formulas.items() if np.isclose(bubble, value)]
     return f"{bubble:.1%} of the ideal time{(exact or [''])[0]}"

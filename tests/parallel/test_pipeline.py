@@ -13,7 +13,7 @@ from tests.against_reference import largest_error
 from tests.collectives import collectives
 from tests.small import batch_of, gradient_program, small_config
 
-SCHEDULES = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1)]
+SCHEDULES = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-h1", 2)]
 RECOMPUTE = ["none", "selective", "full"]
 
 
@@ -36,7 +36,7 @@ def _config(schedule, chunks, pipe, micro_batches, recompute="none", data=2, mod
         (("1f1b", 1), 2, 4, "full"),
         (("1f1b", 2), 4, 8, "selective"),
         (("zb-h1", 1), 4, 8, "none"),
-        (("zb-h1", 1), 2, 4, "selective"),
+        (("zb-h1", 2), 2, 4, "selective"),
     ],
 )
 def test_loss_and_every_gradient_equal_the_serial_reference(schedule, pipe, micro_batches, recompute):

@@ -83,7 +83,6 @@ def test_a_plan_touches_no_device():
         (["--mesh.pipe", "4", "--schedule-figure", "no/such/plan.png"], "there is no folder no/such; make it"),
         (["--mesh.pipe", "5"], "--mesh.pipe 5 does not divide 72 layers"),
         (["--mesh.pipe", "3", "--mesh.chunks", "2"], "and a step has 8; make"),
-        (["--mesh.pipe", "4", "--mesh.chunks", "2", "--mesh.schedule", "zb-h1"], "zb-h1 has no interleaved form"),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence_and_exit_code_2(capsys, flags, message):
