@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,13 +63,15 @@ def train(argv: Sequence[str]) -> int:
     from mjax.parallel import processes
     from mjax.training import loop
     from mjax.training.metrics import check_wandb
+    from mjax.training.watchdog import watching
 
     check_wandb(config.log.wandb)
     processes.start(arguments.distributed)
     if processes.is_first():
         for line in changes:
             print(line)
-    result = loop.train(config, folder, label)
+    with watching(arguments.distributed, explain) as watchdog:
+        result = loop.train(config, folder, label, watchdog)
     return result.exit_code
 
 
@@ -136,21 +139,25 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"there is no command {argv[0]!r}{suggestion(argv[0], names)}; there are: {', '.join(names)}"
             )
         return COMMANDS[argv[0]][0](argv[1:])
-    except UsageError as error:
-        print(f"mjax: error: {error}", file=sys.stderr)
-        return 2
-    except RunError as error:
-        print(f"mjax: error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
+    except (UsageError, RunError, OSError, KeyboardInterrupt) as error:
+        return explain(error)
+
+
+def explain(error: BaseException) -> int:
+    """Print what went wrong, in one sentence where a person can mend it, and return the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        print("mjax: stopped at once; the last checkpoint is intact", file=sys.stderr)
+        return 130
+    if isinstance(error, OSError):
         print(
             f"mjax: error: {error}; what was saved before is intact, the same command continues from it",
             file=sys.stderr,
         )
-        return 1
-    except KeyboardInterrupt:
-        print("mjax: stopped at once; the last checkpoint is intact", file=sys.stderr)
-        return 130
+    elif isinstance(error, UsageError | RunError):
+        print(f"mjax: error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    return 2 if isinstance(error, UsageError) else 1
 
 
 def _usage() -> str:

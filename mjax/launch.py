@@ -50,3 +50,10 @@ class Distributed:
     """Number of processes."""
     process: int | None = None
     """Index of this one, from 0."""
+    start_timeout: int = 300
+    """Seconds in which all processes have to come together."""
+    heartbeat: int = 25
+    """Seconds of silence after which a process is lost and the run ends. One that dies is noticed at once."""
+    watchdog: float | None = None
+    """Seconds without a finished step after which process 0 says who is behind; 0: never. When not given: a minute or
+    ten median steps, whichever is longer."""

@@ -1,48 +1,127 @@
 """One program in many processes: start-up, and the few things that all of them have to agree on.
 
 `jax.distributed` is the engine: every process runs the same program over the same mesh and owns the devices of its
-host. Process 0 writes what a run records; all read their own rows of a batch and write their own part of a checkpoint.
+host, or one of them. Process 0 writes what a run records; all read their own rows of a batch and write their own part
+of a checkpoint.
+
+JAX reads from the environment of Slurm, Open MPI (before 5) and Kubernetes how many processes there are, which this
+one is and where process 0 listens. Which GPUs a process owns is decided here: JAX takes the one whose number is the
+process's place on its host, which is wrong where the launcher shows each process its own GPU only (as
+`srun --gpus-per-task=1` does) and wastes the others where one process is to drive all of a host.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from mjax.errors import UsageError
-from mjax.launch import Distributed
+from mjax.launch import Distributed, has_nvidia_gpu
 
 # How launchers tell a process how many there are: Slurm's srun, Open MPI's mpirun.
 PROCESS_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+MESSAGE_BYTES = 2048  # of bytes_from_first
 
 
 def start(where: Distributed) -> None:
     """Join the other processes, if a launcher or the flags say that there are some; before any device is touched.
 
     Raises:
-      UsageError: only some of the three flags were given, or the others could not be reached.
+      UsageError: the flags do not go together, or the others could not be reached.
     """
-    given = (where.coordinator, where.processes, where.process)
-    if any(value is not None for value in given) and None in given:
+    launched = (
+        any(int(os.environ.get(name, "1")) > 1 for name in PROCESS_COUNTS) or "JOB_COMPLETION_INDEX" in os.environ
+    )
+    given = [value is not None for value in (where.coordinator, where.processes, where.process)]
+    if any(given) and not (all(given) or (launched and given == [True, False, False])):
         raise UsageError(
             "--distributed.coordinator HOST:PORT, --distributed.processes N and --distributed.process I go together; "
             "under srun or mpirun none of them is needed"
         )
-    launched = (
-        any(int(os.environ.get(name, "1")) > 1 for name in PROCESS_COUNTS) or "JOB_COMPLETION_INDEX" in os.environ
-    )
-    if where.coordinator is None and not launched:
+    if where.coordinator is not None and not re.fullmatch(r".+:\d+", where.coordinator):
+        raise UsageError(
+            f"--distributed.coordinator {where.coordinator} has no port; use HOST:PORT, such as node0:1234"
+        )
+    for flag, seconds in (("heartbeat", where.heartbeat), ("start-timeout", where.start_timeout)):
+        if seconds < 5:
+            raise UsageError(f"--distributed.{flag} is {seconds}; it must be at least 5 seconds")
+    if not any(given) and not launched:
         return
+    processes, process = where.processes, where.process
+    if processes is None and "OMPI_COMM_WORLD_SIZE" in os.environ:  # JAX 0.10 does not know those of Open MPI 5
+        processes, process = int(os.environ["OMPI_COMM_WORLD_SIZE"]), int(os.environ["OMPI_COMM_WORLD_RANK"])
     try:
-        jax.distributed.initialize(where.coordinator, where.processes, where.process)
+        jax.distributed.initialize(
+            where.coordinator,
+            processes,
+            process,
+            local_device_ids=local_devices(),
+            initialization_timeout=where.start_timeout,
+            # A second net under mjax/training/watchdog.py, which is to speak first: JAX may send one heartbeat in half
+            # of its time-out.
+            heartbeat_timeout_seconds=2 * where.heartbeat + 10,
+        )
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(
-            f"the processes of this run could not find each other ({reason}); check --distributed"
+            f"the processes of this run could not find each other ({reason}); give each "
+            "--distributed.coordinator HOST:PORT, --distributed.processes N and --distributed.process I"
         ) from error
+
+
+def local_devices() -> list[int] | None:
+    """Which of the GPUs that this process sees are its own, as numbers from 0; None: JAX_LOCAL_DEVICE_IDS says it.
+
+    The GPUs are shared out in order among the processes of the host; a process that sees one only owns that. An empty
+    list means all, of whatever kind.
+
+    Raises:
+      UsageError: they cannot be shared out evenly.
+    """
+    if "JAX_LOCAL_DEVICE_IDS" in os.environ:
+        return None
+    place, count = _place_on_host()
+    visible = _visible_gpus() if count > 1 else 0
+    if visible <= 1:
+        return []
+    if visible % count:
+        raise UsageError(
+            f"{count} processes on this host cannot share its {visible} GPUs evenly; start one process per GPU or one "
+            "per host"
+        )
+    share = visible // count
+    return list(range(place * share, (place + 1) * share))
+
+
+def _place_on_host() -> tuple[int, int]:
+    """Index of this process among those that the launcher started on this host, and their number."""
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
+        return int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]), int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
+    if "SLURM_STEP_TASKS_PER_NODE" in os.environ and "SLURM_LOCALID" in os.environ:
+        counts: list[int] = []  # of each node, from the likes of "8(x63),4"
+        for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"]):
+            counts += [int(tasks)] * int(nodes or 1)
+        return int(os.environ["SLURM_LOCALID"]), counts[int(os.environ["SLURM_NODEID"])]
+    return 0, 1
+
+
+def _visible_gpus() -> int:
+    """Number of NVIDIA GPUs that this process sees, without touching them; 0 where it is to run on the CPU."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu" or not has_nvidia_gpu():
+        return 0
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return len([name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()])
+    if shutil.which("nvidia-smi") is None:
+        return len(list(Path("/dev").glob("nvidia[0-9]*")))
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False).stdout
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def is_first() -> bool:
@@ -63,6 +142,13 @@ def from_first(number: int) -> int:
         return number
     with jax.transfer_guard("allow"):
         return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def bytes_from_first(message: bytes) -> bytes:
+    """Process 0's `message`, at most 2048 bytes without a zero at the end, in every process."""
+    assert len(message) <= MESSAGE_BYTES
+    padded = np.frombuffer(message.ljust(MESSAGE_BYTES, b"\0"), np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes().rstrip(b"\0")
 
 
 def told_to_stop(step: int) -> bool:

@@ -27,6 +27,7 @@ from mjax.data.sources import TrainingData, open_data
 from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import RunError
 from mjax.generation import Generator, continue_texts, print_samples
+from mjax.launch import Distributed
 from mjax.models.attention import resolve_attention
 from mjax.names import leaf_name
 from mjax.parallel.mappings import PIPE
@@ -41,6 +42,7 @@ from mjax.training.flops import model_flops, peak_tflops
 from mjax.training.metrics import MetricsLog, Record, finite_or_none
 from mjax.training.runs import locked
 from mjax.training.step import StepMetrics, TrainProgram, TrainState, build_program
+from mjax.training.watchdog import COMPILING, Watchdog
 from mjax.validation import check_devices
 
 PREEMPTED = 75  # exit code: saved, run me again
@@ -64,13 +66,14 @@ class Result:
     validation_loss: float | None
 
 
-def train(config: Config, folder: Path, name: str = "this config") -> Result:
+def train(config: Config, folder: Path, name: str = "this config", watchdog: Watchdog | None = None) -> Result:
     """Train `config` in the run folder `folder`, continuing from its newest checkpoint if it has one.
 
     Args:
       config: validated.
       folder: runs/NAME; made if it does not exist.
       name: what to call the config in messages.
+      watchdog: over the processes of this run; None: there are no others.
 
     Raises:
       UsageError: data, devices or an existing run do not fit the config; nothing was changed.
@@ -88,6 +91,8 @@ def train(config: Config, folder: Path, name: str = "this config") -> Result:
     # --- Program and state --------------------------------------------------------------------------------------------
     program = build_program(resolved, mesh)
     display = Display(config.train.steps, shown=is_first())
+    watchdog = watchdog or Watchdog(Distributed())
+    watchdog.say = display.say
     with contextlib.ExitStack() as stack:
         if is_first():
             stack.enter_context(locked(folder))
@@ -116,7 +121,7 @@ def train(config: Config, folder: Path, name: str = "this config") -> Result:
             stack.enter_context(contextlib.closing(log))
 
         # --- Steps ----------------------------------------------------------------------------------------------------
-        run = _Run(resolved, mesh, program, checkpoints, log, display)
+        run = _Run(resolved, mesh, program, checkpoints, log, display, watchdog)
         result = run.steps(state, start, data.training, data.validation)
         checkpoints.wait()
         if result.exit_code == 0:
@@ -199,9 +204,10 @@ class _Run:
         checkpoints: Checkpoints,
         log: MetricsLog | None,
         display: Display,
+        watchdog: Watchdog,
     ):
         self.config, self.mesh, self.program, self.checkpoints = config, mesh, program, checkpoints
-        self.log, self.display = log, display
+        self.log, self.display, self.watchdog = log, display, watchdog
         self.sizes = BatchSizes.of(config)
         self.programs: dict[int, TrainProgram] = {}  # by batch size, as steps come to it
         self.flops = model_flops(config)
@@ -216,6 +222,7 @@ class _Run:
         fetch = prefetch(lambda step: self._to_devices(training, step), range(start, last))
         display = self.display.begin(start)
         with (
+            self.watchdog.or_end(),
             contextlib.closing(fetch) as batches,
             display,
             _StopSignal(display) as stop,
@@ -229,9 +236,13 @@ class _Run:
                     if waiting is not None:
                         self._write(self._record(*waiting))  # its time ends before a compilation begins
                         waiting = None
+                    self.watchdog.at(step, COMPILING)
                     size = self.sizes.size(step - 1)
                     program = self._program_of(size, step)
+                else:
+                    self.watchdog.at(step)
                 state, metrics = program.train_step(state, batch)
+                self.watchdog.at(step)
                 if waiting is not None:
                     self._write(self._record(*waiting))  # while the devices work on `step`
                 waiting = step, metrics
@@ -243,10 +254,12 @@ class _Run:
                 if evaluates or saves:
                     record = self._record(*waiting)
                     if evaluates and not stop.requested:
+                        self.watchdog.at(step, "evaluating")
                         validation_loss = record.val_loss = self._evaluate(state, validation)
                         display.say(f"step {step}: validation {loss_and_perplexity(validation_loss)}")
                     self._write(record)
                     if saves:
+                        self.watchdog.at(step, "saving")
                         self.checkpoints.save(step, state)
                     if self.log:
                         self.log.draw()
@@ -255,6 +268,7 @@ class _Run:
                 done = step
                 if ends:
                     break
+                self.watchdog.at(step, "waiting for its batch")
         if done < last:
             self.checkpoints.wait()
             display.say(
