@@ -49,3 +49,15 @@ def collectives(jaxpr, count=1, loops=()) -> list[Collective]:
                 if hasattr(item, "eqns"):
                     found += collectives(item, times, inner)
     return found
+
+
+def equations(jaxpr, name):
+    """Every equation of the primitive `name`, at any depth."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == name:
+            yield equation
+        for value in equation.params.values():
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                item = getattr(item, "jaxpr", item)
+                if hasattr(item, "eqns"):
+                    yield from equations(item, name)

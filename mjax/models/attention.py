@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from mjax.config import ModelConfig
@@ -27,9 +26,8 @@ from mjax.parallel import mappings
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.random import DropoutKey, dropout
 
-MASKED = (
-    -1e30
-)  # a finite stand-in for −∞: added to a score it leaves exp() exactly 0, and no NaN in any type wider than fp16
+# A finite stand-in for −∞: added to a score it leaves exp() exactly 0, and no NaN in any type wider than fp16.
+MASKED = -1e30
 
 
 def attend(q: Array, k: Array, v: Array, kernel: str, rate: float = 0.0, key: DropoutKey | None = None) -> Array:
@@ -70,14 +68,15 @@ def _attend_block(
     queries, keys = ("bnqd", "bnkd") if heads_first else ("bqnd", "bknd")
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum(f"{queries},{keys}->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
-    position = first + np.arange(scores.shape[2])
+    # Counted on the device: an array from here would be a residual of every layer that computes its scores again.
+    query, other = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[2:], dim) for dim in (0, 1))
     # Added rather than selected: the backward pass of a sum keeps no mask.
-    scores = scores + jnp.where(np.arange(scores.shape[3]) <= position[:, None], 0.0, MASKED).astype(wide)
+    scores = scores + jnp.where(other <= first + query, 0.0, MASKED).astype(wide)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     if key is not None and rate > 0.0:
         local_heads = scores.shape[1]
         heads = mappings.rank(MODEL) * local_heads + jnp.arange(local_heads)
-        probabilities = dropout(probabilities, rate, key, heads, jnp.asarray(position))
+        probabilities = dropout(probabilities, rate, key, heads, first + jnp.arange(scores.shape[2]))
     return jnp.einsum(f"bnqk,{keys}->{queries}", probabilities, v)
 
 

@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mjax.config import ModelConfig
 from mjax.models.attention import KeyValues, attend, attend_cached
 from mjax.parallel import random
-from mjax.parallel.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear
+from mjax.parallel.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, recomputed
 from mjax.parallel.random import DropoutKey, dropout_tokens
 from mjax.parallel.tokens import Tokens
 from mjax.parallel.zero import all_but_gathered_weights
@@ -77,11 +77,11 @@ class MLP(nnx.Module):
         self.down = RowParallelLinear(down, (config.mlp_width,), config.hidden, residual_std(config), dtype)
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:
-        return self.down(gelu(checkpoint_name(self.up(x, tokens), "mlp_up"), self.tanh), tokens)
+        # Computed again in the backward pass: autodiff would keep several tensors of width f for it.
+        activation = recomputed(partial(gelu, tanh=self.tanh))
+        return self.down(activation(checkpoint_name(self.up(x, tokens), "mlp_up")), tokens)
 
 
-# Computed again in the backward pass: autodiff would keep several tensors of width f for it.
-@partial(jax.checkpoint, prevent_cse=False, static_argnums=(1,))
 def gelu(x: Array, tanh: bool) -> Array:
     """GELU in float32 or wider: the tanh form or the exact one. Shapes: any."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -94,7 +94,7 @@ def gather_over_model(x: Array) -> Array:
 
     For sampling the next token; training never needs a whole row of logits.
     """
-    return jax.lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True, to="invarying")
+    return lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True, to="invarying")
 
 
 # --- Over the model axis, with tokens split over it -------------------------------------------------------------------

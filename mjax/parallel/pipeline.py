@@ -84,7 +84,8 @@ def pipeline_gradients(
         received=(stage.message, stage.message),
         activations=_buffer(schedule.activation_slots + 1, stage.message),
         gradients=_buffer(schedule.gradient_slots + 1, stage.message),
-        held=[_buffer(schedule.residual_slots, kind) for kind in stage.held_types()],
+        outputs=_buffer(schedule.output_slots + 1, stage.message),
+        residuals=[_buffer(schedule.residual_slots, kind) for kind in stage.residual_types()],
         sums=_Sums(
             loss=_zeros(stage.loss_type, accumulator),
             shared=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), shared),
@@ -190,15 +191,16 @@ class _State:
     Attributes:
       received: an activation and a gradient [t, h] that have just arrived.
       activations, gradients: those that wait, [slots, t, h].
-      held: of each forward in flight, what its layers gave, for the head on the last stage, and their residuals,
-        [slots, …] each.
+      outputs: on the last stage, what its last layers gave and the head has not had yet, [slots, t, h].
+      residuals: those of each forward in flight, [slots, …] each.
       sums: loss and gradients so far.
     """
 
     received: tuple[Array, Array]
     activations: Array
     gradients: Array
-    held: list[Array]
+    outputs: Array
+    residuals: list[Array]
     sums: _Sums
 
 
@@ -238,41 +240,54 @@ class _Stage:
         activations = _put(state.activations, row["receive_activation"], state.received[0])
         gradients = _put(state.gradients, row["receive_gradient"], state.received[1])
         f, b = row["forward"], row["backward"]
-        y, held = _if(
+        y, outputs, residuals = _if(
             f["on"],
-            lambda x, held: self._forward(f, x, held),
+            lambda x, outputs, residuals: self._forward(f, x, outputs, residuals),
             lambda *kept: kept,
             activations[f["message"]],
-            state.held,
+            state.outputs,
+            state.residuals,
         )
-        dx, sums = _if(
+        # Where a tick holds one operation, no message may leave before all three have run: a stage would wait for its
+        # neighbour's forward before its own backward. No compiler can change that order if B and W hand on the message
+        # too, and they have one to hand on: a stage that runs B has no activation to send, and one that runs W nothing.
+        instead = jnp.zeros_like if self.schedule.exclusive else lambda message: message
+        dx, sums, y = _if(
             b["on"],
-            lambda dy, sums: self._backward(b, dy, held, sums),
+            lambda dy, sums, y: (*self._backward(b, dy, outputs, residuals, sums), instead(y)),
             lambda *kept: kept,
             gradients[b["message"]],
             state.sums,
+            y,
         )
         if self.schedule.weight:
             w = row["weight"]
-            sums = _if(w["on"], lambda sums: self._weights(w, sums), lambda sums: sums, sums)
-        if self.schedule.exclusive:  # a stage must not wait for its neighbour's forward before its own backward
-            y, dx = lax.optimization_barrier((y, dx))
+            sums, y, dx = _if(
+                w["on"],
+                lambda sums, y, dx: (self._weights(w, sums), instead(y), instead(dx)),
+                lambda *kept: kept,
+                sums,
+                y,
+                dx,
+            )
         received = mappings.to_next_stage(y), mappings.to_previous_stage(dx)
-        return _State(received, activations, gradients, held, sums), None
+        return _State(received, activations, gradients, outputs, residuals, sums), None
 
-    def _forward(self, slot: dict, arrived: Array, held: list[Array]):
-        """F: the stream after the layers; it and the residuals are put into their slot."""
-        y, residuals = self._differentiate(
+    def _forward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array]):
+        """F: the stream after the layers; it and the residuals are put into their slots."""
+        y, new = self._differentiate(
             self.chunk(slot), self.input(slot, arrived), self.micro_batch(slot), slot["virtual_stage"]
         )
-        return y, [_put(b, slot["residual"], value) for b, value in zip(held, [y, *residuals], strict=True)]
+        residuals = [_put(buffer, slot["residual"], value) for buffer, value in zip(residuals, new, strict=True)]
+        return y, _put(outputs, slot["output"], y), residuals
 
-    def _backward(self, slot: dict, arrived: Array, held: list[Array], sums: _Sums):
+    def _backward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array], sums: _Sums):
         """B: the gradient of the stage's input. Those of weights are added to the sums or, split, left to W."""
         micro_batch = self.micro_batch(slot)
-        y, *residuals = (buffer[slot["residual"]] for buffer in held)
+        residuals = [buffer[slot["residual"]] for buffer in residuals]
 
         def head(_, loss, to_shared):
+            y = outputs[slot["output"]]
             value, (new, dy) = jax.value_and_grad(self.program.head, argnums=(0, 1))(self.shared, y, micro_batch)
             return dy, loss + value.astype(loss.dtype), _add(to_shared, new)
 
@@ -307,12 +322,11 @@ class _Stage:
 
     # --- From F to B --------------------------------------------------------------------------------------------------
 
-    def held_types(self) -> list:
-        """Shapes and types of what F leaves to B, from a trace of its own."""
+    def residual_types(self) -> list:
+        """Shapes and types of the residuals, from a trace of their own."""
 
         def forward(chunk, x):
-            y, residuals = self._differentiate(chunk, x, _at(self.micro_batches, 0), jnp.int32(0))
-            return [y, *residuals]
+            return self._differentiate(chunk, x, _at(self.micro_batches, 0), jnp.int32(0))[1]
 
         return jax.eval_shape(forward, self.chunk({"chunk": 0}), self.message)
 
@@ -346,10 +360,8 @@ class _Stage:
         return [w for w, dims in leaves if not dims], [w for w, dims in leaves if dims]
 
     def _join(self, rest: list[Array], kernels: list[Array], factors: list[tuple[Array, Array]]) -> Weights:
-        rest, postponed = (
-            iter(rest),
-            map(PostponedKernel, kernels, *zip(*factors, strict=True)) if factors else iter(()),
-        )
+        """A chunk of `_split` parts, with `factors` in which its postponed kernels leave their gradients."""
+        rest, postponed = iter(rest), (PostponedKernel(k, *pair) for k, pair in zip(kernels, factors, strict=True))
         leaves = [next(postponed) if dims else next(rest) for dims in self.contracted]
         return jax.tree.unflatten(jax.tree.structure(self.blocks), leaves)
 

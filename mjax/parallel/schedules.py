@@ -65,6 +65,8 @@ class Slots:
       message: slot of the received message that it reads: an activation for F, a gradient for B. The first virtual
         stage reads none in F and the last none in B (0).
       residual: slot of the residuals that F leaves to B.
+      output: slot of the stream that F of the last virtual stage leaves to the head, which is a part of B; elsewhere
+        the spare slot, which nobody reads.
       pending: slot of what B leaves to W; 0 in a schedule without W.
     """
 
@@ -75,6 +77,7 @@ class Slots:
     last: np.ndarray
     message: np.ndarray
     residual: np.ndarray
+    output: np.ndarray
     pending: np.ndarray
 
 
@@ -96,6 +99,7 @@ class Schedule:
       receive_gradient: the same for gradients; the spare slot is `gradient_slots`.
       activation_slots, gradient_slots: messages that wait at once on the fullest stage. The buffers have one slot more.
       residual_slots, pending_slots: residuals of F, and of B, that are held at once on the fullest stage.
+      output_slots: streams that wait at once for the head; their buffer has one slot more.
     """
 
     name: str
@@ -110,6 +114,7 @@ class Schedule:
     activation_slots: int
     gradient_slots: int
     residual_slots: int
+    output_slots: int
     pending_slots: int
 
     @property
@@ -271,19 +276,21 @@ def _table(
     arrival = 1 + np.roll(forward, 1, axis=0)  # from stage p − 1, and round the ring into the next chunk
     arrival[0] = np.roll(arrival[0], 1, axis=-1)
     activations, activation_slots = _assign(arrival, forward, ~first)
-    residuals, residual_slots, pending, pending_slots = none, 0, none, 0
+    residuals, residual_slots, outputs, output_slots, pending, pending_slots = none, 0, none, 0, none, 0
     gradients, gradient_slots, gradient_arrival = none, 0, none
     if backward is not None:
         gradient_arrival = 1 + np.roll(backward, -1, axis=0)
         gradient_arrival[-1] = np.roll(gradient_arrival[-1], -1, axis=-1)
         gradients, gradient_slots = _assign(gradient_arrival, backward, ~last)
         residuals, residual_slots = _assign(forward, backward, np.ones_like(first))
+        outputs, output_slots = _assign(forward, backward, last)
+        outputs = np.where(last, outputs, output_slots)
     if weight is not None:
         pending, pending_slots = _assign(backward, weight, np.ones_like(first))
 
-    def slots(when, message, residual, pending):
+    def slots(when, message, residual, output, pending):
         m, chunk = np.indices(when.shape)[1:]
-        columns = (np.ones_like(when), m, chunk, first, last, message, residual, pending)
+        columns = (np.ones_like(when), m, chunk, first, last, message, residual, output, pending)
         return Slots(*(_scatter(ticks, when, column) for column in columns))
 
     return Schedule(
@@ -291,14 +298,15 @@ def _table(
         stages,
         micro_batches,
         chunks,
-        slots(forward, activations, residuals, none),
-        None if backward is None else slots(backward, gradients, residuals, pending),
-        None if weight is None else slots(weight, none, none, pending),
+        slots(forward, activations, residuals, outputs, none),
+        None if backward is None else slots(backward, gradients, residuals, outputs, pending),
+        None if weight is None else slots(weight, none, none, none, pending),
         _scatter(ticks, arrival, activations, where=~first, otherwise=activation_slots),
         _scatter(ticks, gradient_arrival, gradients, where=~last & (backward is not None), otherwise=gradient_slots),
         activation_slots,
         gradient_slots,
         residual_slots,
+        output_slots,
         pending_slots,
     )
 

@@ -10,8 +10,8 @@ further, and its Adam moments with it:
 
 There are two points at which a shard can become the weight of the computation. ZeRO-1 gathers everything at the start
 of the step, in the compute type. ZeRO-3, alias FSDP, gathers a layer's weights inside the loop over layers, and again
-in the backward pass, so that no device ever holds more than one layer. Either way the gradient of a shard is a
-reduce-scatter in float32.
+in the backward pass, so that no device ever holds more than one layer; embeddings and final LayerNorm, and what `data`
+does not divide, it treats as ZeRO-1 does. Either way the gradient of a shard is a reduce-scatter in float32.
 
       float32 shards ── cast ── all-gather ──▶ weights ──▶ loss
       float32 shards ◀── reduce-scatter ◀──── gradients ◀──┘
@@ -44,7 +44,7 @@ class Storage:
       spec: PartitionSpec of the master weight and its moments.
       gathers: (axis, dim) to gather, in this order; dims are counted from the end, so that they hold with and without
         the layer dims.
-      in_loop: gathered layer by layer inside the loop over layers, instead of at the start of the step.
+      in_loop: cast, and gathered over `data`, layer by layer inside the loop over layers, not at the start of the step.
     """
 
     spec: P
@@ -116,7 +116,7 @@ def _plan(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> Stora
     if mesh.zero and mesh.data > 1:
         split(DATA)
     entries = (entry[0] if len(entry) == 1 else entry or None for entry in axes)
-    return Storage(P(*entries), tuple(gathers), in_loop=mesh.zero == 3 and layers > 0)
+    return Storage(P(*entries), tuple(gathers), in_loop=mesh.zero == 3 and layers > 0 and bool(gathers))
 
 
 def gather_weights(model, plan, dtype, mesh: MeshConfig):
@@ -167,9 +167,10 @@ def gather_in_loop(plan, dtype, inference: bool = False) -> Callable | None:
     def one(storage: Storage, shard: Array | PostponedKernel) -> Array | PostponedKernel:
         if isinstance(shard, PostponedKernel):
             return replace(shard, kernel=one(storage, shard.kernel))
-        for axis, dim in storage.gathers:
-            return mappings.gather_whole(shard, axis, dim) if inference else _gather_layer(shard, axis, dim, dtype)
-        return shard.astype(dtype)  # a dim that `data` divides was not to be found
+        if not storage.in_loop:
+            return shard
+        ((axis, dim),) = storage.gathers  # a stage holds its layers: nothing of them is gathered over `pipe`
+        return mappings.gather_whole(shard, axis, dim) if inference else _gather_layer(shard, axis, dim, dtype)
 
     return lambda layer: jax.tree.map(one, plan, layer)
 

@@ -304,11 +304,8 @@ def _pipeline(config: Config, program: StageProgram, weights: GPT, micro_batches
     shared, blocks = _without_blocks(weights), weights.blocks
     accumulator = parameter_type(config.precision.compute)
     loss, to_shared, to_blocks = pipeline_gradients(schedule, program, shared, blocks, micro_batches, accumulator)
-    leaves = iter(jax.tree.leaves(to_shared))
-    names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(weights)]
-    to_layers = iter(jax.tree.leaves(to_blocks))
-    gradients = [next(to_layers) if is_layer(name) else next(leaves) for name in names]
-    return loss, jax.tree.unflatten(jax.tree.structure(weights), gradients)
+    to_shared.blocks = to_blocks
+    return loss, to_shared
 
 
 def _without_blocks(weights: GPT) -> GPT:

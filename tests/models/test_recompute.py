@@ -9,19 +9,9 @@ import pytest
 from mjax.config import load_config
 from mjax.parallel.mesh import abstract_mesh
 from mjax.training.step import build_program
+from tests.collectives import equations
 
 LAYERS = 72
-
-
-def _equations(jaxpr, name):
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == name:
-            yield equation
-        for value in equation.params.values():
-            for item in value if isinstance(value, (tuple, list)) else (value,):
-                item = getattr(item, "jaxpr", item)
-                if hasattr(item, "eqns"):
-                    yield from _equations(item, name)
 
 
 def _step(recompute, sequence_parallel=False):
@@ -39,7 +29,7 @@ def _step(recompute, sequence_parallel=False):
 
 def _stacked_residuals(jaxpr):
     """Shapes and types a layer hands from the forward scan to the backward one."""
-    forward = next(e for e in _equations(jaxpr, "scan") if e.params["length"] == LAYERS)
+    forward = next(e for e in equations(jaxpr, "scan") if e.params["length"] == LAYERS)
     stacked = [variable.aval for variable in forward.outvars if variable.aval.shape[:1] == (LAYERS,)]
     return [(aval.shape[1:], aval.dtype) for aval in stacked]
 
@@ -90,7 +80,7 @@ def test_the_backward_pass_keeps_one_copy_of_the_logits_in_the_compute_type():
     rows = 51_200 // 8
     logits = [
         variable.aval
-        for equation in _equations(jaxpr, "dot_general")
+        for equation in equations(jaxpr, "dot_general")
         for variable in equation.outvars
         if variable.aval.shape == (8 * 1024, rows)
     ]

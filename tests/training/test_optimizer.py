@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from mjax.config import PrecisionConfig
 from mjax.models.gpt import build_gpt
 from mjax.names import leaf_name
 from mjax.parallel.mesh import make_mesh
-from mjax.training.optimizer import backward_order, gradient_names, is_decayed, learning_rate
+from mjax.training.optimizer import backward_order, gradient_names, is_decayed, learning_rate, squared_norms
 from mjax.training.precision import LossScale
 from mjax.training.step import build_program
+from tests.against_reference import in_layer_order
 from tests.small import batch_of, named, small_config
 
 
@@ -173,3 +175,28 @@ def test_the_backward_order_goes_from_the_last_layer_to_the_embedding():
     assert ordered[2] == "blocks.mlp.down.bias of layer 2"
     assert set(ordered[-2:]) == {"embedding.table", "positions"}
     assert sorted(ordered) == sorted(names)
+
+
+@pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 2, "chunks": 2, "zero": 1}, {"pipe": 4, "zero": 3}])
+def test_each_gradient_has_its_own_squared_norm_on_a_pipeline(mesh):
+    config = small_config(2, 2, layers=8, mesh=mesh)
+    program = build_program(config, make_mesh(config.mesh))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state.model)
+    drawn = np.random.default_rng(0)
+    whole = jax.tree.map(lambda leaf: drawn.normal(size=leaf.shape).astype(np.float32), program.abstract_state.model)
+    norms = jax.shard_map(
+        lambda gradients: squared_norms(gradients, config.mesh),
+        mesh=make_mesh(config.mesh),
+        in_specs=(jax.tree.map(lambda sharding: sharding.spec, shardings),),
+        out_specs=P(),
+    )
+    found = dict(zip(program.gradient_names, jax.jit(norms)(jax.device_put(whole, shardings)), strict=True))
+    expected = {}
+    for name, gradient in in_layer_order(whole, config).items():
+        layers = enumerate(gradient, start=1) if name.startswith("blocks.") else []
+        expected |= {f"{name} of layer {number}": np.square(part).sum() for number, part in layers} or {
+            name: np.square(gradient).sum()
+        }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert float(found[name]) == pytest.approx(value, rel=1e-5), name
