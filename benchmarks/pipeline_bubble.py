@@ -1,14 +1,15 @@
-"""The pipeline bubble by the clock: schedules run with operations that sleep, beside the formula.
+"""The pipeline bubble by the clock: the pipeline that trains, with layers that sleep, beside the formula.
 
     python benchmarks/pipeline_bubble.py
 
-Four simulated devices are the four stages of a pipeline. They run a schedule's table as `mjax/parallel/pipeline.py`
-does, one scan over ticks with F, B and W under conditionals and messages between neighbours, but an operation sleeps
-for as long as it should take instead of computing. So two CPU cores are enough, and what is measured is the schedule:
-which operation waits for which. The messages are real, and whatever calls and exchanges cost is in the time.
+Four simulated devices are the four stages of a pipeline and run `pipeline_gradients` as a training step does: the scan
+over ticks, the buffers, residuals and messages are its own. Only the model is made up. A layer is a product with a tiny
+matrix that also sleeps, for as long as the pass of a large one should take. So two CPU cores are enough, and what is
+measured is which operation waits for which. What the interpreter itself costs is in the time.
 
 A micro-batch takes one unit forward and two backward through all chunks of a stage; in zb-h1 one for B and one for W.
-The exit code is 1 if a time is off its prediction by more than 10%.
+Every operation must have run once, and loss and gradients must be those of the same layers one after the other without
+a pipeline. The exit code is 1 if a time is off its prediction by more than 10%.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -32,14 +34,15 @@ STAGES = 4
 CASES = [
     (name, micro_batches, chunks)
     for micro_batches in (8, 16)
-    for name, chunks in (("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1))
+    for name, chunks in (("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-h1", 2))
 ]
 TOLERANCE = 0.10
+ROWS, WIDTH = 2, 2  # of the stream
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--unit-ms", type=float, default=30.0, help="time of a forward pass, in ms (default: 30)")
+    parser.add_argument("--unit-ms", type=float, default=240.0, help="time of a forward pass, in ms (default: 240)")
     parser.add_argument("--rounds", type=int, default=3, help="times each case is run; the fastest counts (default: 3)")
     arguments = parser.parse_args()
     launch.simulate_devices(STAGES)
@@ -61,7 +64,7 @@ def main() -> int:
     for name, micro_batches, chunks in CASES:
         schedule = build_schedule(name, STAGES, micro_batches, chunks)
         times = np.array([1, 1, 1] if schedule.weight else [1, 2, 0]) * arguments.unit_ms / 1e3 / chunks  # seconds
-        formula = (STAGES - 1) / ((3 if schedule.weight else chunks) * micro_batches)
+        formula = (STAGES - 1) / ((3 if schedule.weight else 1) * chunks * micro_batches)
         seconds = measure(schedule, times, arguments.rounds)
         predicted = schedule.makespan(*times)
         work = micro_batches * chunks * times.sum()
@@ -69,80 +72,118 @@ def main() -> int:
         figures = f"{seconds:.3f}", *(f"{x:.1%}" for x in (seconds / work - 1, schedule.bubble(*times), formula))
         row = name, micro_batches, chunks, schedule.ticks, *figures, f"{seconds / predicted:.3f}"
         print("| " + " | ".join(map(str, row)) + " |", flush=True)
-    versions = ", ".join(f"{package} {metadata.version(package)}" for package in ("jax", "numpy"))
+    versions = ", ".join(f"{package} {metadata.version(package)}" for package in ("jax", "flax", "numpy"))
     print(f"\nP = {STAGES}, a unit is {arguments.unit_ms:g} ms, the fastest of {arguments.rounds} runs; {versions}")
-    print(f"Python {sys.version.split()[0]}, {len(os.sched_getaffinity(0))} CPU cores")
+    print(f"Python {sys.version.split()[0]}, {len(os.sched_getaffinity(0))} CPU cores, load {os.getloadavg()[0]:.1f}")
     if failed:
         print(f"a time differs from its prediction by more than {TOLERANCE:.0%}", file=sys.stderr)
     return int(failed)
 
 
 def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
-    """Seconds of the fastest of `rounds` runs of the table, whose F, B and W sleep for `times` seconds."""
+    """Seconds of the fastest of `rounds` steps whose F, B and W sleep for `times` seconds.
+
+    Raises:
+      AssertionError: an operation was left out or ran twice, or loss or gradients are wrong.
+    """
     import jax
     import jax.numpy as jnp
-    from jax import Array, lax
+    from flax import nnx
     from jax.sharding import PartitionSpec
 
     from mjax.config import MeshConfig
-    from mjax.parallel import mappings
+    from mjax.parallel import layers, mappings, pipeline
     from mjax.parallel.mesh import make_mesh
 
-    ran = Counter()
+    # --- What sleeps --------------------------------------------------------------------------------------------------
 
-    def sleeping(kind: str, seconds: float):
+    ran = []  # the kind of each operation that has slept
+
+    def sleeper(kind: str, seconds: float):
         def sleep(x):
             time.sleep(seconds)
-            ran[kind] += 1
+            ran.append(kind)
             return np.asarray(x)
 
-        return lambda x: jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        def sleeping(x):
+            same = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            result = jax.pure_callback(sleep, same, x, vmap_method="broadcast_all")
+            # What a callback gives is typed as the same on every stage, which it is not.
+            return mappings.vary(result, mappings.varying_axes(x))
 
-    kinds = {"F": schedule.forward.on, "B": schedule.backward.on}
-    if schedule.weight:
-        kinds["W"] = schedule.weight.on
-    operations = {kind: sleeping(kind, seconds) for kind, seconds in zip(kinds, times, strict=False)}
+        return sleeping
 
-    def run(kind: str, row: dict[str, Array], x: Array) -> Array:
-        return lax.cond(row[kind] == 1, operations[kind], lambda x: x, x)
+    sleep_forward, sleep_backward, sleep_weight = map(sleeper, "FBW", times)
+    pause = jax.custom_vjp(sleep_forward)
+    pause.defvjp(lambda x: (sleep_forward(x), None), lambda _, gradient: (sleep_backward(gradient),))
 
-    def tick(received: tuple[Array, Array], row: dict[str, Array]):
-        y = run("F", row, received[0])
-        if not schedule.exclusive:
-            y = mappings.to_next_stage(y)
-        dx = run("B", row, after(received[1], y))  # a stage does one thing at a time
-        if schedule.weight:
-            dx = run("W", row, dx)
-        if schedule.exclusive:
-            y = mappings.to_next_stage(after(y, dx))
-        return (y, mappings.to_previous_stage(after(dx, y))), None
+    def layer(chunk, x, micro_batch, virtual_stage):
+        kernel = jax.tree.map(lambda one: one[0], chunk)["kernel"]  # a chunk is one layer
+        return pause(layers.linear(x, kernel[...], 1))
 
-    def pipeline(table):
-        start = jnp.zeros(1), jnp.zeros(1)
-        y, dx = lax.scan(tick, start, jax.tree.map(lambda column: column[:, 0], table))[0]
-        return y + dx
+    # --- The model, with and without a pipeline -----------------------------------------------------------------------
 
-    mesh, per_stage = make_mesh(MeshConfig(pipe=STAGES)), PartitionSpec(None, mappings.PIPE)
-    # The types of varying values guard gradients, and here are none.
-    stages = jax.shard_map(
-        pipeline, mesh=mesh, in_specs=per_stage, out_specs=PartitionSpec(mappings.PIPE), check_vma=False
+    random = np.random.default_rng(0)
+    draw = lambda *shape: random.uniform(0.25, 0.75, shape).astype(np.float32)  # noqa: E731  positive: nothing cancels
+    kernels = draw(STAGES * schedule.chunks, WIDTH, WIDTH)
+    shared, micro_batches = {"embed": draw(WIDTH), "head": draw(WIDTH)}, draw(schedule.micro_batches, ROWS, WIDTH)
+    program = pipeline.StageProgram(
+        embed=lambda shared, micro_batch: micro_batch * shared["embed"],
+        layers=layer,
+        head=lambda shared, x, micro_batch: (x * shared["head"]).sum(),
+        rows=ROWS,
+        shards=[()],
     )
-    compiled = jax.jit(stages)
-    compiled(kinds).block_until_ready()
-    ran.clear()
+
+    def step(shared, blocks, micro_batches):
+        loss, to_shared, to_blocks = pipeline.pipeline_gradients(
+            schedule, program, shared, blocks, micro_batches, jnp.float32
+        )
+        loss, to_shared = jax.tree.map(lambda x: mappings.sum_over(x, frozenset({mappings.PIPE})), (loss, to_shared))
+        return loss, to_shared, to_blocks
+
+    def without_pipeline(shared, kernels):
+        x = micro_batches * shared["embed"]
+        for kernel in kernels:
+            x = x @ kernel
+        return (x * shared["head"]).sum()
+
+    # --- Compiled -----------------------------------------------------------------------------------------------------
+
+    # Virtual stage v · P + p is chunk v of stage p.
+    shape, split = (STAGES, WIDTH, WIDTH), PartitionSpec(mappings.PIPE)
+    if schedule.chunks > 1:
+        shape, split = (schedule.chunks, *shape), PartitionSpec(None, mappings.PIPE)
+    blocks = {"kernel": nnx.Param(kernels.reshape(shape), contracted=1)}
+    everywhere = PartitionSpec()
+    stages = jax.shard_map(
+        step,
+        mesh=make_mesh(MeshConfig(pipe=STAGES)),
+        in_specs=(everywhere, split, everywhere),
+        out_specs=(everywhere, everywhere, split),
+    )
+    # F and B run the program's layers. W runs nothing of the program's, only the product of what B has left, so that is
+    # the one place where the sleep has to be put into the pipeline from outside.
+    slow = lambda x, gradient: layers.kernel_gradient(x, sleep_weight(gradient))  # noqa: E731
+    with mock.patch.object(pipeline, "kernel_gradient", slow):
+        compiled = jax.jit(stages).lower(shared, blocks, micro_batches).compile()
+
+    # --- Run ----------------------------------------------------------------------------------------------------------
+
+    kinds = "FBW" if schedule.weight else "FB"
+    each_once = dict.fromkeys(kinds, STAGES * schedule.chunks * schedule.micro_batches)
+    loss, (to_shared, to_kernels) = jax.value_and_grad(without_pipeline, argnums=(0, 1))(shared, kernels)
+    expected = loss, to_shared, {"kernel": to_kernels.reshape(shape)}
     fastest = float("inf")
     for _ in range(rounds):
+        ran.clear()
         start = time.perf_counter()
-        compiled(kinds).block_until_ready()
+        found = jax.block_until_ready(compiled(shared, blocks, micro_batches))
         fastest = min(fastest, time.perf_counter() - start)
-    every = STAGES * schedule.micro_batches * schedule.chunks * rounds
-    assert ran == dict.fromkeys(kinds, every), f"{ran} operations ran, and not {every} of each kind"
+        assert Counter(ran) == each_once, f"{Counter(ran)} operations ran, and not {each_once}"
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5)
     return fastest
-
-
-def after(x, *others):
-    """`x`, not before `others` are there: it depends on their values, which no compiler may leave out."""
-    return x + sum(0 * other for other in others)
 
 
 if __name__ == "__main__":
