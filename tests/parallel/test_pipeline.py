@@ -152,3 +152,16 @@ def test_inside_the_tick_loop_only_messages_cross_pipe_and_nothing_crosses_data(
     assert len(over_pipe) == 2  # an activation forward and a gradient back, in every tick
     assert not [c for c in inside if "data" in c.axes]
     assert {c.kind for c in inside if "model" in c.axes} == {"all-reduce"}
+
+
+def test_with_one_operation_a_tick_no_message_leaves_before_all_three_have_run():
+    # Else a stage would wait in mid-tick for its neighbour's forward, and ZB-H1 would take twice its time.
+    config = _config("zb-h1", 1, 2, 4, compute="fp32")
+    program, build = gradient_program(config)
+    arguments = jax.eval_shape(build), batch_of(config), jnp.int32(0), jnp.float32(1)
+    text = program.lower(*arguments).compile().as_text()
+    (body,) = (part for part in text.split("\n\n") if part.count(" collective-permute(") == 2)
+    order = [
+        word for line in body.splitlines() for word in ("conditional(", "collective-permute(") if f" {word}" in line
+    ]
+    assert order == ["conditional("] * 3 + ["collective-permute("] * 2
