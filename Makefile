@@ -1,6 +1,6 @@
 # make train        a small GPT on real text, from nothing to a sample of its writing (about five minutes on two CPU cores)
 # make test         lint and the whole suite, on simulated devices
-# make test-parity  what compares with torch, transformers and megatron-core
+# make test-parity  what compares with torch, transformers and megatron-core, and what takes long
 # Each makes .venv and installs what it needs.
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ test: .venv/installed-dev
 	.venv/bin/python -m pytest -n $(WORKERS)
 
 test-parity: .venv/installed-parity
-	.venv/bin/python -m pytest -n $(WORKERS) --parity -m parity
+	.venv/bin/python -m pytest -n $(WORKERS) --parity --long -m "parity or long"
 
 format: .venv/installed-dev
 	.venv/bin/ruff check --fix .

@@ -22,14 +22,14 @@ def pytest_addoption(parser):
     parser.addoption(
         "--parity", action="store_true", help="run the comparisons with torch, transformers and megatron-core"
     )
-    parser.addoption("--matrix", action="store_true", help="run every combination of pipeline schedules, not a part")
+    parser.addoption("--long", action="store_true", help="run what takes minutes besides: make test-parity does")
 
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("parity") and not config.getoption("--parity"):
             item.add_marker(pytest.mark.skip(reason="compares with another library: make test-parity"))
-        if item.get_closest_marker("matrix") and not config.getoption("--matrix"):
-            item.add_marker(pytest.mark.skip(reason="one of all combinations of the pipeline: pytest --matrix"))
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="takes long: make test-parity, or pytest --long"))
         if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

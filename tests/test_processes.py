@@ -104,20 +104,13 @@ def test_sigterm_to_one_process_stops_both_after_the_same_saved_step(tmp_path):
     assert f"checkpoint {max(losses(tmp_path))} saved" in first
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    with Group(folder) as group:
+@pytest.mark.long
+def test_four_processes_compute_what_one_does_and_a_killed_one_is_named_and_its_run_continues_bit_for_bit(tmp_path):
+    _alone(tmp_path / "one", *MESH, "--simulate", "4")
+    with Group(tmp_path / "four") as group:
         group.finish()
-    return losses(folder)
-
-
-def test_four_processes_compute_what_one_does(uninterrupted, tmp_path):
-    _alone(tmp_path, *MESH, "--simulate", "4")
-    assert uninterrupted == pytest.approx(losses(tmp_path), rel=1e-6)
-
-
-def test_a_killed_process_is_named_by_all_others_and_the_restarted_run_continues_bit_for_bit(uninterrupted, tmp_path):
+    uninterrupted, tmp_path = losses(tmp_path / "four"), tmp_path / "killed"
+    assert uninterrupted == pytest.approx(losses(tmp_path.parent / "one"), rel=1e-6)
     with Group(tmp_path) as group:
         group.wait_for_step(5)
         killed = group.processes[3]
@@ -157,6 +150,7 @@ def test_a_stopped_process_is_reported_and_then_given_up(tmp_path):
     assert re.search(rf"mjax: error: {name} has not been heard of for 1[23] s, since step \d", output)
 
 
+@pytest.mark.long
 def test_an_error_in_one_process_ends_the_others_with_its_words(tmp_path):
     (tmp_path / "run").mkdir()
     with Group(tmp_path, count=2) as group:
@@ -195,6 +189,7 @@ def hosts():
                 subprocess.run(["ip", "netns", "delete", name], check=False)
 
 
+@pytest.mark.long
 def test_processes_on_two_hosts_meet_and_a_cut_cable_ends_both(hosts, tmp_path):
     # Gloo meets at the address of the host's name, so each has a name and an /etc/hosts of its own.
     (tmp_path / "hosts").write_text("".join(f"10.77.0.{i} {name}\n" for i, name in enumerate(hosts, start=1)))

@@ -47,7 +47,7 @@ def test_loss_and_every_gradient_equal_the_serial_reference(schedule, pipe, micr
     assert max(errors.values()) < 1e-12, errors
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "pipe", "micro_batches", "recompute"), list(product(SCHEDULES, (2, 4), (4, 8), RECOMPUTE))
 )
