@@ -85,4 +85,6 @@ def gradient_program(config: Config):
         out_specs=(P(), specs),
         check_vma=True,
     )
-    return jax.jit(program), jax.jit(build, out_shardings=shardings)
+    # Compiled quickly rather than well: compilation is the cost of these tests, and they compare numbers.
+    quickly = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(program, compiler_options=quickly), jax.jit(build, out_shardings=shardings)
