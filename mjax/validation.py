@@ -8,7 +8,7 @@ from typing import Any
 from mjax.batch_size import BatchSizes, parse_schedule
 from mjax.config import Config
 from mjax.errors import UsageError
-from mjax.parallel.schedules import build_schedule
+from mjax.parallel.schedules import check_counts
 
 
 def validate(config: Config, name: str = "this config") -> None:
@@ -156,8 +156,8 @@ def _check_pipeline(config: Config) -> None:
             f"--mesh.pipe {mesh.pipe}{chunks} does not divide {layers} layers; use --model.layers {counts}, "
             f"or --mesh.pipe {_listed([n for n in _divisors(layers // math.gcd(layers, mesh.chunks)) if n > 1])}"
         )
-    for size in dict.fromkeys(BatchSizes.of(config).sizes()):
-        build_schedule(mesh.schedule, mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.chunks)
+    for size in BatchSizes.of(config).sizes():
+        check_counts(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.chunks)
 
 
 _AT_LEAST_ONE = (

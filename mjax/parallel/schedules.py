@@ -46,7 +46,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from mjax.config import suggestion
+from mjax.config import Config, suggestion
 from mjax.errors import UsageError
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
@@ -165,7 +165,7 @@ def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
             f"there is no schedule {name!r}{suggestion(name, list(SCHEDULES))}; "
             "use --mesh.schedule gpipe, 1f1b or zb-h1"
         )
-    _check_counts(stages, micro_batches, chunks)
+    check_counts(stages, micro_batches, chunks)
     if name == "zb-h1":
         return _table(name, *_zb_h1_ticks(stages, micro_batches, chunks))
     forward = _sweep(stages, micro_batches, chunks)
@@ -176,6 +176,22 @@ def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
     return _table(name, forward, backward)
 
 
+def schedule_of(config: Config) -> Schedule:
+    """The schedule of a config that has a pipeline."""
+    return build_schedule(config.mesh.schedule, config.mesh.pipe, config.micro_batches, config.mesh.chunks)
+
+
+def slot_times(config: Config) -> tuple[float, float, float]:
+    """Time of F, B and W of a micro-batch, in forwards.
+
+    A backward pass has two matrix products where the forward has one, for the gradients of inputs and of weights; full
+    recomputation adds a forward to it. W takes the products for weights out of B.
+    """
+    backward = 3.0 if config.train.recompute == "full" else 2.0
+    weight = 1.0 if config.mesh.schedule == "zb-h1" else 0.0
+    return 1.0, backward - weight, weight
+
+
 @lru_cache(maxsize=64)
 def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """The forward passes alone, for evaluation: V M + P − 1 ticks, nothing held.
@@ -183,11 +199,16 @@ def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     Raises:
       UsageError: chunks > 1 and P does not divide M.
     """
-    _check_counts(stages, micro_batches, chunks)
+    check_counts(stages, micro_batches, chunks)
     return _table("forward", _sweep(stages, micro_batches, chunks))
 
 
-def _check_counts(stages: int, micro_batches: int, chunks: int) -> None:
+def check_counts(stages: int, micro_batches: int, chunks: int) -> None:
+    """Refuse what no table can be made of, without making one.
+
+    Raises:
+      UsageError: a count is below 1, or chunks > 1 and P does not divide M.
+    """
     if min(stages, micro_batches, chunks) < 1:
         raise UsageError(
             f"a pipeline of {stages} stages, {micro_batches} micro-batches and {chunks} chunks cannot run; "

@@ -11,7 +11,7 @@ import tyro
 
 from mjax.config import Config
 from mjax.errors import UsageError
-from mjax.parallel.schedules import build_schedule
+from mjax.parallel.schedules import schedule_of, slot_times
 from mjax.validation import validate
 
 
@@ -46,9 +46,7 @@ def run_plan(arguments: PlanArguments) -> int:
 
     from mjax.planner.schedule_figure import describe_bubble, describe_in_flight, display_name, draw_schedule
 
-    mesh = config.mesh
-    schedule = build_schedule(mesh.schedule, mesh.pipe, config.micro_batches, mesh.chunks)
-    times = slot_times(config)
+    schedule, times = schedule_of(config), slot_times(config)
     if file is not None:
         draw_schedule(schedule, file, *times)
     if arguments.json:
@@ -80,17 +78,6 @@ def run_plan(arguments: PlanArguments) -> int:
     for name, value in rows.items():
         print(f"{name:<18} {value}")
     return 0
-
-
-def slot_times(config: Config) -> tuple[float, float, float]:
-    """Time of F, B and W of a micro-batch, in forwards.
-
-    A backward pass has two matrix products where the forward has one, for the gradients of inputs and of weights; full
-    recomputation adds a forward to it. W takes the products for weights out of B.
-    """
-    backward = 3.0 if config.train.recompute == "full" else 2.0
-    weight = 1.0 if config.mesh.schedule == "zb-h1" else 0.0
-    return 1.0, backward - weight, weight
 
 
 def _check_file(file: Path) -> None:

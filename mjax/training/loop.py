@@ -33,7 +33,7 @@ from mjax.names import leaf_name
 from mjax.parallel.mappings import PIPE
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.processes import is_first, told_to_stop
-from mjax.parallel.schedules import build_schedule
+from mjax.parallel.schedules import schedule_of, slot_times
 from mjax.sampling import Sampling
 from mjax.training import environment
 from mjax.training.checkpoint import Checkpoints
@@ -153,8 +153,7 @@ def _describe_mesh(config: Config) -> str:
     """`pipe 4 (1f1b, 2 chunks, bubble 18.8%) × data 2 × model 2, sequence parallel, ZeRO-1`."""
     mesh, words = config.mesh, ""
     if mesh.pipe > 1:
-        schedule = build_schedule(mesh.schedule, mesh.pipe, config.micro_batches, mesh.chunks)
-        bubble = schedule.bubble(1, 1, 1) if schedule.weight else schedule.bubble(1, 2)
+        bubble = schedule_of(config).bubble(*slot_times(config))
         chunks = f", {mesh.chunks} chunks" if mesh.chunks > 1 else ""
         words = f"pipe {mesh.pipe} ({mesh.schedule}{chunks}, bubble {bubble:.1%}) × "
     words += f"data {mesh.data} × model {mesh.model}"

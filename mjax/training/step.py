@@ -34,7 +34,7 @@ from mjax.parallel.mappings import DATA
 from mjax.parallel.mesh import sharded_shapes
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_loss
 from mjax.parallel.random import DropoutKey
-from mjax.parallel.schedules import build_schedule, forward_only
+from mjax.parallel.schedules import forward_only, schedule_of
 from mjax.parallel.tokens import Tokens
 from mjax.parallel.zero import (
     cut_into_chunks,
@@ -299,8 +299,7 @@ def _accumulate(config: Config, program: StageProgram, weights: GPT, micro_batch
 
 def _pipeline(config: Config, program: StageProgram, weights: GPT, micro_batches: dict[str, Array]):
     """As `_accumulate`, of what this stage of a pipeline runs; both vary over `pipe` too."""
-    mesh = config.mesh
-    schedule = build_schedule(mesh.schedule, mesh.pipe, config.micro_batches, mesh.chunks)
+    schedule = schedule_of(config)
     shared, blocks = _without_blocks(weights), weights.blocks
     accumulator = parameter_type(config.precision.compute)
     loss, to_shared, to_blocks = pipeline_gradients(schedule, program, shared, blocks, micro_batches, accumulator)

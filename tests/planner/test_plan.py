@@ -13,8 +13,7 @@ from matplotlib.image import imread
 
 from mjax import cli
 from mjax.config import Config
-from mjax.parallel.schedules import build_schedule, forward_only
-from mjax.planner.plan import slot_times
+from mjax.parallel.schedules import build_schedule, forward_only, slot_times
 from mjax.planner.schedule_figure import COLOURS, IDLE, MARGINS, describe_bubble, draw_schedule
 from tests.conftest import ROOT
 
