@@ -10,7 +10,7 @@ from tests.against_reference import largest_error
 from tests.small import small_config
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [0.1, pytest.param(0.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 4), (8, 1), (1, 8)])
 def test_loss_and_every_gradient_equal_the_serial_reference(data, model, recompute, dropout):
