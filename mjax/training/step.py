@@ -99,7 +99,8 @@ class TrainProgram:
 
     Attributes:
       abstract_state: `TrainState` of ShapeDtypeStructs with shardings; what a checkpoint is restored to.
-      batch_sharding: where a batch {"tokens", "labels"} of int32 [B, s] goes.
+      abstract_batch: what a step takes beside the state, {"tokens", "labels"} of int32 [B, s], with shardings.
+      batch_sharding: where every array of a batch goes.
       initialize: () → TrainState, already sharded; the same weights on every mesh.
       train_step: (TrainState, batch) → (TrainState, StepMetrics); the old state is donated.
       eval_step: (GPT, batch) → float32 [], mean cross entropy without dropout, nats a token.
@@ -107,6 +108,7 @@ class TrainProgram:
     """
 
     abstract_state: TrainState
+    abstract_batch: dict[str, jax.ShapeDtypeStruct]
     batch_sharding: NamedSharding
     initialize: Callable[[], TrainState]
     train_step: Callable[[TrainState, dict[str, Array]], tuple[TrainState, StepMetrics]]
@@ -143,6 +145,9 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None =
     abstract_state = sharded_shapes(shapes, specs, mesh)
 
     # --- Programs -----------------------------------------------------------------------------------------------------
+    batch_sharding = NamedSharding(mesh, P(DATA))
+    batch_shape = (config.train.global_batch, config.model.sequence)
+    tokens = jax.ShapeDtypeStruct(batch_shape, jnp.int32, sharding=batch_sharding)
     batch_spec = {"tokens": P(DATA), "labels": P(DATA)}
     names = gradient_names(shapes.model, config.mesh)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
@@ -154,7 +159,8 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None =
     eval_step = shard_map(partial(_eval_step, config, plan), in_specs=(specs.model, batch_spec), out_specs=P())
     return TrainProgram(
         abstract_state=abstract_state,
-        batch_sharding=NamedSharding(mesh, P(DATA)),
+        abstract_batch=dict.fromkeys(batch_spec, tokens),
+        batch_sharding=batch_sharding,
         initialize=jax.jit(build, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state)),
         train_step=jax.jit(train_step, donate_argnums=0),
         eval_step=jax.jit(eval_step),

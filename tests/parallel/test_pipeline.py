@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from mjax.parallel import pipeline
-from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.schedules import build_schedule
-from mjax.training.step import build_program
 from tests.against_reference import largest_error
-from tests.collectives import collectives, equations
+from tests.collectives import collectives, equations, traced_step
 from tests.small import batch_of, gradient_program, small_config
 
 SCHEDULES = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-h1", 2)]
@@ -98,18 +96,11 @@ def test_the_memory_of_1f1b_does_not_grow_with_the_number_of_micro_batches_and_t
     assert grown < 0.5 * one_more  # the batch itself and the longer table
 
 
-def _traced(config):
-    program = build_program(config, abstract_mesh(config.mesh))
-    shape = (config.train.global_batch, config.model.sequence)
-    token = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=program.batch_sharding)
-    return program.train_step.trace(program.abstract_state, {"tokens": token, "labels": token}).jaxpr.jaxpr
-
-
 def _residuals(config):
     """Shapes and types of the residuals of one forward pass: of the buffers that the loop over ticks carries."""
     mesh = config.mesh
     schedule = build_schedule(mesh.schedule, mesh.pipe, config.micro_batches, mesh.chunks)
-    loops = [e for e in equations(_traced(config), "scan") if e.params["length"] == schedule.ticks]
+    loops = [e for e in equations(traced_step(config)[1], "scan") if e.params["length"] == schedule.ticks]
     (loop,) = loops
     carried = [variable.aval for variable in loop.outvars]
     held = [aval for aval in carried if aval.shape[:1] == (schedule.residual_slots,)]
@@ -135,7 +126,7 @@ def test_sharded_weights_leave_what_a_stage_keeps_as_it_is_and_no_weight_is_kept
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 @pytest.mark.parametrize("zero", [1, 3])
 def test_in_bf16_messages_and_weights_cross_in_bf16_and_gradients_in_float32(schedule, chunks, zero):
-    found = collectives(_traced(_config(schedule, chunks, 4, 8, compute="bf16", zero=zero)))
+    found = collectives(traced_step(_config(schedule, chunks, 4, 8, compute="bf16", zero=zero))[1])
     beyond = [c for c in found if {"pipe", "data"} & set(c.axes)]
     types = {kind: {c.dtype for c in beyond if c.kind == kind} for kind in {c.kind for c in beyond}}
     assert types == {
@@ -146,7 +137,7 @@ def test_in_bf16_messages_and_weights_cross_in_bf16_and_gradients_in_float32(sch
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_inside_the_tick_loop_only_messages_cross_pipe_and_nothing_crosses_data(schedule, chunks):
     config = _config(schedule, chunks, 4, 8, compute="fp32")
-    inside = [c for c in collectives(_traced(config)) if c.loops]
+    inside = [c for c in collectives(traced_step(config)[1]) if c.loops]
     over_pipe = [c for c in inside if "pipe" in c.axes]
     assert {(c.kind, c.shape) for c in over_pipe} == {("permute", (16, 32))}
     assert len(over_pipe) == 2  # an activation forward and a gradient back, in every tick
