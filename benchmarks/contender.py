@@ -70,7 +70,8 @@ class Mjax:
         if jax.default_backend() != platform:
             raise RunError(f"jax runs on {jax.default_backend()}, this benchmark on {platform}")
         check_devices(config, jax.device_count(), "this benchmark")
-        kernel = resolve_attention(config.model, config.precision.compute, platform)
+        documents = config.data.reset_attention
+        kernel = resolve_attention(config.model, config.precision.compute, platform, documents=documents)
         config = replace(config, model=replace(config.model, attention=kernel))
         self.jax = jax
         self.program = build_program(config, make_mesh(config.mesh))
