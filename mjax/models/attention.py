@@ -55,7 +55,7 @@ def attend(
     if kernel == "cudnn":
         assert rate == 0.0 or key is None, "cuDNN attention has no dropout in JAX's public interface"
         # JAX hands cuDNN a mask as a bias, which is written out, and cuDNN writes out a gradient of it that nobody
-        # needs: 2 b s² bytes each, for all heads together and one layer at a time.
+        # needs: 2 b s² bytes each, once for all heads and layers.
         mask = None if documents is None else _same_document(documents, documents)[:, None]  # [b, 1, s, s]
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
     if kernel == "xla":
