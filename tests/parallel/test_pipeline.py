@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import jax
@@ -112,6 +113,13 @@ def test_full_recomputation_in_a_stage_keeps_nothing_but_the_inputs_of_its_layer
     large = {kind for kind in kept if math.prod(kind[0]) >= 16 * 16}
     assert large == {((2, 16, 32), "bfloat16")}  # [layers of a stage, b · s, h]
     assert kept[((2, 16, 32), "bfloat16")] == 1
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_where_documents_are_kept_apart_a_stage_keeps_their_numbers_at_most_and_no_mask(recompute):
+    config = _config("1f1b", 1, 4, 8, recompute, compute="bf16")
+    packed = replace(config, data=replace(config.data, reset_positions=True, reset_attention=True, mask_eod_loss=True))
+    assert set(_residuals(packed) - _residuals(config)) <= {((1, 16), "int32")}
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b", 2), ("zb-h1", 1)])

@@ -18,7 +18,7 @@ from mjax.training import loop
 from mjax.training.step import build_program
 from tests import reference
 from tests.against_reference import largest_error
-from tests.collectives import collectives, equations, traced_step
+from tests.collectives import collectives, traced_step
 from tests.small import QUICKLY, batch_of, gradient_program, named, packing_of, small_config
 
 ALL = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
@@ -147,18 +147,6 @@ def test_a_loss_mask_adds_one_number_over_data_outside_every_loop_and_nothing_el
     (added,) = (packed - plain).elements()
     assert (added.kind, added.axes, added.shape, added.dtype, added.loops) == ("all-reduce", ("data",), (), "int32", ())
     assert not plain - packed
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("kernel", ["xla", "xla_blocks"])
-def test_a_layer_keeps_no_mask_for_its_backward_pass(recompute, kernel):
-    def kept(samples):
-        config = small_config(2, 2, recompute=recompute, samples=samples, attention=kernel, layers=5, dropout=0.0)
-        loops = (e for e in equations(traced_step(config)[1], "scan") if e.params["length"] == 5)
-        stacked = [variable.aval for variable in next(loops).outvars]
-        return Counter((aval.shape, str(aval.dtype)) for aval in stacked)
-
-    assert kept(ALL) == kept({})
 
 
 def test_only_the_arrays_that_the_config_asks_for_are_in_a_batch():
