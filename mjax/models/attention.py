@@ -98,10 +98,9 @@ def _attend_block(
     query, other = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[2:], dim) for dim in (0, 1))
     visible = other <= first + query  # [q, k]
     if documents is not None:
-        last, keys_read = first + scores.shape[2], scores.shape[3]
-        visible = (visible & _same_document(documents[:, first:last], documents[:, :keys_read]))[
-            :, None
-        ]  # [b, 1, q, k]
+        end, read = first + scores.shape[2], scores.shape[3]
+        same = _same_document(documents[:, first:end], documents[:, :read])
+        visible = (visible & same)[:, None]  # [b, 1, q, k]
     # Added rather than selected: the backward pass of a sum keeps no mask.
     scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
