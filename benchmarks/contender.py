@@ -19,6 +19,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -27,10 +28,8 @@ from typing import Protocol
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mjax import launch
-from mjax.batch_size import BatchSizes
 from mjax.config import Config, from_dict
-from mjax.data.batches import Batches
-from mjax.data.samples import MockDataset
+from mjax.data.sources import open_data
 from mjax.errors import RunError, UsageError
 from mjax.validation import check_devices
 
@@ -59,8 +58,6 @@ class Mjax:
     """The step of `mjax train`: the same program, with the kernel that a run would choose."""
 
     def __init__(self, config: Config, platform: str, threads: int):
-        from dataclasses import replace
-
         import jax
 
         from mjax.models.attention import resolve_attention
@@ -70,7 +67,8 @@ class Mjax:
         if jax.default_backend() != platform:
             raise RunError(f"jax runs on {jax.default_backend()}, this benchmark on {platform}")
         check_devices(config, jax.device_count(), "this benchmark")
-        kernel = resolve_attention(config.model, config.precision.compute, platform)
+        documents = config.data.reset_attention
+        kernel = resolve_attention(config.model, config.precision.compute, platform, documents=documents)
         config = replace(config, model=replace(config.model, attention=kernel))
         self.jax = jax
         self.program = build_program(config, make_mesh(config.mesh))
@@ -100,6 +98,8 @@ class Torch:
             raise RunError("this peer runs on one device only")
         if config.precision.compute == "fp64":
             raise RunError("this peer runs in bf16, fp16 or fp32")
+        if config.data.batch_types().keys() > {"tokens", "labels"}:
+            raise RunError("this peer knows of no documents within a sample and counts every label")
         missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
         if missing:
             raise RunError(f"{' and '.join(missing)} not installed")
@@ -188,9 +188,12 @@ class Torch:
 
 
 def draw_batches(config: Config) -> list[dict]:
-    """The batches every contender trains on: int32 [B, s] tokens and labels each, a function of the config alone."""
-    mock = MockDataset(config.model.vocabulary, config.model.sequence, config.train.seed)
-    drawn = Batches(mock, BatchSizes.constant(config.train.global_batch))
+    """The batches every contender trains on: the arrays [B, s] that the config asks for, a function of it alone.
+
+    They are mock samples, of which each is one document unless `data.eod` says where it ends: masks cost the same.
+    """
+    train = replace(config.train, batch_rampup=None, batch_schedule=None)
+    drawn = open_data(replace(config, data=replace(config.data, mock=True), train=train)).training
     return [drawn.at(step) for step in range(DISTINCT_BATCHES)]
 
 

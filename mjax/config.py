@@ -119,6 +119,32 @@ class DataConfig:
     samples: int | None = None
     """Training samples the order is drawn for; those of all steps together when not given. Megatron's order of samples
     depends on it, so hold it fixed to lengthen a run without changing the order."""
+    reset_positions: bool = False
+    """Number positions from 0 again after each end of a document."""
+    reset_attention: bool = False
+    """Let a token attend only to tokens of its own document."""
+    mask_eod_loss: bool = False
+    """Leave out of the loss what follows an end of a document: the first token of the next one cannot be known."""
+    validation_tail: bool = False
+    """Keep the last, partial sample of the validation part, padded; the padding does not count."""
+
+    def batch_types(self, evaluation: bool = False) -> dict[str, str]:
+        """The arrays [B, s] of a batch and their types: what samples are made of and what a step takes.
+
+        tokens     the sample
+        labels     the token after each
+        loss_mask  whether a label counts
+        positions  which learned position a token has
+        documents  number of a token's document within the sample
+        """
+        types = {"tokens": "int32", "labels": "int32"}
+        if self.mask_eod_loss or (evaluation and self.validation_tail):
+            types["loss_mask"] = "bool"
+        if self.reset_positions:
+            types["positions"] = "int32"
+        if self.reset_attention:
+            types["documents"] = "int32"
+        return types
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from mjax.parallel.mesh import abstract_mesh
+from mjax.training.step import build_program
+
 KINDS = {
     "psum": "all-reduce",
     "psum_invariant": "all-reduce",
@@ -29,6 +32,12 @@ class Collective:
         for dim in self.shape:
             size *= dim
         return size * {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int32": 4}[self.dtype]
+
+
+def traced_step(config):
+    """The program of `config` for a mesh that nobody has to own, and the jaxpr of its training step."""
+    program = build_program(config, abstract_mesh(config.mesh))
+    return program, program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr.jaxpr
 
 
 def collectives(jaxpr, count=1, loops=()) -> list[Collective]:

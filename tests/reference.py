@@ -63,19 +63,23 @@ def _norm(x, weights, name, epsilon):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * weights[f"{name}.scale"] + weights[f"{name}.bias"]
 
 
-def logits(weights, model, tokens, masks=None):
+def logits(weights, model, tokens, masks=None, positions=None, documents=None):
     def drop(x, rate, place):
         return x if masks is None else x * masks[place] / (1 - rate)
 
     s = tokens.shape[1]
-    x = weights["embedding.table"][tokens] + weights["positions"][:s]
+    order = np.arange(s)
+    visible = (order[:, None] >= order)[None, None]  # [1, 1, query, key]
+    if documents is not None:
+        visible = visible & (documents[:, None, :, None] == documents[:, None, None, :])
+    x = weights["embedding.table"][tokens] + weights["positions"][order if positions is None else positions]
     x = drop(x, model.hidden_dropout, (0, 0))
     for layer in range(model.layers):
         w = {k.removeprefix("blocks."): v[layer] for k, v in weights.items() if k.startswith("blocks.")}
         y = _norm(x, w, "attention_norm", model.layernorm_epsilon)
         qkv = jnp.einsum("bsh,hcnd->cbnsd", y, w["attention.qkv.kernel"]) + w["attention.qkv.bias"][:, None, :, None]
         scores = jnp.einsum("bnqd,bnkd->bnqk", qkv[0], qkv[1]) / np.sqrt(model.head_size)
-        scores = jnp.where(np.tril(np.ones((s, s), bool)), scores, -jnp.inf)
+        scores = jnp.where(visible, scores, -jnp.inf)
         exponentials = jnp.exp(scores - scores.max(-1, keepdims=True))
         p = exponentials / exponentials.sum(-1, keepdims=True)
         context = jnp.einsum("bnqk,bnkd->bqnd", drop(p, model.attention_dropout, (layer + 1, 1)), qkv[2])
@@ -90,10 +94,14 @@ def logits(weights, model, tokens, masks=None):
 
 
 def loss(weights, model, batch, masks=None):
-    """Mean cross entropy over all tokens, nats."""
-    scores = logits(weights, model, batch["tokens"], masks)
+    """Mean cross entropy over all labels of the batch that count, nats."""
+    scores = logits(weights, model, batch["tokens"], masks, batch.get("positions"), batch.get("documents"))
     log_probabilities = scores - jax.scipy.special.logsumexp(scores, axis=-1, keepdims=True)
-    return -jnp.take_along_axis(log_probabilities, batch["labels"][..., None], -1).mean()
+    losses = -jnp.take_along_axis(log_probabilities, batch["labels"][..., None], -1)[..., 0]
+    counts = batch.get("loss_mask", np.ones(losses.shape, bool))
+    return (losses * counts).sum() / counts.sum()
 
 
-loss_and_gradients = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+# Compiled quickly rather than well: it runs once or twice.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+loss_and_gradients = jax.jit(jax.value_and_grad(loss), static_argnums=1, compiler_options=QUICKLY)

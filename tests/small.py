@@ -29,14 +29,26 @@ MODEL = ModelConfig(
     attention_dropout=0.1,
 )
 
+# Compiled quickly rather than well: compilation is the cost of these tests, and they compare numbers.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
 
 def small_config(
-    data=1, model=1, micro_batch=1, recompute="none", compute="fp32", dropout=0.1, global_batch=8, mesh=None, **changes
+    data=1,
+    model=1,
+    micro_batch=1,
+    recompute="none",
+    compute="fp32",
+    dropout=0.1,
+    global_batch=8,
+    mesh=None,
+    samples=None,
+    **changes,
 ) -> Config:
     return Config(
         model=replace(MODEL, hidden_dropout=dropout, attention_dropout=dropout, **changes),
         mesh=MeshConfig(data=data, model=model, **(mesh or {})),
-        data=DataConfig(mock=True),
+        data=DataConfig(mock=True, **(samples or {})),
         optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
         precision=PrecisionConfig(compute=compute),
         train=TrainConfig(
@@ -48,7 +60,23 @@ def small_config(
 def batch_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     shape = (config.train.global_batch, config.model.sequence + 1)
     rows = np.random.default_rng(seed).integers(0, config.model.vocabulary, shape).astype(np.int32)
-    return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+    batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:], **packing_of(*rows[:, 1:].shape)}
+    return {name: batch[name] for name in config.data.batch_types()}
+
+
+def packing_of(samples: int, positions: int) -> dict[str, np.ndarray]:
+    """Four documents a sample, cut elsewhere in each, the second of them one token long; and a mask under which every
+    sample has another number of labels that count, the first none."""
+    row, place = np.arange(samples)[:, None], np.arange(positions)
+    second = 2 + row % (positions // 2 - 3)
+    cuts = np.stack([np.zeros_like(second), second, second + 1, np.full_like(second, positions // 2)])
+    documents = (place >= cuts).sum(0) - 1
+    starts = np.take_along_axis(cuts[:, :, 0].T, documents, axis=1)
+    return {
+        "documents": documents.astype(np.int32),
+        "positions": (place - starts).astype(np.int32),
+        "loss_mask": (place * 7 + row * 3) % samples < row,
+    }
 
 
 def named(tree) -> dict[str, np.ndarray]:
@@ -81,10 +109,9 @@ def gradient_program(config: Config):
     program = jax.shard_map(
         partial(loss_and_gradients, config, plan),
         mesh=mesh,
-        in_specs=(specs, {"tokens": P(DATA), "labels": P(DATA)}, P(), P()),
+        in_specs=(specs, dict.fromkeys(config.data.batch_types(), P(DATA)), P(), P()),
         out_specs=(P(), specs),
         check_vma=True,
     )
-    # Compiled quickly rather than well: compilation is the cost of these tests, and they compare numbers.
-    quickly = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jax.jit(program, compiler_options=quickly), jax.jit(build, out_shardings=shardings)
+    on_one_device = jax.jit(build, compiler_options=QUICKLY)  # a program that all meshes share
+    return jax.jit(program, compiler_options=QUICKLY), lambda: jax.device_put(on_one_device(), shardings)

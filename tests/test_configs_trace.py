@@ -7,12 +7,10 @@ import sys
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from mjax.config import available_configs, load_config
-from mjax.parallel.mesh import abstract_mesh
-from mjax.training.step import build_program
+from tests.collectives import traced_step
 from tests.conftest import ROOT
 
 PUBLISHED = [name for name in available_configs() if load_config(name).mesh.devices > 8]
@@ -22,10 +20,7 @@ PUBLISHED = [name for name in available_configs() if load_config(name).mesh.devi
 def test_a_published_model_traces_on_its_mesh_with_all_its_parameters(name):
     config = load_config(name)
     config = replace(config, model=replace(config.model, attention="xla"))  # cuDNN's wants a GPU even for tracing
-    program = build_program(config, abstract_mesh(config.mesh))
-    shape = (config.train.global_batch, config.model.sequence)
-    token = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=program.batch_sharding)
-    program.train_step.trace(program.abstract_state, {"tokens": token, "labels": token})
+    program, _ = traced_step(config)
     weights = jax.tree.leaves(program.abstract_state.model)
     assert sum(weight.size for weight in weights) == config.model.parameters
     # What a stage holds is its share of the layers, split over `model`, and a share of the embedding; but 35 stages
@@ -38,7 +33,7 @@ def test_a_published_model_traces_on_its_mesh_with_all_its_parameters(name):
 
 # XLA's CPU backend takes 2,048 devices a process at most, so two processes make up the 3,072. The first one compiles.
 COMPILE_1T = """
-import sys, jax, jax.numpy as jnp
+import sys, jax
 from dataclasses import replace
 from mjax.config import load_config
 from mjax.parallel.mesh import make_mesh
@@ -50,8 +45,7 @@ model = replace(config.model, hidden=32, heads=8, sequence=8, vocabulary=100, vo
 config = replace(config, model=model)
 if sys.argv[2] == "0":
     program = build_program(config, make_mesh(config.mesh))
-    token = jax.ShapeDtypeStruct((3072, 8), jnp.int32, sharding=program.batch_sharding)
-    compiled = program.train_step.lower(program.abstract_state, {"tokens": token, "labels": token}).compile()
+    compiled = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
     text = compiled.as_text()
     print("partitions", text.split("num_partitions=")[1].split(",")[0].split()[0])
     print("loops of", *sorted({int(part.split('"')[0]) for part in text.split('known_trip_count":{"n":"')[1:]}))

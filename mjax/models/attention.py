@@ -8,6 +8,9 @@
 
 All take q, k, v [b, s, n, d] with this rank's heads and return [b, s, n, d]. The kernel of a run is resolved once, at
 the start, by running it (`resolve_attention`); nothing falls back on the way.
+
+Where a sample holds several documents and they must not see each other, all kernels take the number of each token's
+document and mask what is not its own.
 """
 
 from __future__ import annotations
@@ -30,19 +33,33 @@ from mjax.parallel.random import DropoutKey, dropout
 MASKED = -1e30
 
 
-def attend(q: Array, k: Array, v: Array, kernel: str, rate: float = 0.0, key: DropoutKey | None = None) -> Array:
-    """Softmax(q kᵀ / √d) v over the positions up to each query's own.
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    kernel: str,
+    rate: float = 0.0,
+    key: DropoutKey | None = None,
+    documents: Array | None = None,
+) -> Array:
+    """Softmax(q kᵀ / √d) v over the positions up to each query's own, or those of them in its document.
 
     Args:
       q, k, v: [b, s, n, d].
       kernel: `cudnn`, `xla` or `xla_blocks`.
       rate, key: dropout of the probabilities; not with `cudnn`.
+      documents: int [b, s], number of the document that a token belongs to; None: a sample is one document.
     """
+    if documents is not None:
+        documents = mappings.vary(documents, mappings.varying_axes(q))
     if kernel == "cudnn":
         assert rate == 0.0 or key is None, "cuDNN attention has no dropout in JAX's public interface"
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        # JAX hands cuDNN a mask as a bias, which is written out, and cuDNN writes out a gradient of it that nobody
+        # needs: 2 b s² bytes each, once for all heads and layers.
+        mask = None if documents is None else _same_document(documents, documents)[:, None]  # [b, 1, s, s]
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
     if kernel == "xla":
-        return _attend_block(q, k, v, 0, rate, key)
+        return _attend_block(q, k, v, 0, rate, key, documents)
     # On a CPU it pays to copy once into [b, n, s, d], to leave out the keys in the future of a whole block, and to
     # compute in float32: XLA runs small bf16 products there on one thread.
     dtype = q.dtype
@@ -53,31 +70,50 @@ def attend(q: Array, k: Array, v: Array, kernel: str, rate: float = 0.0, key: Dr
     for first in range(0, q.shape[2], width):
         end = first + width
         outputs.append(
-            _attend_block(q[:, :, first:end], k[:, :, :end], v[:, :, :end], first, rate, key, heads_first=True)
+            _attend_block(
+                q[:, :, first:end], k[:, :, :end], v[:, :, :end], first, rate, key, documents, heads_first=True
+            )
         )
     return jnp.concatenate(outputs, axis=2).swapaxes(1, 2).astype(dtype)
 
 
 def _attend_block(
-    q: Array, k: Array, v: Array, first: int, rate: float, key: DropoutKey | None, heads_first: bool = False
+    q: Array,
+    k: Array,
+    v: Array,
+    first: int,
+    rate: float,
+    key: DropoutKey | None,
+    documents: Array | None,
+    heads_first: bool = False,
 ) -> Array:
     """Attention of the queries from position `first` on: q [b, q, n, d], k and v [b, k, n, d] → [b, q, n, d].
 
-    With `heads_first` all of them are [b, n, …, d].
+    With `heads_first` all of them are [b, n, …, d]. `documents` are those of the whole sample.
     """
     queries, keys = ("bnqd", "bnkd") if heads_first else ("bqnd", "bknd")
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum(f"{queries},{keys}->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
     # Counted on the device: an array from here would be a residual of every layer that computes its scores again.
     query, other = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[2:], dim) for dim in (0, 1))
+    visible = other <= first + query  # [q, k]
+    if documents is not None:
+        end, read = first + scores.shape[2], scores.shape[3]
+        same = _same_document(documents[:, first:end], documents[:, :read])
+        visible = (visible & same)[:, None]  # [b, 1, q, k]
     # Added rather than selected: the backward pass of a sum keeps no mask.
-    scores = scores + jnp.where(other <= first + query, 0.0, MASKED).astype(wide)
+    scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     if key is not None and rate > 0.0:
         local_heads = scores.shape[1]
         heads = mappings.rank(MODEL) * local_heads + jnp.arange(local_heads)
         probabilities = dropout(probabilities, rate, key, heads, first + jnp.arange(scores.shape[2]))
     return jnp.einsum(f"bnqk,{keys}->{queries}", probabilities, v)
+
+
+def _same_document(queries: Array, keys: Array) -> Array:
+    """Whether query and key are of one document, from its number: int [b, q], int [b, k] → bool [b, q, k]."""
+    return queries[:, :, None] == keys[:, None, :]
 
 
 # --- One position after those in a cache ------------------------------------------------------------------------------
@@ -117,7 +153,13 @@ def attend_cached(q: Array, k: Array, v: Array, cached: KeyValues, lengths: Arra
 # --- Which kernel a run uses ------------------------------------------------------------------------------------------
 
 
-def resolve_attention(model: ModelConfig, compute: str, platform: str, announce: Callable[[str], None] = print) -> str:
+def resolve_attention(
+    model: ModelConfig,
+    compute: str,
+    platform: str,
+    announce: Callable[[str], None] = print,
+    documents: bool = False,
+) -> str:
     """The kernel of this run: chosen by rule, then run once on a small array and compared with the plain one.
 
     Args:
@@ -125,11 +167,12 @@ def resolve_attention(model: ModelConfig, compute: str, platform: str, announce:
       compute: compute type of the run, as in the config.
       platform: `jax.default_backend()`.
       announce: receives one sentence where a slower kernel than cuDNN's has to be taken on a GPU.
+      documents: whether attention stays within documents (`data.reset_attention`).
 
     Raises:
       UsageError: the kernel asked for cannot do what the run needs, or fails when it is run.
     """
-    obstacle = _cudnn_obstacle(model, compute, platform)
+    obstacle = _cudnn_obstacle(model, compute, platform, documents)
     if model.attention == "cudnn" and obstacle:
         raise UsageError(
             f"--model.attention cudnn cannot be used: {obstacle}; change that, or use --model.attention xla"
@@ -143,11 +186,16 @@ def resolve_attention(model: ModelConfig, compute: str, platform: str, announce:
         announce(f"attention: the slower kernel xla is used instead of cuDNN flash, because {obstacle}")
     else:
         kernel = "cudnn"
-    _self_test(kernel, model, compute)
-    return kernel
+    refusal = _self_test(kernel, model, compute, documents)
+    if refusal is None:
+        return kernel
+    if model.attention == "auto" and kernel == "cudnn" and documents:  # masks are not for every version and GPU
+        announce(f"attention: the slower kernel xla is used, because cuDNN flash refuses document masks ({refusal})")
+        return "xla"
+    raise UsageError(f"the attention kernel {kernel} does not run here ({refusal}); use --model.attention xla")
 
 
-def _cudnn_obstacle(model: ModelConfig, compute: str, platform: str) -> str | None:
+def _cudnn_obstacle(model: ModelConfig, compute: str, platform: str, documents: bool) -> str | None:
     if platform != "gpu":
         return f"it needs an NVIDIA GPU and this process runs on {platform}"
     if model.attention_dropout > 0:
@@ -156,20 +204,35 @@ def _cudnn_obstacle(model: ModelConfig, compute: str, platform: str) -> str | No
         return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
     if model.head_size % 8 or model.head_size > 256:
         return f"it needs a head size that is a multiple of 8 up to 256 and hidden / heads is {model.head_size}"
+    if documents and model.sequence % 2:
+        return (
+            f"with --data.reset-attention it needs an even number of positions and --model.sequence is {model.sequence}"
+        )
     return None
 
 
-def _self_test(kernel: str, model: ModelConfig, compute: str) -> None:
-    """Run `kernel` forward and backward on two heads, and compare with `xla` in float32."""
+def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -> str | None:
+    """Run `kernel` forward and backward on two heads, and compare with `xla` in float32.
+
+    With `documents` on samples of several, each sample cut elsewhere.
+
+    Returns:
+      What was said where it does not run.
+
+    Raises:
+      UsageError: it gives wrong numbers.
+    """
     if kernel == "xla":
-        return  # it is the reference
+        return None  # it is the reference
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}.get(compute, jnp.float32)
     shape = (2, min(model.sequence, 128), 2, model.head_size)
     q, k, v = (jax.random.normal(key, shape, jnp.float32) for key in jax.random.split(jax.random.key(0), 3))
+    numbers = jnp.arange(shape[1]) // jnp.array([[5], [7]]) if documents else None  # [b, s]
 
     def output_and_gradients(kernel, dtype):
         def total(q, k, v):
-            out = attend(q.astype(dtype), k.astype(dtype), v.astype(dtype), kernel).astype(jnp.float32)
+            q, k, v = (x.astype(dtype) for x in (q, k, v))
+            out = attend(q, k, v, kernel, documents=numbers).astype(jnp.float32)
             return jnp.square(out).sum(), out
 
         return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
@@ -177,10 +240,7 @@ def _self_test(kernel: str, model: ModelConfig, compute: str) -> None:
     try:
         found = jax.block_until_ready(output_and_gradients(kernel, dtype))
     except Exception as error:  # whatever the library says, it says it about this kernel
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(
-            f"the attention kernel {kernel} does not run here ({reason}); use --model.attention xla"
-        ) from error
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
     expected = output_and_gradients("xla", jnp.float32)
     tolerance = 1e-4 if dtype == jnp.float32 else 5e-2
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -190,3 +250,4 @@ def _self_test(kernel: str, model: ModelConfig, compute: str) -> None:
                 f"the attention kernel {kernel} gives wrong numbers here (off by {difference:.1e} of the largest); "
                 "use --model.attention xla and report the versions in environment.json"
             )
+    return None

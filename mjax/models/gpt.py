@@ -47,26 +47,38 @@ class GPT(nnx.Module):
         self.blocks = stack_blocks(blocks, config, dtype)
         self.final_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
 
-    def __call__(self, ids: Array, key: DropoutKey | None = None, recompute: str = "none") -> Array:
+    def __call__(
+        self,
+        ids: Array,
+        key: DropoutKey | None = None,
+        recompute: str = "none",
+        positions: Array | None = None,
+        documents: Array | None = None,
+    ) -> Array:
         """Logits of the next token at every position.
 
         Args:
           ids: int [b, s], the same on every rank of `model`.
           key: dropout masks of this forward pass; None for evaluation.
           recompute: `none`, `selective` or `full`.
+          positions: int [b, s], which learned position a token has; 0 … s − 1 when not given.
+          documents: int [b, s], number of each token's document, where attention must stay within it.
 
         Returns:
           [b, s, v / p] in the type of the weights, varying over `model`.
         """
         tokens = Tokens(*ids.shape)
-        x = run_blocks(self.blocks, self.embed(ids, tokens, key), tokens, key, recompute)
+        x = self.embed(ids, tokens, key, positions)
+        x = run_blocks(self.blocks, x, tokens, key, recompute, documents=documents)
         return tokens.by_sequence(self.logits(x, tokens))
 
-    def embed(self, ids: Array, tokens: Tokens, key: DropoutKey | None = None) -> Array:
-        """The stream before the first layer: `ids` int [b, s] → [t, h]."""
+    def embed(self, ids: Array, tokens: Tokens, key: DropoutKey | None = None, positions: Array | None = None) -> Array:
+        """The stream before the first layer: `ids` int [b, s], and `positions` as in `__call__` → [t, h]."""
         x = self.embedding(ids, tokens)
-        positions = self.positions[: tokens.positions]  # [s, h]
-        x = x + tokens.mine(jnp.tile(positions, (tokens.sequences, 1)))
+        if positions is None:
+            x = x + tokens.mine(jnp.tile(self.positions[: tokens.positions], (tokens.sequences, 1)))
+        else:
+            x = x + self.positions[tokens.mine(positions.reshape(-1))]
         place = None if key is None else key.fold(0).fold(random.EMBEDDING)
         return dropout_tokens(x, self.config.hidden_dropout, place, tokens)
 
@@ -74,12 +86,14 @@ class GPT(nnx.Module):
         """Scores of the next token after the last layer: x [t, h] → [b · s, v / p], varying over `model`."""
         return self.embedding.logits(self.final_norm(x), tokens)
 
-    def loss(self, x: Array, labels: Array, tokens: Tokens) -> Array:
-        """Sum of the cross entropy over this replica's tokens, from the stream after the last layer.
+    def loss(self, x: Array, labels: Array, tokens: Tokens, mask: Array | None = None) -> Array:
+        """Sum of the cross entropy over this replica's labels, or those that `mask` lets count, from the stream after
+        the last layer.
 
-        Shapes: x [t, h], labels int [b, s] → float32 [], the same on every rank of `model`.
+        Shapes: x [t, h], labels int [b, s], mask bool [b, s] → float32 [], the same on every rank of `model`.
         """
-        return vocab_parallel_cross_entropy(self.logits(x, tokens), labels.reshape(-1)).sum()
+        losses = vocab_parallel_cross_entropy(self.logits(x, tokens), labels.reshape(-1))  # [b · s]
+        return losses.sum() if mask is None else losses.sum(where=mask.reshape(-1))
 
     def prefill(
         self, prompts: Array, lengths: Array, slots: int, decode: DecodeBlocks = decode_blocks

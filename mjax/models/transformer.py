@@ -49,9 +49,9 @@ class Attention(nnx.Module):
         self.qkv = ColumnParallelLinear(qkv, config.hidden, (3, heads, size), 1, config.init_std, dtype)
         self.out = RowParallelLinear(out, (heads, size), config.hidden, residual_std(config), dtype)
 
-    def __call__(self, x: Array, tokens: Tokens, key: DropoutKey | None) -> Array:
+    def __call__(self, x: Array, tokens: Tokens, key: DropoutKey | None, documents: Array | None = None) -> Array:
         q, k, v = self._project(x, tokens)
-        context = attend(q, k, v, self.config.attention, self.config.attention_dropout, key)
+        context = attend(q, k, v, self.config.attention, self.config.attention_dropout, key, documents)
         context = context.reshape(tokens.count, *context.shape[2:])
         return self.out(checkpoint_name(context, "context"), tokens)
 
@@ -99,10 +99,10 @@ class Block(nnx.Module):
         self.mlp_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
         self.mlp = MLP(mlp, config, dtype)
 
-    def __call__(self, x: Array, tokens: Tokens, key: DropoutKey | None) -> Array:
+    def __call__(self, x: Array, tokens: Tokens, key: DropoutKey | None, documents: Array | None = None) -> Array:
         rate = self.config.hidden_dropout
         at = key.fold if key is not None else lambda site: None
-        y = self.attention(self.attention_norm(x), tokens, at(random.ATTENTION))
+        y = self.attention(self.attention_norm(x), tokens, at(random.ATTENTION), documents)
         x = checkpoint_name(x + dropout_tokens(y, rate, at(random.ATTENTION_OUTPUT), tokens), "residual")
         y = self.mlp(self.mlp_norm(x), tokens)
         return x + dropout_tokens(y, rate, at(random.MLP_OUTPUT), tokens)
@@ -141,6 +141,7 @@ def run_blocks(
     recompute: str,
     first_layer: Array | int = 1,
     weights_of: Callable[[Block], Block] | None = None,
+    documents: Array | None = None,
 ) -> Array:
     """Apply stacked layers one after the other: a scan, so that compile time does not grow with depth.
 
@@ -153,13 +154,14 @@ def run_blocks(
       first_layer: number of the first of these layers in the model, from 1; it chooses the dropout masks.
       weights_of: turns what is stored of one layer into its weights, where they are gathered layer by layer (FSDP).
         They are gathered anew in the backward pass, never kept.
+      documents: int [b, s], number of each token's document, where attention must stay within it.
     """
 
     def layer(x, block_and_index):
         block, index = block_and_index
         if weights_of is not None:
             block = weights_of(block)
-        return block(x, tokens, None if key is None else key.fold(index)), None
+        return block(x, tokens, None if key is None else key.fold(index), documents), None
 
     kept = KEPT[recompute]
     if kept is not None:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from mjax.batch_size import BatchSizes
@@ -29,6 +28,7 @@ from mjax.errors import RunError
 from mjax.generation import Generator, continue_texts, print_samples
 from mjax.launch import Distributed
 from mjax.models.attention import resolve_attention
+from mjax.models.gpt import GPT
 from mjax.names import leaf_name
 from mjax.parallel.mappings import PIPE
 from mjax.parallel.mesh import make_mesh
@@ -41,7 +41,8 @@ from mjax.training.display import Display, loss_and_perplexity
 from mjax.training.flops import model_flops, peak_tflops
 from mjax.training.metrics import MetricsLog, Record, finite_or_none
 from mjax.training.runs import locked
-from mjax.training.step import StepMetrics, TrainProgram, TrainState, build_program
+from mjax.training.state import StepMetrics, TrainState
+from mjax.training.step import TrainProgram, build_program
 from mjax.training.watchdog import COMPILING, Watchdog
 from mjax.validation import check_devices
 
@@ -84,7 +85,9 @@ def train(config: Config, folder: Path, name: str = "this config", watchdog: Wat
 
     # --- Devices, and the attention kernel that will be used ----------------------------------------------------------
     check_devices(config, jax.device_count(), name)
-    kernel = resolve_attention(config.model, config.precision.compute, jax.default_backend())
+    kernel = resolve_attention(
+        config.model, config.precision.compute, jax.default_backend(), documents=config.data.reset_attention
+    )
     resolved = replace(config, model=replace(config.model, attention=kernel))
     mesh = make_mesh(config.mesh)
 
@@ -254,7 +257,7 @@ class _Run:
                     record = self._record(*waiting)
                     if evaluates and not stop.requested:
                         self.watchdog.at(step, "evaluating")
-                        validation_loss = record.val_loss = self._evaluate(state, validation)
+                        validation_loss = record.val_loss = self._evaluate(state.model, validation)
                         display.say(f"step {step}: validation {loss_and_perplexity(validation_loss)}")
                     self._write(record)
                     if saves:
@@ -287,7 +290,7 @@ class _Run:
             self.display.say(f"batch {size} from step {step}" + (": compiling" if new else ""))
         return self.programs[size]
 
-    def _to_devices(self, batches: Batches, step: int) -> dict[str, jax.Array]:
+    def _to_devices(self, batches: Batches, step: int, evaluation: bool = False) -> dict[str, jax.Array]:
         """The batch of `step`; a process reads only the rows of its own devices."""
         shape = (batches.sizes.size(step), self.config.model.sequence)
         sharding = self.program.batch_sharding
@@ -300,14 +303,16 @@ class _Run:
         with jax.transfer_guard("allow"):  # this one is meant
             return {
                 name: jax.make_array_from_callback(shape, sharding, lambda index, name=name: rows[bounds(index)][name])
-                for name in ("tokens", "labels")
+                for name in self.config.data.batch_types(evaluation)
             }
 
-    def _evaluate(self, state: TrainState, validation: Batches) -> float:
-        losses = []
-        for index in range(self.config.train.eval_batches):
-            losses.append(self.program.eval_step(state.model, self._to_devices(validation, index)))
-        return float(np.mean(jax.device_get(losses)))
+    def _evaluate(self, model: GPT, validation: Batches) -> float:
+        """Mean over all labels of the evaluation that count, whichever batch they are in."""
+        batches = range(self.config.train.eval_batches)
+        found = [self.program.eval_step(model, self._to_devices(validation, i, evaluation=True)) for i in batches]
+        found = jax.device_get(found)
+        total = sum(float(batch.loss) * int(batch.labels) for batch in found)
+        return total / max(sum(int(batch.labels) for batch in found), 1)
 
     def _record(self, step: int, metrics: StepMetrics) -> Record:
         """Wait for the figures of `step` and put them beside the time it took."""

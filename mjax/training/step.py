@@ -2,6 +2,7 @@
 or in the layers.
 
     cast parameters to the compute type, once, and gather those that are stored in shards
+    count the labels of the global batch, where some do not count
     scan over micro-batches, or over the ticks of a pipeline: loss and gradient, accumulated in float32
     one sum, or reduce-scatter, over `data`
     unscale, global norm, clip; skip the update if the norm is not finite
@@ -46,51 +47,7 @@ from mjax.parallel.zero import (
 )
 from mjax.training.optimizer import adamw, backward_order, gradient_names, learning_rate, squared_norms
 from mjax.training.precision import COMPUTE_TYPES, LossScale, parameter_type
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """All that a run carries from step to step.
-
-    Attributes:
-      model: float32 master weights, sharded by their PartitionSpecs.
-      optimizer: Adam's count and moments, sharded like the weights.
-      loss_scale: fp16's loss scale.
-      step: int32 [], steps taken, skipped ones included; it numbers batches and dropout masks.
-      samples: int32 [], samples that have trained the model, those of skipped steps not included; the clock of the
-        learning rate.
-    """
-
-    model: GPT
-    optimizer: optax.OptState
-    loss_scale: LossScale
-    step: Array
-    samples: Array
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepMetrics:
-    """What a step reports; the same on every device.
-
-    Attributes:
-      loss: float32 [], mean cross entropy of the global batch before the update, nats a token.
-      grad_norm: float32 [], global L2 norm of the unscaled gradient before clipping.
-      learning_rate: float32 [].
-      loss_scale: float32 [], the one this step was computed with.
-      skipped: bool [], whether the gradient was not finite and nothing was updated.
-      nonfinite: int32 [], number of gradients that are not finite.
-      first_nonfinite: int32 [], index into `TrainProgram.gradient_names` of the one the backward pass reached first.
-    """
-
-    loss: Array
-    grad_norm: Array
-    learning_rate: Array
-    loss_scale: Array
-    skipped: Array
-    nonfinite: Array
-    first_nonfinite: Array
+from mjax.training.state import EvalMetrics, StepMetrics, TrainState
 
 
 @dataclass(frozen=True)
@@ -99,18 +56,20 @@ class TrainProgram:
 
     Attributes:
       abstract_state: `TrainState` of ShapeDtypeStructs with shardings; what a checkpoint is restored to.
-      batch_sharding: where a batch {"tokens", "labels"} of int32 [B, s] goes.
+      abstract_batch: what a training step takes beside the state, the arrays [B, s] of `DataConfig.batch_types`.
+      batch_sharding: where every array of a batch goes.
       initialize: () → TrainState, already sharded; the same weights on every mesh.
       train_step: (TrainState, batch) → (TrainState, StepMetrics); the old state is donated.
-      eval_step: (GPT, batch) → float32 [], mean cross entropy without dropout, nats a token.
+      eval_step: (GPT, batch) → EvalMetrics; the batch may have a loss mask that those of training have not.
       gradient_names: what `StepMetrics.first_nonfinite` points into.
     """
 
     abstract_state: TrainState
+    abstract_batch: dict[str, jax.ShapeDtypeStruct]
     batch_sharding: NamedSharding
     initialize: Callable[[], TrainState]
     train_step: Callable[[TrainState, dict[str, Array]], tuple[TrainState, StepMetrics]]
-    eval_step: Callable[[GPT, dict[str, Array]], Array]
+    eval_step: Callable[[GPT, dict[str, Array]], EvalMetrics]
     gradient_names: list[str]
 
 
@@ -143,18 +102,27 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None =
     abstract_state = sharded_shapes(shapes, specs, mesh)
 
     # --- Programs -----------------------------------------------------------------------------------------------------
-    batch_spec = {"tokens": P(DATA), "labels": P(DATA)}
+    batch_sharding = NamedSharding(mesh, P(DATA))
+    batch_shape = (config.train.global_batch, config.model.sequence)
+    training, evaluation = config.data.batch_types(), config.data.batch_types(evaluation=True)
     names = gradient_names(shapes.model, config.mesh)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
     train_step = shard_map(
         partial(_train_step, config, transform, rate_after, plan, np.array(backward_order(names))),
-        in_specs=(specs, batch_spec),
+        in_specs=(specs, dict.fromkeys(training, P(DATA))),
         out_specs=(specs, P()),
     )
-    eval_step = shard_map(partial(_eval_step, config, plan), in_specs=(specs.model, batch_spec), out_specs=P())
+    eval_step = shard_map(
+        partial(_eval_step, config, plan),
+        in_specs=(specs.model, dict.fromkeys(evaluation, P(DATA))),
+        out_specs=P(),
+    )
     return TrainProgram(
         abstract_state=abstract_state,
-        batch_sharding=NamedSharding(mesh, P(DATA)),
+        abstract_batch={
+            name: jax.ShapeDtypeStruct(batch_shape, kind, sharding=batch_sharding) for name, kind in training.items()
+        },
+        batch_sharding=batch_sharding,
         initialize=jax.jit(build, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state)),
         train_step=jax.jit(train_step, donate_argnums=0),
         eval_step=jax.jit(eval_step),
@@ -218,13 +186,17 @@ def _train_step(
 
 
 def loss_and_gradients(config: Config, plan, model: GPT, batch: dict[str, Array], step: Array, scale: Array):
-    """Mean loss over the global batch and its gradient, from inside `shard_map`.
+    """Mean loss over the labels of the global batch that count, and its gradient, from inside `shard_map`.
+
+    Every label of the batch weighs the same, on whatever rank and in whatever micro-batch it is. Megatron by default
+    takes the mean of each micro-batch and then the mean of these, so a label weighs more the fewer count beside it;
+    its --calculate-per-token-loss is what is done here. Without a loss mask the two are the same.
 
     Args:
       config: as for `build_program`.
       plan: how each weight is stored (`zero.plan_storage`).
       model: this device's shards of the master weights.
-      batch: this replica's rows, int32 [B / data, s].
+      batch: this replica's rows of the arrays in `DataConfig.batch_types`, [B / data, s].
       step: int32 [], numbers the dropout masks.
       scale: float32 [], multiplies the loss before differentiation and is divided out of both results.
 
@@ -232,7 +204,7 @@ def loss_and_gradients(config: Config, plan, model: GPT, batch: dict[str, Array]
       Loss [], and a gradient in float32 for each shard of `model`, the same wherever the shard is.
     """
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
-    program = _stage_program(config, plan, step, scale)
+    program = _stage_program(config, plan, _share(scale, _count_labels(config, batch)), step)
     differentiate = _accumulate if config.mesh.pipe == 1 else _pipeline
     loss, gradients = differentiate(config, program, weights, _split(config, batch))
     # The one data-parallel reduction: float32, outside every loop.
@@ -241,18 +213,30 @@ def loss_and_gradients(config: Config, plan, model: GPT, batch: dict[str, Array]
     return jax.tree.map(lambda x: x / scale, (loss, gradients))
 
 
-def _stage_program(config: Config, plan, step: Array | None = None, scale: Array | float = 1.0) -> StageProgram:
+def _count_labels(config: Config, batch: dict[str, Array]) -> Array | int:
+    """Labels of the global batch that count: int32 [], the same on every device, or a number where all do."""
+    if "loss_mask" not in batch:
+        return config.train.global_batch * config.model.sequence
+    counted = batch["loss_mask"].sum(dtype=jnp.int32)
+    return mappings.sum_over(counted, mappings.varying_axes(counted))
+
+
+def _share(scale: Array | float, labels: Array | int) -> Array | float:
+    """What the loss of a label is multiplied by, to give the mean. Of no labels it is 0, and so is its gradient."""
+    return scale / (labels if isinstance(labels, int) else jnp.maximum(labels, 1))
+
+
+def _stage_program(config: Config, plan, share: Array | float, step: Array | None = None) -> StageProgram:
     """The model as a pipeline stage runs it; one device without a pipeline runs its three parts one after the other.
 
     Args:
       config, plan: as above.
+      share: what the loss of each label that counts is multiplied by.
       step: numbers the dropout masks; None for evaluation, which has none.
-      scale: as above.
     """
     model, train, mesh = config.model, config.train, config.mesh
     tokens = Tokens(train.micro_batch, model.sequence, mesh.sequence_parallel)
     weights_of = gather_in_loop(plan.blocks, COMPUTE_TYPES[config.precision.compute])
-    share = scale / (train.global_batch * model.sequence)
     layers_in_chunk = model.layers // (mesh.pipe * mesh.chunks)
 
     def key(micro_batch: dict[str, Array]) -> DropoutKey | None:
@@ -263,12 +247,19 @@ def _stage_program(config: Config, plan, step: Array | None = None, scale: Array
     def layers(blocks, x, micro_batch, virtual_stage):
         recompute = "none" if step is None else train.recompute
         first_layer = virtual_stage * layers_in_chunk + 1
-        return run_blocks(blocks, x, tokens, key(micro_batch), recompute, first_layer, weights_of)
+        documents = micro_batch.get("documents")
+        return run_blocks(blocks, x, tokens, key(micro_batch), recompute, first_layer, weights_of, documents)
+
+    def embed(weights, micro_batch):
+        return weights.embed(micro_batch["tokens"], tokens, key(micro_batch), micro_batch.get("positions"))
+
+    def head(weights, x, micro_batch):
+        return weights.loss(x, micro_batch["labels"], tokens, micro_batch.get("loss_mask")) * share
 
     return StageProgram(
-        embed=lambda weights, micro_batch: weights.embed(micro_batch["tokens"], tokens, key(micro_batch)),
+        embed=embed,
         layers=layers,
-        head=lambda weights, x, micro_batch: weights.loss(x, micro_batch["labels"], tokens) * share,
+        head=head,
         rows=tokens.count,
         shards=[storage.gathers if storage.in_loop else () for storage in jax.tree.leaves(plan.blocks)],
     )
@@ -312,10 +303,11 @@ def _without_blocks(weights: GPT) -> GPT:
     return jax.tree_util.tree_map_with_path(lambda path, w: None if is_layer(leaf_name(path)) else w, weights)
 
 
-def _eval_step(config: Config, plan, model: GPT, batch: dict[str, Array]) -> Array:
+def _eval_step(config: Config, plan, model: GPT, batch: dict[str, Array]) -> EvalMetrics:
     mesh = config.mesh
+    labels = _count_labels(config, batch)
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], mesh)
-    program, micro_batches = _stage_program(config, plan), _split(config, batch)
+    program, micro_batches = _stage_program(config, plan, _share(1.0, labels)), _split(config, batch)
     if mesh.pipe > 1:
         schedule = forward_only(mesh.pipe, config.micro_batches, mesh.chunks)
         total = pipeline_loss(schedule, program, _without_blocks(weights), weights.blocks, micro_batches)
@@ -323,13 +315,13 @@ def _eval_step(config: Config, plan, model: GPT, batch: dict[str, Array]) -> Arr
         nothing = mappings.vary(jnp.zeros((), parameter_type(config.precision.compute)), frozenset({DATA}))
         add = lambda total, micro_batch: (total + _run(program, weights, micro_batch), None)  # noqa: E731
         total, _ = jax.lax.scan(add, nothing, micro_batches)
-    return mappings.sum_over(total, mappings.varying_axes(total))
+    return EvalMetrics(mappings.sum_over(total, mappings.varying_axes(total)), jnp.int32(labels))
 
 
 def _split(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
-    """This replica's tokens and labels as [m, b, s], and each sequence's index in the global batch as [m, b]."""
+    """This replica's rows of the batch as [m, b, s], and each sequence's index in the global batch as [m, b]."""
     rows = config.train.global_batch // config.mesh.data
-    chex.assert_shape([batch["tokens"], batch["labels"]], (rows, config.model.sequence))
+    chex.assert_shape(list(batch.values()), (rows, config.model.sequence))
     samples = mappings.rank(DATA) * rows + jnp.arange(rows)
 
     def split(x):

@@ -21,13 +21,19 @@ def _inputs(positions=16):
 
 @pytest.mark.parametrize("kernel", ["xla", "xla_blocks"])
 @pytest.mark.parametrize("positions", [16, 13])
-def test_kernels_equal_the_textbook_formula(kernel, positions):
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_equal_the_textbook_formula(kernel, positions, packed):
     q, k, v = _inputs(positions)
+    documents = np.sort(np.random.default_rng(0).integers(0, 4, (2, positions)))
+    visible = np.tril(np.ones((positions, positions), bool))[None]
+    if packed:
+        visible = visible & (documents[:, :, None] == documents[:, None])
     scores = np.einsum("bqnd,bknd->bnqk", q, k) / np.sqrt(8)
-    scores = np.where(np.tril(np.ones((positions, positions), bool)), scores, -np.inf)
+    scores = np.where(visible[:, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("bnqk,bknd->bqnd", weights / weights.sum(-1, keepdims=True), v)
-    np.testing.assert_allclose(attend(q, k, v, kernel), expected, atol=2e-6)
+    found = attend(q, k, v, kernel, documents=jnp.asarray(documents) if packed else None)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("kernel", ["xla", "xla_blocks"])
@@ -76,22 +82,58 @@ def test_a_kernel_asked_for_by_name_is_refused_rather_than_replaced(changes, com
 
 
 def test_a_kernel_that_does_not_run_is_found_at_the_start():
+    with pytest.raises(
+        UsageError, match="cudnn does not run here"
+    ):  # there is no cuDNN, whatever the platform is called
+        resolve_attention(MODEL, "bf16", "gpu")
     with pytest.raises(UsageError, match="cudnn does not run here"):
-        attention._self_test("cudnn", MODEL, "bf16")
+        resolve_attention(replace(MODEL, attention="cudnn"), "bf16", "gpu", documents=True)
+
+
+def test_where_cudnn_takes_no_document_masks_auto_says_so_and_takes_xla():
+    said = []
+    assert resolve_attention(MODEL, "bf16", "gpu", said.append, documents=True) == "xla"
+    assert len(said) == 1
+    assert "the slower kernel xla is used, because cuDNN flash refuses document masks" in said[0]
+
+
+def test_cudnn_is_not_tried_with_documents_on_an_odd_number_of_positions():
+    said, odd = [], replace(MODEL, sequence=15)
+    assert resolve_attention(odd, "bf16", "gpu", said.append, documents=True) == "xla"
+    assert "--model.sequence is 15" in said[0]
+    with pytest.raises(UsageError, match="needs an even number of positions"):
+        resolve_attention(replace(odd, attention="cudnn"), "bf16", "gpu", documents=True)
 
 
 def test_a_kernel_with_wrong_numbers_is_found_at_the_start(monkeypatch):
     right = attention.attend
-    monkeypatch.setattr(
-        attention, "attend", lambda q, k, v, kernel: right(q, k, v, kernel) * (1.5 if kernel == "xla_blocks" else 1.0)
-    )
+
+    def attend(q, k, v, kernel, documents):
+        return right(q, k, v, kernel, documents=documents) * (1.5 if kernel == "xla_blocks" else 1.0)
+
+    monkeypatch.setattr(attention, "attend", attend)
     with pytest.raises(UsageError, match="gives wrong numbers here"):
-        attention._self_test("xla_blocks", MODEL, "fp32")
+        attention._self_test("xla_blocks", MODEL, "fp32", documents=False)
+
+
+def test_a_kernel_that_does_not_keep_to_documents_is_found_at_the_start(monkeypatch):
+    right = attention.attend
+
+    def attend(q, k, v, kernel, documents):
+        return right(q, k, v, kernel, documents=documents if kernel == "xla" else None)
+
+    monkeypatch.setattr(attention, "attend", attend)
+    resolve_attention(MODEL, "fp32", "cpu")
+    with pytest.raises(UsageError, match="gives wrong numbers here"):
+        resolve_attention(MODEL, "fp32", "cpu", documents=True)
 
 
 @pytest.mark.gpu
-def test_cudnn_equals_xla_on_this_gpu():
+@pytest.mark.parametrize("documents", [False, True])
+def test_cudnn_equals_xla_on_this_gpu(documents):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in _inputs(128))
-    np.testing.assert_allclose(
-        np.asarray(attend(q, k, v, "cudnn"), np.float32), np.asarray(attend(q, k, v, "xla"), np.float32), atol=2e-2
+    numbers = jnp.arange(128) // jnp.array([[5], [60]]) if documents else None
+    found, expected = (
+        np.asarray(attend(q, k, v, kernel, documents=numbers), np.float32) for kernel in ("cudnn", "xla")
     )
+    np.testing.assert_allclose(found, expected, atol=2e-2)

@@ -2,14 +2,11 @@
 
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from mjax.config import load_config
-from mjax.parallel.mesh import abstract_mesh
-from mjax.training.step import build_program
-from tests.collectives import equations
+from tests.collectives import equations, traced_step
 
 LAYERS = 72
 
@@ -22,9 +19,7 @@ def _step(recompute, sequence_parallel=False):
         mesh=replace(config.mesh, sequence_parallel=sequence_parallel),
         train=replace(config.train, recompute=recompute),
     )
-    program = build_program(config, abstract_mesh(config.mesh))
-    token = jax.ShapeDtypeStruct((512, 1024), jnp.int32, sharding=program.batch_sharding)
-    return config, program.train_step.trace(program.abstract_state, {"tokens": token, "labels": token}).jaxpr.jaxpr
+    return config, traced_step(config)[1]
 
 
 def _stacked_residuals(jaxpr):

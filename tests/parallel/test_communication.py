@@ -7,13 +7,10 @@ from collections import Counter
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from mjax.config import load_config
-from mjax.parallel.mesh import abstract_mesh
-from mjax.training.step import build_program
-from tests.collectives import collectives
+from tests.collectives import collectives, traced_step
 from tests.conftest import ROOT
 from tests.small import small_config
 
@@ -21,11 +18,8 @@ LAYERS = 72
 
 
 def _traced(config):
-    program = build_program(config, abstract_mesh(config.mesh))
-    shape = (config.train.global_batch, config.model.sequence)
-    token = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=program.batch_sharding)
-    traced = program.train_step.trace(program.abstract_state, {"tokens": token, "labels": token})
-    return program, collectives(traced.jaxpr.jaxpr)
+    program, jaxpr = traced_step(config)
+    return program, collectives(jaxpr)
 
 
 def _gpt_8b(**train):
@@ -126,7 +120,6 @@ def test_imports_run_downward():
 
 
 COMPILE_512 = """
-import jax, jax.numpy as jnp
 from dataclasses import replace
 from mjax.config import load_config
 from mjax.parallel.mesh import make_mesh
@@ -134,8 +127,7 @@ from mjax.training.step import build_program
 config = load_config("gpt_8b")
 config = replace(config, model=replace(config.model, attention="xla"))
 program = build_program(config, make_mesh(config.mesh))
-token = jax.ShapeDtypeStruct((512, 1024), jnp.int32, sharding=program.batch_sharding)
-compiled = program.train_step.lower(program.abstract_state, {"tokens": token, "labels": token}).compile()
+compiled = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
 print("arguments", compiled.memory_analysis().argument_size_in_bytes)
 """
 

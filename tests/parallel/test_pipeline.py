@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import jax
@@ -9,11 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from mjax.parallel import pipeline
-from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.schedules import build_schedule
-from mjax.training.step import build_program
 from tests.against_reference import largest_error
-from tests.collectives import collectives, equations
+from tests.collectives import collectives, equations, traced_step
 from tests.small import batch_of, gradient_program, small_config
 
 SCHEDULES = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-h1", 2)]
@@ -98,18 +97,11 @@ def test_the_memory_of_1f1b_does_not_grow_with_the_number_of_micro_batches_and_t
     assert grown < 0.5 * one_more  # the batch itself and the longer table
 
 
-def _traced(config):
-    program = build_program(config, abstract_mesh(config.mesh))
-    shape = (config.train.global_batch, config.model.sequence)
-    token = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=program.batch_sharding)
-    return program.train_step.trace(program.abstract_state, {"tokens": token, "labels": token}).jaxpr.jaxpr
-
-
 def _residuals(config):
     """Shapes and types of the residuals of one forward pass: of the buffers that the loop over ticks carries."""
     mesh = config.mesh
     schedule = build_schedule(mesh.schedule, mesh.pipe, config.micro_batches, mesh.chunks)
-    loops = [e for e in equations(_traced(config), "scan") if e.params["length"] == schedule.ticks]
+    loops = [e for e in equations(traced_step(config)[1], "scan") if e.params["length"] == schedule.ticks]
     (loop,) = loops
     carried = [variable.aval for variable in loop.outvars]
     held = [aval for aval in carried if aval.shape[:1] == (schedule.residual_slots,)]
@@ -121,6 +113,15 @@ def test_full_recomputation_in_a_stage_keeps_nothing_but_the_inputs_of_its_layer
     large = {kind for kind in kept if math.prod(kind[0]) >= 16 * 16}
     assert large == {((2, 16, 32), "bfloat16")}  # [layers of a stage, b · s, h]
     assert kept[((2, 16, 32), "bfloat16")] == 1
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_where_documents_are_kept_apart_a_stage_keeps_their_numbers_at_most_and_no_mask(recompute):
+    config = _config("1f1b", 1, 4, 8, recompute, compute="bf16")
+    packed = replace(config, data=replace(config.data, reset_positions=True, reset_attention=True, mask_eod_loss=True))
+    kept = _residuals(packed)
+    assert set(kept - _residuals(config)) <= {((1, 16), "int32")}
+    assert "bool" not in {dtype for _, dtype in kept}
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b", 2), ("zb-h1", 1)])
@@ -135,7 +136,7 @@ def test_sharded_weights_leave_what_a_stage_keeps_as_it_is_and_no_weight_is_kept
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 @pytest.mark.parametrize("zero", [1, 3])
 def test_in_bf16_messages_and_weights_cross_in_bf16_and_gradients_in_float32(schedule, chunks, zero):
-    found = collectives(_traced(_config(schedule, chunks, 4, 8, compute="bf16", zero=zero)))
+    found = collectives(traced_step(_config(schedule, chunks, 4, 8, compute="bf16", zero=zero))[1])
     beyond = [c for c in found if {"pipe", "data"} & set(c.axes)]
     types = {kind: {c.dtype for c in beyond if c.kind == kind} for kind in {c.kind for c in beyond}}
     assert types == {
@@ -146,7 +147,7 @@ def test_in_bf16_messages_and_weights_cross_in_bf16_and_gradients_in_float32(sch
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_inside_the_tick_loop_only_messages_cross_pipe_and_nothing_crosses_data(schedule, chunks):
     config = _config(schedule, chunks, 4, 8, compute="fp32")
-    inside = [c for c in collectives(_traced(config)) if c.loops]
+    inside = [c for c in collectives(traced_step(config)[1]) if c.loops]
     over_pipe = [c for c in inside if "pipe" in c.axes]
     assert {(c.kind, c.shape) for c in over_pipe} == {("permute", (16, 32))}
     assert len(over_pipe) == 2  # an activation forward and a gradient back, in every tick

@@ -10,7 +10,7 @@ from mjax.config import MeshConfig
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.training.step import build_program
 from tests.against_reference import in_layer_order
-from tests.collectives import collectives
+from tests.collectives import collectives, traced_step
 from tests.small import batch_of, small_config
 
 
@@ -42,8 +42,8 @@ def _bytes_on_a_device(tree):
     return sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _state(**mesh):
-    config = small_config(vocabulary=500, hidden=64, layers=4, mesh=mesh)
+def _state(data=1, **mesh):
+    config = small_config(data, vocabulary=500, hidden=64, layers=4, mesh=mesh)
     return build_program(config, abstract_mesh(config.mesh)).abstract_state
 
 
@@ -51,13 +51,8 @@ def _state(**mesh):
 def test_the_state_on_a_device_shrinks_by_the_data_axis(zero):
     whole = _bytes_on_a_device(_state(zero=0))
     for data in (2, 4, 8):
-        part = _bytes_on_a_device(_state_on(data, zero))
+        part = _bytes_on_a_device(_state(data, zero=zero))
         assert whole / data <= part < 1.001 * whole / data + 100  # besides: counters and the loss scale
-
-
-def _state_on(data, zero):
-    config = small_config(data, vocabulary=500, hidden=64, layers=4, mesh={"zero": zero})
-    return build_program(config, abstract_mesh(config.mesh)).abstract_state
 
 
 def test_a_pipeline_holds_one_copy_of_the_embedding_and_its_moments_in_all():
@@ -72,10 +67,7 @@ def test_a_pipeline_holds_one_copy_of_the_embedding_and_its_moments_in_all():
 def test_gradients_are_scattered_over_data_in_float32_once_a_step_or_once_a_layer():
     for zero in (1, 3):
         config = small_config(4, 2, compute="bf16", mesh={"zero": zero}, global_batch=16, layers=3)
-        program = build_program(config, abstract_mesh(config.mesh))
-        token = jax.ShapeDtypeStruct((16, 16), np.int32, sharding=program.batch_sharding)
-        trace = program.train_step.trace(program.abstract_state, {"tokens": token, "labels": token})
-        found = [c for c in collectives(trace.jaxpr.jaxpr) if "data" in c.axes]
+        found = [c for c in collectives(traced_step(config)[1]) if "data" in c.axes]
         scatters = [c for c in found if c.kind == "reduce-scatter"]
         gathers = [c for c in found if c.kind == "all-gather"]
         assert {c.dtype for c in scatters} == {"float32"}

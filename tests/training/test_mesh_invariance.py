@@ -22,7 +22,7 @@ def _run(data, model, **changes):
         batch = jax.device_put(batch_of(config, seed=step), program.batch_sharding)
         state, metrics = program.train_step(state, batch)
         losses.append(float(metrics.loss))
-    return initial, losses, state, float(program.eval_step(state.model, batch))
+    return initial, losses, state, float(program.eval_step(state.model, batch).loss)
 
 
 @pytest.fixture(scope="module")

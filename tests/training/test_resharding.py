@@ -29,7 +29,7 @@ class _Run:
 
     def evaluate(self):
         batch = jax.device_put(batch_of(self.config, seed=99), self.program.batch_sharding)
-        return float(self.program.eval_step(self.state.model, batch))
+        return float(self.program.eval_step(self.state.model, batch).loss)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,72 @@
+"""What a run carries from step to step, and what a step reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import optax
+from jax import Array
+
+from mjax.models.gpt import GPT
+from mjax.training.precision import LossScale
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that a run carries from step to step.
+
+    Attributes:
+      model: float32 master weights, sharded by their PartitionSpecs.
+      optimizer: Adam's count and moments, sharded like the weights.
+      loss_scale: fp16's loss scale.
+      step: int32 [], steps taken, skipped ones included; it numbers batches and dropout masks.
+      samples: int32 [], samples that have trained the model, those of skipped steps not included; the clock of the
+        learning rate.
+    """
+
+    model: GPT
+    optimizer: optax.OptState
+    loss_scale: LossScale
+    step: Array
+    samples: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepMetrics:
+    """What a step reports; the same on every device.
+
+    Attributes:
+      loss: float32 [], mean cross entropy over the labels of the global batch that count, before the update, in nats;
+        0 where none counts.
+      grad_norm: float32 [], global L2 norm of the unscaled gradient before clipping.
+      learning_rate: float32 [].
+      loss_scale: float32 [], the one this step was computed with.
+      skipped: bool [], whether the gradient was not finite and nothing was updated.
+      nonfinite: int32 [], number of gradients that are not finite.
+      first_nonfinite: int32 [], index into `TrainProgram.gradient_names` of the one the backward pass reached first.
+    """
+
+    loss: Array
+    grad_norm: Array
+    learning_rate: Array
+    loss_scale: Array
+    skipped: Array
+    nonfinite: Array
+    first_nonfinite: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EvalMetrics:
+    """What an evaluation of one batch reports; the same on every device.
+
+    Attributes:
+      loss: float32 [], mean cross entropy over the labels that count, without dropout, in nats; 0 where none counts.
+      labels: int32 [], how many count: the weight of this batch among others.
+    """
+
+    loss: Array
+    labels: Array
