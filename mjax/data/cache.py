@@ -65,7 +65,7 @@ class IndexCache:
         for folder in self.folders:
             try:
                 return _load(folder, key, source, names)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 continue
             except (OSError, ValueError, KeyError, TypeError):  # unreadable, of another size, not JSON, without a field
                 self.say(
