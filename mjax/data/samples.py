@@ -78,7 +78,7 @@ def build_document_index(
     if separate_last:
         first = build_document_index(documents, epochs - 1, random, False)
         return np.concatenate([first, build_document_index(documents, 1, random, False)])
-    index = np.tile(documents.astype(np.int32), epochs)
+    index = np.tile(documents, epochs)
     random.shuffle(index)
     return index
 
@@ -119,6 +119,43 @@ def build_shuffle_index(first: int, samples: int, random: np.random.RandomState)
     if first < samples:
         random.shuffle(index[first:])
     return index
+
+
+def build_indices(
+    lengths: np.ndarray,
+    documents: np.ndarray,
+    samples: int | None,
+    sequence: int,
+    seed: int,
+    extra_token: bool = True,
+    keep_tail: bool = False,
+) -> Arrays:
+    """The three indices of `samples` samples or more; see `GPTDataset` for what decides about them.
+
+    Args:
+      lengths: tokens in each sequence of the dataset, int32 [S].
+      documents: those to draw from, int32 [documents].
+    """
+    tokens = int(lengths[documents].sum(dtype=np.int64))  # of one epoch
+    epochs = epochs_of(tokens, samples, sequence, extra_token)
+    before_last = ((epochs - 1) * tokens - extra_token) // sequence  # samples that end before the last epoch does
+    per_epoch = (tokens - extra_token) // sequence
+    apart = epochs > 1 and samples - before_last < int(SEPARATE_BELOW * per_epoch)
+    total, tail = divmod(epochs * tokens - extra_token, sequence)
+    total += keep_tail and tail > 0
+
+    random = np.random.RandomState(seed)  # the order of the two draws on it is part of the format
+    document_index = build_document_index(documents, epochs, random, apart)
+    return {
+        "document_index": document_index,
+        "sample_index": build_sample_index(lengths, document_index, sequence, total, extra_token),
+        "shuffle_index": build_shuffle_index(before_last if apart else total, total, random),
+    }
+
+
+def epochs_of(tokens: int, samples: int | None, sequence: int, extra_token: bool = True) -> int:
+    """The fewest epochs of `tokens` that hold `samples` samples; None: one."""
+    return 1 if samples is None else max(1, -(-(samples * sequence + extra_token) // tokens))
 
 
 # --- What a sample says beside its tokens -----------------------------------------------------------------------------
@@ -201,34 +238,22 @@ class GPTDataset:
         cache: IndexCache | None = None,
     ):
         self.indexed, self.sequence, self.vocabulary, self.extra_token = indexed, sequence, vocabulary, extra_token
-        chosen = slice(documents.start, documents.stop) if isinstance(documents, range) else np.asarray(documents)
+        stretch = isinstance(documents, range) and documents.step == 1  # of the file, as splits are
+        chosen = slice(documents.start, documents.stop) if stretch else np.asarray(documents, np.int32)
         tokens = int(indexed.lengths[chosen].sum(dtype=np.int64))  # of one epoch
         _check_size(indexed, len(documents), tokens, sequence, name)
-        self.epochs = 1 if samples is None else max(1, -(-(samples * sequence + extra_token) // tokens))
+        self.epochs = epochs_of(tokens, samples, sequence, extra_token)
 
         def build() -> Arrays:
-            before_last = (
-                (self.epochs - 1) * tokens - extra_token
-            ) // sequence  # samples that end before the last epoch
-            per_epoch = (tokens - extra_token) // sequence
-            apart = self.epochs > 1 and samples - before_last < int(SEPARATE_BELOW * per_epoch)
-            total, tail = divmod(self.epochs * tokens - extra_token, sequence)
-            total += keep_tail and tail > 0
-
-            random = np.random.RandomState(seed)  # the order of the two draws on it is part of the format
-            lengths = indexed.lengths[:]
-            document_index = build_document_index(np.asarray(documents, np.int32), self.epochs, random, apart)
-            return {
-                "document_index": document_index,
-                "sample_index": build_sample_index(lengths, document_index, sequence, total, extra_token),
-                "shuffle_index": build_shuffle_index(before_last if apart else total, total, random),
-            }
+            lengths = indexed.lengths.copy()  # aligned, which those in the file are not: looked up twice as fast
+            numbers = np.arange(chosen.start, chosen.stop, dtype=np.int32) if stretch else chosen
+            return build_indices(lengths, numbers, samples, sequence, seed, extra_token, keep_tail)
 
         names = ("document_index", "sample_index", "shuffle_index")
         if cache is None:
             arrays = build()
         else:
-            drawn = [documents.start, documents.stop] if isinstance(documents, range) else _digest(documents)
+            drawn = [chosen.start, chosen.stop] if stretch else hashlib.sha256(chosen).hexdigest()
             source = {"kind": "samples", "lengths": indexed.fingerprint, "documents": drawn, "samples": samples}
             source |= {"sequence": sequence, "seed": seed, "extra_token": extra_token, "keep_tail": keep_tail}
             arrays = cache.arrays(source, names, build)
@@ -258,10 +283,6 @@ class GPTDataset:
         sample = np.full(self.sequence + 1, PAD, np.int32)
         sample[: len(tokens)] = tokens
         return sample
-
-
-def _digest(documents: Sequence[int] | np.ndarray) -> str:
-    return hashlib.sha256(np.asarray(documents, np.int32)).hexdigest()
 
 
 def _check_size(indexed: IndexedDataset, documents: int, tokens: int, sequence: int, name: str) -> None:
