@@ -54,6 +54,15 @@ def test_without_weights_lanes_join_to_the_walk_and_every_sample_comes_once(size
     assert len(data) == sum(sizes)
 
 
+@settings(deadline=None, max_examples=40)
+@given(sizes=st.lists(st.integers(1, 200), min_size=2, max_size=8), data=st.data())
+def test_a_dataset_that_is_used_up_is_passed_over_whatever_its_share(sizes, data):
+    shares = normalize(data.draw(st.lists(st.floats(0.01, 1), min_size=len(sizes), max_size=len(sizes))))
+    found = build_blend_index(shares, sum(sizes), sizes)
+    assert np.bincount(found).tolist() == sizes
+    assert found.tolist() == walked(shares, sum(sizes), sizes)
+
+
 @given(index=st.lists(st.integers(0, 5), max_size=60))
 def test_samples_are_numbered_within_their_dataset(index):
     assert number_within(np.array(index, np.int16)).tolist() == [index[:i].count(d) for i, d in enumerate(index)]

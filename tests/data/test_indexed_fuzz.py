@@ -159,17 +159,11 @@ def test_damage_beyond_the_first_piece_of_the_index_is_found(tmp_path, monkeypat
             writer.add_document([length] * length)
     index = index_file(tmp_path / "d").read_bytes()
     assert IndexedDataset(tmp_path / "d").tokens == sum(lengths)
-    for name, which in [
-        ("length", 3),
-        ("length", 4),
-        ("pointer", 4),
-        ("pointer", 12),
-        ("document", 4),
-        ("document", 9),
-    ]:
+    damage = [("length", 3, 100), ("length", 4, 100), ("pointer", 4, 100), ("pointer", 12, 100)]
+    for name, which, value in [*damage, ("document", 4, 0), ("document", 9, 100)]:
         place, form = fields(index)[name][which]
         changed = bytearray(index)
-        struct.pack_into(form, changed, place, 100)
+        struct.pack_into(form, changed, place, value)
         index_file(tmp_path / "d").write_bytes(changed)
         with pytest.raises(UsageError, match=r"d\.idx is damaged: (sequence|document) \d+ (begins|ends)"):
             IndexedDataset(tmp_path / "d")
