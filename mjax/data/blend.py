@@ -31,7 +31,7 @@ import numpy as np
 from mjax.data.cache import Arrays, IndexCache
 from mjax.errors import UsageError
 
-LANE = 512  # samples a lane walks
+LANE = 2048  # samples a lane walks
 SURPLUS = 0.005  # of every share, because the walk may be a sample ahead of it
 MOST_DATASETS = 32767  # their numbers are int16
 

@@ -91,6 +91,7 @@ def test_every_part_can_have_a_blend_of_its_own(data):
     assert set(origins(rows(opened.training, 10))) == {"a", "b"}
     assert set(origins(rows(opened.validation, 1))) == {"c"}
     assert opened.summary.startswith("50.0% a (800 tokens in 40 documents, 1 epoch) + 50.0% b (")
+    assert set(opened.validation.dataset.document_index.tolist()) == set(range(40))  # all of c, whatever the split
     with pytest.raises(UsageError, match=r"missing\.bin does not exist"):
         open_data(config_of(train_path=("a",), valid_path=("c",), test_path=("missing",)))
 
@@ -126,6 +127,7 @@ def test_a_partial_validation_sample_is_kept_where_asked_and_its_padding_does_no
     batch = opened.validation.at(0)
     assert batch["tokens"].shape == (13, 16)
     assert sorted(batch["loss_mask"].sum(axis=1).tolist()) == [15] + [16] * 12
+    assert (len(opened.training.dataset), len(opened.validation.dataset)) == (599 // 16, 399 // 16 + 1)
     assert list(opened.training.at(0)) == ["tokens", "labels"]
 
 
