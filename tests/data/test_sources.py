@@ -127,7 +127,7 @@ def test_a_partial_validation_sample_is_kept_where_asked_and_its_padding_does_no
     batch = opened.validation.at(0)
     assert batch["tokens"].shape == (13, 16)
     assert sorted(batch["loss_mask"].sum(axis=1).tolist()) == [15] + [16] * 12
-    assert (len(opened.training.dataset), len(opened.validation.dataset)) == (599 // 16, 399 // 16 + 1)
+    assert (len(opened.training.dataset), len(opened.validation.dataset)) == (1199 // 16, 399 // 16 + 1)
     assert list(opened.training.at(0)) == ["tokens", "labels"]
 
 
