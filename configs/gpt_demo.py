@@ -20,7 +20,7 @@ config = Config(
     model=ModelConfig(
         layers=4, hidden=256, heads=8, sequence=128, vocabulary=4096, hidden_dropout=0.1, attention_dropout=0.1
     ),
-    data=DataConfig(path="data/demo", split="95,5,0"),
+    data=DataConfig(path=("data/demo",), split="95,5,0"),
     optimizer=OptimizerConfig(
         learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=50, weight_decay=0.1, beta2=0.99
     ),

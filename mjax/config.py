@@ -109,11 +109,18 @@ class MeshConfig:
 class DataConfig:
     """Where samples come from."""
 
-    path: str | None = None
-    """Prefix of an indexed dataset: PREFIX.bin and PREFIX.idx, as `mjax prepare` or Megatron's preprocess_data write
-    them."""
+    path: tuple[str, ...] = ()
+    """Prefixes of indexed datasets (PREFIX.bin and PREFIX.idx, as `mjax prepare` or Megatron's preprocess_data write
+    them): one; a weight before each, such as 0.3 data/a 0.7 data/b, to blend them; or several without weights, to go
+    over each once, blended in proportion to their sizes."""
     split: str = "949,50,1"
-    """Proportions of documents for training, validation and test, as in Megatron."""
+    """Proportions of documents for training, validation and test, as in Megatron; without meaning for train_path."""
+    train_path: tuple[str, ...] = ()
+    """Instead of path: a blend of which all documents are for training. valid_path and test_path go with it."""
+    valid_path: tuple[str, ...] = ()
+    """With train_path: a blend of which all documents are for validation."""
+    test_path: tuple[str, ...] = ()
+    """With train_path: a blend for tests after training. Training checks that it is there and never reads it."""
     mock: bool = False
     """Draw deterministic tokens instead of reading data.path; for measuring speed."""
     samples: int | None = None
@@ -127,6 +134,17 @@ class DataConfig:
     """Leave out of the loss what follows an end of a document: the first token of the next one cannot be known."""
     validation_tail: bool = False
     """Keep the last, partial sample of the validation part, padded; the padding does not count."""
+    eod: int | None = None
+    """Id that ends a document, for the four above; that of the data's tokenizer when not given."""
+    cache: str | None = None
+    """Folder for the indices of the order of samples; PREFIX.cache when not given, or ~/.cache/mjax where that cannot
+    be written."""
+
+    def __post_init__(self):
+        for name in ("path", "train_path", "valid_path", "test_path"):
+            value = getattr(self, name)
+            if value is None or isinstance(value, str):  # one prefix or none, as it was before there were blends
+                object.__setattr__(self, name, (value,) if value else ())
 
     def batch_types(self, evaluation: bool = False) -> dict[str, str]:
         """The arrays [B, s] of a batch and their types: what samples are made of and what a step takes.
@@ -366,6 +384,10 @@ def _fits(value: Any, kind: Any) -> bool:
         return value in get_args(kind)
     if get_origin(kind) is tuple:  # JSON has lists
         kinds = get_args(kind)
+        if kinds[1:] == (...,):
+            if value is None or isinstance(value, str):
+                return True  # see DataConfig.__post_init__
+            kinds = kinds[:1] * len(value) if isinstance(value, (list, tuple)) else ()
         return isinstance(value, (list, tuple)) and len(value) == len(kinds) and all(map(_fits, value, kinds))
     if get_args(kind):
         return any(_fits(value, option) for option in get_args(kind))
@@ -379,6 +401,8 @@ def _fits(value: Any, kind: Any) -> bool:
 def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
+    if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
+        return f"a list of {_describe(get_args(kind)[0])}"
     if get_origin(kind) is tuple:
         return "[" + ", ".join(_describe(part) for part in get_args(kind)) + "]"
     if get_args(kind):

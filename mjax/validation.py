@@ -7,6 +7,8 @@ from typing import Any
 
 from mjax.batch_size import BatchSizes, parse_schedule
 from mjax.config import Config
+from mjax.data.blend import parse_blend
+from mjax.data.samples import split_sequences
 from mjax.errors import UsageError
 from mjax.parallel.schedules import check_counts
 
@@ -77,11 +79,32 @@ def validate(config: Config, name: str = "this config") -> None:
         raise UsageError(
             f"--precision.loss-scale needs --precision.compute fp16; this run computes in {config.precision.compute}"
         )
-    if not config.data.mock and config.data.path is None:
+    _check_data(config, name)
+
+
+def _check_data(config: Config, name: str) -> None:
+    """That there are data, named in one of the two ways, and that blends have their form."""
+    data = config.data
+    if data.mock:
+        return
+    if not data.path and not data.train_path:
         raise UsageError(
             f"{name} has no data: prepare some with `python -m mjax prepare FILES --output data/corpus` and add "
             "--data.path data/corpus, or add --data.mock to measure speed"
         )
+    if data.path and (data.train_path or data.valid_path or data.test_path):
+        raise UsageError(
+            "--data.path is cut into parts by --data.split, and --data.train-path, --data.valid-path and "
+            "--data.test-path name a part each; leave out the three, or --data.path (write it with nothing behind it)"
+        )
+    if not data.path and config.train.eval_interval > 0 and not data.valid_path:
+        raise UsageError(
+            "--data.train-path has no validation beside it; add --data.valid-path, or --train.eval-interval 0"
+        )
+    for field in ("path", "train_path", "valid_path", "test_path"):
+        if getattr(data, field):
+            parse_blend(getattr(data, field), f"--data.{field.replace('_', '-')}")
+    split_sequences(data.split, 0)
 
 
 def _check_batch_sizes(config: Config) -> None:
@@ -171,7 +194,7 @@ _AT_LEAST_ONE = (
 _AT_LEAST_ZERO = (
     "optimizer.learning_rate", "optimizer.min_learning_rate", "optimizer.warmup_steps", "optimizer.weight_decay",
     "optimizer.epsilon", "optimizer.clip_norm", "train.seed", "train.eval_interval", "checkpoint.interval",
-    "log.sample_tokens", "model.layernorm_epsilon", "model.init_std",
+    "log.sample_tokens", "model.layernorm_epsilon", "model.init_std", "data.eod",
 )  # fmt: skip
 _BELOW_ONE = ("model.hidden_dropout", "model.attention_dropout", "optimizer.beta1", "optimizer.beta2")
 
@@ -187,7 +210,7 @@ def _check_ranges(config: Config) -> None:
             raise UsageError(f"{name} is {value}; it must be at least 1")
     for dotted in _AT_LEAST_ZERO:
         name, value = flag(dotted)
-        if not value >= 0:
+        if value is not None and not value >= 0:
             raise UsageError(f"{name} is {value}; it must be 0 or more")
     for dotted in _BELOW_ONE:
         name, value = flag(dotted)

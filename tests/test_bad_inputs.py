@@ -61,7 +61,11 @@ def _train(*flags):
 
 
 def _reading(prefix, *flags):
-    return lambda place: _train("--data.no-mock", "--data.path", str(place / prefix), *flags)(place)
+    def arguments(place):
+        prefixes = [str(place / word) if word.startswith(("data/", "scratch/")) else word for word in (prefix, *flags)]
+        return _train("--data.no-mock", "--data.path", *prefixes)(place)
+
+    return arguments
 
 
 def _damaged(name, change):
@@ -153,6 +157,16 @@ WRONG = {
         _reading("data/corpus", "--model.vocabulary", "100"), 2, "use --model.vocabulary 257",
     ),
     "validation part too small": (_reading("data/foreign", "--data.split", "1,0,0"), 2, "validation part"),
+    "weights for some datasets": (
+        _train("--data.no-mock", "--data.path", "0.3", "data/a", "data/b"), 2, "write a weight before every prefix",
+    ),
+    "training without validation": (
+        _train("--data.no-mock", "--data.train-path", "data/a"), 2, "add --data.valid-path, or --train.eval-interval 0",
+    ),
+    "a blend that is used up": (
+        _reading("data/foreign", "data/foreign", "--data.split", "1,1,0", "--train.steps", "100000"), 2,
+        "give weights to go over them again, such as 0.5 PREFIX 0.5 PREFIX",
+    ),
     "nonsense split": (_reading("data/foreign", "--data.split", "all"), 2, "--data.split"),
     "cuDNN on a CPU": (_train("--model.attention", "cudnn"), 2, "it needs an NVIDIA GPU"),
     "no devices to simulate": (_train("--simulate", "0"), 2, "--simulate is 0"),

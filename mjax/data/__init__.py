@@ -1,7 +1,7 @@
 """From text to batches: tokenizers, Megatron's indexed datasets and Megatron's order of samples, in NumPy alone.
 
-    text ── prepare ──▶ PREFIX.bin, PREFIX.idx ── GPTDataset ──▶ sample i ── Batches ──▶ batch of step t
-           tokenizers   indexed                   samples                    batches
+    text ── prepare ──▶ PREFIX.bin, PREFIX.idx ── GPTDataset ── BlendedDataset ──▶ sample i ── Batches ──▶ batches
+           tokenizers   indexed                   samples       blend                          batches
 
 Nothing here imports JAX, and nothing remembers what it gave out: a batch depends on the data, the seed and the step,
 never on the mesh or on history, so resuming a run takes a step number and nothing else.

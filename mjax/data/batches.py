@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from mjax.batch_size import BatchSizes
+from mjax.data.samples import labelled
 
 Step = TypeVar("Step")
 Fetched = TypeVar("Fetched")
@@ -29,13 +30,23 @@ class Batches:
     """Global batches of the given `sizes`, by step number; keeps no state.
 
     For validation ask for steps 0, 1, … anew each time: they are the same samples at every evaluation.
+
+    Args:
+      dataset: where tokens come from.
+      sizes: samples of each step.
+      label: makes of a sample's tokens [s + 1] the arrays [s] that a batch stacks; tokens and labels alone by default.
     """
 
-    def __init__(self, dataset: Samples, sizes: BatchSizes):
-        self.dataset, self.sizes = dataset, sizes
+    def __init__(
+        self,
+        dataset: Samples,
+        sizes: BatchSizes,
+        label: Callable[[np.ndarray], dict[str, np.ndarray]] = labelled,
+    ):
+        self.dataset, self.sizes, self.label = dataset, sizes, label
 
     def at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-        """The batch of `step` (from 0): tokens and labels, int32 [b, s] each, b being the rows asked for.
+        """The batch of `step` (from 0): tokens, labels and what else `label` gives, [b, s], b being the rows asked for.
 
         Raises:
           IndexError: the dataset ends before this step.
@@ -45,8 +56,8 @@ class Batches:
         chosen = range(first, first + size)[rows]
         if not chosen:
             raise ValueError(f"{rows} holds no rows of a batch of {size}")
-        samples = np.stack([self.dataset[index] for index in chosen])  # [b, s + 1]
-        return {"tokens": samples[:, :-1], "labels": samples[:, 1:]}
+        samples = [self.label(self.dataset[index]) for index in chosen]
+        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 def prefetch(fetch: Callable[[Step], Fetched], steps: Iterable[Step], depth: int = 2) -> Iterator[Fetched]:

@@ -12,14 +12,19 @@ PREFIX.bin holds the tokens of every sequence one after the other, without a hea
     8 S     where each sequence begins in PREFIX.bin, in bytes, int64
     8 D     the sequence at which each document begins, int64; the first is 0, the last S
 
-A document is one or more sequences: one for GPT, one per sentence for BERT. Both files are mapped into memory, never
-read whole, so opening a terabyte takes milliseconds and processes on one machine share the pages.
+A document is one or more sequences: one for GPT, one per sentence for BERT. Both files are mapped into memory, so
+processes on one machine share the pages. The tokens are never read as a whole. The index is, once and piece by piece:
+lengths, pointers and documents have to agree with each other and with the size of PREFIX.bin, so what is read later can
+be neither beyond a file nor another sequence's. That takes a second for a hundred million sequences; those of a
+terabyte of text are usually fewer.
 
 Source: Megatron-LM, core/datasets/indexed_dataset.py.
 """
 
 import array
 import contextlib
+import functools
+import hashlib
 import os
 import struct
 from collections.abc import Sequence
@@ -40,6 +45,7 @@ DTYPES = {
     5: np.int64,
     8: np.uint16,
 }  # 6 and 7 are floats: not tokens
+PIECE = 2**16  # sequences whose index entries are checked at a time: they fit a core's cache
 
 
 def index_file(prefix: str | Path) -> Path:
@@ -85,25 +91,17 @@ class IndexedDataset:
         self.lengths = fields[0].view("<i4")
         self.pointers = fields[1].view("<i8")
         self.document_indices = fields[2].view("<i8")
-        if self.document_indices[0] != 0 or self.document_indices[-1] != sequences:
+        _check_documents(index_file(prefix), self.document_indices, sequences)
+        described = _described_bytes(index_file(prefix), self.lengths, self.pointers, self.dtype.itemsize)
+        size = token_file(prefix).stat().st_size
+        if size != described:
             raise UsageError(
-                f"{index_file(prefix)} is damaged: its documents cover sequences {self.document_indices[0]} to "
-                f"{self.document_indices[-1]} of {sequences}; copy or prepare it again"
-            )
-        self._check_tokens()
-        self._tokens = np.memmap(token_file(prefix), dtype=np.uint8, mode="r").view(np.ndarray)
-
-    def _check_tokens(self) -> None:
-        file = token_file(self.prefix)
-        size = file.stat().st_size
-        expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self) else 0
-        if size != expected:
-            raise UsageError(
-                f"{file} is {size:,} bytes but {index_file(self.prefix)} describes {expected:,}: "
+                f"{token_file(prefix)} is {size:,} bytes but {index_file(prefix)} describes {described:,}: "
                 "the two do not belong together or one was cut short; copy or prepare them again"
             )
         if size == 0:
-            raise UsageError(f"{file} holds no tokens; prepare it again from files that hold text")
+            raise UsageError(f"{token_file(prefix)} holds no tokens; prepare it again from files that hold text")
+        self._tokens = np.memmap(token_file(prefix), dtype=self.dtype, mode="r").view(np.ndarray)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -116,7 +114,12 @@ class IndexedDataset:
     @property
     def tokens(self) -> int:
         """Number of tokens."""
-        return len(self._tokens) // self.dtype.itemsize
+        return len(self._tokens)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the sequences' lengths, in hexadecimal: what an order of samples depends on of the dataset."""
+        return hashlib.sha256(self.lengths).hexdigest()
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens `offset` to `offset + length` of a sequence, to its end when `length` is None; type `dtype`, [length].
@@ -134,8 +137,25 @@ class IndexedDataset:
             raise IndexError(
                 f"tokens {offset} to {offset + length} of sequence {index} of {self.prefix}, which holds {size}"
             )
-        begin = int(self.pointers[index]) + offset * self.dtype.itemsize
-        return self._tokens[begin : begin + length * self.dtype.itemsize].view(self.dtype)
+        begin = int(self.pointers[index]) // self.dtype.itemsize + offset
+        return self._tokens[begin : begin + length]
+
+    def join(self, sequences: np.ndarray, begin: int, end: int) -> np.ndarray:
+        """Tokens of sequences laid end to end, from token `begin` of the first up to token `end` of the last.
+
+        Args:
+          sequences: which, [n] with n ≥ 1.
+          begin: the first token of the first sequence that is taken.
+          end: the first token of the last sequence that is not.
+
+        Returns:
+          A copy of type `dtype`.
+        """
+        starts = self.pointers[sequences] // self.dtype.itemsize  # [n], as tokens of the file
+        stops = starts + self.lengths[sequences]
+        stops[-1] = starts[-1] + end
+        starts[0] += begin
+        return np.concatenate([self._tokens[i:j] for i, j in zip(starts.tolist(), stops.tolist(), strict=True)])
 
 
 def _missing(prefix: str, file: Path) -> str:
@@ -171,6 +191,44 @@ def _read_header(file: Path) -> tuple[int, np.dtype]:
     if size > expected:
         raise UsageError(f"{file} is {size:,} bytes where {expected:,} are expected; copy or prepare it again")
     return sequences, np.dtype(DTYPES[code]).newbyteorder("<")
+
+
+def _check_documents(file: Path, boundaries: np.ndarray, sequences: int) -> None:
+    """Documents begin at 0, never before the one in front of them, and end with the last sequence."""
+    if boundaries[0] != 0 or boundaries[-1] != sequences:
+        raise UsageError(
+            f"{file} is damaged: its documents cover sequences {boundaries[0]} to {boundaries[-1]} of {sequences}; "
+            "copy or prepare it again"
+        )
+    for start in range(0, len(boundaries), PIECE):
+        piece = boundaries[start : start + PIECE + 1]  # with the first of the next
+        if (piece[1:] < piece[:-1]).any():
+            document = start + int(np.argmax(piece[1:] < piece[:-1]))
+            raise UsageError(f"{file} is damaged: document {document} ends before it begins; copy or prepare it again")
+
+
+def _described_bytes(file: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
+    """Bytes that all sequences take, once each is known to begin where the one before it ends."""
+    end = 0
+    for start in range(0, len(lengths), PIECE):
+        sizes = lengths[start : start + PIECE].astype(np.int64)
+        sizes *= itemsize  # [PIECE], in bytes
+        begins = pointers[start : start + PIECE]
+        # Differences may wrap around, but sums of fewer than 2^31 × 8 × sequences bytes cannot.
+        follows = begins[1:] - begins[:-1] == sizes[:-1]
+        if sizes.min() < 0:
+            sequence = start + int(np.argmax(sizes < 0))
+            raise UsageError(
+                f"{file} is damaged: sequence {sequence} has {lengths[sequence]} tokens; copy or prepare it again"
+            )
+        if begins[0] != end or not follows.all():
+            sequence = start + (0 if begins[0] != end else 1 + int(np.argmin(follows)))
+            raise UsageError(
+                f"{file} is damaged: sequence {sequence} begins at byte {pointers[sequence]:,} of the tokens, which is "
+                "not where the one before it ends; copy or prepare it again"
+            )
+        end = int(begins[-1] + sizes[-1])
+    return end
 
 
 # --- Writing ----------------------------------------------------------------------------------------------------------

@@ -15,20 +15,30 @@ only part of the last epoch is needed (less than 80% of its samples), it is shuf
 document has been seen equally often before it begins. All shuffles draw on one generator, NumPy's legacy Mersenne
 Twister, whose stream is frozen for good.
 
-Given the same files, split, seed and number of samples, sample i here is sample i in Megatron, token for token.
+What is left of the stream after the last whole sample is dropped, or, for validation, kept and padded with `PAD`.
+A document begins where the token before it is the end-of-document token; `labelled` turns that into positions, numbers
+of documents and a loss mask for those who do not want samples to run across documents after all.
 
-Source: Megatron-LM, core/datasets/gpt_dataset.py and helpers.cpp.
+Given the same files, split, seed and number of samples, sample i here is sample i in Megatron, token for token. One
+thing differs: how many samples a partial tail makes. Megatron's C++ divides in float32, which beyond 2^24 tokens can
+invent an empty sample at the end or lose the tail; here the division is of whole numbers.
+
+Source: Megatron-LM, core/datasets/gpt_dataset.py, helpers.cpp and blended_megatron_dataset_config.py.
 """
 
-from collections.abc import Sequence
+import hashlib
+import re
+from collections.abc import Container, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
 
+from mjax.data.cache import Arrays, IndexCache
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
 
 SEPARATE_BELOW = 0.80  # share of its samples below which the last epoch is shuffled apart
+PAD = -1  # stands where the stream has ended; no token of any dataset
 
 # --- Splits -----------------------------------------------------------------------------------------------------------
 
@@ -36,21 +46,23 @@ SEPARATE_BELOW = 0.80  # share of its samples below which the last epoch is shuf
 def split_sequences(split: str, sequences: int) -> tuple[range, range, range]:
     """Sequences of the training, validation and test parts: '949,50,1' of 1000 is 0–949, 949–999 and 999–1000.
 
-    Parts that are left out are empty: '98,2' has no test part. Parts are cut in the order of the file.
+    Parts that are left out are empty: '98,2' has no test part. Parts are cut in the order of the file. Megatron takes
+    every run of digits and points for a number, whatever is between them ('949/50/1', '-1,2' for 1 and 2, '1e3' for 1
+    and 3); here only commas and spaces may be.
 
     Raises:
       UsageError: `split` is not one to three numbers of which one is above 0.
     """
-    try:
-        parts = [float(part) for part in split.split(",")]
-    except ValueError:
-        parts = []
-    if not (1 <= len(parts) <= 3 and all(0 <= part < float("inf") for part in parts) and sum(parts) > 0):
+    written = [part.strip() for part in split.split(",")]
+    if not (len(written) <= 3 and all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", part) for part in written)):
+        written = ["0"]
+    parts = [float(part) for part in written]
+    if not 0 < sum(parts) < float("inf"):
         raise UsageError(
             f"--data.split {split!r} is not proportions of training, validation and test; "
             "give up to three numbers, one of them above 0, such as 949,50,1"
         )
-    total = sum(parts)
+    total = float(np.sum(parts))  # Python's own sum rounds otherwise from 3.12 on
     bounds = accumulate((part / total for part in parts + [0.0] * (3 - len(parts))), initial=0.0)
     training, validation, test = (range(*pair) for pair in pairwise(round(bound * sequences) for bound in bounds))
     return training, validation, test
@@ -66,30 +78,33 @@ def build_document_index(
     if separate_last:
         first = build_document_index(documents, epochs - 1, random, False)
         return np.concatenate([first, build_document_index(documents, 1, random, False)])
-    index = np.tile(documents.astype(np.int32), epochs)
+    index = np.tile(documents, epochs)
     random.shuffle(index)
     return index
 
 
-def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, sequence: int, samples: int) -> np.ndarray:
+def build_sample_index(
+    lengths: np.ndarray, document_index: np.ndarray, sequence: int, samples: int, extra_token: bool = True
+) -> np.ndarray:
     """Where each sample begins: (position in `document_index`, offset in tokens), int32 or int64 [samples + 1, 2].
 
-    Sample k runs from row k to row k + 1, both included: the last token of a sample is the first of the next. Megatron
-    walks the documents to find these rows; here token k × `sequence` of the stream is looked up among the ends of all
-    documents, for all k at once.
+    Sample k runs from row k to row k + 1, with the extra token both included: the last token of a sample is the first
+    of the next. Megatron walks the documents to find these rows; here token k × `sequence` of the stream is looked up
+    among the ends of all documents, for all k at once. Where the stream has ended before, the row is that of its end.
 
     Args:
       lengths: tokens in each sequence of the dataset, [S].
-      document_index: the stream, as positions in `lengths`; it must hold samples × sequence + 1 tokens or more.
+      document_index: the stream, as positions in `lengths`.
       sequence: s.
       samples: rows to build, less one.
+      extra_token: whether a sample has a token more than s, its last label.
     """
     stream_lengths = lengths[document_index]
     ends = np.cumsum(stream_lengths, dtype=np.int64)
     begins = np.arange(samples + 1, dtype=np.int64) * sequence  # [samples + 1], as tokens of the stream
-    position = np.searchsorted(
-        ends, begins, side="right"
-    )  # the first document that ends after it: empty ones are passed over
+    begins[-1] = min(begins[-1], ends[-1] - extra_token)
+    # The document that holds the last token which is read before the row, so that empty documents are passed over.
+    position = np.searchsorted(ends, begins + extra_token, side="left")
     offset = begins - (ends[position] - stream_lengths[position])
     position[0] = offset[0] = 0  # the walk begins at the very first document, empty or not
     large = max(len(document_index), int(lengths.max())) > np.iinfo(np.int32).max
@@ -106,6 +121,82 @@ def build_shuffle_index(first: int, samples: int, random: np.random.RandomState)
     return index
 
 
+def build_indices(
+    lengths: np.ndarray,
+    documents: np.ndarray,
+    samples: int | None,
+    sequence: int,
+    seed: int,
+    extra_token: bool = True,
+    keep_tail: bool = False,
+) -> Arrays:
+    """The three indices of `samples` samples or more; see `GPTDataset` for what decides about them.
+
+    Args:
+      lengths: tokens in each sequence of the dataset, int32 [S].
+      documents: those to draw from, int32 [documents].
+    """
+    tokens = int(lengths[documents].sum(dtype=np.int64))  # of one epoch
+    epochs = epochs_of(tokens, samples, sequence, extra_token)
+    before_last = ((epochs - 1) * tokens - extra_token) // sequence  # samples that end before the last epoch does
+    per_epoch = (tokens - extra_token) // sequence
+    apart = epochs > 1 and samples - before_last < int(SEPARATE_BELOW * per_epoch)
+    total, tail = divmod(epochs * tokens - extra_token, sequence)
+    total += keep_tail and tail > 0
+
+    random = np.random.RandomState(seed)  # the order of the two draws on it is part of the format
+    document_index = build_document_index(documents, epochs, random, apart)
+    return {
+        "document_index": document_index,
+        "sample_index": build_sample_index(lengths, document_index, sequence, total, extra_token),
+        "shuffle_index": build_shuffle_index(before_last if apart else total, total, random),
+    }
+
+
+def epochs_of(tokens: int, samples: int | None, sequence: int, extra_token: bool = True) -> int:
+    """The fewest epochs of `tokens` that hold `samples` samples; None: one."""
+    return 1 if samples is None else max(1, -(-(samples * sequence + extra_token) // tokens))
+
+
+# --- What a sample says beside its tokens -----------------------------------------------------------------------------
+
+
+def labelled(
+    tokens: np.ndarray, names: Container[str] = ("tokens", "labels"), eod: int | None = None, mask_eod: bool = False
+) -> dict[str, np.ndarray]:
+    """A sample as the model takes it: every token with its label, and what else `names` asks for.
+
+    It says what Megatron's `_get_ltor_masks_and_position_ids` does: token q attends to token k where k ≤ q and
+    documents[k] == documents[q].
+
+    Args:
+      tokens: int [s + 1]; `PAD` at its end where the stream has ended.
+      names: what to give, as `DataConfig.batch_types` says it.
+      eod: the id that ends a document; None: documents do not end.
+      mask_eod: whether a label does not count when its token is `eod`: nobody can foresee how a document begins.
+
+    Returns:
+      "tokens" and "labels", int32 [s], with 0 for padding; where asked for, "loss_mask" bool [s] (False: this label
+      does not count; padding never does), "positions" int32 [s] (0 again where a document begins) and "documents"
+      int32 [s] (0, 1, …).
+    """
+    inputs, labels = tokens[:-1], tokens[1:]
+    sample = {"tokens": np.maximum(inputs, 0, dtype=np.int32), "labels": np.maximum(labels, 0, dtype=np.int32)}
+    begins = np.zeros(len(inputs), bool)  # where a document begins within the sample
+    if eod is not None:
+        begins[1:] = inputs[:-1] == eod
+    if "loss_mask" in names:
+        sample["loss_mask"] = labels != PAD
+        if mask_eod:
+            sample["loss_mask"] &= inputs != eod
+    if "positions" in names:
+        place = np.arange(len(inputs), dtype=np.int32)
+        sample["positions"] = place - np.maximum.accumulate(np.where(begins, place, 0), dtype=np.int32)
+    if "documents" in names:
+        sample["documents"] = np.cumsum(begins, dtype=np.int32)
+    return sample
+
+
 # --- Datasets ---------------------------------------------------------------------------------------------------------
 
 
@@ -117,10 +208,16 @@ class GPTDataset:
     Args:
       indexed: the tokens.
       documents: which of its sequences to draw from, as `split_sequences` gives them.
-      samples: how many samples must be there. The order depends on it through the number of epochs.
+      samples: how many samples must be there; None: those of one epoch. The order depends on it through the epochs.
       sequence: s.
       seed: fixes the order.
       name: what to call this part in errors.
+      vocabulary: ids must be below it: a lookup on the device would clip one that is too large, without a word.
+      extra_token: whether a sample takes s + 1 tokens of the stream and shares one with the next. Otherwise it takes s,
+        and its last label is padding (Megatron's add_extra_token_to_sequence).
+      keep_tail: whether what is left at the end of the stream makes a last, padded sample (Megatron's
+        drop_last_partial_validation_sequence, the other way round).
+      cache: keeps the indices on disk.
 
     Raises:
       UsageError: there are no documents, or they hold too few tokens for a single sample.
@@ -130,47 +227,62 @@ class GPTDataset:
         self,
         indexed: IndexedDataset,
         documents: Sequence[int] | np.ndarray,
-        samples: int,
+        samples: int | None,
         sequence: int,
         seed: int,
         name: str = "training part",
+        *,
+        vocabulary: int = 2**31,
+        extra_token: bool = True,
+        keep_tail: bool = False,
+        cache: IndexCache | None = None,
     ):
-        self.indexed, self.sequence = indexed, sequence
-        documents = np.asarray(documents, dtype=np.int32)
-        tokens = int(indexed.lengths[documents].sum(dtype=np.int64))  # of one epoch
+        self.indexed, self.sequence, self.vocabulary, self.extra_token = indexed, sequence, vocabulary, extra_token
+        stretch = isinstance(documents, range) and documents.step == 1  # of the file, as splits are
+        chosen = slice(documents.start, documents.stop) if stretch else np.asarray(documents, np.int32)
+        tokens = int(indexed.lengths[chosen].sum(dtype=np.int64))  # of one epoch
         _check_size(indexed, len(documents), tokens, sequence, name)
+        self.epochs = epochs_of(tokens, samples, sequence, extra_token)
 
-        self.epochs = max(1, -(-(samples * sequence + 1) // tokens))
-        before_last = ((self.epochs - 1) * tokens - 1) // sequence  # samples that end before the last epoch does
-        per_epoch = (tokens - 1) // sequence
-        separate_last = self.epochs > 1 and samples - before_last < int(SEPARATE_BELOW * per_epoch)
-        total = (self.epochs * tokens - 1) // sequence
+        def build() -> Arrays:
+            lengths = indexed.lengths.copy()  # aligned, which those in the file are not: looked up twice as fast
+            numbers = np.arange(chosen.start, chosen.stop, dtype=np.int32) if stretch else chosen
+            return build_indices(lengths, numbers, samples, sequence, seed, extra_token, keep_tail)
 
-        random = np.random.RandomState(seed)  # the order of the two draws on it is part of the format
-        self.document_index = build_document_index(documents, self.epochs, random, separate_last)
-        self.sample_index = build_sample_index(indexed.lengths, self.document_index, sequence, total)
-        self.shuffle_index = build_shuffle_index(before_last if separate_last else total, total, random)
+        names = ("document_index", "sample_index", "shuffle_index")
+        if cache is None:
+            arrays = build()
+        else:
+            drawn = [chosen.start, chosen.stop] if stretch else hashlib.sha256(chosen).hexdigest()
+            source = {"kind": "samples", "lengths": indexed.fingerprint, "documents": drawn, "samples": samples}
+            source |= {"sequence": sequence, "seed": seed, "extra_token": extra_token, "keep_tail": keep_tail}
+            arrays = cache.arrays(source, names, build)
+        self.document_index, self.sample_index, self.shuffle_index = (arrays[name] for name in names)
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Sample `index`, int32 [s + 1].
+        """Sample `index`, int32 [s + 1], padded with `PAD`.
 
         Raises:
           IndexError: there is no such sample.
+          UsageError: it holds an id outside the vocabulary.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {self.indexed.prefix}, whose order was drawn for {len(self)}")
         row = int(self.shuffle_index[index])
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
-        parts = []
-        for position in range(first, last + 1):
-            document = int(self.document_index[position])
-            start = begin if position == first else 0
-            stop = end + 1 if position == last else int(self.indexed.lengths[document])
-            parts.append(self.indexed.get(document, start, stop - start))
-        return np.concatenate(parts, dtype=np.int32)  # [s + 1]
+        tokens = self.indexed.join(self.document_index[first : last + 1], begin, end + self.extra_token)
+        if tokens.max() >= self.vocabulary or tokens.min() < 0:
+            wrong = int(tokens.max()) if tokens.max() >= self.vocabulary else int(tokens.min())
+            raise UsageError(
+                f"sample {index} of {self.indexed.prefix} holds the id {wrong} and the model's vocabulary is "
+                f"{self.vocabulary:,}; set --model.vocabulary to that of the tokenizer the data was prepared with"
+            )
+        sample = np.full(self.sequence + 1, PAD, np.int32)
+        sample[: len(tokens)] = tokens
+        return sample
 
 
 def _check_size(indexed: IndexedDataset, documents: int, tokens: int, sequence: int, name: str) -> None:

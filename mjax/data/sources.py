@@ -1,16 +1,27 @@
-"""The data of a run: training and validation batches, and the tokenizer that travels with them."""
+"""The data of a run: training and validation batches, and the tokenizer that travels with them.
+
+data.path    data/a                        one dataset, cut by data.split into training, validation and test
+             0.3 data/a 0.7 data/b         a blend with weights, each dataset cut so
+             data/a data/b                 a blend of everything, once
+data.train_path, valid_path, test_path     a blend each, of whole datasets
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from mjax.batch_size import BatchSizes
 from mjax.config import Config
 from mjax.data.batches import Batches, Samples
+from mjax.data.blend import Blend, BlendedDataset, parse_blend, samples_of_parts
+from mjax.data.cache import IndexCache, cache_folders
 from mjax.data.indexed import IndexedDataset
-from mjax.data.metadata import read_metadata, tokenizer_folder
-from mjax.data.samples import GPTDataset, MockDataset, split_sequences
+from mjax.data.metadata import DatasetMetadata, read_metadata, tokenizer_folder
+from mjax.data.samples import GPTDataset, MockDataset, labelled, split_sequences
 from mjax.errors import UsageError
 
 
@@ -23,69 +34,159 @@ class TrainingData:
       validation: the batches of an evaluation, the same each time; None where there is no evaluation.
       tokenizer: folder of the tokenizer the tokens were made with, or None where it is not known.
       summary: one line about it.
+      notes: what else there is to say, a sentence each.
     """
 
     training: Batches
     validation: Batches | None
     tokenizer: Path | None
     summary: str
+    notes: tuple[str, ...] = ()
 
 
 def open_data(config: Config) -> TrainingData:
     """Open what `config.data` names and draw the order of samples.
 
     Raises:
-      UsageError: files are missing or damaged, hold too little, or hold ids the model has no embedding for.
+      UsageError: files are missing or damaged, hold too little, come of different tokenizers, or hold ids the model has
+        no embedding for.
     """
-    model, train = config.model, config.train
+    data, model, train = config.data, config.model, config.train
     evaluates = train.eval_interval > 0
-    if config.data.mock:
+    if data.mock:
         training = MockDataset(model.vocabulary, model.sequence, train.seed)
         validation = MockDataset(model.vocabulary, model.sequence, train.seed + 1) if evaluates else None
-        return _bundle(config, training, validation, None, "mock tokens")
+        return _bundle(config, training, validation, data.eod, None, "mock tokens", ())
 
-    prefix = Path(config.data.path)
-    indexed = IndexedDataset(prefix)
-    metadata = read_metadata(prefix)
+    parts = {"training": 0, "validation": 1, "test": 2}
+    if data.train_path:
+        paths = {"train_path": data.train_path, "valid_path": data.valid_path, "test_path": data.test_path}
+        blends = dict(zip(parts, (_blend(field, values) for field, values in paths.items()), strict=True))
+    else:
+        blends = dict.fromkeys(parts, _blend("path", data.path))
+    open_once = cache(IndexedDataset)
+    prefixes = list(dict.fromkeys(prefix for blend in blends.values() if blend for prefix in blend.prefixes))
+    for prefix in prefixes:
+        open_once(prefix)
+    metadata, tokenizer = _tokenizer(prefixes)
     if metadata is not None and metadata.vocabulary > model.vocabulary:
         raise UsageError(
-            f"{prefix} was made with a tokenizer of {metadata.vocabulary:,} ids and --model.vocabulary is "
+            f"{prefixes[0]} was made with a tokenizer of {metadata.vocabulary:,} ids and --model.vocabulary is "
             f"{model.vocabulary:,}; use --model.vocabulary {metadata.vocabulary}"
         )
-    parts = split_sequences(config.data.split, len(indexed))
-    training = GPTDataset(indexed, parts[0], config.training_samples, model.sequence, train.seed)
-    validation = None
-    if evaluates:
-        samples = train.eval_batches * train.global_batch
-        validation = GPTDataset(indexed, parts[1], samples, model.sequence, train.seed, "validation part")
-    epochs = f"{training.epochs} epoch{'s' * (training.epochs > 1)}"
-    summary = f"{indexed.tokens:,} tokens in {indexed.documents:,} documents, {epochs}"
-    tokenizer = tokenizer_folder(prefix)
-    return _bundle(config, training, validation, tokenizer if tokenizer.is_dir() else None, f"{prefix}: {summary}")
+    eod = data.eod if data.eod is not None or metadata is None else metadata.eod
+    if eod is None and (data.reset_positions or data.reset_attention or data.mask_eod_loss):
+        raise UsageError(
+            f"nothing says which id ends a document in {prefixes[0]}, which has no {prefixes[0]}.json; "
+            "give it with --data.eod"
+        )
+
+    notes: dict[str, None] = {}  # the same sentence once
+
+    def draw(part: str, samples: int) -> Samples:
+        def one(prefix: str, samples: int | None) -> GPTDataset:
+            indexed = open_once(prefix)
+            documents = range(len(indexed))
+            if not data.train_path:
+                documents = split_sequences(data.split, len(indexed))[parts[part]]
+            return GPTDataset(
+                indexed,
+                documents,
+                samples,
+                model.sequence,
+                train.seed,
+                f"{part} part",
+                vocabulary=model.vocabulary,
+                keep_tail=data.validation_tail and part == "validation",
+                cache=IndexCache(cache_folders(prefix, data.cache), notes.setdefault),
+            )
+
+        return _blended(
+            blends[part], samples, one, IndexCache(cache_folders(prefixes[0], data.cache), notes.setdefault)
+        )
+
+    training = draw("training", config.training_samples)
+    validation = draw("validation", train.eval_batches * train.global_batch) if evaluates else None
+    summary = _summary(blends["training"], training)
+    return _bundle(config, training, validation, eod, tokenizer, summary, tuple(notes))
 
 
-def _bundle(config, training, validation, tokenizer, summary) -> TrainingData:
-    vocabulary, whole = config.model.vocabulary, BatchSizes.constant(config.train.global_batch)
-    return TrainingData(
-        training=Batches(_InVocabulary(training, vocabulary), BatchSizes.of(config)),
-        validation=Batches(_InVocabulary(validation, vocabulary), whole) if validation is not None else None,
-        tokenizer=tokenizer,
-        summary=summary,
+def _blend(field: str, values: tuple[str, ...]) -> Blend | None:
+    return parse_blend(values, f"--data.{field.replace('_', '-')}") if values else None
+
+
+def _blended(
+    blend: Blend, samples: int, draw: Callable[[str, int | None], GPTDataset], order: IndexCache
+) -> GPTDataset | BlendedDataset:
+    """`samples` of a blend, whose datasets are drawn from by `draw(prefix, samples)`."""
+    if blend.weights is None and len(blend.prefixes) == 1:
+        return draw(blend.prefixes[0], samples)
+    shares = blend.shares
+    wanted = [None] * len(blend.prefixes) if shares is None else samples_of_parts(samples, shares)
+    drawn = [draw(prefix, number) for prefix, number in zip(blend.prefixes, wanted, strict=True)]
+    return BlendedDataset(drawn, shares, samples, order)
+
+
+def _summary(blend: Blend, dataset: GPTDataset | BlendedDataset) -> str:
+    """`data/a: 1,000 tokens in 10 documents, 2 epochs`, or for a blend its datasets with their shares, joined by +."""
+    if isinstance(dataset, GPTDataset):
+        return f"{blend.prefixes[0]}: {_extent(dataset)}"
+    return " + ".join(
+        f"{share:.1%} {prefix} ({_extent(part)})"
+        for share, prefix, part in zip(dataset.shares, blend.prefixes, dataset.parts, strict=True)
     )
 
 
-class _InVocabulary:
-    """Samples whose ids are checked: a lookup on the device would clip an id that is too large, without a word."""
+def _extent(dataset: GPTDataset) -> str:
+    epochs = f"{dataset.epochs} epoch{'s' * (dataset.epochs > 1)}"
+    return f"{dataset.indexed.tokens:,} tokens in {dataset.indexed.documents:,} documents, {epochs}"
 
-    def __init__(self, samples: Samples, vocabulary: int):
-        self.samples, self.vocabulary = samples, vocabulary
 
-    def __getitem__(self, index: int):
-        tokens = self.samples[index]
-        if tokens.max() >= self.vocabulary or tokens.min() < 0:
-            wrong = int(tokens.max()) if tokens.max() >= self.vocabulary else int(tokens.min())
+def _tokenizer(prefixes: list[str]) -> tuple[DatasetMetadata | None, Path | None]:
+    """The one tokenizer of datasets that are read together: what is noted of it, and its folder.
+
+    Raises:
+      UsageError: there are two.
+    """
+    known = [(prefix, metadata) for prefix in prefixes if (metadata := read_metadata(prefix)) is not None]
+    if not known:
+        return None, None
+    identities = [(m.tokenizer, m.vocabulary, m.eod, _contents(tokenizer_folder(prefix))) for prefix, m in known]
+    for (prefix, metadata), identity in zip(known, identities, strict=True):
+        if identity != identities[0]:
+            first, of_first = known[0]
             raise UsageError(
-                f"sample {index} of the data holds the id {wrong} and the model's vocabulary is {self.vocabulary:,}; "
-                "set --model.vocabulary to that of the tokenizer the data was prepared with"
+                f"{first} and {prefix} were made with different tokenizers ({_described(of_first)}; "
+                f"{_described(metadata)}): the same id means another text in each; prepare one of them again with the "
+                f"other's --tokenizer"
             )
-        return tokens
+    folder = tokenizer_folder(known[0][0])
+    return known[0][1], folder if folder.is_dir() else None
+
+
+def _described(metadata: DatasetMetadata) -> str:
+    return f"{metadata.tokenizer} of {metadata.vocabulary:,} ids, {metadata.eod} at the end of documents"
+
+
+def _contents(folder: Path) -> str:
+    """A hash of a tokenizer's files."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _bundle(config, training, validation, eod, tokenizer, summary, notes) -> TrainingData:
+    data, whole = config.data, BatchSizes.constant(config.train.global_batch)
+
+    def label(evaluation: bool):
+        return partial(labelled, names=data.batch_types(evaluation), eod=eod, mask_eod=data.mask_eod_loss)
+
+    return TrainingData(
+        training=Batches(training, BatchSizes.of(config), label(False)),
+        validation=Batches(validation, whole, label(True)) if validation is not None else None,
+        tokenizer=tokenizer,
+        summary=summary,
+        notes=notes,
+    )

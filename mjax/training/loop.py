@@ -106,7 +106,7 @@ def train(config: Config, folder: Path, name: str = "this config", watchdog: Wat
             start, state = checkpoints.restore(program.abstract_state)
         else:
             start, state = 0, program.initialize()
-        _say_what_runs(display, resolved, data.summary, folder, start)
+        _say_what_runs(display, resolved, data, folder, start)
         if config.mesh.pipe > 1 and (whole := _weights_on_every_stage(program)):
             display.say(
                 f"storage {', '.join(whole)} on every stage: --mesh.pipe {config.mesh.pipe} divides no dim of it"
@@ -134,7 +134,7 @@ def train(config: Config, folder: Path, name: str = "this config", watchdog: Wat
     return result
 
 
-def _say_what_runs(display: Display, config: Config, data: str, folder: Path, start: int) -> None:
+def _say_what_runs(display: Display, config: Config, data: TrainingData, folder: Path, start: int) -> None:
     model, mesh, train = config.model, config.mesh, config.train
     kind = jax.devices()[0].device_kind
     batches = BatchSizes.of(config)
@@ -143,7 +143,9 @@ def _say_what_runs(display: Display, config: Config, data: str, folder: Path, st
     size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
     display.say(f"model   {model.parameters:,} parameters, {config.precision.compute}, attention by {model.attention}")
     display.say(f"mesh    {_describe_mesh(config)} on {mesh.devices} × {kind}")
-    display.say(f"data    {data}")
+    display.say(f"data    {data.summary}")
+    for note in data.notes:
+        display.say(f"        {note}")
     display.say(f"plan    {train.steps:,} steps of {size} × {model.sequence} tokens, {tokens:,} in all")
     display.say(f"run     {folder}" + (f", continued after step {start}" if start else ""))
     if peak_tflops(kind, config.precision.compute) is None:

@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
+from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, index_file, token_file
 from mjax.data.samples import (
+    PAD,
     GPTDataset,
     MockDataset,
     build_sample_index,
     build_shuffle_index,
+    labelled,
     split_sequences,
 )
 from mjax.errors import UsageError
@@ -57,7 +59,9 @@ def test_every_sequence_is_in_exactly_one_part(parts, sequences):
     assert [i for part in ranges for i in part] == list(range(sequences))
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan,1", "inf,1", "949/50/1"])
+@pytest.mark.parametrize(
+    "split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan,1", "inf,1", "949/50/1", "1e3", "1_0,5", "١,2", "1,,2"]
+)
 def test_a_split_that_is_none_is_answered_with_one(split):
     with pytest.raises(UsageError, match="949,50,1"):
         split_sequences(split, 10)
@@ -200,3 +204,94 @@ def test_mock_samples_count_by_a_stride_within_the_vocabulary():
         assert sample.dtype == np.int32
         assert 0 <= sample.min() <= sample.max() < 11
         assert len(set(np.diff(sample) % 11)) == 1
+
+
+# --- What a sample says beside its tokens -----------------------------------------------------------------------------
+
+EOD = 0
+EVERYTHING = ("tokens", "labels", "loss_mask", "positions", "documents")
+
+
+def test_documents_begin_behind_the_end_of_the_one_before():
+    tokens = np.array([5, 6, EOD, 7, EOD, EOD, 8, 9, 4])
+    sample = labelled(tokens, EVERYTHING, EOD, mask_eod=True)
+    assert {name: array.dtype.name for name, array in sample.items()} == {
+        "tokens": "int32", "labels": "int32", "loss_mask": "bool", "positions": "int32", "documents": "int32",
+    }  # fmt: skip
+    assert sample["tokens"].tolist() == [5, 6, EOD, 7, EOD, EOD, 8, 9]
+    assert sample["labels"].tolist() == [6, EOD, 7, EOD, EOD, 8, 9, 4]
+    assert sample["positions"].tolist() == [0, 1, 2, 0, 1, 0, 0, 1]
+    assert sample["documents"].tolist() == [0, 0, 0, 1, 1, 2, 3, 3]
+    assert sample["loss_mask"].tolist() == [True, True, False, True, False, False, True, True]
+
+
+def test_padding_is_a_token_without_a_label_that_counts():
+    sample = labelled(np.array([5, EOD, 6, PAD, PAD]), EVERYTHING, EOD)
+    assert sample["tokens"].tolist() == [5, EOD, 6, 0]
+    assert sample["labels"].tolist() == [EOD, 6, 0, 0]
+    assert sample["loss_mask"].tolist() == [True, True, False, False]
+    assert sample["documents"].tolist() == [0, 0, 1, 1]
+
+
+def test_only_what_is_asked_for_is_given():
+    assert list(labelled(np.arange(5))) == ["tokens", "labels"]
+    assert list(labelled(np.arange(5), ["tokens", "labels", "positions"], EOD)) == ["tokens", "labels", "positions"]
+
+
+# --- The end of the stream --------------------------------------------------------------------------------------------
+
+
+def test_a_tail_is_kept_padded_where_asked(tmp_path):
+    data = dataset_of(tmp_path, [10, 13])  # 23 tokens: 4 samples of 5 and 2 labels
+    dropping, keeping = (GPTDataset(data, range(2), 4, 5, 0, keep_tail=keep) for keep in (False, True))
+    assert (len(dropping), len(keeping)) == (4, 5)
+    tail = keeping[keeping.shuffle_index.tolist().index(4)]
+    order = np.concatenate([data.get(int(i)) for i in keeping.document_index])
+    assert tail.tolist() == [*order[20:].tolist(), PAD, PAD, PAD]
+
+
+def test_a_stream_that_ends_with_a_sample_has_no_tail(tmp_path):
+    data = dataset_of(tmp_path, [10, 11])
+    assert len(GPTDataset(data, range(2), 4, 5, 0, keep_tail=True)) == 4
+
+
+def test_a_tail_is_kept_where_the_last_documents_are_empty(tmp_path):
+    data = dataset_of(tmp_path, [7, 0, 0])
+    samples = GPTDataset(data, range(3), 1, 4, 2, keep_tail=True)
+    drawn = sorted(token for i in range(len(samples)) for token in samples[i].tolist() if token != PAD)
+    assert drawn == [0, 1, 2, 3, 4, 4, 5, 6]
+
+
+def test_without_the_extra_token_samples_share_none_and_the_last_label_is_padding(tmp_path):
+    data = dataset_of(tmp_path, [4, 0, 6])
+    samples = GPTDataset(data, range(3), 2, 5, 0, extra_token=False)
+    found = [samples[i] for i in range(len(samples))]
+    assert sorted(token for sample in found for token in sample[:5]) == list(range(10))
+    assert [sample[5] for sample in found] == [PAD, PAD]
+
+
+def test_one_epoch_is_drawn_where_no_number_of_samples_is_given(indexed):
+    data = GPTDataset(indexed, range(50), None, 16, 0)
+    assert (data.epochs, len(data)) == (1, (indexed.tokens - 1) // 16)
+
+
+@pytest.mark.parametrize("token", [60, 2**16 - 1])
+def test_an_id_beyond_the_vocabulary_is_refused(tmp_path, token):
+    with IndexedDatasetWriter(tmp_path / "d", 2**16) as writer:
+        writer.add_document([1, 2, token, 3])
+    data = GPTDataset(IndexedDataset(tmp_path / "d"), range(1), 1, 3, 0, vocabulary=60)
+    with pytest.raises(UsageError, match=f"holds the id {token} and the model's vocabulary is 60"):
+        data[0]
+
+
+def test_ids_that_do_not_fit_into_32_bits_are_refused_rather_than_wrapped(tmp_path):
+    with IndexedDatasetWriter(tmp_path / "d", 2**16) as writer:
+        writer.add_document([0] * 8)
+    index = bytearray(index_file(tmp_path / "d").read_bytes())
+    index[17], index[34:38] = 5, (2).to_bytes(4, "little")  # two int64
+    index_file(tmp_path / "d").write_bytes(index)
+    for token in (2**32 + 5, -1):
+        token_file(tmp_path / "d").write_bytes(np.array([1, token]).tobytes())
+        data = GPTDataset(IndexedDataset(tmp_path / "d"), range(1), 1, 1, 0)
+        with pytest.raises(UsageError, match=f"holds the id {token} "):
+            data[0]

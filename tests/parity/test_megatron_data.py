@@ -154,3 +154,25 @@ def test_splits_are_megatrons(split, sequences):
     for ours, bounds in zip(split_sequences(split, sequences), matrix, strict=True):
         theirs = range(*(int(round(bound * float(sequences))) for bound in bounds)) if bounds else range(0)  # noqa: RUF046
         assert list(ours) == list(theirs)
+
+
+@pytest.mark.parametrize("vocabulary", [257, 100_000])
+def test_datasets_that_megatron_merged_are_read_whole(tmp_path, vocabulary):
+    parts = [tokens_of(shape, vocabulary) for shape in SHAPES.values()]
+    for number, documents in enumerate(parts):
+        write_ours(tmp_path / f"part{number}", documents, vocabulary)
+    dtype = indexed_dataset.DType.optimal_dtype(vocabulary)
+    builder = indexed_dataset.IndexedDatasetBuilder(str(token_file(tmp_path / "merged")), dtype=dtype)
+    for number in range(len(parts)):
+        builder.add_index(str(tmp_path / f"part{number}"))
+    builder.finalize(str(index_file(tmp_path / "merged")))
+
+    merged, sequences = (
+        IndexedDataset(tmp_path / "merged"),
+        [s for part in parts for document in part for s in document],
+    )
+    assert [merged.get(i).tolist() for i in range(len(merged))] == [sequence.tolist() for sequence in sequences]
+    assert np.diff(merged.document_indices).tolist() == [len(document) for part in parts for document in part]
+    as_one = write_ours(tmp_path / "as_one", [document for part in parts for document in part], vocabulary)
+    for file in (token_file, index_file):
+        assert file(as_one).read_bytes() == file(tmp_path / "merged").read_bytes()

@@ -1,0 +1,237 @@
+"""Blends: samples of several datasets in fixed proportions, in Megatron's order.
+
+A blend is greedy. With weights w that sum to one and c_d samples of dataset d given out so far, sample i comes from the
+dataset that is furthest behind its share, the one with the largest
+
+    w_d · max(i, 1) − c_d        in float64; of equals, the first
+
+So every prefix of the blend has the weights' proportions, to a sample or so each. Datasets keep their own order.
+
+Each choice depends on all before it, which in C++ is a loop; here it is many short loops at once. The samples are cut
+into lanes of `LANE`. A lane begins with a guess of the counts at its start (the shares, rounded by largest remainder),
+and all lanes take their first step together, then their second, and so on, each step one operation on arrays. Then
+every lane's counts at its end are held against the guess of the next lane. Where they differ, that lane is walked again
+from the right counts. When none differs, the lanes join to the very walk of the loop: no guess is left in it.
+
+It takes few rounds, because two walks that start differently run together. Let Δ_d be how much more of d the first walk
+has taken. When they choose differently, the first a and the second b, then Δ_a < Δ_b: what is furthest behind in one
+walk is so because that walk took less of it. So every such step moves two Δ towards each other, and none apart.
+
+Source: Megatron-LM, core/datasets/blended_dataset.py, utils.py and helpers.cpp (build_blending_indices and
+build_exhaustive_blending_indices).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from mjax.data.cache import Arrays, IndexCache
+from mjax.errors import UsageError
+
+LANE = 2048  # samples a lane walks
+SURPLUS = 0.005  # of every share, because the walk may be a sample ahead of it
+MOST_DATASETS = 32767  # their numbers are int16
+
+
+class SizedSamples(Protocol):
+    """What is blended."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Sample `index`, int32 [s + 1]."""
+
+
+# --- As it is written -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Datasets by prefix, and their weights as they were given; None: each in proportion to its samples, once."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+    @property
+    def shares(self) -> list[float] | None:
+        """Weights that sum to one."""
+        return None if self.weights is None else normalize(self.weights)
+
+
+def parse_blend(values: Sequence[str], flag: str = "--data.path") -> Blend:
+    """The blend that '0.3 data/a 0.7 data/b' (weights and prefixes in turn) or 'data/a data/b' describes.
+
+    Megatron takes any odd number of values for prefixes, numbers among them; here a number is always a weight, unless
+    it stands alone.
+
+    Raises:
+      UsageError: weights are missing, not above 0, or out of turn, or there are too many datasets.
+    """
+    values = [value.strip() for value in values]
+    weights, prefixes = [_number(value) for value in values[::2]], values[1::2]
+    if len(values) == 1 or not any(_number(value) is not None for value in values):
+        blend = Blend(tuple(values), None)
+    elif len(values) % 2 == 0 and None not in weights:
+        blend = Blend(tuple(prefixes), tuple(weights))
+    else:
+        raise UsageError(
+            f"{flag} {' '.join(values)} gives a weight to some datasets and not to others; "
+            f"write a weight before every prefix, such as {flag} 0.3 data/a 0.7 data/b, or before none"
+        )
+    if not all(0 < weight < math.inf for weight in blend.weights or ()):
+        raise UsageError(
+            f"{flag} {' '.join(values)} has a weight that is not above 0; leave that dataset out, or give it a weight"
+        )
+    if not all(blend.prefixes) or len(blend.prefixes) >= MOST_DATASETS:
+        raise UsageError(
+            f"{flag} has an empty prefix, or {MOST_DATASETS:,} of them or more; give fewer, and each a name"
+        )
+    return blend
+
+
+def _number(value: str) -> float | None:
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Weights divided by their sum, added up in NumPy's order as Megatron does: the last bit decides between equals."""
+    weights = np.asarray(weights, np.float64)
+    return (weights / weights.sum()).tolist()
+
+
+def samples_of_parts(samples: int, shares: Sequence[float]) -> list[int]:
+    """Samples that every dataset is asked for in a blend of `samples`: its share, rounded up, and half a percent."""
+    return [math.ceil(math.ceil(samples * share) * (1 + SURPLUS)) for share in shares]
+
+
+# --- The walk ---------------------------------------------------------------------------------------------------------
+
+
+def build_blend_index(shares: Sequence[float], samples: int, sizes: Sequence[int] | None = None) -> np.ndarray:
+    """The dataset of every sample of a blend, int16 [samples].
+
+    Args:
+      shares: weight of every dataset, [datasets]; they sum to one.
+      samples: length of the blend.
+      sizes: samples of every dataset; one that is used up is passed over. None: they are enough.
+    """
+    shares = np.asarray(shares, np.float64)
+    limits = None if sizes is None else np.asarray(sizes, np.float64)
+    begins = np.arange(0, samples, LANE)  # [lanes]
+    counts = _guess(shares, begins)  # [lanes, datasets], before the first sample of each lane
+    ends = np.empty_like(counts)
+    index = np.empty((len(begins), LANE), np.int16)
+    lanes = np.arange(len(begins))  # those to walk
+    while len(lanes):
+        index[lanes], ends[lanes] = _walk(shares, limits, begins[lanes], counts[lanes])
+        lanes = 1 + np.flatnonzero((ends[:-1] != counts[1:]).any(axis=1))
+        counts[lanes] = ends[lanes - 1]
+    return index.reshape(-1)[:samples]
+
+
+def _guess(shares: np.ndarray, begins: np.ndarray) -> np.ndarray:
+    """Whole numbers near share × samples that sum to the samples, [lanes, datasets]: the largest remainders go up."""
+    exact = shares * begins[:, None]
+    counts = np.floor(exact + 1e-9)
+    remainders = np.round(exact - counts, 9)  # equals stay equals, and the first of them comes first
+    rank = np.argsort(np.argsort(-remainders, axis=1, kind="stable"), axis=1)
+    return counts + (rank < (begins - counts.sum(axis=1))[:, None])
+
+
+def _walk(
+    shares: np.ndarray, limits: np.ndarray | None, begins: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """`LANE` choices from each of `begins` on, [lanes, LANE], and the counts after them, [lanes, datasets]."""
+    counts = counts.copy()
+    rows = np.arange(len(begins))
+    choices = np.empty((LANE, len(begins)), np.int16)
+    behind = np.empty_like(counts)
+    for step in range(LANE):
+        np.multiply(np.maximum(begins + step, 1.0)[:, None], shares, out=behind)
+        np.subtract(behind, counts, out=behind)
+        if limits is not None:
+            behind[counts >= limits] = -np.inf
+        chosen = behind.argmax(axis=1)  # the first of equals
+        choices[step] = chosen
+        counts[rows, chosen] += 1
+    return choices.T, counts
+
+
+def number_within(index: np.ndarray) -> np.ndarray:
+    """How many samples of the same dataset come before each sample of a blend, int64 [samples]."""
+    order = np.argsort(index, kind="stable")  # all samples of dataset 0, then of dataset 1, …
+    sizes = np.bincount(index)
+    first = np.cumsum(sizes) - sizes
+    number = np.empty(len(index), np.int64)
+    number[order] = np.arange(len(index)) - np.repeat(first, sizes)
+    return number
+
+
+# --- The dataset ------------------------------------------------------------------------------------------------------
+
+
+class BlendedDataset:
+    """Samples of several datasets, blended.
+
+    Args:
+      parts: the datasets. With weights each must hold what `samples_of_parts` says.
+      shares: weight of each part, summing to one; None: in proportion to their lengths, each sample at most once.
+      samples: length of the blend; None: all samples of all parts, which needs `shares` None.
+      cache: keeps the order on disk.
+
+    Raises:
+      UsageError: without weights, the parts together hold fewer than `samples`.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[SizedSamples],
+        shares: Sequence[float] | None,
+        samples: int | None,
+        cache: IndexCache | None = None,
+    ):
+        self.parts = parts
+        sizes = None
+        if shares is None:
+            sizes = [len(part) for part in parts]
+            samples = sum(sizes) if samples is None else samples
+            if samples > sum(sizes):
+                raise UsageError(_too_few(samples, sizes))
+        self.shares = normalize(sizes if shares is None else shares)
+
+        def build() -> Arrays:
+            index = build_blend_index(self.shares, samples, sizes)
+            return {"dataset_index": index, "dataset_sample_index": number_within(index)}
+
+        names = ("dataset_index", "dataset_sample_index")
+        source = {"kind": "blend", "shares": self.shares, "samples": samples, "sizes": sizes}
+        arrays = build() if cache is None else cache.arrays(source, names, build)
+        self.dataset_index, self.dataset_sample_index = (arrays[name] for name in names)
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Sample `index`, int32 [s + 1].
+
+        Raises:
+          IndexError: there is no such sample.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of a blend of {len(self)}")
+        return self.parts[self.dataset_index[index]][int(self.dataset_sample_index[index])]
+
+
+def _too_few(samples: int, sizes: Sequence[int]) -> str:
+    shares = " ".join(f"{share:.3g} PREFIX" for share in normalize(sizes))
+    return (
+        f"the blend has no weights, so it gives every sample once, {sum(sizes):,} in all, and {samples:,} are needed; "
+        f"take fewer steps, or give weights to go over them again, such as {shares}"
+    )

@@ -1,0 +1,148 @@
+"""Indices kept on disk, so that the next start maps them into memory instead of building them again.
+
+    FOLDER/KEY-document_index.npy, …       plain arrays, mapped read-only
+    FOLDER/KEY.json                        written last: what they were built from, and their sizes and checksums
+
+KEY is a hash of everything that the arrays depend on: of the lengths in the dataset's index rather than of its path, of
+the documents drawn from, the samples, the seed and every option. Megatron hashes the path and leaves out the documents,
+the extra token and the partial tail; a cache that is used again after one of them changed gives wrong samples there,
+without a word. Here it is another key.
+
+Nothing waits for anything. Every process that finds no arrays builds them, writes files of temporary names and renames
+them. Two processes that build at once write the same bytes, so it does not matter whose stay; a process without a
+shared file system builds its own; one that is killed leaves nothing but a temporary file, swept away after a day. A
+file that was damaged is noticed by its checksum and built anew. Where nothing can be written, a run goes on with the
+indices in memory, as it does where they are too small to be worth a file.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+VERSION = 1  # of the way indices are built; a change to it makes every cache a new one
+WORTH_KEEPING = 2**20  # bytes; fewer are built as fast as they are found, and would only lie about
+STALE = 24 * 3600  # seconds after which a temporary file belongs to nobody
+
+Arrays = dict[str, np.ndarray]
+
+
+def cache_folders(prefix: str | Path, chosen: str | None = None) -> list[Path]:
+    """Where indices of a dataset are looked for and kept, best first: `chosen`, or beside the data and at home."""
+    if chosen is not None:
+        return [Path(chosen)]
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return [Path(f"{prefix}.cache"), Path(home) / "mjax" / "indices"]
+
+
+class IndexCache:
+    """Arrays by what they were built from.
+
+    Args:
+      folders: where to look and where to write, the best first; a later one is used where an earlier one cannot be.
+      say: is told in one sentence whatever is not as it should be.
+    """
+
+    def __init__(self, folders: Sequence[Path], say: Callable[[str], None]):
+        self.folders, self.say = folders, say
+
+    def arrays(self, source: Mapping[str, object], names: Sequence[str], build: Callable[[], Arrays]) -> Arrays:
+        """The arrays `names` that `build` makes of `source`: those on disk, mapped, or new ones.
+
+        Args:
+          source: all that the arrays depend on, as plain JSON values.
+          names: of the arrays.
+          build: makes them; the same source must always give the same arrays.
+        """
+        source = {"version": VERSION, **source}
+        key = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:32]
+        for folder in self.folders:
+            try:
+                return _load(folder, key, source, names)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except (OSError, ValueError, KeyError, TypeError):  # unreadable, of another size, not JSON, without a field
+                self.say(
+                    f"{folder}/{key}.json and its arrays are damaged or cannot be read: the indices are built anew"
+                )
+        built = build()
+        if sum(array.nbytes for array in built.values()) < WORTH_KEEPING:
+            return built
+        problem = None
+        for folder in self.folders:
+            try:
+                _store(folder, key, source, built)
+                arrays = _load(folder, key, source, names)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                problem = problem or f"{folder} cannot be used ({_reason(error)})"
+                continue
+            if problem:
+                self.say(f"{problem}: the indices are kept in {folder}")
+            return arrays
+        self.say(f"{problem}: the indices are built in memory at every start; name another folder with --data.cache")
+        return built
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _load(folder: Path, key: str, source: Mapping[str, object], names: Sequence[str]) -> Arrays:
+    """What `_store` wrote, mapped read-only once size and checksum of every file are right."""
+    manifest = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+    if manifest["source"] != source:
+        raise ValueError("of another source")
+    arrays = {}
+    for name in names:
+        file = folder / f"{key}-{name}.npy"
+        if _checksum(file) != manifest["files"][name]:
+            raise ValueError(f"{file} is not what was written")
+        arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+    return arrays
+
+
+def _store(folder: Path, key: str, source: Mapping[str, object], arrays: Arrays) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _sweep(folder)
+    files = {}
+    for name, array in arrays.items():
+        file = folder / f"{key}-{name}.npy"
+        _write(file, lambda stream, array=array: np.save(stream, array, allow_pickle=False))
+        files[name] = _checksum(file)
+    manifest = json.dumps({"source": source, "files": files}, indent=2)
+    _write(folder / f"{key}.json", lambda stream: stream.write(manifest.encode()))
+
+
+def _write(file: Path, write: Callable) -> None:
+    """Write a file under a name of this process's own, and rename it when its bytes are on disk."""
+    temporary = file.with_name(f"{file.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as stream:
+            write(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what processes left that were killed while they wrote."""
+    for file in folder.glob("*.tmp"):
+        try:
+            if time.time() - file.stat().st_mtime > STALE:
+                file.unlink()
+        except FileNotFoundError:  # another process was faster
+            continue
+
+
+def _checksum(file: Path) -> list[int]:
+    """Size and CRC-32 of a file."""
+    size = file.stat().st_size
+    return [size, zlib.crc32(np.memmap(file, dtype=np.uint8, mode="r")) if size else 0]
