@@ -65,26 +65,25 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
     def _find_eod(self, name: str, eod: str | int | None) -> str:
         """The token that ends documents: the one given, by text or id, or the first of the usual ones."""
-        special = [token.content for token in self.library.get_added_tokens_decoder().values() if token.special]
-        if eod is None:
-            if usual := [token for token in ENDS if token in special]:
-                return usual[0]
-            listed = " ".join(special[:10]) or "none"
-            raise UsageError(
-                f"none of {' '.join(ENDS)} is a special token of {name} (it has {listed}); name the token that ends "
-                f"documents: --tokenizer hf:{name},eod=TOKEN"
-            )
+        added = self.library.get_added_tokens_decoder().values()
         token = self.library.id_to_token(eod) if isinstance(eod, int) else eod
-        if token is None or self.library.token_to_id(token) is None:
-            raise UsageError(f"{name} has no token {eod} to end documents with; name one it has: hf:{name},eod=TOKEN")
-        return token
+        if token is not None and token in [one.content for one in added]:
+            return token
+        special = [one.content for one in added if one.special]
+        usual = [one for one in ENDS if one in special]
+        if token is None and usual:
+            return usual[0]
+        wanted = f"none of {' '.join(ENDS)} is" if token is None else f"{token} is not"
+        raise UsageError(
+            f"{wanted} among the special tokens of {name} ({' '.join(special[:10]) or 'it has none'}); name the one "
+            f"that ends documents: --tokenizer hf:{name},eod=TOKEN"
+        )
 
     def _keep_out_of_text(self, token: str, name: str) -> None:
-        """See to it that the written form of `token` does not encode to it."""
-        added = self.library.get_added_tokens_decoder().get(self.eod)
-        if added is not None and not added.special:
-            self.library.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        if added is not None and self._is_in_text(token):
+        """See to it that the written form of `token`, an added one, does not encode to it."""
+        # A token can be added without being special, and would then be found in text.
+        self.library.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        if self._is_in_text(token):
             # A unigram model knows its special tokens as pieces too: cut what looks like one after its first character.
             cut = tokenizers.Regex(f"{re.escape(token[0])}(?={re.escape(token[1:])})")
             cuts = pre_tokenizers.Split(cut, behavior="isolated")
@@ -92,7 +91,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             self.library.pre_tokenizer = cuts if before is None else pre_tokenizers.Sequence([before, cuts])
         if self._is_in_text(token):
             raise UsageError(
-                f"{token} of {name} is ordinary text, so it cannot end documents; name a special token: "
+                f"{name} reads {token} in any text, so it cannot end documents; name another token: "
                 f"--tokenizer hf:{name},eod=TOKEN"
             )
 

@@ -41,7 +41,10 @@ class Tokenizer(Protocol):
         """`encode` of each text, faster where the library has a way; in one thread."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; an end-of-document id becomes `<|endoftext|>`, bytes that are not UTF-8 become "�"."""
+        """Text of token ids; an end-of-document id becomes `<|endoftext|>`, bytes that are not UTF-8 become "�".
+
+        So does an id from `vocabulary` on, which a model with a larger vocabulary may draw.
+        """
 
     def save(self, folder: Path) -> None:
         """Write into `folder`, made where missing, what `tokenizer_from_folder` needs."""
@@ -112,15 +115,16 @@ def utf8(text: str) -> bytes:
         ) from None
 
 
-def decode_around(eod: int, ids: Sequence[int], decode: Callable[[list[int]], str]) -> str:
-    """Decode what lies between end-of-document ids and join it with their written form."""
-    parts: list[list[int]] = [[]]
+def decode_around(tokenizer: Tokenizer, ids: Sequence[int], decode: Callable[[list[int]], str]) -> str:
+    """Decode with `decode` what lies between ends of documents and ids without a token, and write those out."""
+    text, run = [], []
     for token in ids:
-        if token == eod:
-            parts.append([])
+        if token != tokenizer.eod and 0 <= token < tokenizer.vocabulary:
+            run.append(int(token))  # sentencepiece takes no NumPy integers
         else:
-            parts[-1].append(int(token))  # sentencepiece takes no NumPy integers
-    return EOD_PIECE.join(decode(part) for part in parts)
+            text += [decode(run), EOD_PIECE if token == tokenizer.eod else "\ufffd"]
+            run = []
+    return "".join([*text, decode(run)])
 
 
 def read_given(tokenizer: type[StoredTokenizer], files: str, file: str) -> bytes:

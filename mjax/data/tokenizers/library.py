@@ -33,4 +33,4 @@ class LibraryTokenizer(StoredTokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens; see `Tokenizer`."""
-        return decode_around(self.eod, ids, lambda part: self.library.decode(part, skip_special_tokens=False))
+        return decode_around(self, ids, lambda part: self.library.decode(part, skip_special_tokens=False))

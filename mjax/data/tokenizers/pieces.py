@@ -64,7 +64,7 @@ class SentencePieceTokenizer(StoredTokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of pieces; see `Tokenizer`."""
-        return decode_around(self.eod, ids, self._processor.decode)
+        return decode_around(self, ids, self._processor.decode)
 
 
 # --- Training ---------------------------------------------------------------------------------------------------------

@@ -32,4 +32,4 @@ class ByteTokenizer(StoredTokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of bytes; see `Tokenizer`."""
-        return decode_around(self.eod, ids, lambda part: bytes(part).decode("utf-8", errors="replace"))
+        return decode_around(self, ids, lambda part: bytes(part).decode("utf-8", errors="replace"))
