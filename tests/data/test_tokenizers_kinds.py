@@ -118,6 +118,14 @@ def test_the_tokens_of_bert_have_names_and_sep_ends_documents():
     assert tokenizer.decode([2, 5, 6, 7, 3, 8, 4, 3]) == "[CLS] unaffable<|endoftext|>cafe [MASK]<|endoftext|>"
 
 
+def test_the_text_of_a_beginning_is_a_beginning_of_the_text():
+    tokenizer = small_bert(UncasedBertTokenizer, SMALL)
+    ids = tokenizer.encode("un a. cafe.")
+    texts = [tokenizer.decode(ids[:length]) for length in range(len(ids) + 1)]
+    assert all(longer.startswith(shorter) for shorter, longer in zip(texts, texts[1:], strict=False))
+    assert texts[-1] == "un a . cafe ."
+
+
 def test_the_line_of_a_piece_is_its_id_whatever_ends_the_lines():
     pieces = [
         *SMALL,
@@ -187,6 +195,7 @@ def test_the_end_of_a_document_is_found_by_its_usual_names(tmp_path, special, eo
 def test_the_end_of_a_document_that_is_named_is_kept_with_the_tokenizer(tmp_path):
     tokenizer = opened(hf_byte_pairs(), tmp_path, ",eod=<|im_end|>")
     assert tokenizer.eod == 1
+    assert tokenizer.decode([0, 1]) == "<|endoftext|><|endoftext|>"  # the other special token is shown as well
     tokenizer.save(tmp_path / "saved")
     assert tokenizer_from_folder(tmp_path / "saved").eod == 1
     ids = tokenizer_from_folder(tmp_path / "saved").encode("one<|im_end|>two<|endoftext|>")
