@@ -22,6 +22,7 @@ from mjax.data.tokenizers import ByteTokenizer, load_tokenizer
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.parity
+pytest.importorskip("megatron.core", reason="needs megatron-core (pip install -r requirements-parity.txt)")
 
 SENTENCES = (
     "Dr. Lee met Mr. Roe at 5 p.m. on Jan. 3rd. “Why?” he asked... No answer! The U.S. team won 3.5 to 2. (It rained.) "
