@@ -1,5 +1,6 @@
 """What each kind does in its own way: GPT-2's byte pairs, BERT's WordPiece, a tokenizer.json."""
 
+import itertools
 import json
 
 import pytest
@@ -122,7 +123,7 @@ def test_the_text_of_a_beginning_is_a_beginning_of_the_text():
     tokenizer = small_bert(UncasedBertTokenizer, SMALL)
     ids = tokenizer.encode("un a. cafe.")
     texts = [tokenizer.decode(ids[:length]) for length in range(len(ids) + 1)]
-    assert all(longer.startswith(shorter) for shorter, longer in zip(texts, texts[1:], strict=False))
+    assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(texts))
     assert texts[-1] == "un a . cafe ."
 
 
