@@ -1,7 +1,7 @@
 """What each kind does in its own way: GPT-2's byte pairs, BERT's WordPiece, a tokenizer.json."""
 
+import itertools
 import json
-from itertools import pairwise
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -123,7 +123,7 @@ def test_the_text_of_a_beginning_is_a_beginning_of_the_text():
     tokenizer = small_bert(UncasedBertTokenizer, SMALL)
     ids = tokenizer.encode("un a. cafe.")
     texts = [tokenizer.decode(ids[:length]) for length in range(len(ids) + 1)]
-    assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
+    assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(texts))
     assert texts[-1] == "un a . cafe ."
 
 
