@@ -38,7 +38,8 @@ def cache_folders(prefix: str | Path, chosen: str | None = None) -> list[Path]:
     if chosen is not None:
         return [Path(chosen)]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return [Path(f"{prefix}.cache"), Path(home) / "mjax" / "indices"]
+    at_home = [] if home.startswith("~") else [Path(home) / "mjax" / "indices"]  # not everybody has a home
+    return [Path(f"{prefix}.cache"), *at_home]
 
 
 class IndexCache:
