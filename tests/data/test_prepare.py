@@ -118,6 +118,17 @@ def test_a_dataset_without_metadata_has_none(tmp_path):
     assert read_metadata(tmp_path / "d") is None
 
 
+def test_the_metadata_of_an_older_version_is_read(lines, tmp_path):
+    run(lines, output=tmp_path / "d", tokenizer="bytes")
+    file = tmp_path / "d.json"
+    values = json.loads(file.read_text())
+    for newer in ("sequences", "sentences", "malformed", "malformed_examples"):
+        del values[newer]
+    file.write_text(json.dumps(values))
+    metadata = read_metadata(tmp_path / "d")
+    assert (metadata.documents, metadata.sequences, metadata.malformed) == (40, None, 0)
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"tokenizer": "bytes"}'])
 def test_damaged_metadata_is_named(tmp_path, content):
     (tmp_path / "d.json").write_text(content)
