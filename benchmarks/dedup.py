@@ -56,9 +56,8 @@ def main() -> int:
         good = show_recall(arguments, Path(folder))
         fast = show_speed(arguments, Path(folder))
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("rensa", "datasketch", "scipy", "numpy"))
-    print(
-        f"\n{packages}; Python {platform.python_version()}, {arguments.workers} processes, load {os.getloadavg()[0]:.1f}"
-    )
+    print(f"\n{packages}, Python {platform.python_version()}")
+    print(f"{arguments.workers} processes on {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
     return int(not (good and fast))
 
 

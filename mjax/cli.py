@@ -133,11 +133,42 @@ def plan(argv: Sequence[str]) -> int:
     return run_plan(tyro.cli(PlanArguments, args=argv, prog="mjax plan", default=default))
 
 
-COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+def merge(argv: Sequence[str]) -> int:
+    """`mjax data merge`."""
+    from mjax.data.merge import MergeArguments
+    from mjax.data.merge import merge as run
+
+    run(tyro.cli(MergeArguments, args=argv, prog="mjax data merge"))
+    return 0
+
+
+def inspect(argv: Sequence[str]) -> int:
+    """`mjax data inspect`."""
+    from mjax.data.inspection import InspectArguments
+    from mjax.data.inspection import inspect as run
+
+    run(tyro.cli(InspectArguments, args=argv, prog="mjax data inspect"))
+    return 0
+
+
+def data(argv: Sequence[str]) -> int:
+    """`mjax data`, a group of commands."""
+    return _run("mjax data", DATA_COMMANDS, argv)
+
+
+Commands = dict[str, tuple[Callable[[Sequence[str]], int], str]]
+
+DATA_COMMANDS: Commands = {
+    "inspect": (inspect, "show what a dataset holds: documents, tokens, lengths, a sample"),
+    "merge": (merge, "write several datasets as one"),
+}
+
+COMMANDS: Commands = {
     "train": (train, "train a model; the same as train.py"),
     "prepare": (prepare, "turn text into an indexed dataset and its tokenizer"),
     "dedup": (dedup, "remove exact and near-duplicate documents from text"),
     "clean": (clean, "repair text, cut evaluation sets out of it, remove short and unwanted documents"),
+    "data": (data, "inspect or merge datasets"),
     "generate": (generate, "continue a text with a trained model"),
     "plan": (plan, "show the pipeline schedule of a config, without a device"),
 }
@@ -146,21 +177,25 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors a person can mend are printed as one sentence."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_usage())
-        return 0
-    if argv[0] in ("-V", "--version"):
+    if argv and argv[0] in ("-V", "--version"):
         print(f"mjax {__version__}")
         return 0
     try:
-        if argv[0] not in COMMANDS:
-            names = list(COMMANDS)
-            raise UsageError(
-                f"there is no command {argv[0]!r}{suggestion(argv[0], names)}; there are: {', '.join(names)}"
-            )
-        return COMMANDS[argv[0]][0](argv[1:])
+        return _run("mjax", COMMANDS, argv)
     except (UsageError, RunError, OSError, KeyboardInterrupt) as error:
         return explain(error)
+
+
+def _run(group: str, commands: Commands, argv: Sequence[str]) -> int:
+    """Run the command of a group that `argv` names first, or show what there is."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage(group, commands))
+        return 0
+    if argv[0] not in commands:
+        names = list(commands)
+        there = f"there is no command {argv[0]!r}" if group == "mjax" else f"{group} has no command {argv[0]!r}"
+        raise UsageError(f"{there}{suggestion(argv[0], names)}; there are: {', '.join(names)}")
+    return commands[argv[0]][0](argv[1:])
 
 
 def explain(error: BaseException) -> int:
@@ -180,12 +215,12 @@ def explain(error: BaseException) -> int:
     return 2 if isinstance(error, UsageError) else 1
 
 
-def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items())
-    return (
-        "usage: mjax COMMAND …\n\n"
-        f"{commands}\n\n"
-        "`mjax COMMAND --help` lists a command's flags with units and defaults.\n"
-        f"configs: {', '.join(available_configs())}"
+def _usage(group: str, commands: Commands) -> str:
+    width = max(map(len, commands))
+    listed = "\n".join(f"  {name:<{width}}  {about}" for name, (_, about) in commands.items())
+    usage = (
+        f"usage: {group} COMMAND …\n\n"
+        f"{listed}\n\n"
+        f"`{group} COMMAND --help` lists a command's flags with units and defaults."
     )
+    return usage if commands is not COMMANDS else f"{usage}\nconfigs: {', '.join(available_configs())}"

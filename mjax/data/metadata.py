@@ -5,9 +5,11 @@ Megatron's datasets have neither; mjax trains on them all the same, but cannot s
 
 import dataclasses
 import json
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from mjax.data.indexed import index_file, temporary_files, to_disk, token_file
 from mjax.errors import UsageError
 
 
@@ -33,6 +35,14 @@ class DatasetMetadata:
     """Files the text was read from, in order."""
     mjax_version: str
     """Version that wrote it."""
+    sequences: int | None = None
+    """Sequences: one a document that is not empty, or one a sentence; None in what older versions wrote."""
+    sentences: str | None = None
+    """Language by whose rules documents were split into sentences; None where they were not."""
+    malformed: int = 0
+    """Malformed lines that were left out."""
+    malformed_examples: list[str] = field(default_factory=list)
+    """The first of them, as FILE:LINE: reason."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -61,15 +71,65 @@ def read_metadata(prefix: str | Path) -> DatasetMetadata | None:
         return None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        return DatasetMetadata(**{field.name: values[field.name] for field in dataclasses.fields(DatasetMetadata)})
+        known = {
+            field.name: values[field.name] for field in dataclasses.fields(DatasetMetadata) if field.name in values
+        }
+        return DatasetMetadata(**known)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{file} is damaged ({error!r}); prepare the data again, or delete it to do without") from None
 
 
-def write_metadata(prefix: str | Path, metadata: DatasetMetadata) -> None:
-    """Write PREFIX.json, atomically."""
+# --- Putting a dataset in place ---------------------------------------------------------------------------------------
+
+
+def dataset_files(prefix: str | Path) -> list[Path]:
+    """All that belongs to a dataset: tokens, index, metadata and the tokenizer's folder."""
+    return [token_file(prefix), index_file(prefix), metadata_file(prefix), tokenizer_folder(prefix)]
+
+
+def temporary_tokenizer(prefix: str | Path) -> Path:
+    """Where a dataset's tokenizer is kept until the dataset is whole."""
+    return Path(f"{tokenizer_folder(prefix)}.tmp")
+
+
+def check_output(prefix: str, overwrite: bool) -> None:
+    """Whether a dataset may be written under `prefix`.
+
+    What a killed run left is no hindrance: as long as there are tokens or an index under a temporary name and no index
+    under the final one, the parts beside them are its own.
+
+    Raises:
+      UsageError: `prefix` cannot be one, or a dataset is there and `overwrite` is not set.
+    """
+    if prefix.endswith(("/", ".bin", ".idx")) or Path(prefix).is_dir():
+        raise UsageError(f"{prefix} is not a prefix; give one such as data/corpus, to which .bin and .idx are added")
+    unfinished = any(file.exists() for file in temporary_files(prefix)) and not index_file(prefix).exists()
+    existing = [str(file) for file in dataset_files(prefix) if file.exists()]
+    if existing and not overwrite and not unfinished:
+        raise UsageError(f"{existing[0]} exists; choose another name, or add --overwrite to replace the dataset")
+
+
+def put_beside(prefix: str | Path, metadata: DatasetMetadata | None) -> None:
+    """Give the metadata and the temporary tokenizer their names, in place of those of an older dataset.
+
+    Call it when the tokens are written but not yet in place: from here on an old dataset is gone, and the index, which
+    makes the new one readable, comes last. With None the new dataset has neither metadata nor tokenizer.
+    """
+    index_file(prefix).unlink(missing_ok=True)
+    shutil.rmtree(tokenizer_folder(prefix), ignore_errors=True)
+    if metadata is None:
+        metadata_file(prefix).unlink(missing_ok=True)
+        return
+    for file in temporary_tokenizer(prefix).iterdir():
+        with file.open("rb") as stream:
+            to_disk(stream)
+    temporary_tokenizer(prefix).replace(tokenizer_folder(prefix))
+    _write_metadata(prefix, metadata)
+
+
+def _write_metadata(prefix: str | Path, metadata: DatasetMetadata) -> None:
     temporary = Path(f"{metadata_file(prefix)}.tmp")
-    temporary.write_text(
-        json.dumps(dataclasses.asdict(metadata), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps(dataclasses.asdict(metadata), indent=2, ensure_ascii=False) + "\n")
+        to_disk(stream)
     temporary.replace(metadata_file(prefix))

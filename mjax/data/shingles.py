@@ -10,9 +10,10 @@ resemblance and containment of documents").
 A word is a run of letters, digits and underscores, in lower case: the regular expression \\w+. A text of fewer words
 than a shingle takes has one shingle, all its words; a text without words has none, and is like no other.
 
-Hashing text word by word is slow in Python, so here whole batches of texts are hashed at once. The hash of the run v_i … v_j of numbers is the polynomial Σ m(v_k) β^(k-i) modulo 2⁶⁴. It is a difference of two prefix
-sums times a power of 1/β, and needs no loop over runs. It serves twice: a word is a run of characters, and a shingle a
-run of words. Two different shingles get the same number with a chance of about 2⁻⁶⁰.
+Hashing text word by word is slow in Python, so here whole batches of texts are hashed at once. The hash of the run
+v_i … v_j of numbers is the polynomial Σ m(v_k) β^(k-i) modulo 2⁶⁴. It is a difference of two prefix sums times a power
+of 1/β, and needs no loop over runs. It serves twice: a word is a run of characters, and a shingle a run of words. Two
+different shingles get the same number with a chance of about 2⁻⁶⁰.
 """
 
 import functools

@@ -37,6 +37,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without an end-of-document id."""
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, in this thread alone."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; an end-of-document id becomes `<|endoftext|>`, bytes that are not UTF-8 become "�"."""
 
@@ -67,6 +70,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         """Bytes of `text` in UTF-8."""
         return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Bytes of each text."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of bytes; see `Tokenizer`."""
@@ -123,6 +130,10 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of the pieces of `text`; a `<|endoftext|>` in it is spelled out and ends no document."""
         return self._processor.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of the pieces of each text."""
+        return self._processor.encode(list(texts), num_threads=1)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of pieces; see `Tokenizer`."""

@@ -1,0 +1,174 @@
+"""`mjax prepare` beside Megatron's preprocess_data, with the same tokenizer library on the same text.
+
+    python benchmarks/prepare.py FILE.jsonl [--megabytes 20] [--workers 1 2] [--rounds 3]
+
+benchmarks/mixture.py writes a FILE. The peer is the loop in Megatron-LM's tools/preprocess_data.py (json.loads,
+tokenize, flatten, add_document), a script that no package brings along, around megatron-core's own
+IndexedDatasetBuilder. "loop" runs it in one process. "pool" is the script's way: multiprocessing.Pool.imap with chunks
+of 32 documents; one worker of it makes two processes. Both use the tokenizer that mjax uses, one text a call as the
+script does.
+
+Contenders take turns in each round, after one round that is not counted, and the fastest round of each counts. The
+start of worker processes is in the time, that of the interpreter is not. CPU seconds are of all processes; those of the
+first process, which reads and writes, say how many workers it could feed. All datasets must have equal bytes.
+
+Needs megatron-core and torch: run it in the environment of `make test-parity`.
+"""
+
+import argparse
+import filecmp
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mjax.data.prepare import PrepareArguments, prepare
+from mjax.data.tokenizers import load_tokenizer
+
+_tokenizer = None
+
+
+# --- Megatron's way ---------------------------------------------------------------------------------------------------
+
+
+def initialise(spec: str) -> None:
+    global _tokenizer
+    _tokenizer = load_tokenizer(spec)
+
+
+def encode(line: str) -> tuple[list[int], list[int], int]:
+    """tools/preprocess_data.py, Encoder.encode with --append-eod."""
+    document, lengths = [], []
+    for sentence in [json.loads(line)["text"]]:
+        ids = _tokenizer.encode(sentence)
+        if len(ids) > 0:
+            document.extend(ids)
+            lengths.append(len(ids))
+    if len(document) > 0:
+        document.append(_tokenizer.eod)
+        lengths[-1] += 1
+    return document, lengths, len(line)
+
+
+def megatron(file: Path, spec: str, prefix: str, workers: int | None) -> None:
+    """The script's loop in this process, or, with `workers`, over its pool."""
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    initialise(spec)
+    dtype = DType.optimal_dtype(_tokenizer.vocabulary)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    with file.open(encoding="utf-8") as stream:
+        if workers is None:
+            for line in stream:
+                document, lengths, _ = encode(line)
+                builder.add_document(document, lengths)
+        else:
+            with multiprocessing.Pool(workers, initializer=initialise, initargs=(spec,)) as pool:
+                for document, lengths, _ in pool.imap(encode, stream, 32):
+                    builder.add_document(document, lengths)
+    builder.finalize(f"{prefix}.idx")
+
+
+# --- The comparison ---------------------------------------------------------------------------------------------------
+
+
+def mjax(file: Path, spec: str, prefix: str, workers: int) -> None:
+    prepare(PrepareArguments(output=prefix, inputs=(file,), tokenizer=spec, workers=workers, overwrite=True, json=True))
+
+
+def contenders(file: Path, spec: str, folder: Path, workers: list[int]) -> dict[str, Callable[[], None]]:
+    runs = {"megatron loop": lambda: megatron(file, spec, str(folder / "loop"), None)}
+    for count in workers:
+        runs[f"megatron pool, workers {count}"] = lambda n=count: megatron(file, spec, str(folder / f"pool{n}"), n)
+        runs[f"mjax, workers {count}"] = lambda n=count: mjax(file, spec, str(folder / f"mjax{n}"), n)
+    return runs
+
+
+def cut(file: Path, megabytes: float, folder: Path) -> Path:
+    """The first lines of `file`, `megabytes` of them."""
+    part = folder / "part.jsonl"
+    with file.open("rb") as source, part.open("wb") as target:
+        for line in source:
+            if target.tell() + len(line) > megabytes * 1e6:
+                break
+            target.write(line)
+    return part
+
+
+class Times(NamedTuple):
+    """Seconds of one run."""
+
+    wall: float
+    cpu: float
+    first_process: float
+
+
+def quietly(run: Callable[[], None]) -> Times:
+    """The times of a run, whose output is thrown away."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        began, wall = os.times(), time.perf_counter()
+        run()
+        ended, wall = os.times(), time.perf_counter() - wall
+    first = ended.user - began.user + ended.system - began.system
+    workers = ended.children_user - began.children_user + ended.children_system - began.children_system
+    return Times(wall, first + workers, first)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, help="a .jsonl file, such as benchmarks/mixture.py writes")
+    parser.add_argument("--tokenizer", default=None, help="as for mjax prepare; trained on the text when not given")
+    parser.add_argument("--megabytes", type=float, default=20.0, help="how much of the file is used (default: 20)")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="numbers of workers (default: 1 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: 3)")
+    arguments = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        part = cut(arguments.file, arguments.megabytes, folder)
+        spec = arguments.tokenizer
+        if spec is None:
+            training = PrepareArguments(output=str(folder / "t"), inputs=(part,), vocabulary=32000)
+            quietly(lambda: prepare(training))
+            spec = f"sentencepiece:{folder}/t.tokenizer/tokenizer.model"
+        runs = contenders(part, spec, folder, arguments.workers)
+        times: dict[str, list[Times]] = {run: [] for run in runs}
+        for counts in [False] + [True] * arguments.rounds:
+            for run, start in runs.items():
+                measured = quietly(start)
+                if counts:
+                    times[run].append(measured)
+        same = all(
+            filecmp.cmp(folder / f"loop.{ending}", file, shallow=False)
+            for ending in ("bin", "idx")
+            for kind in ("pool", "mjax")
+            for file in folder.glob(f"{kind}*.{ending}")
+        )
+        report(times, part.stat().st_size, arguments.tokenizer or "sentencepiece, 32,000 pieces trained on the text")
+    print("all datasets have equal bytes" if same else "THE DATASETS DIFFER")
+    return 0 if same else 1
+
+
+def report(times: dict[str, list[Times]], size: int, tokenizer: str) -> None:
+    versions = ", ".join(f"{name} {version(name)}" for name in ("megatron-core", "sentencepiece", "numpy"))
+    print(f"{size / 1e6:.1f} MB of JSON lines; {tokenizer}; {len(os.sched_getaffinity(0))} cores; {versions}")
+    print(f"{'':<26} {'s':>7} {'MB/s':>6} {'speed':>6} {'CPU s':>7} {'of the first':>12}   s of all rounds")
+    peer = min(times["megatron loop"])
+    for name, rounds in times.items():
+        best = min(rounds)
+        figures = f"{best.wall:>7.2f} {size / best.wall / 1e6:>6.2f} {peer.wall / best.wall:>5.2f}x"
+        every = " ".join(f"{each.wall:.2f}" for each in rounds)
+        print(f"{name:<26} {figures} {best.cpu:>7.2f} {best.first_process:>12.2f}   {every}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

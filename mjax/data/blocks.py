@@ -1,0 +1,122 @@
+"""Files as blocks: pieces of half a megabyte that one worker takes at a time.
+
+Reading is the part of `mjax prepare` that cannot be shared among workers: a compressed file is read from its beginning
+and lines have to be found before they can be counted. So it does nothing else. Lines are not parsed and text is not
+decoded here; a block carries raw lines and the number of the first one.
+
+    .jsonl .txt           as they are; a .txt file is one document and one block
+    … .gz, .zst           unpacked on the way, in any number of members or frames
+    .parquet              rows, of the text's column alone or of all columns
+"""
+
+import gzip
+import io
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from mjax.errors import UsageError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+SIZE = 2**19  # bytes of lines in a block
+ROWS = 256  # rows of a Parquet file in a block: a row may be a book
+KINDS = (".jsonl", ".txt", ".jsonl.gz", ".txt.gz", ".jsonl.zst", ".txt.zst", ".parquet")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of one input file."""
+
+    file: str
+    """Name of the file."""
+    first: int
+    """Number of its first line or row, from 1; 0 where the file is one document."""
+    size: int
+    """Bytes of the file it took; of a compressed file, of the compressed."""
+    content: bytes | list[dict]
+    """Raw lines, the raw document, or rows."""
+
+
+def kind_of(file: Path) -> str | None:
+    """The ending out of KINDS that `file` has; None where it has none of them."""
+    return next((kind for kind in KINDS if file.name.endswith(kind)), None)
+
+
+def read_blocks(file: Path, key: str, all_fields: bool) -> Iterator[Block]:
+    """The blocks of a file in order; `key` and `all_fields` say which columns of a Parquet file are wanted.
+
+    Raises:
+      UsageError: the file is damaged or cut short, or, of Parquet, has no column `key` or needs a missing package.
+    """
+    kind = kind_of(file)
+    if kind == ".parquet":
+        yield from _rows(file, key, all_fields)
+        return
+    with file.open("rb") as raw:
+        try:
+            yield from _raw_blocks(file, raw, _unpacked(raw, kind), lines=kind.startswith(".jsonl"))
+        except (EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError) as error:
+            raise UsageError(f"{file} is damaged or cut short ({error}); fetch or compress it again") from None
+
+
+def _unpacked(raw: BinaryIO, kind: str) -> BinaryIO:
+    if kind.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)
+    if kind.endswith(".zst"):
+        return zstd.ZstdFile(raw)
+    return raw
+
+
+def _raw_blocks(file: Path, raw: BinaryIO, stream: BinaryIO, lines: bool) -> Iterator[Block]:
+    if not lines:
+        yield Block(str(file), 0, file.stat().st_size, stream.read())
+        return
+    number, position = 1, 0
+    while content := stream.read(SIZE):
+        content += stream.readline()  # up to the end of the line
+        yield Block(str(file), number, raw.tell() - position, content)
+        number, position = number + content.count(b"\n"), raw.tell()
+
+
+def raw_lines(block: Block) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of each line that is not blank. Only "\\n" ends a line: JSON may hold other line separators."""
+    for number, line in enumerate(io.BytesIO(block.content), start=block.first):
+        if line.strip():
+            yield number, line
+
+
+# --- Parquet ----------------------------------------------------------------------------------------------------------
+
+
+def _rows(file: Path, key: str, all_fields: bool) -> Iterator[Block]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        raise UsageError(
+            f"{file} needs the package pyarrow (55 MB), which is not installed; type: python -m pip install pyarrow"
+        ) from None
+    size, first, position = file.stat().st_size, 1, 0
+    try:
+        with parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if key not in names:
+                there = ", ".join(map(repr, names)) or "none"
+                raise UsageError(
+                    f"{file}: there is no column {key!r}, only {there}; name the one with the text by --key"
+                )
+            rows = table.metadata.num_rows
+            for batch in table.iter_batches(ROWS, columns=None if all_fields else [key]):
+                end = size * (first - 1 + len(batch)) // rows
+                yield Block(str(file), first, end - position, batch.to_pylist())
+                first, position = first + len(batch), end
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"{file} is damaged or cut short ({reason}); fetch or write it again") from None

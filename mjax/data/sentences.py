@@ -1,0 +1,45 @@
+"""Sentences: Megatron's `--split-sentences`, which BERT is trained on.
+
+Punkt (Kiss and Strunk, Computational Linguistics 32:4, 2006) ends a sentence at a full stop unless what stands before
+it is an abbreviation, an initial or a number, as learnt from plain text of the language. The algorithm is NLTK's, so
+the sentences are those of Megatron's preprocess_data. What was learnt is data that NLTK does not bring along:
+`punkt_tab`, plain tables in a folder tokenizers/punkt_tab/LANGUAGE under $NLTK_DATA or one of NLTK's usual places.
+Megatron's older `punkt` is a pickle, which can execute anything; it is never opened.
+"""
+
+from typing import Protocol
+
+from mjax.errors import UsageError
+
+PIECE = 1_000_000  # characters that Megatron splits at a time; the cuts between them end a sentence too
+
+
+class Splitter(Protocol):
+    """Splits text; spaces between sentences belong to none."""
+
+    def tokenize(self, text: str) -> list[str]:
+        """The sentences of `text`."""
+
+
+def load_splitter(language: str) -> Splitter:
+    """NLTK's Punkt with the tables of a language, such as "english".
+
+    Raises:
+      UsageError: the language's tables are not there; says where they come from.
+    """
+    from nltk.tokenize.punkt import PunktTokenizer  # takes a second to import
+
+    try:
+        return PunktTokenizer(language)
+    except (LookupError, ValueError):
+        raise UsageError(
+            f"the sentence rules of {language!r} are not there; type `python -m nltk.downloader punkt_tab`, or set "
+            f"NLTK_DATA to a folder that holds tokenizers/punkt_tab/{language}"
+        ) from None
+
+
+def split(text: str, splitter: Splitter) -> list[str]:
+    """The sentences of a text, as Megatron's preprocess_data splits it: a million characters at a time."""
+    return [
+        sentence for start in range(0, len(text), PIECE) for sentence in splitter.tokenize(text[start : start + PIECE])
+    ]

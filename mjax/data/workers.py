@@ -1,0 +1,89 @@
+"""The same function over many batches, on all cores, with the results in the order of the batches.
+
+Workers are fresh processes, not copies of this one, which may hold threads and a GPU by now. At most a few batches
+wait, so memory does not grow with the corpus. With one worker everything happens in this process.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+from mjax.errors import RunError, UsageError
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
+
+WAITING = 2  # batches a worker: one in work, one ready
+
+
+def all_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Workers:
+    """A pool of `count` processes; `setup(*arguments)` runs once in each. Use as a context.
+
+    Raises:
+      UsageError: `count` is below 1.
+    """
+
+    def __init__(self, count: int, setup: Callable[..., None] | None = None, arguments: tuple = ()):
+        if count < 1:
+            raise UsageError(f"--workers {count} leaves nobody to do the work; use 1 or more")
+        self.count = count
+        self._setup, self._arguments = setup, arguments
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "Workers":
+        if self.count > 1:
+            context = multiprocessing.get_context("spawn")
+            starting = (self._setup, self._arguments)
+            self._pool = ProcessPoolExecutor(self.count, context, initializer=_start, initargs=starting)
+        elif self._setup:
+            self._setup(*self._arguments)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        """`function(item)` of each item, in order. Items are drawn as workers become free.
+
+        Raises:
+          RunError: a worker was killed; what the function itself raises is raised here.
+        """
+        if self._pool is None:
+            yield from map(function, items)
+            return
+        running = deque()
+        try:
+            for item in items:
+                running.append(self._pool.submit(function, item))
+                if len(running) >= WAITING * self.count:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        except BrokenProcessPool:
+            raise RunError(
+                f"one of {self.count} worker processes was killed, most likely for want of memory; use fewer --workers"
+            ) from None
+
+
+def _start(setup: Callable[..., None] | None, arguments: tuple) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is answered by the parent alone
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    if setup:
+        setup(*arguments)
+
+
+def _leave_with_parent() -> None:
+    """End this process when its parent is gone, even if that was killed outright."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
