@@ -36,7 +36,7 @@ from mjax.data.outputs import (
     tallies_table,
     watched_blocks,
 )
-from mjax.data.workers import Workers, all_cores
+from mjax.data.workers import Workers, useful_workers
 from mjax.errors import UsageError
 
 
@@ -47,7 +47,7 @@ class CleanArguments:
     output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
     """Where to write what stays; FILE.removed.jsonl lists what went, and FILE.report.json says how much and why."""
     inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES …")] = ()
-    """Text files as `mjax prepare` reads them."""
+    """Text as `mjax prepare` reads it: .txt, .jsonl, both also .gz or .zst, .parquet, folders and quoted patterns."""
     key: str = "text"
     """Field of a JSON line or Parquet row that holds the text."""
     malformed: Literal["stop", "skip"] = "stop"
@@ -67,8 +67,9 @@ class CleanArguments:
     """What counts tokens, as in `mjax prepare`; when not given, words between white space are counted."""
     keep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION …")] = ()
     """Functions of yours that take a document's text and say, True or False, whether it stays; also MODULE:FUNCTION."""
-    workers: int = all_cores()
-    """Processes that clean; the result does not depend on it."""
+    workers: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Processes that clean; as many as there are cores when not given, fewer where there is little text. The result
+    is the same with any number."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace an existing output."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -108,7 +109,7 @@ def clean(arguments: CleanArguments) -> dict[str, Any]:
         settings = {"minimum_tokens": arguments.minimum_tokens, "tokenizer": arguments.tokenizer or "words"}
         if grams is not None:
             how, settings["decontaminate"] = _count(corpus, how, arguments, texts.names)
-        with Workers(arguments.workers, _set_up, (how,)) as workers:
+        with Workers(useful_workers(arguments.workers, corpus.size), _set_up, (how,)) as workers:
             tallies = _clean(corpus, workers, files)
         report = {"command": "clean", "inputs": corpus.names, **settings, **_in_order(tallies, how)}
         report = files.finish(report, corpus)
@@ -135,9 +136,9 @@ def _count(
 ) -> tuple[CleanMethod, dict[str, Any]]:
     """Leave common phrases out of the evaluation text; returns the method without them, and what the report says."""
     counts: Counter[int] = Counter()
-    with Workers(arguments.workers, _set_up, (how,)) as workers:
+    with Workers(useful_workers(arguments.workers, corpus.size), _set_up, (how,)) as workers:
         for part in workers.map(_count_block, watched_blocks(corpus, "counting")):
-            counts += part
+            counts.update(part)
     grams = without_common(how.grams, counts, arguments.common)
     runs, left = (sum(map(len, each.values())) for each in (how.grams, grams))
     settings = {"files": names, "words": GRAM, "runs": runs, "runs_met": len(counts)}

@@ -107,7 +107,7 @@ class Cleaner:
         counts: Counter[int] = Counter()
         for item in parse(block, self.how.key):
             if isinstance(item, Document):
-                counts += count_matches(item.text, self.how.grams)
+                counts.update(count_matches(item.text, self.how.grams))
         return counts
 
     def _clean(self, document: Document, part: CleanPart) -> None:

@@ -39,7 +39,7 @@ from mjax.data.outputs import (
     where_they_differ,
 )
 from mjax.data.shingles import Unit
-from mjax.data.workers import Workers, all_cores
+from mjax.data.workers import Workers, useful_workers
 from mjax.errors import UsageError
 
 EXACT, NEAR = "exact duplicate", "near-duplicate"
@@ -52,7 +52,8 @@ class DedupArguments:
     output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
     """Where to write what stays; FILE.removed.jsonl lists what went, and FILE.report.json says how much and why."""
     inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES …")] = ()
-    """Text files as `mjax prepare` reads them, in the order that decides which document is first."""
+    """Text as `mjax prepare` reads it: .txt, .jsonl, both also .gz or .zst, .parquet, folders and patterns. Their order
+    decides which document is first."""
     key: str = "text"
     """Field of a JSON line or Parquet row that holds the text."""
     malformed: Literal["stop", "skip"] = "stop"
@@ -66,8 +67,9 @@ class DedupArguments:
     put no spaces between words)."""
     shingle_size: int = 5
     """Words or characters a shingle. Megatron's tools took 5 characters."""
-    workers: int = all_cores()
-    """Processes that hash and compare; the result does not depend on it."""
+    workers: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Processes that hash and compare; as many as there are cores when not given, fewer where there is little text. The
+    result is the same with any number."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace an existing output."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -91,7 +93,7 @@ def dedup(arguments: DedupArguments) -> dict[str, Any]:
     bands = choose_bands(arguments.threshold)
     how = Method(arguments.key, arguments.exact, arguments.threshold, arguments.shingles, arguments.shingle_size, bands)
     files = CleanedFiles(arguments.output, inputs, arguments.overwrite)
-    with files, Workers(arguments.workers) as workers:
+    with files, Workers(useful_workers(arguments.workers, corpus.size)) as workers:
         found = find_duplicates(corpus, how, files.folder, workers)
         report = {"command": "dedup", "inputs": corpus.names, **_write(corpus, how, files, found, workers)}
         report = files.finish(report, corpus)

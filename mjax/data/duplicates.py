@@ -8,7 +8,7 @@ its documents.
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -59,9 +59,14 @@ class Duplicates:
         """int64 [documents]: the document that stays for each, itself where it stays."""
         return self.same if self.clusters is None else self.clusters.first[self.same]
 
-    def per_block(self, values: np.ndarray) -> list[np.ndarray]:
-        """`values` [documents], cut into the blocks they were read in."""
-        return np.split(values, np.cumsum(self.blocks)[:-1])
+    def again(self, corpus: Corpus, verb: str, values: np.ndarray) -> Iterator[tuple[Block, np.ndarray]]:
+        """The blocks of the corpus once more, each with its part of `values` [documents]."""
+        ends = np.cumsum(self.blocks)
+        parts = (values[end - count : end] for end, count in zip(ends, self.blocks, strict=True))
+        for block, part in zip_longest(watched_blocks(corpus, verb), parts):
+            if block is None or part is None:
+                raise RunError(f"{corpus.names[-1]} has changed while it was read; run the same command again")
+            yield block, part
 
 
 def find_duplicates(corpus: Corpus, how: Method, folder: Path, workers: Workers) -> Duplicates:
@@ -88,7 +93,7 @@ def find_duplicates(corpus: Corpus, how: Method, folder: Path, workers: Workers)
     wanted = np.zeros(len(same), bool)
     wanted[chosen] = True
     shingles = ShingleFile(folder / "shingles", chosen)
-    blocks = zip(watched_blocks(corpus, "shingling"), found.per_block(wanted), strict=True)
+    blocks = found.again(corpus, "shingling", wanted)
     shingles.write(workers.map(_shingle_block, ((block, how, part) for block, part in blocks if part.any())))
     with progress("comparing", how.bands.count) as advance:
         found.clusters = find_clusters(sketches, distinct, shingles, how.threshold, workers, lambda: advance(1))
@@ -153,7 +158,7 @@ class Part:
 
 def write_parts(corpus: Corpus, how: Method, found: Duplicates, asked: np.ndarray, workers: Workers) -> Iterator[Part]:
     """Read the corpus again, for what is `asked` of each document: uint8 [documents] of KEPT, NAMED and SHOWN."""
-    blocks = zip(watched_blocks(corpus, "writing"), found.per_block(asked), strict=True)
+    blocks = found.again(corpus, "writing", asked)
     yield from workers.map(_write_block, ((block, how, part) for block, part in blocks))
 
 

@@ -199,7 +199,7 @@ def _compare(pairs: np.ndarray, shingles: ShingleFile, threshold: float, cluster
 
 
 def _similarities(task: tuple[Path, np.ndarray]) -> np.ndarray:
-    """Jaccard similarity of pairs, float64 [pairs]; given are the file of shingles and their parts, int64 [pairs, 4]."""
+    """Jaccard similarity of pairs, float64 [pairs]; given are the file and their parts of it, int64 [pairs, 4]."""
     file, parts = task
     shingles = _mapped(file, np.uint64)
     return np.array([jaccard(shingles[a:b], shingles[c:d]) for a, b, c, d in parts.tolist()])
