@@ -123,7 +123,7 @@ def _show(found: Inspection, figure: Path | None) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(justify="right")
-    table.add_column(style="dim")
+    table.add_column(style="dim", overflow="fold")
 
     def row(name: str, value: Any, remark: str = "") -> None:
         table.add_row(name, value, escape(remark))

