@@ -115,7 +115,7 @@ def cut(text: str, grams: Grams) -> tuple[list[str], list[str]]:
         start = int(starts[0])
         # The original takes the run for as long as its words with single spaces between them.
         end = start + int((ends - starts).sum()) + match.words - 1
-        before = max(text.rfind(mark, begin + 1, max(start - MARGIN + 1, 0)) for mark in SENTENCE_ENDS)
+        before = max(text.rfind(mark, begin, max(start - MARGIN + 1, 0)) for mark in SENTENCE_ENDS)
         if before + 1 - begin > SHORTEST_PIECE:
             pieces.append(text[begin : before + 1])
         after = [place for mark in SENTENCE_ENDS if (place := text.find(mark, end + MARGIN)) >= 0]
@@ -138,7 +138,7 @@ def _first_match(found: Found, begin: int, count: int) -> Match | None:
             best = Match(word, words, gram)
     if best is not None or last <= begin:
         return best
-    for words in sorted(set(found) - {GRAM}):
+    for words in sorted(found):
         word, gram = _first_from(found[words], last)
         if word < count:
             return Match(word, words, gram)

@@ -4,9 +4,9 @@
     OUTPUT.removed.jsonl   a line for each that went: where it came from and why
     OUTPUT.report.json     how many documents and bytes each step took, with examples
 
-All three are written into the folder OUTPUT.jsonl.tmp and get their names when everything is done, OUTPUT.jsonl last. A
-run that is stopped leaves nothing under these names, and the next one clears up after it. The same input gives the same
-bytes, whatever the number of workers.
+All three are written into the folder OUTPUT.jsonl.tmp and get their names when everything is done, OUTPUT.jsonl last:
+if it is there, it is whole. What a killed run leaves of the others, the next run replaces. The same input gives the
+same bytes, whatever the number of workers.
 """
 
 import dataclasses
@@ -71,8 +71,8 @@ class CleanedFiles:
         for file in (self.output, self.removed_file, self.report_file):
             if any(file.resolve() == one.resolve() for one in inputs):
                 raise UsageError(f"--output {output} would write {file}, which is read; choose another --output")
-            if file.exists() and not overwrite:
-                raise UsageError(f"{file} exists; choose another --output, or add --overwrite to replace it")
+        if output.exists() and not overwrite:
+            raise UsageError(f"{output} exists; choose another --output, or add --overwrite to replace it")
         self.folder = Path(f"{output}.tmp")
 
     def __enter__(self) -> "CleanedFiles":

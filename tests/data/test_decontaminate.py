@@ -148,6 +148,19 @@ def test_short_evaluation_text_is_one_run_and_shorter_text_none():
         assert bool(cut(text, grams)[1]) == found
 
 
+def test_the_longest_run_that_begins_at_a_word_is_the_one_that_goes():
+    grams = evaluation_grams([QUESTION, " ".join(QUESTION.split()[:8])])
+    assert cut(SENTENCE * 10 + QUESTION, grams)[1] == [" ".join(QUESTION.split()[:13])]
+
+
+def test_short_runs_at_the_end_are_found_where_more_than_thirteen_words_are_left():
+    grams = evaluation_grams(["d e f g h i j k"])
+    for before, found in (("", False), ("x ", True)):
+        text = before + "a b c d e f g h i j k l m"
+        assert bool(cut(text, grams)[1]) == found
+        assert (original_first_match(text.split(), {"d e f g h i j k"}) is not None) == found
+
+
 def test_common_phrases_are_left_alone():
     license_text, grams = "permission is hereby granted free of charge to any person", None
     grams = evaluation_grams([license_text, QUESTION])

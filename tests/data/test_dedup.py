@@ -1,10 +1,7 @@
 import gzip
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -242,24 +239,15 @@ def test_an_input_that_changes_while_it_is_read_is_noticed(mixed, tmp_path, monk
         run(*mixed, output=tmp_path / "out.jsonl")
 
 
-@pytest.mark.long
-def test_killed_at_any_moment_it_leaves_nothing_and_gives_the_same_bytes_when_run_again(mixed, tmp_path):
-    command = [sys.executable, "-m", "mjax", "dedup", *map(str, mixed), "--output", str(tmp_path / "out.jsonl")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    began = time.perf_counter()
-    subprocess.run([*command, "--workers", "2"], env=environment, check=True, capture_output=True)
-    seconds, expected = time.perf_counter() - began, outputs(tmp_path)
-    for share in np.linspace(0.2, 1, 12):
-        for name in expected:
-            (tmp_path / name).unlink(missing_ok=True)
-        process = subprocess.Popen([*command, "--workers", "2"], env=environment, stdout=subprocess.DEVNULL)
-        time.sleep(share * seconds)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        if (tmp_path / "out.jsonl").exists():
-            assert outputs(tmp_path).items() >= expected.items()
-    subprocess.run([*command, "--overwrite"], env=environment, check=True, capture_output=True)
-    assert outputs(tmp_path) == expected
+@pytest.mark.parametrize("flags", [[], ["--overwrite"]])
+@pytest.mark.parametrize("command", ["dedup", "clean"])
+def test_a_run_killed_before_any_file_operation_leaves_a_whole_output_or_none_and_can_be_repeated(
+    tmp_path, command, flags
+):
+    line = [sys.executable, "-m", "tests.data.kill_cleaning", command, str(tmp_path / "place"), *flags]
+    result = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert int(result.stdout.splitlines()[-1]) >= 12
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------
@@ -286,7 +274,6 @@ def test_a_malformed_line_stops_the_run_or_is_skipped_and_counted(tmp_path, caps
         ({"output": Path("out.txt")}, r"--output out\.txt is not a \.jsonl file; give one such as out\.jsonl"),
         ({"output": Path("in.jsonl"), "overwrite": True}, r"would write in\.jsonl, which is read; choose another"),
         ({"output": Path("there.jsonl")}, r"there\.jsonl exists; choose another --output, or add --overwrite"),
-        ({"output": Path("here.jsonl")}, r"here\.report\.json exists; choose another --output, or add --overwrite"),
         ({"threshold": 0.1}, r"--threshold 0\.1 is no Jaccard similarity"),
         ({"shingle_size": 0}, "--shingle-size 0 makes no shingle; use 1 or more"),
         ({"workers": 0}, "--workers is 0; it must be at least 1"),
@@ -295,11 +282,10 @@ def test_a_malformed_line_stops_the_run_or_is_skipped_and_counted(tmp_path, caps
 def test_what_cannot_be_done_is_refused_before_anything_is_read(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     lines(Path("in.jsonl"), ["a"])
-    for name in ("there.jsonl", "here.report.json"):
-        Path(name).write_text("precious")
+    Path("there.jsonl").write_text("precious")
     with pytest.raises(UsageError, match=message):
         dedup(DedupArguments(**{"inputs": (Path("in.jsonl"),), "output": Path("out.jsonl"), **options}))
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["here.report.json", "in.jsonl", "there.jsonl"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl", "there.jsonl"]
 
 
 def test_an_output_that_cannot_be_written_stops_the_run(mixed, tmp_path):

@@ -91,6 +91,19 @@ def test_many_copies_of_one_page_are_not_all_compared_with_each_other(tmp_path):
     assert clusters.compared == clusters.confirmed < 2 * 299
 
 
+def test_what_is_joined_is_not_compared_again_although_others_are_in_the_same_bucket(tmp_path):
+    common = [f"w{number}" for number in range(80)]
+    families = {"a": 60, "b": 2}  # 80 of 122 words in common: below 0.7, but candidates
+    texts = [
+        " ".join([*common, *(f"{name}{word}" for word in range(20)), f"{name}-{number}"])
+        for name, members in families.items()
+        for number in range(members)
+    ]
+    clusters = clusters_of(texts, 0.7, tmp_path)
+    assert clusters.first.tolist() == [0] * 60 + [60] * 2
+    assert 60 < clusters.compared < 400, "and not 60 · 59 / 2 more"
+
+
 def test_a_pair_that_shares_several_bands_is_compared_once(tmp_path):
     common = [f"w{number}" for number in range(66)]
     texts = [" ".join([*common, *(f"{name}{number}" for number in range(17))]) for name in "ab"]
