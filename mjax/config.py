@@ -135,7 +135,7 @@ class DataConfig:
     validation_tail: bool = False
     """Keep the last, partial sample of the validation part, padded; the padding does not count."""
     eod: int | None = None
-    """Id that ends a document, for the four above; that of the data's tokenizer when not given."""
+    """Id that ends a document, for the resets and the mask above; that of the data's tokenizer when not given."""
     cache: str | None = None
     """Folder for the indices of the order of samples; PREFIX.cache when not given, or ~/.cache/mjax where that cannot
     be written."""

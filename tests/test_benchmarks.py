@@ -54,3 +54,12 @@ def test_a_contender_that_fails_is_a_row_with_its_reason():
 
 def test_a_peer_that_does_not_exist_is_refused():
     assert "names 'keras'; use eager" in run("--peers", "keras", code=2).stderr
+
+
+def test_the_benchmark_of_indices_prints_a_row_for_everything_it_measures():
+    sizes = ["--rounds", "1", "--tokens", "100000", "--samples", "1000", "--sequences", "1000", "--batch", "4"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "index.py"), *sizes]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [line.split("|")[1].split(",")[0].split()[0] for line in result.stdout.splitlines() if line.startswith("| ")]
+    assert rows == ["what", "---", *["build"] * 3, "start", *["blend"] * 4, *["read"] * 2, "open"]
