@@ -2,7 +2,7 @@
 
     repair          broken Unicode is mended with ftfy: "donâ€™t" → "don't"          as Megatron's cleanup_dataset.py
     decontaminate   text of evaluation sets is cut out (decontaminate.py)           as Megatron's filter_ngrams.py
-    short           what has fewer than 128 tokens by now is removed                arXiv 1909.08053, section 4.2
+    short           what has fewer than 128 tokens by now is removed                arXiv 1909.08053, section 4
     keep            the user's own functions say what stays: language, quality
 
 The order makes what is written true of the output: every document in it is long enough and was accepted as it stands.

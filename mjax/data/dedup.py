@@ -1,14 +1,15 @@
 """`mjax dedup`: of documents that are the same, or nearly the same, only the first stays.
 
 Exact duplicates have the same text, byte for byte. Near-duplicates have a Jaccard similarity of their shingles at or
-above a threshold (the papers: 0.7; arXiv 1909.08053, section 4.2): shingles.py says what that is, minhash.py how
-candidates are found, near_duplicates.py how they are compared. Similar pairs are joined into clusters, and of each
-cluster the document that comes first in the input stays. So a document that went is at least as similar as the
-threshold to some other document of its cluster, which need not be the one that stayed.
+above a threshold (0.7 in arXiv 1909.08053, section 4): shingles.py says what that is, minhash.py how candidates are
+found, near_duplicates.py how they are compared. Similar pairs are joined into clusters, and of each cluster the
+document that comes first in the input stays. So a document that went is at least as similar as the threshold to some
+other document of its cluster, which need not be the one that stayed.
 
-The corpus is read three times, and memory holds about 100 bytes a document however long it is:
+The corpus is read three times, and memory holds about 100 bytes a document, however long it is, and the names of those
+that are removed:
 
-    1. every text    → its digest, its signature, its bands           files of about 1 KB a document
+    1. every text    → its digest, its signature, its bands           files of 600 to 950 bytes a document
     2. candidates    → their shingles                                 a file of 8 bytes a word
     3. every text    → kept or removed
 
