@@ -125,6 +125,9 @@ WRONG = {
     "unknown config": (lambda p: ["train", "--config", "gpt_8c"], 2, "no config 'gpt_8c', did you mean 'gpt_8b'?"),
     "config file that is not there": (lambda p: ["train", "--config", "mine.py"], 2, "there is no config file mine.py"),
     "unknown command": (lambda p: ["trian"], 2, "there is no command 'trian', did you mean 'train'?"),
+    "unknown command of a group": (
+        lambda p: ["data", "inspct"], 2, "mjax data has no command 'inspct', did you mean 'inspect'?",
+    ),
     "misspelt flag": (_train("--mesh.dta", "2"), 2, "Perhaps you meant"),
     "value of another type": (_train("--train.steps", "many"), 2, "many"),
     "negative batch": (_train("--train.global-batch", "-8"), 2, "--train.global-batch is -8; it must be at least 1"),

@@ -19,16 +19,13 @@ Source: Megatron-LM, core/datasets/indexed_dataset.py.
 """
 
 import array
-import contextlib
-import fcntl
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
+from mjax.data.atomic import lock, to_disk
 from mjax.errors import UsageError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -206,7 +203,7 @@ class IndexedDatasetWriter:
     def __enter__(self) -> "IndexedDatasetWriter":
         token_file(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._stream = self._temporary[0].open("ab")
-        if not _only_writer(self._stream, self._temporary[0]):
+        if not lock(self._stream, self._temporary[0]):
             self._stream.close()
             raise UsageError(
                 f"another process is writing {self.prefix} at this moment; wait for it, or choose another name"
@@ -299,21 +296,3 @@ class IndexedDatasetWriter:
 def temporary_files(prefix: str | Path) -> list[Path]:
     """Where a dataset's tokens and index are written before they get their names."""
     return [Path(f"{file}.tmp") for file in (token_file(prefix), index_file(prefix))]
-
-
-def _only_writer(stream: BinaryIO, file: Path) -> bool:
-    """Lock a temporary file, unless another process has; the lock goes with the process, however that ends."""
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # some file systems know no locks
-    return file.exists() and os.path.samestat(os.fstat(stream.fileno()), file.stat())  # not renamed in the meantime
-
-
-def to_disk(stream) -> None:
-    """Have what was written to `stream` survive a power failure."""
-    stream.flush()
-    with contextlib.suppress(OSError):  # some file systems cannot
-        os.fsync(stream.fileno())

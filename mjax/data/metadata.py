@@ -9,7 +9,8 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mjax.data.indexed import index_file, temporary_files, to_disk, token_file
+from mjax.data.atomic import to_disk
+from mjax.data.indexed import index_file, temporary_files, token_file
 from mjax.errors import UsageError
 
 
@@ -124,10 +125,11 @@ def put_beside(prefix: str | Path, metadata: DatasetMetadata | None) -> None:
         with file.open("rb") as stream:
             to_disk(stream)
     temporary_tokenizer(prefix).replace(tokenizer_folder(prefix))
-    _write_metadata(prefix, metadata)
+    write_metadata(prefix, metadata)
 
 
-def _write_metadata(prefix: str | Path, metadata: DatasetMetadata) -> None:
+def write_metadata(prefix: str | Path, metadata: DatasetMetadata) -> None:
+    """Write PREFIX.json, atomically."""
     temporary = Path(f"{metadata_file(prefix)}.tmp")
     with temporary.open("w", encoding="utf-8") as stream:
         stream.write(json.dumps(dataclasses.asdict(metadata), indent=2, ensure_ascii=False) + "\n")

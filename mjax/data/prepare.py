@@ -66,8 +66,9 @@ class PrepareArguments:
     """Field of a .jsonl line or column of a .parquet file that holds the text."""
     malformed: Literal["stop", "skip"] = "stop"
     """What a malformed line does: stop, naming it, or be skipped and counted."""
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILE]")] = None
-    """sentencepiece:FILE.model or bytes; when not given, a sentencepiece vocabulary is trained on the text."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
+    """gpt2:vocab.json,merges.txt, gpt2:FILE.tiktoken, bert-uncased:vocab.txt, bert-cased:vocab.txt,
+    sentencepiece:FILE.model, hf:tokenizer.json or bytes; when not given, a sentencepiece vocabulary is trained."""
     vocabulary: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Size of the vocabulary that is trained, in tokens; 8192 when not given, 4096 for the demo."""
     append_eod: bool = True

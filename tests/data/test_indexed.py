@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, index_file, token_file
@@ -194,4 +194,34 @@ def test_new_tokens_never_stand_beside_an_old_index(tmp_path, monkeypatch):
 def test_a_token_outside_the_vocabulary_is_refused_rather_than_wrapped(tmp_path, token):
     with pytest.raises(ValueError, match="do not fit a vocabulary of 100"):
         write(tmp_path / "d", [[1, token]])
+    assert list(tmp_path.iterdir()) == []
+
+
+@settings(deadline=None, max_examples=30)  # each example waits for the disk
+@given(
+    documents=st.lists(st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=3), max_size=8),
+    cut=st.integers(0, 8),
+)
+def test_documents_added_many_at_a_time_are_those_added_one_by_one(tmp_path_factory, documents, cut):
+    folder = tmp_path_factory.mktemp("data")
+    with IndexedDatasetWriter(folder / "one", 100) as writer:
+        for document in documents:
+            writer.add_document(*document)
+    with IndexedDatasetWriter(folder / "many", 100) as writer:
+        for part in (documents[:cut], documents[cut:]):
+            sequences = [sequence for document in part for sequence in document]
+            writer.add_documents(
+                np.array([token for sequence in sequences for token in sequence], dtype=np.uint16),
+                np.array([len(sequence) for sequence in sequences], dtype=np.int32),
+                np.array([len(document) for document in part], dtype=np.int64),
+            )
+        assert (writer.documents, writer.sequences) == (len(documents), sum(map(len, documents)))
+    for file in (token_file, index_file):
+        assert file(folder / "one").read_bytes() == file(folder / "many").read_bytes()
+
+
+@pytest.mark.parametrize(("lengths", "sequences"), [([3], [1]), ([2, 2], [1]), ([4], [2]), ([], [])])
+def test_counts_that_do_not_add_up_are_refused(tmp_path, lengths, sequences):
+    with pytest.raises(ValueError, match="do not describe 4 tokens"), IndexedDatasetWriter(tmp_path / "d", 9) as writer:
+        writer.add_documents(np.arange(4), np.array(lengths, dtype=int), np.array(sequences, dtype=int))
     assert list(tmp_path.iterdir()) == []

@@ -79,10 +79,12 @@ def test_workers_die_with_a_parent_that_is_killed_and_the_next_run_takes_over_wh
         time.sleep(0.05)
     left = sorted(file.name for file in (tmp_path / "out").iterdir())
     assert left == ["d.bin.tmp", "d.tokenizer.tmp"]
+    (tmp_path / "out" / "d.tokenizer.tmp" / "tokenizer.model").write_text("of another tokenizer")
 
     prepare(PrepareArguments(output=str(tmp_path / "out" / "d"), inputs=(lines,), tokenizer="bytes"))
     prepare(PrepareArguments(output=str(tmp_path / "clean"), inputs=(lines,), tokenizer="bytes"))
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["d.bin", "d.idx", "d.json", "d.tokenizer"]
+    assert [file.name for file in (tmp_path / "out" / "d.tokenizer").iterdir()] == ["mjax_tokenizer.json"]
     for part in ("bin", "idx", "json"):
         assert (tmp_path / "out" / f"d.{part}").read_bytes() == (tmp_path / f"clean.{part}").read_bytes()
 

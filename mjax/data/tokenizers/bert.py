@@ -1,0 +1,82 @@
+"""BERT's WordPiece, from the vocab.txt that every published BERT brings along.
+
+Text is cleaned of control characters, cut at white space and around each punctuation mark and Chinese character, and
+a word is spelled by its longest known beginning, then the longest known continuation ("##…"), and so on (Devlin et al.
+2019, §3). A word that cannot be spelled is [UNK], and so is one of more than 100 characters: that is Hugging Face's
+limit, while Megatron's and Google's code has 200. White space is not kept, so text does not come back as it was.
+
+What BERT adds, [CLS] and [SEP] around sentences and [MASK], is for those who make samples; no text encodes to it,
+because its brackets are punctuation: `[MASK]` in a text is `[`, `mask`, `]`, as in Megatron.
+"""
+
+import string
+from typing import ClassVar, Self
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from mjax.data.tokenizers.interface import read_given, utf8_lines
+from mjax.data.tokenizers.library import LibraryTokenizer
+from mjax.errors import UsageError
+
+LONGEST_WORD = 100  # characters
+SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]", "[UNK]")
+
+
+class BertTokenizer(LibraryTokenizer):
+    """WordPiece; [SEP] ends documents.
+
+    Attributes:
+      cls, sep, mask, pad, unk: ids of [CLS], [SEP], [MASK], [PAD] and [UNK].
+    """
+
+    stored = ("vocab.txt",)
+    lowercase: ClassVar[bool]
+    """Whether capitals become small letters and accents are dropped."""
+
+    def __init__(self, vocab: bytes, name: str):
+        # As in Google's code the line is the id, and of a piece that is there twice the last counts.
+        pieces = [line.rstrip() for line in utf8_lines(vocab, name)]
+        ids = {piece: number for number, piece in enumerate(pieces)}
+        if missing := [piece for piece in SPECIAL if piece not in ids]:
+            raise UsageError(f"{name} lacks {', '.join(missing)}; give BERT's vocab.txt, which has one piece a line")
+        self._check_case(ids, name)
+        self.library = Tokenizer(models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
+        self.library.normalizer = normalizers.BertNormalizer(
+            clean_text=True, handle_chinese_chars=True, strip_accents=self.lowercase, lowercase=self.lowercase
+        )
+        self.library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        # Without the clean-up of "it ' s" the text of a beginning is always a beginning of the text.
+        self.library.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+        self.contents = (vocab,)
+        self.vocabulary = len(pieces)
+        self.cls, self.sep, self.mask, self.pad, self.unk = (ids[piece] for piece in SPECIAL)
+        self.eod = self.sep
+
+    @classmethod
+    def from_files(cls, files: str) -> Self:
+        """From what follows the kind on the command line: a vocab.txt."""
+        return cls(read_given(cls, files, files), files)
+
+    def _check_case(self, ids: dict[str, int], name: str) -> None:
+        """Refuse a vocabulary of the other case: half of the words would be [UNK], or half of the pieces in vain."""
+        capitals = [letter in ids for letter in string.ascii_uppercase]
+        if self.lowercase and all(capitals):
+            raise UsageError(f"{name} has pieces in capitals; use --tokenizer {CasedBertTokenizer.kind}:{name}")
+        if not self.lowercase and not any(capitals):
+            raise UsageError(f"{name} has no capital letters; use --tokenizer {UncasedBertTokenizer.kind}:{name}")
+
+
+class UncasedBertTokenizer(BertTokenizer):
+    """WordPiece of small letters without accents, Megatron's BertWordPieceLowerCase."""
+
+    kind = "bert-uncased"
+    form = "bert-uncased:vocab.txt"
+    lowercase = True
+
+
+class CasedBertTokenizer(BertTokenizer):
+    """WordPiece of text as it is, Megatron's BertWordPieceCase."""
+
+    kind = "bert-cased"
+    form = "bert-cased:vocab.txt"
+    lowercase = False

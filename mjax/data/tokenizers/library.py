@@ -1,0 +1,36 @@
+"""Tokenizers that the `tokenizers` library runs: its Rust core splits, merges and looks up; mjax keeps eod apart.
+
+In Hugging Face's tokenizers a text that contains `<|endoftext|>` or `[SEP]` encodes to that very token. In Megatron's
+it does not, nor here: otherwise a web page about GPT-2 would end in the middle.
+"""
+
+import os
+from collections.abc import Sequence
+
+import tokenizers
+
+from mjax.data.tokenizers.interface import StoredTokenizer, decode_around, utf8
+
+# One thread each: workers are processes. The library reads this when it encodes, and a user's own setting wins.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class LibraryTokenizer(StoredTokenizer):
+    """Encodes and decodes with a `tokenizers.Tokenizer`, without ever adding a token that is not in the text."""
+
+    library: tokenizers.Tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the tokens of `text`; special tokens written out in it are text like any other."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of the tokens of each text."""
+        for text in texts:
+            utf8(text)
+        # The fast one keeps no track of which token came from which characters.
+        return [found.ids for found in self.library.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of tokens; see `Tokenizer`."""
+        return decode_around(self, ids, lambda part: self.library.decode(part, skip_special_tokens=False))

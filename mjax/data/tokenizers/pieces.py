@@ -1,0 +1,133 @@
+"""sentencepiece: a .model file of someone else's, or one trained on the text at hand.
+
+A model trained here adds no space in front, folds no spaces and normalises nothing, and spells what it has no piece for
+in UTF-8 bytes. So `decode(encode(text)) == text`, but for "▁" (U+2581), with which sentencepiece writes the space.
+A foreign model does what it was trained to do: most put a space in front, many fold spaces and normalise to NFKC.
+"""
+
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Self
+
+import sentencepiece
+
+from mjax.data.tokenizers.interface import EOD_PIECE, StoredTokenizer, decode_around, read_given, utf8
+from mjax.errors import UsageError
+
+CHUNK = 2**14  # characters given to sentencepiece at once in training
+
+
+class SentencePieceTokenizer(StoredTokenizer):
+    """A sentencepiece model; its end-of-sentence piece, or a control piece `<|endoftext|>`, ends documents."""
+
+    kind = "sentencepiece"
+    form = "sentencepiece:FILE.model"
+    stored = ("tokenizer.model",)
+
+    def __init__(self, model: bytes, source: str):
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(model)
+        except RuntimeError:
+            raise UsageError(f"{source} is not a sentencepiece model; give the .model file of one") from None
+        self.contents = (model,)
+        self.vocabulary = self._processor.vocab_size()
+        self.eod = self._processor.eos_id()
+        if self.eod < 0:
+            self.eod = self._processor.piece_to_id(EOD_PIECE)
+            if self._processor.id_to_piece(self.eod) != EOD_PIECE:  # unknown pieces get the id of <unk>
+                raise UsageError(
+                    f"{source} has neither an end-of-sentence piece nor a piece {EOD_PIECE} to end documents with; "
+                    "use a model that has one, or leave --tokenizer out to train one"
+                )
+        if not self._processor.is_control(self.eod):  # text encodes to any other piece
+            raise UsageError(
+                f"{source} ends documents with {self._processor.id_to_piece(self.eod)}, which is not a control piece, "
+                "so text can hold it; use a model trained with it among --control_symbols"
+            )
+
+    @classmethod
+    def from_files(cls, files: str) -> Self:
+        """From what follows the kind on the command line: a .model file."""
+        return cls(read_given(cls, files, files), files)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the pieces of `text`; a `<|endoftext|>` in it is spelled out and ends no document."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of the pieces of each text."""
+        for text in texts:
+            utf8(text)
+        return self._processor.encode(list(texts), num_threads=1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of pieces; see `Tokenizer`."""
+        return decode_around(self, ids, self._processor.decode)
+
+
+# --- Training ---------------------------------------------------------------------------------------------------------
+
+
+def train_sentencepiece(texts: Iterable[str], vocabulary: int) -> SentencePieceTokenizer:
+    """Train a byte-pair vocabulary of exactly `vocabulary` pieces; the same texts give the same model.
+
+    Of sentencepiece's two algorithms, byte pairs and unigram, the first gives no shorter tokens (3.46 and 3.45 bytes a
+    token at 4,096 pieces of Wikipedia) and trains over ten times faster (0.4 s and 6 s for 5 MB).
+
+    Raises:
+      UsageError: there is no text, or it has too few words for the vocabulary or too many characters; says what works.
+    """
+    model, interruption = io.BytesIO(), []
+
+    def chunks() -> Iterator[str]:
+        # Bounded, because sentencepiece passes over what is longer than max_sentence_length.
+        try:
+            for text in texts:
+                yield from (text[start : start + CHUNK] for start in range(0, len(text), CHUNK))
+        except BaseException as error:  # sentencepiece turns whatever its iterator raises into a RuntimeError
+            interruption.append(error)
+            raise
+
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=chunks(),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocabulary,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,  # indentation in few tokens
+            user_defined_symbols=["\n"],  # a line break is always a token of its own
+            max_sentence_length=4 * CHUNK,  # in bytes
+            unk_id=0,
+            eos_id=1,
+            eos_piece=EOD_PIECE,
+            bos_id=-1,
+            pad_id=-1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise (interruption[0] if interruption else _explained(error, vocabulary)) from None
+    return SentencePieceTokenizer(model.getvalue(), "the trained tokenizer")
+
+
+def _explained(error: RuntimeError, vocabulary: int) -> Exception:
+    """sentencepiece's errors in the words of our flags."""
+    message = str(error)
+    if found := re.search(r"too high.*<= (\d+)", message):
+        return UsageError(
+            f"--vocabulary {vocabulary} is too large for this little text, which yields {found[1]} pieces; "
+            f"use --vocabulary {found[1]} or less, give more text, or use --tokenizer bytes"
+        )
+    if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
+        return UsageError(
+            f"--vocabulary {vocabulary} is too small: bytes and characters of this text alone are {found[1]} pieces; "
+            f"use --vocabulary {found[1]} or more, or --tokenizer bytes"
+        )
+    if "sentences_.empty()" in message or "all_chars_count" in message:
+        return UsageError("there is no text to train a tokenizer on; give files that hold text")
+    return error
