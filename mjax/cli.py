@@ -201,7 +201,7 @@ def _run(group: str, commands: Commands, argv: Sequence[str]) -> int:
 def explain(error: BaseException) -> int:
     """Print what went wrong, in one sentence where a person can mend it, and return the exit code."""
     if isinstance(error, KeyboardInterrupt):
-        print("mjax: stopped at once; the last checkpoint is intact", file=sys.stderr)
+        print("mjax: stopped at once; what was written whole before is intact", file=sys.stderr)
         return 130
     if isinstance(error, OSError):
         print(

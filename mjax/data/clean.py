@@ -63,7 +63,7 @@ class CleanArguments:
     """Runs of words that the input holds this often are common phrases and are not cut out."""
     minimum_tokens: int = 128
     """Remove documents of fewer tokens; 0: none."""
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILE]")] = None
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
     """What counts tokens, as in `mjax prepare`; when not given, words between white space are counted."""
     keep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION …")] = ()
     """Functions of yours that take a document's text and say, True or False, whether it stays; also MODULE:FUNCTION."""
