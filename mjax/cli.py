@@ -99,6 +99,24 @@ def prepare(argv: Sequence[str]) -> int:
     return 0
 
 
+def dedup(argv: Sequence[str]) -> int:
+    """`mjax dedup`."""
+    from mjax.data.dedup import DedupArguments
+    from mjax.data.dedup import dedup as run
+
+    run(tyro.cli(DedupArguments, args=argv, prog="mjax dedup"))
+    return 0
+
+
+def clean(argv: Sequence[str]) -> int:
+    """`mjax clean`."""
+    from mjax.data.clean import CleanArguments
+    from mjax.data.clean import clean as run
+
+    run(tyro.cli(CleanArguments, args=argv, prog="mjax clean"))
+    return 0
+
+
 def generate(argv: Sequence[str]) -> int:
     """`mjax generate`."""
     from mjax.generation import GenerateArguments, run_generate
@@ -148,6 +166,8 @@ DATA_COMMANDS: Commands = {
 COMMANDS: Commands = {
     "train": (train, "train a model; the same as train.py"),
     "prepare": (prepare, "turn text into an indexed dataset and its tokenizer"),
+    "dedup": (dedup, "remove exact and near-duplicate documents from text"),
+    "clean": (clean, "repair text, cut evaluation sets out of it, remove short and unwanted documents"),
     "data": (data, "inspect or merge datasets"),
     "generate": (generate, "continue a text with a trained model"),
     "plan": (plan, "show the pipeline schedule of a config, without a device"),

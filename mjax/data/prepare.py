@@ -44,12 +44,11 @@ from mjax.data.progress import showing, speed
 from mjax.data.sentences import load_splitter
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
 from mjax.data.wikipedia import Wikipedia
-from mjax.data.workers import Workers, all_cores
+from mjax.data.workers import Workers, useful_workers
 from mjax.errors import RunError, UsageError
 
 TRAINING_CHARACTERS = 2**26  # a tokenizer learns nothing more from a larger sample
 CHUNK = 2**14  # characters that are drawn or left out together
-WORTH_A_WORKER = 2**22  # bytes of input: less is encoded before another process has started
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def prepare(arguments: PrepareArguments) -> PrepareSummary:
     began = time.perf_counter()
     _check(arguments)
     corpus = Wikipedia() if arguments.demo else _open(arguments)
-    workers = arguments.workers or max(1, min(all_cores(), corpus.size // WORTH_A_WORKER))
+    workers = useful_workers(arguments.workers, corpus.size)
     tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else _train(corpus, arguments)
     encoding_began = time.perf_counter()
     try:

@@ -19,11 +19,17 @@ from mjax.errors import RunError, UsageError
 Item, Result = TypeVar("Item"), TypeVar("Result")
 
 WAITING = 2  # batches a worker: one in work, one ready
+WORTH_A_WORKER = 2**22  # bytes of input: less is done before another process has started
 
 
 def all_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def useful_workers(asked: int | None, size: int) -> int:
+    """Workers for `size` bytes of input if `asked` says nothing: all cores, but fewer where there is little to do."""
+    return max(1, min(all_cores(), size // WORTH_A_WORKER)) if asked is None else asked
 
 
 class Workers:
@@ -35,7 +41,7 @@ class Workers:
 
     def __init__(self, count: int, setup: Callable[..., None] | None = None, arguments: tuple = ()):
         if count < 1:
-            raise UsageError(f"--workers {count} leaves nobody to do the work; use 1 or more")
+            raise UsageError(f"--workers is {count}; it must be at least 1")
         self.count = count
         self._setup, self._arguments = setup, arguments
         self._pool: ProcessPoolExecutor | None = None

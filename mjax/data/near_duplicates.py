@@ -1,0 +1,228 @@
+"""From bands to clusters: candidates are compared for certain, and what is alike is joined.
+
+Documents stand here for their numbers 0 … n-1. What is known of them lies in files, because a large corpus has more
+signatures than memory:
+
+    BAND.keys     uint64 a document: documents with the same key are candidates of each other
+    signatures    HASHES bytes a document: a first estimate
+    shingles      the sorted shingles of every document that is a candidate: the truth
+
+`find_clusters` takes one band after the other. It sorts the documents by their key, which puts candidates side by side,
+and looks at pairs of neighbours, then at pairs two apart, and so on. A pair is compared by its shingles unless
+
+- both are in one cluster already: what a chain of similar documents joins stays joined, so nothing could change,
+- their signatures differ by more than chance allows,
+- an earlier band has brought them together: then they were compared there.
+
+A bucket in which all are joined is done, so ten thousand copies of one page cost ten thousand comparisons and not fifty
+million. Which pairs are compared depends on the documents alone, never on the number of workers.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mjax.data.minhash import HASHES, Sketches, estimate, worth_comparing
+from mjax.data.shingles import jaccard
+from mjax.data.workers import Workers
+
+AT_ONCE = 2**14  # pairs whose signatures are in memory together
+COMPARISONS = 256  # pairs a worker compares at a time
+
+
+class SketchFiles:
+    """The sketches of a corpus, appended batch after batch to files in `folder`."""
+
+    def __init__(self, folder: Path, bands: int):
+        self._folder, self.bands = folder, bands
+        self._files = [file.open("wb") for file in (*map(self._keys_file, range(bands)), folder / "signatures")]
+
+    def _keys_file(self, band: int) -> Path:
+        return self._folder / f"{band:02}.keys"
+
+    def append(self, sketches: Sketches) -> None:
+        """Add the documents of one batch."""
+        for file, part in zip(self._files, (*sketches.keys, sketches.signatures), strict=True):
+            part.tofile(file)
+
+    def close(self) -> None:
+        """No more documents are to come; from here on they can be read."""
+        for file in self._files:
+            file.close()
+
+    def keys(self, band: int) -> np.ndarray:
+        """One band of all documents, uint64 [documents], read from the disk where it is touched."""
+        return _mapped(self._keys_file(band), np.uint64)
+
+    def signatures(self) -> np.ndarray:
+        """uint8 [documents, HASHES], read from the disk where it is touched."""
+        return _mapped(self._folder / "signatures", np.uint8).reshape(-1, HASHES)
+
+
+class ShingleFile:
+    """The distinct shingles of some documents, appended one after the other to a file."""
+
+    def __init__(self, file: Path, documents: np.ndarray):
+        self.file, self._documents = file, documents  # sorted numbers of the documents to come
+        self._ends = np.zeros(len(documents) + 1, np.int64)
+
+    def write(self, batches: Iterable[list[np.ndarray]]) -> None:
+        """Write the shingles of all documents, in order."""
+        number = 0
+        with self.file.open("wb") as stream:
+            for batch in batches:
+                for shingles in batch:
+                    shingles.tofile(stream)
+                    number += 1
+                    self._ends[number] = self._ends[number - 1] + len(shingles)
+
+    def parts(self, documents: np.ndarray) -> np.ndarray:
+        """Where the shingles of each document begin and end in the file, int64 [documents, 2]."""
+        places = np.searchsorted(self._documents, documents)
+        return np.stack((self._ends[places], self._ends[places + 1]), axis=1)
+
+
+@dataclass
+class Clusters:
+    """Groups of documents that are linked by pairs at or above the threshold."""
+
+    first: np.ndarray
+    """int64 [documents]: the first document of each one's cluster, itself where it is alone."""
+    similar: np.ndarray
+    """int64 [documents]: the most similar document that each was compared with and found alike; -1: none."""
+    similarity: np.ndarray
+    """float64 [documents]: their Jaccard similarity."""
+    compared: int
+    """Pairs whose shingles were compared."""
+    confirmed: int
+    """Those of them at or above the threshold."""
+
+
+def candidates(files: SketchFiles, distinct: np.ndarray) -> np.ndarray:
+    """Sorted numbers of the documents that share a band with another one; only those in `distinct` take part."""
+    found = np.zeros(len(distinct), bool)
+    for band in range(files.bands):
+        found[_buckets(files.keys(band), distinct)[0]] = True
+    return np.flatnonzero(found)
+
+
+def find_clusters(
+    files: SketchFiles,
+    distinct: np.ndarray,
+    shingles: ShingleFile,
+    threshold: float,
+    workers: Workers,
+    advance: Callable[[], None],
+) -> Clusters:
+    """Compare the candidates and join those at or above `threshold`; `advance` is called after each band."""
+    documents = len(distinct)
+    clusters = Clusters(np.arange(documents), np.full(documents, -1), np.zeros(documents), 0, 0)
+    signatures = files.signatures()
+    for band in range(files.bands):
+        earlier = [files.keys(other) for other in range(band)]
+        members, buckets = _buckets(files.keys(band), distinct)
+        for pairs in _neighbours(members, buckets, clusters.first):
+            pairs = np.concatenate([np.empty((0, 2), np.int64), *_promising(pairs, signatures, earlier, threshold)])
+            _compare(pairs, shingles, threshold, clusters, workers)
+        advance()
+    clusters.first = _roots(clusters.first, np.arange(documents))
+    return clusters
+
+
+# --- Candidates -------------------------------------------------------------------------------------------------------
+
+
+def _buckets(keys: np.ndarray, distinct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Documents that share their key with another one, and the number of their bucket; sorted by bucket and number."""
+    documents = np.flatnonzero(distinct & (keys != 0))
+    keys = keys[documents]
+    order = np.argsort(keys, kind="stable")
+    documents, keys = documents[order], keys[order]
+    begins = np.concatenate(([True], keys[1:] != keys[:-1]))[: len(keys)]
+    buckets = np.cumsum(begins) - 1
+    shared = np.bincount(buckets, minlength=1)[buckets] > 1
+    return documents[shared], buckets[shared]
+
+
+def _neighbours(members: np.ndarray, buckets: np.ndarray, parents: np.ndarray) -> Iterator[np.ndarray]:
+    """Pairs of members of one bucket that are not joined yet, int64 [pairs, 2], by growing distance in the bucket."""
+    distance = 1
+    while len(members) > distance:
+        roots = _roots(parents, members)
+        # Buckets that are joined, or have no pair at this distance, are done.
+        begins = np.flatnonzero(np.concatenate(([True], buckets[1:] != buckets[:-1])))
+        sizes = np.diff(np.append(begins, len(buckets)))
+        open_ones = np.minimum.reduceat(roots, begins) != np.maximum.reduceat(roots, begins)
+        keep = np.repeat(open_ones & (sizes > distance), sizes)
+        members, buckets, roots = members[keep], buckets[keep], roots[keep]
+        apart = (buckets[distance:] == buckets[:-distance]) & (roots[distance:] != roots[:-distance])
+        yield np.stack((members[:-distance][apart], members[distance:][apart]), axis=1)
+        distance += 1
+
+
+def _promising(
+    pairs: np.ndarray, signatures: np.ndarray, earlier: list[np.ndarray], threshold: float
+) -> Iterator[np.ndarray]:
+    """The pairs whose signatures are alike and that no earlier band has brought together."""
+    for start in range(0, len(pairs), AT_ONCE):
+        one, other = pairs[start : start + AT_ONCE].T
+        alike = estimate(signatures[one], signatures[other]) >= worth_comparing(threshold)
+        one, other = one[alike], other[alike]
+        for keys in earlier:
+            new = keys[one] != keys[other]
+            one, other = one[new], other[new]
+        yield np.stack((one, other), axis=1)
+
+
+# --- Comparison -------------------------------------------------------------------------------------------------------
+
+
+def _compare(pairs: np.ndarray, shingles: ShingleFile, threshold: float, clusters: Clusters, workers: Workers) -> None:
+    """Compare each pair by its shingles and join what is similar."""
+    parts = np.concatenate((shingles.parts(pairs[:, 0]), shingles.parts(pairs[:, 1])), axis=1)  # [pairs, 4]
+    sizes = np.sort(parts[:, [1, 3]] - parts[:, [0, 2]], axis=1)
+    possible = sizes[:, 0] >= threshold * sizes[:, 1] - 1  # |A ∩ B| ≤ |A|, |A ∪ B| ≥ |B|; 1 for the rounding
+    pairs, parts = pairs[possible], parts[possible]
+    tasks = [(shingles.file, parts[start : start + COMPARISONS]) for start in range(0, len(parts), COMPARISONS)]
+    results = workers.map(_similarities, tasks) if len(tasks) > 1 else map(_similarities, tasks)
+    similarities = np.concatenate([np.empty(0), *results])
+    clusters.compared += len(pairs)
+    for (one, other), similarity in zip(pairs.tolist(), similarities.tolist(), strict=True):
+        if similarity >= threshold:
+            clusters.confirmed += 1
+            _join(clusters.first, one, other)
+            for this, that in ((one, other), (other, one)):
+                if similarity > clusters.similarity[this]:
+                    clusters.similar[this], clusters.similarity[this] = that, similarity
+
+
+def _similarities(task: tuple[Path, np.ndarray]) -> np.ndarray:
+    """Jaccard similarity of pairs, float64 [pairs]; given are the file and their parts of it, int64 [pairs, 4]."""
+    file, parts = task
+    shingles = _mapped(file, np.uint64)
+    return np.array([jaccard(shingles[a:b], shingles[c:d]) for a, b, c, d in parts.tolist()])
+
+
+def _roots(parents: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """The first document of the cluster of each of `documents`; shortens their ways to it."""
+    roots = parents[documents]
+    while not np.array_equal(above := parents[roots], roots):
+        roots = above
+    parents[documents] = roots
+    return roots
+
+
+def _join(parents: np.ndarray, one: int, other: int) -> None:
+    """Make one cluster of two; its first document stays its root."""
+    for _ in range(2):
+        while parents[one] != one:
+            parents[one] = one = parents[parents[one]]  # halves the way for the next one
+        one, other = other, one
+    parents[max(one, other)] = min(one, other)
+
+
+def _mapped(file: Path, dtype: type) -> np.ndarray:
+    """The numbers in a file, read from the disk where they are touched."""
+    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)
