@@ -9,10 +9,19 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import LogFormatter, MaxNLocator, PercentFormatter, StrMethodFormatter
 
 BARS, LINE, INK = "#0072B2", "#E69F00", "#222222"  # of Okabe and Ito's palette
-BINS_A_DECADE = 12
+BINS_A_DECADE = 12  # at most
+POINTS = 2000  # of the line, at most
+
+
+def bin_edges(present: np.ndarray) -> np.ndarray:
+    """Where the bins of sorted lengths above 0 begin, and the last one ends: whole numbers, evenly spread in powers of
+    ten, from the shortest document to behind the longest. Few documents get few bins (Rice's rule)."""
+    first, end = present[0], present[-1] + 1
+    bins = min(2 * np.cbrt(len(present)), np.log10(end / first) * BINS_A_DECADE)
+    return np.unique(np.ceil(np.geomspace(first, end, max(2, round(bins) + 1))))  # no bin between 1 and 2 tokens
 
 
 def draw_lengths(lengths: np.ndarray, name: str, file: Path) -> None:
@@ -21,17 +30,15 @@ def draw_lengths(lengths: np.ndarray, name: str, file: Path) -> None:
     Documents without tokens have no place on a logarithmic axis; the title counts them.
     """
     present = np.sort(lengths[lengths > 0])
-    first, last = np.floor(np.log10(present[0])), np.log10(present[-1] + 1)
-    edges = np.logspace(first, last, max(2, round((last - first) * BINS_A_DECADE) + 1))
-    edges = np.unique(np.ceil(edges))  # whole numbers: no bin between 1 and 2 tokens
-
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    axes.hist(present, bins=edges, color=BARS, alpha=0.85)
+    axes.hist(present, bins=bin_edges(present), color=BARS, alpha=0.85, edgecolor="white", linewidth=0.5)
     axes.margins(y=0.12)  # room for the name of the median
     axes.set(xscale="log", xlabel="tokens in a document", ylabel="documents")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))  # labels only where all is within a decade
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.yaxis.label.set_color(BARS)
     median = np.median(present)
     axes.axvline(median, color=INK, linewidth=1, linestyle=":")
@@ -41,11 +48,15 @@ def draw_lengths(lengths: np.ndarray, name: str, file: Path) -> None:
     )  # fmt: skip
 
     shares = axes.twinx()
-    steps = np.linspace(0, len(present) - 1, min(len(present), 2000)).astype(int)
-    shares.plot(present[steps], (np.cumsum(present) / present.sum())[steps], color=LINE, linewidth=2)
+    grid = np.unique(np.geomspace(present[0], present[-1], POINTS).astype(np.int64))
+    up_to = np.cumsum(present)[np.searchsorted(present, grid, side="right") - 1] / present.sum()
+    shares.plot([present[0], *grid], [0, *up_to], color=LINE, linewidth=2, drawstyle="steps-post")
     shares.set(ylim=(0, 1.02), ylabel="share of all tokens in documents up to this length")
     shares.yaxis.set_major_formatter(PercentFormatter(1.0))
     shares.yaxis.label.set_color(LINE)
+
+    for each in (axes, shares):
+        each.spines["top"].set_visible(False)
 
     empty = len(lengths) - len(present)
     aside = f", {empty:,} of them without tokens" if empty else ""

@@ -2,10 +2,13 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mjax import cli
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.inspection import document_lengths
+from mjax.data.length_figure import bin_edges
 from mjax.data.prepare import PrepareArguments, prepare
 
 PNG, PDF = b"\x89PNG", b"%PDF"
@@ -76,6 +79,14 @@ def test_lengths_are_those_of_documents_not_of_sequences(foreign):
 def test_the_lengths_can_be_drawn(dataset, tmp_path, capsys, name, magic):
     assert f"drawn in {tmp_path}/{name}" in inspect(capsys, dataset, "--figure", tmp_path / name).replace("\n", "")
     assert (tmp_path / name).read_bytes().startswith(magic)
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=1))
+def test_the_bars_hold_every_document_and_begin_with_the_shortest(lengths):
+    edges = bin_edges(np.sort(lengths))
+    assert np.histogram(lengths, edges)[0].sum() == len(lengths)
+    assert (edges[0], edges[-1]) == (min(lengths), max(lengths) + 1)
+    assert np.array_equal(edges, np.round(edges))
 
 
 def test_documents_that_are_all_of_one_length_can_be_drawn(tmp_path, capsys):
