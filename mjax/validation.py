@@ -95,6 +95,9 @@ def _check_kind(config: Config, name: str) -> None:
         if getattr(config.data, field):
             flag = f"--data.{field.replace('_', '-')}"
             raise UsageError(f"{flag} is for --model.kind gpt; leave it out, a BERT's samples are pairs with padding")
+    for field in ("sequence", "vocabulary"):
+        if getattr(config.model, field) < 3:
+            raise UsageError(f"--model.{field} {getattr(config.model, field)} is too little for a BERT; use 3 or more")
     if not config.data.mock:
         raise UsageError(f"{name} is a BERT, which trains on mock pairs of text only; add --data.mock")
 
