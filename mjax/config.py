@@ -25,6 +25,9 @@ class ModelConfig:
     """Shape of the transformer. Dimension letters: s sequence, h hidden, n heads, d head size, f feed-forward, v
     vocabulary."""
 
+    kind: Literal["gpt", "bert"] = "gpt"
+    """gpt predicts the next token; bert predicts masked tokens from both sides, and whether two stretches of text are
+    in order."""
     layers: int = 24
     """Transformer layers."""
     hidden: int = 1024
@@ -47,6 +50,9 @@ class ModelConfig:
     """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
     layernorm_epsilon: float = 1e-5
     """Added to the variance in LayerNorm."""
+    layernorm: Literal["pre", "post"] = "pre"
+    """bert only: LayerNorm before attention and MLP, as arXiv 1909.08053 rearranged it (figure 7b), or behind each sum,
+    as in the original BERT (7a)."""
     init_std: float = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
     attention: Literal["auto", "cudnn", "xla", "xla_blocks"] = "auto"
@@ -69,13 +75,23 @@ class ModelConfig:
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
     @property
+    def causal(self) -> bool:
+        """Whether a position sees none after it."""
+        return self.kind == "gpt"
+
+    @property
     def parameters(self) -> int:
         """Exact number of trainable parameters, embeddings counted once (they are tied)."""
         h, f = self.hidden, self.mlp_width
         attention = h * 3 * h + 3 * h + h * h + h
         mlp = h * f + f + f * h + h
         layer_norms = 4 * h
-        return self.layers * (attention + mlp + layer_norms) + (self.padded_vocabulary + self.sequence) * h + 2 * h
+        count = self.layers * (attention + mlp + layer_norms) + (self.padded_vocabulary + self.sequence) * h + 2 * h
+        if self.kind == "bert":
+            token_types, pooler, order = 2 * h, h * h + h, 2 * h + 2
+            masked = h * h + h + 2 * h + self.padded_vocabulary  # linear layer, LayerNorm, a bias for each token
+            count += token_types + pooler + order + masked
+        return count
 
 
 @dataclass(frozen=True)
@@ -291,6 +307,31 @@ class Config:
     def training_samples(self) -> int:
         """Samples the order of training is drawn for."""
         return self.data.samples or BatchSizes.of(self).samples_before(self.train.steps)
+
+    def batch_arrays(self, evaluation: bool = False) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The arrays of a batch: for each the shape that one sample has in it, [s] or [], and its type.
+
+        Of a GPT they are those of `DataConfig.batch_types`. Of a BERT:
+
+        tokens          the pair of stretches of text, with masks in it, and padding
+        labels          what stood in the place of each
+        loss_mask       whether a label counts: where a token was masked
+        token_types     0 in the first stretch of text, 1 in the second
+        documents       0 for text, 1 for padding: neither attends to the other
+        sentence_order  [], 0 where the stretches are in order, 1 where they are swapped
+        """
+        if self.model.kind == "gpt":
+            types = self.data.batch_types(evaluation)
+            return {name: ((self.model.sequence,), kind) for name, kind in types.items()}
+        types = {
+            "tokens": "int32",
+            "labels": "int32",
+            "loss_mask": "bool",
+            "token_types": "int32",
+            "documents": "int32",
+        }
+        arrays = {name: ((self.model.sequence,), kind) for name, kind in types.items()}
+        return {**arrays, "sentence_order": ((), "int32")}
 
 
 # --- Finding and loading a config -------------------------------------------------------------------------------------

@@ -300,6 +300,8 @@ def run_generate(arguments: GenerateArguments) -> int:
         raise UsageError("there is no prompt; add --prompt TEXT")
     run = arguments.checkpoint
     config = inference_config(read_config(run / "config.json"), arguments.model_parallel)
+    if config.model.kind != "gpt":
+        raise UsageError(f"{run} holds a BERT, which continues no text; give the run folder of a GPT with --checkpoint")
     if not (run / "tokenizer").is_dir():
         raise UsageError(f"{run} has no folder tokenizer; copy the one the model was trained with to {run}/tokenizer")
     tokenizer = tokenizer_from_folder(run / "tokenizer")

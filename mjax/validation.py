@@ -51,6 +51,7 @@ def validate(config: Config, name: str = "this config") -> None:
         )
     _check_batch_sizes(config)
     _check_pipeline(config)
+    _check_kind(config, name)
     tokens = train.micro_batch * model.sequence
     if mesh.sequence_parallel and tokens % mesh.model:
         raise UsageError(
@@ -80,6 +81,25 @@ def validate(config: Config, name: str = "this config") -> None:
             f"--precision.loss-scale needs --precision.compute fp16; this run computes in {config.precision.compute}"
         )
     _check_data(config, name)
+
+
+def _check_kind(config: Config, name: str) -> None:
+    """That nothing is asked for which the model's kind does not have."""
+    if config.model.kind == "gpt":
+        if config.model.layernorm != "pre":
+            raise UsageError(
+                "--model.layernorm post is for --model.kind bert; leave it out, a GPT's LayerNorm comes first"
+            )
+        return
+    for field in ("reset_positions", "reset_attention", "mask_eod_loss", "validation_tail"):
+        if getattr(config.data, field):
+            flag = f"--data.{field.replace('_', '-')}"
+            raise UsageError(f"{flag} is for --model.kind gpt; leave it out, a BERT's samples are pairs with padding")
+    for field in ("sequence", "vocabulary"):
+        if getattr(config.model, field) < 3:
+            raise UsageError(f"--model.{field} {getattr(config.model, field)} is too little for a BERT; use 3 or more")
+    if not config.data.mock:
+        raise UsageError(f"{name} is a BERT, which trains on mock pairs of text only; add --data.mock")
 
 
 def _check_data(config: Config, name: str) -> None:

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig
-from mjax.models.gpt import build_gpt
+from mjax.models.build import build_model
 from mjax.names import leaf_name
 from mjax.parallel.mappings import DATA
 from mjax.parallel.mesh import make_mesh
@@ -58,10 +58,27 @@ def small_config(
 
 
 def batch_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+    if config.model.kind == "bert":
+        return pairs_of(config, seed)
     shape = (config.train.global_batch, config.model.sequence + 1)
     rows = np.random.default_rng(seed).integers(0, config.model.vocabulary, shape).astype(np.int32)
     batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:], **packing_of(*rows[:, 1:].shape)}
     return {name: batch[name] for name in config.data.batch_types()}
+
+
+def pairs_of(config: Config, seed: int) -> dict[str, np.ndarray]:
+    """Random pairs for a BERT: another amount of padding and of masked tokens in each, and none masked in the first."""
+    random, shape = np.random.default_rng(seed), (config.train.global_batch, config.model.sequence)
+    row, place = np.arange(shape[0])[:, None], np.arange(shape[1])
+    length = shape[1] - row * 3 % (shape[1] // 2)
+    return {
+        "tokens": random.integers(0, config.model.vocabulary, shape).astype(np.int32),
+        "labels": random.integers(0, config.model.vocabulary, shape).astype(np.int32),
+        "loss_mask": (place < length) & ((place * 7 + row * 3) % shape[0] < row),
+        "token_types": ((place >= 2 + row % 5) & (place < length)).astype(np.int32),
+        "documents": (place >= length).astype(np.int32),
+        "sentence_order": random.integers(0, 2, shape[0]).astype(np.int32),
+    }
 
 
 def packing_of(samples: int, positions: int) -> dict[str, np.ndarray]:
@@ -91,7 +108,7 @@ def gradient_program(config: Config):
     """
 
     def build():
-        model = build_gpt(config.train.seed, config.model, parameter_type(config.precision.compute))
+        model = build_model(config.train.seed, config.model, parameter_type(config.precision.compute))
 
         def disturb(path, weight):
             if not leaf_name(path).endswith(("bias", "scale")):
@@ -109,7 +126,7 @@ def gradient_program(config: Config):
     program = jax.shard_map(
         partial(loss_and_gradients, config, plan),
         mesh=mesh,
-        in_specs=(specs, dict.fromkeys(config.data.batch_types(), P(DATA)), P(), P()),
+        in_specs=(specs, dict.fromkeys(config.batch_arrays(), P(DATA)), P(), P()),
         out_specs=(P(), specs),
         check_vma=True,
     )

@@ -20,11 +20,14 @@ from mjax.config import (
     to_dict,
 )
 from mjax.errors import UsageError
-from mjax.models.gpt import build_gpt
+from mjax.models.build import build_model
 from mjax.validation import check_devices, validate
 from tests.conftest import ROOT
 
 PUBLISHED = {
+    "bert_336m": 336_429_058,
+    "bert_1b": 1_281_001_474,
+    "bert_4b": 3_869_588_482,
     "gpt_345m": 354_871_296,
     "gpt_1b": 1_212_103_680,
     "gpt_2b": 2_488_934_400,
@@ -72,8 +75,24 @@ PAPERS = {
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
 def test_published_models_have_exactly_their_parameters(name, parameters):
     config = load_config(name)
-    model = jax.eval_shape(lambda: build_gpt(0, config.model))
+    model = jax.eval_shape(lambda: build_model(0, config.model))
     assert sum(leaf.size for leaf in jax.tree.leaves(model)) == config.model.parameters == parameters
+
+
+@pytest.mark.parametrize(("name", "printed", "gpus"), [("336m", 0.336, 128), ("1b", 1.3, 256), ("4b", 3.9, 512)])
+def test_berts_are_those_of_the_paper(name, printed, gpus):
+    config = load_config(f"bert_{name}")
+    model, optimizer, train = config.model, config.optimizer, config.train
+    assert round(model.parameters / 1e9, 3 if printed < 1 else 1) == printed
+    assert (model.kind, model.layernorm, model.head_size, model.sequence) == ("bert", "pre", 64, 512)
+    assert (config.mesh.devices, train.global_batch, train.steps) == (gpus, 1024, 2_000_000)
+    assert (optimizer.learning_rate, optimizer.warmup_steps, optimizer.schedule) == (1e-4, 10_000, "linear")
+    docstring = ast.get_docstring(ast.parse((ROOT / "configs" / f"bert_{name}.py").read_text()))
+    assert f"{model.parameters:,} " in docstring
+    assert f" {gpus} GPUs" in docstring
+    with pytest.raises(UsageError, match=f"bert_{name} is a BERT, which trains on mock pairs of text only"):
+        validate(config, f"bert_{name}")
+    validate(replace(config, data=DataConfig(mock=True)))
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -193,6 +212,13 @@ def _with(**sections):
         (_with(mesh={"pipe": 5}), "--mesh.pipe 5 does not divide 24 layers"),
         (_with(mesh={"chunks": 2}), "--mesh.chunks 2 needs a pipeline"),
         (_with(optimizer={"learning_rate": float("nan")}), "--optimizer.learning-rate is nan"),
+        (_with(model={"layernorm": "post"}), "--model.layernorm post is for --model.kind bert"),
+        (
+            _with(model={"kind": "bert"}, data={"reset_attention": True}),
+            "--data.reset-attention is for --model.kind gpt",
+        ),
+        (_with(model={"kind": "bert"}, data={"mock": False}), "trains on mock pairs of text only; add --data.mock"),
+        (_with(model={"kind": "bert", "vocabulary": 2}), "--model.vocabulary 2 is too little for a BERT"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_sentence(config, words):

@@ -22,8 +22,8 @@ Fetched = TypeVar("Fetched")
 class Samples(Protocol):
     """What batches are made of."""
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Sample `index`, int32 [s + 1]."""
+    def __getitem__(self, index: int) -> np.ndarray | dict[str, np.ndarray]:
+        """Sample `index`: int32 [s + 1], or of a BERT its arrays by name."""
 
 
 class Batches:
@@ -34,7 +34,7 @@ class Batches:
     Args:
       dataset: where tokens come from.
       sizes: samples of each step.
-      label: makes of a sample's tokens [s + 1] the arrays [s] that a batch stacks; tokens and labels alone by default.
+      label: makes of a sample the arrays that a batch stacks; by default of its tokens [s + 1] tokens and labels [s].
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Batches:
         self.dataset, self.sizes, self.label = dataset, sizes, label
 
     def at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-        """The batch of `step` (from 0): tokens, labels and what else `label` gives, [b, s], b being the rows asked for.
+        """The batch of `step` (from 0): what `label` gives, with a first dim b, the rows asked for.
 
         Raises:
           IndexError: the dataset ends before this step.

@@ -21,6 +21,7 @@ from mjax.data.blend import Blend, BlendedDataset, parse_blend, samples_of_parts
 from mjax.data.cache import IndexCache, cache_folders
 from mjax.data.indexed import IndexedDataset
 from mjax.data.metadata import DatasetMetadata, read_metadata, tokenizer_folder
+from mjax.data.mock_pairs import MockPairs
 from mjax.data.samples import GPTDataset, MockDataset, labelled, split_sequences
 from mjax.errors import UsageError
 
@@ -54,9 +55,10 @@ def open_data(config: Config) -> TrainingData:
     data, model, train = config.data, config.model, config.train
     evaluates = train.eval_interval > 0
     if data.mock:
-        training = MockDataset(model.vocabulary, model.sequence, train.seed)
-        validation = MockDataset(model.vocabulary, model.sequence, train.seed + 1) if evaluates else None
-        return _bundle(config, training, validation, data.eod, None, "mock tokens", ())
+        mock, summary = (MockDataset, "mock tokens") if model.kind == "gpt" else (MockPairs, "mock pairs of text")
+        training = mock(model.vocabulary, model.sequence, train.seed)
+        validation = mock(model.vocabulary, model.sequence, train.seed + 1) if evaluates else None
+        return _bundle(config, training, validation, data.eod, None, summary, ())
 
     parts = {"training": 0, "validation": 1, "test": 2}
     if data.train_path:
@@ -181,6 +183,8 @@ def _bundle(config, training, validation, eod, tokenizer, summary, notes) -> Tra
     data, whole = config.data, BatchSizes.constant(config.train.global_batch)
 
     def label(evaluation: bool):
+        if config.model.kind == "bert":
+            return dict  # a sample is made whole by its dataset
         return partial(labelled, names=data.batch_types(evaluation), eod=eod, mask_eod=data.mask_eod_loss)
 
     return TrainingData(

@@ -1,4 +1,4 @@
-"""Causal attention: the kernels, and the choice among them.
+"""Attention, causal or to both sides: the kernels, and the choice among them.
 
 | kernel       | where            | what it does                                                            |
 |--------------|------------------|-------------------------------------------------------------------------|
@@ -41,6 +41,7 @@ def attend(
     rate: float = 0.0,
     key: DropoutKey | None = None,
     documents: Array | None = None,
+    causal: bool = True,
 ) -> Array:
     """Softmax(q kᵀ / √d) v over the positions up to each query's own, or those of them in its document.
 
@@ -49,6 +50,7 @@ def attend(
       kernel: `cudnn`, `xla` or `xla_blocks`.
       rate, key: dropout of the probabilities; not with `cudnn`.
       documents: int [b, s], number of the document that a token belongs to; None: a sample is one document.
+      causal: whether a query sees no later position; False: it sees those after it too (BERT).
     """
     if documents is not None:
         documents = mappings.vary(documents, mappings.varying_axes(q))
@@ -57,9 +59,9 @@ def attend(
         # JAX hands cuDNN a mask as a bias, which is written out, and cuDNN writes out a gradient of it that nobody
         # needs: 2 b s² bytes each, once for all heads and layers.
         mask = None if documents is None else _same_document(documents, documents)[:, None]  # [b, 1, s, s]
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation="cudnn")
     if kernel == "xla":
-        return _attend_block(q, k, v, 0, rate, key, documents)
+        return _attend_block(q, k, v, 0, rate, key, documents, causal)
     # On a CPU it pays to copy once into [b, n, s, d], to leave out the keys in the future of a whole block, and to
     # compute in float32: XLA runs small bf16 products there on one thread.
     dtype = q.dtype
@@ -69,9 +71,18 @@ def attend(
     outputs = []
     for first in range(0, q.shape[2], width):
         end = first + width
+        read = end if causal else q.shape[2]
         outputs.append(
             _attend_block(
-                q[:, :, first:end], k[:, :, :end], v[:, :, :end], first, rate, key, documents, heads_first=True
+                q[:, :, first:end],
+                k[:, :, :read],
+                v[:, :, :read],
+                first,
+                rate,
+                key,
+                documents,
+                causal,
+                heads_first=True,
             )
         )
     return jnp.concatenate(outputs, axis=2).swapaxes(1, 2).astype(dtype)
@@ -85,6 +96,7 @@ def _attend_block(
     rate: float,
     key: DropoutKey | None,
     documents: Array | None,
+    causal: bool,
     heads_first: bool = False,
 ) -> Array:
     """Attention of the queries from position `first` on: q [b, q, n, d], k and v [b, k, n, d] → [b, q, n, d].
@@ -94,9 +106,11 @@ def _attend_block(
     queries, keys = ("bnqd", "bnkd") if heads_first else ("bqnd", "bknd")
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum(f"{queries},{keys}->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
-    # Counted on the device: an array from here would be a residual of every layer that computes its scores again.
-    query, other = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[2:], dim) for dim in (0, 1))
-    visible = other <= first + query  # [q, k]
+    visible = True
+    if causal:
+        # Counted on the device: an array from here would be a residual of every layer that computes its scores again.
+        query, other = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[2:], dim) for dim in (0, 1))
+        visible = other <= first + query  # [q, k]
     if documents is not None:
         end, read = first + scores.shape[2], scores.shape[3]
         same = _same_document(documents[:, first:end], documents[:, :read])
@@ -167,7 +181,7 @@ def resolve_attention(
       compute: compute type of the run, as in the config.
       platform: `jax.default_backend()`.
       announce: receives one sentence where a slower kernel than cuDNN's has to be taken on a GPU.
-      documents: whether attention stays within documents (`data.reset_attention`).
+      documents: whether attention stays within documents (`data.reset_attention`, and BERT's padding).
 
     Raises:
       UsageError: the kernel asked for cannot do what the run needs, or fails when it is run.
@@ -232,7 +246,7 @@ def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -
     def output_and_gradients(kernel, dtype):
         def total(q, k, v):
             q, k, v = (x.astype(dtype) for x in (q, k, v))
-            out = attend(q, k, v, kernel, documents=numbers).astype(jnp.float32)
+            out = attend(q, k, v, kernel, documents=numbers, causal=model.causal).astype(jnp.float32)
             return jnp.square(out).sum(), out
 
         return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)

@@ -82,6 +82,10 @@ class GPT(nnx.Module):
         place = None if key is None else key.fold(0).fold(random.EMBEDDING)
         return dropout_tokens(x, self.config.hidden_dropout, place, tokens)
 
+    def embed_batch(self, batch: dict[str, Array], tokens: Tokens, key: DropoutKey | None) -> Array:
+        """`embed` of what `DataConfig.batch_types` lists."""
+        return self.embed(batch["tokens"], tokens, key, batch.get("positions"))
+
     def logits(self, x: Array, tokens: Tokens) -> Array:
         """Scores of the next token after the last layer: x [t, h] → [b · s, v / p], varying over `model`."""
         return self.embedding.logits(self.final_norm(x), tokens)
@@ -94,6 +98,10 @@ class GPT(nnx.Module):
         """
         losses = vocab_parallel_cross_entropy(self.logits(x, tokens), labels.reshape(-1))  # [b · s]
         return losses.sum() if mask is None else losses.sum(where=mask.reshape(-1))
+
+    def batch_loss(self, x: Array, batch: dict[str, Array], tokens: Tokens) -> Array:
+        """`loss` of what `DataConfig.batch_types` lists."""
+        return self.loss(x, batch["labels"], tokens, batch.get("loss_mask"))
 
     def prefill(
         self, prompts: Array, lengths: Array, slots: int, decode: DecodeBlocks = decode_blocks

@@ -1,9 +1,14 @@
-"""The transformer layer of GPT-2 and Megatron: LayerNorm before attention and MLP (arXiv 1909.08053, figure 2).
+"""The transformer layer of GPT-2 and Megatron: LayerNorm before attention and MLP (arXiv 1909.08053, figures 2, 7b).
 
     x ─┬─ LayerNorm ─ QKV (columns) ─ attention ─ projection (rows) ─ dropout ─ + ─┬─ …
        └───────────────────────────────────────────────────────────────────────┘
     … ─┬─ LayerNorm ─ MLP up (columns) ─ GELU ─ MLP down (rows) ─ dropout ─ + ─▶
        └────────────────────────────────────────────────────────────────────┘
+
+With `layernorm` `post` each LayerNorm stands behind its sum instead, as in the original BERT (figure 7a):
+
+    x ─┬─ QKV ─ attention ─ projection ─ dropout ─ + ─ LayerNorm ─┬─ MLP … ─ dropout ─ + ─ LayerNorm ─▶
+       └───────────────────────────────────────────┘              └────────────────────┘
 
 Two regions are opened and closed, so a layer has two all-reduces forward and two backward. Between them the stream is
 [t, h], a row a token: all tokens of the micro-batch, or with sequence parallelism this rank's.
@@ -40,7 +45,7 @@ KEPT: dict[str, tuple[str, ...] | None] = {
 
 
 class Attention(nnx.Module):
-    """Multi-head causal attention with the heads split over `model`. Shapes: x [t, h] → [t, h]."""
+    """Multi-head attention with the heads split over `model`, causal but in BERT. Shapes: x [t, h] → [t, h]."""
 
     def __init__(self, key: Array, config: ModelConfig, dtype):
         self.config = config
@@ -51,7 +56,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Array, tokens: Tokens, key: DropoutKey | None, documents: Array | None = None) -> Array:
         q, k, v = self._project(x, tokens)
-        context = attend(q, k, v, self.config.attention, self.config.attention_dropout, key, documents)
+        config = self.config
+        context = attend(q, k, v, config.attention, config.attention_dropout, key, documents, config.causal)
         context = context.reshape(tokens.count, *context.shape[2:])
         return self.out(checkpoint_name(context, "context"), tokens)
 
@@ -89,7 +95,7 @@ def gelu(x: Array, tanh: bool) -> Array:
 
 
 class Block(nnx.Module):
-    """One pre-LN transformer layer. Shapes: x [t, h], this rank's rows of the stream → the same."""
+    """One transformer layer. Shapes: x [t, h], this rank's rows of the stream → the same."""
 
     def __init__(self, key: Array, config: ModelConfig, dtype):
         self.config = config
@@ -100,15 +106,18 @@ class Block(nnx.Module):
         self.mlp = MLP(mlp, config, dtype)
 
     def __call__(self, x: Array, tokens: Tokens, key: DropoutKey | None, documents: Array | None = None) -> Array:
-        rate = self.config.hidden_dropout
+        rate, pre = self.config.hidden_dropout, self.config.layernorm == "pre"
         at = key.fold if key is not None else lambda site: None
-        y = self.attention(self.attention_norm(x), tokens, at(random.ATTENTION), documents)
+        y = self.attention(self.attention_norm(x) if pre else x, tokens, at(random.ATTENTION), documents)
         x = checkpoint_name(x + dropout_tokens(y, rate, at(random.ATTENTION_OUTPUT), tokens), "residual")
-        y = self.mlp(self.mlp_norm(x), tokens)
-        return x + dropout_tokens(y, rate, at(random.MLP_OUTPUT), tokens)
+        x = x if pre else self.attention_norm(x)
+        y = self.mlp(self.mlp_norm(x) if pre else x, tokens)
+        x = x + dropout_tokens(y, rate, at(random.MLP_OUTPUT), tokens)
+        # What a LayerNorm reads is kept for its backward pass; in the pre-LN layer that is the next layer's input.
+        return x if pre else self.mlp_norm(checkpoint_name(x, "residual"))
 
     def decode(self, x: Array, tokens: Tokens, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
-        """The layer without dropout, and the keys and values of `x`, for generation.
+        """The pre-LN layer without dropout, and the keys and values of `x`, for generation.
 
         Args:
           x: [t, h], whole prompts; with a cache one position a sequence, the one after the cached ones.

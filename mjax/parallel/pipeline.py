@@ -47,7 +47,7 @@ class StageProgram:
     Attributes:
       embed: (shared weights, micro-batch) → the stream before the first layer [t, h].
       layers: (layers of a chunk, stream, micro-batch, number of the virtual stage) → the stream after them.
-      head: (shared weights, stream, micro-batch) → loss [].
+      head: (shared weights, stream, micro-batch) → loss [], or figures [k] of which the sum is differentiated.
       rows: tokens of a micro-batch, b · s.
       shards: for each leaf of the layers, the (axis, dim) along which `layers` gathers it: those along which its
         gradient has to be scattered.
@@ -74,8 +74,8 @@ def pipeline_gradients(
       accumulator: type of the sums.
 
     Returns:
-      This device's loss [], and its gradients of `shared` and `blocks`: complete but for the sums over `pipe` (shared
-      weights) and `data`.
+      This device's loss [] or [k], and its gradients of `shared` and `blocks`: complete but for the sums over `pipe`
+      (shared weights) and `data`.
     """
     shared, blocks, micro_batches = _vary_over_pipe((shared, blocks, micro_batches))
     stage = _Stage(schedule, program, shared, blocks, micro_batches)
@@ -98,7 +98,7 @@ def pipeline_gradients(
 
 
 def pipeline_loss(schedule: Schedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches) -> Array:
-    """Sum of the losses of all micro-batches on this device, for a `schedule` that has forward passes only."""
+    """Sum over all micro-batches of what `head` gives on this device, for a `schedule` that has forward passes only."""
     shared, blocks, micro_batches = _vary_over_pipe((shared, blocks, micro_batches))
     stage = _Stage(schedule, program, shared, blocks, micro_batches)
 
@@ -172,7 +172,7 @@ class _Sums:
     """What backward passes add to.
 
     Attributes:
-      loss: [].
+      loss: what the head gives, [] or [k].
       shared, blocks: gradients of the shared weights and, leaf by leaf, of this stage's layers.
       pending: factors of postponed weight gradients, [slots, …] each.
     """
@@ -288,7 +288,8 @@ class _Stage:
 
         def head(_, loss, to_shared):
             y = outputs[slot["output"]]
-            value, (new, dy) = jax.value_and_grad(self.program.head, argnums=(0, 1))(self.shared, y, micro_batch)
+            run = lambda shared, y: self.program.head(shared, y, micro_batch)  # noqa: E731
+            value, (new, dy) = value_and_gradients(run, self.shared, y)
             return dy, loss + value.astype(loss.dtype), _add(to_shared, new)
 
         dy, loss, to_shared = _if(slot["last"], head, lambda *kept: kept, arrived, sums.loss, sums.shared)
@@ -399,6 +400,12 @@ class _Stage:
 
 
 # --- Small tools ------------------------------------------------------------------------------------------------------
+
+
+def value_and_gradients(function: Callable[..., Array], *arguments):
+    """`function(*arguments)`, one number or several, and the gradient of their sum in each of the arguments."""
+    value, pullback = jax.vjp(function, *arguments)
+    return value, pullback(jnp.ones_like(value))
 
 
 def _column(schedule: Schedule) -> dict:

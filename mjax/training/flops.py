@@ -33,7 +33,10 @@ def model_flops(config: Config) -> float:
     h, f, s, v = model.hidden, model.mlp_width, model.sequence, model.padded_vocabulary
     layer = 2 * (4 * h * h + 2 * h * f) + 4 * s * h  # per token, forward: QKV and projection, MLP, attention
     per_token = 3 * (model.layers * layer + 2 * h * v)  # the backward pass costs twice the forward
-    return float(config.train.global_batch * s * per_token)
+    flops = config.train.global_batch * s * per_token
+    if model.kind == "bert":
+        flops += 3 * config.train.global_batch * (s * 2 * h * h + 2 * h * h + 4 * h)  # MLM head, pooler, order head
+    return float(flops)
 
 
 def peak_tflops(device_kind: str, compute: str) -> float | None:

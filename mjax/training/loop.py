@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -28,7 +28,7 @@ from mjax.errors import RunError
 from mjax.generation import Generator, continue_texts, print_samples
 from mjax.launch import Distributed
 from mjax.models.attention import resolve_attention
-from mjax.models.gpt import GPT
+from mjax.models.build import Model
 from mjax.names import leaf_name
 from mjax.parallel.mappings import PIPE
 from mjax.parallel.mesh import make_mesh
@@ -37,11 +37,11 @@ from mjax.parallel.schedules import schedule_of, slot_times
 from mjax.sampling import Sampling
 from mjax.training import environment
 from mjax.training.checkpoint import Checkpoints
-from mjax.training.display import Display, loss_and_perplexity
+from mjax.training.display import Display, losses
 from mjax.training.flops import model_flops, peak_tflops
 from mjax.training.metrics import MetricsLog, Record, finite_or_none
 from mjax.training.runs import locked
-from mjax.training.state import StepMetrics, TrainState
+from mjax.training.state import StepMetrics, TrainState, mean_of
 from mjax.training.step import TrainProgram, build_program
 from mjax.training.watchdog import COMPILING, Watchdog
 from mjax.validation import check_devices
@@ -59,12 +59,14 @@ class Result:
       step: steps taken.
       state: the last state.
       validation_loss: of the last evaluation, nats a token; None where there was none.
+      validation_figures: of a BERT what it is the sum of (`bert.FIGURES`).
     """
 
     exit_code: int
     step: int
     state: TrainState
     validation_loss: float | None
+    validation_figures: dict[str, float] = field(default_factory=dict)
 
 
 def train(config: Config, folder: Path, name: str = "this config", watchdog: Watchdog | None = None) -> Result:
@@ -86,7 +88,7 @@ def train(config: Config, folder: Path, name: str = "this config", watchdog: Wat
     # --- Devices, and the attention kernel that will be used ----------------------------------------------------------
     check_devices(config, jax.device_count(), name)
     kernel = resolve_attention(
-        config.model, config.precision.compute, jax.default_backend(), documents=config.data.reset_attention
+        config.model, config.precision.compute, jax.default_backend(), documents="documents" in config.batch_arrays()
     )
     resolved = replace(config, model=replace(config.model, attention=kernel))
     mesh = make_mesh(config.mesh)
@@ -128,7 +130,7 @@ def train(config: Config, folder: Path, name: str = "this config", watchdog: Wat
         result = run.steps(state, start, data.training, data.validation)
         checkpoints.wait()
         if result.exit_code == 0:
-            if data.tokenizer is not None and config.log.sample_tokens > 0:
+            if data.tokenizer is not None and config.log.sample_tokens > 0 and config.model.kind == "gpt":
                 _print_sample(resolved, mesh, result.state, data, display)
             _say_what_is_left(display, result, folder)
     return result
@@ -190,7 +192,8 @@ def _print_sample(config: Config, mesh: Mesh, state: TrainState, data: TrainingD
 
 def _say_what_is_left(display: Display, result: Result, folder: Path) -> None:
     if result.validation_loss is not None:
-        display.say(f"validation perplexity {math.exp(min(result.validation_loss, 700.0)):.2f}")
+        loss = result.validation_figures.get("mlm_loss", result.validation_loss)
+        display.say(f"validation perplexity {math.exp(min(loss, 700.0)):.2f}")
     display.say(f"curve       {folder / 'loss.png'}")
     display.say(f"checkpoint  {folder / 'checkpoints' / str(result.step)}")
     if (folder / "tokenizer").is_dir():
@@ -222,7 +225,7 @@ class _Run:
     def steps(self, state: TrainState, start: int, training: Batches, validation: Batches | None) -> Result:
         """Take the steps from `start` on, until all are done or the run is told to stop."""
         config, last = self.config, self.config.train.steps
-        validation_loss, done = None, start
+        validation_loss, figures, done = None, {}, start
         fetch = prefetch(lambda step: self._to_devices(training, step), range(start, last))
         display = self.display.begin(start)
         with (
@@ -259,8 +262,9 @@ class _Run:
                     record = self._record(*waiting)
                     if evaluates and not stop.requested:
                         self.watchdog.at(step, "evaluating")
-                        validation_loss = record.val_loss = self._evaluate(state.model, validation)
-                        display.say(f"step {step}: validation {loss_and_perplexity(validation_loss)}")
+                        validation_loss, figures = self._evaluate(state.model, validation)
+                        record.val_loss, record.val_figures = validation_loss, figures
+                        display.say(f"step {step}: validation {losses(validation_loss, figures)}")
                     self._write(record)
                     if saves:
                         self.watchdog.at(step, "saving")
@@ -278,7 +282,7 @@ class _Run:
             display.say(
                 f"stopped by {stop.name} after step {done}, which is saved; run the same command again to continue"
             )
-        return Result(0 if done == last else PREEMPTED, done, state, validation_loss)
+        return Result(0 if done == last else PREEMPTED, done, state, validation_loss, figures)
 
     def _program_of(self, size: int, step: int) -> TrainProgram:
         """The program for batches of `size`, which begin or come back with `step`."""
@@ -294,27 +298,26 @@ class _Run:
 
     def _to_devices(self, batches: Batches, step: int, evaluation: bool = False) -> dict[str, jax.Array]:
         """The batch of `step`; a process reads only the rows of its own devices."""
-        shape = (batches.sizes.size(step), self.config.model.sequence)
-        sharding = self.program.batch_sharding
+        size, sharding = batches.sizes.size(step), self.program.batch_sharding
 
         def bounds(index: tuple[slice, ...]) -> tuple[int, int]:
-            return index[0].indices(shape[0])[:2]
+            return index[0].indices(size)[:2]
 
-        own = {bounds(index) for index in sharding.addressable_devices_indices_map(shape).values()}
+        own = {bounds(index) for index in sharding.addressable_devices_indices_map((size,)).values()}
         rows = {part: batches.at(step, slice(*part)) for part in own}
         with jax.transfer_guard("allow"):  # this one is meant
             return {
-                name: jax.make_array_from_callback(shape, sharding, lambda index, name=name: rows[bounds(index)][name])
-                for name in self.config.data.batch_types(evaluation)
+                name: jax.make_array_from_callback(
+                    (size, *shape), sharding, lambda index, name=name: rows[bounds(index)][name]
+                )
+                for name, (shape, _) in self.config.batch_arrays(evaluation).items()
             }
 
-    def _evaluate(self, model: GPT, validation: Batches) -> float:
-        """Mean over all labels of the evaluation that count, whichever batch they are in."""
+    def _evaluate(self, model: Model, validation: Batches) -> tuple[float, dict[str, float]]:
+        """Mean over all labels of the evaluation that count, whichever batch they are in, and a BERT's figures."""
         batches = range(self.config.train.eval_batches)
         found = [self.program.eval_step(model, self._to_devices(validation, i, evaluation=True)) for i in batches]
-        found = jax.device_get(found)
-        total = sum(float(batch.loss) * int(batch.labels) for batch in found)
-        return total / max(sum(int(batch.labels) for batch in found), 1)
+        return mean_of(jax.device_get(found))
 
     def _record(self, step: int, metrics: StepMetrics) -> Record:
         """Wait for the figures of `step` and put them beside the time it took."""
@@ -338,6 +341,7 @@ class _Run:
             tflops=tflops,
             mfu=tflops / self.peak if self.peak else None,
             nonfinite=self._nonfinite(metrics) if metrics.skipped else None,
+            figures={name: finite_or_none(float(value)) for name, value in metrics.figures.items()},
         )
 
     def _nonfinite(self, metrics: StepMetrics) -> str:

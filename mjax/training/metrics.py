@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class Record:
       mfu: tflops over the device's peak; null where the peak is not known.
       nonfinite: which gradient was not finite, and how many; null where all were finite.
       val_loss: mean cross entropy on the validation batches after this step, where it was measured.
+      figures, val_figures: of a BERT its two losses and how often it finds the order; lines of their own in the record,
+        such as mlm_loss and val_mlm_loss.
     """
 
     step: int
@@ -46,13 +48,16 @@ class Record:
     mfu: float | None
     nonfinite: str | None = None
     val_loss: float | None = None
+    figures: dict[str, float | None] = field(default_factory=dict)
+    val_figures: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; `val_loss` only where it was measured."""
         values = asdict(self)
         if self.val_loss is None:
             del values["val_loss"]
-        return values
+        of_validation = {f"val_{name}": value for name, value in values.pop("val_figures").items()}
+        return values | values.pop("figures") | of_validation
 
 
 def finite_or_none(x: float) -> float | None:
@@ -141,11 +146,18 @@ def _start_wandb(project: str, folder: Path):
 
 
 def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None:
-    """Training loss (thin as measured, thick as a moving average) and validation loss over steps, as a PNG."""
+    """Training loss (thin as measured, thick as a moving average) and validation loss over steps, as a PNG.
+
+    Of a BERT it is that of the masked tokens.
+    """
     from matplotlib.figure import Figure
 
-    training = [(r["step"], r["loss"]) for r in records if r["loss"] is not None]
-    validation = [(r["step"], r["val_loss"]) for r in records if r.get("val_loss") is not None]
+    def curve(prefix: str) -> list[tuple[int, float]]:
+        points = [(r["step"], r.get(f"{prefix}mlm_loss", r.get(f"{prefix}loss"))) for r in records]
+        return [(step, loss) for step, loss in points if loss is not None]
+
+    records = list(records)
+    training, validation = curve(""), curve("val_")
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     if training:

@@ -123,8 +123,8 @@ def gradient_names(model, mesh: MeshConfig) -> list[str]:
 def backward_order(names: list[str]) -> list[int]:
     """Indices of `gradient_names` in the order in which the backward pass reaches them.
 
-    The final LayerNorm comes first, then the layers from the last to the first, the embeddings at the end: the first
-    gradient in this order that is not finite is where the trouble began.
+    The heads of a BERT and the final LayerNorm come first, then the layers from the last to the first, the embeddings
+    at the end: the first gradient in this order that is not finite is where the trouble began.
     """
 
     def reached(index: int) -> tuple:
@@ -132,6 +132,6 @@ def backward_order(names: list[str]) -> list[int]:
         if layer:
             sublayers = ("mlp.", "mlp_norm", "attention.", "attention_norm")
             return 1, -int(layer), next(i for i, part in enumerate(sublayers) if part in name)
-        return (0,) if name.startswith("final_norm") else (2,)
+        return (0,) if name.startswith(("mlm.", "order.", "pooler.", "final_norm.")) else (2,)
 
     return sorted(range(len(names)), key=reached)

@@ -27,13 +27,13 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.batch_size import at_batch
 from mjax.config import Config
-from mjax.models.gpt import GPT, build_gpt
+from mjax.models.build import Model, build_model
 from mjax.models.transformer import run_blocks
 from mjax.names import leaf_name
 from mjax.parallel import mappings
 from mjax.parallel.mappings import DATA
 from mjax.parallel.mesh import sharded_shapes
-from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_loss
+from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_loss, value_and_gradients
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.schedules import forward_only, schedule_of
 from mjax.parallel.tokens import Tokens
@@ -45,6 +45,7 @@ from mjax.parallel.zero import (
     plan_storage,
     reduce_gradients,
 )
+from mjax.training.losses import count_labels, named, no_loss, share
 from mjax.training.optimizer import adamw, backward_order, gradient_names, learning_rate, squared_norms
 from mjax.training.precision import COMPUTE_TYPES, LossScale, parameter_type
 from mjax.training.state import EvalMetrics, StepMetrics, TrainState
@@ -56,11 +57,11 @@ class TrainProgram:
 
     Attributes:
       abstract_state: `TrainState` of ShapeDtypeStructs with shardings; what a checkpoint is restored to.
-      abstract_batch: what a training step takes beside the state, the arrays [B, s] of `DataConfig.batch_types`.
+      abstract_batch: what a training step takes beside the state, the arrays of `Config.batch_arrays`.
       batch_sharding: where every array of a batch goes.
       initialize: () → TrainState, already sharded; the same weights on every mesh.
       train_step: (TrainState, batch) → (TrainState, StepMetrics); the old state is donated.
-      eval_step: (GPT, batch) → EvalMetrics; the batch may have a loss mask that those of training have not.
+      eval_step: (model, batch) → EvalMetrics; the batch may have a loss mask that those of training have not.
       gradient_names: what `StepMetrics.first_nonfinite` points into.
     """
 
@@ -69,7 +70,7 @@ class TrainProgram:
     batch_sharding: NamedSharding
     initialize: Callable[[], TrainState]
     train_step: Callable[[TrainState, dict[str, Array]], tuple[TrainState, StepMetrics]]
-    eval_step: Callable[[GPT, dict[str, Array]], EvalMetrics]
+    eval_step: Callable[[Model, dict[str, Array]], EvalMetrics]
     gradient_names: list[str]
 
 
@@ -103,8 +104,7 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None =
 
     # --- Programs -----------------------------------------------------------------------------------------------------
     batch_sharding = NamedSharding(mesh, P(DATA))
-    batch_shape = (config.train.global_batch, config.model.sequence)
-    training, evaluation = config.data.batch_types(), config.data.batch_types(evaluation=True)
+    training, evaluation = config.batch_arrays(), config.batch_arrays(evaluation=True)
     names = gradient_names(shapes.model, config.mesh)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
     train_step = shard_map(
@@ -120,7 +120,8 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None =
     return TrainProgram(
         abstract_state=abstract_state,
         abstract_batch={
-            name: jax.ShapeDtypeStruct(batch_shape, kind, sharding=batch_sharding) for name, kind in training.items()
+            name: jax.ShapeDtypeStruct((config.train.global_batch, *shape), kind, sharding=batch_sharding)
+            for name, (shape, kind) in training.items()
         },
         batch_sharding=batch_sharding,
         initialize=jax.jit(build, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state)),
@@ -131,7 +132,7 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None =
 
 
 def _initial_state(config: Config, transform: optax.GradientTransformation) -> TrainState:
-    model = build_gpt(config.train.seed, config.model, parameter_type(config.precision.compute))
+    model = build_model(config.train.seed, config.model, parameter_type(config.precision.compute))
     model = cut_into_chunks(model, config.mesh)
     return TrainState(
         model=model,
@@ -148,7 +149,7 @@ def _initial_state(config: Config, transform: optax.GradientTransformation) -> T
 def _train_step(
     config: Config, transform, rate_after, plan, order: np.ndarray, state: TrainState, batch: dict[str, Array]
 ):
-    """One step as a single device sees it: its shards of `state`, its replica's rows of `batch` [B / data, s]."""
+    """One step as a single device sees it: its shards of `state`, its replica's rows of `batch` [B / data, …]."""
     scale = state.loss_scale.scale
     loss, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale)
     squares = squared_norms(gradients, config.mesh)
@@ -173,8 +174,10 @@ def _train_step(
         samples=state.samples + jnp.where(finite, config.train.global_batch, 0).astype(jnp.int32),
     )
     broken = ~jnp.isfinite(squares)[order]
+    loss, figures = named(loss)
     metrics = StepMetrics(
         loss=loss,
+        figures=figures,
         grad_norm=norm,
         learning_rate=rate,
         loss_scale=scale,
@@ -185,26 +188,28 @@ def _train_step(
     return new_state, metrics
 
 
-def loss_and_gradients(config: Config, plan, model: GPT, batch: dict[str, Array], step: Array, scale: Array):
+def loss_and_gradients(config: Config, plan, model: Model, batch: dict[str, Array], step: Array, scale: Array):
     """Mean loss over the labels of the global batch that count, and its gradient, from inside `shard_map`.
 
     Every label of the batch weighs the same, on whatever rank and in whatever micro-batch it is. Megatron by default
     takes the mean of each micro-batch and then the mean of these, so a label weighs more the fewer count beside it;
-    its --calculate-per-token-loss is what is done here. Without a loss mask the two are the same.
+    its --calculate-per-token-loss is what is done here. Without a loss mask the two are the same. The loss of a BERT is
+    this mean over masked tokens plus the mean of the order's over sequences, Megatron's lm loss and sop loss.
 
     Args:
       config: as for `build_program`.
       plan: how each weight is stored (`zero.plan_storage`).
       model: this device's shards of the master weights.
-      batch: this replica's rows of the arrays in `DataConfig.batch_types`, [B / data, s].
+      batch: this replica's rows of the arrays in `Config.batch_arrays`, [B / data, …].
       step: int32 [], numbers the dropout masks.
       scale: float32 [], multiplies the loss before differentiation and is divided out of both results.
 
     Returns:
-      Loss [], and a gradient in float32 for each shard of `model`, the same wherever the shard is.
+      Loss [], or of a BERT the means [3] of `bert.FIGURES`, and a gradient in float32 for each shard of `model`, the
+      same wherever the shard is.
     """
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
-    program = _stage_program(config, plan, _share(scale, _count_labels(config, batch)), step)
+    program = _stage_program(config, plan, share(config, scale, count_labels(config, batch)), step)
     differentiate = _accumulate if config.mesh.pipe == 1 else _pipeline
     loss, gradients = differentiate(config, program, weights, _split(config, batch))
     # The one data-parallel reduction: float32, outside every loop.
@@ -213,25 +218,12 @@ def loss_and_gradients(config: Config, plan, model: GPT, batch: dict[str, Array]
     return jax.tree.map(lambda x: x / scale, (loss, gradients))
 
 
-def _count_labels(config: Config, batch: dict[str, Array]) -> Array | int:
-    """Labels of the global batch that count: int32 [], the same on every device, or a number where all do."""
-    if "loss_mask" not in batch:
-        return config.train.global_batch * config.model.sequence
-    counted = batch["loss_mask"].sum(dtype=jnp.int32)
-    return mappings.sum_over(counted, mappings.varying_axes(counted))
-
-
-def _share(scale: Array | float, labels: Array | int) -> Array | float:
-    """What the loss of a label is multiplied by, to give the mean. Of no labels it is 0, and so is its gradient."""
-    return scale / (labels if isinstance(labels, int) else jnp.maximum(labels, 1))
-
-
 def _stage_program(config: Config, plan, share: Array | float, step: Array | None = None) -> StageProgram:
     """The model as a pipeline stage runs it; one device without a pipeline runs its three parts one after the other.
 
     Args:
       config, plan: as above.
-      share: what the loss of each label that counts is multiplied by.
+      share: what the loss of each label that counts is multiplied by (`losses.share`).
       step: numbers the dropout masks; None for evaluation, which has none.
     """
     model, train, mesh = config.model, config.train, config.mesh
@@ -251,10 +243,10 @@ def _stage_program(config: Config, plan, share: Array | float, step: Array | Non
         return run_blocks(blocks, x, tokens, key(micro_batch), recompute, first_layer, weights_of, documents)
 
     def embed(weights, micro_batch):
-        return weights.embed(micro_batch["tokens"], tokens, key(micro_batch), micro_batch.get("positions"))
+        return weights.embed_batch(micro_batch, tokens, key(micro_batch))
 
     def head(weights, x, micro_batch):
-        return weights.loss(x, micro_batch["labels"], tokens, micro_batch.get("loss_mask")) * share
+        return weights.batch_loss(x, micro_batch, tokens) * share
 
     return StageProgram(
         embed=embed,
@@ -265,30 +257,33 @@ def _stage_program(config: Config, plan, share: Array | float, step: Array | Non
     )
 
 
-def _run(program: StageProgram, weights: GPT, micro_batch: dict[str, Array]) -> Array:
+def _run(program: StageProgram, weights: Model, micro_batch: dict[str, Array]) -> Array:
     """This replica's share of the loss of one micro-batch, without a pipeline."""
     x = program.embed(weights, micro_batch)
     return program.head(weights, program.layers(weights.blocks, x, micro_batch, 0), micro_batch)
 
 
-def _accumulate(config: Config, program: StageProgram, weights: GPT, micro_batches: dict[str, Array]):
-    """Scaled loss [] and gradient of this replica's share of the mean over the global batch; both vary over `data`."""
+def _accumulate(config: Config, program: StageProgram, weights: Model, micro_batches: dict[str, Array]):
+    """Scaled loss, [] or [3], and gradient of this replica's share of the mean over the global batch, varying over
+    `data`."""
     accumulator = parameter_type(config.precision.compute)
-    differentiate = jax.value_and_grad(partial(_run, program))
+
+    def differentiate(micro_batch):
+        loss, (gradients,) = value_and_gradients(lambda weights: _run(program, weights, micro_batch), weights)
+        return loss, gradients
 
     def add(total, micro_batch):
-        found = differentiate(weights, micro_batch)
+        found = differentiate(micro_batch)
         return jax.tree.map(lambda t, f: t + f.astype(t.dtype), total, found), None
 
     if config.micro_batches == 1:  # nothing to accumulate: no second copy of the gradients
-        loss, gradients = differentiate(weights, jax.tree.map(lambda x: x[0], micro_batches))
+        loss, gradients = differentiate(jax.tree.map(lambda x: x[0], micro_batches))
         return loss, jax.tree.map(lambda g: g.astype(accumulator), gradients)
     zeros = jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), weights)
-    nothing = mappings.vary(jnp.zeros((), accumulator), frozenset({DATA}))
-    return jax.lax.scan(add, (nothing, zeros), micro_batches)[0]
+    return jax.lax.scan(add, (no_loss(config), zeros), micro_batches)[0]
 
 
-def _pipeline(config: Config, program: StageProgram, weights: GPT, micro_batches: dict[str, Array]):
+def _pipeline(config: Config, program: StageProgram, weights: Model, micro_batches: dict[str, Array]):
     """As `_accumulate`, of what this stage of a pipeline runs; both vary over `pipe` too."""
     schedule = schedule_of(config)
     shared, blocks = _without_blocks(weights), weights.blocks
@@ -298,30 +293,31 @@ def _pipeline(config: Config, program: StageProgram, weights: GPT, micro_batches
     return loss, to_shared
 
 
-def _without_blocks(weights: GPT) -> GPT:
+def _without_blocks(weights: Model) -> Model:
     """The embedding and the head alone: the model with nothing in the place of its layers."""
     return jax.tree_util.tree_map_with_path(lambda path, w: None if is_layer(leaf_name(path)) else w, weights)
 
 
-def _eval_step(config: Config, plan, model: GPT, batch: dict[str, Array]) -> EvalMetrics:
+def _eval_step(config: Config, plan, model: Model, batch: dict[str, Array]) -> EvalMetrics:
     mesh = config.mesh
-    labels = _count_labels(config, batch)
+    labels = count_labels(config, batch)
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], mesh)
-    program, micro_batches = _stage_program(config, plan, _share(1.0, labels)), _split(config, batch)
+    program, micro_batches = _stage_program(config, plan, share(config, 1.0, labels)), _split(config, batch)
     if mesh.pipe > 1:
         schedule = forward_only(mesh.pipe, config.micro_batches, mesh.chunks)
         total = pipeline_loss(schedule, program, _without_blocks(weights), weights.blocks, micro_batches)
     else:
-        nothing = mappings.vary(jnp.zeros((), parameter_type(config.precision.compute)), frozenset({DATA}))
         add = lambda total, micro_batch: (total + _run(program, weights, micro_batch), None)  # noqa: E731
-        total, _ = jax.lax.scan(add, nothing, micro_batches)
-    return EvalMetrics(mappings.sum_over(total, mappings.varying_axes(total)), jnp.int32(labels))
+        total, _ = jax.lax.scan(add, no_loss(config), micro_batches)
+    loss, figures = named(mappings.sum_over(total, mappings.varying_axes(total)))
+    return EvalMetrics(loss, jnp.int32(labels), figures)
 
 
 def _split(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
-    """This replica's rows of the batch as [m, b, s], and each sequence's index in the global batch as [m, b]."""
+    """This replica's rows of the batch as [m, b, …], and each sequence's index in the global batch as [m, b]."""
     rows = config.train.global_batch // config.mesh.data
-    chex.assert_shape(list(batch.values()), (rows, config.model.sequence))
+    shapes = config.batch_arrays(evaluation=True)
+    chex.assert_shape(list(batch.values()), [(rows, *shapes[name][0]) for name in batch])
     samples = mappings.rank(DATA) * rows + jnp.arange(rows)
 
     def split(x):

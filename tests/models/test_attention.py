@@ -22,17 +22,19 @@ def _inputs(positions=16):
 @pytest.mark.parametrize("kernel", ["xla", "xla_blocks"])
 @pytest.mark.parametrize("positions", [16, 13])
 @pytest.mark.parametrize("packed", [False, True])
-def test_kernels_equal_the_textbook_formula(kernel, positions, packed):
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernels_equal_the_textbook_formula(kernel, positions, packed, causal):
     q, k, v = _inputs(positions)
     documents = np.sort(np.random.default_rng(0).integers(0, 4, (2, positions)))
-    visible = np.tril(np.ones((positions, positions), bool))[None]
+    visible = np.ones((1, positions, positions), bool)
+    visible = np.tril(visible) if causal else visible
     if packed:
         visible = visible & (documents[:, :, None] == documents[:, None])
     scores = np.einsum("bqnd,bknd->bnqk", q, k) / np.sqrt(8)
     scores = np.where(visible[:, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("bnqk,bknd->bqnd", weights / weights.sum(-1, keepdims=True), v)
-    found = attend(q, k, v, kernel, documents=jnp.asarray(documents) if packed else None)
+    found = attend(q, k, v, kernel, documents=jnp.asarray(documents) if packed else None, causal=causal)
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
@@ -108,8 +110,8 @@ def test_cudnn_is_not_tried_with_documents_on_an_odd_number_of_positions():
 def test_a_kernel_with_wrong_numbers_is_found_at_the_start(monkeypatch):
     right = attention.attend
 
-    def attend(q, k, v, kernel, documents):
-        return right(q, k, v, kernel, documents=documents) * (1.5 if kernel == "xla_blocks" else 1.0)
+    def attend(q, k, v, kernel, documents, causal):
+        return right(q, k, v, kernel, documents=documents, causal=causal) * (1.5 if kernel == "xla_blocks" else 1.0)
 
     monkeypatch.setattr(attention, "attend", attend)
     with pytest.raises(UsageError, match="gives wrong numbers here"):
@@ -119,8 +121,8 @@ def test_a_kernel_with_wrong_numbers_is_found_at_the_start(monkeypatch):
 def test_a_kernel_that_does_not_keep_to_documents_is_found_at_the_start(monkeypatch):
     right = attention.attend
 
-    def attend(q, k, v, kernel, documents):
-        return right(q, k, v, kernel, documents=documents if kernel == "xla" else None)
+    def attend(q, k, v, kernel, documents, causal):
+        return right(q, k, v, kernel, documents=documents if kernel == "xla" else None, causal=causal)
 
     monkeypatch.setattr(attention, "attend", attend)
     resolve_attention(MODEL, "fp32", "cpu")

@@ -1,0 +1,19 @@
+"""BERT 336M: BERT-Large's shape with LayerNorm as Megatron rearranged it.
+
+parameters   336,429,058 with the vocabulary of BERT's uncased WordPieces padded to 30,720
+hardware     128 GPUs, data 128
+source       arXiv 1909.08053, table 4 (336M), expected perplexity of masked tokens on held-out text 1.58; section 4.2
+             for the hyperparameters. The paper names no floor of the learning rate; 1e-5 is that of Megatron's script.
+"""
+
+from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+
+config = Config(
+    model=ModelConfig(kind="bert", layers=24, hidden=1024, heads=16, sequence=512, vocabulary=30522),
+    mesh=MeshConfig(data=128),
+    optimizer=OptimizerConfig(
+        learning_rate=1e-4, min_learning_rate=1e-5, schedule="linear", warmup_steps=10_000, weight_decay=0.01
+    ),
+    train=TrainConfig(steps=2_000_000, global_batch=1024, micro_batch=8),
+    checkpoint=CheckpointConfig(interval=1_000, keep_last=2, keep_every=100_000),
+)

@@ -1,0 +1,48 @@
+"""Pairs of stretches of "text" for a BERT that need no data and can be learned; for measuring speed, and for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+FIRST, MASK = 0, 1  # ids that stand for [CLS], and padding, and for [MASK]; text counts through the others
+MASKED = 0.15  # of the tokens
+
+
+class MockPairs:
+    """A sample counts from a start of its own by a stride of its own; cut in two, and in half of the samples the two
+    stretches are swapped.
+
+    Sample i depends on the seed and i alone; there is no last one. Samples are s/2 to s tokens long, the rest is
+    padding.
+
+    Args:
+      vocabulary: ids, at least 3.
+      sequence: s, at least 3.
+      seed: fixes everything.
+    """
+
+    def __init__(self, vocabulary: int, sequence: int, seed: int):
+        self.vocabulary, self.sequence, self.seed = vocabulary, sequence, seed
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Sample `index`: the arrays that `Config.batch_arrays` lists."""
+        random = np.random.default_rng([self.seed, index])
+        text = random.integers(max(self.sequence // 2, 3), self.sequence + 1) - 1  # tokens after the first
+        start, stride, cut = random.integers(self.vocabulary), random.integers(1, 8), random.integers(1, text)
+        counted = MASK + 1 + (start + stride * np.arange(text)) % (self.vocabulary - MASK - 1)
+        swapped = random.integers(2)
+        if swapped:
+            counted, cut = np.concatenate([counted[cut:], counted[:cut]]), text - cut
+        place = np.arange(self.sequence)
+        labels = np.full(self.sequence, FIRST)
+        labels[1 : text + 1] = counted
+        masked = (random.random(self.sequence) < MASKED) & (place > 0) & (place <= text)
+        masked[random.integers(1, text + 1)] = True
+        sample = {
+            "tokens": np.where(masked, MASK, labels),
+            "labels": labels,
+            "token_types": (place > cut) & (place <= text),
+            "documents": place > text,
+            "sentence_order": swapped,
+        }
+        return {name: np.asarray(array, np.int32) for name, array in sample.items()} | {"loss_mask": masked}

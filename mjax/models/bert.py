@@ -1,0 +1,171 @@
+"""BERT as Megatron trains it: both sides of a masked token predict it, and a pair of stretches of text its order.
+
+    tokens, positions, token types ── layers ─┬─ each token ── MLM head ──────────── which token stood here?
+                                              └─ the first ─── pooler, order head ── are the stretches swapped?
+
+    layers       as GPT's, but attention looks to both sides
+    MLM head     linear ─ GELU ─ LayerNorm ─ the embedding as output layer, and a bias for each token (arXiv 1810.04805)
+    pooler       linear ─ tanh, of the first token of each sequence, [CLS]
+    order head   linear, to 2: in order or swapped; sentence order (arXiv 1909.11942) in the place of next sentence
+
+The layers, the mesh and the pipeline are those of GPT; nothing but `model.kind` changes. The output layer is split by
+vocabulary as its embedding is, and so is its bias. The three small linear layers are whole on every rank of `model`:
+together they have two matrices of h × h, a sixth of a layer. With sequence parallelism each rank runs them on its own
+rows.
+
+Where LayerNorm stands is one option (arXiv 1909.08053, figure 7). `post` is the original BERT, whose embedding has a
+LayerNorm too. `pre` leaves the stream of residuals alone from embedding to heads, with one LayerNorm at its end; beyond
+336M parameters only this one trained better the larger it was.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from mjax.config import ModelConfig
+from mjax.models.transformer import gelu, run_blocks, stack_blocks
+from mjax.parallel import mappings, random
+from mjax.parallel.layers import (
+    LayerNorm,
+    VocabParallelEmbedding,
+    linear,
+    normal,
+    owned_rows,
+    parameter,
+    recomputed,
+    vocab_parallel_cross_entropy,
+)
+from mjax.parallel.mappings import MODEL
+from mjax.parallel.random import DropoutKey, dropout_tokens
+from mjax.parallel.tokens import Tokens
+
+TOKEN_TYPES = 2
+
+# What `BERT.batch_loss` sums up; the first two are the loss.
+FIGURES = ("mlm_loss", "order_loss", "order_accuracy")
+
+
+class Linear(nnx.Module):
+    """y = x A + b, whole on every rank of `model`. Shapes: x [t, in] → [t, out]."""
+
+    def __init__(self, key: Array, width: int, out: int, std: float, dtype):
+        self.kernel = parameter(key, normal(std), (width, out), (None, None), dtype)
+        self.bias = parameter(key, jax.nn.initializers.zeros, (out,), (None,), dtype)
+
+    def __call__(self, x: Array) -> Array:
+        return linear(x, self.kernel[...], 1) + self.bias[...]
+
+
+class MLMHead(nnx.Module):
+    """Scores of the token that stood in each place. Shapes: x [t, h] → [b · s, v / p], varying over `model`."""
+
+    def __init__(self, key: Array, config: ModelConfig, dtype):
+        self.tanh = config.activation == "gelu_tanh"
+        self.transform = Linear(key, config.hidden, config.hidden, config.init_std, dtype)
+        self.norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
+        self.bias = parameter(key, jax.nn.initializers.zeros, (config.padded_vocabulary,), (MODEL,), dtype)
+
+    def __call__(self, x: Array, tokens: Tokens, embedding: VocabParallelEmbedding) -> Array:
+        activation = recomputed(lambda x: gelu(x, self.tanh))
+        return embedding.logits(self.norm(activation(self.transform(x))), tokens) + self.bias[...]
+
+
+class BERT(nnx.Module):
+    """An encoder with a head for masked tokens and one for the order of two stretches of text.
+
+    As with `GPT`, the same pytree holds whole weights outside `shard_map` and this device's shards inside.
+    """
+
+    def __init__(self, key: Array, config: ModelConfig, dtype=jnp.float32):
+        embedding, positions, token_types, blocks, mlm, pooler, order = jax.random.split(key, 7)
+        self.config = config
+        hidden, std = config.hidden, config.init_std
+        self.embedding = VocabParallelEmbedding(embedding, config.padded_vocabulary, hidden, std, dtype)
+        self.positions = parameter(positions, normal(std), (config.sequence, hidden), (None, None), dtype)
+        self.token_types = parameter(token_types, normal(std), (TOKEN_TYPES, hidden), (None, None), dtype)
+        self.blocks = stack_blocks(blocks, config, dtype)
+        norm = LayerNorm(hidden, config.layernorm_epsilon, dtype)
+        if config.layernorm == "pre":
+            self.final_norm = norm
+        else:
+            self.embedding_norm = norm
+        self.mlm = MLMHead(mlm, config, dtype)
+        self.pooler = Linear(pooler, hidden, hidden, std, dtype)
+        self.order = Linear(order, hidden, 2, std, dtype)
+
+    def __call__(self, ids: Array, token_types: Array, documents: Array) -> tuple[Array, Array]:
+        """What the two heads say, without dropout.
+
+        Args:
+          ids: int [b, s], the same on every rank of `model`.
+          token_types: int [b, s], 0 or 1.
+          documents: int [b, s], positions of other numbers do not attend to each other: 0 for text, 1 for padding.
+
+        Returns:
+          Scores of the token in each place [b, s, v / p], varying over `model`; and scores of the stretches' being in
+          order and swapped [b, 2].
+        """
+        tokens = Tokens(*ids.shape)
+        x = self.embed(ids, token_types, tokens)
+        x = self.normed(run_blocks(self.blocks, x, tokens, None, "none", documents=documents))
+        return tokens.by_sequence(self.mlm(x, tokens, self.embedding)), self.order_scores(x, tokens)[0]
+
+    def embed(self, ids: Array, token_types: Array, tokens: Tokens, key: DropoutKey | None = None) -> Array:
+        """The stream before the first layer: `ids` and `token_types` int [b, s] → [t, h]."""
+        x = self.embedding(ids, tokens)
+        x = x + tokens.mine(jnp.tile(self.positions[: tokens.positions], (tokens.sequences, 1)))
+        # A product rather than a lookup: its gradient adds up all rows of a type in float32, and in any order.
+        x = x + jax.nn.one_hot(tokens.mine(token_types.reshape(-1)), TOKEN_TYPES, dtype=x.dtype) @ self.token_types[...]
+        if self.config.layernorm == "post":
+            x = self.embedding_norm(x)
+        place = None if key is None else key.fold(0).fold(random.EMBEDDING)
+        return dropout_tokens(x, self.config.hidden_dropout, place, tokens)
+
+    def embed_batch(self, batch: dict[str, Array], tokens: Tokens, key: DropoutKey | None) -> Array:
+        """`embed` of what `Config.batch_arrays` lists."""
+        return self.embed(batch["tokens"], batch["token_types"], tokens, key)
+
+    def normed(self, x: Array) -> Array:
+        """What the heads read of the stream after the last layer. Shapes: [t, h] → [t, h]."""
+        return self.final_norm(x) if self.config.layernorm == "pre" else x
+
+    def order_scores(self, x: Array, tokens: Tokens) -> tuple[Array, Array]:
+        """In order or swapped, from the first token of each sequence.
+
+        Args:
+          x: [t, h], what `normed` gives.
+
+        Returns:
+          Scores [b, 2], and which sequences they are of, bool [b]: with sequence parallelism a rank has scores only
+          where it has the first token.
+        """
+        first = jnp.arange(tokens.sequences) * tokens.positions
+        rows, owned = owned_rows(first, x.shape[0]) if tokens.split else (first, jnp.ones(first.shape, bool))
+        return self.order(jnp.tanh(self.pooler(x[rows]))), owned
+
+    def batch_loss(self, x: Array, batch: dict[str, Array], tokens: Tokens) -> Array:
+        """Sums over this replica's sequences, from the stream after the last layer.
+
+        Args:
+          x: [t, h].
+          batch: what `Config.batch_arrays` lists.
+          tokens: which tokens the rows of `x` are.
+
+        Returns:
+          float32 [3], the same on every rank of `model`: the cross entropy of the masked tokens, that of the order of
+          the sequences, and how many sequences' order is found, which has no gradient.
+        """
+        x = self.normed(x)
+        losses = vocab_parallel_cross_entropy(self.mlm(x, tokens, self.embedding), batch["labels"].reshape(-1))
+        masked = losses.sum(where=batch["loss_mask"].reshape(-1))
+
+        scores, owned = self.order_scores(x, tokens)
+        log_probabilities = jax.nn.log_softmax(scores.astype(losses.dtype), axis=-1)
+        swapped = batch["sentence_order"]
+        order = -jnp.take_along_axis(log_probabilities, swapped[:, None], axis=-1)[:, 0]
+        found = (scores[:, 1] > scores[:, 0]) == (swapped == 1)
+        sums = jnp.stack([order.sum(where=owned), found.sum(where=owned, dtype=order.dtype)])
+        return jnp.concatenate([masked[None], mappings.leave(sums) if tokens.split else sums])

@@ -1,0 +1,134 @@
+"""BERT on every kind of mesh: figures and every gradient against a serial BERT in float64 that shares no code."""
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax import cli
+from mjax.batch_size import BatchSizes
+from mjax.models.build import build_model
+from mjax.parallel.mesh import make_mesh
+from mjax.training import loop
+from mjax.training.metrics import read_metrics
+from mjax.training.optimizer import backward_order, gradient_names
+from mjax.training.step import build_program
+from tests import bert_reference
+from tests.against_reference import largest_error
+from tests.small import batch_of, gradient_program, named, small_config
+from tests.test_train_command import run as train
+
+BERT = {"kind": "bert", "compute": "fp64"}
+LONG = pytest.mark.long
+SP = {"sequence_parallel": True}
+PIPE = {"layers": 4, "heads": 4}
+FULL = {"micro_batch": 4, "activation": "gelu_erf"}
+
+
+@pytest.mark.parametrize(
+    ("layernorm", "data", "model", "recompute", "mesh", "changes"),
+    [
+        ("pre", 1, 1, "none", {}, {"micro_batch": 4}),
+        pytest.param("post", 1, 1, "none", {}, {"micro_batch": 4}, marks=LONG),
+        pytest.param("pre", 2, 2, "selective", {}, {"micro_batch": 2, "dropout": 0.0}, marks=LONG),
+        pytest.param("post", 2, 2, "selective", {}, {"micro_batch": 4}, marks=LONG),
+        ("pre", 2, 2, "full", SP, {**FULL, "attention": "xla_blocks"}),
+        pytest.param("post", 2, 2, "full", SP, FULL, marks=LONG),
+        pytest.param("pre", 2, 2, "none", {**SP, "zero": 3}, {"micro_batch": 2}, marks=LONG),
+        ("post", 2, 2, "none", {**SP, "zero": 3}, {"micro_batch": 4}),
+        ("pre", 2, 2, "selective", {"pipe": 2, **SP}, PIPE),
+        pytest.param("post", 2, 2, "selective", {"pipe": 2, **SP}, PIPE, marks=LONG),
+    ],
+)
+def test_figures_and_every_gradient_equal_the_serial_reference(layernorm, data, model, recompute, mesh, changes):
+    changes = {**BERT, **changes}
+    errors = largest_error(small_config(data, model, recompute=recompute, mesh=mesh, layernorm=layernorm, **changes))
+    assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("layernorm", "mesh"),
+    [
+        ("pre", {"pipe": 2, "chunks": 2, "zero": 1}),
+        ("post", {"pipe": 2, "schedule": "zb-h1", **SP, "zero": 3}),
+        ("pre", {"pipe": 4, "schedule": "gpipe"}),  # four stages divide no dim of the order head's bias
+    ],
+)
+def test_schedules_and_sharded_storage_change_no_number(layernorm, mesh):
+    config = small_config(2, 2, recompute="full", mesh=mesh, layernorm=layernorm, **BERT, **PIPE)
+    errors = largest_error(config)
+    assert max(errors.values()) < 1e-12, errors
+
+
+# --- What is reported -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run():
+    """A run on a pipeline, and weights for it."""
+    config = small_config(2, 1, mesh={"pipe": 2}, dropout=0.0, kind="bert")
+    config = replace(config, train=replace(config.train, eval_batches=2))
+    mesh = make_mesh(config.mesh)
+    return loop._Run(config, mesh, build_program(config, mesh), None, None, None, None), gradient_program(config)[1]()
+
+
+def _expected(run, weights, batch):
+    whole = {name: jnp.asarray(value) for name, value in named(weights).items()}
+    return np.asarray(bert_reference.loss(whole, run.config.model, batch)[1])
+
+
+def test_an_evaluation_weighs_masked_tokens_by_their_number_and_pairs_alike(run):
+    run, weights = run
+    batches = [batch_of(run.config, seed) for seed in range(2)]
+    batches[1]["loss_mask"] &= np.arange(16) < 3
+    counts = [int(batch["loss_mask"].sum()) for batch in batches]
+    assert counts[0] > 2 * counts[1] > 0
+
+    class Validation:
+        sizes = BatchSizes.constant(8)
+
+        def at(self, step, rows):
+            return {name: array[rows] for name, array in batches[step].items()}
+
+    loss, figures = run._evaluate(weights, Validation())
+    each = np.stack([_expected(run, weights, batch) for batch in batches])
+    masked, (_, order, found) = np.average(each[:, 0], weights=counts), each.mean(0)
+    assert figures == pytest.approx({"mlm_loss": masked, "order_loss": order, "order_accuracy": found}, rel=1e-5)
+    assert loss == pytest.approx(masked + order, rel=1e-5)
+
+
+def test_a_batch_without_masks_has_the_loss_of_its_order_alone(run):
+    run, weights = run
+    batch = batch_of(run.config) | {"loss_mask": np.zeros((8, 16), bool)}
+    found = run.program.eval_step(weights, jax.device_put(batch, run.program.batch_sharding))
+    assert float(found.figures["mlm_loss"]) == 0.0
+    assert float(found.loss) == float(found.figures["order_loss"]) > 0.1
+
+
+def test_the_gradients_of_the_heads_are_reached_first():
+    config = small_config(kind="bert")
+    names = gradient_names(jax.eval_shape(lambda: build_model(0, config.model)), config.mesh)
+    order = [names[index].partition(".")[0] for index in backward_order(names)]
+    assert set(order[:11]) == {"final_norm", "mlm", "order", "pooler"}
+    assert set(order[11:-3]) == {"blocks"}
+    assert set(order[-3:]) == {"embedding", "positions", "token_types"}
+
+
+def test_a_run_records_both_losses_and_how_often_the_order_is_found(tmp_path, capfd):
+    output = train(tmp_path, "--model.kind", "bert", "--model.layernorm", "post").stdout
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 13))
+    for record in records:
+        assert record["loss"] == pytest.approx(record["mlm_loss"] + record["order_loss"], rel=1e-5)
+        assert (record["order_accuracy"] * 8) % 1 == pytest.approx(0, abs=1e-4)
+    last = records[-1]
+    assert last["val_loss"] == pytest.approx(last["val_mlm_loss"] + last["val_order_loss"], rel=1e-5)
+    assert f"validation mlm {last['val_mlm_loss']:.4f}" in output
+    assert f"({last['val_order_accuracy']:.0%} right)" in output
+    assert f"validation perplexity {math.exp(last['val_mlm_loss']):.2f}" in output
+    assert cli.main(["generate", "--checkpoint", str(tmp_path / "run"), "--prompt", "x"]) == 2
+    assert "holds a BERT, which continues no text" in capfd.readouterr().err
