@@ -11,6 +11,7 @@ or in the layers.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -304,18 +305,33 @@ def _without_blocks(weights: GPT) -> GPT:
 
 
 def _eval_step(config: Config, plan, model: GPT, batch: dict[str, Array]) -> EvalMetrics:
-    mesh = config.mesh
     labels = _count_labels(config, batch)
+    return EvalMetrics(sum_over_batch(config, plan, model, batch, _share(1.0, labels)), jnp.int32(labels))
+
+
+def sum_over_batch(config: Config, plan, model: GPT, batch: dict[str, Array], share=1.0, head=None) -> Array:
+    """What the head gives for each micro-batch of the global batch, summed, without dropout, from inside `shard_map`.
+
+    Args:
+      config, plan, model, batch: as for `loss_and_gradients`.
+      share: what the loss of each label that counts is multiplied by.
+      head: (weights, stream after the last layer [t, h], micro-batch) → array of any shape, the same on every rank of
+        `model`; the loss when not given.
+
+    Returns:
+      The sum, of the head's shape, the same on every device.
+    """
+    mesh = config.mesh
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], mesh)
-    program, micro_batches = _stage_program(config, plan, _share(1.0, labels)), _split(config, batch)
+    program, micro_batches = _stage_program(config, plan, share), _split(config, batch)
+    if head is not None:
+        program = dataclasses.replace(program, head=head)
     if mesh.pipe > 1:
         schedule = forward_only(mesh.pipe, config.micro_batches, mesh.chunks)
         total = pipeline_loss(schedule, program, _without_blocks(weights), weights.blocks, micro_batches)
     else:
-        nothing = mappings.vary(jnp.zeros((), parameter_type(config.precision.compute)), frozenset({DATA}))
-        add = lambda total, micro_batch: (total + _run(program, weights, micro_batch), None)  # noqa: E731
-        total, _ = jax.lax.scan(add, nothing, micro_batches)
-    return EvalMetrics(mappings.sum_over(total, mappings.varying_axes(total)), jnp.int32(labels))
+        total = jax.lax.map(partial(_run, program, weights), micro_batches).sum(0)
+    return mappings.sum_over(total, mappings.varying_axes(total))
 
 
 def _split(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
