@@ -61,9 +61,11 @@ def inference_config(
         takes one micro-batch a replica, or four times as many as there are stages.
 
     Raises:
-      UsageError: the model cannot be split so, or there are fewer devices.
+      UsageError: the model cannot be split so, there are fewer devices, or a micro-batch is below 1.
     """
     micro_batch = config.train.micro_batch if micro_batch is None else micro_batch
+    if micro_batch < 1:
+        raise UsageError(f"--train.micro-batch is {micro_batch}; it must be at least 1")
     micro_batches = MICRO_BATCHES_A_STAGE * mesh.pipe if mesh.pipe > 1 else 1
     config = replace(
         config,

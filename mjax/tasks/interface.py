@@ -93,8 +93,8 @@ class Figure:
 
     @classmethod
     def number(cls, name: str, value: float, remark: str = "") -> Figure:
-        """Of a number with four digits behind the point."""
-        return cls(name, value, f"{value:,.4f}", remark)
+        """Of any other number."""
+        return cls(name, value, f"{value:,.4f}" if value < 1000 else f"{value:,.0f}", remark)
 
     @classmethod
     def share(cls, name: str, part: int, whole: int, remark: str = "") -> Figure:

@@ -55,7 +55,7 @@ class Lambada:
         """Both accuracies, and how likely the last words were."""
         strict, last = scores
         return [
-            Figure.share("accuracy", strict.right, strict.windows, "strict: every subword of the last word is right"),
+            Figure.share("accuracy", strict.right, strict.windows, "strict: the whole last word is right"),
             Figure.count("correct", strict.right, f"of {strict.windows:,} passages"),
             Figure.share("last_token_accuracy", last.right, last.windows, "the last token alone is right"),
             Figure.count("last_token_correct", last.right, f"of {last.windows:,} passages"),
@@ -63,7 +63,7 @@ class Lambada:
             Figure.number(
                 "word_perplexity",
                 perplexity(strict.mean * strict.labels / strict.windows),
-                "per last word, as lm-evaluation-harness has it",
+                "per last word",
             ),
             Figure.count("passages", strict.windows),
         ]

@@ -79,7 +79,7 @@ class Perplexity:
                 "bits_per_byte",
                 bits,
                 "unknown" if bits is None else f"{bits:.4f}",
-                "whatever the tokenizer" if known else "the dataset has no .json that says how long its text was",
+                "whatever the tokenizer" if known else "no .json says how long the text was",
             ),
             Figure.number("loss", score.mean, "nats a token"),
             Figure.count("tokens", score.labels),

@@ -115,19 +115,19 @@ class WikiText103:
             Figure.number(
                 "adjusted_perplexity",
                 perplexity(score.mean * ratio),
-                "per original word: compare this one with the papers' tables",
+                "per original word: compare this one",
             ),
             Figure.number(
                 "adjusted_perplexity_paper",
                 perplexity(score.mean * self.tokens / self.words),
-                "the same by the paper's formula, T / T_o; the one above is by Megatron's code, (T - 1) / (T_o - 1)",
+                "the same by the paper's T / T_o",
             ),
             Figure.number("perplexity", perplexity(score.mean), "raw: per token of this tokenizer"),
             Figure.number("loss", score.mean, "nats a token"),
-            Figure("token_ratio", ratio, f"{ratio:.6f}", "(T - 1) / (T_o - 1)"),
-            Figure.count("tokens", self.tokens, "T, after the text was put together"),
-            Figure.count("words", self.words, "T_o, parted by spaces in the file"),
-            Figure.count("windows", score.windows, f"each after the first counts {self.overlap} labels"),
+            Figure("token_ratio", ratio, f"{ratio:.6f}", "(T - 1) / (T_o - 1), of the first line"),
+            Figure.count("tokens", self.tokens, "T, of the text put together"),
+            Figure.count("words", self.words, "T_o, as the file has them"),
+            Figure.count("windows", score.windows, f"the later ones count {self.overlap} labels each"),
         ]
 
 
