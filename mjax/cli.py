@@ -124,6 +124,14 @@ def generate(argv: Sequence[str]) -> int:
     return run_generate(tyro.cli(GenerateArguments, args=argv, prog="mjax generate"))
 
 
+def evaluate(argv: Sequence[str]) -> int:
+    """`mjax evaluate`."""
+    from mjax.tasks.evaluate import EvaluateArguments
+    from mjax.tasks.evaluate import evaluate as run
+
+    return run(tyro.cli(EvaluateArguments, args=argv, prog="mjax evaluate"))
+
+
 def plan(argv: Sequence[str]) -> int:
     """`mjax plan`."""
     from mjax.planner.plan import PlanArguments, run_plan
@@ -169,6 +177,7 @@ COMMANDS: Commands = {
     "dedup": (dedup, "remove exact and near-duplicate documents from text"),
     "clean": (clean, "repair text, cut evaluation sets out of it, remove short and unwanted documents"),
     "data": (data, "inspect or merge datasets"),
+    "evaluate": (evaluate, "measure a trained model: WikiText103, LAMBADA, perplexity of any text"),
     "generate": (generate, "continue a text with a trained model"),
     "plan": (plan, "show the pipeline schedule of a config, without a device"),
 }

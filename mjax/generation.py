@@ -31,26 +31,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.text import Text
 
-from mjax.config import Config, DataConfig, MeshConfig, read_config
-from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
+from mjax.config import Config, MeshConfig, read_config
+from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
+from mjax.inference import inference_config, lay_out, restore_weights, run_tokenizer
 from mjax.models.attention import KeyValues
-from mjax.models.gpt import GPT, build_gpt
+from mjax.models.gpt import GPT
 from mjax.models.transformer import decode_blocks
-from mjax.parallel.mesh import make_mesh, sharded_shapes
+from mjax.parallel.mesh import make_mesh
 from mjax.parallel.pipeline import run_in_turns
-from mjax.parallel.zero import cut_into_chunks, gather_for_inference, gather_in_loop, plan_storage
+from mjax.parallel.zero import gather_for_inference, gather_in_loop
 from mjax.sampling import Sampling, draw
-from mjax.training.checkpoint import Checkpoints
-from mjax.training.precision import COMPUTE_TYPES, parameter_type
-from mjax.validation import validate
+from mjax.training.precision import COMPUTE_TYPES
 
 # --- On the devices ---------------------------------------------------------------------------------------------------
 
@@ -139,15 +137,12 @@ class Generator:
           mesh: of the shape `config.mesh`.
         """
         self.config = config
-        dtype = parameter_type(config.precision.compute)
-        shapes = jax.eval_shape(lambda: cut_into_chunks(build_gpt(config.train.seed, config.model, dtype), config.mesh))
-        plan = plan_storage(shapes, nnx.get_partition_spec(shapes), config.mesh)
-        specs = jax.tree.map(lambda storage: storage.spec, plan)
-        self.abstract_model: GPT = sharded_shapes(shapes, specs, mesh)
+        layout = lay_out(config, mesh)
+        self.abstract_model = layout.abstract_model
 
         def program(slots: int, model: GPT, request: dict[str, Array]):
-            on_device = partial(_generate, config, plan, slots)
-            return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, P()), out_specs=P(), check_vma=True)(
+            on_device = partial(_generate, config, layout.plan, slots)
+            return jax.shard_map(on_device, mesh=mesh, in_specs=(layout.specs, P()), out_specs=P(), check_vma=True)(
                 model, request
             )
 
@@ -299,16 +294,14 @@ def run_generate(arguments: GenerateArguments) -> int:
     if not arguments.prompt:
         raise UsageError("there is no prompt; add --prompt TEXT")
     run = arguments.checkpoint
-    config = inference_config(read_config(run / "config.json"), arguments.model_parallel)
+    config = inference_config(read_config(run / "config.json"), MeshConfig(model=arguments.model_parallel))
     if config.model.kind != "gpt":
         raise UsageError(f"{run} holds a BERT, which continues no text; give the run folder of a GPT with --checkpoint")
-    if not (run / "tokenizer").is_dir():
-        raise UsageError(f"{run} has no folder tokenizer; copy the one the model was trained with to {run}/tokenizer")
-    tokenizer = tokenizer_from_folder(run / "tokenizer")
+    tokenizer = run_tokenizer(run)
 
     generator = Generator(config, make_mesh(config.mesh))
-    with Checkpoints(run / "checkpoints", on_notice=lambda line: notices.print(line, markup=False)) as checkpoints:
-        step, model = checkpoints.restore(generator.abstract_model, arguments.step, field="model")
+    say = lambda line: notices.print(line, markup=False)  # noqa: E731
+    step, model = restore_weights(run, generator.abstract_model, arguments.step, say)
     with notices.status(f"checkpoint {step}: writing up to {arguments.sampling.tokens} tokens"):
         samples = continue_texts(generator, model, tokenizer, arguments.prompt, arguments.sampling)
 
@@ -324,26 +317,3 @@ def run_generate(arguments: GenerateArguments) -> int:
                 f"because the model has {config.model.sequence} positions"
             )
     return 0
-
-
-def inference_config(config: Config, model_parallel: int) -> Config:
-    """The config of a run, for generating with it on `model_parallel` devices of this machine.
-
-    The attention kernel of the run may need a device that is not here, and a prompt is read only once: it is `xla`.
-
-    Raises:
-      UsageError: the model cannot be split so, or there are fewer devices.
-    """
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, attention="xla"),
-        mesh=MeshConfig(model=model_parallel),
-        data=DataConfig(mock=True),  # no data is read
-    )
-    validate(config)
-    found = len(jax.devices())
-    if found < model_parallel:
-        raise UsageError(
-            f"--mesh.model {model_parallel} needs {model_parallel} devices; {found} found: use --mesh.model 1"
-        )
-    return config

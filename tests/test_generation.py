@@ -13,10 +13,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax import generation
-from mjax.config import MeshConfig, save_config
+from mjax.config import MeshConfig, read_config, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.generation import GenerateArguments, Generator, continue_texts, run_generate
+from mjax.inference import inference_config
 from mjax.models.gpt import GPT, build_gpt
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
@@ -345,7 +346,7 @@ def test_the_command_prints_a_json_line_for_each_prompt_that_says_what_python_sa
     assert [line["prompt"] for line in lines] == ["The", "In [1]"]
     assert [(line["step"], line["prompt_tokens"], line["tokens"]) for line in lines] == [(20, 3, 12), (20, 6, 12)]
 
-    config = generation.inference_config(generation.read_config(run_folder / "config.json"), 1)
+    config = inference_config(read_config(run_folder / "config.json"), MeshConfig())
     generator = Generator(config, make_mesh(config.mesh))
     with Checkpoints(run_folder / "checkpoints") as checkpoints:
         _, model = checkpoints.restore(generator.abstract_model, field="model")

@@ -272,3 +272,18 @@ def _cross_entropy_backward(residuals, gradient: Array):
 
 
 vocab_parallel_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def vocab_parallel_argmax(logits: Array) -> Array:
+    """The id with the highest logit when each rank holds v/p of them; of equal ones the lowest, as `argmax`.
+
+    Two numbers a token cross the model axis: the highest logit, and the lowest id that has it.
+
+    Shapes: logits [t, v / p] varying over `model` → int32 [t], the same on every rank of `model`.
+    """
+    rows = logits.shape[-1]
+    highest = logits.max(-1)
+    ids = jnp.argmax(logits, -1).astype(jnp.int32) + mappings.rank(MODEL) * rows
+    nobody = jnp.iinfo(jnp.int32).max
+    mine = jnp.where(highest == mappings.maximum_over_model(highest), ids, nobody)
+    return -mappings.maximum_over_model(-mine)

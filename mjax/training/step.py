@@ -11,6 +11,7 @@ or in the layers.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -299,18 +300,36 @@ def _without_blocks(weights: Model) -> Model:
 
 
 def _eval_step(config: Config, plan, model: Model, batch: dict[str, Array]) -> EvalMetrics:
-    mesh = config.mesh
     labels = count_labels(config, batch)
+    loss, figures = named(sum_over_batch(config, plan, model, batch, share(config, 1.0, labels)))
+    return EvalMetrics(loss, jnp.int32(labels), figures)
+
+
+def sum_over_batch(
+    config: Config, plan, model: Model, batch: dict[str, Array], weights_of_loss=1.0, head=None
+) -> Array:
+    """What the head gives for each micro-batch of the global batch, summed, without dropout, from inside `shard_map`.
+
+    Args:
+      config, plan, model, batch: as for `loss_and_gradients`.
+      weights_of_loss: what the loss of each label that counts is multiplied by (`losses.share`).
+      head: (weights, stream after the last layer [t, h], micro-batch) → array of any shape, the same on every rank of
+        `model`; the loss when not given.
+
+    Returns:
+      The sum, of the head's shape, the same on every device.
+    """
+    mesh = config.mesh
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], mesh)
-    program, micro_batches = _stage_program(config, plan, share(config, 1.0, labels)), _split(config, batch)
+    program, micro_batches = _stage_program(config, plan, weights_of_loss), _split(config, batch)
+    if head is not None:
+        program = dataclasses.replace(program, head=head)
     if mesh.pipe > 1:
         schedule = forward_only(mesh.pipe, config.micro_batches, mesh.chunks)
         total = pipeline_loss(schedule, program, _without_blocks(weights), weights.blocks, micro_batches)
     else:
-        add = lambda total, micro_batch: (total + _run(program, weights, micro_batch), None)  # noqa: E731
-        total, _ = jax.lax.scan(add, no_loss(config), micro_batches)
-    loss, figures = named(mappings.sum_over(total, mappings.varying_axes(total)))
-    return EvalMetrics(loss, jnp.int32(labels), figures)
+        total = jax.lax.map(partial(_run, program, weights), micro_batches).sum(0)
+    return mappings.sum_over(total, mappings.varying_axes(total))
 
 
 def _split(config: Config, batch: dict[str, Array]) -> dict[str, Array]:

@@ -1,0 +1,113 @@
+"""A trained run, opened to be used: its config on another mesh, its tokenizer, and of its state the weights alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from mjax.config import Config, DataConfig, MeshConfig
+from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
+from mjax.errors import UsageError
+from mjax.models.gpt import GPT, build_gpt
+from mjax.parallel.mesh import sharded_shapes
+from mjax.parallel.zero import cut_into_chunks, plan_storage
+from mjax.training.checkpoint import Checkpoints
+from mjax.training.precision import parameter_type
+from mjax.validation import validate
+
+MICRO_BATCHES_A_STAGE = 4  # where there is a pipeline: its bubble is then a fifth at most
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the weights of a model lie on a mesh.
+
+    Attributes:
+      plan: for each weight how it is stored (`zero.plan_storage`).
+      specs: for each weight its PartitionSpec: what `shard_map` takes.
+      abstract_model: `GPT` of ShapeDtypeStructs with shardings: what weights are restored to.
+    """
+
+    plan: Any
+    specs: Any
+    abstract_model: GPT
+
+
+def lay_out(config: Config, mesh: Mesh) -> Layout:
+    """The layout of the model of `config` on `mesh`; nothing is allocated."""
+    dtype = parameter_type(config.precision.compute)
+    shapes = jax.eval_shape(lambda: cut_into_chunks(build_gpt(config.train.seed, config.model, dtype), config.mesh))
+    plan = plan_storage(shapes, nnx.get_partition_spec(shapes), config.mesh)
+    specs = jax.tree.map(lambda storage: storage.spec, plan)
+    return Layout(plan, specs, sharded_shapes(shapes, specs, mesh))
+
+
+def inference_config(
+    config: Config, mesh: MeshConfig, attention: str = "xla", micro_batch: int | None = None
+) -> Config:
+    """The config of a run, for using its model on `mesh` of this machine's devices, without dropout.
+
+    Args:
+      config: as the run has saved it.
+      mesh: need not be what the run was trained on.
+      attention: the kernel, or `auto`; that of the run may need a device that is not here.
+      micro_batch: sequences a data replica takes through the model at once; those of training when not given. A step
+        takes one micro-batch a replica, or four times as many as there are stages.
+
+    Raises:
+      UsageError: the model cannot be split so, there are fewer devices, or a micro-batch is below 1.
+    """
+    micro_batch = config.train.micro_batch if micro_batch is None else micro_batch
+    if micro_batch < 1:
+        raise UsageError(f"--train.micro-batch is {micro_batch}; it must be at least 1")
+    micro_batches = MICRO_BATCHES_A_STAGE * mesh.pipe if mesh.pipe > 1 else 1
+    config = replace(
+        config,
+        model=replace(config.model, attention=attention, hidden_dropout=0.0, attention_dropout=0.0),
+        mesh=mesh,
+        data=DataConfig(mock=True),  # no data are read as samples of training
+        train=replace(
+            config.train,
+            micro_batch=micro_batch,
+            global_batch=micro_batch * mesh.data * micro_batches,
+            batch_rampup=None,
+            batch_schedule=None,
+        ),
+    )
+    validate(config)
+    if (found := len(jax.devices())) < mesh.devices:
+        flags = {"pipe": mesh.pipe, "data": mesh.data, "model": mesh.model}
+        given = " ".join(f"--mesh.{axis} {size}" for axis, size in flags.items() if size > 1)
+        fewer = " ".join(f"--mesh.{axis} 1" for axis, size in flags.items() if size > 1)
+        raise UsageError(f"{given} needs {mesh.devices} devices; {found} found: use {fewer}")
+    return config
+
+
+def run_tokenizer(run: Path) -> Tokenizer:
+    """The tokenizer of the run in folder `run`.
+
+    Raises:
+      UsageError: it has none.
+    """
+    if not (run / "tokenizer").is_dir():
+        raise UsageError(f"{run} has no folder tokenizer; copy the one the model was trained with to {run}/tokenizer")
+    return tokenizer_from_folder(run / "tokenizer")
+
+
+def restore_weights(
+    run: Path, abstract_model: GPT, step: int | None, on_notice: Callable[[str], None]
+) -> tuple[int, GPT]:
+    """The weights of checkpoint `step` of a run, or of the newest that is not damaged, and its step.
+
+    Raises:
+      UsageError: there is no such checkpoint, or it is of another model.
+      RunError: it is damaged.
+    """
+    with Checkpoints(run / "checkpoints", on_notice=on_notice) as checkpoints:
+        return checkpoints.restore(abstract_model, step, field="model")

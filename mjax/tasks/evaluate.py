@@ -1,0 +1,149 @@
+"""`mjax evaluate`: a run folder, a task and a file in, figures out.
+
+    config and tokenizer of the run → windows of the file → weights, onto the mesh asked for → score → figures
+
+What is wrong with a flag or the file is said before the weights are read. JAX is not imported before the command runs,
+because simulated devices have to be asked for first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from mjax import launch
+from mjax.config import MeshConfig, read_config, suggestion
+from mjax.errors import UsageError
+from mjax.launch import Distributed
+from mjax.tasks.interface import Figure, Task
+from mjax.tasks.lambada import Lambada
+from mjax.tasks.perplexity import Perplexity
+from mjax.tasks.wikitext import WikiText103
+
+# name → (data, tokenizer, positions of the model, --overlap) → task
+TASKS: dict[str, Callable[..., Task]] = {"wikitext103": WikiText103, "lambada": Lambada, "perplexity": Perplexity}
+
+
+@dataclass(frozen=True)
+class EvaluateArguments:
+    """Measure a trained model: perplexity per word on WikiText103, last words of LAMBADA, perplexity of any text."""
+
+    checkpoint: Path
+    """Folder of the run, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
+    task: str
+    """wikitext103, lambada or perplexity."""
+    data: str
+    """File of the task: wiki.test.tokens; a .jsonl of LAMBADA; for perplexity any .txt, .jsonl or .parquet file, or the
+    prefix of an indexed dataset."""
+    step: int | None = None
+    """Checkpoint to use; the newest that is not damaged when not given."""
+    overlap: int | None = None
+    """Tokens by which a window moves on over a text that is longer than the model reads, and that it then counts; the
+    rest is context. When not given: 32 for wikitext103, and for perplexity as many as the model has positions."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    micro_batch: Annotated[int | None, tyro.conf.arg(name="train.micro-batch")] = None
+    """Sequences a data replica takes through the model at once; those of training when not given."""
+    compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
+    """Type of activations and matrix products; that of training when not given."""
+    attention: Annotated[Literal["auto", "cudnn", "xla", "xla_blocks"], tyro.conf.arg(name="model.attention")] = "auto"
+    """Attention kernel, as in training."""
+    simulate: int | None = None
+    """Run on this many simulated devices of the CPU, in each process."""
+    distributed: Distributed = field(default_factory=Distributed)
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object."""
+
+
+def evaluate(arguments: EvaluateArguments) -> int:
+    """Run the command; progress and notices go to stderr. Returns the exit code.
+
+    Raises:
+      UsageError: a flag or the file cannot be used, or the run folder lacks a config, a tokenizer or a checkpoint.
+      RunError: the checkpoint is damaged, or its model gives no finite loss.
+    """
+    if arguments.task not in TASKS:
+        known = list(TASKS)
+        raise UsageError(f"there is no task {arguments.task!r}{suggestion(arguments.task, known)}; use {_or(known)}")
+    if arguments.simulate is not None:
+        if arguments.simulate < 1:
+            raise UsageError(f"--simulate is {arguments.simulate}; it must be at least 1")
+        launch.simulate_devices(arguments.simulate)
+    return _evaluate(arguments)
+
+
+def _evaluate(arguments: EvaluateArguments) -> int:
+    import jax
+
+    from mjax.inference import inference_config, restore_weights, run_tokenizer
+    from mjax.models.attention import resolve_attention
+    from mjax.parallel import processes
+    from mjax.parallel.mesh import make_mesh
+    from mjax.tasks.scoring import Scorer
+
+    # --- The run and the file -----------------------------------------------------------------------------------------
+    processes.start(arguments.distributed)
+    notices = Console(stderr=True, highlight=False, quiet=not processes.is_first())
+    say = lambda line: notices.print(line, markup=False)  # noqa: E731
+    run, saved = arguments.checkpoint, read_config(arguments.checkpoint / "config.json")
+    tokenizer = run_tokenizer(run)
+    if tokenizer.vocabulary > saved.model.padded_vocabulary:
+        raise UsageError(
+            f"the tokenizer of {run} has {tokenizer.vocabulary:,} ids and its model {saved.model.padded_vocabulary:,}; "
+            f"copy the one the model was trained with to {run}/tokenizer"
+        )
+    with notices.status(f"reading {arguments.data}"):
+        task = TASKS[arguments.task](arguments.data, tokenizer, saved.model.sequence, arguments.overlap)
+
+    # --- The mesh and the weights -------------------------------------------------------------------------------------
+    if arguments.compute is not None:
+        saved = replace(saved, precision=replace(saved.precision, compute=arguments.compute, loss_scale=None))
+    config = inference_config(saved, arguments.mesh, arguments.attention, arguments.micro_batch)
+    kernel = resolve_attention(config.model, config.precision.compute, jax.default_backend(), say)
+    config = replace(config, model=replace(config.model, attention=kernel))
+    scorer = Scorer(config, make_mesh(config.mesh))
+    step, model = restore_weights(run, scorer.abstract_model, arguments.step, say)
+
+    # --- Scores and figures -------------------------------------------------------------------------------------------
+    columns = [
+        TextColumn(arguments.task),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("windows"),
+        TimeRemainingColumn(),
+    ]
+    with Progress(*columns, console=notices, disable=not notices.is_terminal, transient=True) as progress:
+        bar = progress.add_task(arguments.task, total=sum(map(len, task.passes)))
+        scores = [scorer.score(model, windows, lambda done: progress.advance(bar, done)) for windows in task.passes]
+    figures = task.figures(scores)
+    if processes.is_first():
+        report(arguments, step, figures)
+    return 0
+
+
+def report(arguments: EvaluateArguments, step: int, figures: Sequence[Figure]) -> None:
+    """Print the figures, as one JSON object or as a table."""
+    about = {"task": arguments.task, "data": arguments.data, "checkpoint": str(arguments.checkpoint), "step": step}
+    if arguments.json:
+        print(json.dumps(about | {figure.name: figure.value for figure in figures}, ensure_ascii=False))
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    for figure in figures:
+        table.add_row(figure.name.replace("_", " "), figure.shown, figure.remark)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{arguments.task} on {arguments.data}: {arguments.checkpoint}, step {step}\n", markup=False)
+    console.print(table)
+
+
+def _or(names: list[str]) -> str:
+    return ", ".join(names[:-1]) + " or " + names[-1]

@@ -1,0 +1,95 @@
+"""LAMBADA: the last word of a passage, which people guess only when they have read all of it (arXiv 1606.06031).
+
+The file holds a passage a line, `{"text": "…"}`. The model reads the passage, and the last word counts as predicted
+when each of its subwords is the most likely one after the true tokens before it (teacher forcing). Two ways of cutting
+off the last word are in use (Megatron-LM v1.0, tasks/zeroshot_gpt2/datasets.py):
+
+    strict      what follows the last white space, encoded with a space in front, all its subwords: the papers' figure
+    last token  the last token of the whole passage encoded at once, be it a word or the end of one; easier
+
+Source: arXiv 1909.08053, section 5.3 and appendix E.2. The text is taken raw, as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mjax.data.corpus import Document
+from mjax.data.tokenizers import Tokenizer
+from mjax.errors import UsageError
+from mjax.tasks.interface import Figure, Score, Window, perplexity, read_documents
+
+
+class Lambada:
+    """The task on one file.
+
+    Attributes:
+      passes: the passages cut for the strict figure, then those for the last token.
+    """
+
+    def __init__(self, data: str, tokenizer: Tokenizer, positions: int, overlap: int | None = None):
+        """Read the passages.
+
+        Args:
+          data: a .jsonl file.
+          positions: s of the model.
+          overlap: has no meaning here.
+
+        Raises:
+          UsageError: the file is missing, is no .jsonl, is empty, or has a line that is malformed, shorter than two
+            words or longer than the model can read; an overlap is given.
+        """
+        if overlap is not None:
+            raise UsageError("--overlap is for texts that do not fit the model, and lambada's do; leave it out")
+        documents = read_documents(data)
+        if not documents:
+            raise UsageError(f'{data} holds no passage; give a file of lines {{"text": "…"}}')
+        self.passes: list[Sequence[Window]] = [
+            [_window(document, cut(tokenizer, document), positions) for document in documents]
+            for cut in (_last_word, _last_token)
+        ]
+
+    def figures(self, scores: Sequence[Score]) -> list[Figure]:
+        """Both accuracies, and how likely the last words were."""
+        strict, last = scores
+        return [
+            Figure.share("accuracy", strict.right, strict.windows, "strict: the whole last word is right"),
+            Figure.count("correct", strict.right, f"of {strict.windows:,} passages"),
+            Figure.share("last_token_accuracy", last.right, last.windows, "the last token alone is right"),
+            Figure.count("last_token_correct", last.right, f"of {last.windows:,} passages"),
+            Figure.number("perplexity", perplexity(strict.mean), "per subword of the last words"),
+            Figure.number(
+                "word_perplexity",
+                perplexity(strict.mean * strict.labels / strict.windows),
+                "per last word",
+            ),
+            Figure.count("passages", strict.windows),
+        ]
+
+
+def _last_word(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
+    """Tokens of the passage without its last word, and of that word with a space in front."""
+    words = document.text.split()
+    if document.fields is None or len(words) < 2:
+        what = "holds less than two words" if document.fields is not None else "is no .jsonl file"
+        raise UsageError(f'{document.source} {what}; lambada takes a passage a line, {{"text": "The cat sat down"}}')
+    before = document.text[: document.text.rfind(words[-1])].strip()
+    return tokenizer.encode(before), tokenizer.encode(" " + words[-1])
+
+
+def _last_token(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
+    """Tokens of the whole passage, the last apart."""
+    tokens = tokenizer.encode(document.text)
+    return tokens[:-1], tokens[-1:]
+
+
+def _window(document: Document, cut: tuple[list[int], list[int]], positions: int) -> Window:
+    context, labels = cut
+    if len(context) + len(labels) > positions + 1:
+        raise UsageError(
+            f"{document.source} has {len(context) + len(labels):,} tokens and the model has positions for "
+            f"{positions + 1:,}; leave the passage out, or evaluate a model with more"
+        )
+    return Window(np.array(context + labels, np.int32), len(labels))

@@ -1,0 +1,117 @@
+"""Perplexity and bits per byte of any text.
+
+Every document is read from its beginning, after the end-of-document token that stood in front of it in training. So
+each of its tokens is predicted, the first one too, and the loss is that of the whole text. Divided by its bytes rather
+than its tokens, it compares models with any tokenizers:
+
+    perplexity     exp(nats / tokens)
+    bits per byte  nats / ln 2 / bytes of UTF-8
+
+A document longer than the model reads is cut into windows (`windows.py`): side by side, or overlapping where asked for,
+which takes longer and is kinder to the model. Ends of documents are not predicted, whether the dataset holds them or
+not, so a text gives the same figures as the dataset that was prepared from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from mjax.data.indexed import IndexedDataset, index_file, token_file
+from mjax.data.metadata import read_metadata, tokenizer_folder
+from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
+from mjax.errors import UsageError
+from mjax.tasks.interface import Figure, Score, Window, perplexity, read_documents
+from mjax.tasks.windows import check_overlap, overlapping_windows
+
+
+class Perplexity:
+    """The task on files of text, or on a dataset.
+
+    Attributes:
+      passes: the windows of all documents.
+      documents: how many hold text.
+      bytes: UTF-8 bytes of the text; None for a dataset that does not say.
+    """
+
+    def __init__(self, data: str, tokenizer: Tokenizer, positions: int, overlap: int | None = None):
+        """Read the documents and cut them into windows.
+
+        Args:
+          data: a .txt, .jsonl or .parquet file, a folder or a pattern of such; or the prefix of an indexed dataset.
+          positions: s of the model.
+          overlap: labels a window after a document's first counts; s when not given, so that windows lie side by side.
+
+        Raises:
+          UsageError: there is nothing under that name, or no text in it; the dataset was made with another tokenizer;
+            the overlap does not fit.
+        """
+        overlap = check_overlap(positions if overlap is None else overlap, positions)
+        if index_file(data).is_file() or token_file(data).is_file() or data.endswith((".bin", ".idx")):
+            documents = _of_dataset(data, tokenizer)
+            metadata = read_metadata(data)
+            self.bytes = None if metadata is None else metadata.text_bytes
+        else:
+            texts = [document.text for document in read_documents(data)]
+            documents = (tokenizer.encode(text) for text in texts)
+            self.bytes = sum(len(text.encode("utf-8")) for text in texts)
+        windows: list[Window] = []
+        self.documents = 0
+        for tokens in documents:
+            if len(tokens):
+                self.documents += 1
+                windows += overlapping_windows(np.array([tokenizer.eod, *tokens], np.int32), positions, overlap)
+        if not windows:
+            raise UsageError(f"{data} holds no text; give a file or a dataset that does")
+        self.passes: list[Sequence[Window]] = [windows]
+
+    def figures(self, scores: Sequence[Score]) -> list[Figure]:
+        """Perplexity, bits per byte, and what they are made of."""
+        (score,) = scores
+        known = [] if self.bytes is None else [Figure.count("bytes", self.bytes, "of text, in UTF-8")]
+        bits = None if self.bytes is None else score.mean * score.labels / math.log(2) / self.bytes
+        return [
+            Figure.number("perplexity", perplexity(score.mean), "per token of this tokenizer"),
+            Figure(
+                "bits_per_byte",
+                bits,
+                "unknown" if bits is None else f"{bits:.4f}",
+                "whatever the tokenizer" if known else "no .json says how long the text was",
+            ),
+            Figure.number("loss", score.mean, "nats a token"),
+            Figure.count("tokens", score.labels),
+            *known,
+            Figure.count("documents", self.documents),
+            Figure.count("windows", score.windows),
+        ]
+
+
+def _of_dataset(prefix: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """The documents of a dataset, without ends of documents."""
+    data = IndexedDataset(prefix)
+    _check_tokenizer(prefix, tokenizer)
+    for first, last in pairwise(data.document_indices.tolist()):
+        tokens = np.concatenate([np.zeros(0, np.int32), *(data.get(sequence) for sequence in range(first, last))])
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocabulary:
+            raise UsageError(
+                f"{prefix} holds token ids from {tokens.min()} to {tokens.max()} and the run's tokenizer has "
+                f"{tokenizer.vocabulary:,}; give data that were prepared with the tokenizer of the run"
+            )
+        yield tokens[:-1] if len(tokens) and tokens[-1] == tokenizer.eod else tokens
+
+
+def _check_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
+    """Refuse a dataset that brings another tokenizer along than the run's; Megatron's bring none."""
+    folder = tokenizer_folder(prefix)
+    if folder.is_dir() and _identity(tokenizer_from_folder(folder)) != _identity(tokenizer):
+        raise UsageError(
+            f"{prefix} was prepared with another tokenizer than the run's, so the same id means another text; prepare "
+            "it again with the tokenizer of the run, or give the text itself"
+        )
+
+
+def _identity(tokenizer: Tokenizer) -> tuple:
+    return tokenizer.kind, tokenizer.vocabulary, tokenizer.eod, tokenizer.contents

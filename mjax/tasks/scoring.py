@@ -1,0 +1,143 @@
+"""Windows through the model: one program on the mesh, under any parallelism, whatever the task.
+
+A batch holds windows padded on the right to one width, and a mask that says which labels count. Causal attention never
+looks at the padding behind a token, and the mask leaves the padding's own labels out; so do the rows that fill the last
+batch. The program gives five sums, the same on every device: a `Score`.
+
+Short windows are padded to the next power of two only, so there is a compiled program for each width in use; each
+reads the first positions of the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mjax.config import Config
+from mjax.inference import lay_out
+from mjax.models.gpt import GPT
+from mjax.parallel.layers import vocab_parallel_argmax, vocab_parallel_cross_entropy
+from mjax.parallel.mappings import DATA
+from mjax.parallel.tokens import Tokens
+from mjax.tasks.interface import Score, Window
+from mjax.training.step import sum_over_batch
+
+NARROWEST = 64  # positions; narrower windows would save less than another compilation costs
+
+Batch = dict[str, np.ndarray]
+
+
+class Scorer:
+    """The compiled program that scores windows with any weights of one config.
+
+    Attributes:
+      abstract_model: `GPT` of ShapeDtypeStructs with shardings: what weights are restored to.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh):
+        """Nothing is compiled or allocated before `score`.
+
+        Args:
+          config: with `model.attention` resolved to a kernel (`inference.inference_config`).
+          mesh: of the shape `config.mesh`.
+        """
+        self.config = config
+        layout = lay_out(config, mesh)
+        self.abstract_model = layout.abstract_model
+        self._sharding = NamedSharding(mesh, P(DATA))
+
+        def program(width: int, model: GPT, batch: dict[str, Array]) -> Array:
+            narrow = replace(config, model=replace(config.model, sequence=width))
+            on_device = partial(_sums, narrow, layout.plan)
+            specs = layout.specs, dict.fromkeys(batch, P(DATA))
+            return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True)(model, batch)
+
+        self._program = jax.jit(program, static_argnums=0)
+
+    def score(
+        self, model: GPT, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
+    ) -> Score:
+        """Score all `windows`.
+
+        Args:
+          model: master weights, as in `TrainState.model`.
+          windows: of at most `model.sequence` + 1 tokens each.
+          on_progress: called with the number of windows that have been scored since the last call.
+        """
+        total, waiting = Score(), None
+        for width, rows in self._batches(windows):
+            sums = self._program(width, model, self._to_devices(_padded(rows, width, self.config.train.global_batch)))
+            if waiting is not None:
+                total += _fetch(*waiting, on_progress)  # while the devices work on the next batch
+            waiting = sums, len(rows)
+        return total if waiting is None else total + _fetch(*waiting, on_progress)
+
+    def _batches(self, windows: Sequence[Window]) -> Iterator[tuple[int, list[Window]]]:
+        """Windows of one width at a time, the widest first: if the memory is short, that shows at once."""
+        by_width: dict[int, list[Window]] = {}
+        for window in windows:
+            by_width.setdefault(self._width(len(window.tokens) - 1), []).append(window)
+        size = self.config.train.global_batch
+        for width in sorted(by_width, reverse=True):
+            group = by_width[width]
+            for first in range(0, len(group), size):
+                yield width, group[first : first + size]
+
+    def _width(self, needed: int) -> int:
+        """`needed` rounded up to a power of two from 64 on, as far as there are positions."""
+        width = min(1 << (max(needed, NARROWEST) - 1).bit_length(), self.config.model.sequence)
+        mesh, tokens = self.config.mesh, width * self.config.train.micro_batch
+        splits = not mesh.sequence_parallel or tokens % mesh.model == 0
+        return width if splits else self.config.model.sequence
+
+    def _to_devices(self, batch: Batch) -> dict[str, Array]:
+        """Every process holds all windows and gives its own devices their rows."""
+        return {
+            name: jax.make_array_from_callback(rows.shape, self._sharding, rows.__getitem__)
+            for name, rows in batch.items()
+        }
+
+
+def _padded(windows: Sequence[Window], width: int, size: int) -> Batch:
+    """A batch [size, width] of windows; what fills it up has no label that counts."""
+    tokens, labels = np.zeros((2, size, width), np.int32)
+    mask = np.zeros((size, width), bool)
+    for row, (ids, counted) in enumerate(windows):
+        count = len(ids) - 1
+        tokens[row, :count], labels[row, :count] = ids[:-1], ids[1:]
+        mask[row, count - counted : count] = True
+    return {"tokens": tokens, "labels": labels, "loss_mask": mask}
+
+
+def _sums(config: Config, plan, model: GPT, batch: dict[str, Array]) -> Array:
+    """From inside `shard_map`: the fields of `Score` over the global batch, [5], the same on every device.
+
+    The counts are exact: a batch has far fewer labels than the 2^24 up to which float32 holds every whole number.
+    """
+    tokens = Tokens(config.train.micro_batch, config.model.sequence, config.mesh.sequence_parallel)
+
+    def head(weights: GPT, x: Array, micro_batch: dict[str, Array]) -> Array:
+        labels, counts = micro_batch["labels"], micro_batch["loss_mask"]  # [b, s]
+        logits = weights.logits(x, tokens)  # [b s, v / p]
+        losses = tokens.by_sequence(vocab_parallel_cross_entropy(logits, labels.reshape(-1)))
+        correct = tokens.by_sequence(vocab_parallel_argmax(logits)) == labels
+        used = counts.any(-1)  # [b], not those that fill up the last batch
+        right = used & (correct | ~counts).all(-1)
+        sums = losses.sum(where=counts), counts.sum(), (correct & counts).sum(), used.sum(), right.sum()
+        return jnp.stack([each.astype(losses.dtype) for each in sums])
+
+    return sum_over_batch(config, plan, model, batch, head=head)
+
+
+def _fetch(sums: Array, windows: int, on_progress: Callable[[int], None]) -> Score:
+    loss, *counts = np.asarray(sums, np.float64)
+    on_progress(windows)
+    return Score(float(loss), *map(int, counts))

@@ -1,0 +1,142 @@
+"""WikiText103: perplexity on Wikipedia articles, per original word (arXiv 1909.08053, section 5.3 and appendix E.1).
+
+The file is the published wiki.test.tokens. It was taken apart for models of whole words: "the 1990s , said @-@ so".
+Subword models never saw such text, so it is put together again first (`detokenize`). Then their perplexity is per
+subword, and every tokenizer has other subwords. To compare models all the same, the loss of the whole text is divided
+by the number of words the file had before it was put together, T_o, rather than by its subwords, T:
+
+    raw                  exp(loss)
+    adjusted, the code's exp(loss · (T − 1) / (T_o − 1))     Megatron-LM v1.0, tasks/zeroshot_gpt2/evaluate.py
+    adjusted, the paper's exp(loss · T / T_o)
+
+with loss the mean over the T − 1 labels. The two differ in the fifth digit on the real file, where GPT-2's tokens give
+(T − 1) / (T_o − 1) = 270329 / 245565 = 1.1008449901248143. It is the adjusted one that the papers' tables hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mjax.data.tokenizers import Tokenizer
+from mjax.errors import UsageError
+from mjax.tasks.interface import Figure, Score, perplexity
+from mjax.tasks.windows import check_overlap, overlapping_windows
+
+OVERLAP = 32
+
+# v1.0's list, in its order (tasks/zeroshot_gpt2/detokenizer.py). Published figures depend on every line of it, those
+# included that do little: "s '" joins an apostrophe only to a word in s, and the second line matches no real text.
+REPLACEMENTS: tuple[tuple[str, str], ...] = (
+    # Contractions
+    (re.escape("s '"), "s'"),
+    ("/' [0-9]/", "/'[0-9]/"),
+    # Separators within words and numbers
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (re.escape(" @.@ "), "."),
+    # Punctuation
+    (" : ", ": "),
+    (" ; ", "; "),
+    (re.escape(" . "), ". "),
+    (" ! ", "! "),
+    (re.escape(" ? "), "? "),
+    (" , ", ", "),
+    # What brackets and quotes hold
+    (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
+    (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+    (r"{\s*([^}]*?)\s*}", r"{\1}"),
+    (r'"\s*([^"]*?)\s*"', r'"\1"'),
+    (r"'\s*([^']*?)\s*'", r"'\1'"),
+    # Headings, degrees, line ends
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" ° ", "°"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
+
+
+def detokenize(text: str) -> str:
+    """WikiText's words as text that people would write."""
+    for pattern, replacement in REPLACEMENTS:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def count_words(text: str) -> int:
+    """T_o: words of the original file, parted by single spaces, as v1.0 counts them."""
+    return len(text.strip().split(" "))
+
+
+def token_ratio(tokens: int, words: int) -> float:
+    """(T − 1) / (T_o − 1), by which v1.0 multiplies the loss."""
+    return (tokens - 1) / (words - 1)
+
+
+class WikiText103:
+    """The task on one file.
+
+    Attributes:
+      passes: the overlapping windows of the whole text.
+      tokens, words: T and T_o.
+    """
+
+    def __init__(self, data: str, tokenizer: Tokenizer, positions: int, overlap: int | None = None):
+        """Read the file, put its text together and cut it into windows.
+
+        Args:
+          data: wiki.test.tokens, or any text of that form.
+          positions: s of the model.
+          overlap: labels a window after the first counts; 32 when not given.
+
+        Raises:
+          UsageError: the file is missing, is not UTF-8, or holds less than two words; the overlap does not fit.
+        """
+        self.overlap = check_overlap(OVERLAP if overlap is None else overlap, positions)
+        original = _read(Path(data))
+        tokens = np.array(tokenizer.encode(detokenize(original)), np.int32)
+        self.tokens, self.words = len(tokens), count_words(original)
+        if self.words < 2 or self.tokens < 2:
+            raise UsageError(f"{data} holds less than two words; give WikiText103's wiki.test.tokens, or text like it")
+        self.passes = [overlapping_windows(tokens, positions, self.overlap)]
+
+    def figures(self, scores: Sequence[Score]) -> list[Figure]:
+        """Raw and adjusted perplexity, and what they are made of."""
+        (score,) = scores
+        ratio = token_ratio(self.tokens, self.words)
+        return [
+            Figure.number(
+                "adjusted_perplexity",
+                perplexity(score.mean * ratio),
+                "per original word: compare this one",
+            ),
+            Figure.number(
+                "adjusted_perplexity_paper",
+                perplexity(score.mean * self.tokens / self.words),
+                "the same by the paper's T / T_o",
+            ),
+            Figure.number("perplexity", perplexity(score.mean), "raw: per token of this tokenizer"),
+            Figure.number("loss", score.mean, "nats a token"),
+            Figure("token_ratio", ratio, f"{ratio:.6f}", "(T - 1) / (T_o - 1), of the first line"),
+            Figure.count("tokens", self.tokens, "T, of the text put together"),
+            Figure.count("words", self.words, "T_o, as the file has them"),
+            Figure.count("windows", score.windows, f"the later ones count {self.overlap} labels each"),
+        ]
+
+
+def _read(file: Path) -> str:
+    if not file.is_file():
+        raise UsageError(f"there is no file {file}; give WikiText103's wiki.test.tokens, or text like it")
+    try:
+        return file.read_bytes().decode("utf-8")  # not read_text: line ends are left as they are, as in v1.0
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{file} is not UTF-8 (byte {error.start}); give wiki.test.tokens as it was published"
+        ) from None

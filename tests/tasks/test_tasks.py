@@ -1,0 +1,223 @@
+"""What the tasks make of their files, and the figures they make of scores: no model is asked."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from mjax.data.prepare import PrepareArguments, prepare
+from mjax.data.tokenizers import ByteTokenizer
+from mjax.errors import RunError, UsageError
+from mjax.tasks.interface import Score
+from mjax.tasks.lambada import Lambada
+from mjax.tasks.perplexity import Perplexity
+from mjax.tasks.wikitext import WikiText103, count_words, detokenize, token_ratio
+
+BYTES = ByteTokenizer()
+
+
+def values(task, *scores):
+    return {figure.name: figure.value for figure in task.figures(scores)}
+
+
+def labels_of(window):
+    return bytes(window.tokens[len(window.tokens) - window.counted :].tolist()).decode()
+
+
+def whole(window):
+    return bytes(window.tokens.tolist()).decode()
+
+
+def written(path, *texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+# --- WikiText103 ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("the dogs ' tails", "the dogs' tails"),
+        ("state @-@ of @-@ the @-@ art", "state-of-the-art"),
+        ("1 @,@ 000 @.@ 5 metres", "1,000.5 metres"),
+        ("He said : no ; yes . Now ! What ? So , fine", "He said: no; yes. Now! What? So, fine"),
+        ("a ( b c ) d [ e ] f { g }", "a (b c) d [e] f {g}"),
+        ('the " best song " of 1990', 'the "best song" of 1990'),
+        ("he called ' it a day ' then", "he called 'it a day' then"),
+        (" = Robert = \n \n = = Career = = \n = = = Early = = = \n", " = Robert =\n\n== Career ==\n=== Early ===\n"),
+        ("= = = = Deep = = = =", "==== Deep ===="),
+        ("20 ° C", "20°C"),
+        ("N of N and N people", "N of 1 and 1 people"),
+        ("Boulter 's role", "Boulter's role"),
+        ("/' 7/", "/'[0-9]/"),
+        ("a @.@ b @x@ c", "a.b @x@ c"),
+        ('No change (here), "at" all\'s', 'No change (here), "at" all\'s'),
+    ],
+)
+def test_words_are_put_together_as_v1_does(words, text):
+    assert detokenize(words) == text
+
+
+def test_the_published_counts_give_the_published_token_ratio_to_the_last_digit():
+    # Of the real wiki.test.tokens with GPT-2's tokenizer: T = 270,330 and T_o = 245,566.
+    assert token_ratio(270_330, 245_566) == 1.1008449901248143 == 270_329 / 245_565
+
+
+def test_words_are_counted_in_the_file_by_single_spaces_before_it_is_put_together():
+    assert count_words(" \n = Title = \n \n One , two  three \n") == 10
+    assert count_words("a b") == 2
+
+
+def test_both_adjusted_perplexities_and_the_raw_one_follow_their_formulas(tmp_path):
+    file = tmp_path / "wiki.test.tokens"
+    file.write_text(" \n = Title = \n \n It was the 1990s , said Robert @-@ James . \n", encoding="utf-8")
+    task = WikiText103(str(file), BYTES, positions=16, overlap=4)
+    text = detokenize(file.read_text())
+    assert (task.tokens, task.words) == (len(text), count_words(file.read_text()))
+    labels = task.tokens - 1
+    assert sum(window.counted for window in task.passes[0]) == labels
+    found = values(task, Score(loss=1.5 * labels, labels=labels, windows=len(task.passes[0])))
+    assert found["perplexity"] == pytest.approx(math.exp(1.5))
+    assert found["adjusted_perplexity"] == pytest.approx(math.exp(1.5 * (task.tokens - 1) / (task.words - 1)))
+    assert found["adjusted_perplexity_paper"] == pytest.approx(math.exp(1.5 * task.tokens / task.words))
+    assert found["token_ratio"] == (task.tokens - 1) / (task.words - 1)
+    assert values(task, Score(loss=99.0 * labels, labels=labels, windows=1))["perplexity"] == math.exp(20)
+
+
+def test_wikitext_moves_on_by_32_where_nothing_else_is_asked_for(tmp_path):
+    file = tmp_path / "wiki.test.tokens"
+    file.write_text("word " * 100)
+    windows = WikiText103(str(file), BYTES, positions=64).passes[0]
+    assert [window.counted for window in windows[:3]] == [64, 32, 32]
+
+
+# --- LAMBADA ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_word_is_cut_off_strictly_and_as_the_last_token(tmp_path):
+    file = written(tmp_path / "l.jsonl", "He saw the cat, the old  cat", "Bit by bit ")
+    strict, last = Lambada(file, BYTES, positions=64).passes
+    assert [(whole(window), labels_of(window)) for window in strict] == [
+        ("He saw the cat, the old cat", " cat"),
+        ("Bit by bit", " bit"),
+    ]
+    assert [(whole(window), labels_of(window)) for window in last] == [
+        ("He saw the cat, the old  cat", "t"),
+        ("Bit by bit ", " "),
+    ]
+
+
+def test_accuracies_are_shares_of_passages_and_the_perplexity_is_per_word_too(tmp_path):
+    task = Lambada(written(tmp_path / "l.jsonl", "one two", "three four"), BYTES, positions=64)
+    strict = Score(loss=6.0, labels=9, correct=7, windows=2, right=1)
+    found = values(task, strict, Score(loss=1.0, labels=2, correct=2, windows=2, right=2))
+    assert (found["accuracy"], found["correct"], found["last_token_accuracy"]) == (0.5, 1, 1.0)
+    assert found["perplexity"] == pytest.approx(math.exp(6 / 9))
+    assert found["word_perplexity"] == pytest.approx(math.exp(3))
+
+
+# --- Perplexity -------------------------------------------------------------------------------------------------------
+
+
+def test_every_token_of_a_document_is_predicted_after_the_end_of_the_one_before(tmp_path):
+    file = written(tmp_path / "d.jsonl", "abc", "", "déf")
+    task = Perplexity(file, BYTES, positions=16)
+    assert [window.tokens.tolist() for window in task.passes[0]] == [
+        [256, *b"abc"],
+        [256, *"déf".encode()],
+    ]
+    assert [window.counted for window in task.passes[0]] == [3, 4]
+    assert (task.documents, task.bytes) == (2, 7)
+    found = values(task, Score(loss=14.0, labels=7, windows=2))
+    assert found["bits_per_byte"] == pytest.approx(2 / math.log(2))
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-append-eod",)])
+def test_a_dataset_gives_the_windows_and_bytes_of_the_text_it_was_prepared_from(tmp_path, flags):
+    file = written(tmp_path / "d.jsonl", "Once upon a time", "", "there was a déjà vu")
+    prepare_bytes(file, tmp_path / "corpus", append_eod=not flags)
+    of_text, of_data = (Perplexity(data, BYTES, 8, 3) for data in (file, str(tmp_path / "corpus")))
+    assert of_data.bytes == of_text.bytes
+    assert len(of_data.passes[0]) == len(of_text.passes[0]) > 4
+    for ours, theirs in zip(of_data.passes[0], of_text.passes[0], strict=True):
+        assert ours.counted == theirs.counted
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+
+
+def test_a_dataset_of_megatron_has_no_bits_per_byte(tmp_path):
+    prepare_bytes(written(tmp_path / "d.jsonl", "Once upon a time"), tmp_path / "corpus")
+    (tmp_path / "corpus.json").unlink()
+    task = Perplexity(str(tmp_path / "corpus"), BYTES, 8)
+    assert values(task, Score(loss=8.0, labels=16, windows=2))["bits_per_byte"] is None
+
+
+def prepare_bytes(file, prefix, append_eod=True):
+    import tyro
+
+    flags = [file, "--output", str(prefix), "--tokenizer", "bytes", *([] if append_eod else ["--no-append-eod"])]
+    prepare(tyro.cli(PrepareArguments, args=flags))
+
+
+# --- What cannot be evaluated -----------------------------------------------------------------------------------------
+
+TEXTS = {
+    "empty.tokens": b"",
+    "word.tokens": b" word \n",
+    "latin.tokens": b"caf\xe9 au lait",
+    "empty.jsonl": b"",
+    "blank.jsonl": b'{"text": ""}\n',
+    "words.jsonl": b'{"text": "two words"}\n{"text": "One"}\n',
+    "long.jsonl": b'{"text": "more than seventeen bytes"}\n',
+    "broken.jsonl": b'{"text": "two words"}\n{"text": 5}\n',
+    "passage.txt": b"one passage",
+    "data.csv": b"text",
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "sentence"),
+    [
+        (WikiText103, "none.tokens", "there is no file {}; give WikiText103's wiki.test.tokens"),
+        (WikiText103, "empty.tokens", "{} holds less than two words; give"),
+        (WikiText103, "word.tokens", "{} holds less than two words; give"),
+        (WikiText103, "latin.tokens", "{} is not UTF-8 (byte 3); give"),
+        (Lambada, "none.jsonl", "there is no file {}; give"),
+        (Lambada, "data.csv", "{} is neither .txt"),
+        (Lambada, "empty.jsonl", "{} holds no passage; give a file of lines"),
+        (Lambada, "words.jsonl", "{}:2 holds less than two words; lambada takes a passage a line"),
+        (Lambada, "long.jsonl", "{}:1 has 25 tokens and the model has positions for 17; leave the passage out"),
+        (Lambada, "broken.jsonl", "{}:2: 'text' holds 5, which is not text"),
+        (Lambada, "passage.txt", "{} is no .jsonl file; lambada takes"),
+        (Perplexity, "none.txt", "there is no file {}; give"),
+        (Perplexity, "blank.jsonl", "{} holds no text; give"),
+        (Perplexity, "broken.jsonl", "an evaluation leaves nothing out"),
+        (Perplexity, "corpus.bin", "give the prefix without the ending"),
+    ],
+)
+def test_a_file_that_cannot_be_evaluated_is_answered_with_one_sentence(tmp_path, task, file, sentence):
+    if file in TEXTS:
+        (tmp_path / file).write_bytes(TEXTS[file])
+    with pytest.raises(UsageError) as refused:
+        task(str(tmp_path / file), BYTES, 16, None if task is Lambada else 4)
+    assert sentence.format(tmp_path / file) in str(refused.value)
+    assert "--malformed" not in str(refused.value)
+
+
+def test_an_overlap_for_lambada_and_a_dataset_of_another_tokenizer_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="--overlap is for texts that do not fit the model"):
+        Lambada(written(tmp_path / "l.jsonl", "one two"), BYTES, 64, overlap=4)
+    prepare_bytes(written(tmp_path / "d.jsonl", "Once upon a time"), tmp_path / "corpus")
+
+    class Other(ByteTokenizer):
+        kind = "other"
+
+    with pytest.raises(UsageError, match="was prepared with another tokenizer than the run's"):
+        Perplexity(str(tmp_path / "corpus"), Other(), 8)
+
+
+def test_a_loss_that_is_not_finite_ends_the_evaluation_with_a_sentence():
+    with pytest.raises(RunError, match="the model's loss on this text is nan"):
+        _ = Score(loss=math.nan, labels=3).mean
