@@ -8,29 +8,27 @@ import jax
 import numpy as np
 import pytest
 from jax.numpy import bfloat16
+from jax.sharding import PartitionSpec as P
 
 from mjax import cli
-from mjax.config import Config, MeshConfig, read_config, save_config
+from mjax.config import MeshConfig, read_config
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
-from mjax.interop import convert as module
-from mjax.interop import gpt2
+from mjax.interop import convert, gpt2
 from mjax.interop.convert import abstract_weights
 from mjax.interop.tensor_files import open_tensors
 from mjax.parallel.mesh import make_mesh
 from mjax.training.checkpoint import Checkpoints
 from mjax.training.metrics import read_metrics
 from mjax.training.step import build_program
-from tests.data.vocabularies import gpt2_files
+from tests.data.vocabularies import gpt2_files, hf_unigram
 from tests.interop.folders import CONFIG, read_folder, tensors_of, write_folder
 from tests.small import named
 
-MESH = ["--mesh.data", "8", "--mesh.model", "2"]  # the simulated devices of the test process
 
-
-def weights_of(run, step=None):
-    config = read_config(run / "config.json")
+def weights_of(run, config=None):
+    config = config or read_config(run / "config.json")
     with Checkpoints(run / "checkpoints") as checkpoints:
-        return checkpoints.restore(abstract_weights(config), step, field="model")[1]
+        return checkpoints.restore(abstract_weights(config), field="model")[1]
 
 
 def assert_same(ours, theirs):
@@ -86,7 +84,13 @@ def test_what_is_exported_is_what_was_imported_bit_for_bit(source, run, tmp_path
         {"n_inner": 20},
         {"activation_function": "gelu"},
         {"n_layer": 1, "n_head": 12, "vocab_size": 256},
-        {"layer_norm_epsilon": 1e-6, "attn_pdrop": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "initializer_range": 0.01},
+        {
+            "layer_norm_epsilon": 1e-6,
+            "attn_pdrop": 0.1,
+            "resid_pdrop": 0.2,
+            "embd_pdrop": 0.2,
+            "initializer_range": 0.01,
+        },
     ],
     ids=str,
 )
@@ -183,11 +187,11 @@ def test_tensors_are_read_straight_into_the_shards_of_a_mesh(source, run, mesh):
 # --- What a run made of it does ---------------------------------------------------------------------------------------
 
 
-def test_rows_that_pad_the_vocabulary_change_no_loss_and_are_never_drawn(source, tmp_path, capsys):
+def test_rows_that_pad_the_vocabulary_change_no_loss_and_are_never_the_best(source, tmp_path):
     losses = []
     for multiple in (1, 128):
         folder = tmp_path / str(multiple)
-        flags = ["--vocabulary-multiple", str(multiple), "--tokenizer", "bytes"]
+        flags = ["--vocabulary-multiple", str(multiple)]
         assert cli.main(["convert", "from-hf", str(source), str(folder), *flags]) == 0
         config = read_config(folder / "config.json")
         config = replace(
@@ -196,21 +200,109 @@ def test_rows_that_pad_the_vocabulary_change_no_loss_and_are_never_drawn(source,
             precision=replace(config.precision, compute="fp32"),
             train=replace(config.train, global_batch=2, micro_batch=2),
         )
-        program = build_program(config, make_mesh(MeshConfig()))
+        program, weights = build_program(config, make_mesh(MeshConfig())), weights_of(folder, config)
         rows = np.random.default_rng(0).integers(0, 257, (2, 17)).astype(np.int32)
         batch = jax.device_put({"tokens": rows[:, :-1], "labels": rows[:, 1:]}, program.batch_sharding)
-        losses.append(float(program.eval_step(weights_of(folder), batch).loss))
+        losses.append(float(program.eval_step(weights, batch).loss))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    forward = jax.shard_map(
+        lambda weights, tokens: weights(tokens),
+        mesh=make_mesh(MeshConfig()),
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=False,
+    )
+    logits = np.asarray(jax.jit(forward)(weights, rows[:, :-1]))
+    assert logits.shape[-1] == 384
+    assert logits[..., 257:].max() < -1e30
+    assert logits[..., :257].min() < 0, "a zero in the padding could not have been the best"
+
+
+def test_an_imported_model_is_trained_on_any_mesh_and_exported_again(tmp_path, capsys):
+    config = {**CONFIG, "n_head": 2}
+    source, run = write_folder(tmp_path / "in", config, tensors_of(config)), tmp_path / "run"
+    assert cli.main(["convert", "from-hf", str(source), str(run), "--tokenizer", "bytes"]) == 0
+    assert cli.main(["generate", "--checkpoint", str(run), "--prompt", "ab", "--tokens", "3"]) == 0
+    flags = ["--data.mock", "--train.global-batch", "16", "--train.micro-batch", "2", "--log.no-tensorboard"]
+    flags += ["--train.eval-interval", "0", "--train.steps", "2", "--mesh.data", "8", "--mesh.model", "2"]
+    assert cli.main(["train", "--resume", str(run), *flags, "--optimizer.warmup-steps", "0"]) == 0
+    first = read_metrics(run / "metrics.jsonl")[0]
+    assert (first["step"], (run / "checkpoints" / "2").is_dir()) == (1, True)
+
+    # Before the first step the weights are those of the model: its loss is not that of random ones, log 257.
+    assert abs(first["loss"] - np.log(257)) > 0.1
+    assert cli.main(["convert", "to-hf", str(run), str(tmp_path / "trained")]) == 0
+    trained, before = read_folder(tmp_path / "trained"), read_folder(source)
+    moved = {name: float(np.abs(trained[name] - before[name]).max()) for name in before}
+    assert 0 < max(moved.values()) < 1e-3, "two steps of 1.5e-4 at most"
+    assert cli.main(["convert", "to-hf", str(run), str(tmp_path / "first"), "--step", "0"]) == 0
+    assert_same(read_folder(tmp_path / "first"), before)
+    assert "checkpoint 0 of" in capsys.readouterr().out
+
+
+# --- Tokenizers -------------------------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_travels_along_both_ways(tmp_path):
+    files = gpt2_files(tmp_path)
+    given = load_tokenizer("gpt2:" + ",".join(map(str, files)))
+    config = {**CONFIG, "vocab_size": given.vocabulary}
+    source = write_folder(tmp_path / "in", config, tensors_of(config))
+    for file in files:
+        shutil.copy(file, source)
+    assert cli.main(["convert", "from-hf", str(source), str(tmp_path / "run")]) == 0
+    assert tokenizer_from_folder(tmp_path / "run" / "tokenizer").encode("The café") == given.encode("The café")
+    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    for file in files:
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == given.eod
+    described = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (described["tokenizer_class"], described["model_max_length"]) == ("GPT2Tokenizer", 16)
+
+
+def test_a_tokenizer_json_is_preferred_and_one_that_transformers_cannot_open_is_announced(tmp_path, run, capsys):
+    library = hf_unigram()
+    config = {**CONFIG, "vocab_size": 300}
+    source = write_folder(tmp_path / "in", config, tensors_of(config))
+    library.save(str(source / "tokenizer.json"))
+    for file in gpt2_files(tmp_path):
+        shutil.copy(file, source)
+    assert cli.main(["convert", "from-hf", str(source), str(tmp_path / "run")]) == 0
+    assert tokenizer_from_folder(tmp_path / "run" / "tokenizer").kind == "hf"
     capsys.readouterr()
-    arguments = ["--prompt", "ab", "--temperature", "100", "--tokens", "14", "--json"]
-    assert cli.main(["generate", "--checkpoint", str(tmp_path / "128"), *arguments]) == 0
-    assert "\ufffd" not in json.loads(capsys.readouterr().out)["continuation"].replace("\ufffd", "", 0) or True
+    assert cli.main(["convert", "to-hf", str(run), str(tmp_path / "bytes")]) == 0
+    assert "kind bytes, which transformers cannot open" in capsys.readouterr().out
+    assert not (tmp_path / "bytes" / "tokenizer_config.json").exists()
 
 
-def test_an_imported_model_is_trained_on_any_mesh_and_exported_again(source, run, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(run, folder)
-    flags = ["--data.mock", "--train.global-batch", "8", "--train.micro-batch", "1", "--log.no-tensorboard"]
-    flags += ["--train.eval-interval", "0", "--precision.compute", "fp32", "--model.attention", "xla"]
-    flags += ["--mesh.data", "1", "--mesh.model", "3", "--mesh.zero", "1", "--optimizer.learning-rate", "0.01"]
-    return folder, flags
+# --- Whole or not at all ----------------------------------------------------------------------------------------------
+
+
+def test_an_export_replaces_a_model_only_when_asked_to_and_nothing_else_ever(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert cli.main(["convert", "to-hf", str(run), str(out)]) == 0
+    (out / "stray.txt").touch()
+    assert cli.main(["convert", "to-hf", str(run), str(out)]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert cli.main(["convert", "to-hf", str(run), str(out), "--overwrite"]) == 0
+    assert not (out / "stray.txt").exists()
+    assert cli.main(["convert", "to-hf", str(run), str(run), "--overwrite"]) == 2
+    assert "replaces models only" in capsys.readouterr().err
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    assert cli.main(["convert", "to-hf", str(run), str(tmp_path / "mine"), "--overwrite"]) == 2
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["mine", "out"]
+
+
+@pytest.mark.parametrize("direction", ["from-hf", "to-hf"])
+def test_a_conversion_that_fails_leaves_nothing_behind(source, run, tmp_path, monkeypatch, direction):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(convert, "write_tensors", fail)
+    monkeypatch.setattr(Checkpoints, "save", fail)
+    (tmp_path / "out").mkdir()
+    given = source if direction == "from-hf" else run
+    assert cli.main(["convert", direction, str(given), str(tmp_path / "out")]) == 1
+    assert [str(entry.relative_to(tmp_path)) for entry in tmp_path.rglob("*")] == ["out"]
