@@ -164,11 +164,39 @@ def data(argv: Sequence[str]) -> int:
     return _run("mjax data", DATA_COMMANDS, argv)
 
 
+def from_hf(argv: Sequence[str]) -> int:
+    """`mjax convert from-hf`."""
+    launch.leave_accelerators_alone()
+    from mjax.interop.convert import FromHfArguments
+    from mjax.interop.convert import from_hf as run
+
+    return run(tyro.cli(FromHfArguments, args=argv, prog="mjax convert from-hf"))
+
+
+def to_hf(argv: Sequence[str]) -> int:
+    """`mjax convert to-hf`."""
+    launch.leave_accelerators_alone()
+    from mjax.interop.convert import ToHfArguments
+    from mjax.interop.convert import to_hf as run
+
+    return run(tyro.cli(ToHfArguments, args=argv, prog="mjax convert to-hf"))
+
+
+def convert(argv: Sequence[str]) -> int:
+    """`mjax convert`, a group of commands."""
+    return _run("mjax convert", CONVERT_COMMANDS, argv)
+
+
 Commands = dict[str, tuple[Callable[[Sequence[str]], int], str]]
 
 DATA_COMMANDS: Commands = {
     "inspect": (inspect, "show what a dataset holds: documents, tokens, lengths, a sample"),
     "merge": (merge, "write several datasets as one"),
+}
+
+CONVERT_COMMANDS: Commands = {
+    "from-hf": (from_hf, "turn a model of Hugging Face into a run folder"),
+    "to-hf": (to_hf, "turn a run's checkpoint into a model folder that transformers opens"),
 }
 
 COMMANDS: Commands = {
@@ -178,6 +206,7 @@ COMMANDS: Commands = {
     "clean": (clean, "repair text, cut evaluation sets out of it, remove short and unwanted documents"),
     "data": (data, "inspect or merge datasets"),
     "evaluate": (evaluate, "measure a trained model: WikiText103, LAMBADA, perplexity of any text"),
+    "convert": (convert, "bring a model of Hugging Face here, or take one there"),
     "generate": (generate, "continue a text with a trained model"),
     "plan": (plan, "show the pipeline schedule of a config, without a device"),
 }

@@ -57,3 +57,8 @@ class Distributed:
     watchdog: float | None = None
     """Seconds without a finished step after which process 0 says who is behind; 0: never. When not given: a minute or
     ten median steps, whichever is longer."""
+
+
+def leave_accelerators_alone() -> None:
+    """Have JAX see the CPU only: work that needs no accelerator must not take the memory of one that is training."""
+    os.environ["JAX_PLATFORMS"] = "cpu"

@@ -90,7 +90,7 @@ def logits(weights, model, tokens, masks=None, positions=None, documents=None):
         y = 0.5 * y * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
         x = x + drop(y @ w["mlp.down.kernel"] + w["mlp.down.bias"], model.hidden_dropout, (layer + 1, 3))
     x = _norm(x, weights, "final_norm", model.layernorm_epsilon)
-    return x @ weights["embedding.table"].T
+    return (x @ weights["embedding.table"].T)[..., : model.vocabulary]  # the rest is padding
 
 
 def loss(weights, model, batch, masks=None):

@@ -93,6 +93,8 @@ def _evaluate(arguments: EvaluateArguments) -> int:
     notices = Console(stderr=True, highlight=False, quiet=not processes.is_first())
     say = lambda line: notices.print(line, markup=False)  # noqa: E731
     run, saved = arguments.checkpoint, read_config(arguments.checkpoint / "config.json")
+    if saved.model.kind != "gpt":
+        raise UsageError(f"{run} holds a BERT, which predicts no next token; give the run folder of a GPT")
     tokenizer = run_tokenizer(run)
     if tokenizer.vocabulary > saved.model.padded_vocabulary:
         raise UsageError(

@@ -104,7 +104,9 @@ def train(config: Config, folder: Path, name: str = "this config", watchdog: Wat
         checkpoints = stack.enter_context(
             Checkpoints(folder / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every, display.say)
         )
-        if checkpoints.steps():
+        if checkpoints.steps() == [0]:
+            start, state = 0, _with_weights_alone(checkpoints, program)
+        elif checkpoints.steps():
             start, state = checkpoints.restore(program.abstract_state)
         else:
             start, state = 0, program.initialize()
@@ -134,6 +136,16 @@ def train(config: Config, folder: Path, name: str = "this config", watchdog: Wat
                 _print_sample(resolved, mesh, result.state, data, display)
             _say_what_is_left(display, result, folder)
     return result
+
+
+def _with_weights_alone(checkpoints: Checkpoints, program: TrainProgram) -> TrainState:
+    """The state before the first step with the weights of checkpoint 0, which `mjax convert` writes.
+
+    No step of training is numbered 0, so that one holds nothing else: there are no moments to continue with.
+    """
+    state = replace(program.initialize(), model=None)  # the weights drawn at random make room first
+    _, weights = checkpoints.restore(program.abstract_state.model, field="model")
+    return replace(state, model=weights)
 
 
 def _say_what_runs(display: Display, config: Config, data: TrainingData, folder: Path, start: int) -> None:

@@ -305,14 +305,12 @@ def _eval_step(config: Config, plan, model: Model, batch: dict[str, Array]) -> E
     return EvalMetrics(loss, jnp.int32(labels), figures)
 
 
-def sum_over_batch(
-    config: Config, plan, model: Model, batch: dict[str, Array], weights_of_loss=1.0, head=None
-) -> Array:
+def sum_over_batch(config: Config, plan, model: Model, batch: dict[str, Array], factors=1.0, head=None) -> Array:
     """What the head gives for each micro-batch of the global batch, summed, without dropout, from inside `shard_map`.
 
     Args:
       config, plan, model, batch: as for `loss_and_gradients`.
-      weights_of_loss: what the loss of each label that counts is multiplied by (`losses.share`).
+      factors: what the loss of each label that counts is multiplied by (`losses.share`).
       head: (weights, stream after the last layer [t, h], micro-batch) → array of any shape, the same on every rank of
         `model`; the loss when not given.
 
@@ -321,7 +319,7 @@ def sum_over_batch(
     """
     mesh = config.mesh
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], mesh)
-    program, micro_batches = _stage_program(config, plan, weights_of_loss), _split(config, batch)
+    program, micro_batches = _stage_program(config, plan, factors), _split(config, batch)
     if head is not None:
         program = dataclasses.replace(program, head=head)
     if mesh.pipe > 1:
@@ -335,8 +333,8 @@ def sum_over_batch(
 def _split(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
     """This replica's rows of the batch as [m, b, …], and each sequence's index in the global batch as [m, b]."""
     rows = config.train.global_batch // config.mesh.data
-    shapes = config.batch_arrays(evaluation=True)
-    chex.assert_shape(list(batch.values()), [(rows, *shapes[name][0]) for name in batch])
+    chex.assert_tree_shape_prefix(batch, (rows,))
+    chex.assert_shape([batch["tokens"], batch["labels"]], (rows, config.model.sequence))
     samples = mappings.rank(DATA) * rows + jnp.arange(rows)
 
     def split(x):

@@ -1,0 +1,87 @@
+"""A folder that appears whole or not at all, and the JSON files in the folders of others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mjax.data.atomic import to_disk
+from mjax.errors import UsageError
+
+
+def check_new(folder: Path) -> None:
+    """Refuse to write a folder where there is something already.
+
+    Raises:
+      UsageError: `folder` is a file, or holds anything.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UsageError(f"{folder} exists; give a folder that is empty or not there yet")
+
+
+def check_replaceable(folder: Path) -> None:
+    """Refuse to replace a folder that is not plainly an exported model: it holds a config.json, and files only.
+
+    Raises:
+      UsageError: it is not.
+    """
+    if not folder.exists():
+        return
+    inside = list(folder.iterdir()) if folder.is_dir() else []
+    if not folder.is_dir() or (inside and not (folder / "config.json").is_file()):
+        raise UsageError(f"--overwrite replaces models only, and {folder} is none; give another folder, or delete it")
+    if any(entry.is_dir() for entry in inside):
+        raise UsageError(
+            f"--overwrite replaces models only, and {folder} holds folders too; give another folder, or delete it"
+        )
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder`, which takes its name, and the place of what is there, when all is written.
+
+    Check before whether there is anything that must stay (`check_new`, `check_replaceable`).
+    """
+    folder = folder.absolute()
+    temporary, old = (folder.with_name(f"{folder.name}.{what}") for what in ("writing", "replaced"))
+    for left in (temporary, old):
+        shutil.rmtree(left, ignore_errors=True)  # of a conversion that was killed
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as stream:
+                    to_disk(stream)
+        if folder.exists():
+            folder.rename(old)
+        temporary.rename(folder)
+    finally:
+        for left in (temporary, old):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file from outside.
+
+    Raises:
+      UsageError: there is no such file, or it holds no JSON object.
+    """
+    try:
+        values = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise UsageError(f"{file} does not exist; give a folder that save_pretrained wrote") from None
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise UsageError(f"{file} holds no JSON object; restore it, or download the model again")
+    return values
+
+
+def write_object(file: Path, values: dict[str, Any]) -> None:
+    """Write a JSON object as `transformers` does."""
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,232 @@
+"""Tensors by name, in a model folder of Hugging Face: read one at a time, whatever files they lie in.
+
+    model.safetensors                      all of them, or
+    model-00001-of-00003.safetensors …     some of them each, and
+    model.safetensors.index.json           {"weight_map": {tensor: file}}
+
+A safetensors file is a header in JSON and bytes: there is nothing in it to execute. It is mapped into memory, so that
+reading a tensor, or some rows of one, costs no more than these. Its older relative pytorch_model.bin is a pickle, which
+runs as a program when it is read; it is opened on request only, and by torch's reader of weights, which refuses all
+but tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from jax.numpy import bfloat16  # NumPy knows the type from this import on, and safetensors relies on that
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from mjax.errors import UsageError
+from mjax.interop.model_folder import read_object, write_object
+
+SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
+FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(bfloat16)}
+"""Types of weights that float32 holds exactly."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a tensor is, as its file says: `dtype` in the words of safetensors (F32, BF16, I64, …), and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Tensors(Protocol):
+    """The tensors of a model folder.
+
+    Attributes:
+      kinds: what there is, by name. Nothing has been read yet.
+    """
+
+    kinds: dict[str, Kind]
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """A tensor in its own type, or some rows of it (along its first dim)."""
+
+
+def open_tensors(folder: Path, allow_pickle: bool = False) -> Tensors:
+    """The tensors of a model folder; safetensors where there are both.
+
+    Args:
+      folder: holds one of the files above, or several and their index.
+      allow_pickle: whether to open pytorch_model.bin.
+
+    Raises:
+      UsageError: there are none, a file is missing or damaged, or only a pickle is there and `allow_pickle` not given.
+    """
+    if files := _files(folder, SAFETENSORS):
+        return SafetensorsFiles(files)
+    files = _files(folder, PICKLE)
+    if not files:
+        raise UsageError(f"{folder} holds no {SAFETENSORS}; give a folder that save_pretrained wrote")
+    if not allow_pickle:
+        raise UsageError(
+            f"{folder} holds its weights in {PICKLE} only, a pickle; get the model as {SAFETENSORS}, or add "
+            "--allow-pickle to have torch read the tensors in it and nothing else"
+        )
+    return PickledFiles(files)
+
+
+def _files(folder: Path, whole: str) -> dict[Path, list[str]]:
+    """The files of the tensors, and those that the index expects in each; empty where there is none of them."""
+    if (folder / whole).is_file():
+        return {folder / whole: []}
+    index = folder / f"{whole}.index.json"
+    if not index.is_file():
+        return {}
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise UsageError(f"{index} has no weight_map that says which tensor is in which file; download it again")
+    files: dict[Path, list[str]] = {}
+    for tensor, name in places.items():
+        if Path(name).name != name:  # elsewhere is none of its business
+            raise UsageError(f"{index} names {name!r}, which is not a file beside it; download it again")
+        files.setdefault(folder / name, []).append(tensor)
+    for file in files:
+        if not file.is_file():
+            raise UsageError(f"{file} does not exist, though {index.name} names it; download it too")
+    return files
+
+
+class SafetensorsFiles:
+    """`Tensors` in one or several safetensors files."""
+
+    def __init__(self, files: dict[Path, list[str]]):
+        self.kinds: dict[str, Kind] = {}
+        self._places: dict[str, Any] = {}
+        for file, expected in files.items():
+            try:
+                opened = safe_open(str(file), framework="np").__enter__()  # closed with the last reference to it
+                kinds = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
+            except SafetensorError as error:
+                raise UsageError(f"{file} is cut off or is no safetensors file ({error}); download it again") from None
+            _take(file, kinds, expected, self.kinds)
+            self.kinds |= {name: Kind(kind.get_dtype(), tuple(kind.get_shape())) for name, kind in kinds.items()}
+            self._places |= dict.fromkeys(kinds, opened)
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        if rows == slice(None):
+            return self._places[name].get_tensor(name)
+        first, end, _ = rows.indices(self.kinds[name].shape[0])  # NumPy takes an end behind the last row, this does not
+        return self._places[name].get_slice(name)[first:end]
+
+
+class PickledFiles:
+    """`Tensors` in one or several pickles, read by torch with `weights_only`: it constructs tensors and nothing else.
+
+    torch maps the files into memory too.
+    """
+
+    def __init__(self, files: dict[Path, list[str]]):
+        try:
+            import torch
+        except ModuleNotFoundError:
+            raise UsageError(
+                "--allow-pickle needs torch to read the file, which is not installed; type `pip install torch`, or get "
+                f"the model as {SAFETENSORS}"
+            ) from None
+        names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+        self.kinds: dict[str, Kind] = {}
+        self._tensors: dict[str, Any] = {}
+        for file, expected in files.items():
+            try:
+                found = torch.load(file, map_location="cpu", weights_only=True, mmap=_can_be_mapped(file))
+            except Exception as error:  # of many kinds, for what is no pickle, cut off, or holds more than tensors
+                words = str(error).strip().splitlines() or [type(error).__name__]
+                raise UsageError(
+                    f"{file} is not a file of tensors and nothing else ({words[0]}); get another"
+                ) from None
+            if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+                raise UsageError(f"{file} holds something else than tensors by name; give the model's state_dict")
+            _take(file, found, expected, self.kinds)
+            self.kinds |= {
+                name: Kind(names.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+                for name, tensor in found.items()
+            }
+            self._tensors |= found
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        # Widened here: NumPy cannot take a bfloat16 tensor, and float32 holds each of the types exactly.
+        return self._tensors[name][rows].detach().float().numpy()
+
+
+def _can_be_mapped(file: Path) -> bool:
+    """Whether torch wrote the file as an archive, as it does since version 1.6."""
+    with file.open("rb") as stream:
+        return stream.read(2) == b"PK"
+
+
+def _take(file: Path, found: Mapping[str, Any], expected: list[str], before: Mapping[str, Kind]) -> None:
+    """Refuse a file that lacks what the index expects in it, or repeats what another holds."""
+    if missing := [name for name in expected if name not in found]:
+        raise UsageError(f"{file} lacks the tensor {missing[0]}, which the index expects in it; download it again")
+    if twice := [name for name in found if name in before]:
+        raise UsageError(f"{file} holds the tensor {twice[0]}, which another file holds too; download the model again")
+
+
+# --- Writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_tensors(
+    folder: Path,
+    arrays: Mapping[str, np.ndarray],
+    dtype: np.dtype,
+    largest_file: int,
+    wrote: Callable[[int], None] = lambda size: None,
+) -> list[str]:
+    """Write `arrays` as safetensors files, with their index where there are several; returns their names.
+
+    Arrays of another type are converted file by file, and those of `dtype` are written from where they are.
+
+    Args:
+      folder: exists.
+      arrays: by name, in the order in which they are written.
+      dtype: type in the files.
+      largest_file: bytes of tensors in a file; a tensor that is larger has a file to itself.
+      wrote: called with the bytes of tensors written since the last call.
+    """
+    parts: list[list[str]] = [[]]
+    room = largest_file
+    for name, array in arrays.items():
+        size = array.size * dtype.itemsize
+        if size > room and parts[-1]:
+            parts.append([])
+            room = largest_file
+        parts[-1].append(name)
+        room -= size
+    names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+    if len(parts) == 1:
+        names = [SAFETENSORS]
+    total = 0
+    for file, part in zip(names, parts, strict=True):
+        converted = {name: np.ascontiguousarray(arrays[name].astype(dtype, copy=False)) for name in part}
+        save_file(converted, folder / file, metadata={"format": "pt"})  # transformers asks for the format
+        size = sum(array.nbytes for array in converted.values())
+        total += size
+        wrote(size)
+    if len(parts) > 1:
+        places = {name: file for file, part in zip(names, parts, strict=True) for name in part}
+        write_object(folder / f"{SAFETENSORS}.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+        names.append(f"{SAFETENSORS}.index.json")
+    return names
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 5GB, 500MB or 64KB, in powers of ten as everywhere at Hugging Face.
+
+    Raises:
+      UsageError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])B", text.strip(), re.IGNORECASE)
+    size = 0 if found is None else int(float(found[1]) * 1000 ** (" KMGT".index(found[2].upper())))
+    if size < 1:
+        raise UsageError(f"--shard-size {text!r} is not a size; give one such as 5GB or 500MB")
+    return size
