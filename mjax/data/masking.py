@@ -103,8 +103,8 @@ def create_masked_lm_predictions(
         while end > word and count + last - first > most:
             end -= 1
             last = bounds[end]
-        span = places[first:last]
-        if end == word or hidden[span].any():
+        span = places[first:last]  # of no token where the first word alone is too much
+        if hidden[span].any():
             continue
         for place in span:
             hidden[place] = True

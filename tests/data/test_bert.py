@@ -83,7 +83,7 @@ def test_a_sample_is_two_segments_between_special_tokens_and_padding(indexed, se
 
 
 def test_segments_are_whole_sentences_in_the_order_that_the_label_says(indexed):
-    data = dataset(indexed, sequence=300, short_probability=0)
+    data, places = dataset(indexed, samples=400, sequence=300, short_probability=0), {}
     for i in range(len(data)):
         first, last, wanted = data.pair_index[i].tolist()
         sentences = [indexed.get(j).tolist() for j in range(first, last)]
@@ -95,6 +95,9 @@ def test_segments_are_whole_sentences_in_the_order_that_the_label_says(indexed):
         cuts = [(joined[:length], joined[length:]) for length in lengths[:-1]]
         assert wanted == 297
         assert (one, two) in cuts
+        places.setdefault(last - first, set()).add(cuts.index((one, two)) + 1)
+    assert places[2] == {1}
+    assert places[6] == {1, 2, 3, 4, 5}
 
 
 def test_half_of_the_samples_are_exchanged(indexed):

@@ -66,6 +66,12 @@ def test_a_short_wanted_length_bounds_what_is_hidden():
     assert any(hide(tokens, seed, wanted=40)[1].sum() == 6 for seed in range(50))
 
 
+def test_of_a_sample_of_three_tokens_one_is_hidden():
+    assert [hide(np.array([CLS, 10, SEP], np.int32), seed, wanted=20)[1].tolist() for seed in range(9)] == [
+        [False, True, False]
+    ] * 9
+
+
 def test_words_are_hidden_whole():
     for seed in range(100):
         tokens = sample(np.random.RandomState(seed))

@@ -75,6 +75,16 @@ def test_rows_are_those_of_megatrons_loop(documents, samples, most, short_probab
     assert [tuple(row) for row in found.tolist()] == expected
 
 
+@pytest.mark.parametrize("rows", [1, 2, 500, 20_000])
+def test_exchanges_made_at_once_are_those_made_one_by_one(rows):
+    lengths, boundaries = np.full(2 * rows, 10, np.int32), np.arange(0, 2 * rows + 1, 2)  # a sample a document
+    order = list(range(rows))
+    for i, word in zip(range(rows - 1, 0, -1), mersenne_twister_64(6, rows).tolist(), strict=False):
+        j = word % (i + 1)
+        order[i], order[j] = order[j], order[i]
+    assert (build_pair_index(lengths, boundaries, None, 100, 0, 5)[:, 0] // 2).tolist() == order
+
+
 def test_one_epoch_takes_every_useful_sentence_once():
     random = np.random.RandomState(0)
     counts = random.randint(0, 12, 300)
