@@ -1,0 +1,141 @@
+"""Which sentences make a sample for BERT: runs of whole sentences of one document, in Megatron's order.
+
+A document is a row of sentences. Going through it, sentences are added to a sample until it has as many tokens as are
+wanted; the next sample begins with the sentence after. Two rules keep the ends useful: a sample that will be cut into
+two segments has two sentences at least, and a single sentence is never left over, so the last sample of a document may
+be much longer than wanted, and is cut to size when it is read.
+
+    sentences  | 30 tokens | 25 | 40 | 18 | 31 | 22 |         wanted: 60
+    samples    |── 0 ─────────────────|── 1 ────────|         after 55 tokens one more; after 1 only one would be left
+
+Mostly the tokens wanted are the most that fit, s − 3 beside [CLS], [SEP] and [SEP]. With a probability of about 10%
+they are fewer, any number from 2 on, since what fine-tuning sees is often short (google-research/bert,
+create_pretraining_data.py). One random word says whether a sample is short and how long it is, so that where s is 512
+and one in ten is short only even lengths come. Each epoch draws anew. All samples of all epochs are shuffled together.
+Documents with fewer sentences than a sample needs are left out, and so are documents of several sentences one of which
+is longer than 512 tokens.
+
+Every wanted length depends on how many were drawn before it, so the walk is a loop, but one of samples rather than of
+sentences: where a sample ends is looked up among the running totals of tokens.
+
+Given the same files, documents, seed and number of samples the result is that of Megatron's C++, row for row.
+
+Source: Megatron-LM, core/datasets/helpers.cpp (build_mapping).
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import repeat
+
+import numpy as np
+
+from mjax.data.mersenne import mersenne_twister_64
+
+LONG_SENTENCE = 512  # tokens; a document of several sentences with a longer one is left out
+PIECE = 2**16  # documents, or draws, that are Python numbers at a time
+
+
+def build_pair_index(
+    lengths: np.ndarray,
+    boundaries: np.ndarray,
+    samples: int | None,
+    most: int,
+    short_probability: float,
+    seed: int,
+    fewest: int = 2,
+) -> np.ndarray:
+    """Sentences of each sample and the tokens wanted, (first sentence, one after the last, tokens), [rows, 3].
+
+    Epochs are whole, so there may be more rows than samples asked for; there are none where no document is of use.
+
+    Args:
+      lengths: tokens in each sentence of the dataset, int32 [S].
+      boundaries: sentence with which each document to draw from begins, and the end of the last, int64 [documents + 1].
+      samples: how many rows must be there; None: those of one epoch.
+      most: tokens wanted of a sample that is not short, 2 or more.
+      short_probability: share of samples that are short: 1 in round(1 / probability); 0: none.
+      seed: fixes lengths and order.
+      fewest: sentences of a sample, 2 where it is cut into two segments, or 1.
+
+    Returns:
+      uint32, or uint64 in a dataset of 2^32 sentences and more.
+    """
+    wanted = _wanted_lengths(seed, most, short_probability)
+    found, rows = [], 0
+    while True:
+        before = rows
+        for first in range(0, len(boundaries) - 1, PIECE):
+            piece = _walk(lengths, boundaries[first : first + PIECE + 1], wanted, most, fewest)
+            found.append(piece)
+            rows += len(piece)
+        if samples is None or rows >= samples or rows == before:
+            break
+    large = len(lengths) > np.iinfo(np.uint32).max
+    index = np.concatenate(
+        found or [np.empty((0, 3), np.int64)], dtype=np.uint64 if large else np.uint32, casting="unsafe"
+    )
+    return index[_shuffled(rows, seed + 1)]
+
+
+def _wanted_lengths(seed: int, most: int, short_probability: float) -> Iterator[int]:
+    """Tokens wanted of one sample after the other, from the words of `std::mt19937(seed)`."""
+    if short_probability == 0:
+        yield from repeat(most)
+    one_in = math.floor(1 / short_probability + 0.5)  # C's round: halves go up
+    random = np.random.RandomState(seed % 2**32)
+    while True:
+        words = random.randint(2**32, size=PIECE, dtype=np.uint32)  # the generator's words as they are
+        yield from np.where(words % one_in == 0, 2 + words % (most - 1), most).tolist()
+
+
+def _walk(lengths: np.ndarray, boundaries: np.ndarray, wanted: Iterator[int], most: int, fewest: int) -> np.ndarray:
+    """The samples of some documents in the order of the file, [rows, 3]."""
+    origin = int(boundaries[0])
+    begins, ends = boundaries[:-1] - origin, boundaries[1:] - origin  # [documents]
+    sizes = lengths[origin : int(boundaries[-1])]
+    before = [0, *np.cumsum(sizes, dtype=np.int64).tolist()]  # [sentences + 1], tokens before each
+    sentences = ends - begins
+
+    long_before = np.concatenate([[0], np.cumsum(sizes > LONG_SENTENCE)])
+    long = (long_before[ends] > long_before[begins]) & (sentences > 1)
+    useful = (sentences >= fewest) & ~long
+
+    starts, stops, targets = [], [], []
+    for sentence, last in zip(begins[useful].tolist(), ends[useful].tolist(), strict=True):
+        while sentence < last:
+            tokens = next(wanted)
+            stop = bisect_left(before, before[sentence] + tokens, sentence + fewest, last - 1)
+            if stop > last - 2:  # one sentence would be left, or none
+                stop = last
+            starts.append(sentence)
+            stops.append(stop)
+            targets.append(tokens)
+            sentence = stop
+        next(wanted)  # Megatron draws one more at the end of a document
+    rows = np.array([starts, stops, targets], np.int64).T
+    rows[:, :2] += origin
+    return rows
+
+
+def _shuffled(rows: int, seed: int) -> np.ndarray:
+    """Row numbers as Fisher and Yates leave them, row i exchanged with row `word % (i + 1)`, i falling; int64 [rows].
+
+    Many exchanges are one operation on arrays. That is right where no row is in two of them, and in an eighth of the
+    root of the rows that are left hardly ever one is; where it is, they are made one by one.
+    """
+    order = np.arange(rows)
+    words = mersenne_twister_64(seed, rows)[: rows - 1]  # for the last row, the one before it, … and row 1
+    partner = np.zeros(rows, np.int64)
+    partner[1:] = words[::-1] % (order[1:] + 1).astype(np.uint64)
+    stop = rows
+    while stop > 1:
+        first = stop - max(1, math.isqrt(stop) // 8)
+        others = partner[first:stop]
+        if others.max() < first and len(np.unique(others)) == len(others):
+            order[first:stop], order[others] = order[others], order[first:stop].copy()
+        else:
+            for i in range(stop - 1, first - 1, -1):
+                order[i], order[partner[i]] = order[partner[i]], order[i]
+        stop = first
+    return order
