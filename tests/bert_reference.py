@@ -62,6 +62,7 @@ def scores(weights, model, batch, masks=None):
 
     y = _gelu(x @ weights["mlm.transform.kernel"] + weights["mlm.transform.bias"], model.activation)
     of_tokens = norm(y, "mlm.norm") @ weights["embedding.table"].T + weights["mlm.bias"]
+    of_tokens = of_tokens[..., : model.vocabulary]  # the rest is padding
     pooled = jnp.tanh(x[:, 0] @ weights["pooler.kernel"] + weights["pooler.bias"])
     return of_tokens, pooled @ weights["order.kernel"] + weights["order.bias"]
 

@@ -83,7 +83,9 @@ class BERT(nnx.Module):
         embedding, positions, token_types, blocks, mlm, pooler, order = jax.random.split(key, 7)
         self.config = config
         hidden, std = config.hidden, config.init_std
-        self.embedding = VocabParallelEmbedding(embedding, config.padded_vocabulary, hidden, std, dtype)
+        self.embedding = VocabParallelEmbedding(
+            embedding, config.vocabulary, config.padded_vocabulary, hidden, std, dtype
+        )
         self.positions = parameter(positions, normal(std), (config.sequence, hidden), (None, None), dtype)
         self.token_types = parameter(token_types, normal(std), (TOKEN_TYPES, hidden), (None, None), dtype)
         self.blocks = stack_blocks(blocks, config, dtype)

@@ -21,7 +21,6 @@ from mjax.parallel.layers import (
     parameter,
     vocab_parallel_cross_entropy,
 )
-from mjax.parallel.mappings import MODEL
 from mjax.parallel.random import DropoutKey, dropout_tokens
 from mjax.parallel.tokens import Tokens
 
@@ -40,7 +39,7 @@ class GPT(nnx.Module):
         embedding, positions, blocks = jax.random.split(key, 3)
         self.config = config
         self.embedding = VocabParallelEmbedding(
-            embedding, config.padded_vocabulary, config.hidden, config.init_std, dtype
+            embedding, config.vocabulary, config.padded_vocabulary, config.hidden, config.init_std, dtype
         )
         self.positions = parameter(
             positions, normal(config.init_std), (config.sequence, config.hidden), (None, None), dtype
@@ -88,17 +87,8 @@ class GPT(nnx.Module):
         return self.embed(batch["tokens"], tokens, key, batch.get("positions"))
 
     def logits(self, x: Array, tokens: Tokens) -> Array:
-        """Scores of the next token after the last layer: x [t, h] → [b · s, v / p], varying over `model`.
-
-        Rows that pad the vocabulary stand for no token: they get the lowest score there is, so that the loss does not
-        depend on how many there are. Megatron lets them take part; a model of others has none, and loses nothing here.
-        """
-        scores = self.embedding.logits(self.final_norm(x), tokens)
-        if self.config.vocabulary == self.config.padded_vocabulary:
-            return scores
-        first = mappings.rank(MODEL) * scores.shape[-1]
-        is_token = first + jnp.arange(scores.shape[-1]) < self.config.vocabulary
-        return jnp.where(is_token, scores, jnp.finfo(scores.dtype).min)
+        """Scores of the next token after the last layer: x [t, h] → [b · s, v / p], varying over `model`."""
+        return self.embedding.logits(self.final_norm(x), tokens)
 
     def loss(self, x: Array, labels: Array, tokens: Tokens, mask: Array | None = None) -> Array:
         """Sum of the cross entropy over this replica's labels, or those that `mask` lets count, from the stream after

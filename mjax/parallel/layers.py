@@ -210,10 +210,14 @@ class VocabParallelEmbedding(nnx.Module):
     """Token embedding split by vocabulary rows, used at both ends of the model (tied weights).
 
     Rank i owns the ids from i·v/p up to (i + 1)·v/p, looks those up, leaves zeros for the others, and g sums.
+
+    Rows from `vocabulary` on make the table divisible and stand for no token: they get the lowest score there is, so
+    that a loss does not depend on how many there are. (Megatron lets them take part, and teaches the model not to.)
     """
 
-    def __init__(self, key: Array, vocabulary: int, width: int, std: float, dtype):
-        self.table = parameter(key, normal(std), (vocabulary, width), (MODEL, None), dtype)
+    def __init__(self, key: Array, vocabulary: int, rows: int, width: int, std: float, dtype):
+        self.vocabulary, self.rows = vocabulary, rows
+        self.table = parameter(key, normal(std), (rows, width), (MODEL, None), dtype)
 
     def __call__(self, ids: Array, tokens: Tokens) -> Array:
         """Embed `ids` int [b, s], the same on every rank of `model` → this rank's rows of the stream [t, h]."""
@@ -223,7 +227,12 @@ class VocabParallelEmbedding(nnx.Module):
 
     def logits(self, x: Array, tokens: Tokens) -> Array:
         """Score this rank's rows `x` [t, h] against every row of the table → [b · s, v / p], varying over `model`."""
-        return tokens.enter(x) @ self.table[...].T
+        scores = tokens.enter(x) @ self.table[...].T
+        if self.vocabulary == self.rows:
+            return scores
+        first = mappings.rank(MODEL) * scores.shape[-1]
+        is_token = first + jnp.arange(scores.shape[-1]) < self.vocabulary
+        return jnp.where(is_token, scores, jnp.finfo(scores.dtype).min)
 
 
 def owned_rows(ids: Array, rows: int) -> tuple[Array, Array]:

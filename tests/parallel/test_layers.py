@@ -66,7 +66,7 @@ def test_column_then_row_is_a_plain_two_layer_mlp(ways):
 
 @pytest.mark.parametrize("ways", WAYS)
 def test_the_embedding_is_a_lookup_and_its_logits_a_product(ways):
-    embedding = VocabParallelEmbedding(jax.random.key(0), 24, 6, 1.0, jnp.float64)
+    embedding = VocabParallelEmbedding(jax.random.key(0), 24, 24, 6, 1.0, jnp.float64)
     ids, tokens = np.random.default_rng(0).integers(0, 24, (2, 5)), Tokens(2, 5)
     specs = nnx.get_partition_spec(embedding)
     look = _on_mesh(ways, lambda e, ids: e(ids, tokens), (specs, P()), P())
