@@ -309,7 +309,9 @@ def _eval_step(config: Config, plan, model: GPT, batch: dict[str, Array]) -> Eva
     return EvalMetrics(sum_over_batch(config, plan, model, batch, _share(1.0, labels)), jnp.int32(labels))
 
 
-def sum_over_batch(config: Config, plan, model: GPT, batch: dict[str, Array], share=1.0, head=None) -> Array:
+def sum_over_batch(
+    config: Config, plan, model: GPT, batch: dict[str, Array], share: Array | float = 1.0, head: Callable | None = None
+) -> Array:
     """What the head gives for each micro-batch of the global batch, summed, without dropout, from inside `shard_map`.
 
     Args:
