@@ -305,7 +305,14 @@ def _eval_step(config: Config, plan, model: Model, batch: dict[str, Array]) -> E
     return EvalMetrics(loss, jnp.int32(labels), figures)
 
 
-def sum_over_batch(config: Config, plan, model: Model, batch: dict[str, Array], factors=1.0, head=None) -> Array:
+def sum_over_batch(
+    config: Config,
+    plan,
+    model: Model,
+    batch: dict[str, Array],
+    factors: Array | float = 1.0,
+    head: Callable | None = None,
+) -> Array:
     """What the head gives for each micro-batch of the global batch, summed, without dropout, from inside `shard_map`.
 
     Args:
