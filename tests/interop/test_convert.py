@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from dataclasses import replace
 
 import jax
@@ -15,7 +16,7 @@ from mjax.config import MeshConfig, read_config, save_config
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.interop import convert, gpt2
 from mjax.interop.convert import abstract_weights
-from mjax.interop.tensor_files import open_tensors
+from mjax.interop.tensor_files import SafetensorsFiles, open_tensors
 from mjax.parallel.mappings import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.training.checkpoint import Checkpoints
@@ -184,6 +185,30 @@ def test_tensors_are_read_straight_into_the_shards_of_a_mesh(source, run, mesh):
     for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(target), strict=True):
         assert ours.sharding == wanted.sharding
     assert_same(named(found), named(weights_of(run)))
+
+
+def test_one_tensor_at_a_time_is_in_memory_beside_the_weights(source, run):
+    config, alive = read_config(run / "config.json"), []
+
+    class Watched(SafetensorsFiles):
+        def read(self, name, rows=slice(None)):
+            assert not [other for other, array in alive if array() is not None], name
+            array = super().read(name, rows)
+            alive.append((name, weakref.ref(array)))
+            return array
+
+    tensors = Watched({source / "model.safetensors": []})
+    names = gpt2.find_tensors(tensors, config.model, "source")
+    gpt2.read_weights(tensors, names, config.model, abstract_weights(config), lambda size: None)
+    assert {name for name, _ in alive} == tensors_of(CONFIG).keys()
+
+
+def test_an_export_in_float32_is_written_from_where_the_weights_are(run):
+    config, weights = read_config(run / "config.json"), weights_of(run)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(weights)]
+    for name, array in gpt2.weight_arrays(weights, config.model):
+        assert any(np.shares_memory(array, leaf) for leaf in leaves), name
+        assert array.flags.c_contiguous, name
 
 
 # --- What a run made of it does ---------------------------------------------------------------------------------------
