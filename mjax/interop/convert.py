@@ -4,8 +4,8 @@
     to-hf RUN DIR     DIR/config.json, model.safetensors, generation_config.json, the tokenizer's files
 
 Checkpoint 0 holds the weights and nothing else: no step has been taken, so there are no moments, and training begins
-with fresh ones. Both directions work on the CPU and hold the model once: from-hf reads tensor by tensor, to-hf writes
-the arrays from where they are.
+with fresh ones. Both directions work on the CPU. from-hf reads tensor by tensor and to-hf writes the arrays from where
+they are; the model is in memory once, beside what Orbax takes to compress a checkpoint or to read one.
 """
 
 from __future__ import annotations

@@ -181,6 +181,7 @@ IN_LAYER = {
 }
 """The same for what each layer has, behind `h.LAYER.`."""
 OUTPUT = "lm_head.weight"
+ROWS = 4096  # of an embedding that are read at once
 BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 """The causal mask, which old versions stored with the weights."""
 
@@ -250,12 +251,12 @@ def find_tensors(tensors: Tensors, model: ModelConfig, source: str) -> dict[str,
     return found
 
 
-def _equal(tensors: Tensors, one: str, other: str, rows: int = 4096) -> bool:
+def _equal(tensors: Tensors, one: str, other: str) -> bool:
     """Whether two tensors hold the same numbers, read a few rows at a time."""
     shape = tensors.kinds[one].shape
     return shape == tensors.kinds[other].shape and all(
         np.array_equal(tensors.read(one, part), tensors.read(other, part))
-        for part in (slice(start, start + rows) for start in range(0, shape[0], rows))
+        for part in (slice(start, start + ROWS) for start in range(0, shape[0], ROWS))
     )
 
 
@@ -290,9 +291,9 @@ def read_weights(
             if name in OUTSIDE:
                 whole = np.zeros((end - first, *target.shape[1:]), target.dtype)
                 there = tensors.kinds[names[OUTSIDE[name]]].shape[0]  # without the padding of the vocabulary
-                if first < there:
-                    rows = slice(first, min(end, there))
-                    whole[: rows.stop - first] = tensor(OUTSIDE[name], rows)
+                for start in range(first, min(end, there), ROWS):  # an embedding is large: not twice in memory
+                    rows = slice(start, min(start + ROWS, end, there))
+                    whole[start - first : rows.stop - first] = tensor(OUTSIDE[name], rows)
                 return whole[(slice(None), *index[1:])]
             layers = [f"h.{layer}.{IN_LAYER[name]}" for layer in range(first, end)]
             of_layer = [len(range(*part.indices(size))) for part, size in zip(index[1:], target.shape[1:], strict=True)]

@@ -1,0 +1,216 @@
+"""What a model folder may get wrong: each is refused in one sentence that names it, and nothing is written."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from mjax import cli
+from mjax.errors import UsageError
+from mjax.interop.tensor_files import open_tensors, parse_size
+from tests.interop.folders import CONFIG, tensors_of, write_folder
+
+
+def _config(**changes):
+    return lambda folder: write_folder(folder, {**CONFIG, **changes})
+
+
+def _tensors(change):
+    def write(folder):
+        tensors = tensors_of(CONFIG)
+        change(tensors)
+        write_folder(folder, tensors=tensors)
+
+    return write
+
+
+def _set(name, make):
+    return _tensors(lambda tensors: tensors.update({name: make(tensors)}))
+
+
+def _bytes(file, change):
+    """The folder with a file whose content is changed."""
+
+    def write(folder):
+        write_folder(folder)
+        content = (folder / file).read_bytes() if (folder / file).exists() else b""
+        (folder / file).write_bytes(change(content))
+
+    return write
+
+
+def _index(change):
+    def write(folder):
+        write_folder(folder, parts=2)
+        file = folder / "model.safetensors.index.json"
+        values = json.loads(file.read_text())
+        change(folder, values["weight_map"])
+        file.write_text(json.dumps(values))
+
+    return write
+
+
+def _only_a_pickle(folder):
+    write_folder(folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _in_two_files(folder):
+    write_folder(folder, parts=2)
+    save_file(tensors_of(CONFIG), folder / "model-00001-of-00002.safetensors")
+
+
+def _infinite(tensors):
+    tensors["transformer.h.1.ln_2.bias"][3] = np.inf
+
+
+def _tokenizer(folder):
+    write_folder(folder, {**CONFIG, "vocab_size": 256}, tensors_of({**CONFIG, "vocab_size": 256}))
+
+
+BIAS, WTE = "transformer.h.0.mlp.c_fc.bias", "transformer.wte.weight"
+MISTAKES = {
+    # config.json
+    "layers scaled by their number": (
+        _config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True",
+    ),
+    "scores that are not scaled": (_config(scale_attn_weights=False), "scale_attn_weights is False"),
+    "cross attention": (_config(add_cross_attention=True), "add_cross_attention is True"),
+    "an untied output layer": (_config(tie_word_embeddings=False), "tie_word_embeddings is False"),
+    "an unknown setting": (_config(rotary_pct=0.25), "rotary_pct is 0.25, which mjax does not know"),
+    "quantised weights": (_config(quantization_config={"bits": 4}), "quantization_config is {'bits': 4}"),
+    "an unknown activation": (_config(activation_function="relu"), "activation_function is 'relu'"),
+    "another family": (_config(model_type="llama"), "model_type is 'llama'"),
+    "no family": (_config(model_type=None), "model_type is None"),
+    "two dropout rates": (_config(embd_pdrop=0.1), "embd_pdrop is 0.1 and resid_pdrop 0.0"),
+    "a dropout rate of 1": (_config(attn_pdrop=1.0), "attention-dropout is 1.0"),
+    "two numbers of positions": (_config(n_ctx=8), "n_ctx is 8 and n_positions 16"),
+    "heads that do not divide": (_config(n_head=5), "n_head 5 does not divide n_embd 12"),
+    "a number as text": (_config(n_layer="2"), "n_layer is '2', which is not a whole number"),
+    "no layer": (_config(n_layer=0), "n_layer is 0"),
+    "true as a number": (_config(n_head=True), "n_head is True"),
+    "a width that is none": (_config(n_inner=-4), "n_inner is -4"),
+    "config.json that is not JSON": (_bytes("config.json", lambda _: b"{"), "config.json holds no JSON object"),
+    "config.json that is a list": (_bytes("config.json", lambda _: b"[]"), "config.json holds no JSON object"),
+    # tensors
+    "a missing tensor": (_tensors(lambda tensors: tensors.pop(BIAS)), "lacks the tensor h.0.mlp.c_fc.bias;"),
+    "many missing tensors": (_config(n_layer=3), "lacks the tensor h.2.ln_1.weight and 11 more"),
+    "an unknown tensor": (_set("score.weight", lambda _: np.ones((2, 12), np.float32)), "a tensor score.weight"),
+    "more layers than config.json says": (_config(n_layer=1), "which GPT2LMHeadModel with 1 layers has not"),
+    "a transposed weight": (
+        _set("transformer.h.0.mlp.c_fc.weight", lambda tensors: np.ones((48, 12), np.float32)),
+        "transformer.h.0.mlp.c_fc.weight has shape (48, 12), and config.json asks for (12, 48)",
+    ),
+    "another vocabulary": (_config(vocab_size=250), "(257, 12), and config.json asks for (250, 12)"),
+    "integers": (_set(BIAS, lambda tensors: tensors[BIAS].astype(np.int8)), f"{BIAS} is of type I8"),
+    "float64": (_set(BIAS, lambda tensors: tensors[BIAS].astype(np.float64)), f"{BIAS} is of type F64"),
+    "an output layer of its own": (
+        _set("lm_head.weight", lambda tensors: tensors[WTE] + 1), "lm_head.weight differs from transformer.wte.weight",
+    ),
+    "an output layer of another shape": (
+        _set("lm_head.weight", lambda tensors: tensors[WTE][1:].copy()), "lm_head.weight differs",
+    ),
+    "a tensor under two names": (
+        _set("wpe.weight", lambda tensors: tensors["transformer.wpe.weight"]),
+        "both wpe.weight and transformer.wpe.weight",
+    ),
+    "a weight that is not finite": (_tensors(_infinite), "h.1.ln_2.bias holds numbers that are not finite"),
+    # files
+    "a file that is cut off": (_bytes("model.safetensors", lambda content: content[:-8]), "is cut off or is no"),
+    "a file cut off in its header": (_bytes("model.safetensors", lambda content: content[:50]), "is cut off or is no"),
+    "an empty file": (_bytes("model.safetensors", lambda _: b""), "is cut off or is no"),
+    "a header larger than the file": (
+        _bytes("model.safetensors", lambda content: struct.pack("<Q", 2**40) + content[8:]), "is cut off or is no",
+    ),
+    "no tensors": (lambda folder: (write_folder(folder) / "model.safetensors").unlink(), "holds no model.safetensors"),
+    "no config.json": (lambda folder: (write_folder(folder) / "config.json").unlink(), "config.json does not exist"),
+    "a pickle only": (_only_a_pickle, "in pytorch_model.bin only, a pickle"),
+    "no folder": (lambda folder: None, "is not a folder"),
+    "an index without its file": (
+        _index(lambda folder, places: (folder / "model-00002-of-00002.safetensors").unlink()), "does not exist, though",
+    ),
+    "an index that leads elsewhere": (
+        _index(lambda folder, places: places.update({WTE: "../in/config.json"})), "which is not a file beside it",
+    ),
+    "an index that expects what is not there": (
+        _index(lambda folder, places: places.update({"more": places[WTE]})), "lacks the tensor more",
+    ),
+    "an index without places": (_index(lambda folder, places: places.clear()), "has no weight_map"),
+    "a tensor in two files": (_in_two_files, "which another file holds too"),
+    "a tokenizer larger than the embedding": (_tokenizer, "the tokenizer has 257 ids and the model's embedding 256"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_model_that_mjax_does_not_understand_is_refused_by_name(name, tmp_path, capsys):
+    write, expected = MISTAKES[name]
+    write(tmp_path / "in")
+    flags = ["--tokenizer", "bytes"] if "tokenizer" in name else []
+    assert cli.main(["convert", "from-hf", str(tmp_path / "in"), str(tmp_path / "out"), *flags]) == 2
+    message = capsys.readouterr().err
+    assert expected in message
+    assert message.startswith("mjax: error: ")
+    assert message.count("\n") == 1, "one line"
+    assert not {entry.name for entry in tmp_path.iterdir()} - {"in"}
+
+
+def test_settings_without_effect_and_empty_ones_are_no_hindrance(tmp_path):
+    config = {**CONFIG, "task_specific_params": {"text-generation": {"max_length": 50}}, "use_cache": False}
+    config |= {"reorder_and_upcast_attn": True, "pruned_heads": {}, "something_new": None, "n_ctx": 16}
+    write_folder(tmp_path / "in", config)
+    assert cli.main(["convert", "from-hf", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["from-hf", "in", "used"], "used exists"),
+        (["from-hf", "in", "in/config.json"], "config.json exists"),
+        (["from-hf", "in", "out", "--vocabulary-multiple", "0"], "--vocabulary-multiple is 0"),
+        (["to-hf", "nowhere", "out"], "nowhere/config.json does not exist"),
+        (["to-hf", "run", "out", "--shard-size", "5 apples"], "--shard-size '5 apples' is not a size"),
+        (["to-hf", "run", "out", "--step", "7"], "holds no checkpoint 7; there are 0"),
+        (["to-hf", "run", "used"], "used exists"),
+        (["to-hf", "run", "used", "--overwrite"], "--overwrite replaces models only"),
+        (["form-hf", "in", "out"], "did you mean 'from-hf'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_command_that_cannot_work_says_why(arguments, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "in")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "thesis.txt").touch()
+    assert cli.main(["convert", "from-hf", "in", "run"]) == 0
+    capsys.readouterr()
+    try:
+        code = cli.main(["convert", *arguments])
+    except SystemExit as stopped:  # tyro's own errors
+        code = stopped.code
+    assert code == 2
+    assert expected in capsys.readouterr().err
+    assert {entry.name for entry in tmp_path.iterdir()} == {"in", "run", "used"}
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5_000_000_000), ("1.5 mb", 1_500_000), ("64KB", 64_000)])
+def test_sizes_are_read_in_powers_of_ten(text, size):
+    assert parse_size(text) == size
+
+
+def test_safetensors_are_preferred_to_a_pickle_beside_them(tmp_path):
+    folder = write_folder(tmp_path / "in")
+    (folder / "pytorch_model.bin").write_bytes(b"not looked at")
+    assert open_tensors(folder).kinds.keys() == tensors_of(CONFIG).keys()
+
+
+@pytest.mark.parametrize("rows", [slice(0, 5), slice(250, 300), slice(255, None), slice(None)], ids=str)
+def test_some_rows_of_a_tensor_are_those_of_numpy(tmp_path, rows):
+    folder = write_folder(tmp_path / "in")
+    np.testing.assert_array_equal(open_tensors(folder).read(WTE, rows), tensors_of(CONFIG)[WTE][rows])
+
+
+def test_a_file_that_holds_something_else_than_tensors_by_name_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="holds no"):
+        open_tensors(tmp_path)
