@@ -23,6 +23,7 @@ Source: Megatron-LM, core/datasets/bert_dataset.py.
 """
 
 import hashlib
+import threading
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from mjax.data.sentence_pairs import LONG_SENTENCE, build_pair_index
 from mjax.errors import UsageError
 
 SPECIAL = 3  # [CLS] and two [SEP]
+_of_thread = threading.local()
 
 
 class BertDataset:
@@ -128,7 +130,7 @@ class BertDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {self.indexed.prefix}, whose order was drawn for {len(self)}")
         first, last, wanted = self.pair_index[index].tolist()
-        random = np.random.RandomState((self.seed + index) % 2**32)
+        random = _generator((self.seed + index) % 2**32)
 
         pivot, exchanged = last, False
         if self.sentence_order:
@@ -171,6 +173,14 @@ class BertDataset:
                 f"is {vocabulary:,}; use the tokenizer that the data was prepared with"
             )
         return tokens.astype(np.int32)
+
+
+def _generator(seed: int) -> np.random.RandomState:
+    """This thread's generator, seeded anew: making one takes as long as drawing all the rest of a sample."""
+    if not hasattr(_of_thread, "random"):
+        _of_thread.random = np.random.RandomState()
+    _of_thread.random.seed(seed)
+    return _of_thread.random
 
 
 def _truncate(

@@ -91,26 +91,27 @@ def create_masked_lm_predictions(
     Returns:
       The tokens as the model sees them, int32 [n], and whether each is to be guessed, bool [n].
     """
-    most = min(probability * wanted, max(1, round(len(tokens) * probability)))
+    most = int(min(probability * wanted, max(1, round(len(tokens) * probability))))
     places, bounds = (found.tolist() for found in find_words(tokens, pieces))
     words = len(bounds) - 1
-    seen, hidden, count = tokens.copy(), np.zeros(len(tokens), bool), 0
+    seen, hidden = tokens.copy(), set()
     for word in random.permutation(words).tolist():
-        if count >= most:
+        if len(hidden) >= most:
             break
         end = min(word + 1 + bisect_right(UP_TO, random.random_sample()), words)
         first, last = bounds[word], bounds[end]
-        while end > word and count + last - first > most:
+        while end > word and len(hidden) + last - first > most:
             end -= 1
             last = bounds[end]
         span = places[first:last]  # of no token where the first word alone is too much
-        if hidden[span].any():
+        if not hidden.isdisjoint(span):
             continue
+        hidden.update(span)
         for place in span:
-            hidden[place] = True
             if random.random_sample() < MASKED:
                 seen[place] = pieces.mask
             elif random.random_sample() >= REPLACED:
                 seen[place] = random.randint(0, len(pieces.continues))
-        count += len(span)
-    return seen, hidden
+    guessed = np.zeros(len(tokens), bool)
+    guessed[list(hidden)] = True
+    return seen, guessed

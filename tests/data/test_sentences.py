@@ -2,13 +2,17 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from mjax.data.bert import BertDataset
 from mjax.data.indexed import IndexedDataset
+from mjax.data.masking import WordPieces
 from mjax.data.metadata import read_metadata, tokenizer_folder
 from mjax.data.sentences import load_splitter, split
 from mjax.data.tokenizers import tokenizer_from_folder
 from tests.data.test_prepare import run
+from tests.data.vocabularies import bert_file
 
 
 @pytest.fixture
@@ -39,3 +43,20 @@ def test_each_sentence_is_a_sequence_and_the_last_ends_the_document(sentence_rul
 def test_sentences_end_at_every_millionth_character(sentence_rules):
     sentences = split("a" * 1_500_000 + ". And b.", load_splitter("tiny"))
     assert [len(sentence) for sentence in sentences] == [1_000_000, 500_001, 6]
+
+
+def test_what_prepare_writes_becomes_samples_of_bert(sentence_rules, tmp_path):
+    text = "The quick brown fox jumps. It was the best of times. The lazy dog."
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    vocabulary = bert_file(tmp_path / "vocabulary", lowercase=True)
+    sentences = {"split_sentences": True, "language": "tiny", "append_eod": False}
+    run(tmp_path / "a.jsonl", output=tmp_path / "d", tokenizer=f"bert-uncased:{vocabulary}", **sentences)
+    tokenizer = tokenizer_from_folder(tokenizer_folder(tmp_path / "d"))
+    indexed = IndexedDataset(tmp_path / "d")
+    sample = BertDataset(indexed, range(1), 1, 128, 1, WordPieces.of(tokenizer))[0]
+    tokens = np.where(sample["loss_mask"], sample["labels"], sample["tokens"])[sample["documents"] == 0]
+    types = sample["token_types"][: len(tokens)]
+    halves = [tokens[types == 0][1:-1], tokens[types == 1][:-1]]  # without [CLS] and [SEP]
+    halves = [tokenizer.decode(half) for half in halves]
+    in_order = halves[::-1] if sample["sentence_order"] else halves
+    assert " ".join(in_order) == "the quick brown fox jumps . it was the best of times . the lazy dog ."
