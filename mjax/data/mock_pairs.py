@@ -9,8 +9,7 @@ MASKED = 0.15  # of the tokens
 
 
 class MockPairs:
-    """A sample counts from a start of its own by a stride of its own; cut in two, and in half of the samples the two
-    stretches are swapped.
+    """A sample counts from a start of its own; it is cut in two, and in half of the samples the stretches are swapped.
 
     Sample i depends on the seed and i alone; there is no last one. Samples are s/2 to s tokens long, the rest is
     padding.
@@ -28,8 +27,8 @@ class MockPairs:
         """Sample `index`: the arrays that `Config.batch_arrays` lists."""
         random = np.random.default_rng([self.seed, index])
         text = random.integers(max(self.sequence // 2, 3), self.sequence + 1) - 1  # tokens after the first
-        start, stride, cut = random.integers(self.vocabulary), random.integers(1, 8), random.integers(1, text)
-        counted = MASK + 1 + (start + stride * np.arange(text)) % (self.vocabulary - MASK - 1)
+        start, cut = random.integers(self.vocabulary), random.integers(1, text)
+        counted = MASK + 1 + (start + np.arange(text)) % (self.vocabulary - MASK - 1)
         swapped = random.integers(2)
         if swapped:
             counted, cut = np.concatenate([counted[cut:], counted[:cut]]), text - cut
