@@ -51,7 +51,7 @@ def validate(config: Config, name: str = "this config") -> None:
         )
     _check_batch_sizes(config)
     _check_pipeline(config)
-    _check_kind(config, name)
+    _check_kind(config)
     tokens = train.micro_batch * model.sequence
     if mesh.sequence_parallel and tokens % mesh.model:
         raise UsageError(
@@ -83,7 +83,7 @@ def validate(config: Config, name: str = "this config") -> None:
     _check_data(config, name)
 
 
-def _check_kind(config: Config, name: str) -> None:
+def _check_kind(config: Config) -> None:
     """That nothing is asked for which the model's kind does not have."""
     if config.model.kind == "gpt":
         if config.model.layernorm != "pre":
@@ -98,8 +98,6 @@ def _check_kind(config: Config, name: str) -> None:
     for field in ("sequence", "vocabulary"):
         if getattr(config.model, field) < 3:
             raise UsageError(f"--model.{field} {getattr(config.model, field)} is too little for a BERT; use 3 or more")
-    if not config.data.mock:
-        raise UsageError(f"{name} is a BERT, which trains on mock pairs of text only; add --data.mock")
 
 
 def _check_data(config: Config, name: str) -> None:

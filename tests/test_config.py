@@ -90,8 +90,6 @@ def test_berts_are_those_of_the_paper(name, printed, gpus):
     docstring = ast.get_docstring(ast.parse((ROOT / "configs" / f"bert_{name}.py").read_text()))
     assert f"{model.parameters:,} " in docstring
     assert f" {gpus} GPUs" in docstring
-    with pytest.raises(UsageError, match=f"bert_{name} is a BERT, which trains on mock pairs of text only"):
-        validate(config, f"bert_{name}")
     validate(replace(config, data=DataConfig(mock=True)))
 
 
@@ -217,7 +215,6 @@ def _with(**sections):
             _with(model={"kind": "bert"}, data={"reset_attention": True}),
             "--data.reset-attention is for --model.kind gpt",
         ),
-        (_with(model={"kind": "bert"}, data={"mock": False}), "trains on mock pairs of text only; add --data.mock"),
         (_with(model={"kind": "bert", "vocabulary": 2}), "--model.vocabulary 2 is too little for a BERT"),
     ],
 )

@@ -17,12 +17,15 @@ from pathlib import Path
 from mjax.batch_size import BatchSizes
 from mjax.config import Config
 from mjax.data.batches import Batches, Samples
+from mjax.data.bert import BertDataset
 from mjax.data.blend import Blend, BlendedDataset, parse_blend, samples_of_parts
 from mjax.data.cache import IndexCache, cache_folders
 from mjax.data.indexed import IndexedDataset
+from mjax.data.masking import WordPieces
 from mjax.data.metadata import DatasetMetadata, read_metadata, tokenizer_folder
 from mjax.data.mock_pairs import MockPairs
 from mjax.data.samples import GPTDataset, MockDataset, labelled, split_sequences
+from mjax.data.tokenizers import BertTokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 
 
@@ -76,6 +79,7 @@ def open_data(config: Config) -> TrainingData:
             f"{prefixes[0]} was made with a tokenizer of {metadata.vocabulary:,} ids and --model.vocabulary is "
             f"{model.vocabulary:,}; use --model.vocabulary {metadata.vocabulary}"
         )
+    pieces = _word_pieces(prefixes[0], metadata, tokenizer) if model.kind == "bert" else None
     eod = data.eod if data.eod is not None or metadata is None else metadata.eod
     if eod is None and (data.reset_positions or data.reset_attention or data.mask_eod_loss):
         raise UsageError(
@@ -86,11 +90,17 @@ def open_data(config: Config) -> TrainingData:
     notes: dict[str, None] = {}  # the same sentence once
 
     def draw(part: str, samples: int) -> Samples:
-        def one(prefix: str, samples: int | None) -> GPTDataset:
+        def one(prefix: str, samples: int | None) -> GPTDataset | BertDataset:
             indexed = open_once(prefix)
-            documents = range(len(indexed))
+            # Of a GPT's data a document is one sequence; of a BERT's a sequence is a sentence.
+            count = len(indexed) if pieces is None else indexed.documents
+            documents = range(count)
             if not data.train_path:
-                documents = split_sequences(data.split, len(indexed))[parts[part]]
+                documents = split_sequences(data.split, count)[parts[part]]
+            kept = IndexCache(cache_folders(prefix, data.cache), notes.setdefault)
+            if pieces is not None:
+                name = f"{part} part"
+                return BertDataset(indexed, documents, samples, model.sequence, train.seed, pieces, name, cache=kept)
             return GPTDataset(
                 indexed,
                 documents,
@@ -100,7 +110,7 @@ def open_data(config: Config) -> TrainingData:
                 f"{part} part",
                 vocabulary=model.vocabulary,
                 keep_tail=data.validation_tail and part == "validation",
-                cache=IndexCache(cache_folders(prefix, data.cache), notes.setdefault),
+                cache=kept,
             )
 
         return _blended(
@@ -118,8 +128,8 @@ def _blend(field: str, values: tuple[str, ...]) -> Blend | None:
 
 
 def _blended(
-    blend: Blend, samples: int, draw: Callable[[str, int | None], GPTDataset], order: IndexCache
-) -> GPTDataset | BlendedDataset:
+    blend: Blend, samples: int, draw: Callable[[str, int | None], GPTDataset | BertDataset], order: IndexCache
+) -> GPTDataset | BertDataset | BlendedDataset:
     """`samples` of a blend, whose datasets are drawn from by `draw(prefix, samples)`."""
     if blend.weights is None and len(blend.prefixes) == 1:
         return draw(blend.prefixes[0], samples)
@@ -129,9 +139,9 @@ def _blended(
     return BlendedDataset(drawn, shares, samples, order)
 
 
-def _summary(blend: Blend, dataset: GPTDataset | BlendedDataset) -> str:
+def _summary(blend: Blend, dataset: GPTDataset | BertDataset | BlendedDataset) -> str:
     """`data/a: 1,000 tokens in 10 documents, 2 epochs`, or for a blend its datasets with their shares, joined by +."""
-    if isinstance(dataset, GPTDataset):
+    if not isinstance(dataset, BlendedDataset):
         return f"{blend.prefixes[0]}: {_extent(dataset)}"
     return " + ".join(
         f"{share:.1%} {prefix} ({_extent(part)})"
@@ -139,9 +149,29 @@ def _summary(blend: Blend, dataset: GPTDataset | BlendedDataset) -> str:
     )
 
 
-def _extent(dataset: GPTDataset) -> str:
-    epochs = f"{dataset.epochs} epoch{'s' * (dataset.epochs > 1)}"
-    return f"{dataset.indexed.tokens:,} tokens in {dataset.indexed.documents:,} documents, {epochs}"
+def _extent(dataset: GPTDataset | BertDataset) -> str:
+    if isinstance(dataset, BertDataset):
+        drawn = f"{len(dataset):,} samples of sentences"
+    else:
+        drawn = f"{dataset.epochs} epoch{'s' * (dataset.epochs > 1)}"
+    return f"{dataset.indexed.tokens:,} tokens in {dataset.indexed.documents:,} documents, {drawn}"
+
+
+def _word_pieces(prefix: str, metadata: DatasetMetadata | None, folder: Path | None) -> WordPieces:
+    """What a BERT's masking has to know of the vocabulary of a dataset.
+
+    Raises:
+      UsageError: its tokenizer is not there or not BERT's, or its documents have ends that are tokens.
+    """
+    again = "python -m mjax prepare FILES --tokenizer bert-uncased:vocab.txt --split-sentences --no-append-eod"
+    if folder is None:
+        raise UsageError(f"{prefix} has no {tokenizer_folder(prefix)}, which a BERT needs to mask words; type {again}")
+    tokenizer = tokenizer_from_folder(folder)
+    if not isinstance(tokenizer, BertTokenizer):
+        raise UsageError(f"{prefix} was made with a tokenizer of kind {tokenizer.kind}, not a BERT's; type {again}")
+    if metadata is not None and metadata.append_eod:
+        raise UsageError(f"{prefix} has an end of document after each text, which a BERT's has not; type {again}")
+    return WordPieces.of(tokenizer)
 
 
 def _tokenizer(prefixes: list[str]) -> tuple[DatasetMetadata | None, Path | None]:

@@ -134,7 +134,7 @@ def train(config: Config, folder: Path, name: str = "this config", watchdog: Wat
         if result.exit_code == 0:
             if data.tokenizer is not None and config.log.sample_tokens > 0 and config.model.kind == "gpt":
                 _print_sample(resolved, mesh, result.state, data, display)
-            _say_what_is_left(display, result, folder)
+            _say_what_is_left(display, result, folder, config.model.kind)
     return result
 
 
@@ -202,13 +202,13 @@ def _print_sample(config: Config, mesh: Mesh, state: TrainState, data: TrainingD
     display.say("")
 
 
-def _say_what_is_left(display: Display, result: Result, folder: Path) -> None:
+def _say_what_is_left(display: Display, result: Result, folder: Path, kind: str) -> None:
     if result.validation_loss is not None:
         loss = result.validation_figures.get("mlm_loss", result.validation_loss)
         display.say(f"validation perplexity {math.exp(min(loss, 700.0)):.2f}")
     display.say(f"curve       {folder / 'loss.png'}")
     display.say(f"checkpoint  {folder / 'checkpoints' / str(result.step)}")
-    if (folder / "tokenizer").is_dir():
+    if kind == "gpt" and (folder / "tokenizer").is_dir():
         display.say(f'more text   python -m mjax generate --checkpoint {folder} --prompt "…"')
 
 
