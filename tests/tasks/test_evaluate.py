@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -143,22 +144,49 @@ def test_a_run_without_config_tokenizer_or_checkpoint_is_named(folder, tmp_path)
         evaluate(arguments)
 
 
-def test_the_command_line_simulates_devices_and_prints_one_json_object(folder, capsys):
-    flags = ["--checkpoint", folder / "run", "--task", "lambada", "--data", folder / "lambada.jsonl", "--json"]
-    assert cli.main(["evaluate", *map(str, flags)]) == 0
-    expected = json.loads(capsys.readouterr().out)
-    command = [sys.executable, "-m", "mjax", "evaluate", *map(str, flags), "--simulate", "4", "--mesh.data", "2"]
+def start_command(folder, *flags):
+    files = ["--checkpoint", folder / "run", "--task", "lambada", "--data", folder / "lambada.jsonl", "--json"]
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    result = subprocess.run(
-        [*command, "--mesh.model", "2"],
+    return subprocess.Popen(
+        [sys.executable, "-m", "mjax", "evaluate", *map(str, [*files, *flags])],
         cwd=ROOT,
         env=environment | {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache")},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=200,
     )
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(result.stdout)
+
+
+def assert_same(found, expected):
     assert found["correct"] == expected["correct"]
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-4)
-    assert "\x1b" not in result.stderr
+
+
+def test_the_command_line_simulates_devices_and_prints_one_json_object(folder, capsys):
+    files = ["--checkpoint", folder / "run", "--task", "lambada", "--data", folder / "lambada.jsonl"]
+    assert cli.main(["evaluate", *map(str, files), "--json"]) == 0
+    process = start_command(folder, "--simulate", 4, "--mesh.data", 2, "--mesh.model", 2)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err[-3000:]
+    assert_same(json.loads(out), json.loads(capsys.readouterr().out))
+    assert "\x1b" not in err
+
+
+@pytest.mark.long
+def test_two_processes_print_once_what_one_does(folder, capsys):
+    expected = printed(capsys, folder, "lambada")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    where = ("--distributed.coordinator", address, "--distributed.processes", 2, "--simulate", 1, "--mesh.data", 2)
+    group = [start_command(folder, *where, "--distributed.process", number) for number in range(2)]
+    try:
+        ends = [process.communicate(timeout=200) for process in group]
+    finally:
+        for process in group:
+            process.kill()
+    assert [process.returncode for process in group] == [0, 0], ends
+    # Gloo, which carries the collectives between CPUs, says something on stdout too.
+    objects = [[line for line in out.splitlines() if line.startswith("{")] for out, _ in ends]
+    assert [len(lines) for lines in objects] == [1, 0]
+    assert_same(json.loads(objects[0][0]), expected)
