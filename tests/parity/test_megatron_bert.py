@@ -1,5 +1,7 @@
 """BERT's samples against megatron-core's own: its compiled C++ chooses the sentences, its Python masks them."""
 
+import subprocess
+import sys
 from itertools import product
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ from mjax.data.bert import BertDataset
 from mjax.data.masking import WordPieces, create_masked_lm_predictions
 from mjax.data.sentence_pairs import build_pair_index
 from mjax.data.tokenizers import load_tokenizer
+from tests.conftest import ROOT
 from tests.data import test_bert
 from tests.data.test_bert import CLS, MASK, SEP, VOCABULARY, digest, text, write
 from tests.data.vocabularies import TEXTS, bert_file
@@ -176,6 +179,15 @@ def test_the_index_of_many_documents_is_megatrons(documents, epochs):
         theirs = helpers.build_mapping(boundaries, lengths, *arguments)
         ours = build_pair_index(lengths, boundaries, len(theirs), most, short, seed, fewest)
         assert (ours == theirs).all()
+
+
+def test_the_benchmark_compares_indices_and_samples_that_are_equal():
+    command = [sys.executable, str(ROOT / "benchmarks" / "bert_samples.py")]
+    sizes = ["--rounds", "1", "--documents", "200", "--samples", "20"]
+    result = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [line.split("|")[1].split()[0] for line in result.stdout.splitlines() if line.startswith("| ")]
+    assert rows == ["what", "---", "index", "index", "20", "20"]
 
 
 def test_masks_with_a_real_tokenizer_are_megatrons(tmp_path, megatrons, datasets):
