@@ -5,7 +5,6 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -84,7 +83,7 @@ def _temporary_bytes(schedule, micro_batches):
         mesh={"pipe": 4, "schedule": schedule},
     )  # fmt: skip
     program, build = gradient_program(config)
-    weights = jax.eval_shape(build)
+    weights = build()
     arguments = weights, batch_of(config), jnp.int32(0), jnp.float32(1)
     return program.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
@@ -159,7 +158,7 @@ def test_with_one_operation_a_tick_no_message_leaves_before_all_three_have_run()
     # Else a stage would wait in mid-tick for its neighbour's forward, and ZB-H1 would take twice its time.
     config = _config("zb-h1", 1, 2, 4, compute="fp32")
     program, build = gradient_program(config)
-    arguments = jax.eval_shape(build), batch_of(config), jnp.int32(0), jnp.float32(1)
+    arguments = build(), batch_of(config), jnp.int32(0), jnp.float32(1)
     text = program.lower(*arguments).compile().as_text()
     (body,) = (part for part in text.split("\n\n") if part.count(" collective-permute(") == 2)
     order = [
