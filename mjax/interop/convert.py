@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
@@ -47,9 +47,9 @@ TYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtyp
 class FromHfArguments:
     """Turn a model of Hugging Face (GPT2LMHeadModel) into a run folder, to generate with, evaluate or train further."""
 
-    source: tyro.conf.Positional[Path]
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder with config.json and model.safetensors, as save_pretrained writes it."""
-    output: tyro.conf.Positional[Path]
+    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Run folder to make, such as runs/gpt2; it must not hold anything yet."""
     tokenizer: str | None = None
     """KIND:FILES as in `mjax prepare`; the tokenizer in the source folder when not given."""
@@ -65,9 +65,9 @@ class FromHfArguments:
 class ToHfArguments:
     """Turn a run's checkpoint into a folder that transformers opens (GPT2LMHeadModel)."""
 
-    run: tyro.conf.Positional[Path]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder, such as runs/demo."""
-    output: tyro.conf.Positional[Path]
+    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to make."""
     step: int | None = None
     """Checkpoint to convert; the newest that is not damaged when not given."""

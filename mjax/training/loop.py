@@ -106,6 +106,7 @@ def train(config: Config, folder: Path, name: str = "this config", watchdog: Wat
         )
         if checkpoints.steps() == [0]:
             start, state = 0, _with_weights_alone(checkpoints, program)
+            display.say("weights of checkpoint 0, which holds nothing else: the optimizer begins afresh")
         elif checkpoints.steps():
             start, state = checkpoints.restore(program.abstract_state)
         else:
