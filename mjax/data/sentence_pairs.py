@@ -62,20 +62,17 @@ def build_pair_index(
       uint32, or uint64 in a dataset of 2^32 sentences and more.
     """
     wanted = _wanted_lengths(seed, most, short_probability)
-    found, rows = [], 0
+    dtype = np.uint64 if len(lengths) > np.iinfo(np.uint32).max else np.uint32
+    found, rows = [np.empty((0, 3), dtype)], 0
     while True:
         before = rows
         for first in range(0, len(boundaries) - 1, PIECE):
             piece = _walk(lengths, boundaries[first : first + PIECE + 1], wanted, most, fewest)
-            found.append(piece)
+            found.append(piece.astype(dtype))
             rows += len(piece)
         if samples is None or rows >= samples or rows == before:
             break
-    large = len(lengths) > np.iinfo(np.uint32).max
-    index = np.concatenate(
-        found or [np.empty((0, 3), np.int64)], dtype=np.uint64 if large else np.uint32, casting="unsafe"
-    )
-    return index[_shuffled(rows, seed + 1)]
+    return np.concatenate(found)[_shuffled(rows, seed + 1)]
 
 
 def _wanted_lengths(seed: int, most: int, short_probability: float) -> Iterator[int]:
