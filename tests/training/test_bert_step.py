@@ -31,7 +31,7 @@ FULL = {"micro_batch": 4, "activation": "gelu_erf"}
 @pytest.mark.parametrize(
     ("layernorm", "data", "model", "recompute", "mesh", "changes"),
     [
-        ("pre", 1, 1, "none", {}, {"micro_batch": 4}),
+        pytest.param("pre", 1, 1, "none", {}, {"micro_batch": 4}, marks=LONG),
         pytest.param("post", 1, 1, "none", {}, {"micro_batch": 4}, marks=LONG),
         pytest.param("pre", 2, 2, "selective", {}, {"micro_batch": 2, "dropout": 0.0}, marks=LONG),
         pytest.param("post", 2, 2, "selective", {}, {"micro_batch": 4}, marks=LONG),
