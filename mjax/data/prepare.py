@@ -270,7 +270,8 @@ def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
         console.print(f"left out: {example}", markup=False)
     rates = speed(metadata.documents, metadata.text_bytes, summary.encoding_seconds)
     console.print(f"encoded with {summary.workers} worker{'s' * (summary.workers > 1)}: {rates}", markup=False)
-    command = f"python train.py --config gpt_demo --data.path {shlex.quote(arguments.output)}"
+    config = "gpt_demo" if not metadata.tokenizer.startswith("bert") else "bert_336m --mesh.data 1"
+    command = f"python train.py --config {config} --data.path {shlex.quote(arguments.output)}"
     if not arguments.demo:  # for the demo's vocabulary the config is made
         command += f" --model.vocabulary {metadata.vocabulary}"
     console.print(f"\nNext: {command}", markup=False)
