@@ -96,9 +96,9 @@ def _evaluate(arguments: EvaluateArguments) -> int:
     if saved.model.kind != "gpt":
         raise UsageError(f"{run} holds a BERT, which predicts no next token; give the run folder of a GPT")
     tokenizer = run_tokenizer(run)
-    if tokenizer.vocabulary > saved.model.padded_vocabulary:
+    if tokenizer.vocabulary > saved.model.vocabulary:
         raise UsageError(
-            f"the tokenizer of {run} has {tokenizer.vocabulary:,} ids and its model {saved.model.padded_vocabulary:,}; "
+            f"the tokenizer of {run} has {tokenizer.vocabulary:,} ids and its model {saved.model.vocabulary:,}; "
             f"copy the one the model was trained with to {run}/tokenizer"
         )
     with notices.status(f"reading {arguments.data}"):
