@@ -140,7 +140,7 @@ def test_a_run_without_config_tokenizer_or_checkpoint_is_named(folder, tmp_path)
     with pytest.raises(UsageError, match="holds no checkpoint; give a run that has saved one"):
         evaluate(arguments)
     save_config(small_config(vocabulary=60), tmp_path / "run" / "config.json")
-    with pytest.raises(UsageError, match="has 257 ids and its model 64; copy the one"):
+    with pytest.raises(UsageError, match="has 257 ids and its model 60; copy the one"):
         evaluate(arguments)
 
 
