@@ -46,7 +46,7 @@ def _by_torch(peer, windows):
     for tokens, counted in windows:
         ids = torch.tensor(np.asarray(tokens), dtype=torch.long)
         with torch.no_grad():
-            scores = peer(ids[None, :-1]).logits[0, -counted:].double()
+            scores = peer(ids[None, :-1]).logits[0, -counted:, : ByteTokenizer.vocabulary].double()  # no padding
         labels = ids[-counted:]
         correct = scores.argmax(-1) == labels
         loss = torch.nn.functional.cross_entropy(scores, labels, reduction="sum")
