@@ -137,7 +137,8 @@ def test_a_run_records_both_losses_and_how_often_the_order_is_found(tmp_path, ca
 @pytest.mark.long
 def test_a_bert_learns_to_find_masked_tokens_and_the_order_of_text_it_has_not_seen(tmp_path):
     flags = (
-        "--model.kind bert --model.layernorm post --model.hidden 64 --model.sequence 32 --model.vocabulary 200 --model.hidden-dropout 0 "
+        "--model.kind bert --model.layernorm post --model.hidden 64 --model.sequence 32 --model.vocabulary 200 "
+        "--model.hidden-dropout 0 "
         "--model.attention-dropout 0 --train.steps 500 --train.global-batch 64 --train.micro-batch 64 "
         "--train.eval-interval 500 --optimizer.learning-rate 3e-3 --optimizer.min-learning-rate 1e-5 "
         "--optimizer.warmup-steps 50 --optimizer.schedule linear --checkpoint.interval 0"
