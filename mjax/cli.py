@@ -56,8 +56,6 @@ def train(argv: Sequence[str]) -> int:
 
     changes = changes_since(folder, config)
     if arguments.simulate is not None:
-        if arguments.simulate < 1:
-            raise UsageError(f"--simulate is {arguments.simulate}; it must be at least 1")
         launch.simulate_devices(arguments.simulate)
 
     from mjax.parallel import processes

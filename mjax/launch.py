@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from mjax.errors import UsageError
+
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
@@ -32,7 +34,13 @@ def restart_with_huge_pages() -> None:
 
 
 def simulate_devices(count: int) -> None:
-    """Make JAX see `count` devices on this machine's CPU."""
+    """Make JAX see `count` devices on this machine's CPU, for the flag --simulate.
+
+    Raises:
+      UsageError: `count` is below 1.
+    """
+    if count < 1:
+        raise UsageError(f"--simulate is {count}; it must be at least 1")
     assert "jax" not in sys.modules, "devices can only be simulated before jax is imported"
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (

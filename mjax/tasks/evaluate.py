@@ -73,8 +73,6 @@ def evaluate(arguments: EvaluateArguments) -> int:
         known = list(TASKS)
         raise UsageError(f"there is no task {arguments.task!r}{suggestion(arguments.task, known)}; use {_or(known)}")
     if arguments.simulate is not None:
-        if arguments.simulate < 1:
-            raise UsageError(f"--simulate is {arguments.simulate}; it must be at least 1")
         launch.simulate_devices(arguments.simulate)
     return _evaluate(arguments)
 

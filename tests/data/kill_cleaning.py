@@ -7,14 +7,13 @@ runs undisturbed and must leave the files of a clean run, byte for byte. Prints 
 """
 
 import shutil
-import signal
 import sys
 from pathlib import Path
 
 from mjax.data.clean import CleanArguments, clean
 from mjax.data.dedup import DedupArguments, dedup
 from mjax.data.shingles import word_hashes
-from tests.data.kill_points import contents, in_a_copy
+from tests.data.kill_points import contents, deaths, in_a_copy
 
 
 def main() -> None:
@@ -40,14 +39,7 @@ def main() -> None:
     assert len(whole) == 3
 
     point = 0
-    while True:
-        point += 1
-        shutil.rmtree(folder)
-        shutil.copytree(start, folder)
-        status = in_a_copy(command, folder, point)
-        if status == 0:
-            break
-        assert status == -signal.SIGKILL, status
+    for point in deaths(command, folder, start):
         left = contents(folder)
         if "out.jsonl" in left:
             assert left["out.jsonl"] in (old.get("out.jsonl"), whole["out.jsonl"]), point
@@ -58,7 +50,7 @@ def main() -> None:
         else:
             assert in_a_copy(command, folder, None) == 0, point
         assert contents(folder) == whole, (point, sorted(contents(folder)))
-    print(point - 1)
+    print(point)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from itertools import count
 from pathlib import Path
 
 from mjax.data.indexed import IndexedDataset
@@ -53,6 +54,18 @@ def in_a_copy(command: Callable[[], None], folder: Path, kill_at: int | None) ->
     os._exit(0)
 
 
+def deaths(command: Callable[[], None], folder: Path, start: Path) -> Iterator[int]:
+    """Each point, from 1, at which `command` was killed; `folder`, a copy of `start`, is as that death left it."""
+    for point in count(1):
+        shutil.rmtree(folder)
+        shutil.copytree(start, folder)
+        status = in_a_copy(command, folder, point)
+        if status == 0:
+            return
+        assert status == -signal.SIGKILL, status
+        yield point
+
+
 def main() -> None:
     kind, place, overwrite = sys.argv[1], Path(sys.argv[2]), "--overwrite" in sys.argv
     inputs, folder, start = place / "inputs", place / "out", place / "start"
@@ -80,14 +93,7 @@ def main() -> None:
     old, clean = contents(start), contents(folder)
 
     point = 0
-    while True:
-        point += 1
-        shutil.rmtree(folder)
-        shutil.copytree(start, folder)
-        status = in_a_copy(command, folder, point)
-        if status == 0:
-            break
-        assert status == -signal.SIGKILL, status
+    for point in deaths(command, folder, start):
         left = {name: data for name, data in contents(folder).items() if ".tmp" not in name}
         whole = (folder / "d.idx").exists()
         if whole:
@@ -98,7 +104,7 @@ def main() -> None:
         else:
             assert in_a_copy(command, folder, None) == 0, point
         assert contents(folder) == clean, (point, sorted(contents(folder)))
-    print(point - 1)
+    print(point)
 
 
 if __name__ == "__main__":
