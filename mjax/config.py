@@ -37,13 +37,21 @@ class ModelConfig:
     feed_forward: int | None = None
     """Width of the MLP, f; 4 × hidden when not given."""
     sequence: int = 1024
-    """Tokens in a sample, s: the number of learned positions."""
+    """Tokens in a sample, s; with learned positions, how many there are."""
+    positions: Literal["learned", "alibi"] = "learned"
+    """How a token knows its place: learned positions, added to the embedding; or ALiBi (arXiv 2108.12409), a penalty on
+    the distance between two tokens in attention, without weights (gpt only)."""
+    embedding_layernorm: bool = False
+    """gpt only: a LayerNorm after the embedding, as in BLOOM."""
     vocabulary: int = 50257
     """Token ids the tokenizer can produce."""
     vocabulary_multiple: int = 1024
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
     activation: Literal["gelu_tanh", "gelu_erf"] = "gelu_tanh"
     """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
+    mlm_activation: Literal["gelu_tanh", "gelu_erf"] | None = None
+    """bert only: GELU of the MLM head; that of the MLP when not given. Megatron's fused kernel is for the MLP, and its
+    head exact."""
     hidden_dropout: float = 0.1
     """Dropout rate on the embedding and on both residual branches of a layer."""
     attention_dropout: float = 0.1
@@ -53,6 +61,10 @@ class ModelConfig:
     layernorm: Literal["pre", "post"] = "pre"
     """bert only: LayerNorm before attention and MLP, as arXiv 1909.08053 rearranged it (figure 7b), or behind each sum,
     as in the original BERT (7a)."""
+    head: Literal["pretraining", "classification", "multiple_choice", "span"] = "pretraining"
+    """bert only: pretraining predicts masked tokens and order; `mjax finetune` puts one head for its task instead."""
+    answers: int = 2
+    """Classes of the head classification, choices of the head multiple_choice."""
     init_std: float = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
     attention: Literal["auto", "cudnn", "xla", "xla_blocks"] = "auto"
@@ -80,17 +92,38 @@ class ModelConfig:
         return self.kind == "gpt"
 
     @property
+    def choices(self) -> int:
+        """Sequences of a sample, c: one for each choice of a question, 1 but in multiple choice."""
+        return self.answers if self.head == "multiple_choice" else 1
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the head of a task gives: of a sequence, or with head span of each token."""
+        return {"classification": self.answers, "multiple_choice": 1, "span": 2}[self.head]
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """What a sample of a task is labelled with: a class, a choice, or the places of the first and last token."""
+        return ("start", "end") if self.head == "span" else ("label",)
+
+    @property
     def parameters(self) -> int:
         """Exact number of trainable parameters, embeddings counted once (they are tied)."""
         h, f = self.hidden, self.mlp_width
         attention = h * 3 * h + 3 * h + h * h + h
         mlp = h * f + f + f * h + h
         layer_norms = 4 * h
-        count = self.layers * (attention + mlp + layer_norms) + (self.padded_vocabulary + self.sequence) * h + 2 * h
+        positions = self.sequence * h if self.positions == "learned" else 0
+        embedding = self.padded_vocabulary * h + positions + 2 * h * self.embedding_layernorm
+        count = embedding + self.layers * (attention + mlp + layer_norms) + 2 * h
         if self.kind == "bert":
             token_types, pooler, order = 2 * h, h * h + h, 2 * h + 2
             masked = h * h + h + 2 * h + self.padded_vocabulary  # linear layer, LayerNorm, a bias for each token
-            count += token_types + pooler + order + masked
+            count += token_types
+            if self.head == "pretraining":
+                count += pooler + order + masked
+            else:
+                count += (h + 1) * self.outputs + (pooler if self.head != "span" else 0)
         return count
 
 
@@ -150,6 +183,11 @@ class DataConfig:
     """Leave out of the loss what follows an end of a document: the first token of the next one cannot be known."""
     validation_tail: bool = False
     """Keep the last, partial sample of the validation part, padded; the padding does not count."""
+    mask_probability: float = 0.15
+    """bert only: share of the tokens that are hidden and have to be found; Megatron's --mask-prob."""
+    short_probability: float = 0.1
+    """bert only: share of the samples that are made shorter than fits, as texts for fine-tuning often are; Megatron's
+    --short-seq-prob."""
     eod: int | None = None
     """Id that ends a document, for the resets and the mask above; that of the data's tokenizer when not given."""
     cache: str | None = None
@@ -319,10 +357,17 @@ class Config:
         token_types     0 in the first stretch of text, 1 in the second
         documents       0 for text, 1 for padding: neither attends to the other
         sentence_order  [], 0 where the stretches are in order, 1 where they are swapped
+
+        Of a BERT with the head of a task tokens, token_types and documents [c, s], a row for each choice, and [] the
+        labels of `ModelConfig.label_names`.
         """
         if self.model.kind == "gpt":
             types = self.data.batch_types(evaluation)
             return {name: ((self.model.sequence,), kind) for name, kind in types.items()}
+        if self.model.head != "pretraining":
+            rows, labels = ("tokens", "token_types", "documents"), self.model.label_names
+            shape = self.model.choices, self.model.sequence
+            return dict.fromkeys(rows, (shape, "int32")) | dict.fromkeys(labels, ((), "int32"))
         types = {
             "tokens": "int32",
             "labels": "int32",

@@ -40,7 +40,7 @@ from rich.text import Text
 from mjax.config import Config, MeshConfig, read_config
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
-from mjax.inference import inference_config, lay_out, restore_weights, run_tokenizer
+from mjax.inference import inference_config, restore_weights, run_tokenizer
 from mjax.models.attention import KeyValues
 from mjax.models.gpt import GPT
 from mjax.models.transformer import decode_blocks
@@ -48,6 +48,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.parallel.pipeline import run_in_turns
 from mjax.parallel.zero import gather_for_inference, gather_in_loop
 from mjax.sampling import Sampling, draw
+from mjax.training.layout import lay_out
 from mjax.training.precision import COMPUTE_TYPES
 
 # --- On the devices ---------------------------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ def run_generate(arguments: GenerateArguments) -> int:
     config = inference_config(read_config(run / "config.json"), MeshConfig(model=arguments.model_parallel))
     if config.model.kind != "gpt":
         raise UsageError(f"{run} holds a BERT, which continues no text; give the run folder of a GPT with --checkpoint")
-    tokenizer = run_tokenizer(run)
+    tokenizer = run_tokenizer(run, config.model)
 
     generator = Generator(config, make_mesh(config.mesh))
     say = lambda line: notices.print(line, markup=False)  # noqa: E731

@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
-from flax import nnx
-from jax.sharding import Mesh
 
-from mjax.config import Config, DataConfig, MeshConfig
+from mjax.config import Config, DataConfig, MeshConfig, ModelConfig
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
-from mjax.models.gpt import GPT, build_gpt
-from mjax.parallel.mesh import sharded_shapes
-from mjax.parallel.zero import cut_into_chunks, plan_storage
+from mjax.models.build import Model
 from mjax.training.checkpoint import Checkpoints
-from mjax.training.precision import parameter_type
 from mjax.validation import validate
 
 MICRO_BATCHES_A_STAGE = 4  # where there is a pipeline: its bubble is then a fifth at most
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the weights of a model lie on a mesh.
-
-    Attributes:
-      plan: for each weight how it is stored (`zero.plan_storage`).
-      specs: for each weight its PartitionSpec: what `shard_map` takes.
-      abstract_model: `GPT` of ShapeDtypeStructs with shardings: what weights are restored to.
-    """
-
-    plan: Any
-    specs: Any
-    abstract_model: GPT
-
-
-def lay_out(config: Config, mesh: Mesh) -> Layout:
-    """The layout of the model of `config` on `mesh`; nothing is allocated."""
-    dtype = parameter_type(config.precision.compute)
-    shapes = jax.eval_shape(lambda: cut_into_chunks(build_gpt(config.train.seed, config.model, dtype), config.mesh))
-    plan = plan_storage(shapes, nnx.get_partition_spec(shapes), config.mesh)
-    specs = jax.tree.map(lambda storage: storage.spec, plan)
-    return Layout(plan, specs, sharded_shapes(shapes, specs, mesh))
 
 
 def inference_config(
@@ -81,28 +51,43 @@ def inference_config(
         ),
     )
     validate(config)
+    check_enough_devices(mesh)
+    return config
+
+
+def check_enough_devices(mesh: MeshConfig) -> None:
+    """Refuse a mesh that needs more devices than there are; fewer will do.
+
+    Raises:
+      UsageError: it does.
+    """
     if (found := len(jax.devices())) < mesh.devices:
         flags = {"pipe": mesh.pipe, "data": mesh.data, "model": mesh.model}
         given = " ".join(f"--mesh.{axis} {size}" for axis, size in flags.items() if size > 1)
         fewer = " ".join(f"--mesh.{axis} 1" for axis, size in flags.items() if size > 1)
         raise UsageError(f"{given} needs {mesh.devices} devices; {found} found: use {fewer}")
-    return config
 
 
-def run_tokenizer(run: Path) -> Tokenizer:
+def run_tokenizer(run: Path, model: ModelConfig) -> Tokenizer:
     """The tokenizer of the run in folder `run`.
 
     Raises:
-      UsageError: it has none.
+      UsageError: it has none, or one with more ids than its `model` has embeddings.
     """
     if not (run / "tokenizer").is_dir():
         raise UsageError(f"{run} has no folder tokenizer; copy the one the model was trained with to {run}/tokenizer")
-    return tokenizer_from_folder(run / "tokenizer")
+    tokenizer = tokenizer_from_folder(run / "tokenizer")
+    if tokenizer.vocabulary > model.vocabulary:
+        raise UsageError(
+            f"the tokenizer of {run} has {tokenizer.vocabulary:,} ids and its model {model.vocabulary:,}; "
+            f"copy the one the model was trained with to {run}/tokenizer"
+        )
+    return tokenizer
 
 
 def restore_weights(
-    run: Path, abstract_model: GPT, step: int | None, on_notice: Callable[[str], None]
-) -> tuple[int, GPT]:
+    run: Path, abstract_model: Model, step: int | None, on_notice: Callable[[str], None]
+) -> tuple[int, Model]:
     """The weights of checkpoint `step` of a run, or of the newest that is not damaged, and its step.
 
     Raises:

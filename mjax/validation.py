@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from mjax.batch_size import BatchSizes, parse_schedule
-from mjax.config import Config
+from mjax.config import Config, DataConfig
 from mjax.data.blend import parse_blend
 from mjax.data.samples import split_sequences
 from mjax.errors import UsageError
@@ -52,7 +52,7 @@ def validate(config: Config, name: str = "this config") -> None:
     _check_batch_sizes(config)
     _check_pipeline(config)
     _check_kind(config)
-    tokens = train.micro_batch * model.sequence
+    tokens = train.micro_batch * model.choices * model.sequence
     if mesh.sequence_parallel and tokens % mesh.model:
         raise UsageError(
             f"--mesh.sequence-parallel cannot split the {tokens} tokens of a micro-batch over --mesh.model "
@@ -90,7 +90,31 @@ def _check_kind(config: Config) -> None:
             raise UsageError(
                 "--model.layernorm post is for --model.kind bert; leave it out, a GPT's LayerNorm comes first"
             )
+        if config.model.mlm_activation is not None:
+            raise UsageError("--model.mlm-activation is for --model.kind bert; leave it out, a GPT has no MLM head")
+        if config.model.positions == "alibi" and config.data.reset_positions:
+            raise UsageError(
+                "--data.reset-positions is for --model.positions learned; leave it out, ALiBi counts distances, which "
+                "are the same wherever a document begins"
+            )
+        if config.model.head != "pretraining":
+            raise UsageError(f"--model.head {config.model.head} is for --model.kind bert; leave it out")
+        for field in ("mask_probability", "short_probability"):
+            if getattr(config.data, field) != getattr(DataConfig, field):
+                flag = f"--data.{field.replace('_', '-')}"
+                raise UsageError(
+                    f"{flag} is for --model.kind bert; leave it out, a GPT's samples are whole and unmasked"
+                )
         return
+    if config.model.positions == "alibi":
+        raise UsageError(
+            "--model.positions alibi is for --model.kind gpt; leave it out, ALiBi says nothing about tokens that follow"
+        )
+    if config.model.embedding_layernorm:
+        raise UsageError(
+            "--model.embedding-layernorm is for --model.kind gpt; leave it out, a BERT has that LayerNorm with "
+            "--model.layernorm post"
+        )
     for field in ("reset_positions", "reset_attention", "mask_eod_loss", "validation_tail"):
         if getattr(config.data, field):
             flag = f"--data.{field.replace('_', '-')}"
@@ -203,7 +227,7 @@ def _check_pipeline(config: Config) -> None:
 
 _AT_LEAST_ONE = (
     "model.layers", "model.hidden", "model.heads", "model.feed_forward", "model.sequence", "model.vocabulary",
-    "model.vocabulary_multiple", "mesh.chunks", "mesh.pipe", "mesh.data", "mesh.model", "data.samples",
+    "model.vocabulary_multiple", "model.answers", "mesh.chunks", "mesh.pipe", "mesh.data", "mesh.model", "data.samples",
     "optimizer.decay_steps", "optimizer.wsd_decay_steps", "precision.loss_scale", "precision.initial_loss_scale",
     "precision.min_loss_scale", "precision.loss_scale_window", "precision.hysteresis", "train.steps",
     "train.global_batch", "train.micro_batch", "train.eval_batches", "checkpoint.keep_last",
@@ -234,6 +258,14 @@ def _check_ranges(config: Config) -> None:
         name, value = flag(dotted)
         if not 0 <= value < 1:
             raise UsageError(f"{name} is {value}; it must be at least 0 and below 1")
+    if not 0 < config.data.mask_probability < 1:
+        raise UsageError(
+            f"--data.mask-probability is {config.data.mask_probability}; it must be above 0 and below 1, such as 0.15"
+        )
+    if not 0 <= config.data.short_probability <= 1:
+        raise UsageError(
+            f"--data.short-probability is {config.data.short_probability}; it must be at least 0 and at most 1"
+        )
     if config.train.seed >= 2**32:
         raise UsageError(f"--train.seed is {config.train.seed}; it must be below 2^32")
 

@@ -21,8 +21,8 @@ def _gelu(x, activation):
     return 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-def scores(weights, model, batch, masks=None):
-    """Of tokens [b, s, v], and of in order and swapped [b, 2]."""
+def encoded(weights, model, batch, masks=None):
+    """What the heads read, [b, s, h]."""
 
     def drop(x, rate, place):
         return x if masks is None else x * masks[place] / (1 - rate)
@@ -58,13 +58,22 @@ def scores(weights, model, batch, masks=None):
         y = _gelu(y @ w["mlp.up.kernel"] + w["mlp.up.bias"], model.activation) @ w["mlp.down.kernel"]
         y = drop(y + w["mlp.down.bias"], model.hidden_dropout, (layer + 1, 3))
         x = after(x + y, "mlp_norm", w)
-    x = before(x, "final_norm")
+    return before(x, "final_norm")
 
-    y = _gelu(x @ weights["mlm.transform.kernel"] + weights["mlm.transform.bias"], model.activation)
-    of_tokens = norm(y, "mlm.norm") @ weights["embedding.table"].T + weights["mlm.bias"]
+
+def _pooled(weights, x):
+    return jnp.tanh(x[:, 0] @ weights["pooler.kernel"] + weights["pooler.bias"])
+
+
+def scores(weights, model, batch, masks=None):
+    """Of tokens [b, s, v], and of in order and swapped [b, 2]."""
+    x = encoded(weights, model, batch, masks)
+    y = x @ weights["mlm.transform.kernel"] + weights["mlm.transform.bias"]
+    y = _gelu(y, model.mlm_activation or model.activation)
+    y = _norm(y, weights["mlm.norm.scale"], weights["mlm.norm.bias"], model.layernorm_epsilon)
+    of_tokens = y @ weights["embedding.table"].T + weights["mlm.bias"]
     of_tokens = of_tokens[..., : model.vocabulary]  # the rest is padding
-    pooled = jnp.tanh(x[:, 0] @ weights["pooler.kernel"] + weights["pooler.bias"])
-    return of_tokens, pooled @ weights["order.kernel"] + weights["order.bias"]
+    return of_tokens, _pooled(weights, x) @ weights["order.kernel"] + weights["order.bias"]
 
 
 def _cross_entropy(scores, labels):
@@ -82,8 +91,34 @@ def loss(weights, model, batch, masks=None):
     return masked + order, jnp.stack([masked, order, found])
 
 
+def task_scores(weights, model, batch, masks=None):
+    """Of classes or choices [b, n], or of the first and the last token of an answer [b, 2, s], -inf at padding."""
+    rows = {name: array.reshape(-1, model.sequence) for name, array in batch.items() if array.ndim == 3}
+    x = encoded(weights, model, rows, masks)
+    if model.head == "span":
+        ends = jnp.einsum("bsh,hk->bks", x, weights["head.kernel"]) + weights["head.bias"][:, None]
+        return jnp.where(rows["documents"][:, None] == 0, ends, -jnp.inf)
+    pooled = _pooled(weights, x)
+    if masks is not None:
+        pooled = pooled * masks[0, 4] / (1 - model.hidden_dropout)
+    found = pooled @ weights["head.kernel"] + weights["head.bias"]
+    return found.reshape(-1, model.answers)
+
+
+def task_loss(weights, model, batch, masks=None):
+    """Mean cross entropy of the labels, of a span of both its ends, and the share of samples that are right, [2]."""
+    found = task_scores(weights, model, batch, masks)
+    if model.head == "span":
+        losses = (_cross_entropy(found[:, 0], batch["start"]) + _cross_entropy(found[:, 1], batch["end"])) / 2
+        right = (found[:, 0].argmax(-1) == batch["start"]) & (found[:, 1].argmax(-1) == batch["end"])
+    else:
+        losses, right = _cross_entropy(found, batch["label"]), found.argmax(-1) == batch["label"]
+    return losses.mean(), jnp.stack([losses.mean(), right.mean()])
+
+
 def _loss_and_gradients(weights, model, batch, masks=None):
-    (_, figures), gradients = jax.value_and_grad(loss, has_aux=True)(weights, model, batch, masks)
+    total = loss if model.head == "pretraining" else task_loss
+    (_, figures), gradients = jax.value_and_grad(total, has_aux=True)(weights, model, batch, masks)
     return figures, gradients
 
 

@@ -45,7 +45,7 @@ def _keep(words, rate, shape):
 
 @functools.cache
 def dropout_masks(model, b, seed, step):
-    """Every mask of a step over `b` samples, by (layer, site); layer 0 is the embedding."""
+    """Every mask of a step over `b` sequences, by (layer, site); layer 0 is the embedding and the head of a task."""
     s = model.sequence
     words = _step_words(seed, step)
     hidden, scores = (b, s, model.hidden), (b, model.heads, s, s)
@@ -55,12 +55,23 @@ def dropout_masks(model, b, seed, step):
         masks[layer, 1] = _keep(_fold(at, 1), model.attention_dropout, scores)
         masks[layer, 2] = _keep(_fold(at, 2), model.hidden_dropout, hidden)
         masks[layer, 3] = _keep(_fold(at, 3), model.hidden_dropout, hidden)
+    if model.head != "pretraining":
+        masks[0, 4] = _keep(_fold(_fold(words, 0), 4), model.hidden_dropout, (b, model.hidden))
     return masks
 
 
 def _norm(x, weights, name, epsilon):
     x = x - x.mean(-1, keepdims=True)
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * weights[f"{name}.scale"] + weights[f"{name}.bias"]
+
+
+def _alibi_slopes(heads):
+    """As the authors' code computes them (arXiv 2108.12409, footnote 8), by recursion."""
+    lower = 2 ** int(np.floor(np.log2(heads)))
+    if heads == lower:
+        start = 2 ** -(2 ** -(np.log2(heads) - 3))
+        return [start * start**i for i in range(heads)]
+    return _alibi_slopes(lower) + _alibi_slopes(2 * lower)[::2][: heads - lower]
 
 
 def logits(weights, model, tokens, masks=None, positions=None, documents=None):
@@ -72,14 +83,21 @@ def logits(weights, model, tokens, masks=None, positions=None, documents=None):
     visible = (order[:, None] >= order)[None, None]  # [1, 1, query, key]
     if documents is not None:
         visible = visible & (documents[:, None, :, None] == documents[:, None, None, :])
-    x = weights["embedding.table"][tokens] + weights["positions"][order if positions is None else positions]
+    x = weights["embedding.table"][tokens]
+    if model.embedding_layernorm:
+        x = _norm(x, weights, "embedding_norm", model.layernorm_epsilon)
+    bias = 0.0
+    if model.positions == "alibi":  # the form that grows with the key alone: what it adds to all keys changes nothing
+        bias = np.array(_alibi_slopes(model.heads))[:, None, None] * order
+    else:
+        x = x + weights["positions"][order if positions is None else positions]
     x = drop(x, model.hidden_dropout, (0, 0))
     for layer in range(model.layers):
         w = {k.removeprefix("blocks."): v[layer] for k, v in weights.items() if k.startswith("blocks.")}
         y = _norm(x, w, "attention_norm", model.layernorm_epsilon)
         qkv = jnp.einsum("bsh,hcnd->cbnsd", y, w["attention.qkv.kernel"]) + w["attention.qkv.bias"][:, None, :, None]
         scores = jnp.einsum("bnqd,bnkd->bnqk", qkv[0], qkv[1]) / np.sqrt(model.head_size)
-        scores = jnp.where(visible, scores, -jnp.inf)
+        scores = jnp.where(visible, scores + bias, -jnp.inf)
         exponentials = jnp.exp(scores - scores.max(-1, keepdims=True))
         p = exponentials / exponentials.sum(-1, keepdims=True)
         context = jnp.einsum("bnqk,bnkd->bqnd", drop(p, model.attention_dropout, (layer + 1, 1)), qkv[2])

@@ -29,6 +29,9 @@ MODEL = ModelConfig(
     attention_dropout=0.1,
 )
 
+# BLOOM's variant, with a number of heads that is no power of two.
+BLOOM = {"positions": "alibi", "embedding_layernorm": True, "hidden": 48, "heads": 6}
+
 # Compiled quickly rather than well: compilation is the cost of these tests, and they compare numbers.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -58,6 +61,8 @@ def small_config(
 
 
 def batch_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+    if config.model.head != "pretraining":
+        return examples_of(config, seed)
     if config.model.kind == "bert":
         return pairs_of(config, seed)
     shape = (config.train.global_batch, config.model.sequence + 1)
@@ -78,6 +83,21 @@ def pairs_of(config: Config, seed: int) -> dict[str, np.ndarray]:
         "token_types": ((place >= 2 + row % 5) & (place < length)).astype(np.int32),
         "documents": (place >= length).astype(np.int32),
         "sentence_order": random.integers(0, 2, shape[0]).astype(np.int32),
+    }
+
+
+def examples_of(config: Config, seed: int) -> dict[str, np.ndarray]:
+    """Random examples for the head of a task: another amount of padding in each row, and labels that are text."""
+    model, random = config.model, np.random.default_rng(seed)
+    shape = config.train.global_batch, model.choices, model.sequence
+    row, place = np.arange(shape[0] * shape[1]).reshape(*shape[:2], 1), np.arange(shape[2])
+    length = shape[2] - row * 3 % (shape[2] // 2)
+    limit = length[:, 0, 0] if model.head == "span" else model.answers
+    return {
+        "tokens": random.integers(0, model.vocabulary, shape).astype(np.int32),
+        "token_types": ((place >= 2 + row % 5) & (place < length)).astype(np.int32),
+        "documents": (place >= length).astype(np.int32),
+        **{name: random.integers(0, limit, shape[0]).astype(np.int32) for name in model.label_names},
     }
 
 

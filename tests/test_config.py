@@ -28,6 +28,12 @@ PUBLISHED = {
     "bert_336m": 336_429_058,
     "bert_1b": 1_281_001_474,
     "bert_4b": 3_869_588_482,
+    "bloom_560m": 559_214_592,  # those of BLOOM as the published models' cards give them
+    "bloom_1b1": 1_065_314_304,
+    "bloom_1b7": 1_722_408_960,
+    "bloom_3b": 3_002_557_440,
+    "bloom_7b1": 7_069_016_064,
+    "bloom_176b": 176_247_271_424,
     "gpt_345m": 354_871_296,
     "gpt_1b": 1_212_103_680,
     "gpt_2b": 2_488_934_400,
@@ -91,6 +97,37 @@ def test_berts_are_those_of_the_paper(name, printed, gpus):
     assert f"{model.parameters:,} " in docstring
     assert f" {gpus} GPUs" in docstring
     validate(replace(config, data=DataConfig(mock=True)))
+
+
+# arXiv 2211.05100, table 3: layers, hidden size, heads, batch, learning rate and its floor, billions of tokens.
+BLOOM = {
+    "bloom_560m": (24, 1024, 16, 256, 3.0e-4, 1e-5, 341),
+    "bloom_1b1": (24, 1536, 16, 256, 2.5e-4, 1e-5, 341),
+    "bloom_1b7": (24, 2048, 16, 512, 2.0e-4, 1e-5, 341),
+    "bloom_3b": (30, 2560, 32, 512, 1.6e-4, 1e-5, 341),
+    "bloom_7b1": (30, 4096, 32, 512, 1.2e-4, 1e-5, 341),
+    "bloom_176b": (70, 14336, 112, 2048, 6.0e-5, 6e-6, 366),
+}
+
+
+@pytest.mark.parametrize("name", BLOOM)
+def test_blooms_are_those_of_the_paper(name):
+    config = load_config(name)
+    model, optimizer, train, batches = config.model, config.optimizer, config.train, BatchSizes.of(config)
+    tokens = batches.samples_before(train.steps) * model.sequence
+    rates = optimizer.learning_rate, optimizer.min_learning_rate
+    found = (model.layers, model.hidden, model.heads, train.global_batch, *rates, round(tokens / 1e9))
+    assert found == BLOOM[name]
+    assert (model.positions, model.embedding_layernorm, model.activation) == ("alibi", True, "gelu_tanh")
+    assert (model.sequence, model.vocabulary, model.padded_vocabulary) == (2048, 250_880, 250_880)
+    assert (optimizer.schedule, optimizer.beta1, optimizer.beta2) == ("cosine", 0.9, 0.95)
+    assert (optimizer.weight_decay, optimizer.clip_norm) == (0.1, 1.0)
+    assert batches.size(0) == 192
+    warm_up, decay = (batches.samples_before(n) * 2048 for n in (optimizer.warmup_steps, optimizer.decay_steps))
+    assert (warm_up, decay) == pytest.approx((375e6, 410e9), rel=2e-3)
+    docstring = " ".join(ast.get_docstring(ast.parse((ROOT / "configs" / f"{name}.py").read_text())).split())
+    for words in (f"{model.parameters:,} ", f" {config.mesh.devices} GPUs", f" {len(batches.sizes())} batch sizes"):
+        assert words in docstring
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -211,10 +248,32 @@ def _with(**sections):
         (_with(mesh={"chunks": 2}), "--mesh.chunks 2 needs a pipeline"),
         (_with(optimizer={"learning_rate": float("nan")}), "--optimizer.learning-rate is nan"),
         (_with(model={"layernorm": "post"}), "--model.layernorm post is for --model.kind bert"),
+        (_with(model={"mlm_activation": "gelu_erf"}), "--model.mlm-activation is for --model.kind bert"),
         (
             _with(model={"kind": "bert"}, data={"reset_attention": True}),
             "--data.reset-attention is for --model.kind gpt",
         ),
+        (_with(model={"kind": "bert", "positions": "alibi"}), "--model.positions alibi is for --model.kind gpt"),
+        (
+            _with(model={"kind": "bert", "embedding_layernorm": True}),
+            "--model.embedding-layernorm is for --model.kind gpt",
+        ),
+        (
+            _with(model={"positions": "alibi"}, data={"reset_positions": True}),
+            "--data.reset-positions is for --model.positions learned; leave it out, ALiBi counts distances",
+        ),
+        (
+            _with(model={"kind": "bert"}, data={"mask_probability": 0.0}),
+            "--data.mask-probability is 0.0; it must be above 0 and below 1",
+        ),
+        (_with(model={"kind": "bert"}, data={"mask_probability": 1.0}), "--data.mask-probability is 1.0"),
+        (
+            _with(model={"kind": "bert"}, data={"short_probability": -0.1}),
+            "--data.short-probability is -0.1; it must be at least 0 and at most 1",
+        ),
+        (_with(model={"kind": "bert"}, data={"short_probability": float("nan")}), "--data.short-probability is nan"),
+        (_with(data={"mask_probability": 0.3}), "--data.mask-probability is for --model.kind bert; leave it out"),
+        (_with(data={"short_probability": 0.0}), "--data.short-probability is for --model.kind bert; leave it out"),
         (_with(model={"kind": "bert", "vocabulary": 2}), "--model.vocabulary 2 is too little for a BERT"),
     ],
 )

@@ -23,7 +23,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
 from mjax.sampling import Sampling, allowed, draw
 from mjax.training.checkpoint import Checkpoints
-from tests.small import small_config
+from tests.small import BLOOM, small_config
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 NO_EOD = -1
@@ -70,8 +70,8 @@ def full_forward(sequence=16):
 # --- The cache --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (1, 4)])
-def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass_at_every_position(mesh):
+@pytest.mark.parametrize(("mesh", "changes"), [((1, 1), {}), ((1, 4), {}), ((1, 1), BLOOM), ((1, 2), BLOOM)])
+def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass_at_every_position(mesh, changes):
     lengths, last = np.array([3, 1, 7], np.int32), 12
 
     def logits_of_both(model, tokens):
@@ -84,7 +84,7 @@ def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass_at_ev
         return jnp.stack(rows, 1), model(tokens)
 
     with jax.enable_x64(True):
-        config = small_config(data=mesh[0], model=mesh[1], compute="fp64")
+        config = small_config(data=mesh[0], model=mesh[1], compute="fp64", **changes)
         generator = Generator(config, make_mesh(config.mesh))
 
         def build():

@@ -10,7 +10,8 @@ All take q, k, v [b, s, n, d] with this rank's heads and return [b, s, n, d]. Th
 the start, by running it (`resolve_attention`); nothing falls back on the way.
 
 Where a sample holds several documents and they must not see each other, all kernels take the number of each token's
-document and mask what is not its own.
+document and mask what is not its own. With ALiBi all take the slopes of the heads (`alibi.py`) and add a penalty on
+distance to the scores; cuDNN's kernel alone has to be given it written out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from jax import Array
 
 from mjax.config import ModelConfig
 from mjax.errors import UsageError
+from mjax.models.alibi import alibi_slopes, distance_penalty
 from mjax.parallel import mappings
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.random import DropoutKey, dropout
@@ -42,6 +44,7 @@ def attend(
     key: DropoutKey | None = None,
     documents: Array | None = None,
     causal: bool = True,
+    slopes: Array | None = None,
 ) -> Array:
     """Softmax(q kᵀ / √d) v over the positions up to each query's own, or those of them in its document.
 
@@ -51,7 +54,11 @@ def attend(
       rate, key: dropout of the probabilities; not with `cudnn`.
       documents: int [b, s], number of the document that a token belongs to; None: a sample is one document.
       causal: whether a query sees no later position; False: it sees those after it too (BERT).
+      slopes: [n], ALiBi's, of these heads; only with `causal`. None: the scores know nothing of positions.
     """
+    assert slopes is None or causal, "ALiBi says nothing about positions after a query's own"
+    if slopes is not None:
+        slopes = mappings.vary(slopes, mappings.varying_axes(q))
     if documents is not None:
         documents = mappings.vary(documents, mappings.varying_axes(q))
     if kernel == "cudnn":
@@ -59,9 +66,16 @@ def attend(
         # JAX hands cuDNN a mask as a bias, which is written out, and cuDNN writes out a gradient of it that nobody
         # needs: 2 b s² bytes each, once for all heads and layers.
         mask = None if documents is None else _same_document(documents, documents)[:, None]  # [b, 1, s, s]
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation="cudnn")
+        # The same for ALiBi, whose penalty differs from head to head: 2 n s² bytes each for it and its gradient, and
+        # together with documents 2 b n s².
+        bias = None if slopes is None else _written_out(slopes, q.shape[1], q.dtype)
+        return jax.nn.dot_product_attention(q, k, v, bias=bias, mask=mask, is_causal=causal, implementation="cudnn")
+    if slopes is not None:
+        # Tied to this layer: else JAX computes the penalty [n, s, s] before the loop over layers, and every layer reads
+        # from memory what costs it nothing to compute.
+        slopes, _ = jax.lax.optimization_barrier((slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
     if kernel == "xla":
-        return _attend_block(q, k, v, 0, rate, key, documents, causal)
+        return _attend_block(q, k, v, 0, rate, key, documents, causal, slopes)
     # On a CPU it pays to copy once into [b, n, s, d], to leave out the keys in the future of a whole block, and to
     # compute in float32: XLA runs small bf16 products there on one thread.
     dtype = q.dtype
@@ -82,6 +96,7 @@ def attend(
                 key,
                 documents,
                 causal,
+                slopes,
                 heads_first=True,
             )
         )
@@ -97,6 +112,7 @@ def _attend_block(
     key: DropoutKey | None,
     documents: Array | None,
     causal: bool,
+    slopes: Array | None,
     heads_first: bool = False,
 ) -> Array:
     """Attention of the queries from position `first` on: q [b, q, n, d], k and v [b, k, n, d] → [b, q, n, d].
@@ -111,6 +127,8 @@ def _attend_block(
         # Counted on the device: an array from here would be a residual of every layer that computes its scores again.
         query, other = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[2:], dim) for dim in (0, 1))
         visible = other <= first + query  # [q, k]
+        if slopes is not None:
+            scores = scores + distance_penalty(slopes, other - (first + query), wide)
     if documents is not None:
         end, read = first + scores.shape[2], scores.shape[3]
         same = _same_document(documents[:, first:end], documents[:, :read])
@@ -123,6 +141,12 @@ def _attend_block(
         heads = mappings.rank(MODEL) * local_heads + jnp.arange(local_heads)
         probabilities = dropout(probabilities, rate, key, heads, first + jnp.arange(scores.shape[2]))
     return jnp.einsum(f"bnqk,{keys}->{queries}", probabilities, v)
+
+
+def _written_out(slopes: Array, positions: int, dtype) -> Array:
+    """ALiBi's penalty between all positions of a sample: [1, n, s, s]."""
+    query, other = (jax.lax.broadcasted_iota(jnp.int32, (positions, positions), dim) for dim in (0, 1))
+    return distance_penalty(slopes, other - query, dtype)[None]
 
 
 def _same_document(queries: Array, keys: Array) -> Array:
@@ -140,7 +164,9 @@ class KeyValues(NamedTuple):
     values: Array
 
 
-def attend_cached(q: Array, k: Array, v: Array, cached: KeyValues, lengths: Array) -> Array:
+def attend_cached(
+    q: Array, k: Array, v: Array, cached: KeyValues, lengths: Array, slopes: Array | None = None
+) -> Array:
     """Attention of one new position of each sequence over the positions before it and itself.
 
     The cache is only read, so a scan over layers need not copy it; the new key and value have a column of their own.
@@ -149,6 +175,7 @@ def attend_cached(q: Array, k: Array, v: Array, cached: KeyValues, lengths: Arra
       q, k, v: [b, 1, n, d], of the new positions.
       cached: [b, S, n, d], of which the first `lengths` slots of a sequence hold its positions.
       lengths: int [b].
+      slopes: [n], ALiBi's, of these heads.
 
     Returns:
       [b, 1, n, d].
@@ -156,7 +183,10 @@ def attend_cached(q: Array, k: Array, v: Array, cached: KeyValues, lengths: Arra
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q = q / math.sqrt(q.shape[-1])
     before = jnp.einsum("bqnd,bknd->bnqk", q, cached.keys, preferred_element_type=wide)
-    written = jnp.arange(cached.keys.shape[1]) < lengths[:, None]
+    slots = jnp.arange(cached.keys.shape[1])
+    if slopes is not None:  # a position's slot is its number; the new one, at `lengths`, is at no distance to itself
+        before = before + distance_penalty(slopes, (slots - lengths[:, None])[:, None], wide)
+    written = slots < lengths[:, None]
     before = before + jnp.where(written, 0.0, MASKED).astype(wide)[:, None, None]
     itself = jnp.einsum("bqnd,bqnd->bnq", q, k, preferred_element_type=wide)[..., None]
     probabilities = jax.nn.softmax(jnp.concatenate([before, itself], -1), axis=-1).astype(q.dtype)
@@ -203,8 +233,10 @@ def resolve_attention(
     refusal = _self_test(kernel, model, compute, documents)
     if refusal is None:
         return kernel
-    if model.attention == "auto" and kernel == "cudnn" and documents:  # masks are not for every version and GPU
-        announce(f"attention: the slower kernel xla is used, because cuDNN flash refuses document masks ({refusal})")
+    biased = [what for what, is_there in (("document masks", documents), ("ALiBi", _alibi(model))) if is_there]
+    if model.attention == "auto" and kernel == "cudnn" and biased:  # a bias is not for every version and GPU
+        what = " and ".join(biased)
+        announce(f"attention: the slower kernel xla is used, because cuDNN flash refuses {what} ({refusal})")
         return "xla"
     raise UsageError(f"the attention kernel {kernel} does not run here ({refusal}); use --model.attention xla")
 
@@ -218,11 +250,15 @@ def _cudnn_obstacle(model: ModelConfig, compute: str, platform: str, documents: 
         return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
     if model.head_size % 8 or model.head_size > 256:
         return f"it needs a head size that is a multiple of 8 up to 256 and hidden / heads is {model.head_size}"
-    if documents and model.sequence % 2:
-        return (
-            f"with --data.reset-attention it needs an even number of positions and --model.sequence is {model.sequence}"
-        )
+    if (documents or _alibi(model)) and model.sequence % 2:
+        padded = "--data.reset-attention" if model.kind == "gpt" else "a BERT's padding"
+        cause = padded if documents else "--model.positions alibi"
+        return f"with {cause} it needs an even number of positions and --model.sequence is {model.sequence}"
     return None
+
+
+def _alibi(model: ModelConfig) -> bool:
+    return model.positions == "alibi"
 
 
 def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -> str | None:
@@ -242,11 +278,13 @@ def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -
     shape = (2, min(model.sequence, 128), 2, model.head_size)
     q, k, v = (jax.random.normal(key, shape, jnp.float32) for key in jax.random.split(jax.random.key(0), 3))
     numbers = jnp.arange(shape[1]) // jnp.array([[5], [7]]) if documents else None  # [b, s]
+    slopes = jnp.asarray(alibi_slopes(shape[2])) if _alibi(model) else None
 
     def output_and_gradients(kernel, dtype):
         def total(q, k, v):
             q, k, v = (x.astype(dtype) for x in (q, k, v))
-            out = attend(q, k, v, kernel, documents=numbers, causal=model.causal).astype(jnp.float32)
+            out = attend(q, k, v, kernel, documents=numbers, causal=model.causal, slopes=slopes)
+            out = out.astype(jnp.float32)
             return jnp.square(out).sum(), out
 
         return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)

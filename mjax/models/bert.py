@@ -16,9 +16,13 @@ rows.
 Where LayerNorm stands is one option (arXiv 1909.08053, figure 7). `post` is the original BERT, whose embedding has a
 LayerNorm too. `pre` leaves the stream of residuals alone from embedding to heads, with one LayerNorm at its end; beyond
 336M parameters only this one trained better the larger it was.
+
+`Encoder` is what stays when the model is trained further for a task, with another head (`heads.py`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +67,7 @@ class MLMHead(nnx.Module):
     """Scores of the token that stood in each place. Shapes: x [t, h] → [b · s, v / p], varying over `model`."""
 
     def __init__(self, key: Array, config: ModelConfig, dtype):
-        self.tanh = config.activation == "gelu_tanh"
+        self.tanh = (config.mlm_activation or config.activation) == "gelu_tanh"
         self.transform = Linear(key, config.hidden, config.hidden, config.init_std, dtype)
         self.norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
         self.bias = parameter(key, jax.nn.initializers.zeros, (config.padded_vocabulary,), (MODEL,), dtype)
@@ -73,14 +77,11 @@ class MLMHead(nnx.Module):
         return embedding.logits(self.norm(activation(self.transform(x))), tokens) + self.bias[...]
 
 
-class BERT(nnx.Module):
-    """An encoder with a head for masked tokens and one for the order of two stretches of text.
+class Encoder(nnx.Module):
+    """Embeddings and layers: all of a BERT but its heads. `pooled` is for those that have a pooler."""
 
-    As with `GPT`, the same pytree holds whole weights outside `shard_map` and this device's shards inside.
-    """
-
-    def __init__(self, key: Array, config: ModelConfig, dtype=jnp.float32):
-        embedding, positions, token_types, blocks, mlm, pooler, order = jax.random.split(key, 7)
+    def __init__(self, keys: Sequence[Array], config: ModelConfig, dtype):
+        embedding, positions, token_types, blocks = keys
         self.config = config
         hidden, std = config.hidden, config.init_std
         self.embedding = VocabParallelEmbedding(
@@ -94,26 +95,6 @@ class BERT(nnx.Module):
             self.final_norm = norm
         else:
             self.embedding_norm = norm
-        self.mlm = MLMHead(mlm, config, dtype)
-        self.pooler = Linear(pooler, hidden, hidden, std, dtype)
-        self.order = Linear(order, hidden, 2, std, dtype)
-
-    def __call__(self, ids: Array, token_types: Array, documents: Array) -> tuple[Array, Array]:
-        """What the two heads say, without dropout.
-
-        Args:
-          ids: int [b, s], the same on every rank of `model`.
-          token_types: int [b, s], 0 or 1.
-          documents: int [b, s], positions of other numbers do not attend to each other: 0 for text, 1 for padding.
-
-        Returns:
-          Scores of the token in each place [b, s, v / p], varying over `model`; and scores of the stretches' being in
-          order and swapped [b, 2].
-        """
-        tokens = Tokens(*ids.shape)
-        x = self.embed(ids, token_types, tokens)
-        x = self.normed(run_blocks(self.blocks, x, tokens, None, "none", documents=documents))
-        return tokens.by_sequence(self.mlm(x, tokens, self.embedding)), self.order_scores(x, tokens)[0]
 
     def embed(self, ids: Array, token_types: Array, tokens: Tokens, key: DropoutKey | None = None) -> Array:
         """The stream before the first layer: `ids` and `token_types` int [b, s] → [t, h]."""
@@ -134,22 +115,53 @@ class BERT(nnx.Module):
         """What the heads read of the stream after the last layer. Shapes: [t, h] → [t, h]."""
         return self.final_norm(x) if self.config.layernorm == "pre" else x
 
-    def order_scores(self, x: Array, tokens: Tokens) -> tuple[Array, Array]:
-        """In order or swapped, from the first token of each sequence.
+    def pooled(self, x: Array, tokens: Tokens) -> tuple[Array, Array]:
+        """What the first token of each sequence says about the whole of it.
 
         Args:
           x: [t, h], what `normed` gives.
 
         Returns:
-          Scores [b, 2], and which sequences they are of, bool [b]: with sequence parallelism a rank has scores only
-          where it has the first token.
+          [b, h], and which sequences it is of, bool [b]: with sequence parallelism a rank knows it only where it has
+          the first token.
         """
         first = jnp.arange(tokens.sequences) * tokens.positions
         rows, owned = owned_rows(first, x.shape[0]) if tokens.split else (first, jnp.ones(first.shape, bool))
-        return self.order(jnp.tanh(self.pooler(x[rows]))), owned
+        return jnp.tanh(self.pooler(x[rows])), owned
 
-    def batch_loss(self, x: Array, batch: dict[str, Array], tokens: Tokens) -> Array:
-        """Sums over this replica's sequences, from the stream after the last layer.
+
+class BERT(Encoder):
+    """An encoder with a head for masked tokens and one for the order of two stretches of text.
+
+    As with `GPT`, the same pytree holds whole weights outside `shard_map` and this device's shards inside.
+    """
+
+    def __init__(self, key: Array, config: ModelConfig, dtype=jnp.float32):
+        *encoder, mlm, pooler, order = jax.random.split(key, 7)
+        super().__init__(encoder, config, dtype)
+        self.mlm = MLMHead(mlm, config, dtype)
+        self.pooler = Linear(pooler, config.hidden, config.hidden, config.init_std, dtype)
+        self.order = Linear(order, config.hidden, 2, config.init_std, dtype)
+
+    def __call__(self, ids: Array, token_types: Array, documents: Array) -> tuple[Array, Array]:
+        """What the two heads say, without dropout.
+
+        Args:
+          ids: int [b, s], the same on every rank of `model`.
+          token_types: int [b, s], 0 or 1.
+          documents: int [b, s], positions of other numbers do not attend to each other: 0 for text, 1 for padding.
+
+        Returns:
+          Scores of the token in each place [b, s, v / p], varying over `model`; and scores of the stretches' being in
+          order and swapped [b, 2].
+        """
+        tokens = Tokens(*ids.shape)
+        x = self.embed(ids, token_types, tokens)
+        x = self.normed(run_blocks(self.blocks, x, tokens, None, "none", documents=documents))
+        return tokens.by_sequence(self.mlm(x, tokens, self.embedding)), self.order(self.pooled(x, tokens)[0])
+
+    def batch_loss(self, x: Array, batch: dict[str, Array], tokens: Tokens, key: DropoutKey | None = None) -> Array:
+        """Sums over this replica's sequences, from the stream after the last layer. These heads have no dropout.
 
         Args:
           x: [t, h].
@@ -164,7 +176,8 @@ class BERT(nnx.Module):
         losses = vocab_parallel_cross_entropy(self.mlm(x, tokens, self.embedding), batch["labels"].reshape(-1))
         masked = losses.sum(where=batch["loss_mask"].reshape(-1))
 
-        scores, owned = self.order_scores(x, tokens)
+        pooled, owned = self.pooled(x, tokens)
+        scores = self.order(pooled)
         log_probabilities = jax.nn.log_softmax(scores.astype(losses.dtype), axis=-1)
         swapped = batch["sentence_order"]
         order = -jnp.take_along_axis(log_probabilities, swapped[:, None], axis=-1)[:, 0]

@@ -1,5 +1,9 @@
 """GPT-2 as Megatron trains it: learned positions, pre-LN layers, a final LayerNorm, and the embedding as output
-layer."""
+layer.
+
+BLOOM (arXiv 2211.05100, section 3.2) is the same with two options: ALiBi in the place of learned positions, so that
+attention alone knows where a token stands, and a LayerNorm after the embedding, which steadies training.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +45,12 @@ class GPT(nnx.Module):
         self.embedding = VocabParallelEmbedding(
             embedding, config.vocabulary, config.padded_vocabulary, config.hidden, config.init_std, dtype
         )
-        self.positions = parameter(
-            positions, normal(config.init_std), (config.sequence, config.hidden), (None, None), dtype
-        )
+        if config.positions == "learned":
+            self.positions = parameter(
+                positions, normal(config.init_std), (config.sequence, config.hidden), (None, None), dtype
+            )
+        if config.embedding_layernorm:
+            self.embedding_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
         self.blocks = stack_blocks(blocks, config, dtype)
         self.final_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
 
@@ -61,7 +68,8 @@ class GPT(nnx.Module):
           ids: int [b, s], the same on every rank of `model`.
           key: dropout masks of this forward pass; None for evaluation.
           recompute: `none`, `selective` or `full`.
-          positions: int [b, s], which learned position a token has; 0 … s − 1 when not given.
+          positions: int [b, s], which learned position a token has; 0 … s − 1 when not given. Not with ALiBi, which
+            counts distances.
           documents: int [b, s], number of each token's document, where attention must stay within it.
 
         Returns:
@@ -75,9 +83,11 @@ class GPT(nnx.Module):
     def embed(self, ids: Array, tokens: Tokens, key: DropoutKey | None = None, positions: Array | None = None) -> Array:
         """The stream before the first layer: `ids` int [b, s], and `positions` as in `__call__` → [t, h]."""
         x = self.embedding(ids, tokens)
-        if positions is None:
+        if self.config.embedding_layernorm:
+            x = self.embedding_norm(x)
+        if self.config.positions == "learned" and positions is None:
             x = x + tokens.mine(jnp.tile(self.positions[: tokens.positions], (tokens.sequences, 1)))
-        else:
+        elif self.config.positions == "learned":
             x = x + self.positions[tokens.mine(positions.reshape(-1))]
         place = None if key is None else key.fold(0).fold(random.EMBEDDING)
         return dropout_tokens(x, self.config.hidden_dropout, place, tokens)
@@ -99,8 +109,8 @@ class GPT(nnx.Module):
         losses = vocab_parallel_cross_entropy(self.logits(x, tokens), labels.reshape(-1))  # [b · s]
         return losses.sum() if mask is None else losses.sum(where=mask.reshape(-1))
 
-    def batch_loss(self, x: Array, batch: dict[str, Array], tokens: Tokens) -> Array:
-        """`loss` of what `DataConfig.batch_types` lists."""
+    def batch_loss(self, x: Array, batch: dict[str, Array], tokens: Tokens, key: DropoutKey | None = None) -> Array:
+        """`loss` of what `DataConfig.batch_types` lists. The head has no dropout."""
         return self.loss(x, batch["labels"], tokens, batch.get("loss_mask"))
 
     def prefill(
@@ -142,7 +152,7 @@ class GPT(nnx.Module):
           Logits of the token after it [b, v], the same on every rank of `model`, and the cache that includes it.
         """
         rows = Tokens(tokens.shape[0], 1)
-        x = self.embedding(tokens, rows) + self.positions[lengths]
+        x = self.embed(tokens[:, None], rows, positions=lengths[:, None])
         x, new = decode(self.blocks, x, rows, cached, lengths)
         sequences = jnp.arange(tokens.shape[0])
         cached = jax.tree.map(lambda slots, one: slots.at[:, sequences, lengths].set(one[:, :, 0]), cached, new)

@@ -29,6 +29,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config import ModelConfig
+from mjax.models.alibi import local_slopes
 from mjax.models.attention import KeyValues, attend, attend_cached
 from mjax.parallel import random
 from mjax.parallel.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, recomputed
@@ -56,21 +57,27 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Array, tokens: Tokens, key: DropoutKey | None, documents: Array | None = None) -> Array:
         q, k, v = self._project(x, tokens)
-        config = self.config
-        context = attend(q, k, v, config.attention, config.attention_dropout, key, documents, config.causal)
+        config, slopes = self.config, self._slopes()
+        context = attend(q, k, v, config.attention, config.attention_dropout, key, documents, config.causal, slopes)
         context = context.reshape(tokens.count, *context.shape[2:])
         return self.out(checkpoint_name(context, "context"), tokens)
 
     def decode(self, x: Array, tokens: Tokens, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
         """As `Block.decode`, for attention alone."""
-        q, k, v = self._project(x, tokens)
-        context = attend(q, k, v, self.config.attention) if cached is None else attend_cached(q, k, v, cached, lengths)
+        (q, k, v), slopes = self._project(x, tokens), self._slopes()
+        if cached is None:
+            context = attend(q, k, v, self.config.attention, slopes=slopes)
+        else:
+            context = attend_cached(q, k, v, cached, lengths, slopes)
         return self.out(context.reshape(tokens.count, *context.shape[2:]), tokens), KeyValues(k, v)
 
     def _project(self, x: Array, tokens: Tokens) -> tuple[Array, Array, Array]:
         """Queries, keys and values [b, s, n / p, d] of this rank's heads."""
         qkv = tokens.by_sequence(checkpoint_name(self.qkv(x, tokens), "qkv"))  # [b, s, 3, n / p, d]
         return tuple(qkv[:, :, i] for i in range(3))
+
+    def _slopes(self) -> Array | None:
+        return local_slopes(self.config.heads) if self.config.positions == "alibi" else None
 
 
 class MLP(nnx.Module):

@@ -22,8 +22,8 @@ from jax import Array
 
 from mjax.parallel.tokens import Tokens
 
-# Places in a layer where dropout acts; each has masks of its own.
-EMBEDDING, ATTENTION, ATTENTION_OUTPUT, MLP_OUTPUT = 0, 1, 2, 3
+# Places where dropout acts; each has masks of its own. The first and the last are in no layer: they count as layer 0.
+EMBEDDING, ATTENTION, ATTENTION_OUTPUT, MLP_OUTPUT, HEAD = 0, 1, 2, 3, 4
 
 
 def mix(x: Array) -> Array:

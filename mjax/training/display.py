@@ -88,11 +88,33 @@ def figures(record: Record) -> str:
 
 
 def losses(loss: float, figures: dict[str, float]) -> str:
-    """'loss 3.1234  ppl 22.7', or of a BERT 'mlm 3.1234  ppl 22.7  order 0.6512 (62% right)'."""
+    """'loss 3.1234  ppl 22.7', of a BERT 'mlm 3.1234  ppl 22.7  order 0.6512 (62% right)', with the head of a task
+    'loss 0.3123  accuracy 0.8750'."""
     if not figures:
         return f"loss {loss:.4f}  ppl {_perplexity(loss):.4g}"
+    if "mlm_loss" not in figures:
+        return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in {"loss": loss, **figures}.items())
     masked, order, right = (figures[name] for name in ("mlm_loss", "order_loss", "order_accuracy"))
     return f"mlm {masked:.4f}  ppl {_perplexity(masked):.4g}  order {order:.4f} ({right:.0%} right)"
+
+
+def verdict(loss: float, figures: dict[str, float], sequences: int) -> list[str]:
+    """The last evaluation, in lines: a GPT's perplexity, or how far a BERT is from guessing at each of its tasks.
+
+    Args:
+      loss: nats a label.
+      figures: of a BERT, as `losses` takes them, and the entropy of the masked tokens.
+      sequences: how many were judged.
+    """
+    if not figures:
+        return [f"validation perplexity {_perplexity(loss):.2f}"]
+    masked, entropy, right = (figures[name] for name in ("mlm_loss", "unigram_entropy", "order_accuracy"))
+    error = math.sqrt(right * (1 - right) / sequences)
+    return [
+        f"validation perplexity {_perplexity(masked):.2f} of masked tokens ({masked:.3f} nats); "
+        f"by their frequency alone {_perplexity(entropy):.2f} ({entropy:.3f} nats)",
+        f"order       {right:.1%} ± {error:.1%} of {sequences:,} pairs right; by chance 50%",
+    ]
 
 
 def _perplexity(loss: float) -> float:

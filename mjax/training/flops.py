@@ -32,11 +32,14 @@ def model_flops(config: Config) -> float:
     model = config.model
     h, f, s, v = model.hidden, model.mlp_width, model.sequence, model.padded_vocabulary
     layer = 2 * (4 * h * h + 2 * h * f) + 4 * s * h  # per token, forward: QKV and projection, MLP, attention
-    per_token = 3 * (model.layers * layer + 2 * h * v)  # the backward pass costs twice the forward
-    flops = config.train.global_batch * s * per_token
-    if model.kind == "bert":
-        flops += 3 * config.train.global_batch * (s * 2 * h * h + 2 * h * h + 4 * h)  # MLM head, pooler, order head
-    return float(flops)
+    sequence = s * model.layers * layer  # forward
+    if model.head == "pretraining":
+        sequence += s * 2 * h * v
+        if model.kind == "bert":
+            sequence += s * 2 * h * h + 2 * h * h + 4 * h  # MLM head, pooler, order head
+    else:
+        sequence += s * 4 * h if model.head == "span" else 2 * h * h + 2 * h * model.outputs  # pooler, the task's head
+    return float(3 * config.train.global_batch * model.choices * sequence)  # the backward pass costs twice the forward
 
 
 def peak_tflops(device_kind: str, compute: str) -> float | None:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from mjax.batch_size import BatchSizes
 from mjax.config import Config, save_config
-from mjax.data.batches import Batches, prefetch
+from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import TrainingData, open_data
 from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import RunError
@@ -37,7 +37,7 @@ from mjax.parallel.schedules import schedule_of, slot_times
 from mjax.sampling import Sampling
 from mjax.training import environment
 from mjax.training.checkpoint import Checkpoints
-from mjax.training.display import Display, losses
+from mjax.training.display import Display, losses, verdict
 from mjax.training.flops import model_flops, peak_tflops
 from mjax.training.metrics import MetricsLog, Record, finite_or_none
 from mjax.training.runs import locked
@@ -59,7 +59,9 @@ class Result:
       step: steps taken.
       state: the last state.
       validation_loss: of the last evaluation, nats a token; None where there was none.
-      validation_figures: of a BERT what it is the sum of (`bert.FIGURES`).
+      validation_figures: of a BERT what it is the sum of (`bert.FIGURES`), and the entropy of the masked tokens; of one
+        with the head of a task the task's figures.
+      stopped: whether it was told to stop, be it in the last step, which is not measured then.
     """
 
     exit_code: int
@@ -67,6 +69,7 @@ class Result:
     state: TrainState
     validation_loss: float | None
     validation_figures: dict[str, float] = field(default_factory=dict)
+    stopped: bool = False
 
 
 def train(config: Config, folder: Path, name: str = "this config", watchdog: Watchdog | None = None) -> Result:
@@ -129,13 +132,13 @@ def train(config: Config, folder: Path, name: str = "this config", watchdog: Wat
             stack.enter_context(contextlib.closing(log))
 
         # --- Steps ----------------------------------------------------------------------------------------------------
-        run = _Run(resolved, mesh, program, checkpoints, log, display, watchdog)
+        run = Run(resolved, mesh, program, checkpoints, log, display, watchdog)
         result = run.steps(state, start, data.training, data.validation)
         checkpoints.wait()
         if result.exit_code == 0:
             if data.tokenizer is not None and config.log.sample_tokens > 0 and config.model.kind == "gpt":
                 _print_sample(resolved, mesh, result.state, data, display)
-            _say_what_is_left(display, result, folder, config.model.kind)
+            _say_what_is_left(display, result, folder, config)
     return result
 
 
@@ -203,17 +206,19 @@ def _print_sample(config: Config, mesh: Mesh, state: TrainState, data: TrainingD
     display.say("")
 
 
-def _say_what_is_left(display: Display, result: Result, folder: Path, kind: str) -> None:
+def _say_what_is_left(display: Display, result: Result, folder: Path, config: Config) -> None:
     if result.validation_loss is not None:
-        loss = result.validation_figures.get("mlm_loss", result.validation_loss)
-        display.say(f"validation perplexity {math.exp(min(loss, 700.0)):.2f}")
+        for line in verdict(
+            result.validation_loss, result.validation_figures, config.train.eval_batches * config.train.global_batch
+        ):
+            display.say(line)
     display.say(f"curve       {folder / 'loss.png'}")
     display.say(f"checkpoint  {folder / 'checkpoints' / str(result.step)}")
-    if kind == "gpt" and (folder / "tokenizer").is_dir():
+    if config.model.kind == "gpt" and (folder / "tokenizer").is_dir():
         display.say(f'more text   python -m mjax generate --checkpoint {folder} --prompt "…"')
 
 
-class _Run:
+class Run:
     """The steps of one run and what is recorded of them."""
 
     def __init__(
@@ -234,6 +239,8 @@ class _Run:
         self.peak = peak_tflops(jax.devices()[0].device_kind, config.precision.compute)
         self.clock = 0.0
         self.skipped_in_a_row = 0
+        self.steps_before = 0  # of other runs in this process: processes agree to stop by a number that only grows
+        self.entropy: float | None = None  # of the masked tokens of an evaluation, which are the same each time
 
     def steps(self, state: TrainState, start: int, training: Batches, validation: Batches | None) -> Result:
         """Take the steps from `start` on, until all are done or the run is told to stop."""
@@ -266,7 +273,7 @@ class _Run:
                 if waiting is not None:
                     self._write(self._record(*waiting))  # while the devices work on `step`
                 waiting = step, metrics
-                if told_to_stop(step):
+                if told_to_stop(self.steps_before + step):
                     stop.name = "SIGTERM"
                 ends = step == last or stop.requested
                 evaluates = validation is not None and (step == last or step % config.train.eval_interval == 0)
@@ -275,7 +282,7 @@ class _Run:
                     record = self._record(*waiting)
                     if evaluates and not stop.requested:
                         self.watchdog.at(step, "evaluating")
-                        validation_loss, figures = self._evaluate(state.model, validation)
+                        validation_loss, figures = self.evaluate(step, state.model, validation)
                         record.val_loss, record.val_figures = validation_loss, figures
                         display.say(f"step {step}: validation {losses(validation_loss, figures)}")
                     self._write(record)
@@ -295,7 +302,8 @@ class _Run:
             display.say(
                 f"stopped by {stop.name} after step {done}, which is saved; run the same command again to continue"
             )
-        return Result(0 if done == last else PREEMPTED, done, state, validation_loss, figures)
+        exit_code = 0 if done == last else PREEMPTED
+        return Result(exit_code, done, state, validation_loss, figures, bool(stop.requested))
 
     def _program_of(self, size: int, step: int) -> TrainProgram:
         """The program for batches of `size`, which begin or come back with `step`."""
@@ -326,11 +334,22 @@ class _Run:
                 for name, (shape, _) in self.config.batch_arrays(evaluation).items()
             }
 
-    def _evaluate(self, model: Model, validation: Batches) -> tuple[float, dict[str, float]]:
-        """Mean over all labels of the evaluation that count, whichever batch they are in, and a BERT's figures."""
+    def evaluate(self, step: int, model: Model, validation: Batches) -> tuple[float, dict[str, float]]:
+        """Mean over all labels of the evaluation that count, whichever batch they are in, and a BERT's figures.
+
+        Args:
+          step: after which it is.
+          model: master weights.
+          validation: what `steps` was given.
+        """
         batches = range(self.config.train.eval_batches)
         found = [self.program.eval_step(model, self._to_devices(validation, i, evaluation=True)) for i in batches]
-        return mean_of(jax.device_get(found))
+        loss, figures = mean_of(jax.device_get(found))
+        if self.config.model.kind == "bert":
+            if self.entropy is None:
+                self.entropy = label_entropy(map(validation.at, batches))
+            figures = figures | {"unigram_entropy": self.entropy}
+        return loss, figures
 
     def _record(self, step: int, metrics: StepMetrics) -> Record:
         """Wait for the figures of `step` and put them beside the time it took."""
@@ -339,7 +358,7 @@ class _Run:
         seconds, self.clock = now - self.clock, now
         config = self.config
         size = self.sizes.size(step - 1)
-        tokens = size * config.model.sequence
+        tokens = size * config.model.choices * config.model.sequence
         tflops = self.flops * (size / config.train.global_batch) / seconds / config.mesh.devices / 1e12
         return Record(
             step=step,
@@ -348,7 +367,7 @@ class _Run:
             learning_rate=float(metrics.learning_rate),
             loss_scale=float(metrics.loss_scale),
             skipped=bool(metrics.skipped),
-            tokens=self.sizes.samples_before(step) * config.model.sequence,
+            tokens=self.sizes.samples_before(step) * config.model.choices * config.model.sequence,
             seconds=seconds,
             tokens_per_second=tokens / seconds,
             tflops=tflops,

@@ -1,4 +1,5 @@
-"""What a loss is the mean of, and the figures it comes with: one number of a GPT, three of a BERT (`bert.FIGURES`).
+"""What a loss is the mean of, and the figures it comes with: one number of a GPT, three of a BERT (`bert.FIGURES`), two
+of a BERT with the head of a task (`heads.FIGURES`).
 
 Models sum over the sequences they are given; `share` makes parts of a mean over the global batch of such sums, wherever
 they are taken.
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mjax.config import Config
-from mjax.models.bert import FIGURES
+from mjax.models import bert, heads
 from mjax.parallel import mappings
 from mjax.parallel.mappings import DATA
 from mjax.training.precision import parameter_type
@@ -18,6 +19,8 @@ from mjax.training.precision import parameter_type
 
 def count_labels(config: Config, batch: dict[str, Array]) -> Array | int:
     """Labels of the global batch that count: int32 [], the same on every device, or a number where all do."""
+    if config.model.head != "pretraining":
+        return config.train.global_batch
     if "loss_mask" not in batch:
         return config.train.global_batch * config.model.sequence
     counted = batch["loss_mask"].sum(dtype=jnp.int32)
@@ -30,20 +33,23 @@ def share(config: Config, scale: Array | float, labels: Array | int) -> Array | 
     Of no labels the loss is 0, and so is its gradient.
     """
     of_label = scale / (labels if isinstance(labels, int) else jnp.maximum(labels, 1))
-    if config.model.kind == "gpt":
+    if config.model.kind == "gpt" or config.model.head != "pretraining":
         return of_label
     of_sequence = scale / config.train.global_batch
     return jnp.stack([of_label, of_sequence, of_sequence])
 
 
 def named(figures: Array) -> tuple[Array, dict[str, Array]]:
-    """The loss, and of a BERT what it is the sum of and how often the order is found, by name."""
+    """The loss and the other figures by name: of a BERT also what its loss is the sum of."""
     if figures.ndim == 0:
         return figures, {}
-    return figures[0] + figures[1], dict(zip(FIGURES, figures, strict=True))
+    if len(figures) == len(heads.FIGURES):
+        return figures[0], dict(zip(heads.FIGURES[1:], figures[1:], strict=True))
+    return figures[0] + figures[1], dict(zip(bert.FIGURES, figures, strict=True))
 
 
 def no_loss(config: Config) -> Array:
-    """What the losses of micro-batches are added to: zeros, [] or of a BERT [3]."""
-    shape = () if config.model.kind == "gpt" else (len(FIGURES),)
+    """What the losses of micro-batches are added to: zeros, [], of a BERT [3], with the head of a task [2]."""
+    of_bert = bert.FIGURES if config.model.head == "pretraining" else heads.FIGURES
+    shape = () if config.model.kind == "gpt" else (len(of_bert),)
     return mappings.vary(jnp.zeros(shape, parameter_type(config.precision.compute)), frozenset({DATA}))

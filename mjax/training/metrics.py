@@ -8,9 +8,12 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mjax.errors import UsageError
+
+if TYPE_CHECKING:  # matplotlib takes a second to import
+    from matplotlib.axes import Axes
 
 
 @dataclass
@@ -32,7 +35,8 @@ class Record:
       nonfinite: which gradient was not finite, and how many; null where all were finite.
       val_loss: mean cross entropy on the validation batches after this step, where it was measured.
       figures, val_figures: of a BERT its two losses and how often it finds the order; lines of their own in the record,
-        such as mlm_loss and val_mlm_loss.
+        such as mlm_loss and val_mlm_loss. In an evaluation also what guessing masked tokens by their frequency costs,
+        val_unigram_entropy.
     """
 
     step: int
@@ -148,39 +152,53 @@ def _start_wandb(project: str, folder: Path):
 def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None:
     """Training loss (thin as measured, thick as a moving average) and validation loss over steps, as a PNG.
 
-    Of a BERT it is that of the masked tokens.
+    Of a BERT it is that of the masked tokens, with what guessing by frequency costs; and beside it the share of pairs
+    whose order is found.
     """
     from matplotlib.figure import Figure
 
-    def curve(prefix: str) -> list[tuple[int, float]]:
-        points = [(r["step"], r.get(f"{prefix}mlm_loss", r.get(f"{prefix}loss"))) for r in records]
-        return [(step, loss) for step, loss in points if loss is not None]
-
     records = list(records)
-    training, validation = curve(""), curve("val_")
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    if training:
-        steps, losses = zip(*training, strict=True)
-        smoothed = _smoothed(losses)
-        axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8)
-        axes.plot(steps, smoothed, color="tab:blue", linewidth=1.8, label=f"training, {smoothed[-1]:.3f}")
-    if validation:
-        steps, losses = zip(*validation, strict=True)
-        axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label=f"validation, {losses[-1]:.3f}")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
-    axes.grid(alpha=0.25)
+    bert = any("order_accuracy" in record for record in records)
+    figure = Figure(figsize=(12 if bert else 8, 4.5), dpi=120, layout="constrained")
+    axes, *beside = figure.subplots(1, 2 if bert else 1, squeeze=False)[0]
+    _draw_curves(axes, records, "mlm_loss" if bert else "loss", "{:.3f}")
+    axes.set(xlabel="step", ylabel="loss (nats per masked token)" if bert else "loss (nats per token)", title=title)
+    entropy = next((record["val_unigram_entropy"] for record in records if "val_unigram_entropy" in record), None)
+    if entropy is not None:
+        axes.axhline(entropy, color="0.4", linestyle="--", linewidth=1, label=f"by frequency alone, {entropy:.3f}")
     low, high = axes.get_ylim()
     round_numbers = [digit * 10**power for power in range(-1, 9) for digit in (1, 1.5, 2, 3, 5, 7)]
     shown = [number for number in round_numbers if low <= math.log(number) <= high]
     perplexity = axes.secondary_yaxis("right")
     perplexity.set_ylabel("perplexity")
     perplexity.set_yticks([math.log(number) for number in shown], [f"{number:,g}" for number in shown])
-    if training or validation:
-        axes.legend(frameon=False)
+    for order in beside:
+        _draw_curves(order, records, "order_accuracy", "{:.1%}")
+        order.axhline(0.5, color="0.4", linestyle="--", linewidth=1, label="by chance, 50%")
+        order.set(xlabel="step", ylabel="share of pairs whose order is found", title="sentence order")
+    for panel in (axes, *beside):
+        panel.grid(alpha=0.25)
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(frameon=False)
     temporary = file.with_suffix(".tmp.png")
     figure.savefig(temporary)
     temporary.replace(file)
+
+
+def _draw_curves(axes: Axes, records: list[dict[str, Any]], name: str, form: str) -> None:
+    """A figure of the training steps and of the evaluations, each with its last value in the legend."""
+
+    def curve(name: str) -> list[tuple[int, float]]:
+        return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+
+    if training := curve(name):
+        steps, values = zip(*training, strict=True)
+        smoothed = _smoothed(values)
+        axes.plot(steps, values, color="tab:blue", alpha=0.3, linewidth=0.8)
+        axes.plot(steps, smoothed, color="tab:blue", linewidth=1.8, label=f"training, {form.format(smoothed[-1])}")
+    if validation := curve(f"val_{name}"):
+        steps, values = zip(*validation, strict=True)
+        axes.plot(steps, values, "o-", color="tab:orange", markersize=4, label=f"validation, {form.format(values[-1])}")
 
 
 def _smoothed(values: tuple[float, ...]) -> list[float]:

@@ -120,6 +120,10 @@ def gradient_names(model, mesh: MeshConfig) -> list[str]:
     return names
 
 
+# What comes after the last layer.
+HEADS = ("mlm.", "order.", "pooler.", "head.", "final_norm.")
+
+
 def backward_order(names: list[str]) -> list[int]:
     """Indices of `gradient_names` in the order in which the backward pass reaches them.
 
@@ -132,6 +136,6 @@ def backward_order(names: list[str]) -> list[int]:
         if layer:
             sublayers = ("mlp.", "mlp_norm", "attention.", "attention_norm")
             return 1, -int(layer), next(i for i, part in enumerate(sublayers) if part in name)
-        return (0,) if name.startswith(("mlm.", "order.", "pooler.", "final_norm.")) else (2,)
+        return (0,) if name.startswith(HEADS) else (2,)
 
     return sorted(range(len(names)), key=reached)

@@ -11,7 +11,10 @@ from mjax.config import Config, differences, read_config
 from mjax.errors import UsageError
 
 # What the weights' shapes and meaning depend on; the rest may change between two starts of a run.
-FIXED = ("layers", "hidden", "heads", "feed_forward", "sequence", "vocabulary", "vocabulary_multiple", "activation")
+FIXED = (
+    "kind", "layers", "hidden", "heads", "feed_forward", "sequence", "positions", "vocabulary", "vocabulary_multiple",
+    "activation", "mlm_activation", "layernorm", "embedding_layernorm", "head", "answers",
+)  # fmt: skip
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -58,5 +61,5 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"{folder} is in use by another process; wait for it, or choose another --name") from None
+            raise UsageError(f"{folder} is in use by another process; wait for it, or choose another folder") from None
         yield

@@ -22,7 +22,8 @@ class TrainState:
       model: float32 master weights, sharded by their PartitionSpecs.
       optimizer: Adam's count and moments, sharded like the weights.
       loss_scale: fp16's loss scale.
-      step: int32 [], steps taken, skipped ones included; it numbers batches and dropout masks.
+      step: int32 [], steps taken, skipped ones included; it numbers batches and dropout masks. Fine-tuning
+        begins the count of each seed elsewhere, for masks of its own.
       samples: int32 [], samples that have trained the model, those of skipped steps not included; the clock of the
         learning rate.
     """
@@ -48,7 +49,8 @@ class StepMetrics:
       skipped: bool [], whether the gradient was not finite and nothing was updated.
       nonfinite: int32 [], number of gradients that are not finite.
       first_nonfinite: int32 [], index into `TrainProgram.gradient_names` of the one the backward pass reached first.
-      figures: of a BERT its losses one by one, and how often the order is found (`bert.FIGURES`); float32 [] each.
+      figures: of a BERT its losses one by one, and how often the order is found (`bert.FIGURES`); with the head of a
+        task those of `heads.FIGURES`; float32 [] each.
     """
 
     loss: Array

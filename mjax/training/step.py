@@ -21,14 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.batch_size import at_batch
 from mjax.config import Config
-from mjax.models.build import Model, build_model
+from mjax.models.build import Model
 from mjax.models.transformer import run_blocks
 from mjax.names import leaf_name
 from mjax.parallel import mappings
@@ -39,13 +38,12 @@ from mjax.parallel.random import DropoutKey
 from mjax.parallel.schedules import forward_only, schedule_of
 from mjax.parallel.tokens import Tokens
 from mjax.parallel.zero import (
-    cut_into_chunks,
     gather_in_loop,
     gather_weights,
     is_layer,
-    plan_storage,
     reduce_gradients,
 )
+from mjax.training.layout import initial_weights, lay_out
 from mjax.training.losses import count_labels, named, no_loss, share
 from mjax.training.optimizer import adamw, backward_order, gradient_names, learning_rate, squared_norms
 from mjax.training.precision import COMPUTE_TYPES, LossScale, parameter_type
@@ -88,14 +86,12 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None =
     config = at_batch(config, batch or config.train.global_batch)
     # --- Shapes, then shardings ---------------------------------------------------------------------------------------
     transform = adamw(config.optimizer)
-    build = partial(_initial_state, config, transform)
-    shapes = jax.eval_shape(build)
-    plan = plan_storage(shapes.model, nnx.get_partition_spec(shapes.model), config.mesh)
-    model_specs = jax.tree.map(lambda storage: storage.spec, plan)
+    layout = lay_out(config, mesh)
+    shapes = jax.eval_shape(partial(first_state, config, transform), layout.abstract_model)
     specs = TrainState(
-        model=model_specs,
+        model=layout.specs,
         optimizer=optax.tree.map_params(
-            transform, lambda _, spec: spec, shapes.optimizer, model_specs, transform_non_params=lambda _: P()
+            transform, lambda _, spec: spec, shapes.optimizer, layout.specs, transform_non_params=lambda _: P()
         ),
         loss_scale=jax.tree.map(lambda _: P(), shapes.loss_scale),
         step=P(),
@@ -109,12 +105,12 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None =
     names = gradient_names(shapes.model, config.mesh)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
     train_step = shard_map(
-        partial(_train_step, config, transform, rate_after, plan, np.array(backward_order(names))),
+        partial(_train_step, config, transform, rate_after, layout.plan, np.array(backward_order(names))),
         in_specs=(specs, dict.fromkeys(training, P(DATA))),
         out_specs=(specs, P()),
     )
     eval_step = shard_map(
-        partial(_eval_step, config, plan),
+        partial(_eval_step, config, layout.plan),
         in_specs=(specs.model, dict.fromkeys(evaluation, P(DATA))),
         out_specs=P(),
     )
@@ -125,21 +121,29 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None =
             for name, (shape, kind) in training.items()
         },
         batch_sharding=batch_sharding,
-        initialize=jax.jit(build, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state)),
+        initialize=jax.jit(
+            lambda: first_state(config, transform, initial_weights(config)),
+            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state),
+        ),
         train_step=jax.jit(train_step, donate_argnums=0),
         eval_step=jax.jit(eval_step),
         gradient_names=names,
     )
 
 
-def _initial_state(config: Config, transform: optax.GradientTransformation) -> TrainState:
-    model = build_model(config.train.seed, config.model, parameter_type(config.precision.compute))
-    model = cut_into_chunks(model, config.mesh)
+def first_state(
+    config: Config, transform: optax.GradientTransformation, model: Model, step: Array | int = 0
+) -> TrainState:
+    """The state before the first step, of master weights whose layers are cut into the chunks of the pipeline.
+
+    Args:
+      step: number of the step before the first, where the dropout masks are not to be those of steps 1, 2, …
+    """
     return TrainState(
         model=model,
         optimizer=transform.init(model),
         loss_scale=LossScale.initial(config.precision),
-        step=jnp.int32(0),
+        step=jnp.asarray(step, jnp.int32),
         samples=jnp.int32(0),
     )
 
@@ -228,7 +232,7 @@ def _stage_program(config: Config, plan, share: Array | float, step: Array | Non
       step: numbers the dropout masks; None for evaluation, which has none.
     """
     model, train, mesh = config.model, config.train, config.mesh
-    tokens = Tokens(train.micro_batch, model.sequence, mesh.sequence_parallel)
+    tokens = Tokens(train.micro_batch * model.choices, model.sequence, mesh.sequence_parallel)
     weights_of = gather_in_loop(plan.blocks, COMPUTE_TYPES[config.precision.compute])
     layers_in_chunk = model.layers // (mesh.pipe * mesh.chunks)
 
@@ -247,7 +251,7 @@ def _stage_program(config: Config, plan, share: Array | float, step: Array | Non
         return weights.embed_batch(micro_batch, tokens, key(micro_batch))
 
     def head(weights, x, micro_batch):
-        return weights.batch_loss(x, micro_batch, tokens) * share
+        return weights.batch_loss(x, micro_batch, tokens, key(micro_batch)) * share
 
     return StageProgram(
         embed=embed,
@@ -338,13 +342,18 @@ def sum_over_batch(
 
 
 def _split(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
-    """This replica's rows of the batch as [m, b, …], and each sequence's index in the global batch as [m, b]."""
+    """This replica's rows of the batch as [m, b, …], and each sequence's index in the global batch as [m, b].
+
+    A sample of several sequences, [c, s], lends its rows to the micro-batch one after the other.
+    """
     rows = config.train.global_batch // config.mesh.data
     chex.assert_tree_shape_prefix(batch, (rows,))
-    chex.assert_shape([batch["tokens"], batch["labels"]], (rows, config.model.sequence))
-    samples = mappings.rank(DATA) * rows + jnp.arange(rows)
+    for name in batch.keys() & {"tokens", "labels"}:
+        chex.assert_axis_dimension(batch[name], -1, config.model.sequence)
+    sequences = rows * config.model.choices
+    samples = mappings.rank(DATA) * sequences + jnp.arange(sequences)
 
     def split(x):
-        return x.reshape(config.micro_batches, config.train.micro_batch, *x.shape[1:])
+        return x.reshape(config.micro_batches, -1, *x.shape[1:][-1:])
 
     return {name: split(x) for name, x in {**batch, "samples": samples}.items()}

@@ -10,6 +10,7 @@ import pytest
 from mjax.config import ModelConfig
 from mjax.errors import UsageError
 from mjax.models import attention
+from mjax.models.alibi import alibi_slopes
 from mjax.models.attention import attend, resolve_attention
 
 MODEL = ModelConfig(hidden=32, heads=4, sequence=16, attention_dropout=0.0)
@@ -99,6 +100,16 @@ def test_where_cudnn_takes_no_document_masks_auto_says_so_and_takes_xla():
     assert "the slower kernel xla is used, because cuDNN flash refuses document masks" in said[0]
 
 
+@pytest.mark.parametrize(("documents", "refused"), [(False, "ALiBi"), (True, "document masks and ALiBi")])
+def test_where_cudnn_takes_no_alibi_auto_says_so_and_takes_xla(documents, refused):
+    said, alibi = [], replace(MODEL, positions="alibi")
+    assert resolve_attention(alibi, "bf16", "gpu", said.append, documents=documents) == "xla"
+    assert len(said) == 1
+    assert f"the slower kernel xla is used, because cuDNN flash refuses {refused} (" in said[0]
+    with pytest.raises(UsageError, match=r"with --model.positions alibi it needs an even number of positions"):
+        resolve_attention(replace(alibi, sequence=15, attention="cudnn"), "bf16", "gpu")
+
+
 def test_cudnn_is_not_tried_with_documents_on_an_odd_number_of_positions():
     said, odd = [], replace(MODEL, sequence=15)
     assert resolve_attention(odd, "bf16", "gpu", said.append, documents=True) == "xla"
@@ -110,8 +121,8 @@ def test_cudnn_is_not_tried_with_documents_on_an_odd_number_of_positions():
 def test_a_kernel_with_wrong_numbers_is_found_at_the_start(monkeypatch):
     right = attention.attend
 
-    def attend(q, k, v, kernel, documents, causal):
-        return right(q, k, v, kernel, documents=documents, causal=causal) * (1.5 if kernel == "xla_blocks" else 1.0)
+    def attend(q, k, v, kernel, **options):
+        return right(q, k, v, kernel, **options) * (1.5 if kernel == "xla_blocks" else 1.0)
 
     monkeypatch.setattr(attention, "attend", attend)
     with pytest.raises(UsageError, match="gives wrong numbers here"):
@@ -121,8 +132,8 @@ def test_a_kernel_with_wrong_numbers_is_found_at_the_start(monkeypatch):
 def test_a_kernel_that_does_not_keep_to_documents_is_found_at_the_start(monkeypatch):
     right = attention.attend
 
-    def attend(q, k, v, kernel, documents, causal):
-        return right(q, k, v, kernel, documents=documents if kernel == "xla" else None, causal=causal)
+    def attend(q, k, v, kernel, documents, **options):
+        return right(q, k, v, kernel, documents=documents if kernel == "xla" else None, **options)
 
     monkeypatch.setattr(attention, "attend", attend)
     resolve_attention(MODEL, "fp32", "cpu")
@@ -130,12 +141,26 @@ def test_a_kernel_that_does_not_keep_to_documents_is_found_at_the_start(monkeypa
         resolve_attention(MODEL, "fp32", "cpu", documents=True)
 
 
+def test_a_kernel_that_leaves_alibi_out_is_found_at_the_start(monkeypatch):
+    right = attention.attend
+
+    def attend(q, k, v, kernel, slopes, **options):
+        return right(q, k, v, kernel, slopes=slopes if kernel == "xla" else None, **options)
+
+    monkeypatch.setattr(attention, "attend", attend)
+    resolve_attention(MODEL, "fp32", "cpu")
+    with pytest.raises(UsageError, match="gives wrong numbers here"):
+        resolve_attention(replace(MODEL, positions="alibi"), "fp32", "cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("documents", [False, True])
-def test_cudnn_equals_xla_on_this_gpu(documents):
+@pytest.mark.parametrize("alibi", [False, True])
+def test_cudnn_equals_xla_on_this_gpu(documents, alibi):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in _inputs(128))
     numbers = jnp.arange(128) // jnp.array([[5], [60]]) if documents else None
+    slopes = jnp.asarray(alibi_slopes(4)) if alibi else None
     found, expected = (
-        np.asarray(attend(q, k, v, kernel, documents=numbers), np.float32) for kernel in ("cudnn", "xla")
+        np.asarray(attend(q, k, v, kernel, documents=numbers, slopes=slopes), np.float32) for kernel in ("cudnn", "xla")
     )
     np.testing.assert_allclose(found, expected, atol=2e-2)

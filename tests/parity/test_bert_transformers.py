@@ -84,9 +84,9 @@ NORMS = {
 }
 
 
-def _from_peer(tensors, ours, layernorm):
+def _from_peer(tensors, ours, layernorm, more_places=()):
     """Tensors of the peer, by its names, in the tree of `ours`."""
-    places = PLACES | NORMS[layernorm]
+    places = PLACES | NORMS[layernorm] | dict(more_places)
 
     def tensor(module, part):
         found = tensors[f"{module}.{'bias' if part == 'bias' else 'weight'}"]

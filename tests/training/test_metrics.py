@@ -2,13 +2,14 @@
 
 import io
 import json
+import math
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from mjax.config import load_config
-from mjax.training.display import Display, duration
+from mjax.training.display import Display, duration, verdict
 from mjax.training.flops import PEAK_TFLOPS, model_flops, peak_tflops
 from mjax.training.metrics import MetricsLog, Record, draw_loss, read_metrics
 
@@ -94,6 +95,28 @@ def test_the_curve_is_drawn_from_any_beginning(tmp_path, losses):
     draw_loss(records, tmp_path / "loss.png", "run")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [file.name for file in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_the_picture_of_a_bert_has_a_panel_for_the_order_and_what_guessing_costs(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file: (drawn.append(figure), file.touch()))
+    records = [{"step": i, "loss": 9.0 - i, "mlm_loss": 8.0 - i, "order_accuracy": 0.5 + i / 10} for i in range(1, 4)]
+    records[-1] |= {"val_loss": 6.5, "val_mlm_loss": 5.5, "val_order_accuracy": 0.75, "val_unigram_entropy": 6.25}
+    draw_loss(records, tmp_path / "loss.png", "run")
+    masked, order = (axes.get_legend_handles_labels()[1] for axes in drawn[0].axes)
+    assert masked[1:] == ["validation, 5.500", "by frequency alone, 6.250"]
+    assert order[1:] == ["validation, 75.0%", "by chance, 50%"]
+    assert masked[0].startswith("training, 5.")
+
+
+def test_the_last_lines_of_a_bert_say_how_far_it_is_from_guessing():
+    assert verdict(math.log(20), {}, 99) == ["validation perplexity 20.00"]
+    figures = {"mlm_loss": math.log(20), "order_loss": 0.6, "order_accuracy": 0.8, "unigram_entropy": math.log(500)}
+    masked, order = verdict(math.log(20) + 0.6, figures, 1600)
+    assert masked == (
+        "validation perplexity 20.00 of masked tokens (2.996 nats); by their frequency alone 500.00 (6.215 nats)"
+    )
+    assert order == "order       80.0% ± 1.0% of 1,600 pairs right; by chance 50%"
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -100,7 +100,7 @@ def evaluating():
     config = small_config(2, 1, mesh={"pipe": 2}, dropout=0.0, samples={"validation_tail": True})
     config = replace(config, train=replace(config.train, eval_batches=2))
     mesh = make_mesh(config.mesh)
-    run = loop._Run(config, mesh, build_program(config, mesh), None, None, None, None)
+    run = loop.Run(config, mesh, build_program(config, mesh), None, None, None, None)
     return run, gradient_program(config)[1]()
 
 
@@ -132,7 +132,7 @@ def test_an_evaluation_weighs_its_batches_by_the_labels_that_count(evaluating):
     placed = [jax.device_put(batch, run.program.batch_sharding) for batch in batches]
     whole, tail = (float(run.program.eval_step(weights, batch).loss) for batch in placed)
     assert abs(whole - tail) > 1e-3
-    loss, figures = run._evaluate(weights, Validation())
+    loss, figures = run.evaluate(1, weights, Validation())
     assert loss == pytest.approx((whole * 128 + tail * 16) / 144, rel=1e-6)
     assert figures == {}
 
