@@ -11,6 +11,7 @@ they are; the model is in memory once, beside what Orbax takes to compress a che
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,7 +19,6 @@ from typing import Annotated, Literal
 import jax
 import numpy as np
 import tyro
-from flax import nnx
 from jax.numpy import bfloat16
 from rich.console import Console
 
@@ -26,26 +26,31 @@ from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, read_config
 from mjax.data.outputs import progress
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
-from mjax.interop import gpt2
+from mjax.interop.bert import BERT, MEGATRON_BERT, OF_TASKS
+from mjax.interop.bloom import BLOOM
+from mjax.interop.family import Family
+from mjax.interop.gpt2 import GPT2
 from mjax.interop.model_folder import check_new, check_replaceable, new_folder, read_object, write_object
+from mjax.interop.places import shapes
+from mjax.interop.settings import config_values, model_config
 from mjax.interop.tensor_files import open_tensors, parse_size, write_tensors
 from mjax.interop.tokenizer_files import find_tokenizer, write_tokenizer
-from mjax.models.gpt import GPT, build_gpt
-from mjax.parallel.mesh import make_mesh, sharded_shapes
-from mjax.parallel.zero import plan_storage
+from mjax.interop.weights import absent_heads, find_tensors, read_weights, weight_arrays
+from mjax.models.build import Model
+from mjax.names import leaf_name
+from mjax.parallel.mesh import make_mesh
 from mjax.training.checkpoint import Checkpoints
-from mjax.training.precision import parameter_type
+from mjax.training.layout import initial_weights, lay_out
 from mjax.validation import validate
 
-FAMILIES = {"gpt2": gpt2}
-"""By `model_type` of config.json."""
+FAMILIES = (GPT2, BERT, MEGATRON_BERT, BLOOM)
 TYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(bfloat16))}
 """By --dtype: torch's word for it, and NumPy's."""
 
 
 @dataclass(frozen=True)
 class FromHfArguments:
-    """Turn a model of Hugging Face (GPT2LMHeadModel) into a run folder, to generate with, evaluate or train further."""
+    """Turn a model of Hugging Face (GPT-2, BERT, BLOOM) into a run folder, to use, evaluate or train further."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder with config.json and model.safetensors, as save_pretrained writes it."""
@@ -59,11 +64,13 @@ class FromHfArguments:
     allow_pickle: bool = False
     """Let torch read an old pytorch_model.bin, the tensors in it and nothing else; of use where there is no
     safetensors file."""
+    draw_heads: bool = False
+    """Give a BERT random weights in the heads of which its folder holds nothing (MLM head, pooler, order head)."""
 
 
 @dataclass(frozen=True)
 class ToHfArguments:
-    """Turn a run's checkpoint into a folder that transformers opens (GPT2LMHeadModel)."""
+    """Turn a run's checkpoint into a folder that transformers opens."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder, such as runs/demo."""
@@ -95,30 +102,28 @@ def from_hf(arguments: FromHfArguments) -> int:
         raise UsageError(f"{source} is not a folder; give one that holds config.json and model.safetensors")
     values = read_object(source / "config.json")
     family = _family(values, source / "config.json")
-    config = Config(model=family.model_config(values, str(source / "config.json"), arguments.vocabulary_multiple))
+    model = model_config(family.settings, values, str(source / "config.json"), arguments.vocabulary_multiple)
+    config = Config(model=model)
     validate(dataclasses.replace(config, data=DataConfig(mock=True)), str(source))  # data are named when it is trained
     tokenizer = find_tokenizer(source, arguments.tokenizer)
-    _check_vocabulary(tokenizer, config.model)
+    check_vocabulary(tokenizer, model)
     tensors = open_tensors(source, arguments.allow_pickle)
-    names = family.find_tensors(tensors, config.model, str(source))
+    names = find_tensors(family.naming, tensors, model, str(source), arguments.draw_heads)
+    absent = absent_heads(family.naming, names)
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     target = abstract_weights(config)
-    with progress("reading", 4 * config.model.parameters) as read:
-        weights = family.read_weights(tensors, names, config.model, target, read)
-    with new_folder(output) as folder:
-        save_config(config, folder / "config.json")
-        if tokenizer is not None:
-            tokenizer.save(folder / "tokenizer")
-        with Checkpoints(folder / "checkpoints", on_notice=lambda line: None) as checkpoints:
-            checkpoints.save(0, {"model": weights})
+    with progress("reading", 4 * model.parameters) as read:
+        drawn = draw_weights(config, target, tuple(absent))
+        weights = read_weights(family.naming, tensors, names, model, target, read, drawn)
+    write_run(output, config, tokenizer, weights)
 
-    print(f"{output}: {config.model.parameters:,} parameters of a {family.ARCHITECTURE}, checkpoint 0")
-    if tokenizer is None:
-        print(f"no tokenizer found in {source}; --tokenizer names one (`generate` and `evaluate` need it)")
-    else:
-        print(f'generate     python -m mjax generate --checkpoint {output} --prompt "…"')
-    print(f"train on     python train.py --resume {output} --data.path data/corpus")
+    print(f"{output}: {model.parameters:,} parameters of a {family.naming.model}, checkpoint 0")
+    if absent:
+        print(
+            f"not in {source}, drawn from seed {config.train.seed}: {', '.join(map(family.naming.heads.get, absent))}"
+        )
+    print_next_steps(source, output, model, tokenizer)
     return 0
 
 
@@ -126,7 +131,7 @@ def to_hf(arguments: ToHfArguments) -> int:
     """`mjax convert to-hf`. Returns the exit code.
 
     Raises:
-      UsageError: the run holds no such checkpoint or a model that has no place in GPT2LMHeadModel, or the output is in
+      UsageError: the run holds no such checkpoint or a model for which transformers has no class, or the output is in
         use; nothing was written.
       RunError: the checkpoint is damaged.
     """
@@ -138,26 +143,38 @@ def to_hf(arguments: ToHfArguments) -> int:
     else:
         check_new(output)
     config = read_config(run / "config.json")
+    family = _family_of(config.model)
     stored = run / "tokenizer"
     tokenizer = tokenizer_from_folder(stored) if stored.is_dir() else None
-    _check_vocabulary(tokenizer, config.model)
+    check_vocabulary(tokenizer, config.model)
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     notices = Console(stderr=True, highlight=False)
     with Checkpoints(run / "checkpoints", on_notice=lambda line: notices.print(line, markup=False)) as checkpoints:
         step, weights = checkpoints.restore(abstract_weights(config), arguments.step, field="model")
     torch_name, dtype = TYPES[arguments.dtype]
-    arrays = dict(gpt2.weight_arrays(weights, config.model))
+    sizes = shapes(family.naming.places, config.model)
     eod = None if tokenizer is None else tokenizer.eod
+    ids = {"bos_token_id": eod, "eos_token_id": eod}
     with new_folder(output) as folder:
-        write_object(folder / "config.json", gpt2.config_values(config.model, torch_name, eod))
-        write_object(folder / "generation_config.json", {"bos_token_id": eod, "eos_token_id": eod})
+        values = {
+            "architectures": [family.naming.model],
+            "model_type": family.model_type,
+            **config_values(family.settings, config.model),
+            **(ids if family.generates else {"pad_token_id": getattr(tokenizer, "pad", None)}),
+            **_classes(config.model),
+            "torch_dtype": torch_name,
+        }
+        write_object(folder / "config.json", values)
+        if family.generates:
+            write_object(folder / "generation_config.json", ids)
         opens = tokenizer is None or write_tokenizer(tokenizer, stored, folder, config.model.sequence)
-        total = sum(array.size * dtype.itemsize for array in arrays.values())
+        array = weight_arrays(family.naming, weights, config.model)
+        total = sum(math.prod(shape) for shape in sizes.values()) * dtype.itemsize
         with progress("writing", total) as wrote:
-            files = write_tensors(folder, arrays, dtype, largest_file, wrote)
+            files = write_tensors(folder, sizes, array, dtype, largest_file, wrote)
 
-    print(f"{output}: checkpoint {step} of {run} as {gpt2.ARCHITECTURE}, {total / 1e6:,.1f} MB in {files[0]}", end="")
+    print(f"{output}: checkpoint {step} of {run} as {family.naming.model}, {total / 1e6:,.1f} MB in {files[0]}", end="")
     print(f" and {len(files) - 2} more" if len(files) > 1 else "")
     if tokenizer is None:
         print(f"{run} has no tokenizer, so none is in {output}")
@@ -166,28 +183,83 @@ def to_hf(arguments: ToHfArguments) -> int:
     return 0
 
 
-def abstract_weights(config: Config, mesh: MeshConfig | None = None) -> GPT:
-    """What the weights of `config` are read into: `GPT` of ShapeDtypeStructs on CPU devices, one when no mesh is given.
+def write_run(output: Path, config: Config, tokenizer: Tokenizer | None, weights: Model) -> None:
+    """Make the run folder of an import: checkpoint 0 holds the weights and nothing else."""
+    with new_folder(output) as folder:
+        save_config(config, folder / "config.json")
+        if tokenizer is not None:
+            tokenizer.save(folder / "tokenizer")
+        with Checkpoints(folder / "checkpoints", on_notice=lambda line: None) as checkpoints:
+            checkpoints.save(0, {"model": weights})
+
+
+def print_next_steps(source: Path, output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    """What to type after an import."""
+    if tokenizer is None:
+        print(f"no tokenizer found in {source}; --tokenizer names one (whatever reads or writes text needs it)")
+    elif model.kind == "gpt":
+        print(f'generate     python -m mjax generate --checkpoint {output} --prompt "…"')
+    print(f"train on     python train.py --resume {output} --data.path data/corpus")
+
+
+def abstract_weights(config: Config, mesh: MeshConfig | None = None) -> Model:
+    """What the weights of `config` are read into: the model of ShapeDtypeStructs on CPU devices, one when no mesh is
+    given.
 
     Layers are not cut into the chunks of a pipeline.
     """
     mesh = mesh or MeshConfig()
-    dtype = parameter_type(config.precision.compute)
-    shapes = jax.eval_shape(lambda: build_gpt(config.train.seed, config.model, dtype))
-    plan = plan_storage(shapes, nnx.get_partition_spec(shapes), mesh)
-    specs = jax.tree.map(lambda storage: storage.spec, plan)
-    return sharded_shapes(shapes, specs, make_mesh(mesh, jax.devices("cpu")))
+    return lay_out(dataclasses.replace(config, mesh=mesh), make_mesh(mesh, jax.devices("cpu"))).abstract_model
 
 
-def _family(values: dict, file: Path):
-    """The module of the model that a config.json describes."""
-    kind = values.get("model_type")
-    if kind not in FAMILIES:
-        raise UsageError(f"{file}: model_type is {kind!r}; mjax knows {', '.join(FAMILIES)}: convert another model")
-    return FAMILIES[kind]
+def draw_weights(config: Config, target: Model, names: tuple[str, ...]) -> dict[str, jax.Array]:
+    """The weights whose names begin so, as a run of `config` would begin with them, in the shards of `target`."""
+
+    def chosen(model: Model) -> dict:
+        leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
+        return {name: leaf for name, leaf in leaves.items() if name.startswith(names)}
+
+    places = jax.tree.map(lambda leaf: leaf.sharding, chosen(target))
+    return jax.jit(lambda: chosen(initial_weights(config)), out_shardings=places)() if names else {}
 
 
-def _check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
+def _family(values: dict, file: Path) -> Family:
+    """The family of the model that a config.json describes."""
+    kind, families = values.get("model_type"), {family.model_type: family for family in FAMILIES}
+    if not isinstance(kind, str) or kind not in families:
+        remedy = "convert another model" if kind is not None else "write the right one into the file"
+        raise UsageError(f"{file}: model_type is {kind!r}; mjax knows {', '.join(families)}: {remedy}")
+    return families[kind]
+
+
+def _family_of(model: ModelConfig) -> Family:
+    """The family that a model of mjax has a place in."""
+    if model.head == "pretraining" and model.mlm_activation not in (None, model.activation):
+        raise UsageError(
+            f"the MLP of this BERT has {model.activation} and its MLM head {model.mlm_activation}, and transformers "
+            "has one activation for both; convert a model with one"
+        )
+    for family in (*FAMILIES, *OF_TASKS):
+        if family.settings.fits(model):
+            return family
+    layernorm = "a" if model.embedding_layernorm else "no"
+    raise UsageError(
+        f"transformers has no class for a {model.kind} with --model.positions {model.positions}, --model.activation "
+        f"{model.activation}, feed-forward {model.mlp_width} and {layernorm} LayerNorm after the embedding; "
+        "GPT2LMHeadModel has learned positions and none, BloomForCausalLM ALiBi, gelu_tanh, 4 × hidden and one"
+    )
+
+
+def _classes(model: ModelConfig) -> dict:
+    """The settings of config.json that say how many classes a head has; their names are not in a run."""
+    if model.head != "classification":
+        return {}
+    names = [f"LABEL_{number}" for number in range(model.answers)]  # as transformers calls them
+    return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+
+
+def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
+    """Refuse a tokenizer that has more ids than the model has tokens."""
     if tokenizer is not None and tokenizer.vocabulary > model.vocabulary:
         raise UsageError(
             f"the tokenizer has {tokenizer.vocabulary:,} ids and the model's embedding {model.vocabulary:,} rows; "

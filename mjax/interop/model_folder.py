@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,11 +47,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
     Check before whether there is anything that must stay (`check_new`, `check_replaceable`).
     """
-    folder = folder.absolute()
-    temporary, old = (folder.with_name(f"{folder.name}.{what}") for what in ("writing", "replaced"))
-    for left in (temporary, old):
-        shutil.rmtree(left, ignore_errors=True)  # of a conversion that was killed
-    temporary.mkdir(parents=True)
+    folder = folder.resolve()  # of a symbolic link, what it points to
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    holder = Path(tempfile.mkdtemp(prefix=f"{folder.name}.writing-", dir=folder.parent))
+    temporary, old = holder / "new", holder / "old"
+    temporary.mkdir()
     try:
         yield temporary
         for file in temporary.rglob("*"):
@@ -61,8 +62,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
             folder.rename(old)
         temporary.rename(folder)
     finally:
-        for left in (temporary, old):
-            shutil.rmtree(left, ignore_errors=True)
+        if old.exists() and not folder.exists():  # stopped between the two
+            old.rename(folder)
+        shutil.rmtree(holder, ignore_errors=True)
 
 
 def read_object(file: Path) -> dict[str, Any]:

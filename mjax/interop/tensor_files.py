@@ -12,7 +12,10 @@ but tensors.
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +24,6 @@ from typing import Any, Protocol
 import numpy as np
 from jax.numpy import bfloat16  # NumPy knows the type from this import on, and safetensors relies on that
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from mjax.errors import UsageError
 from mjax.interop.model_folder import read_object, write_object
@@ -119,6 +121,28 @@ class SafetensorsFiles:
         return self._places[name].get_slice(name)[first:end]
 
 
+OLDEST_TORCH = (2, 10)  # before it, a file could make torch.load do more than weights_only promises
+
+
+def import_torch(why: str) -> Any:
+    """The torch library, which reads files that safetensors does not.
+
+    Args:
+      why: the beginning of the sentence that says it is missing: "… are read by torch".
+
+    Raises:
+      UsageError: it is not installed, or too old to be trusted with a file from outside.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise UsageError(f"{why}, which is not installed; type `pip install torch`") from None
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise UsageError(f"torch {torch.__version__} reads files unsafely; type `pip install 'torch>={oldest}'`")
+    return torch
+
+
 class PickledFiles:
     """`Tensors` in one or several pickles, read by torch with `weights_only`: it constructs tensors and nothing else.
 
@@ -126,13 +150,7 @@ class PickledFiles:
     """
 
     def __init__(self, files: dict[Path, list[str]]):
-        try:
-            import torch
-        except ModuleNotFoundError:
-            raise UsageError(
-                "--allow-pickle needs torch to read the file, which is not installed; type `pip install torch`, or get "
-                f"the model as {SAFETENSORS}"
-            ) from None
+        torch = import_torch("--allow-pickle is for files that are read by torch")
         names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
         self.kinds: dict[str, Kind] = {}
         self._tensors: dict[str, Any] = {}
@@ -144,7 +162,9 @@ class PickledFiles:
                 raise UsageError(
                     f"{file} is not a file of tensors and nothing else ({words[0]}); get another"
                 ) from None
-            if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+            if not isinstance(found, dict) or not all(
+                isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in found.items()
+            ):
                 raise UsageError(f"{file} holds something else than tensors by name; give the model's state_dict")
             _take(file, found, expected, self.kinds)
             self.kinds |= {
@@ -177,26 +197,29 @@ def _take(file: Path, found: Mapping[str, Any], expected: list[str], before: Map
 
 def write_tensors(
     folder: Path,
-    arrays: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+    array: Callable[[str], np.ndarray],
     dtype: np.dtype,
     largest_file: int,
     wrote: Callable[[int], None] = lambda size: None,
 ) -> list[str]:
-    """Write `arrays` as safetensors files, with their index where there are several; returns their names.
+    """Write tensors as safetensors files, with their index where there are several; returns their names.
 
-    Arrays of another type are converted file by file, and those of `dtype` are written from where they are.
+    Arrays of another type, or in another order in memory, are converted one by one; the others are written from where
+    they are.
 
     Args:
       folder: exists.
-      arrays: by name, in the order in which they are written.
+      shapes: of the tensors, by name, in the order in which they are written.
+      array: gives the tensor of a name; asked for it once, when it is written.
       dtype: type in the files.
       largest_file: bytes of tensors in a file; a tensor that is larger has a file to itself.
       wrote: called with the bytes of tensors written since the last call.
     """
     parts: list[list[str]] = [[]]
     room = largest_file
-    for name, array in arrays.items():
-        size = array.size * dtype.itemsize
+    for name, shape in shapes.items():
+        size = math.prod(shape) * dtype.itemsize
         if size > room and parts[-1]:
             parts.append([])
             room = largest_file
@@ -205,18 +228,40 @@ def write_tensors(
     names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
     if len(parts) == 1:
         names = [SAFETENSORS]
-    total = 0
     for file, part in zip(names, parts, strict=True):
-        converted = {name: np.ascontiguousarray(arrays[name].astype(dtype, copy=False)) for name in part}
-        save_file(converted, folder / file, metadata={"format": "pt"})  # transformers asks for the format
-        size = sum(array.nbytes for array in converted.values())
-        total += size
-        wrote(size)
+        _write_file(folder / file, {name: shapes[name] for name in part}, array, dtype, wrote)
     if len(parts) > 1:
+        total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
         places = {name: file for file, part in zip(names, parts, strict=True) for name in part}
         write_object(folder / f"{SAFETENSORS}.index.json", {"metadata": {"total_size": total}, "weight_map": places})
         names.append(f"{SAFETENSORS}.index.json")
     return names
+
+
+def _write_file(
+    file: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    array: Callable[[str], np.ndarray],
+    dtype: np.dtype,
+    wrote: Callable[[int], None],
+) -> None:
+    """One safetensors file: the length of the header in 8 bytes, the header, and the tensors one behind the other.
+
+    The library's own function wants all tensors at once.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for the format
+    code, end = next(name for name, known in FLOATS.items() if known == dtype), 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for name in shapes:
+            tensor = np.ascontiguousarray(array(name).astype(dtype, copy=False))
+            wrote(stream.write(tensor.view(np.uint8).data))
+            del tensor  # before the next one is made
 
 
 def parse_size(text: str) -> int:

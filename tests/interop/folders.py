@@ -1,4 +1,4 @@
-"""Model folders of GPT-2 with random weights, written by the safetensors library and nothing of mjax."""
+"""Model folders of each family with random weights, written by the safetensors library and nothing of mjax."""
 
 import json
 from pathlib import Path
@@ -21,11 +21,47 @@ CONFIG = {
     "resid_pdrop": 0.0,
     "embd_pdrop": 0.0,
 }
+BERT = {
+    "model_type": "bert",
+    "architectures": ["BertForPreTraining"],
+    "num_hidden_layers": 2,
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+    "intermediate_size": 24,
+    "max_position_embeddings": 16,
+    "vocab_size": 257,
+    "type_vocab_size": 2,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "initializer_range": 0.02,
+    "attention_probs_dropout_prob": 0.1,
+    "hidden_dropout_prob": 0.1,
+}
+MEGATRON_BERT = BERT | {"model_type": "megatron-bert", "architectures": ["MegatronBertForPreTraining"]}
+BLOOM = {
+    "model_type": "bloom",
+    "architectures": ["BloomForCausalLM"],
+    "n_layer": 2,
+    "hidden_size": 12,
+    "n_head": 3,
+    "seq_length": 16,
+    "vocab_size": 257,
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
 
 
 def tensors_of(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
-    """Names and shapes as `GPT2LMHeadModel.state_dict()` has them, without the tied output layer."""
-    h, random = config["n_embd"], np.random.default_rng(seed)
+    """Names and shapes as the `state_dict()` of the family's class has them, without the tied output layer."""
+    shapes = {"gpt2": _gpt2, "bert": _bert, "megatron-bert": _bert, "bloom": _bloom}[config["model_type"]](config)
+    random = np.random.default_rng(seed)
+    return {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def _gpt2(config: dict) -> dict[str, tuple[int, ...]]:
+    h = config["n_embd"]
     f = config.get("n_inner") or 4 * h
     shapes = {"wte.weight": (config["vocab_size"], h), "wpe.weight": (config["n_positions"], h)}
     for i in range(config["n_layer"]):
@@ -36,8 +72,55 @@ def tensors_of(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
         ):  # fmt: skip
             shapes |= {f"h.{i}.{conv}.weight": (into, out), f"h.{i}.{conv}.bias": (out,)}
     shapes |= {"ln_f.weight": (h,), "ln_f.bias": (h,)}
-    draw = lambda shape: random.normal(0, 0.3, shape).astype(np.float32)  # noqa: E731
-    return {f"transformer.{name}": draw(shape) for name, shape in shapes.items()}
+    return {f"transformer.{name}": shape for name, shape in shapes.items()}
+
+
+def _bert(config: dict) -> dict[str, tuple[int, ...]]:
+    h, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    shapes = {
+        "bert.embeddings.word_embeddings.weight": (v, h),
+        "bert.embeddings.position_embeddings.weight": (config["max_position_embeddings"], h),
+        "bert.embeddings.token_type_embeddings.weight": (2, h),
+        "cls.predictions.bias": (v,),
+    }
+    post = config["model_type"] == "bert"
+    norms = ["cls.predictions.transform.LayerNorm", "bert.embeddings.LayerNorm" if post else "bert.encoder.ln"]
+    linears = {
+        "bert.pooler.dense": (h, h),
+        "cls.predictions.transform.dense": (h, h),
+        "cls.seq_relationship": (2, h),
+    }
+    for i in range(config["num_hidden_layers"]):
+        layer = f"bert.encoder.layer.{i}"
+        linears |= {f"{layer}.attention.self.{part}": (h, h) for part in ("query", "key", "value")}
+        linears |= {
+            f"{layer}.attention.output.dense": (h, h),
+            f"{layer}.intermediate.dense": (f, h),
+            f"{layer}.output.dense": (h, f),
+        }
+        inside = ("attention.output.LayerNorm", "output.LayerNorm") if post else ("attention.ln", "ln")
+        norms += [f"{layer}.{norm}" for norm in inside]
+    for norm in norms:
+        shapes |= {f"{norm}.weight": (h,), f"{norm}.bias": (h,)}
+    for name, shape in linears.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return shapes
+
+
+def _bloom(config: dict) -> dict[str, tuple[int, ...]]:
+    h = config["hidden_size"]
+    shapes = {"word_embeddings.weight": (config["vocab_size"], h)}
+    norms = ["word_embeddings_layernorm", "ln_f"]
+    for i in range(config["n_layer"]):
+        norms += [f"h.{i}.input_layernorm", f"h.{i}.post_attention_layernorm"]
+        for linear, out, into in (
+            ("self_attention.query_key_value", 3 * h, h), ("self_attention.dense", h, h),
+            ("mlp.dense_h_to_4h", 4 * h, h), ("mlp.dense_4h_to_h", h, 4 * h),
+        ):  # fmt: skip
+            shapes |= {f"h.{i}.{linear}.weight": (out, into), f"h.{i}.{linear}.bias": (out,)}
+    for norm in norms:
+        shapes |= {f"{norm}.weight": (h,), f"{norm}.bias": (h,)}
+    return {f"transformer.{name}": shape for name, shape in shapes.items()}
 
 
 def write_folder(folder: Path, config: dict | None = None, tensors: dict | None = None, parts: int = 1) -> Path:

@@ -4,6 +4,7 @@ import json
 import shutil
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,9 +15,14 @@ from jax.sharding import PartitionSpec as P
 from mjax import cli
 from mjax.config import MeshConfig, read_config, save_config
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
-from mjax.interop import convert, gpt2
+from mjax.interop import convert
 from mjax.interop.convert import abstract_weights
+from mjax.interop.gpt2 import GPT2
+from mjax.interop.model_folder import new_folder
+from mjax.interop.places import shapes
+from mjax.interop.settings import model_config
 from mjax.interop.tensor_files import SafetensorsFiles, open_tensors
+from mjax.interop.weights import find_tensors, read_weights, weight_arrays
 from mjax.parallel.mappings import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.training.checkpoint import Checkpoints
@@ -108,7 +114,7 @@ def test_every_setting_travels_both_ways(tmp_path, change):
 
 
 def test_what_config_json_leaves_out_is_as_in_transformers():
-    model = gpt2.model_config({"model_type": "gpt2"}, "config.json", 128)
+    model = model_config(GPT2.settings, {"model_type": "gpt2"}, "config.json", 128)
     assert (model.layers, model.hidden, model.heads, model.sequence, model.vocabulary) == (12, 768, 12, 1024, 50257)
     assert (model.padded_vocabulary, model.feed_forward, model.activation) == (50304, None, "gelu_tanh")
     assert (model.hidden_dropout, model.attention_dropout, model.layernorm_epsilon) == (0.1, 0.1, 1e-5)
@@ -179,11 +185,13 @@ def test_an_export_is_cut_at_the_shard_size_and_indexed(source, run, tmp_path):
 def test_tensors_are_read_straight_into_the_shards_of_a_mesh(source, run, mesh):
     config = read_config(run / "config.json")
     tensors = open_tensors(source)
-    names = gpt2.find_tensors(tensors, config.model, "source")
+    names = find_tensors(GPT2.naming, tensors, config.model, "source")
     target = abstract_weights(config, mesh)
-    found = gpt2.read_weights(tensors, names, config.model, target, lambda size: None)
+    found = read_weights(GPT2.naming, tensors, names, config.model, target, lambda size: None)
     for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(target), strict=True):
         assert ours.sharding == wanted.sharding
+        assert len(ours.sharding.device_set) == mesh.devices
+    assert not found.blocks.mlp.up.kernel[...].is_fully_replicated
     assert_same(named(found), named(weights_of(run)))
 
 
@@ -198,15 +206,17 @@ def test_one_tensor_at_a_time_is_in_memory_beside_the_weights(source, run):
             return array
 
     tensors = Watched({source / "model.safetensors": []})
-    names = gpt2.find_tensors(tensors, config.model, "source")
-    gpt2.read_weights(tensors, names, config.model, abstract_weights(config), lambda size: None)
+    names = find_tensors(GPT2.naming, tensors, config.model, "source")
+    read_weights(GPT2.naming, tensors, names, config.model, abstract_weights(config), lambda size: None)
     assert {name for name, _ in alive} == tensors_of(CONFIG).keys()
 
 
 def test_an_export_in_float32_is_written_from_where_the_weights_are(run):
     config, weights = read_config(run / "config.json"), weights_of(run)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(weights)]
-    for name, array in gpt2.weight_arrays(weights, config.model):
+    array_of = weight_arrays(GPT2.naming, weights, config.model)
+    for name in shapes(GPT2.naming.places, config.model):
+        array = array_of(name)
         assert any(np.shares_memory(array, leaf) for leaf in leaves), name
         assert array.flags.c_contiguous, name
 
@@ -321,6 +331,37 @@ def test_an_export_replaces_a_model_only_when_asked_to_and_nothing_else_ever(run
     (tmp_path / "mine" / "thesis.txt").touch()
     assert cli.main(["convert", "to-hf", str(run), str(tmp_path / "mine"), "--overwrite"]) == 2
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["mine", "out"]
+
+
+def test_a_model_is_there_again_when_its_replacement_is_stopped_between_the_renames(tmp_path, monkeypatch):
+    out, beside = tmp_path / "out", tmp_path / "out.replaced"
+    for folder in (out, beside):
+        folder.mkdir()
+        (folder / "mine").touch()
+    rename = Path.rename
+
+    def stopped(path, target):
+        if Path(target) == out and path.name == "new":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", stopped)
+    with pytest.raises(KeyboardInterrupt), new_folder(out) as folder:
+        (folder / "theirs").touch()
+    assert {str(entry.relative_to(tmp_path)) for entry in tmp_path.rglob("*")} == {
+        "out", "out/mine", "out.replaced", "out.replaced/mine",
+    }  # fmt: skip
+
+
+def test_a_link_to_a_model_stays_a_link_when_the_model_is_replaced(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to("model")
+    for name in ("first", "second"):
+        with new_folder(tmp_path / "link") as folder:
+            (folder / name).touch()
+    assert (tmp_path / "link").is_symlink()
+    assert [entry.name for entry in (tmp_path / "model").iterdir()] == ["second"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "model"]
 
 
 @pytest.mark.parametrize("direction", ["from-hf", "to-hf"])

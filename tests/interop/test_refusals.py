@@ -8,9 +8,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from mjax import cli
+from mjax.config import save_config
 from mjax.errors import UsageError
 from mjax.interop.tensor_files import open_tensors, parse_size
 from tests.interop.folders import CONFIG, tensors_of, write_folder
+from tests.small import small_config
 
 
 def _config(**changes):
@@ -95,8 +97,8 @@ MISTAKES = {
     "config.json that is not JSON": (_bytes("config.json", lambda _: b"{"), "config.json holds no JSON object"),
     "config.json that is a list": (_bytes("config.json", lambda _: b"[]"), "config.json holds no JSON object"),
     # tensors
-    "a missing tensor": (_tensors(lambda tensors: tensors.pop(BIAS)), "lacks the tensor h.0.mlp.c_fc.bias;"),
-    "many missing tensors": (_config(n_layer=3), "lacks the tensor h.2.ln_1.weight and 11 more"),
+    "a missing tensor": (_tensors(lambda tensors: tensors.pop(BIAS)), f"lacks the tensor {BIAS};"),
+    "many missing tensors": (_config(n_layer=3), "lacks the tensor transformer.h.2.ln_1.weight and 11 more"),
     "an unknown tensor": (_set("score.weight", lambda _: np.ones((2, 12), np.float32)), "a tensor score.weight"),
     "more layers than config.json says": (_config(n_layer=1), "which GPT2LMHeadModel with 1 layers has not"),
     "a transposed weight": (
@@ -125,6 +127,11 @@ MISTAKES = {
         _bytes("model.safetensors", lambda content: struct.pack("<Q", 2**40) + content[8:]), "is cut off or is no",
     ),
     "no tensors": (lambda folder: (write_folder(folder) / "model.safetensors").unlink(), "holds no model.safetensors"),
+    "a list for an activation": (_config(activation_function=["gelu"]), "activation_function is ['gelu']; mjax knows"),
+    "a list for a model_type": (_config(model_type=["gpt2"]), "model_type is ['gpt2']; mjax knows"),
+    "an output layer of another type": (
+        _set("lm_head.weight", lambda tensors: tensors[WTE].astype(np.float64)), "lm_head.weight is of type F64",
+    ),
     "no config.json": (lambda folder: (write_folder(folder) / "config.json").unlink(), "config.json does not exist"),
     "a pickle only": (_only_a_pickle, "in pytorch_model.bin only, a pickle"),
     "no folder": (lambda folder: None, "is not a folder"),
@@ -214,3 +221,21 @@ def test_some_rows_of_a_tensor_are_those_of_numpy(tmp_path, rows):
 def test_a_file_that_holds_something_else_than_tensors_by_name_is_refused(tmp_path):
     with pytest.raises(UsageError, match="holds no"):
         open_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"positions": "alibi"},
+        {"embedding_layernorm": True},
+        {"positions": "alibi", "embedding_layernorm": True, "activation": "gelu_erf"},
+        {"positions": "alibi", "embedding_layernorm": True, "feed_forward": 100},
+    ],
+    ids=str,
+)
+def test_an_export_of_what_no_class_of_transformers_has_is_refused(option, tmp_path, capsys):
+    save_config(small_config(**option), tmp_path / "config.json")
+    assert cli.main(["convert", "to-hf", str(tmp_path), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "transformers has no class for a gpt with --model.positions" in error
+    assert not (tmp_path / "out").exists()

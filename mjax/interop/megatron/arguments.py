@@ -1,0 +1,182 @@
+"""What a checkpoint of Megatron says about its model, as our `ModelConfig`.
+
+Shapes of tensors tell most of it. The arguments of the run, which Megatron has stored beside them since 2020, tell the
+rest: heads, rates, and whether the model computes anything that mjax does not, which is refused by name. The published
+345M models have no arguments; then --heads and --activation say it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from mjax.config import ModelConfig
+from mjax.errors import UsageError
+from mjax.interop.megatron.names import EMBEDDING, TRUNKS
+from mjax.interop.megatron.pickles import StandIn
+from mjax.interop.tensor_files import Tensors
+
+Activation = Literal["gelu_tanh", "gelu_erf"]
+
+ONLY: dict[str, Any] = {
+    "position_embedding_type": "learned_absolute",
+    "add_position_embedding": True,
+    "use_rotary_position_embeddings": False,
+    "normalization": "LayerNorm",
+    "apply_layernorm_1p": False,
+    "qk_layernorm": False,
+    "swiglu": False,
+    "squared_relu": False,
+    "quick_geglu": False,
+    "add_bias_linear": True,
+    "group_query_attention": False,
+    "multi_latent_attention": False,
+    "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    "softmax_type": "vanilla",
+    "window_size": None,
+    "num_experts": None,
+    "untie_embeddings_and_output_weights": False,
+    "mtp_num_layers": None,
+    "hybrid_override_pattern": None,
+    "heterogeneous_layers_config_path": None,
+    "retro_add_retriever": False,
+    "use_mup": False,
+    "bert_binary_head": True,
+}
+"""Arguments that change what the model computes, and the only value of each that mjax knows. Each version of Megatron
+has some of them; None is what an argument has that was not given."""
+NUMBERS = {
+    "hidden_dropout": ("hidden_dropout", 0.1),
+    "attention_dropout": ("attention_dropout", 0.1),
+    "init_method_std": ("init_std", 0.02),
+    "layernorm_epsilon": ("layernorm_epsilon", 1e-5),
+    "norm_epsilon": ("layernorm_epsilon", 1e-5),
+}
+"""Megatron's name → ours, and what holds where there are no arguments."""
+ACTIVATIONS: dict[str, Activation] = {"gpt": "gelu_tanh", "bert": "gelu_erf"}
+"""Of models without arguments: that of the published 345M."""
+
+
+def model_config(
+    arguments: Mapping[str, Any] | None,
+    tensors: Tensors,
+    kind: Literal["gpt", "bert"],
+    source: str,
+    heads: int | None = None,
+    activation: Activation | None = None,
+) -> ModelConfig:
+    """The model, with every row of its embedding as a token: what pads the vocabulary cannot be told from here.
+
+    Args:
+      arguments: of the run; None where there are none.
+      tensors: by today's names.
+      kind: of the model.
+      source: where it is from, for messages.
+      heads, activation: what the user says where there are no arguments.
+
+    Raises:
+      UsageError: the arguments ask for what mjax does not compute, contradict the tensors or the user, or are needed
+        and not there.
+    """
+    said = {} if arguments is None else arguments
+    for name in ONLY:
+        if not isinstance(said.get(name), (type(None), bool, int, float, str, list, tuple, StandIn)):
+            raise UsageError(f"{source}: {name} is a {type(said[name]).__name__}; restore the checkpoint")
+    for name, value in ONLY.items():
+        if said.get(name) not in (None, value) and (said[name] or value is not None):
+            raise UsageError(
+                f"{source}: {name} is {said[name]!r}, and mjax knows only {value!r}; convert another model"
+            )
+    shapes = _shapes(tensors, kind, source)
+    for name, known in shapes.items():
+        if said.get(name, known) not in (None, known):
+            raise UsageError(
+                f"{source}: {name} is {said[name]!r} among the arguments, and {known} by the tensors; "
+                "copy the whole checkpoint"
+            )
+    hidden, count = shapes["hidden_size"], _heads(said, heads, source)
+    size = hidden / count if said.get("kv_channels") is None else said["kv_channels"]
+    if size * count != hidden or hidden % count:
+        raise UsageError(
+            f"{source}: {count} heads of {size!r} numbers are not the {hidden} of hidden_size, and mjax knows no "
+            "others; give the model's own --heads, or convert another model"
+        )
+    numbers = dict(NUMBERS.values())
+    for name, (ours, _) in NUMBERS.items():
+        value = said.get(name)
+        if value is None:
+            continue
+        if type(value) not in (int, float):
+            raise UsageError(f"{source}: {name} is {value!r}, which is no number; copy the checkpoint again")
+        numbers[ours] = float(value)
+    if arguments is not None and activation is not None:
+        raise UsageError(f"{source} says itself which GELU its model has; leave out --activation")
+    return ModelConfig(
+        kind=kind,
+        layers=shapes["num_layers"],
+        hidden=hidden,
+        heads=count,
+        feed_forward=None if shapes["ffn_hidden_size"] == 4 * hidden else shapes["ffn_hidden_size"],
+        sequence=shapes["max_position_embeddings"],
+        vocabulary=shapes["padded_vocab_size"],
+        layernorm="post" if said.get("apply_residual_connection_post_layernorm") else "pre",
+        **_activations(kind, arguments, activation, source),
+        **numbers,
+    )
+
+
+def _shapes(tensors: Tensors, kind: str, source: str) -> dict[str, int]:
+    """What shapes tell, by the names of the arguments."""
+    trunk = TRUNKS[kind]
+
+    def extent(name: str, dim: int) -> int:
+        shape = tensors.kinds[name].shape if name in tensors.kinds else ()
+        if len(shape) != 2:
+            raise UsageError(
+                f"{source} lacks the matrix {name}, so it is no dense {kind.upper()} of Megatron with learned "
+                "positions; convert another model, or copy the whole checkpoint"
+            )
+        return shape[dim]
+
+    layers = {int(found[1]) for name in tensors.kinds if (found := re.match(rf"{trunk}\.layers\.(\d+)\.", name))}
+    return {
+        "num_layers": max(layers, default=-1) + 1,
+        "hidden_size": extent(EMBEDDING, 1),
+        "ffn_hidden_size": extent(f"{trunk}.layers.0.mlp.linear_fc2.weight", 1),
+        "max_position_embeddings": extent("embedding.position_embeddings.weight", 0),
+        "padded_vocab_size": extent(EMBEDDING, 0),
+    }
+
+
+def _heads(said: Mapping[str, Any], heads: int | None, source: str) -> int:
+    theirs = said.get("num_attention_heads")
+    if theirs is None and heads is None:
+        raise UsageError(
+            f"{source} does not say how many attention heads its model has; add --heads, 16 for the published 345M"
+        )
+    if theirs is not None and heads not in (None, theirs):
+        raise UsageError(f"{source}: the model has {theirs} attention heads and --heads is {heads}; leave it out")
+    count = heads if theirs is None else theirs
+    if type(count) is not int or count < 1:
+        raise UsageError(f"{count!r} attention heads is not a whole number above 0; give the model's own with --heads")
+    return count
+
+
+def _activations(
+    kind: str, arguments: Mapping[str, Any] | None, activation: Activation | None, source: str
+) -> dict[str, Activation]:
+    """GELU of the MLP, and of a BERT's MLM head, which Megatron's fused kernel (tanh) leaves alone."""
+    if arguments is None:
+        return {"activation": activation or ACTIVATIONS[kind]}
+    if arguments.get("openai_gelu"):
+        return {"activation": "gelu_tanh"}
+    if arguments.get("bias_gelu_fusion") and arguments.get("onnx_safe"):
+        raise UsageError(
+            f"{source}: bias_gelu_fusion and onnx_safe are both set, which versions of Megatron compute differently; "
+            "convert another model"
+        )
+    if not arguments.get("bias_gelu_fusion"):
+        return {"activation": "gelu_erf"}
+    return {"activation": "gelu_tanh"} if kind == "gpt" else {"activation": "gelu_tanh", "mlm_activation": "gelu_erf"}

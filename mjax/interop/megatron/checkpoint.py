@@ -1,0 +1,239 @@
+"""Which checkpoint in a folder of Megatron's, and what is in it.
+
+    latest_checkpointed_iteration.txt    a step, or the word release
+    iter_0300000/, release/              mp_rank_00/model_optim_rng.pt … or .metadata, __0_0.distcp, common.pt …
+
+The first names one of the folders. What is in it says which of the two formats it has, and whose model it is.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from mjax.config import ModelConfig
+from mjax.errors import UsageError
+from mjax.interop.megatron.distributed import DistributedTensors
+from mjax.interop.megatron.names import VOCABULARY, as_post, flat, is_weight, kind_of, renamed
+from mjax.interop.megatron.pickles import StandIn, as_array, load, megatron_torch, read_metadata
+from mjax.interop.megatron.ranks import RankTensors, Share
+from mjax.interop.model_folder import read_object
+from mjax.interop.tensor_files import FLOATS, Kind, Tensors
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
+"""What a rank's file is called; the second where moments had a file of their own."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was opened.
+
+    Attributes:
+      folder: where it is.
+      kind: of its model.
+      tensors: the weights by today's names, whole.
+      version: `checkpoint_version`; 0 where there is none.
+      arguments: of the run that wrote it; None where there are none.
+      tensor_ranks: over how many its matrices were split; None where that left no trace.
+      old_names: whether it is older than megatron-core.
+    """
+
+    folder: Path
+    kind: Literal["gpt", "bert"]
+    tensors: Tensors
+    version: float
+    arguments: dict[str, Any] | None
+    tensor_ranks: int | None
+    old_names: bool
+
+
+def open_checkpoint(source: Path, step: int | None = None) -> Checkpoint:
+    """Open a checkpoint of Megatron, in either of its formats.
+
+    Args:
+      source: a folder that `--save` named, or that of one checkpoint in it.
+      step: which of several; None for the one that the tracker file names.
+
+    Raises:
+      UsageError: there is no such checkpoint, it is incomplete or damaged, or it wants to execute something.
+    """
+    folder = find_folder(source, step)
+    if (folder / "metadata.json").is_file():
+        backend = read_object(folder / "metadata.json").get("sharded_backend")
+        if backend != "torch_dist":
+            raise UsageError(
+                f"{folder} is in the format {backend!r}, and mjax reads torch_dist and torch; save it again with "
+                "Megatron's --ckpt-convert-format torch_dist"
+            )
+    return _open_distributed(folder) if (folder / ".metadata").is_file() else _open_ranks(folder)
+
+
+def find_folder(source: Path, step: int | None) -> Path:
+    """The folder of one checkpoint.
+
+    Raises:
+      UsageError: there is none, or it cannot be told which.
+    """
+    if not source.is_dir():
+        raise UsageError(f"{source} is not a folder; give one that Megatron's --save named, or a checkpoint in it")
+    if (source / ".metadata").is_file() or any(source.glob("mp_rank_*")):
+        if step is not None:
+            raise UsageError(f"{source} is one checkpoint already; leave out --step, or give the folder above")
+        return source
+    there = {entry.name for entry in source.iterdir() if re.fullmatch(r"iter_\d{7,}|release", entry.name)}
+    tracker = source / TRACKER
+    if step is not None:
+        name = f"iter_{step:07d}"
+    elif tracker.is_file():
+        word = tracker.read_text(errors="replace").strip()
+        if not re.fullmatch(r"release|[0-9]+", word):
+            raise UsageError(f"{tracker} says {word[:40]!r}, which is no step; write the step to convert into it")
+        name = word if word == "release" else f"iter_{int(word):07d}"
+    elif len(there) == 1:
+        (name,) = there
+    else:
+        found = f"several checkpoints ({', '.join(sorted(there))})" if there else "no checkpoint of Megatron"
+        raise UsageError(f"{source} holds {found} and no {TRACKER}; give the folder of one checkpoint")
+    if name not in there:
+        listed = ", ".join(sorted(there)) or "none"
+        raise UsageError(f"{source} holds no checkpoint {name}; there are: {listed}")
+    return source / name
+
+
+class Selected:
+    """`Tensors` of a model as mjax has it: named by its kind of LayerNorm, without the rows that pad the vocabulary."""
+
+    def __init__(self, tensors: Tensors, model: ModelConfig):
+        """`model.vocabulary` is how many rows of the embedding are tokens."""
+        self._tensors = tensors
+        self._origins = {
+            as_post(name, model.layers) if model.layernorm == "post" else name: name for name in tensors.kinds
+        }
+        self.kinds = {name: tensors.kinds[origin] for name, origin in self._origins.items()}
+        for name in self.kinds.keys() & set(VOCABULARY):
+            kind = self.kinds[name]
+            rows = tuple(min(model.vocabulary, extent) for extent in kind.shape[:1])
+            self.kinds[name] = Kind(kind.dtype, (*rows, *kind.shape[1:]))
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        if name in VOCABULARY:
+            first, end, _ = rows.indices(self.kinds[name].shape[0])
+            rows = slice(first, end)
+        return self._tensors.read(self._origins[name], rows)
+
+
+# --- Format torch -----------------------------------------------------------------------------------------------------
+
+
+def _open_ranks(folder: Path) -> Checkpoint:
+    files = _rank_files(folder)
+    contents = {place: load(file) for place, file in files.items()}
+    first = contents[0, 0]
+    for place, content in contents.items():
+        for name in ("iteration", "checkpoint_version"):
+            if content.get(name) != first.get(name):
+                raise UsageError(
+                    f"{files[place]}: {name} is {content.get(name)}, and {first.get(name)} in {files[0, 0]}; "
+                    "copy the files of one checkpoint"
+                )
+    stages, ranks = 1 + max(stage for _, stage in files), 1 + max(rank for rank, _ in files)
+    arguments = _arguments(first, folder)
+    _check_ranks(arguments, ranks, stages, folder)
+    chunks = [name for name in first if re.fullmatch(r"model\d*", name)]
+    if not chunks:
+        raise UsageError(f"{files[0, 0]} holds no model; give a checkpoint of Megatron")
+    chunks.sort(key=lambda name: int(name.removeprefix("model") or 0))
+    pieces = [
+        [_weights(contents[rank, stage].get(chunk), files[rank, stage]) for rank in range(ranks)]
+        for chunk in chunks
+        for stage in range(stages)
+    ]
+    names = [name for piece in pieces for name in piece[0]]
+    kind, version = kind_of(names), _version(first.get("checkpoint_version"), folder)
+    pieces = [[renamed(share, kind, str(folder)) for share in piece] for piece in pieces]
+    old = any(name.startswith("language_model.") for name in names)
+    return Checkpoint(folder, kind, RankTensors(pieces, version, str(folder)), version, arguments, ranks, old)
+
+
+def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
+    """By tensor rank and pipeline stage."""
+    files = {}
+    for entry in sorted(folder.glob("mp_rank_*")):
+        found = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", entry.name)
+        if not found:
+            raise UsageError(f"{entry} is no rank of a dense model; convert another checkpoint")
+        there = [entry / name for name in RANK_FILES if (entry / name).is_file()]
+        if not there:
+            raise UsageError(f"{entry} holds no {RANK_FILES[0]}; copy the whole checkpoint")
+        files[int(found[1]), int(found[2] or 0)] = there[0]
+    if not files:
+        raise UsageError(f"{folder} holds neither mp_rank_00 nor .metadata; copy the whole checkpoint")
+    for stage in range(1 + max(stage for _, stage in files)):
+        for rank in range(1 + max(rank for rank, _ in files)):
+            if (rank, stage) not in files:
+                raise UsageError(
+                    f"{folder} lacks tensor rank {rank} of pipeline stage {stage}; copy the whole checkpoint"
+                )
+    return files
+
+
+def _check_ranks(arguments: dict[str, Any] | None, ranks: int, stages: int, folder: Path) -> None:
+    said = arguments or {}
+    expected = {
+        "tensor_model_parallel_size": ranks,
+        "model_parallel_size": ranks,  # until 2020
+        "pipeline_model_parallel_size": stages,
+    }
+    for name, there in expected.items():
+        if said.get(name) not in (None, there):
+            raise UsageError(f"{folder}: {name} was {said[name]}, and there are {there}; copy the whole checkpoint")
+
+
+def _weights(model: Any, file: Path) -> Share:
+    """The weights in what a file holds as its model."""
+    torch = megatron_torch()
+    if not isinstance(model, dict):
+        raise UsageError(f"{file} holds no model; copy the whole checkpoint")
+    found = {name: value for name, value in flat(model).items() if is_weight(name)}
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(f"{file}: {name} is {value!r}, which is no tensor; convert another model")
+        if value.dtype.is_floating_point and value.dtype.itemsize == 1:  # NumPy has no such type
+            raise UsageError(f"{file}: {name} is of type {value.dtype}; mjax reads {', '.join(FLOATS)}")
+    return {name: as_array(tensor) for name, tensor in found.items()}
+
+
+def _version(value: Any, folder: Path) -> float:
+    if value is None:
+        return 0
+    if type(value) not in (int, float) or not 0 <= value < 100:
+        raise UsageError(f"{folder}: checkpoint_version is {value!r}, which is no version; copy it again")
+    return value
+
+
+def _arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    found = content.get("args")
+    if found is None:
+        return None
+    if not isinstance(found, StandIn | dict):
+        raise UsageError(f"{folder}: args is {found!r}, which are no arguments of a run; copy the checkpoint again")
+    return found if isinstance(found, dict) else vars(found)
+
+
+# --- Format torch_dist ------------------------------------------------------------------------------------------------
+
+
+def _open_distributed(folder: Path) -> Checkpoint:
+    stored = {name: tensor for name, tensor in read_metadata(folder / ".metadata").items() if is_weight(name)}
+    common = load(folder / "common.pt")
+    kind = kind_of(list(stored))
+    tensors = DistributedTensors(folder, renamed(stored, kind, str(folder)))
+    arguments = _arguments(common, folder)
+    # Whatever wrote it had the order of version 2, which it need not say.
+    version = _version(common.get("checkpoint_version", 3.0), folder)
+    return Checkpoint(folder, kind, tensors, version, arguments, None, old_names=False)

@@ -1,0 +1,99 @@
+"""Format `torch_dist`, Megatron's default today: tensors in parts, whatever the ranks were that wrote them.
+
+    .metadata        which parts of which tensors lie where
+    __0_0.distcp     parts, each of them a file of torch.save; also __0_1.distcp, __1_0.distcp, …
+    common.pt        what is no tensor: the arguments of the run, its step
+    metadata.json    the format
+
+The parts of a tensor know their place in the whole, so that nothing has to be merged. All layers may be one tensor
+`decoder.layers.mlp.linear_fc1.weight` [l, out, in], or each a tensor of its own, with its number in the name.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from mjax.errors import UsageError
+from mjax.interop.megatron.pickles import Chunk, Stored, as_array, megatron_torch
+from mjax.interop.tensor_files import FLOATS, Kind
+
+_WORDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+STACKED = ".layers."
+
+
+class DistributedTensors:
+    """`Tensors` in a folder of torch.distributed.checkpoint, layer by layer even where they are stored as one."""
+
+    def __init__(self, folder: Path, stored: Mapping[str, Stored]):
+        """Look at what there is.
+
+        Args:
+          folder: holds the files.
+          stored: what .metadata lists, by today's names.
+
+        Raises:
+          UsageError: a file is missing, or the parts of a tensor are not the whole.
+        """
+        self._folder = folder
+        self._places: dict[str, tuple[Stored, tuple[int, ...]]] = {}
+        self.kinds: dict[str, Kind] = {}
+        for name, tensor in stored.items():
+            for file in {chunk.file for chunk in tensor.chunks}:
+                if not (folder / file).is_file():
+                    raise UsageError(f"{folder / file} does not exist, though .metadata names it; copy it too")
+            if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
+                raise UsageError(f"{folder / '.metadata'} lists other parts of {name} than the whole; copy it again")
+            dtype = _WORDS.get(tensor.dtype, tensor.dtype)
+            before, _, behind = name.partition(STACKED)
+            if not behind or behind.split(".")[0].isdigit():
+                self._add(name, Kind(dtype, tensor.shape), tensor, ())
+                continue
+            for layer in range(tensor.shape[0]):
+                self._add(f"{before}{STACKED}{layer}.{behind}", Kind(dtype, tensor.shape[1:]), tensor, (layer,))
+        self._last: tuple[Chunk, np.ndarray] | None = None
+
+    def _add(self, name: str, kind: Kind, tensor: Stored, layer: tuple[int, ...]) -> None:
+        self.kinds[name] = kind
+        self._places[name] = (tensor, layer)
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        kind, (tensor, layer) = self.kinds[name], self._places[name]
+        first, end, _ = rows.indices(kind.shape[0])
+        low = (*layer, first, *(0 for _ in kind.shape[1:]))
+        high = (*(number + 1 for number in layer), max(first, end), *kind.shape[1:])
+        # What no part covers stays not-a-number, and is refused as such.
+        whole = np.full([end - start for start, end in zip(low, high, strict=True)], np.nan, FLOATS[kind.dtype])
+        for chunk in tensor.chunks:
+            begins = [max(a, b) for a, b in zip(low, chunk.offsets, strict=True)]
+            ends = [min(a, b + size) for a, b, size in zip(high, chunk.offsets, chunk.sizes, strict=True)]
+            if all(begin < end for begin, end in zip(begins, ends, strict=True)):
+                there = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, chunk.offsets, strict=True))
+                here = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, low, strict=True))
+                whole[here] = self._chunk(chunk)[there]
+        return whole.reshape(whole.shape[len(layer) :])
+
+    def _chunk(self, chunk: Chunk) -> np.ndarray:
+        """A part; the last one stays in memory, because an embedding is read a few rows at a time."""
+        if self._last is None or self._last[0] is not chunk:
+            self._last = None
+            file = self._folder / chunk.file
+            try:
+                with file.open("rb") as stream:
+                    stream.seek(chunk.start)
+                    content = stream.read(chunk.length)
+                tensor = megatron_torch().load(io.BytesIO(content), map_location="cpu", weights_only=True)
+                array = as_array(tensor)
+            except UsageError:
+                raise
+            except Exception as error:  # of many kinds, for bytes that are no tensor
+                words = str(error).strip().splitlines() or [type(error).__name__]
+                raise UsageError(f"{file} is cut off or damaged ({words[0]}); copy it again") from None
+            if array.shape != chunk.sizes:
+                raise UsageError(f"{file} holds another part than .metadata says; copy the whole checkpoint again")
+            self._last = (chunk, array)
+        return self._last[1]

@@ -1,0 +1,182 @@
+"""What Megatron has called its tensors since 2020, how they are laid out, and how tensor parallelism splits them.
+
+    2020  language_model.transformer.layers.3.attention.query_key_value.weight
+    2021  language_model.encoder.layers.3.self_attention.query_key_value.weight
+    2023  decoder.layers.3.self_attention.linear_qkv.weight       (encoder.layers.… in a BERT)
+
+Names are brought up to date when a checkpoint is opened (`today`), so that one table knows them all (`naming`).
+
+A weight is that of a `torch.nn.Linear`, [out, in]. Those of queries, keys and values are fused along out, in one of
+three orders: the one thing that neither names nor shapes tell, but `checkpoint_version` (`qkv_form`).
+
+Split over p ranks, each holds its share along out (columns, in the words of arXiv 1909.08053), along in (rows), or all:
+
+    out    linear_qkv and linear_fc1 with their biases; by tokens the embedding and the bias of the scores
+    in     linear_proj and linear_fc2, whose biases are whole on every rank
+    all    everything else
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mjax.errors import UsageError
+from mjax.interop.places import linear, norm
+from mjax.interop.weights import Naming
+
+# --- Layout -----------------------------------------------------------------------------------------------------------
+
+
+def naming(kind: str, version: float, layernorm: str = "pre") -> Naming:
+    """Today's names of the tensors of a `gpt` or a `bert`, with the layouts of a `checkpoint_version`.
+
+    Where LayerNorm is `post`, names are those that `as_post` gives.
+    """
+    trunk = TRUNKS[kind]
+    layer = f"{trunk}.layers.{{}}"
+    places = {
+        "embedding.table": ("v h", EMBEDDING),
+        "positions": ("s h", "embedding.position_embeddings.weight"),
+        **norm("blocks.attention_norm", f"{layer}.input_layernorm"),
+        **linear("blocks.attention.qkv", qkv_form(version), f"{layer}.self_attention.linear_qkv"),
+        **linear("blocks.attention.out", "h (n d)", f"{layer}.self_attention.linear_proj"),
+        **norm("blocks.mlp_norm", f"{layer}.pre_mlp_layernorm"),
+        **linear("blocks.mlp.up", "f h", f"{layer}.mlp.linear_fc1"),
+        **linear("blocks.mlp.down", "h f", f"{layer}.mlp.linear_fc2"),
+        **norm("final_norm", f"{trunk}.final_layernorm"),
+    }
+    if layernorm == "post":
+        del places["final_norm.scale"], places["final_norm.bias"]
+        places |= {
+            **norm("embedding_norm", "embedding.layernorm"),
+            **norm("blocks.attention_norm", f"{layer}.pre_mlp_layernorm"),
+            **norm("blocks.mlp_norm", f"{layer}.output_layernorm"),
+        }
+    if kind == "bert":
+        places |= {
+            "token_types": ("t h", "embedding.tokentype_embeddings.weight"),
+            **linear("mlm.transform", "k h", "lm_head.dense"),
+            **norm("mlm.norm", "lm_head.layer_norm"),
+            "mlm.bias": ("v", SCORES_BIAS),
+            **linear("pooler", "k h", "pooler.dense"),
+            **linear("order", "o h", "binary_head"),
+        }
+    return Naming(
+        model=f"Megatron's {kind.upper()}",
+        places=places,
+        copies={SCORES: EMBEDDING},
+        described_by="the rest of the checkpoint",
+    )
+
+
+def qkv_form(version: float) -> str:
+    """How the outputs of queries, keys and values lie: c the three of them, n heads, d head size."""
+    if version < 1:  # there is none in the file
+        return "(c n d) h"
+    return "(n d c) h" if version < 2 else "(n c d) h"
+
+
+# --- Names ------------------------------------------------------------------------------------------------------------
+
+TRUNKS = {"gpt": "decoder", "bert": "encoder"}
+"""What today's names of the layers begin with."""
+EMBEDDING = "embedding.word_embeddings.weight"
+SCORES, SCORES_BIAS = "output_layer.weight", "output_layer.bias"
+VOCABULARY = (EMBEDDING, SCORES, SCORES_BIAS)
+"""Tensors with a row for each token, those that pad the vocabulary included."""
+_OLD = (
+    (r"^language_model\.(transformer|encoder)\.", "TRUNK."),
+    (r"^language_model\.", ""),
+    (r"\.attention\.", ".self_attention."),
+    (r"\.query_key_value\.", ".linear_qkv."),
+    (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
+    (r"\.post_attention_layernorm\.", ".pre_mlp_layernorm."),
+    (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+    (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+    (r"^lm_head\.layernorm\.", "lm_head.layer_norm."),
+    (r"^lm_head\.bias$", SCORES_BIAS),
+    # A pipeline's last stage has a copy of the embedding, to compute scores with.
+    (r"^word_embeddings_for_head\.weight$", SCORES),
+    # TransformerEngine has a LayerNorm in one module with the linear layer behind it.
+    (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
+    (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
+)
+_NO_WEIGHT = re.compile(r"(.*\.)?_extra_state(/.*)?|(chained_\d+\.)?optimizer\..*")
+"""State of the kernels of TransformerEngine, and moments."""
+
+
+def kind_of(names: list[str]) -> str:
+    """Whether tensors of these names are a `bert`, which has heads, or a `gpt`."""
+    return "bert" if any(re.match(r"lm_head\.|binary_head\.|.*tokentype_embeddings", name) for name in names) else "gpt"
+
+
+def is_weight(name: str) -> bool:
+    """Whether a tensor belongs to the model."""
+    return not _NO_WEIGHT.fullmatch(name)
+
+
+def today(name: str, kind: str) -> str:
+    """A name of any year as today's; one that nobody knows stays as it is."""
+    for old, new in _OLD:
+        name = re.sub(old, new, name)
+    return name.replace("TRUNK.", f"{TRUNKS[kind]}.", 1)
+
+
+def renamed(tensors: Mapping[str, Any], kind: str, source: str) -> dict[str, Any]:
+    """Anything by names of any year, by today's.
+
+    Raises:
+      UsageError: two of the names are the same tensor's.
+    """
+    found: dict[str, tuple[str, Any]] = {}
+    for name, tensor in tensors.items():
+        known = today(name, kind)
+        if known in found:
+            raise UsageError(
+                f"{source} holds both {found[known][0]} and {name}; take out the one that is not the model's"
+            )
+        found[known] = (name, tensor)
+    return {known: tensor for known, (_, tensor) in found.items()}
+
+
+def as_post(name: str, layers: int) -> str:
+    """The name of a tensor of a BERT with LayerNorm behind the sums, as in the original (arXiv 1909.08053, figure 7a).
+
+    Megatron leaves its layers as they are, and has each sum begin with the output of the LayerNorm instead of its
+    input (`--apply-residual-connection-post-layernorm`). That is the original with every layer cut elsewhere: its first
+    LayerNorm belongs to what was before, the embedding or the MLP of the layer below, and the final one to the last.
+    """
+    trunk = TRUNKS["bert"]
+    for layer in range(layers):
+        after = "embedding.layernorm" if layer == 0 else f"{trunk}.layers.{layer - 1}.output_layernorm"
+        name = re.sub(rf"^{trunk}\.layers\.{layer}\.input_layernorm", after, name)
+    return re.sub(rf"^{trunk}\.final_layernorm", f"{trunk}.layers.{layers - 1}.output_layernorm", name)
+
+
+def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """{'a': {'b': x}} → {'a.b': x}: what was nested in 2020 has a long name today."""
+    found = {}
+    for name, value in tree.items():
+        nested = isinstance(value, Mapping)
+        found |= flat(value, f"{above}{name}.") if nested else {f"{above}{name}": value}
+    return found
+
+
+# --- Tensor parallelism -----------------------------------------------------------------------------------------------
+
+_BY_OUT = re.compile(r".*\.(linear_qkv|linear_fc1)\.(weight|bias)")
+_BY_IN = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+
+
+def split_dim(name: str) -> int | None:
+    """The dim along which ranks have shares of a tensor of today's name; None: each has all of it."""
+    if name in VOCABULARY or _BY_OUT.fullmatch(name):
+        return 0
+    return 1 if _BY_IN.fullmatch(name) else None
+
+
+def is_qkv(name: str) -> bool:
+    """Whether a tensor of today's name is that of queries, keys and values."""
+    return ".linear_qkv." in name

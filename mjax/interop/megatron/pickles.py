@@ -1,0 +1,261 @@
+"""Megatron's files are pickles, and a pickle is a program: here they are read as data, and nothing in them is executed.
+
+A pickle names the functions and classes it wants to call. torch's reader with `weights_only` calls those that make
+tensors, and refuses the rest. Beside its tensors a checkpoint of Megatron holds the arguments of the run and what is
+needed to continue it: an `argparse.Namespace`, states of random numbers, objects of Megatron's own. These names get a
+`StandIn`, a class that keeps what it is given and does nothing; Megatron is never imported. Any other name is refused,
+and the message says which it is.
+"""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import re
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from jax.numpy import bfloat16
+
+from mjax.errors import UsageError
+from mjax.interop.tensor_files import import_torch
+
+OF_MEGATRON = ("megatron.", "fp16.")
+"""How the names begin that Megatron gives to classes of its own: modes, schedulers, loss scalers."""
+BESIDE_TENSORS = {
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "io.BytesIO",
+    "_io.BytesIO",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",  # of Python 3.13
+    "signal.Signals",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+    "numpy.dtypes.UInt32DType",
+}
+"""What Megatron stores of other libraries: arguments, paths, states of random numbers, states of kernels."""
+
+
+class StandIn:
+    """An object of a class that is not imported: it keeps what the pickle gives it.
+
+    Attributes:
+      arguments: what its class was called with.
+    """
+
+    __slots__ = ("__dict__", "arguments")
+
+    def __new__(cls, *arguments: Any) -> StandIn:
+        made = super().__new__(cls)
+        made.arguments = arguments
+        return made
+
+    def __init__(self, *arguments: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.arguments))})"
+
+
+# --- Files of torch.save ----------------------------------------------------------------------------------------------
+
+
+def load(file: Path) -> dict[str, Any]:
+    """What torch.save wrote: tensors, plain values and stand-ins, mapped into memory where the file allows it.
+
+    Raises:
+      UsageError: torch is not installed, or the file is missing, damaged, no dict, or wants to execute something.
+    """
+    torch = megatron_torch()
+    if not file.is_file():
+        raise UsageError(f"{file} does not exist; copy the whole checkpoint")
+    try:
+        inert = [(type(name, (StandIn,), {}), name) for name in _names_in(file) if _may_stand_in(name)]
+        with _nothing_allowed_but(inert, torch):
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # of many kinds, for what is cut off, no file of torch's, or more than data
+        if called := re.search(r"GLOBAL (\S+)", str(error)):
+            raise UsageError(
+                f"{file} wants to call {called[1]}, which is no part of a checkpoint of Megatron, and nothing was "
+                "executed; save its weights and arguments anew without it"
+            ) from None
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        raise UsageError(f"{file} is cut off or is no file of torch.save ({words[0]}); copy it again") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{file} holds a {type(found).__name__}, and a checkpoint is a dict; give one of Megatron")
+    return found
+
+
+def megatron_torch() -> Any:
+    """The torch library, which reads the tensors.
+
+    Raises:
+      UsageError: it is not installed, or too old.
+    """
+    return import_torch("checkpoints of Megatron are read by torch")
+
+
+def as_array(tensor: Any) -> np.ndarray:
+    """A tensor of torch as an array of NumPy over the same memory, bfloat16 included."""
+    torch = megatron_torch()
+    tensor = tensor.detach()
+    return tensor.view(torch.int16).numpy().view(bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+@contextmanager
+def _nothing_allowed_but(inert: list[tuple[type, str]], torch: Any) -> Iterator[None]:
+    """Have torch take these for the names beside them, and none of the classes that other libraries have allowed it."""
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        torch.serialization.add_safe_globals(inert)
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def _may_stand_in(name: str) -> bool:
+    return name in BESIDE_TENSORS or name.startswith(OF_MEGATRON)
+
+
+def _names_in(file: Path) -> set[str]:
+    """The names of functions and classes in a file of torch.save, found without running it."""
+    if not zipfile.is_zipfile(file):
+        with file.open("rb") as stream:  # torch before 1.6: four pickles, the fourth is the object
+            return {name for _ in range(4) for name in _names_in_pickle(stream)}
+    with zipfile.ZipFile(file) as archive:
+        records = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        return {name for record in records for name in _names_in_pickle(archive.open(record))}
+
+
+def _names_in_pickle(stream: BinaryIO) -> set[str]:
+    try:
+        return {value.replace(" ", ".", 1) for code, value, _ in pickletools.genops(stream) if code.name == "GLOBAL"}
+    except ValueError:  # no pickle: torch says so when it opens the file
+        return set()
+
+
+# --- .metadata of torch.distributed.checkpoint ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor, and where it is stored.
+
+    Attributes:
+      offsets, sizes: where it lies in the whole tensor, dim by dim.
+      file: its name in the folder.
+      start, length: its bytes in the file, themselves a file of torch.save.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a folder of torch.distributed.checkpoint: `dtype` in torch's words, its whole shape, its parts."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    # The plan by which it was written, which Megatron keeps there for the next save.
+    "torch.distributed.checkpoint.planner": (
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
+}  # fmt: skip
+_VALUES = {
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): str,
+    ("collections", "OrderedDict"): dict,
+    ("pathlib", "PosixPath"): StandIn,
+}
+
+
+class _Properties(StandIn):
+    """TensorProperties, whose state is (dtype, layout, …)."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0]
+
+
+class _MetadataReader(pickle.Unpickler):
+    """Knows the names that occur in .metadata, and makes stand-ins and plain values of them; imports nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, ()):
+            return type(name, (_Properties if name == "TensorProperties" else StandIn,), {})
+        if (module, name) in _VALUES:
+            return _VALUES[module, name]
+        if module == "torch" and re.fullmatch(r"b?float\d+\w*|u?int\d+|bool|complex\d+", name):
+            return name
+        raise UsageError(f"it wants to call {module}.{name}, which is no part of it, and nothing was executed")
+
+
+def read_metadata(file: Path) -> dict[str, Stored]:
+    """The tensors that the .metadata of a torch_dist checkpoint lists, by name; what is no tensor is left out.
+
+    Raises:
+      UsageError: the file is missing, damaged, or wants to execute something.
+    """
+    if not file.is_file():
+        raise UsageError(f"{file} does not exist; copy the whole checkpoint, hidden files too")
+    try:
+        with file.open("rb") as stream:
+            found = _MetadataReader(stream).load()
+        places = {
+            (index.fqn, tuple(index.offset)): info
+            for index, info in found.storage_data.items()
+            if vars(index).get("offset") is not None
+        }
+        return {
+            name: _stored(name, kind, places)
+            for name, kind in found.state_dict_metadata.items()
+            if type(kind).__name__ == "TensorStorageMetadata"
+        }
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}; get the checkpoint from where it was trained") from None
+    except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
+        raise UsageError(
+            f"{file} is cut off or is no .metadata of torch.distributed.checkpoint ({type(error).__name__}); "
+            "copy it again"
+        ) from None
+
+
+def _stored(name: str, kind: StandIn, places: dict) -> Stored:
+    chunks = []
+    for chunk in kind.chunks:
+        place = places[name, tuple(chunk.offsets)]
+        if Path(place.relative_path).name != place.relative_path:  # elsewhere is none of its business
+            raise UsageError(f"it names {place.relative_path!r}, which is not a file beside it")
+        if vars(place).get("transform_descriptors"):
+            raise UsageError(f"{name} is stored as {place.transform_descriptors}, and mjax reads plain tensors only")
+        chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length))
+    return Stored(kind.properties.dtype, tuple(kind.size), tuple(chunks))

@@ -1,0 +1,164 @@
+"""Megatron's checkpoints written by hand, slowly and without mjax: the other side of every conversion in the tests.
+
+A model is {our name: array} as `tests.small.named` gives it: whole, kernels [in, out], layers stacked.
+"""
+
+import numpy as np
+
+from mjax.config import ModelConfig
+
+
+def draw(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights; the rows that pad the vocabulary are 0."""
+    random, h, f, n, d = np.random.default_rng(seed), model.hidden, model.mlp_width, model.heads, model.head_size
+    norm = {"scale": (h,), "bias": (h,)}
+    shapes = {"embedding": {"table": (model.padded_vocabulary, h)}, "final_norm": norm}
+    layer = {
+        "attention_norm": norm,
+        "attention.qkv": {"kernel": (h, 3, n, d), "bias": (3, n, d)},
+        "attention.out": {"kernel": (n, d, h), "bias": (h,)},
+        "mlp_norm": norm,
+        "mlp.up": {"kernel": (h, f), "bias": (f,)},
+        "mlp.down": {"kernel": (f, h), "bias": (h,)},
+    }
+    shapes |= {
+        f"blocks.{name}": {part: (model.layers, *shape) for part, shape in parts.items()}
+        for name, parts in layer.items()
+    }
+    if model.kind == "bert":
+        shapes |= {
+            "mlm.transform": {"kernel": (h, h), "bias": (h,)},
+            "mlm.norm": norm,
+            "mlm": {"bias": (model.padded_vocabulary,)},
+            "pooler": {"kernel": (h, h), "bias": (h,)},
+            "order": {"kernel": (h, 2), "bias": (2,)},
+        }
+    flat = {f"{name}.{part}": shape for name, parts in shapes.items() for part, shape in parts.items()}
+    flat |= {"positions": (model.sequence, h)}
+    if model.kind == "bert":
+        flat |= {"token_types": (2, h)}
+    if model.layernorm == "post":
+        flat = {name.replace("final_norm", "embedding_norm"): shape for name, shape in flat.items()}
+    weights = {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in flat.items()}
+    for name in weights.keys() & {"embedding.table", "mlm.bias"}:
+        weights[name][model.vocabulary :] = 0
+    return weights
+
+
+def fused(q_k_v: np.ndarray, version: float) -> np.ndarray:
+    """Queries, keys and values [3, n, d, …] of a rank's heads as Megatron fuses them, one output after the other."""
+    three, heads, size = q_k_v.shape[:3]
+    if version == 0:
+        order = [(c, n, d) for c in range(three) for n in range(heads) for d in range(size)]
+    elif version == 1:
+        order = [(c, n, d) for n in range(heads) for d in range(size) for c in range(three)]
+    else:
+        order = [(c, n, d) for n in range(heads) for c in range(three) for d in range(size)]
+    return np.stack([q_k_v[place] for place in order])
+
+
+def share(
+    weights: dict[str, np.ndarray], model: ModelConfig, version: float, rank: int = 0, ranks: int = 1,
+    stage: int = 0, stages: int = 1, padded: int | None = None, nested: bool = True,
+) -> dict:  # fmt: skip
+    """What a rank holds, nested and named as in 2020, or with the names of megatron-core.
+
+    Args:
+      weights: the model.
+      model: its shape.
+      version: `checkpoint_version`.
+      rank, ranks, stage, stages: which of the tensor ranks, and of the stages of the pipeline.
+      padded: rows of Megatron's embedding, numbers that mean nothing in those that pad it.
+      nested: as in 2020.
+    """
+    padded = padded or model.vocabulary
+    part = lambda extent: slice(rank * extent // ranks, (rank + 1) * extent // ranks)  # noqa: E731
+
+    def rows(array):
+        junk = np.full((padded - model.vocabulary, *array.shape[1:]), 7.5, np.float32)
+        return np.concatenate([array[: model.vocabulary], junk])[part(padded)]
+
+    def norm(name, layer=None):
+        scale, bias = weights[f"{name}.scale"], weights[f"{name}.bias"]
+        return {"weight": scale, "bias": bias} if layer is None else {"weight": scale[layer], "bias": bias[layer]}
+
+    def linear(name):
+        return {"weight": weights[f"{name}.kernel"].T, "bias": weights[f"{name}.bias"]}
+
+    per_stage = model.layers // stages
+    layers, post = {}, model.layernorm == "post"
+    for local, i in enumerate(range(stage * per_stage, (stage + 1) * per_stage)):
+        of = {name.removeprefix("blocks."): array[i] for name, array in weights.items() if name.startswith("blocks.")}
+        heads, wide = part(model.heads), part(model.mlp_width)
+        kernel = of["attention.qkv.kernel"].transpose(1, 2, 3, 0)[:, heads]  # [3, n, d, h]
+        before = norm("blocks.attention_norm", i)
+        if post:
+            before = norm("embedding_norm") if i == 0 else norm("blocks.mlp_norm", i - 1)
+        names = OLD if nested else NEW
+        modules = {
+            names["attention_norm"]: before,
+            names["qkv"]: {
+                "weight": fused(kernel, version),
+                "bias": fused(of["attention.qkv.bias"][:, heads], version),
+            },
+            names["out"]: {
+                "weight": of["attention.out.kernel"][heads].reshape(-1, model.hidden).T,
+                "bias": of["attention.out.bias"],
+            },
+            names["mlp_norm"]: norm("blocks.attention_norm" if post else "blocks.mlp_norm", i),
+            names["up"]: {"weight": of["mlp.up.kernel"][:, wide].T, "bias": of["mlp.up.bias"][wide]},
+            names["down"]: {"weight": of["mlp.down.kernel"][wide].T, "bias": of["mlp.down.bias"]},
+        }
+        layers |= {f"layers.{local}.{at}.{what}": x for at, both in modules.items() for what, x in both.items()}
+
+    first, last, bert = stage == 0, stage == stages - 1, model.kind == "bert"
+    if last:
+        final = norm("blocks.mlp_norm", model.layers - 1) if post else norm("final_norm")
+        layers |= {f"final_layernorm.{what}": array for what, array in final.items()}
+    embedding = {
+        "word_embeddings": {"weight": rows(weights["embedding.table"])},
+        "position_embeddings": {"weight": weights["positions"]},
+    }
+    if bert:
+        embedding["tokentype_embeddings"] = {"weight": weights["token_types"]}
+    head = {}
+    if bert and last:
+        head = {
+            "dense": linear("mlm.transform"),
+            "layernorm" if nested else "layer_norm": norm("mlm.norm"),
+        }
+    if not nested:
+        flat = {f"{'encoder' if bert else 'decoder'}.{name}": array for name, array in layers.items()}
+        if first:
+            flat |= {f"embedding.{name}.weight": both["weight"] for name, both in embedding.items()}
+        elif last:
+            flat["output_layer.weight"] = rows(weights["embedding.table"])
+        for module, both in head.items():
+            flat |= {f"lm_head.{module}.{what}": array for what, array in both.items()}
+        if head:
+            flat["output_layer.bias"] = rows(weights["mlm.bias"])
+            flat |= {f"pooler.dense.{what}": array for what, array in linear("pooler").items()}
+            flat |= {f"binary_head.{what}": array for what, array in linear("order").items()}
+        return flat
+    language = {"transformer": layers}
+    if first:
+        language["embedding"] = embedding
+    model_dict: dict = {"language_model": language}
+    if last and not first:
+        model_dict["word_embeddings_for_head"] = {"weight": rows(weights["embedding.table"])}
+    if head:
+        language["pooler"] = {f"dense.{what}": array for what, array in linear("pooler").items()}
+        both = {f"{module}.{what}": array for module, pair in head.items() for what, array in pair.items()}
+        model_dict["lm_head"] = {"bias": rows(weights["mlm.bias"]), **both}
+        model_dict["binary_head"] = linear("order")
+    return model_dict
+
+
+OLD = {
+    "attention_norm": "input_layernorm", "qkv": "attention.query_key_value", "out": "attention.dense",
+    "mlp_norm": "post_attention_layernorm", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h",
+}  # fmt: skip
+NEW = {
+    "attention_norm": "input_layernorm", "qkv": "self_attention.linear_qkv", "out": "self_attention.linear_proj",
+    "mlp_norm": "pre_mlp_layernorm", "up": "mlp.linear_fc1", "down": "mlp.linear_fc2",
+}  # fmt: skip

@@ -1,0 +1,79 @@
+"""Checkpoints of Megatron of 2020 and later, written with torch and nothing of mjax; and what becomes of them here."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from mjax import cli
+from mjax.config import MeshConfig, ModelConfig, PrecisionConfig, read_config
+from mjax.interop.convert import abstract_weights
+from mjax.parallel.mappings import MODEL
+from mjax.parallel.mesh import make_mesh
+from mjax.training.checkpoint import Checkpoints
+from tests.interop.megatron_files import share
+from tests.small import named
+
+GPT = ModelConfig(layers=2, hidden=24, heads=4, feed_forward=40, sequence=10, vocabulary=29, vocabulary_multiple=128)
+BERT = replace(GPT, kind="bert", activation="gelu_erf")
+PADDED = 32
+FLAGS = ("--heads", "4", "--vocabulary", "29")
+"""What the checkpoints do not say."""
+
+
+def tensors_of(tree):
+    """Arrays in a nest of dictionaries as tensors of torch."""
+    import torch
+
+    if isinstance(tree, dict):
+        return {name: tensors_of(value) for name, value in tree.items()}
+    return torch.tensor(np.ascontiguousarray(tree)) if isinstance(tree, np.ndarray) else tree
+
+
+def write(folder, weights, model, version=0, ranks=1, stages=1, legacy=False, padded=PADDED, **beside):
+    """A checkpoint as Megatron wrote it; what is `beside` the model goes into every file."""
+    import torch
+
+    place = folder / "release"
+    for stage in range(stages):
+        for rank in range(ranks):
+            name = f"mp_rank_{rank:02}" if stages == 1 else f"mp_rank_{rank:02}_{stage:03}"
+            (place / name).mkdir(parents=True)
+            found = {"model": tensors_of(share(weights, model, version, rank, ranks, stage, stages, padded))} | beside
+            if version:
+                found["checkpoint_version"] = version
+            file = place / name / "model_optim_rng.pt"
+            torch.save(found, file, _use_new_zipfile_serialization=not legacy)
+    (folder / "latest_checkpointed_iteration.txt").write_text("release")
+    return folder
+
+
+def convert(source, run, *flags):
+    """`mjax convert from-megatron`; returns the exit code."""
+    return cli.main(["convert", "from-megatron", str(source), str(run), *flags])
+
+
+def weights_of(run):
+    """The weights of a run folder by name."""
+    config = read_config(run / "config.json")
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        return named(checkpoints.restore(abstract_weights(config), field="model")[1])
+
+
+def scores_of(run, *arrays):
+    """The config of a run folder, and what its model says in float32 to the arrays that it takes."""
+    config = read_config(run / "config.json")
+    config = replace(config, model=replace(config.model, attention="xla"), precision=PrecisionConfig(compute="fp32"))
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        _, weights = checkpoints.restore(abstract_weights(config), field="model")
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_weights(config))
+    whole = P(None, None, MODEL)
+    forward = jax.shard_map(
+        lambda weights, *arrays: weights(*arrays),
+        mesh=make_mesh(MeshConfig()),
+        in_specs=(specs, *(P() for _ in arrays)),
+        out_specs=whole if config.model.kind == "gpt" else (whole, P()),
+    )
+    found = jax.jit(forward)(weights, *(array.astype(np.int32) for array in arrays))
+    return config, jax.tree.map(np.asarray, found)

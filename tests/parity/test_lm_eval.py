@@ -1,0 +1,230 @@
+"""`--model mjax` in the lm-evaluation-harness, against the model's own logits and the harness's `hf` on the export.
+
+The model has random weights, so large that some of its guesses are right; the tasks are files written here. No text
+holds `<|endoftext|>`, which ends a document for `transformers` and is text for mjax.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from mjax import cli
+from mjax.errors import UsageError
+from mjax.models.gpt import GPT
+from mjax.parallel.mappings import MODEL
+from tests.conftest import ROOT
+from tests.data.vocabularies import TEXTS, gpt2_files
+from tests.interop.folders import CONFIG, tensors_of, write_folder
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-parity")
+pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from mjax.tasks.harness import HarnessModel  # noqa: E402
+
+pytestmark = pytest.mark.parity
+
+POSITIONS = 32
+PAIRS = [
+    ("The quick brown fox", " jumps over"),
+    ("The quick brown fox ", "jumps over"),  # the space goes to the continuation
+    ("", "It was the best of times"),
+    ("def train(step):", "\n    for"),
+    (TEXTS[0] * 3, " the end"),  # longer than the model
+    ("a", "b"),
+]
+LONG = [TEXTS[0] * 2, "short", TEXTS[2]]
+
+
+def instances(kind, arguments):
+    return [
+        Instance(request_type=kind, doc={}, arguments=each, idx=number, metadata=("tiny", number, 1))
+        for number, each in enumerate(arguments)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run folder `run` and its export `hf`, with a tokenizer in both."""
+    place = tmp_path_factory.mktemp("harness")
+    vocab, merges = gpt2_files(place)
+    config = CONFIG | {"vocab_size": len(json.loads(vocab.read_text())), "n_positions": POSITIONS}
+    config |= {"n_embd": 24, "n_head": 4}
+    write_folder(place / "from", config, tensors_of(config))
+    arguments = ["convert", "from-hf", str(place / "from"), str(place / "run"), "--tokenizer", f"gpt2:{vocab},{merges}"]
+    assert cli.main(arguments) == 0
+    assert cli.main(["convert", "to-hf", str(place / "run"), str(place / "hf")]) == 0
+    lines = [
+        {"question": question, "choices": choices, "answer": number % 2, "text": question + choices[0]}
+        for number, (question, choices) in enumerate(
+            [(f"The {word}", [" dog", " café"]) for word in ("quick", "brown", "lazy", "best", "worst", "end")]
+        )
+    ]
+    (place / "tiny.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (place / "tasks").mkdir()
+    data = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {place / 'tiny.jsonl'}\ntest_split: test\n"
+    (place / "tasks" / "choice.yaml").write_text(
+        data + "task: tiny_choice\noutput_type: multiple_choice\ndoc_to_text: '{{question}}'\n"
+        "doc_to_choice: '{{choices}}'\ntarget_delimiter: ''\ndoc_to_target: answer\nmetric_list:\n  - metric: acc\n"
+    )
+    (place / "tasks" / "text.yaml").write_text(
+        data + "task: tiny_text\noutput_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+        "metric_list:\n  - metric: byte_perplexity\n"
+    )
+    return place
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    return HarnessModel(str(folder / "run"), compute="fp32", batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    return HFLM(pretrained=str(folder / "hf"), dtype="float32", device="cpu", batch_size=2, max_length=POSITIONS)
+
+
+# --- Against the model itself -----------------------------------------------------------------------------------------
+
+
+def _by_hand(model, context, continuation):
+    """Log-likelihood of the continuation and whether it is greedy, from the logits of one whole forward pass."""
+    tokens = [*context, *continuation][-(POSITIONS + 1) :]
+    specs = nnx.get_partition_spec(model.weights)
+    forward = jax.shard_map(
+        GPT.__call__, mesh=model.scorer._sharding.mesh, in_specs=(specs, P()), out_specs=P(None, None, MODEL)
+    )
+    ids = np.zeros((1, POSITIONS), np.int32)
+    ids[0, : len(tokens) - 1] = tokens[:-1]
+    logits = np.asarray(jax.jit(forward)(model.weights, ids), np.float64)[0, : len(tokens) - 1]
+    logits = logits[-len(continuation) :, : model.config.model.vocabulary]
+    logs = logits - logits.max(-1, keepdims=True)
+    logs -= np.log(np.exp(logs).sum(-1, keepdims=True))
+    labels = tokens[-len(continuation) :]
+    return logs[np.arange(len(labels)), labels].sum(), bool((logits.argmax(-1) == labels).all())
+
+
+def test_loglikelihoods_are_those_of_the_models_logits(ours):
+    random, requests = np.random.default_rng(0), []
+    for length in (1, 2, 5, 20, POSITIONS, 40):
+        context = random.integers(0, 300, length).tolist()
+        requests.append((None, context, random.integers(0, 300, 1 + length % 4).tolist()))
+        shown = [(None, context, [token]) for token in range(300)]  # one of them is the likeliest
+        requests += (
+            [max(shown, key=lambda request: ours._loglikelihood_tokens([request], True)[0])] if length < 3 else []
+        )
+    found = ours._loglikelihood_tokens(requests, True)
+    expected = [_by_hand(ours, context, continuation) for _, context, continuation in requests]
+    np.testing.assert_allclose([nats for nats, _ in found], [nats for nats, _ in expected], rtol=1e-5, atol=1e-5)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert {True, False} == {greedy for _, greedy in found}
+
+
+# --- Against the harness's own model ----------------------------------------------------------------------------------
+
+
+def test_loglikelihoods_are_those_of_hf_on_the_export(ours, theirs):
+    requests = instances("loglikelihood", PAIRS)
+    found, expected = ours.loglikelihood(requests, True), theirs.loglikelihood(requests, True)
+    np.testing.assert_allclose([nats for nats, _ in found], [nats for nats, _ in expected], rtol=0, atol=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+def test_whole_texts_have_the_loglikelihood_of_hf_on_the_export(ours, theirs):
+    requests = instances("loglikelihood_rolling", [(text,) for text in LONG])
+    found, expected = ours.loglikelihood_rolling(requests, True), theirs.loglikelihood_rolling(requests, True)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("until", [["\n"], [" the", "zz"], []])
+def test_greedy_continuations_are_those_of_hf_on_the_export(ours, theirs, until):
+    settings = {"until": until, "max_gen_toks": 12, "do_sample": False}
+    requests = instances("generate_until", [(context or "It", settings) for context, _ in PAIRS])
+    found, expected = ours.generate_until(requests, True), theirs.generate_until(requests, True)
+    assert found == expected
+    assert any(found)
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+TASKS = ["tiny_choice", "tiny_text"]
+
+
+def _figures(model, folder):
+    tasks = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
+    found = lm_eval.simple_evaluate(model=model, tasks=TASKS, task_manager=tasks, bootstrap_iters=0)["results"]
+    return found["tiny_choice"]["acc,none"], found["tiny_text"]["byte_perplexity,none"]
+
+
+def test_a_local_task_has_the_figures_of_hf(folder, ours, theirs):
+    accuracy, perplexity = _figures(ours, folder)
+    expected = _figures(theirs, folder)
+    assert 0 < accuracy < 1
+    assert accuracy == expected[0]
+    assert perplexity == pytest.approx(expected[1], rel=1e-5)
+
+
+def test_the_command_runs_a_local_task_on_a_mesh_with_the_same_figures(folder, ours):
+    arguments = [
+        *(sys.executable, "-m", "mjax", "lm-eval", "--simulate", "4", "run", "--model", "mjax"),
+        *("--model_args", f"checkpoint={folder / 'run'},compute=fp32,data=2,model=2", "--tasks", ",".join(TASKS)),
+        *("--include_path", str(folder / "tasks"), "--output_path", str(folder / "results")),
+    ]
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"), "HF_HUB_OFFLINE": "1"}
+    environment = {name: value for name, value in environment.items() if name != "XLA_FLAGS"}
+    ran = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "|tiny_choice|" in ran.stdout.replace(" ", "")
+    (file,) = (folder / "results").rglob("results_*.json")
+    results = json.loads(file.read_text())["results"]
+    accuracy, perplexity = _figures(ours, folder)
+    assert results["tiny_choice"]["acc,none"] == accuracy
+    assert results["tiny_text"]["byte_perplexity,none"] == pytest.approx(perplexity, rel=1e-5)
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_batch_size": 8}, "--max_batch_size 8 is not for --model mjax"),
+        ({"compute": "fp8"}, "compute=fp8 in --model_args is no type; use bf16, fp16 or fp32"),
+        ({"batch_size": 0}, "--train.micro-batch is 0; it must be at least 1"),
+        ({"model": 5}, "--mesh.model 5 does not divide"),
+    ],
+)
+def test_what_a_model_cannot_be_opened_with_is_refused_in_one_sentence(folder, arguments, words):
+    with pytest.raises(UsageError) as error:
+        HarnessModel(str(folder / "run"), **arguments)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_beams": 4}, "the task sets num_beams for generation, which mjax does not know"),
+        ({}, f"the task asks for 256 new tokens and .* has {POSITIONS} positions; use --gen_kwargs max_gen_toks=16"),
+        ({"do_sample": True, "top_p": 0.0, "temperature": 1.0, "max_gen_toks": 3}, "--top-p is 0.0"),
+    ],
+)
+def test_a_continuation_that_cannot_be_written_is_refused(ours, settings, words):
+    with pytest.raises(UsageError, match=words):
+        ours.generate_until(instances("generate_until", [("It", settings)]), True)
+
+
+def test_a_continuation_longer_than_the_model_is_refused(ours):
+    with pytest.raises(UsageError, match=r"a continuation has 41 tokens and .* has 32 positions"):
+        ours._loglikelihood_tokens([(None, [1], [2] * 41)], True)

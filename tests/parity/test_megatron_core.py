@@ -1,0 +1,96 @@
+"""Models of megatron-core in checkpoints that Megatron wrote: what they compute there they compute here."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mjax import cli
+from mjax.interop.megatron.pickles import read_metadata
+from tests.parity.megatron_written import scores_of
+
+pytest.importorskip("torch", reason="torch is not installed: make test-parity")
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-parity")
+
+pytestmark = pytest.mark.parity
+
+VOCABULARY = 29
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two tensor ranks"])
+def written(request, tmp_path_factory):
+    """The folder that `write_megatron_core` leaves."""
+    folder = tmp_path_factory.mktemp("written")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    program = [sys.executable, str(Path(__file__).with_name("write_megatron_core.py")), str(folder)]
+    environment = {**os.environ, "WORLD_SIZE": str(request.param), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            program, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(request.param)
+    ]
+    for rank in ranks:
+        output, _ = rank.communicate(timeout=300)
+        assert rank.returncode == 0, output[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["stacked", "single", "torch"])
+def test_a_gpt_has_the_logits_of_megatron_core(written, layout, tmp_path):
+    source, run = written / f"gpt_{layout}", tmp_path / "run"
+    assert cli.main(["convert", "from-megatron", str(source), str(run), "--vocabulary", str(VOCABULARY)]) == 0
+    theirs = np.load(written / "gpt.npz")
+    config, ours = scores_of(run, theirs["ids"])
+    assert config.model.activation == "gelu_tanh"
+    np.testing.assert_allclose(ours[..., :VOCABULARY], theirs["scores"][..., :VOCABULARY], atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["stacked", "single", "torch"])
+def test_a_bert_has_the_scores_of_megatron_core(written, layout, tmp_path):
+    source, run = written / f"bert_{layout}", tmp_path / "run"
+    assert cli.main(["convert", "from-megatron", str(source), str(run), "--vocabulary", str(VOCABULARY)]) == 0
+    theirs = np.load(written / "bert.npz")
+    text = theirs["text"] == 1
+    config, (of_tokens, of_order) = scores_of(run, theirs["ids"], theirs["types"], 1 - theirs["text"])
+    assert (config.model.activation, config.model.mlm_activation) == ("gelu_tanh", "gelu_erf")
+    np.testing.assert_allclose(of_tokens[..., :VOCABULARY][text], theirs["scores"][..., :VOCABULARY][text], atol=2e-5)
+    np.testing.assert_allclose(of_order, theirs["order"], atol=2e-5)
+
+
+def test_the_gelus_of_a_bert_are_two(written, tmp_path):
+    """Otherwise the test above would pass with one for both."""
+    theirs, run = np.load(written / "bert.npz"), tmp_path / "run"
+    assert cli.main(["convert", "from-megatron", str(written / "bert_torch"), str(run)]) == 0
+    file = run / "config.json"
+    file.write_text(file.read_text().replace('"mlm_activation": "gelu_erf"', '"mlm_activation": "gelu_tanh"'))
+    _, (of_tokens, _) = scores_of(run, theirs["ids"], theirs["types"], 1 - theirs["text"])
+    difference = np.abs(of_tokens[0, :, :VOCABULARY] - theirs["scores"][0, :, :VOCABULARY])
+    assert difference.max() > 1e-4
+
+
+def test_layers_are_one_tensor_or_many_as_the_names_say(written):
+    """Otherwise the cases above would be one."""
+    names = {
+        layout: read_metadata(written / f"gpt_{layout}" / "iter_0000005" / ".metadata")
+        for layout in ("stacked", "single")
+    }
+    assert names["stacked"]["decoder.layers.mlp.linear_fc1.weight"].shape == (3, 40, 24)
+    assert names["single"]["decoder.layers.2.mlp.linear_fc1.weight"].shape == (40, 24)
+    assert "optimizer.state.exp_avg.x" in names["stacked"]
+
+
+def test_a_part_that_is_cut_off_is_named(written, tmp_path, capsys):
+    source = tmp_path / "in"
+    subprocess.run(["cp", "-r", str(written / "gpt_stacked" / "iter_0000005"), str(source)], check=True)
+    for file in source.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:2000])
+    assert cli.main(["convert", "from-megatron", str(source), str(tmp_path / "run")]) == 2
+    assert "is cut off or damaged" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,51 @@
+"""The same run of AdamW here and in torch, from the same weights over the same batches."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import torch
+
+from mjax.parallel.mesh import make_mesh
+from mjax.training.step import build_program
+
+
+def losses_of_both(config, weights, peer, peer_loss, batch_at, steps=20, rate_at=None):
+    """Losses of `steps` steps, ours and torch's.
+
+    Args:
+      config: of our run; torch takes learning rate, decay and clipping from it.
+      weights: our model's, whole.
+      peer: torch's module, which holds the same.
+      peer_loss: (peer, batch) → torch's loss of it.
+      batch_at: step → batch.
+      rate_at: step → learning rate, where it is not constant.
+    """
+    assert rate_at is not None or config.optimizer.schedule == "constant"
+    program = build_program(config, make_mesh(config.mesh))
+    state = program.initialize()
+    placed = jax.tree.map(lambda ours, there: jax.device_put(np.asarray(ours), there.sharding), weights, state.model)
+    state = replace(state, model=placed)
+
+    # As Megatron: no decay of what has one dim, biases and LayerNorm.
+    decayed, spared = ([p for p in peer.parameters() if (p.ndim > 1) == matrices] for matrices in (True, False))
+    optimizer = config.optimizer
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": spared, "weight_decay": 0.0}],
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.epsilon,
+    )
+    ours, theirs = [], []
+    for step in range(steps):
+        batch = batch_at(step)
+        for group in adamw.param_groups:
+            group["lr"] = optimizer.learning_rate if rate_at is None else rate_at(step)
+        state, metrics = program.train_step(state, jax.device_put(batch, program.batch_sharding))
+        ours.append(float(metrics.loss))
+        loss = peer_loss(peer, batch)
+        adamw.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(peer.parameters(), optimizer.clip_norm)
+        adamw.step()
+        theirs.append(loss.item())
+    return ours, theirs
