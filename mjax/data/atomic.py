@@ -26,3 +26,12 @@ def to_disk(stream: BinaryIO | TextIO) -> None:
     stream.flush()
     with contextlib.suppress(OSError):  # some file systems cannot
         os.fsync(stream.fileno())
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text file that is there whole or as it was before, whenever the process ends."""
+    temporary = file.with_name(file.name + ".tmp")
+    with temporary.open("w", encoding="utf-8", newline="") as stream:
+        stream.write(text)
+        to_disk(stream)
+    temporary.replace(file)

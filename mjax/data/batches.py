@@ -60,6 +60,16 @@ class Batches:
         return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
+def label_entropy(batches: Iterable[dict[str, np.ndarray]]) -> float:
+    """Entropy of the labels that count, nats: what guessing them by their frequency alone costs at least.
+
+    It is the frequency in these very labels, so a guess that does not look at the text cannot do better on them.
+    """
+    counts = np.bincount(np.concatenate([batch["labels"][batch["loss_mask"]] for batch in batches]))
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
 def prefetch(fetch: Callable[[Step], Fetched], steps: Iterable[Step], depth: int = 2) -> Iterator[Fetched]:
     """`fetch(step)` for each of `steps`, in order, worked out by one thread up to `depth` steps ahead.
 

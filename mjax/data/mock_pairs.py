@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 FIRST, MASK = 0, 1  # ids that stand for [CLS], and padding, and for [MASK]; text counts through the others
-MASKED = 0.15  # of the tokens
 
 
 class MockPairs:
@@ -18,10 +17,11 @@ class MockPairs:
       vocabulary: ids, at least 3.
       sequence: s, at least 3.
       seed: fixes everything.
+      masked: share of the tokens that are hidden; one of a sample at least.
     """
 
-    def __init__(self, vocabulary: int, sequence: int, seed: int):
-        self.vocabulary, self.sequence, self.seed = vocabulary, sequence, seed
+    def __init__(self, vocabulary: int, sequence: int, seed: int, masked: float = 0.15):
+        self.vocabulary, self.sequence, self.seed, self.masked = vocabulary, sequence, seed, masked
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Sample `index`: the arrays that `Config.batch_arrays` lists."""
@@ -35,7 +35,7 @@ class MockPairs:
         place = np.arange(self.sequence)
         labels = np.full(self.sequence, FIRST)
         labels[1 : text + 1] = counted
-        masked = (random.random(self.sequence) < MASKED) & (place > 0) & (place <= text)
+        masked = (random.random(self.sequence) < self.masked) & (place > 0) & (place <= text)
         masked[random.integers(1, text + 1)] = True
         sample = {
             "tokens": np.where(masked, MASK, labels),

@@ -42,7 +42,8 @@ from mjax.data.metadata import (
 )
 from mjax.data.progress import showing, speed
 from mjax.data.sentences import load_splitter
-from mjax.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
+from mjax.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece, train_wordpiece
+from mjax.data.tokenizers.wordpiece import TRAINABLE
 from mjax.data.wikipedia import Wikipedia
 from mjax.data.workers import Workers, useful_workers
 from mjax.errors import RunError, UsageError
@@ -68,9 +69,10 @@ class PrepareArguments:
     """What a malformed line does: stop, naming it, or be skipped and counted."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
     """gpt2:vocab.json,merges.txt, gpt2:FILE.tiktoken, bert-uncased:vocab.txt, bert-cased:vocab.txt,
-    sentencepiece:FILE.model, hf:tokenizer.json or bytes; when not given, a sentencepiece vocabulary is trained."""
+    sentencepiece:FILE.model, hf:tokenizer.json or bytes; bert-uncased or bert-cased without a file trains a vocabulary
+    for a BERT on the text, and when nothing is given, one of sentencepiece is trained."""
     vocabulary: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Size of the vocabulary that is trained, in tokens; 8192 when not given, 4096 for the demo."""
+    """Size of the vocabulary that is trained, in tokens; 8192 when not given, 4096 for the demo, 2048 for a BERT's."""
     append_eod: bool = True
     """End every document with the end-of-document token; Megatron's preprocess_data does so only when asked."""
     split_sentences: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -112,7 +114,7 @@ def prepare(arguments: PrepareArguments) -> PrepareSummary:
     _check(arguments)
     corpus = Wikipedia() if arguments.demo else _open(arguments)
     workers = useful_workers(arguments.workers, corpus.size)
-    tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else _train(corpus, arguments)
+    tokenizer = _train(corpus, arguments) if _trains(arguments) else load_tokenizer(arguments.tokenizer)
     encoding_began = time.perf_counter()
     try:
         metadata = _write(arguments, corpus, tokenizer, workers)
@@ -130,6 +132,11 @@ def prepare(arguments: PrepareArguments) -> PrepareSummary:
 # --- The steps --------------------------------------------------------------------------------------------------------
 
 
+def _trains(arguments: PrepareArguments) -> bool:
+    """Whether the vocabulary is learned from the text."""
+    return arguments.tokenizer is None or arguments.tokenizer in TRAINABLE
+
+
 def _check(arguments: PrepareArguments) -> None:
     """Whether the arguments make sense."""
     if arguments.demo and arguments.inputs:
@@ -138,7 +145,9 @@ def _check(arguments: PrepareArguments) -> None:
         raise UsageError(
             "there is nothing to prepare; give .txt, .jsonl or .parquet files, or --demo for 5 MB of Wikipedia"
         )
-    if arguments.tokenizer and arguments.vocabulary:
+    if arguments.vocabulary is not None and arguments.vocabulary < 3:
+        raise UsageError(f"--vocabulary is {arguments.vocabulary}; it must be at least 3")
+    if arguments.vocabulary is not None and not _trains(arguments):
         raise UsageError(
             f"--vocabulary {arguments.vocabulary} is for a tokenizer that is trained; leave it out, "
             f"or leave out --tokenizer {arguments.tokenizer}"
@@ -156,8 +165,9 @@ def _open(arguments: PrepareArguments) -> TextFiles:
 
 
 def _train(corpus: Corpus, arguments: PrepareArguments) -> Tokenizer:
-    """A sentencepiece vocabulary of the corpus, or of a fixed random sample where the corpus is large."""
-    vocabulary = arguments.vocabulary or (4096 if arguments.demo else 8192)
+    """A vocabulary of the corpus, or of a fixed random sample where the corpus is large: sentencepiece's, or BERT's."""
+    of_demo = 4096 if arguments.tokenizer is None else 2048  # as in configs/gpt_demo.py and bert_demo.py
+    vocabulary = arguments.vocabulary or (of_demo if arguments.demo else 8192)
     share = TRAINING_CHARACTERS / max(corpus.size, 1)
     draw = random.Random(0)
 
@@ -169,7 +179,9 @@ def _train(corpus: Corpus, arguments: PrepareArguments) -> Tokenizer:
                         yield document.text[first : first + CHUNK]
                 advance(document.size, 1, len(document.text))
 
-    return train_sentencepiece(chunks(), vocabulary)
+    if arguments.tokenizer is None:
+        return train_sentencepiece(chunks(), vocabulary)
+    return train_wordpiece(chunks(), vocabulary, arguments.tokenizer)
 
 
 def _write(arguments: PrepareArguments, corpus: Corpus, tokenizer: Tokenizer, workers: int) -> DatasetMetadata:
@@ -244,7 +256,7 @@ def _print_json(arguments: PrepareArguments, summary: PrepareSummary) -> None:
 
 def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
     metadata = summary.metadata
-    tokenizer = arguments.tokenizer or f"{metadata.tokenizer}, trained on this text"
+    tokenizer = f"{metadata.tokenizer}, trained on this text" if _trains(arguments) else arguments.tokenizer
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -270,8 +282,12 @@ def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
         console.print(f"left out: {example}", markup=False)
     rates = speed(metadata.documents, metadata.text_bytes, summary.encoding_seconds)
     console.print(f"encoded with {summary.workers} worker{'s' * (summary.workers > 1)}: {rates}", markup=False)
-    config = "gpt_demo" if not metadata.tokenizer.startswith("bert") else "bert_336m --mesh.data 1"
+    config = "gpt_demo"
+    if metadata.tokenizer in TRAINABLE:
+        config = "bert_demo" if arguments.demo else "bert_336m --mesh.data 1"
     command = f"python train.py --config {config} --data.path {shlex.quote(arguments.output)}"
-    if not arguments.demo:  # for the demo's vocabulary the config is made
-        command += f" --model.vocabulary {metadata.vocabulary}"
+    if not arguments.demo or arguments.vocabulary is not None or not _trains(arguments):
+        command += f" --model.vocabulary {metadata.vocabulary}"  # for the demo's own the config is made
+    if metadata.tokenizer in TRAINABLE and (metadata.append_eod or not arguments.split_sentences):
+        command = "for a BERT, prepare it again with --split-sentences --no-append-eod"
     console.print(f"\nNext: {command}", markup=False)

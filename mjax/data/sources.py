@@ -56,9 +56,15 @@ def open_data(config: Config) -> TrainingData:
         no embedding for.
     """
     data, model, train = config.data, config.model, config.train
+    if model.head != "pretraining":
+        raise UsageError(
+            f"--model.head {model.head} is not for pre-training; leave it out, and type python -m mjax finetune --help"
+        )
     evaluates = train.eval_interval > 0
     if data.mock:
-        mock, summary = (MockDataset, "mock tokens") if model.kind == "gpt" else (MockPairs, "mock pairs of text")
+        mock, summary = MockDataset, "mock tokens"
+        if model.kind == "bert":
+            mock, summary = partial(MockPairs, masked=data.mask_probability), "mock pairs of text"
         training = mock(model.vocabulary, model.sequence, train.seed)
         validation = mock(model.vocabulary, model.sequence, train.seed + 1) if evaluates else None
         return _bundle(config, training, validation, data.eod, None, summary, ())
@@ -79,7 +85,7 @@ def open_data(config: Config) -> TrainingData:
             f"{prefixes[0]} was made with a tokenizer of {metadata.vocabulary:,} ids and --model.vocabulary is "
             f"{model.vocabulary:,}; use --model.vocabulary {metadata.vocabulary}"
         )
-    pieces = _word_pieces(prefixes[0], metadata, tokenizer) if model.kind == "bert" else None
+    pieces = _word_pieces(prefixes, tokenizer) if model.kind == "bert" else None
     eod = data.eod if data.eod is not None or metadata is None else metadata.eod
     if eod is None and (data.reset_positions or data.reset_attention or data.mask_eod_loss):
         raise UsageError(
@@ -100,7 +106,18 @@ def open_data(config: Config) -> TrainingData:
             kept = IndexCache(cache_folders(prefix, data.cache), notes.setdefault)
             if pieces is not None:
                 name = f"{part} part"
-                return BertDataset(indexed, documents, samples, model.sequence, train.seed, pieces, name, cache=kept)
+                return BertDataset(
+                    indexed,
+                    documents,
+                    samples,
+                    model.sequence,
+                    train.seed,
+                    pieces,
+                    name,
+                    short_probability=data.short_probability,
+                    mask_probability=data.mask_probability,
+                    cache=kept,
+                )
             return GPTDataset(
                 indexed,
                 documents,
@@ -157,20 +174,22 @@ def _extent(dataset: GPTDataset | BertDataset) -> str:
     return f"{dataset.indexed.tokens:,} tokens in {dataset.indexed.documents:,} documents, {drawn}"
 
 
-def _word_pieces(prefix: str, metadata: DatasetMetadata | None, folder: Path | None) -> WordPieces:
-    """What a BERT's masking has to know of the vocabulary of a dataset.
+def _word_pieces(prefixes: list[str], folder: Path | None) -> WordPieces:
+    """What a BERT's masking has to know of the vocabulary of datasets, whose tokenizer is in `folder`.
 
     Raises:
       UsageError: its tokenizer is not there or not BERT's, or its documents have ends that are tokens.
     """
     again = "python -m mjax prepare FILES --tokenizer bert-uncased:vocab.txt --split-sentences --no-append-eod"
+    prefix = prefixes[0]
     if folder is None:
         raise UsageError(f"{prefix} has no {tokenizer_folder(prefix)}, which a BERT needs to mask words; type {again}")
     tokenizer = tokenizer_from_folder(folder)
     if not isinstance(tokenizer, BertTokenizer):
         raise UsageError(f"{prefix} was made with a tokenizer of kind {tokenizer.kind}, not a BERT's; type {again}")
-    if metadata is not None and metadata.append_eod:
-        raise UsageError(f"{prefix} has an end of document after each text, which a BERT's has not; type {again}")
+    for prefix in prefixes:
+        if (metadata := read_metadata(prefix)) is not None and metadata.append_eod:
+            raise UsageError(f"{prefix} has an end of document after each text, which a BERT's has not; type {again}")
     return WordPieces.of(tokenizer)
 
 

@@ -1,4 +1,5 @@
 import contextlib
+import math
 import threading
 import time
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mjax.batch_size import BatchSizes
-from mjax.data.batches import Batches, prefetch
+from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.samples import MockDataset
 
 BATCHES = Batches(MockDataset(vocabulary=1000, sequence=8, seed=0), BatchSizes.constant(6))
@@ -82,3 +83,15 @@ def test_closing_early_ends_the_thread():
         assert next(results) == 0
         assert any(thread.name.startswith("mjax-prefetch") for thread in threading.enumerate())
     assert not any(thread.name.startswith("mjax-prefetch") for thread in threading.enumerate())
+
+
+def test_the_entropy_of_labels_is_that_of_those_that_count():
+    random = np.random.default_rng(0)
+    batches = [
+        {"labels": random.integers(0, 5, (4, 8)) ** 2, "loss_mask": random.integers(0, 2, (4, 8)) == 1}
+        for _ in range(3)
+    ]
+    counted = [label for batch in batches for label in batch["labels"][batch["loss_mask"]].tolist()]
+    by_hand = -sum(math.log(counted.count(label) / len(counted)) for label in counted) / len(counted)
+    assert label_entropy(iter(batches)) == pytest.approx(by_hand)
+    assert label_entropy([{"labels": np.full((2, 3), 7), "loss_mask": np.ones((2, 3), bool)}]) == 0.0

@@ -61,6 +61,24 @@ def test_a_run_on_sentences_reads_the_samples_of_its_part_in_their_order(tmp_pat
     assert data.tokenizer == tokenizer_folder(tmp_path / "d")
 
 
+def test_masks_and_short_samples_are_as_many_as_asked_for(tmp_path):
+    config = config_of(write(tmp_path / "d"))
+
+    def share(**probabilities):
+        training = open_data(replace(config, data=replace(config.data, **probabilities))).training.dataset
+        samples = [training[i] for i in range(len(training))]
+        masked = sum(sample["loss_mask"].sum() for sample in samples)
+        return masked / sum((sample["documents"] == 0).sum() for sample in samples), training.pair_index[:, 2]
+
+    masked, wanted = share()
+    assert 0.10 < masked < 0.17
+    assert 0 < (wanted < 29).mean() < 0.3
+    masked, wanted = share(mask_probability=0.4, short_probability=0.0)
+    assert 0.3 < masked < 0.42  # a span of whole words that is too long is dropped
+    assert (wanted == 29).all()
+    assert (share(short_probability=1.0)[1] < 29).mean() > 0.9
+
+
 def test_a_blend_of_sentences_gives_from_each_its_share(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -81,6 +99,12 @@ def test_data_that_were_prepared_for_another_model_are_refused(tmp_path, options
     config = config_of(write(tmp_path / "d", **options))
     with pytest.raises(UsageError, match=words):
         open_data(replace(config, model=replace(config.model, vocabulary=300)))
+
+
+def test_a_dataset_with_ends_of_documents_is_found_anywhere_in_a_blend(tmp_path):
+    paths = [write(tmp_path / "d"), write(tmp_path / "e", append_eod=True)]
+    with pytest.raises(UsageError, match="e has an end of document after each text"):
+        open_data(config_of("0.5", paths[0], "0.5", paths[1]))
 
 
 def test_sentences_without_their_tokenizer_are_refused(tmp_path):

@@ -53,6 +53,14 @@ def test_samples_depend_on_seed_and_index_alone_and_differ():
     assert len({sample["labels"].tobytes() for sample in SAMPLES}) > 300
 
 
+def test_the_share_of_tokens_asked_for_is_masked():
+    for share in (0.15, 0.5):
+        pairs = MockPairs(60, 64, 3, masked=share)
+        samples = [pairs[i] for i in range(100)]
+        tokens = sum((sample["documents"] == 0).sum() for sample in samples)
+        assert abs(sum(sample["loss_mask"].sum() for sample in samples) / tokens - share) < 0.04
+
+
 def test_the_smallest_shape_that_is_allowed_makes_samples():
     for index in range(50):
         assert MockPairs(3, 3, 0)[index]["loss_mask"].any()

@@ -21,6 +21,7 @@ from mjax.data.tokenizers.interface import DESCRIPTION, EOD_PIECE, Tokenizer
 from mjax.data.tokenizers.opening import KINDS, load_tokenizer, tokenizer_from_folder
 from mjax.data.tokenizers.pieces import SentencePieceTokenizer, train_sentencepiece
 from mjax.data.tokenizers.utf8_bytes import ByteTokenizer
+from mjax.data.tokenizers.wordpiece import train_wordpiece
 
 __all__ = [
     "DESCRIPTION",
@@ -37,4 +38,5 @@ __all__ = [
     "load_tokenizer",
     "tokenizer_from_folder",
     "train_sentencepiece",
+    "train_wordpiece",
 ]

@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from mjax.data.tokenizers.interface import read_given, utf8_lines
+from mjax.data.tokenizers.interface import read_given, utf8, utf8_lines
 from mjax.data.tokenizers.library import LibraryTokenizer
 from mjax.errors import UsageError
 
@@ -41,9 +41,7 @@ class BertTokenizer(LibraryTokenizer):
             raise UsageError(f"{name} lacks {', '.join(missing)}; give BERT's vocab.txt, which has one piece a line")
         self._check_case(ids, name)
         self.library = Tokenizer(models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
-        self.library.normalizer = normalizers.BertNormalizer(
-            clean_text=True, handle_chinese_chars=True, strip_accents=self.lowercase, lowercase=self.lowercase
-        )
+        self.library.normalizer = _normalizer(self.lowercase)
         self.library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         # Without the clean-up of "it ' s" the text of a beginning is always a beginning of the text.
         self.library.decoder = decoders.WordPiece(prefix="##", cleanup=False)
@@ -64,6 +62,19 @@ class BertTokenizer(LibraryTokenizer):
             raise UsageError(f"{name} has pieces in capitals; use --tokenizer {CasedBertTokenizer.kind}:{name}")
         if not self.lowercase and not any(capitals):
             raise UsageError(f"{name} has no capital letters; use --tokenizer {UncasedBertTokenizer.kind}:{name}")
+
+
+def words_of(text: str, lowercase: bool) -> list[str]:
+    """The words that pieces are parts of: `text` cleaned, and cut at white space and around punctuation."""
+    utf8(text)
+    cut = pre_tokenizers.BertPreTokenizer().pre_tokenize_str(_normalizer(lowercase).normalize_str(text))
+    return [word for word, _ in cut]
+
+
+def _normalizer(lowercase: bool) -> normalizers.Normalizer:
+    return normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=True, strip_accents=lowercase, lowercase=lowercase
+    )
 
 
 class UncasedBertTokenizer(BertTokenizer):

@@ -31,6 +31,14 @@ class LibraryTokenizer(StoredTokenizer):
         # The fast one keeps no track of which token came from which characters.
         return [found.ids for found in self.library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    def encode_with_characters(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Ids of the tokens of each text, and the characters text[begin:end] that each token was made of."""
+        for text in texts:
+            utf8(text)
+        return [
+            (found.ids, found.offsets) for found in self.library.encode_batch(list(texts), add_special_tokens=False)
+        ]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens; see `Tokenizer`."""
         return decode_around(self, ids, lambda part: self.library.decode(part, skip_special_tokens=False))

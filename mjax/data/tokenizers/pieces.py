@@ -7,7 +7,7 @@ A foreign model does what it was trained to do: most put a space in front, many 
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Self
 
 import sentencepiece
@@ -79,6 +79,31 @@ def train_sentencepiece(texts: Iterable[str], vocabulary: int) -> SentencePieceT
     Raises:
       UsageError: there is no text, or it has too few words for the vocabulary or too many characters; says what works.
     """
+    model = learned(
+        texts,
+        vocabulary,
+        byte_fallback=True,
+        add_dummy_prefix=False,
+        allow_whitespace_only_pieces=True,  # indentation in few tokens
+        user_defined_symbols=["\n"],  # a line break is always a token of its own
+        eos_id=1,
+        eos_piece=EOD_PIECE,
+    )
+    return SentencePieceTokenizer(model, "the trained tokenizer")
+
+
+def learned(
+    texts: Iterable[str], vocabulary: int, smallest: Callable[[int], int] = lambda pieces: pieces, **settings
+) -> bytes:
+    """A model of exactly `vocabulary` byte-pair pieces in sentencepiece's form, which learned from text as it is.
+
+    Args:
+      smallest: from the pieces without which sentencepiece has none for some letter to the vocabulary that needs them.
+      settings: of sentencepiece's trainer.
+
+    Raises:
+      UsageError: as `train_sentencepiece`.
+    """
     model, interruption = io.BytesIO(), []
 
     def chunks() -> Iterator[str]:
@@ -96,26 +121,21 @@ def train_sentencepiece(texts: Iterable[str], vocabulary: int) -> SentencePieceT
             model_writer=model,
             model_type="bpe",
             vocab_size=vocabulary,
-            byte_fallback=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,  # indentation in few tokens
-            user_defined_symbols=["\n"],  # a line break is always a token of its own
             max_sentence_length=4 * CHUNK,  # in bytes
             unk_id=0,
-            eos_id=1,
-            eos_piece=EOD_PIECE,
             bos_id=-1,
             pad_id=-1,
             minloglevel=2,
+            **settings,
         )
     except RuntimeError as error:
-        raise (interruption[0] if interruption else _explained(error, vocabulary)) from None
-    return SentencePieceTokenizer(model.getvalue(), "the trained tokenizer")
+        raise (interruption[0] if interruption else _explained(error, vocabulary, smallest)) from None
+    return model.getvalue()
 
 
-def _explained(error: RuntimeError, vocabulary: int) -> Exception:
+def _explained(error: RuntimeError, vocabulary: int, smallest: Callable[[int], int]) -> Exception:
     """sentencepiece's errors in the words of our flags."""
     message = str(error)
     if found := re.search(r"too high.*<= (\d+)", message):
@@ -124,9 +144,10 @@ def _explained(error: RuntimeError, vocabulary: int) -> Exception:
             f"use --vocabulary {found[1]} or less, give more text, or use --tokenizer bytes"
         )
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
+        least = smallest(int(found[1]))
         return UsageError(
-            f"--vocabulary {vocabulary} is too small: bytes and characters of this text alone are {found[1]} pieces; "
-            f"use --vocabulary {found[1]} or more, or --tokenizer bytes"
+            f"--vocabulary {vocabulary} is too small: bytes and characters of this text alone are {least} pieces; "
+            f"use --vocabulary {least} or more, or --tokenizer bytes"
         )
     if "sentences_.empty()" in message or "all_chars_count" in message:
         return UsageError("there is no text to train a tokenizer on; give files that hold text")

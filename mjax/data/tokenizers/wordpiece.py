@@ -1,0 +1,80 @@
+"""A WordPiece vocabulary, learned from the text at hand: a BERT's vocab.txt where none is given.
+
+Text is cleaned and cut into words as `bert.py` cuts it, and sentencepiece learns byte pairs within the words. It writes
+the beginning of a word as "▁": its piece "▁un" becomes "un", and "believ" becomes "##believ".
+
+    [PAD] [UNK] [CLS] [SEP] [MASK] · every letter, and "##" every letter · pieces, in the order of learning
+
+BERT's own vocabulary was chosen by the likelihood of the text rather than by frequency, with code that was never
+published; Hugging Face's trainer counts pairs too. That one is not used because it breaks ties by the order of a hash
+table, so that the same text gives other vocabularies each time: three runs of `trainers.WordPieceTrainer` gave three.
+"""
+
+import string
+from collections.abc import Iterable, Iterator
+
+import sentencepiece
+
+from mjax.data.tokenizers.bert import BertTokenizer, CasedBertTokenizer, UncasedBertTokenizer, words_of
+from mjax.data.tokenizers.pieces import CHUNK, learned
+from mjax.errors import UsageError
+
+TRAINABLE = {tokenizer.kind: tokenizer for tokenizer in (UncasedBertTokenizer, CasedBertTokenizer)}
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+SPACE = "▁"  # U+2581, sentencepiece's
+
+
+def train_wordpiece(texts: Iterable[str], vocabulary: int, kind: str) -> BertTokenizer:
+    """Train a WordPiece vocabulary of exactly `vocabulary` pieces; the same texts give the same one.
+
+    Letters so rare that all of them together are less than a 2,000th of the text are left out; a word with one is
+    [UNK], as in every BERT.
+
+    Args:
+      kind: "bert-uncased" or "bert-cased".
+
+    Raises:
+      UsageError: there is no text, or it has too few words for the vocabulary or too many letters; says what works.
+    """
+    tokenizer = TRAINABLE[kind]
+    # By its capitals a cased vocabulary is told from an uncased one.
+    always = [] if tokenizer.lowercase else list(string.ascii_uppercase)
+
+    def size(letters: int) -> int:
+        return len(SPECIAL) + 2 * letters
+
+    model = learned(
+        _spaced(texts, tokenizer.lowercase),
+        vocabulary,
+        smallest=lambda pieces: size(pieces - 2 + len(always)),  # but for the unknown piece and the space
+        character_coverage=0.9995,
+        split_by_unicode_script=False,  # a word ends where BERT ends it, and nowhere else
+        split_by_number=False,
+        eos_id=-1,
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+    found = [pieces.id_to_piece(number) for number in range(1, pieces.vocab_size())]  # 0 is the unknown piece
+    letters = sorted({piece for piece in found if len(piece) == 1} - {SPACE} | set(always))
+    if size(len(letters)) > vocabulary:
+        raise UsageError(
+            f"--vocabulary {vocabulary} is too small: the letters of this text alone are {size(len(letters))} pieces; "
+            f"use --vocabulary {size(len(letters))} or more"
+        )
+    alphabet = [*letters, *(f"##{letter}" for letter in letters)]
+    longer = [piece[1:] if piece.startswith(SPACE) else f"##{piece}" for piece in found if len(piece) > 1]
+    lines = list(dict.fromkeys([*SPECIAL, *alphabet, *longer]))[:vocabulary]
+    return tokenizer(("\n".join(lines) + "\n").encode(), "the vocabulary that was trained")
+
+
+def _spaced(texts: Iterable[str], lowercase: bool) -> Iterator[str]:
+    """The words of the texts with a space between two, in chunks that end with a word."""
+    for text in texts:
+        words = words_of(text, lowercase)
+        line, size = [], 0
+        for word in words:
+            line.append(word)
+            size += len(word) + 1
+            if size >= CHUNK // 2:
+                yield " ".join(line)
+                line, size = [], 0
+        yield " ".join(line)
