@@ -130,6 +130,21 @@ def evaluate(argv: Sequence[str]) -> int:
     return run(tyro.cli(EvaluateArguments, args=argv, prog="mjax evaluate"))
 
 
+def finetune(argv: Sequence[str]) -> int:
+    """`mjax finetune`."""
+    from mjax.finetuning.command import FinetuneArguments
+    from mjax.finetuning.command import finetune as run
+
+    return run(tyro.cli(FinetuneArguments, args=argv, prog="mjax finetune"), explain)
+
+
+def lm_eval(argv: Sequence[str]) -> int:
+    """`mjax lm-eval`."""
+    from mjax.tasks.harness_command import run
+
+    return run(argv)
+
+
 def plan(argv: Sequence[str]) -> int:
     """`mjax plan`."""
     from mjax.planner.plan import PlanArguments, run_plan
@@ -180,6 +195,15 @@ def to_hf(argv: Sequence[str]) -> int:
     return run(tyro.cli(ToHfArguments, args=argv, prog="mjax convert to-hf"))
 
 
+def from_megatron(argv: Sequence[str]) -> int:
+    """`mjax convert from-megatron`."""
+    launch.leave_accelerators_alone()
+    from mjax.interop.megatron.command import FromMegatronArguments
+    from mjax.interop.megatron.command import from_megatron as run
+
+    return run(tyro.cli(FromMegatronArguments, args=argv, prog="mjax convert from-megatron"))
+
+
 def convert(argv: Sequence[str]) -> int:
     """`mjax convert`, a group of commands."""
     return _run("mjax convert", CONVERT_COMMANDS, argv)
@@ -194,6 +218,7 @@ DATA_COMMANDS: Commands = {
 
 CONVERT_COMMANDS: Commands = {
     "from-hf": (from_hf, "turn a model of Hugging Face into a run folder"),
+    "from-megatron": (from_megatron, "turn a checkpoint of Megatron-LM into a run folder"),
     "to-hf": (to_hf, "turn a run's checkpoint into a model folder that transformers opens"),
 }
 
@@ -203,8 +228,10 @@ COMMANDS: Commands = {
     "dedup": (dedup, "remove exact and near-duplicate documents from text"),
     "clean": (clean, "repair text, cut evaluation sets out of it, remove short and unwanted documents"),
     "data": (data, "inspect or merge datasets"),
-    "evaluate": (evaluate, "measure a trained model: WikiText103, LAMBADA, perplexity of any text"),
-    "convert": (convert, "bring a model of Hugging Face here, or take one there"),
+    "evaluate": (evaluate, "measure a trained model: WikiText103, LAMBADA, perplexity; fine-tuned, its task"),
+    "lm-eval": (lm_eval, "run tasks of EleutherAI's lm-evaluation-harness on a trained model"),
+    "finetune": (finetune, "train a BERT further for a task: MNLI, QQP, RACE, SQuAD"),
+    "convert": (convert, "bring a model of Hugging Face or Megatron-LM here, or take one to the former"),
     "generate": (generate, "continue a text with a trained model"),
     "plan": (plan, "show the pipeline schedule of a config, without a device"),
 }

@@ -175,6 +175,8 @@ WRONG = {
     "no devices to simulate": (_train("--simulate", "0"), 2, "--simulate is 0"),
     "resuming nothing": (lambda p: ["train", "--resume", str(p)], 2, "holds no checkpoint"),
     "checkpoint of another model": (_continuing("--model.hidden", "64"), 2, "model (model.hidden 32, now 64)"),
+    "another GELU": (_continuing("--model.activation", "gelu_erf"), 2, "(model.activation gelu_tanh, now gelu_erf)"),
+    "another kind of positions": (_continuing("--model.positions", "alibi"), 2, "(model.positions learned, now alibi)"),
     "config.json that is not JSON": (
         _copy_of_run("not_json", lambda run: (run / "config.json").write_text("{")), 2, "is not JSON",
     ),

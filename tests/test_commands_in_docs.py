@@ -9,6 +9,7 @@ import tyro
 
 from mjax import cli
 from mjax.config import DataConfig
+from mjax.tasks import harness_command
 from mjax.validation import validate
 from tests.conftest import ROOT
 
@@ -36,6 +37,9 @@ def test_there_are_commands_to_check():
 def test_a_command_in_the_docs_is_understood(page, words, monkeypatch):
     command, argv = words[0], [word.replace("$I", "0") for word in words[1:]]
     assert command in cli.COMMANDS, page
+    if command == "lm-eval":  # its flags are the harness's
+        assert argv[argv.index("--model") + 1] == harness_command.NAME
+        return
     if command != "train":
         monkeypatch.setattr(tyro, "cli", _parse_only(tyro.cli))
         with pytest.raises(_Parsed):

@@ -14,6 +14,7 @@ from nbclient import NotebookClient
 from tests.conftest import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LONG = ("04_from_and_to_hugging_face", "05_bert_depth")  # train for a minute and more; the first fetches 90 MB
 LARGEST = 400_000  # bytes of a notebook, pictures included
 
 
@@ -50,7 +51,10 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, id=file.stem, marks=pytest.mark.long if file.stem in LONG else ()) for file in NOTEBOOKS],
+)
 def test_a_notebook_runs_and_shows_what_is_committed(file, tmp_path):
     committed = nbformat.read(file, as_version=4)
     nbformat.validate(committed)
@@ -59,7 +63,7 @@ def test_a_notebook_runs_and_shows_what_is_committed(file, tmp_path):
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     resources = {"metadata": {"path": str(file.parent)}}
-    NotebookClient(fresh, km=_kernel(tmp_path), timeout=300, resources=resources).execute(env=_environment())
+    NotebookClient(fresh, km=_kernel(tmp_path), timeout=900, resources=resources).execute(env=_environment())
     assert _shown(committed) == _shown(fresh)
 
 

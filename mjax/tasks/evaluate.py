@@ -24,6 +24,7 @@ from mjax.config import MeshConfig, read_config, suggestion
 from mjax.errors import UsageError
 from mjax.launch import Distributed
 from mjax.tasks.interface import Figure, Task
+from mjax.tasks.labelled import DEFAULTS
 from mjax.tasks.lambada import Lambada
 from mjax.tasks.perplexity import Perplexity
 from mjax.tasks.wikitext import WikiText103
@@ -39,15 +40,17 @@ class EvaluateArguments:
     checkpoint: Path
     """Folder of the run, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     task: str
-    """wikitext103, lambada or perplexity."""
+    """wikitext103, lambada or perplexity; of a run of `mjax finetune` mnli, qqp, race, squad1.1 or squad2.0."""
     data: str
     """File of the task: wiki.test.tokens; a .jsonl of LAMBADA; for perplexity any .txt, .jsonl or .parquet file, or the
-    prefix of an indexed dataset."""
+    prefix of an indexed dataset; of the other tasks a published file or folder."""
     step: int | None = None
     """Checkpoint to use; the newest that is not damaged when not given."""
     overlap: int | None = None
     """Tokens by which a window moves on over a text that is longer than the model reads, and that it then counts; the
     rest is context. When not given: 32 for wikitext103, and for perplexity as many as the model has positions."""
+    predictions: Path | None = None
+    """Folder for the files of predictions, in the official format of a task that a run was fine-tuned for."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     micro_batch: Annotated[int | None, tyro.conf.arg(name="train.micro-batch")] = None
     """Sequences a data replica takes through the model at once; those of training when not given."""
@@ -69,9 +72,13 @@ def evaluate(arguments: EvaluateArguments) -> int:
       UsageError: a flag or the file cannot be used, or the run folder lacks a config, a tokenizer or a checkpoint.
       RunError: the checkpoint is damaged, or its model gives no finite loss.
     """
-    if arguments.task not in TASKS:
-        known = list(TASKS)
+    if arguments.task not in TASKS | DEFAULTS:
+        known = [*TASKS, *DEFAULTS]
         raise UsageError(f"there is no task {arguments.task!r}{suggestion(arguments.task, known)}; use {_or(known)}")
+    if arguments.task in TASKS and arguments.predictions is not None:
+        raise UsageError(f"--predictions is for {_or(list(DEFAULTS))}; leave it out, {arguments.task} predicts text")
+    if arguments.task in DEFAULTS and arguments.overlap is not None:
+        raise UsageError(f"--overlap is for {_or(list(TASKS))}; leave it out, {arguments.task} says itself what is cut")
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     return _evaluate(arguments)
@@ -90,15 +97,14 @@ def _evaluate(arguments: EvaluateArguments) -> int:
     processes.start(arguments.distributed)
     notices = Console(stderr=True, highlight=False, quiet=not processes.is_first())
     say = lambda line: notices.print(line, markup=False)  # noqa: E731
+    if arguments.task in DEFAULTS:
+        from mjax.finetuning.evaluation import evaluate_labelled
+
+        return evaluate_labelled(arguments, notices)
     run, saved = arguments.checkpoint, read_config(arguments.checkpoint / "config.json")
     if saved.model.kind != "gpt":
         raise UsageError(f"{run} holds a BERT, which predicts no next token; give the run folder of a GPT")
-    tokenizer = run_tokenizer(run)
-    if tokenizer.vocabulary > saved.model.vocabulary:
-        raise UsageError(
-            f"the tokenizer of {run} has {tokenizer.vocabulary:,} ids and its model {saved.model.vocabulary:,}; "
-            f"copy the one the model was trained with to {run}/tokenizer"
-        )
+    tokenizer = run_tokenizer(run, saved.model)
     with notices.status(f"reading {arguments.data}"):
         task = TASKS[arguments.task](arguments.data, tokenizer, saved.model.sequence, arguments.overlap)
 

@@ -2,7 +2,8 @@
 
 A batch holds windows padded on the right to one width, and a mask that says which labels count. Causal attention never
 looks at the padding behind a token, and the mask leaves the padding's own labels out; so do the rows that fill the last
-batch. The program gives five sums, the same on every device: a `Score`.
+batch. The program gives two figures for each window, the same on every device: its loss, and how many of its labels
+are the likeliest. Of these is made a `Score`.
 
 Short windows are padded to the next power of two only, so there is a compiled program for each width in use; each
 reads the first positions of the same weights.
@@ -22,12 +23,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config
-from mjax.inference import lay_out
 from mjax.models.gpt import GPT
 from mjax.parallel.layers import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from mjax.parallel.mappings import DATA
 from mjax.parallel.tokens import Tokens
 from mjax.tasks.interface import Score, Window
+from mjax.training.layout import lay_out
 from mjax.training.step import sum_over_batch
 
 NARROWEST = 64  # positions; narrower windows would save less than another compilation costs
@@ -56,7 +57,7 @@ class Scorer:
 
         def program(width: int, model: GPT, batch: dict[str, Array]) -> Array:
             narrow = replace(config, model=replace(config.model, sequence=width))
-            on_device = partial(_sums, narrow, layout.plan)
+            on_device = partial(_figures, narrow, layout.plan)
             specs = layout.specs, dict.fromkeys(batch, P(DATA))
             return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True)(model, batch)
 
@@ -65,26 +66,45 @@ class Scorer:
     def score(
         self, model: GPT, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
     ) -> Score:
-        """Score all `windows`.
+        """Score all `windows` together.
 
         Args:
           model: master weights, as in `TrainState.model`.
           windows: of at most `model.sequence` + 1 tokens each.
           on_progress: called with the number of windows that have been scored since the last call.
         """
-        total, waiting = Score(), None
-        for width, rows in self._batches(windows):
-            sums = self._program(width, model, self._to_devices(_padded(rows, width, self.config.train.global_batch)))
-            if waiting is not None:
-                total += _fetch(*waiting, on_progress)  # while the devices work on the next batch
-            waiting = sums, len(rows)
-        return total if waiting is None else total + _fetch(*waiting, on_progress)
+        return sum(self.score_each(model, windows, on_progress), Score())
 
-    def _batches(self, windows: Sequence[Window]) -> Iterator[tuple[int, list[Window]]]:
-        """Windows of one width at a time, the widest first: if the memory is short, that shows at once."""
-        by_width: dict[int, list[Window]] = {}
-        for window in windows:
-            by_width.setdefault(self._width(len(window.tokens) - 1), []).append(window)
+    def score_each(
+        self, model: GPT, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
+    ) -> list[Score]:
+        """Score each of `windows`; see `score`."""
+        scores: list[Score] = [Score()] * len(windows)
+
+        def fetch(chosen: list[int], figures: Array) -> None:
+            for index, (loss, correct) in zip(
+                chosen, np.asarray(figures).tolist(), strict=False
+            ):  # the rest is filling
+                counted = windows[index].counted
+                scores[index] = Score(loss, counted, int(correct), 1, int(correct == counted))
+            on_progress(len(chosen))
+
+        waiting = None
+        for width, chosen in self._batches(windows):
+            rows = _padded([windows[index] for index in chosen], width, self.config.train.global_batch)
+            figures = self._program(width, model, self._to_devices(rows))
+            if waiting is not None:
+                fetch(*waiting)  # while the devices work on the next batch
+            waiting = chosen, figures
+        if waiting is not None:
+            fetch(*waiting)
+        return scores
+
+    def _batches(self, windows: Sequence[Window]) -> Iterator[tuple[int, list[int]]]:
+        """Indices of windows of one width at a time, the widest first: if the memory is short, that shows at once."""
+        by_width: dict[int, list[int]] = {}
+        for index, window in enumerate(windows):
+            by_width.setdefault(self._width(len(window.tokens) - 1), []).append(index)
         size = self.config.train.global_batch
         for width in sorted(by_width, reverse=True):
             group = by_width[width]
@@ -117,27 +137,22 @@ def _padded(windows: Sequence[Window], width: int, size: int) -> Batch:
     return {"tokens": tokens, "labels": labels, "loss_mask": mask}
 
 
-def _sums(config: Config, plan, model: GPT, batch: dict[str, Array]) -> Array:
-    """From inside `shard_map`: the fields of `Score` over the global batch, [5], the same on every device.
+def _figures(config: Config, plan, model: GPT, batch: dict[str, Array]) -> Array:
+    """From inside `shard_map`: loss and number of correct labels of each row of the global batch, [B, 2].
 
-    The counts are exact: a batch has far fewer labels than the 2^24 up to which float32 holds every whole number.
+    The counts are exact: a window has far fewer labels than the 2^24 up to which float32 holds every whole number.
     """
     tokens = Tokens(config.train.micro_batch, config.model.sequence, config.mesh.sequence_parallel)
+    all_rows = jnp.arange(config.train.global_batch)
 
     def head(weights: GPT, x: Array, micro_batch: dict[str, Array]) -> Array:
         labels, counts = micro_batch["labels"], micro_batch["loss_mask"]  # [b, s]
         logits = weights.logits(x, tokens)  # [b s, v / p]
         losses = tokens.by_sequence(vocab_parallel_cross_entropy(logits, labels.reshape(-1)))
-        correct = tokens.by_sequence(vocab_parallel_argmax(logits)) == labels
-        used = counts.any(-1)  # [b], not those that fill up the last batch
-        right = used & (correct | ~counts).all(-1)
-        sums = losses.sum(where=counts), counts.sum(), (correct & counts).sum(), used.sum(), right.sum()
-        return jnp.stack([each.astype(losses.dtype) for each in sums])
+        correct = (tokens.by_sequence(vocab_parallel_argmax(logits)) == labels) & counts
+        figures = jnp.stack([losses.sum(-1, where=counts), correct.sum(-1, dtype=losses.dtype)], -1)  # [b, 2]
+        # Each row to its place among zeros, so that the sum over micro-batches, stages and replicas is all of them.
+        own = all_rows[:, None] == micro_batch["samples"]  # [B, b]
+        return jnp.where(own[..., None], figures, 0).sum(1)
 
     return sum_over_batch(config, plan, model, batch, head=head)
-
-
-def _fetch(sums: Array, windows: int, on_progress: Callable[[int], None]) -> Score:
-    loss, *counts = np.asarray(sums, np.float64)
-    on_progress(windows)
-    return Score(float(loss), *map(int, counts))

@@ -111,7 +111,7 @@ def test_another_checkpoint_and_another_type_can_be_chosen(folder, capsys):
 @pytest.mark.parametrize(
     ("task", "flags", "sentence"),
     [
-        ("wikitext", (), "there is no task 'wikitext', did you mean 'wikitext103'?; use wikitext103, lambada or"),
+        ("wikitext", (), "there is no task 'wikitext', did you mean 'wikitext103'?; use wikitext103, lambada,"),
         ("perplexity", ("--overlap", 65), "--overlap 65 does not fit a model of 64 positions"),
         ("lambada", ("--overlap", 2), "--overlap is for texts that do not fit the model"),
         ("perplexity", ("--step", 15), "holds no checkpoint 15; there are 10, 20"),

@@ -1,0 +1,146 @@
+"""`mjax finetune`: a pre-trained BERT and the files of a task in; the best checkpoint of every seed and a report out.
+
+    config and tokenizer of the run → examples of the files → recipe → mesh and program
+    for each seed: trunk of the checkpoint, new head → epochs → best epoch
+    report: table, report.json, report.png, best → seed-N/best
+
+What is wrong with a flag or a file is said before anything is trained. An interrupted command continues where its last
+epoch ended, or where it was told to stop, and ends in the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from mjax import launch
+from mjax.config import MeshConfig, read_config
+from mjax.errors import UsageError
+from mjax.finetuning import recipe as recipes
+from mjax.launch import Distributed
+from mjax.tasks.labelled import open_task
+from mjax.validation import validate
+
+
+@dataclass(frozen=True)
+class FinetuneArguments:
+    """Train a pre-trained BERT further for a task with labels, with several seeds, and keep the best checkpoint."""
+
+    checkpoint: Path
+    """Folder of the pre-trained run, such as runs/bert_336m: its config.json, tokenizer and newest checkpoint are
+    used. Its heads are left out."""
+    task: str
+    """mnli, qqp, race, squad1.1 or squad2.0."""
+    train: tuple[str, ...]
+    """Files to train on, as published: a .tsv of GLUE, a folder of RACE, a .json of SQuAD."""
+    validation: tuple[str, ...]
+    """Files to measure by after each epoch, and to choose the best one."""
+    output: Path | None = None
+    """Folder of the results; CHECKPOINT-TASK when not given. One that is there is continued."""
+    step: int | None = None
+    """Checkpoint to start from; the newest that is not damaged when not given."""
+    seeds: int = 1
+    """Times the task is trained, each with another head, order of examples and dropout. The papers report the median of
+    five."""
+    seed: int = 1234
+    """The first seed; the others follow it."""
+    epochs: int | None = None
+    """Times the examples are seen; as in the paper's recipe for the task when not given, like all that follow."""
+    batch: int | None = None
+    """Examples a step, over all devices."""
+    learning_rate: float | None = None
+    """Peak learning rate, which falls linearly to 0."""
+    warmup: float | None = None
+    """Share of the steps in which the learning rate rises from 0."""
+    weight_decay: float | None = None
+    """Decoupled weight decay, of matrices and embeddings."""
+    sequence: int | None = None
+    """Tokens of a row; what is longer is cut as the task says."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    micro_batch: Annotated[int | None, tyro.conf.arg(name="train.micro-batch")] = None
+    """Examples a data replica takes through the model at once; when not given all of its share, in a pipeline one."""
+    recompute: Annotated[Literal["none", "selective", "full"], tyro.conf.arg(name="train.recompute")] = "none"
+    """What the backward pass recomputes, as in training."""
+    compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
+    """Type of activations and matrix products; that of pre-training when not given."""
+    attention: Annotated[Literal["auto", "cudnn", "xla", "xla_blocks"], tyro.conf.arg(name="model.attention")] = "auto"
+    """Attention kernel, as in training."""
+    simulate: int | None = None
+    """Run on this many simulated devices of the CPU, in each process."""
+    distributed: Distributed = field(default_factory=Distributed)
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the report as one JSON object."""
+
+
+def finetune(arguments: FinetuneArguments, explain: Callable[[BaseException], int] = lambda error: 1) -> int:
+    """Run the command; progress and notices go to stderr. Returns the exit code.
+
+    Args:
+      explain: prints an error and returns its exit code, where one process of several has to end by itself.
+
+    Raises:
+      UsageError: a flag or a file cannot be used, or the run folder lacks a config, a tokenizer or a checkpoint.
+      RunError: the checkpoint is damaged, or training cannot go on.
+    """
+    recipes.check(arguments)
+    if arguments.simulate is not None:
+        launch.simulate_devices(arguments.simulate)
+    return _finetune(arguments, explain)
+
+
+def _finetune(arguments: FinetuneArguments, explain: Callable[[BaseException], int]) -> int:
+    import jax
+
+    from mjax.finetuning.tuning import Finetuning
+    from mjax.inference import check_enough_devices, run_tokenizer
+    from mjax.models.attention import resolve_attention
+    from mjax.parallel import processes
+    from mjax.training.runs import locked
+    from mjax.training.watchdog import watching
+
+    # --- The run, the recipe and the files ----------------------------------------------------------------------------
+    processes.start(arguments.distributed)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not processes.is_first())
+    say = lambda line: console.print(line, markup=False)  # noqa: E731
+    run, saved = arguments.checkpoint, read_config(arguments.checkpoint / "config.json")
+    if saved.model.kind != "bert":
+        raise UsageError(f"{run} holds a GPT, and tasks with labels are for a BERT; give the run folder of one")
+    tokenizer = run_tokenizer(run, saved.model)
+    recipe = recipes.recipe_of(arguments, saved, say)
+    with console.status(f"reading the files of {arguments.task}"):
+        task = open_task(arguments.task, arguments.train, arguments.validation, tokenizer, recipe.sequence)
+    for note in task.notes:
+        say(note)
+    recipes.check_task(task, recipe)
+
+    # --- Devices ------------------------------------------------------------------------------------------------------
+    config = recipes.config_of(arguments, saved, task, recipe)
+    validate(config)
+    check_enough_devices(config.mesh)
+    kernel = resolve_attention(config.model, config.precision.compute, jax.default_backend(), say, documents=True)
+    config = replace(config, model=replace(config.model, attention=kernel))
+
+    # --- Seeds --------------------------------------------------------------------------------------------------------
+    named = run if run.name else run.absolute()  # the current folder has no name
+    output = arguments.output or named.with_name(f"{named.name}-{arguments.task}")
+    request = recipes.Request.of(arguments, recipe, len(task.train.tokens), config.precision.compute)
+    with contextlib.ExitStack() as stack:
+        watchdog = stack.enter_context(watching(arguments.distributed, explain))
+        if processes.is_first():
+            stack.enter_context(locked(output))
+        request = request.continuing(output)
+        tuning = Finetuning(config, saved, task, request, output, console, watchdog)
+        for number in range(arguments.seeds):
+            exit_code = tuning.train(arguments.seed + number)
+            if exit_code:
+                return exit_code
+    if processes.is_first():
+        print(json.dumps(tuning.report())) if arguments.json else tuning.print_report()
+    return 0

@@ -1,0 +1,213 @@
+"""What a fine-tuning is asked for: the task's recipe, what the flags change, and the config that follows.
+
+Recipes are those of the paper and of Megatron-LM v1.0 (`tasks/labelled.py`): AdamW with Megatron's decay mask, a linear
+rise of the learning rate over a share of the steps, then a linear fall to 0, gradients clipped at norm 1, and the
+dropout of pre-training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mjax.config import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, TrainConfig, suggestion
+from mjax.data.atomic import write_whole
+from mjax.errors import UsageError
+from mjax.tasks.labelled import DEFAULTS, LabelledTask, Recipe
+
+if TYPE_CHECKING:
+    from mjax.finetuning.command import FinetuneArguments
+
+
+def check(arguments: FinetuneArguments) -> None:
+    """Refuse flags that cannot work whatever the files hold.
+
+    Raises:
+      UsageError: a sentence that names the flag and what is allowed.
+    """
+    if arguments.task not in DEFAULTS:
+        *most, last = known = list(DEFAULTS)
+        close = suggestion(arguments.task, known)
+        raise UsageError(f"there is no task {arguments.task!r}{close}; use {', '.join(most)} or {last}")
+    for name in ("seeds", "epochs", "batch", "sequence"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} is {value}; it must be at least 1")
+    if arguments.micro_batch is not None and arguments.micro_batch < 1:
+        raise UsageError(f"--train.micro-batch is {arguments.micro_batch}; it must be at least 1")
+    for name in ("seed", "learning_rate", "weight_decay"):
+        value = getattr(arguments, name)
+        if value is not None and not value >= 0:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be 0 or more")
+    if arguments.warmup is not None and not 0 <= arguments.warmup < 1:
+        raise UsageError(f"--warmup is {arguments.warmup}; it is a share of the steps, at least 0 and below 1")
+    if arguments.seed + arguments.seeds > 2**32:
+        raise UsageError(f"--seed is {arguments.seed}; all seeds must be below 2^32")
+
+
+def recipe_of(arguments: FinetuneArguments, saved: Config, say: Callable[[str], None]) -> Recipe:
+    """The task's recipe with what the flags change.
+
+    Args:
+      saved: config of the pre-trained run.
+      say: told where the task's rows are shortened because the model has not as many positions.
+
+    Raises:
+      UsageError: rows are longer than the model, or the batch does not divide.
+    """
+    positions = saved.model.sequence
+    if arguments.sequence is not None and arguments.sequence > positions:
+        raise UsageError(
+            f"--sequence {arguments.sequence} is longer than the {positions} positions of the model in "
+            f"{arguments.checkpoint}; use at most {positions}"
+        )
+    given = {name: getattr(arguments, name) for name in Recipe.__dataclass_fields__}
+    recipe = replace(DEFAULTS[arguments.task], **{name: value for name, value in given.items() if value is not None})
+    data = arguments.mesh.data
+    if data > 0 and recipe.batch % data:
+        raise UsageError(
+            f"--batch {recipe.batch} does not divide over --mesh.data {data}; use a multiple of {data}, "
+            f"such as {-(-recipe.batch // data) * data}"
+        )
+    if recipe.sequence > positions:
+        say(f"rows have {positions} tokens rather than {recipe.sequence}: the model has no more positions")
+    return replace(recipe, sequence=min(recipe.sequence, positions))
+
+
+def check_task(task: LabelledTask, recipe: Recipe) -> None:
+    """Refuse files that cannot be trained on or measured by.
+
+    Raises:
+      UsageError: there are fewer examples than a batch has, or nothing to measure by.
+    """
+    count = len(task.train.tokens)
+    if count < recipe.batch:
+        raise UsageError(f"--batch {recipe.batch} is more than the {count} examples of --train; use at most {count}")
+    if not any(examples.labels for examples in task.validation.values()):
+        raise UsageError(
+            f"the files of --validation have no labels, so there is no {task.metric} to choose the best epoch by; "
+            "give the published development set"
+        )
+
+
+def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, recipe: Recipe) -> Config:
+    """The config that the steps run by, for every seed: the pre-trained model's shape and dropout with another head.
+
+    Its own seed is 0: head, order of examples and dropout masks get theirs from the seed that is trained.
+    """
+    mesh, steps_of_epoch = arguments.mesh, len(task.train.tokens) // recipe.batch
+    steps = recipe.epochs * steps_of_epoch
+    answers = {"classification": task.classes, "multiple_choice": task.choices, "span": saved.model.answers}
+    micro_batch = arguments.micro_batch
+    if micro_batch is None:
+        micro_batch = 1 if mesh.pipe > 1 else recipe.batch // max(mesh.data, 1)
+    precision = saved.precision
+    if arguments.compute is not None:
+        precision = replace(precision, compute=arguments.compute, loss_scale=None)
+    return replace(
+        saved,
+        model=replace(
+            saved.model,
+            head=task.head,
+            answers=answers[task.head],
+            sequence=recipe.sequence,
+            attention=arguments.attention,
+        ),
+        mesh=mesh,
+        data=DataConfig(mock=True),  # no data are read as samples of pre-training
+        optimizer=OptimizerConfig(
+            learning_rate=recipe.learning_rate,
+            min_learning_rate=0.0,
+            schedule="linear",
+            warmup_steps=int(recipe.warmup * steps),
+            weight_decay=recipe.weight_decay,
+        ),
+        precision=precision,
+        train=TrainConfig(
+            steps=steps,
+            global_batch=recipe.batch,
+            micro_batch=micro_batch,
+            recompute=arguments.recompute,
+            seed=0,
+            eval_interval=steps_of_epoch,
+        ),
+        checkpoint=CheckpointConfig(interval=steps_of_epoch, keep_last=1),
+        log=LogConfig(tensorboard=False, sample_tokens=0),
+    )
+
+
+# --- Whether an output folder is continued ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the results depend on, kept in request.json: a folder is continued only with the same.
+
+    Mesh, micro-batch and number of seeds may change between two starts.
+
+    Attributes:
+      checkpoint, step: where training starts from; no step: the newest.
+      task, train, validation: the task and its files.
+      examples: to train on.
+      recipe: hyperparameters.
+      compute: type of activations and matrix products.
+    """
+
+    checkpoint: str
+    step: int | None
+    task: str
+    train: list[str]
+    validation: list[str]
+    examples: int
+    recipe: Recipe
+    compute: str
+
+    @classmethod
+    def of(cls, arguments: FinetuneArguments, recipe: Recipe, examples: int, compute: str) -> Request:
+        """What the flags say."""
+        train, validation = list(arguments.train), list(arguments.validation)
+        checkpoint, step, task = str(arguments.checkpoint), arguments.step, arguments.task
+        return cls(checkpoint, step, task, train, validation, examples, recipe, compute)
+
+    def continuing(self, output: Path) -> Request:
+        """This request, with the step that a fine-tuning in the folder `output` has started from.
+
+        Raises:
+          UsageError: what is there was asked for otherwise, or is damaged.
+        """
+        file = output / "request.json"
+        if not file.exists():
+            return self
+        try:
+            before = json.loads(file.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UsageError(f"{file} is damaged ({error}); choose another --output") from None
+        if not isinstance(before, dict) or not isinstance(before.get("step"), int):
+            raise UsageError(f"{file} is damaged (no step is in it); choose another --output")
+        if self.step is None:
+            return replace(self, step=before["step"]).continuing(output)
+        for name, now in self.as_dict().items():
+            if before.get(name) != now:
+                flag = "precision.compute" if name == "compute" else name.replace("_", "-")
+                what = "number of examples" if name == "examples" else f"--{flag}"
+                raise UsageError(
+                    f"{output} holds a fine-tuning with {what} {_words(before.get(name))}, now {_words(now)}; "
+                    "choose another --output, or go back to that"
+                )
+        return self
+
+    def as_dict(self) -> dict:
+        """Plain values, those of the recipe beside the others."""
+        values = asdict(self)
+        return values | values.pop("recipe")
+
+    def save(self, output: Path) -> None:
+        """Write request.json."""
+        write_whole(output / "request.json", json.dumps(self.as_dict(), indent=1) + "\n")
+
+
+def _words(value) -> str:
+    return " ".join(value) if isinstance(value, list) else str(value)

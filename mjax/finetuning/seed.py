@@ -1,0 +1,107 @@
+"""One seed of fine-tuning: the steps of a training run, measured by the task after each epoch.
+
+    seed-1234/
+      config.json, metrics.jsonl   as in any run
+      epochs.json                  after each epoch the loss and the task's figures of the validation files
+      checkpoints/STEP/            the whole state after the last epoch, to continue from
+      best/                        a run folder of its own: config, tokenizer and the weights after the best epoch
+        predictions/               of the validation files, in the task's official format
+
+An epoch is better than those before it if the task's metric is higher; of equal ones the first stays.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from mjax.data.atomic import write_whole
+from mjax.errors import UsageError
+from mjax.finetuning.scores import TaskScorer
+from mjax.models.heads import TaskBERT
+from mjax.parallel.processes import is_first
+from mjax.tasks.labelled import Examples, LabelledTask
+from mjax.training.checkpoint import Checkpoints
+from mjax.training.loop import Run
+
+
+class SeedRun(Run):
+    """A training run whose evaluation is the task's, and which keeps the weights of its best epoch.
+
+    Attributes:
+      epochs: what was measured so far, as in epochs.json: a dict an epoch with its number, its last step, loss and
+        figures.
+    """
+
+    def __init__(self, *arguments, folder: Path, task: LabelledTask, scorer: TaskScorer, best: Checkpoints, start: int):
+        """Take up what the folder holds of the epochs up to step `start`.
+
+        Args:
+          arguments: as for `Run`.
+          folder: seed-N.
+          task: whose validation files measure.
+          scorer: of the run's config.
+          best: checkpoints of the folder's best/, keeping one.
+          start: the step the run continues from.
+        """
+        super().__init__(*arguments)
+        self.folder, self.task, self.scorer, self.best = folder, task, scorer, best
+        self.epochs = [epoch for epoch in read_epochs(folder) if epoch["step"] <= start]
+
+    def evaluate(self, step: int, model: TaskBERT, validation: dict[str, Examples]) -> tuple[float, dict[str, float]]:
+        """Loss and figures of the validation files, and whatever has to be kept of this epoch."""
+        scores = {name: self.scorer(model, examples) for name, examples in validation.items()}
+        figures = {figure.name: figure.value for figure in self.task.figures(scores)}
+        loss = mean_loss(scores, validation)
+        epoch = {"epoch": step // self.config.train.eval_interval, "step": step, "loss": loss, "figures": figures}
+        self.epochs.append(epoch)
+        if best_of(self.epochs, self.task.metric) is epoch:
+            self.best.save(step, {"model": model})
+            self.best.wait()
+            self._write_predictions(scores)
+        if is_first():
+            write_whole(self.folder / "epochs.json", json.dumps(self.epochs, indent=1) + "\n")
+        return loss, {name: value for name, value in figures.items() if isinstance(value, float)}
+
+    def _write_predictions(self, scores: dict[str, np.ndarray]) -> None:
+        if not is_first():
+            return
+        folder = self.folder / "best" / "predictions"
+        folder.mkdir(exist_ok=True)
+        for name, contents in self.task.predictions(scores).items():
+            write_whole(folder / name, contents)
+
+
+def read_epochs(folder: Path) -> list[dict]:
+    """What epochs.json of a seed holds; nothing where there is none.
+
+    Raises:
+      UsageError: it is damaged.
+    """
+    file = folder / "epochs.json"
+    if not file.exists():
+        return []
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} is damaged ({error}); remove {folder}, and this seed is trained anew") from None
+
+
+def best_of(epochs: list[dict], metric: str) -> dict:
+    """The epoch with the highest metric, the first of equal ones."""
+    return max(epochs, key=lambda epoch: epoch["figures"][metric])
+
+
+def mean_loss(scores: dict[str, np.ndarray], validation: dict[str, Examples]) -> float:
+    """Mean cross entropy over the examples that have labels, nats, as `TaskBERT.batch_loss` counts it."""
+    losses = []
+    for name, examples in validation.items():
+        if examples.labels:
+            labels = np.stack(list(examples.labels.values()), axis=1)  # [N, 1], of a span [N, 2]
+            logits = scores[name].reshape(*labels.shape, -1).astype(np.float64)
+            highest = logits.max(-1, keepdims=True)
+            normalizer = highest[..., 0] + np.log(np.exp(logits - highest).sum(-1))
+            losses.append(normalizer - np.take_along_axis(logits, labels[..., None], -1)[..., 0])
+    return float(np.concatenate([loss.mean(1) for loss in losses]).mean())

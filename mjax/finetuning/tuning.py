@@ -1,0 +1,192 @@
+"""The seeds of a fine-tuning, one after the other, and what they come to.
+
+    runs/bert_336m-mnli/
+      request.json                what was asked for; the folder is continued only with the same
+      seed-1234/, seed-1235/, …   (`seed.py`)
+      best                        → seed-N/best, the run folder of the seed with the highest metric
+      report.json, report.png     of the seeds that are done; the picture is redrawn after every epoch
+
+All seeds share one compiled program. One that is done is not trained again; one that was interrupted goes on from its
+last checkpoint and ends in the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mjax.config import Config, save_config
+from mjax.data.atomic import write_whole
+from mjax.finetuning.batches import EpochBatches
+from mjax.finetuning.recipe import Request
+from mjax.finetuning.report import draw, print_table, summary
+from mjax.finetuning.scores import TaskScorer
+from mjax.finetuning.seed import SeedRun, read_epochs
+from mjax.finetuning.start import Start
+from mjax.parallel.mesh import make_mesh
+from mjax.parallel.processes import is_first
+from mjax.tasks.labelled import LabelledTask
+from mjax.training import environment
+from mjax.training.checkpoint import Checkpoints
+from mjax.training.display import Display
+from mjax.training.loop import PREEMPTED
+from mjax.training.metrics import MetricsLog
+from mjax.training.state import TrainState
+from mjax.training.step import build_program
+from mjax.training.watchdog import Watchdog
+
+
+class Finetuning:
+    """All seeds of one request.
+
+    Attributes:
+      epochs: what was measured (`SeedRun.epochs`), by seed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        saved: Config,
+        task: LabelledTask,
+        request: Request,
+        output: Path,
+        console: Console,
+        watchdog: Watchdog,
+    ):
+        """Nothing is compiled or read before the first seed.
+
+        Args:
+          config: of `recipe.config_of`, with `model.attention` resolved to a kernel.
+          saved: config of the pre-trained run.
+          task: its files, read.
+          request: what was asked for.
+          output: folder of the results.
+          console: for progress and notices.
+          watchdog: over the processes of this run.
+        """
+        self.config, self.task, self.request, self.output = config, task, request, output
+        self.console, self.watchdog = console, watchdog
+        self.mesh = make_mesh(config.mesh)
+        self.program = build_program(config, self.mesh)
+        self.scorer = TaskScorer(config, self.mesh)
+        self.start = Start(Path(request.checkpoint), saved, config, self.mesh, self.program)
+        self.epochs: dict[int, list[dict]] = {}
+        self._steps_before = 0
+        if is_first():
+            environment.write(config, output)
+        self._say(f"new     {', '.join(self.start.new)}; all other weights are those of {request.checkpoint}")
+        recipe, steps = request.recipe, config.train.eval_interval
+        self._say(f"plan    {recipe.epochs} epochs of {steps:,} steps of {recipe.batch} examples")
+
+    def train(self, seed: int) -> int:
+        """Train one seed to its end, or take up what is there of it. Returns the exit code, 75 where it was stopped."""
+        folder, last = self.output / f"seed-{seed}", self.config.train.steps
+        self._say(f"seed    {seed}")
+        if (found := read_epochs(folder)) and found[-1]["step"] == last:
+            self.epochs[seed] = found
+            return self._conclude()
+        with contextlib.ExitStack() as stack:
+            checkpoints, best = (
+                stack.enter_context(Checkpoints(place / "checkpoints", keep_last=1, on_notice=notice))
+                for place, notice in ((folder, self._say), (folder / "best", lambda line: None))
+            )
+            start, state = self._state(seed, checkpoints)
+            log = None
+            if is_first():
+                self._lay_out(seed, folder)
+                log = stack.enter_context(contextlib.closing(_Log(folder, start, self._redraw)))
+            display = Display(last, self.console, shown=is_first())
+            run = SeedRun(
+                self.config, self.mesh, self.program, checkpoints, log, display, self.watchdog,
+                folder=folder, task=self.task, scorer=self.scorer, best=best, start=start,
+            )  # fmt: skip
+            run.steps_before = self._steps_before
+            self.epochs[seed] = run.epochs
+            if start == (len(run.epochs) + 1) * self.config.train.eval_interval:  # stopped before it was measured
+                run.evaluate(start, state.model, self.task.validation)
+            if start < last:
+                batches = EpochBatches(self.task.train, self.config.train.global_batch, seed)
+                result = run.steps(state, start, batches, self.task.validation)
+                self._steps_before += last
+                checkpoints.wait()
+                if result.stopped:
+                    if run.epochs and run.epochs[-1]["step"] == last:
+                        self._conclude()
+                    if not result.exit_code:  # in the last step or after it, which the loop takes for its end
+                        self._say("stopped; run the same command again to continue")
+                    return PREEMPTED
+        return self._conclude()
+
+    def report(self) -> dict[str, Any]:
+        """What was asked for, and what all seeds came to."""
+        return self.request.as_dict() | summary(self.task.metric, self.epochs)
+
+    def print_report(self) -> None:
+        """Show the report as a table on stdout, and say where the rest of it is."""
+        task, checkpoint = self.request.task, self.request.checkpoint
+        print_table(self.report(), f"{task}, fine-tuned from {checkpoint}, step {self.request.step}")
+        best = self.report()["best"]
+        self._say(
+            f"\nbest    {self.output / 'best'}: seed {best['seed']}, epoch {best['epoch']}, its predictions beside it"
+        )
+        self._say(f"report  {self.output / 'report.json'}, {self.output / 'report.png'}")
+
+    # --- Parts of a seed ----------------------------------------------------------------------------------------------
+
+    def _state(self, seed: int, checkpoints: Checkpoints) -> tuple[int, TrainState]:
+        """Where the seed goes on from: its own last checkpoint, or the pre-trained one."""
+        if checkpoints.steps():
+            start, state = checkpoints.restore(self.program.abstract_state)
+            self._say(f"        continued after step {start}")
+            return start, state
+        step, state = self.start.state(seed, self.request.step, self._say)
+        self.request = replace(self.request, step=step)
+        if is_first():
+            self.request.save(self.output)
+        return 0, state
+
+    def _lay_out(self, seed: int, folder: Path) -> None:
+        """The files that make folders run folders."""
+        best = folder / "best"
+        best.mkdir(parents=True, exist_ok=True)
+        config = replace(self.config, train=replace(self.config.train, seed=seed))
+        for place in (folder, best):
+            save_config(config, place / "config.json")
+        shutil.copytree(Path(self.request.checkpoint) / "tokenizer", best / "tokenizer", dirs_exist_ok=True)
+
+    def _redraw(self) -> None:
+        measured = {seed: epochs for seed, epochs in self.epochs.items() if epochs}
+        if measured:
+            title = f"{self.request.task} from {self.request.checkpoint}"
+            draw(self.task.metric, measured, self.output / "report.png", title)
+
+    def _conclude(self) -> int:
+        if not is_first():
+            return 0
+        report = self.report()
+        write_whole(self.output / "report.json", json.dumps(report, indent=1) + "\n")
+        link = self.output / "best.tmp"
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"seed-{report['best']['seed']}/best", target_is_directory=True)
+        os.replace(link, self.output / "best")
+        self._redraw()
+        return 0
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, markup=False)
+
+
+class _Log(MetricsLog):
+    """metrics.jsonl of a seed, which shares its picture with the others."""
+
+    def __init__(self, folder: Path, step: int, draw: Callable[[], None]):
+        super().__init__(folder, step, tensorboard=False)
+        self.draw = draw

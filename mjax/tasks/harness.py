@@ -1,0 +1,214 @@
+"""The models of mjax in EleutherAI's lm-evaluation-harness: any of its tasks on a run folder.
+
+    python -m mjax lm-eval run --model mjax --model_args checkpoint=runs/gpt_345m --tasks hellaswag,arc_easy
+
+The harness asks three things of a model, and this is where the answers come from:
+
+    loglikelihood          windows of context and continuation, of which the continuation counts ──▶ `Scorer`
+    loglikelihood_rolling  a text in windows side by side, each token counted once                ──▶ `Scorer`
+    generate_until         a prompt continued, cut at the first stop sequence                     ──▶ `Generator`
+
+So they run on the mesh of training. What the harness leaves to a model is done as in its own `hf`: a text is encoded
+together with its context and cut where the context's tokens end; what is too long loses tokens on its left; the
+end-of-document token stands in front of a text without context; nothing else is added.
+
+This module needs the package lm-eval; `mjax.tasks.harness_command` says so where it is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from mjax.config import MeshConfig, read_config
+from mjax.errors import UsageError
+from mjax.generation import Generator
+from mjax.inference import inference_config, restore_weights, run_tokenizer
+from mjax.models.attention import resolve_attention
+from mjax.parallel.mesh import make_mesh
+from mjax.sampling import Sampling
+from mjax.tasks.interface import Window
+from mjax.tasks.scoring import Scorer
+
+MOST_TOKENS = 256  # that are generated where a task does not say, as the harness's other models do
+Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (key of the harness's cache), context, continuation
+
+
+class HarnessModel(TemplateLM):
+    """`--model mjax`.
+
+    Args (`--model_args checkpoint=runs/x,model=8`):
+      checkpoint: folder of the run.
+      step: checkpoint to use; the newest that is not damaged when not given.
+      pipe, data, model: the mesh, which need not be that of training.
+      compute: bf16, fp16 or fp32; that of training when not given.
+      attention: the kernel, as in training.
+      batch_size: sequences a data replica takes through the model at once (`--batch_size`); auto: as in training.
+      device: not looked at; the harness always gives one, and the devices are those of the mesh.
+
+    Raises:
+      UsageError: an argument cannot be used, or the run folder lacks a config, a tokenizer or a checkpoint.
+      RunError: the checkpoint is damaged.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        step: int | None = None,
+        pipe: int = 1,
+        data: int = 1,
+        model: int = 1,
+        compute: str | None = None,
+        attention: str = "auto",
+        batch_size: int | str = "auto",
+        max_batch_size: int | None = None,
+        device: str | None = None,
+    ):
+        super().__init__()
+        if max_batch_size is not None:
+            raise UsageError(
+                f"--max_batch_size {max_batch_size} is not for --model mjax, which tries no batch sizes; leave it out "
+                "and use --batch_size"
+            )
+        run, saved = Path(checkpoint), read_config(Path(checkpoint) / "config.json")
+        if saved.model.kind != "gpt":
+            raise UsageError(f"{run} holds a BERT, which predicts no next token; give the run folder of a GPT")
+        if compute not in (None, "bf16", "fp16", "fp32"):
+            raise UsageError(f"compute={compute} in --model_args is no type; use bf16, fp16 or fp32")
+        if compute is not None:
+            saved = replace(saved, precision=replace(saved.precision, compute=compute, loss_scale=None))
+        self.run, self.text = run, run_tokenizer(run, saved.model)
+        micro_batch = None if batch_size == "auto" else int(batch_size)
+        config = inference_config(saved, MeshConfig(pipe=pipe, data=data, model=model), attention, micro_batch)
+        kernel = resolve_attention(config.model, config.precision.compute, jax.default_backend(), tqdm.write)
+        self.config = replace(config, model=replace(config.model, attention=kernel))
+        mesh = make_mesh(self.config.mesh)
+        self.scorer, self.generator = Scorer(self.config, mesh), Generator(self.config, mesh)
+        self.step, self.weights = restore_weights(run, self.scorer.abstract_model, step, tqdm.write)
+
+    # --- What the harness asks of a tokenizer -------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a document, and stands in front of a text that has no context."""
+        return self.text.eod
+
+    @property
+    def max_length(self) -> int:
+        """Positions of the model."""
+        return self.config.model.sequence
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What the harness's cache of requests knows the tokenizer by."""
+        return str(self.run.resolve())
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
+        """Ids of the text alone: a tokenizer of mjax adds none."""
+        return list(self.text.encode(string))
+
+    # --- What it asks of a model --------------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, **_
+    ) -> list[tuple[float, bool]]:
+        windows = [self._window(context, continuation) for _, context, continuation in requests]
+        with tqdm(total=len(windows), disable=disable_tqdm, desc="loglikelihood", unit="window") as bar:
+            scores = self.scorer.score_each(self.weights, windows, bar.update)
+        answers = [(-score.loss, score.right == 1) for score in scores]
+        for (key, _, _), answer in zip(requests, answers, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Nats of each whole text, negative; every token is predicted, the first one after the end of a document."""
+        windows, owners = [], []
+        for owner, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0])
+            cut = get_rolling_token_windows(tokens, self.eot_token_id, self.max_length, context_len=1)
+            found = [(None, *make_disjoint_window(window)) for window in cut]
+            windows += found
+            owners += [owner] * len(found)
+        answers = self._loglikelihood_tokens(windows, disable_tqdm)
+        nats = np.zeros(len(requests))
+        np.add.at(nats, owners, [loglikelihood for loglikelihood, _ in answers])
+        for request, found in zip(requests, nats.tolist(), strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found)
+        return nats.tolist()
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continue each prompt up to its first stop sequence, the end of the document or the tokens asked for."""
+        found: list[str] = [""] * len(requests)
+        # Requests of one setting together, the longest prompts first, so that a batch has prompts of like length.
+        order = sorted(range(len(requests)), key=lambda i: (repr(requests[i].args[1]), -len(requests[i].args[0])))
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until", unit="prompt") as bar:
+            for _, group in groupby(order, key=lambda i: repr(requests[i].args[1])):
+                self._generate(requests, list(group), found, bar.update)
+        return found
+
+    def _generate(
+        self, requests: list[Instance], group: list[int], found: list[str], on_progress: Callable[[int], None]
+    ) -> None:
+        """`generate_until` of the requests whose indices are in `group`, which share their settings."""
+        sampling, until = self._settings(requests[group[0]].args[1])
+        room = self.max_length - sampling.tokens
+        for chunk in _chunks(group, self.config.train.global_batch):
+            prompts = [(self.tok_encode(requests[i].args[0]) or [self.eot_token_id])[-room:] for i in chunk]
+            filled = prompts + prompts[:1] * (self.config.train.global_batch - len(prompts))  # one program for all
+            written = self.generator.generate(self.weights, filled, sampling, self.eot_token_id)
+            for i, prompt, continuation in zip(chunk, prompts, written, strict=False):
+                head = self.text.decode(prompt)
+                text = self.text.decode([*prompt, *continuation.tokens]).removeprefix(head)
+                found[i] = postprocess_generated_text(text, until, None)
+                self.cache_hook.add_partial("generate_until", requests[i].args, found[i])
+            on_progress(len(chunk))
+
+    def _settings(self, given: dict[str, Any]) -> tuple[Sampling, list[str]]:
+        """How to sample, and where to stop, of a task's generation_kwargs."""
+        settings = dict(normalize_gen_kwargs(given, MOST_TOKENS))
+        until = handle_stop_sequences(settings.pop("until", None), eos=None)
+        tokens, samples = settings.pop("max_gen_toks"), settings.pop("do_sample", False)
+        temperature, top_k, top_p = (settings.pop(name, default) for name, default in SAMPLING.items())
+        if settings:
+            raise UsageError(
+                f"the task sets {', '.join(settings)} for generation, which mjax does not know; change it with "
+                f"--gen_kwargs: do_sample, {', '.join(SAMPLING)}, until and max_gen_toks are known"
+            )
+        if tokens >= self.max_length:
+            raise UsageError(
+                f"the task asks for {tokens} new tokens and {self.run} has {self.max_length} positions; use "
+                f"--gen_kwargs max_gen_toks={self.max_length // 2}"
+            )
+        sampling = Sampling(tokens=tokens, temperature=temperature if samples else 0.0, top_k=top_k, top_p=top_p)
+        sampling.check()
+        return sampling, until
+
+    def _window(self, context: list[int], continuation: list[int]) -> Window:
+        """Both together, of which the continuation counts; what is too long loses tokens on its left."""
+        if len(continuation) > self.max_length:
+            raise UsageError(
+                f"a continuation has {len(continuation):,} tokens and {self.run} has {self.max_length:,} positions; "
+                "leave out this task, or take a longer model"
+            )
+        tokens = [*context, *continuation][-(self.max_length + 1) :]
+        return Window(np.array(tokens, np.int32), len(continuation))
+
+
+SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+
+def _chunks(indices: list[int], size: int) -> Iterator[list[int]]:
+    for first in range(0, len(indices), size):
+        yield indices[first : first + size]

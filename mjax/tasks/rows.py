@@ -1,0 +1,102 @@
+"""Texts as rows of a BERT: [CLS] a [SEP] b [SEP] and padding.
+
+A row that is too long is cut at its end, so b is cut first, as in Megatron-LM v1.0 (tasks/data_utils.py); Google's
+BERT cuts the longer of the two. Token types are 0 for padding whatever its id; v1.0 fills them with the padding's id.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mjax.data.tokenizers import BertTokenizer, Tokenizer
+from mjax.errors import UsageError
+
+
+class Examples(NamedTuple):
+    """N examples, each of c rows: the choices of a question, 1 for all other tasks.
+
+    Attributes:
+      tokens: int32 [N, c, s], `[CLS] a [SEP] b [SEP]` and padding.
+      token_types: int32 [N, c, s]; 0 up to the first [SEP] and in the padding, 1 for the rest.
+      text: bool [N, c, s]; False is padding.
+      labels: int32 [N] each: {"label": …}, or {"start": …, "end": …}, which are positions in the row; empty where the
+        file has none.
+    """
+
+    tokens: np.ndarray
+    token_types: np.ndarray
+    text: np.ndarray
+    labels: dict[str, np.ndarray]
+
+
+class Pair(NamedTuple):
+    """Ids of the two texts of a row, without what is put around them."""
+
+    a: Sequence[int]
+    b: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole row."""
+        return len(self.a) + len(self.b) + 3
+
+
+def as_rows(
+    pairs: Sequence[Pair], choices: int, labels: dict[str, Sequence[int]], tokenizer: BertTokenizer, positions: int
+) -> Examples:
+    """Rows of `positions` tokens, `choices` neighbouring ones to an example."""
+    place = np.arange(positions)
+    length = np.array([pair.length for pair in pairs], np.int32).clip(max=positions)[:, None]  # [N c, 1]
+    second = np.array([len(pair.a) + 2 for pair in pairs], np.int32)[:, None]  # where b begins
+    text = place < length  # [N c, s]
+    tokens = np.full((len(pairs), positions), tokenizer.pad, np.int32)
+    for row, (a, b) in zip(tokens, pairs, strict=True):
+        ids = [tokenizer.cls, *a, tokenizer.sep, *b][: positions - 1]
+        row[: len(ids) + 1] = [*ids, tokenizer.sep]
+    shape = (-1, choices, positions)
+    return Examples(
+        tokens.reshape(shape),
+        (text & (place >= second)).astype(np.int32).reshape(shape),
+        text.reshape(shape),
+        {name: np.array(values, np.int32) for name, values in labels.items()},
+    )
+
+
+def cut_note(pairs: Sequence[Pair], positions: int, what: str) -> list[str]:
+    """A sentence about the rows of `what` that are too long, if there are any."""
+    long = sum(pair.length > positions for pair in pairs)
+    share = f"{long:,} of {len(pairs):,} rows ({long / max(len(pairs), 1):.1%})"
+    return [f"{what}: {share} have more than {positions:,} tokens and are cut at the end"] if long else []
+
+
+def long_questions_note(questions: Sequence[Sequence[int]], longest: int, what: str) -> list[str]:
+    """A sentence about the questions of `what` that have more than `longest` tokens, if there are any."""
+    long = sum(len(ids) > longest for ids in questions)
+    share = f"{long:,} of {len(questions):,} questions"
+    return [f"{what}: {share} have more than {longest} tokens and are cut there"] if long else []
+
+
+def clean_text(text: str) -> str:
+    """`text` with single spaces for white space, and no space before a full stop, as v1.0 cleans the text of a task."""
+    text = re.sub(r"\s+", " ", text)
+    for _ in range(3):  # full stops in a row share their spaces
+        text = text.replace(" . ", ". ")
+    return text
+
+
+def bert_tokenizer(tokenizer: Tokenizer) -> BertTokenizer:
+    """`tokenizer`, if it knows [CLS] and [SEP].
+
+    Raises:
+      UsageError: it is not a BERT's.
+    """
+    if not isinstance(tokenizer, BertTokenizer):
+        raise UsageError(
+            f"the model's tokenizer is of kind {tokenizer.kind}, and rows of this task need a BERT's, which has [CLS] "
+            "and [SEP]; use a model trained with --tokenizer bert-uncased:vocab.txt or bert-cased:vocab.txt"
+        )
+    return tokenizer

@@ -1,0 +1,148 @@
+"""SQuAD's official figures: exact match and F1 of an answer (arXiv 1606.05250, section 6.1; 1806.03822, section 6).
+
+Answers are compared after `normalize`, which leaves words only. Of several true answers that which agrees best counts.
+
+    exact match   the same words
+    F1            2 P R / (P + R), over words with their repetitions: P is the share of the predicted ones that are
+                  true, R the share of the true ones that are predicted
+
+In SQuAD 2.0 a question may have no answer; then "" is right and all else is wrong, by both measures. There a system
+also states how much it believes that there is none, and the figures are told at the best threshold for that too.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from mjax.tasks.interface import Figure
+
+ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII's; other punctuation stays
+
+
+def normalize(answer: str) -> str:
+    """`answer` in small letters without punctuation, then without articles, its words parted by single spaces."""
+    return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
+
+
+def exact(answer: str, truth: str) -> bool:
+    """Whether two answers consist of the same words."""
+    return normalize(answer) == normalize(truth)
+
+
+def f1(answer: str, truth: str, empty_agree: bool) -> float:
+    """F1 of the words of two answers, 0 to 1.
+
+    Two answers without words agree by the rules of SQuAD 2.0, which has `empty_agree`, and not by those of 1.1.
+    """
+    words, true = normalize(answer).split(), normalize(truth).split()
+    if not words or not true:
+        return float(empty_agree and words == true)
+    common = (Counter(words) & Counter(true)).total()
+    if not common:
+        return 0.0
+    precision, recall = common / len(words), common / len(true)
+    return 2 * precision * recall / (precision + recall)
+
+
+class Scored(NamedTuple):
+    """A question and how well its answer agrees: exact match and F1, 0 to 1."""
+
+    question: str
+    exact: float
+    f1: float
+    answerable: bool
+
+
+def score(answers: Mapping[str, str], truths: Mapping[str, Sequence[str]], version: str) -> list[Scored]:
+    """The answers of questions against their true ones, by the rules of SQuAD "1.1" or "2.0".
+
+    Args:
+      answers: by question; "" is that there is none.
+      truths: by question; none for one without an answer.
+    """
+    found = []
+    for question, true in truths.items():
+        two = version == "2.0"
+        # By 2.0's rules an answer without words is none, and a question that has no other has no answer.
+        of_words = [text for text in true if normalize(text)] or [""] if two else true
+        answer = answers[question]
+        best = (max(exact(answer, text) for text in of_words), max(f1(answer, text, two) for text in of_words))
+        found.append(Scored(question, float(best[0]), best[1], bool(true)))
+    return found
+
+
+# --- Figures ----------------------------------------------------------------------------------------------------------
+
+
+def figures_1(scored: Sequence[Scored]) -> list[Figure]:
+    """What the official script of SQuAD 1.1 prints, in percent."""
+    return [
+        _percent("exact_match", [one.exact for one in scored]),
+        _percent("f1", [one.f1 for one in scored]),
+        Figure.count("total", len(scored), "questions"),
+    ]
+
+
+def figures_2(answers: Mapping[str, str], null_odds: Mapping[str, float], scored: Sequence[Scored]) -> list[Figure]:
+    """What the official script of SQuAD 2.0 prints, in percent.
+
+    Args:
+      answers: the best answer of each question, were it to have one.
+      null_odds: how much more likely it is that there is none; above 0 none is given.
+      scored: `answers` against the true ones.
+    """
+    given = [
+        one
+        if null_odds[one.question] <= 0
+        else one._replace(exact=float(not one.answerable), f1=float(not one.answerable))
+        for one in scored
+    ]
+    figures = [
+        _percent("exact", [one.exact for one in given]),
+        _percent("f1", [one.f1 for one in given]),
+        Figure.count("total", len(given), "questions"),
+    ]
+    for name, answerable in (("HasAns", True), ("NoAns", False)):
+        if of_kind := [one for one in given if one.answerable == answerable]:
+            figures += [
+                _percent(f"{name}_exact", [one.exact for one in of_kind]),
+                _percent(f"{name}_f1", [one.f1 for one in of_kind]),
+                Figure.count(f"{name}_total", len(of_kind)),
+            ]
+    for name, values in (("exact", [one.exact for one in scored]), ("f1", [one.f1 for one in scored])):
+        best, threshold = best_threshold(answers, null_odds, scored, values)
+        figures += [
+            _percent(f"best_{name}", [best / len(scored)], "at the best threshold of this set"),
+            Figure(f"best_{name}_thresh", threshold, f"{threshold:.4f}", "none is given above it"),
+        ]
+    return figures
+
+
+def best_threshold(
+    answers: Mapping[str, str], null_odds: Mapping[str, float], scored: Sequence[Scored], values: Sequence[float]
+) -> tuple[float, float]:
+    """The highest sum of `values`, one for each of `scored`, that a threshold for `null_odds` can bring about, and it.
+
+    Below the lowest no question is answered, and those without an answer are right. Then one after another is. Of equal
+    odds the official script counts the first alone, as if a threshold could part them, and so it is done here.
+    """
+    total = sum(not one.answerable for one in scored)
+    best, threshold = float(total), 0.0
+    for one, value in sorted(zip(scored, values, strict=True), key=lambda pair: null_odds[pair[0].question]):
+        if one.answerable:
+            total += value
+        elif answers[one.question]:
+            total -= 1
+        if total > best:
+            best, threshold = total, null_odds[one.question]
+    return best, threshold
+
+
+def _percent(name: str, values: Sequence[float], remark: str = "") -> Figure:
+    mean = 100 * sum(values) / len(values)
+    return Figure(name, mean, f"{mean:.2f}%", remark)

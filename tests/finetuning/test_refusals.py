@@ -1,0 +1,144 @@
+"""What a person may get wrong with `mjax finetune`: one clear sentence each, before anything is trained."""
+
+import json
+import shutil
+
+import pytest
+
+from mjax import cli
+from mjax.config import ModelConfig, read_config, save_config
+from mjax.data.tokenizers import ByteTokenizer
+from mjax.errors import UsageError
+from mjax.validation import validate
+from tests.finetuning.pretrained import write_run
+from tests.small import small_config
+from tests.tasks.synthetic import write_task
+from tests.test_bad_inputs import fingerprint
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a run of a BERT, one of a GPT, and the files of two tasks, which nothing below may change."""
+    folder = tmp_path_factory.mktemp("place")
+    write_run(folder / "bert")
+    (folder / "gpt").mkdir()
+    save_config(small_config(), folder / "gpt" / "config.json")
+    for name in ("mnli", "race"):
+        write_task(folder / name, name, train=24, validation=8)
+    unlabelled = "index\tsentence1\tsentence2\n0\tthe bird\tthe tree\n"
+    (folder / "mnli" / "test_matched.tsv").write_text(unlabelled)
+    shutil.copytree(folder / "bert", folder / "bytes", ignore=shutil.ignore_patterns("tokenizer"))
+    save_config(small_config(kind="bert", vocabulary=257), folder / "bytes" / "config.json")
+    ByteTokenizer().save(folder / "bytes" / "tokenizer")
+    shutil.copytree(folder / "bert", folder / "mute", ignore=shutil.ignore_patterns("tokenizer"))
+    shutil.copytree(folder / "bert", folder / "empty", ignore=shutil.ignore_patterns("checkpoints"))
+    (folder / "old").mkdir()
+    (folder / "old" / "request.json").write_text("{")
+    return folder
+
+
+def finetune(*flags, run="bert", task="mnli", train="mnli/train.tsv", validation="mnli/dev_matched.tsv"):
+    def argv(place):
+        given = {"--checkpoint": place / run, "--task": task, "--train": place / train, "--output": place / "out"}
+        given["--validation"] = place / validation
+        words = [str(word) for pair in given.items() for word in pair]
+        return ["finetune", *words, "--batch", "8", *(str(flag).replace("PLACE", str(place)) for flag in flags)]
+
+    return argv
+
+
+WRONG = {
+    "unknown task": (finetune(task="mnlii"), "no task 'mnlii', did you mean 'mnli'?; use mnli, qqp, race, squad1.1 or"),
+    "missing file": (finetune(train="mnli/trian.tsv"), "trian.tsv"),
+    "missing run": (finetune(run="no"), "config.json does not exist"),
+    "a GPT": (finetune(run="gpt"), "holds a GPT, and tasks with labels are for a BERT"),
+    "no tokenizer": (finetune(run="mute"), "has no folder tokenizer; copy"),
+    "a tokenizer without [CLS]": (finetune(run="bytes"), "the model's tokenizer is of kind bytes"),
+    "no checkpoint": (finetune(run="empty"), "holds no checkpoint; give a run that has saved one"),
+    "another checkpoint": (finetune("--step", 11), "holds no checkpoint 11; there are 10"),
+    "rows beyond the positions": (finetune("--sequence", 49), "--sequence 49 is longer than the 48 positions"),
+    "a batch that does not divide": (
+        finetune("--batch", 9, "--mesh.data", 2), "--batch 9 does not divide over --mesh.data 2; use a multiple of 2",
+    ),
+    "a micro-batch that does not divide": (finetune("--train.micro-batch", 3), "--train.micro-batch 3 does not divide"),
+    "a batch above the examples": (finetune("--batch", 25), "--batch 25 is more than the 24 examples of --train"),
+    "too many devices": (finetune("--batch", 20, "--mesh.data", 20), "--mesh.data 20 needs 20 devices; 16 found"),
+    "heads that do not divide": (finetune("--mesh.model", 3), "does not divide heads 4; use 1, 2 or 4"),
+    "layers that do not divide": (finetune("--mesh.pipe", 3), "--mesh.pipe 3 does not divide 2 layers"),
+    "a mesh of nothing": (finetune("--mesh.data", 0), "--mesh.data is 0; it must be at least 1"),
+    "no devices to simulate": (finetune("--simulate", 0), "--simulate is 0"),
+    "no epoch": (finetune("--epochs", 0), "--epochs is 0; it must be at least 1"),
+    "no seed": (finetune("--seeds", 0), "--seeds is 0; it must be at least 1"),
+    "a negative rate": (finetune("--learning-rate", -1), "--learning-rate is -1.0; it must be 0 or more"),
+    "nothing but warm-up": (finetune("--warmup", 1), "--warmup is 1.0; it is a share of the steps"),
+    "a seed that is too large": (finetune("--seed", 2**32), "all seeds must be below 2^32"),
+    "training without labels": (finetune(train="mnli/test_matched.tsv"), "test_matched.tsv"),
+    "validation without labels": (
+        finetune(validation="mnli/test_matched.tsv"), "no labels, so there is no accuracy to choose the best epoch by",
+    ),
+    "a damaged request": (finetune("--output", "PLACE/old"), "request.json is damaged"),
+    "a head in pre-training": (
+        lambda p: ["train", "--config", "bert_336m", "--data.mock", "--model.head", "span"],
+        "--model.head span is not for pre-training; leave it out, and type python -m mjax finetune --help",
+    ),
+    "a head on a GPT": (
+        lambda p: ["train", "--data.mock", "--model.head", "span"], "--model.head span is for --model.kind bert",
+    ),
+    "evaluating what was not fine-tuned": (
+        lambda p: ["evaluate", "--checkpoint", f"{p}/bert", "--task", "mnli", "--data", f"{p}/mnli/dev_matched.tsv"],
+        "has not been fine-tuned for mnli; type python -m mjax finetune --help",
+    ),
+    "predictions of text": (
+        lambda p: ["evaluate", "--checkpoint", f"{p}/gpt", "--task", "lambada", "--data", "x", "--predictions", "y"],
+        "--predictions is for mnli, qqp, race, squad1.1 or squad2.0; leave it out",
+    ),
+    "windows of pairs": (
+        lambda p: ["evaluate", "--checkpoint", f"{p}/bert", "--task", "mnli", "--data", "x", "--overlap", "3"],
+        "--overlap is for wikitext103, lambada or perplexity; leave it out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_mistake_gets_one_sentence_and_changes_nothing(what, place, capsys):
+    argv, words = WRONG[what]
+    before = {name: fingerprint(place / name) for name in ("bert", "mnli", "race", "old")}
+    assert cli.main(argv(place)) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("mjax: error: ")
+    assert words in message
+    assert {name: fingerprint(place / name) for name in before} == before
+    assert not list((place / "out").glob("seed-*/*"))
+
+
+def evaluating(place, head, answers, task, data):
+    run = place.parent / f"{head}{answers}{task}"
+    shutil.copytree(place / "bert", run)
+    config = json.loads((run / "config.json").read_text())
+    config["model"] |= {"head": head, "answers": answers}
+    (run / "config.json").write_text(json.dumps(config))
+    return ["evaluate", "--checkpoint", str(run), "--task", task, "--data", str(place / data)]
+
+
+@pytest.mark.parametrize(
+    ("head", "answers", "task", "data", "words"),
+    [
+        ("classification", 2, "mnli", "mnli/dev_matched.tsv", "tells 2 classes and was not fine-tuned for mnli"),
+        ("classification", 3, "race", "race/dev", "tells 3 classes and was not fine-tuned for race; give a run of"),
+        ("multiple_choice", 4, "mnli", "mnli/dev_matched.tsv", "tells 4 choices and was not fine-tuned for mnli"),
+        ("span", 2, "mnli", "mnli/dev_matched.tsv", "tells where an answer is and was not fine-tuned for mnli"),
+    ],
+)
+def test_a_run_of_another_task_is_refused(place, capsys, head, answers, task, data, words):
+    assert cli.main(evaluating(place, head, answers, task, data)) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_config_with_a_head_is_read_back_and_validated(place, tmp_path):
+    config = small_config(kind="bert", head="multiple_choice", answers=4, micro_batch=2)
+    save_config(config, tmp_path / "config.json")
+    assert read_config(tmp_path / "config.json") == config
+    validate(config)
+    assert ModelConfig(kind="bert").head == "pretraining"
+    with pytest.raises(UsageError, match=r"--model\.answers is 0; it must be at least 1"):
+        validate(small_config(kind="bert", head="classification", answers=0))

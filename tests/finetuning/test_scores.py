@@ -1,0 +1,64 @@
+"""The scores of a validation set on every kind of mesh, against the serial BERT in float64."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.finetuning.scores import TaskScorer
+from mjax.finetuning.seed import mean_loss
+from mjax.inference import inference_config
+from mjax.parallel.mesh import make_mesh
+from mjax.tasks.labelled import Examples
+from tests import bert_reference
+from tests.finetuning.test_heads import HEADS
+from tests.small import examples_of, gradient_program, named, small_config
+
+COUNT = 11  # no multiple of any batch
+LONG = pytest.mark.long
+SP = {"sequence_parallel": True}
+
+
+def some_examples(config) -> Examples:
+    arrays = examples_of(replace(config, train=replace(config.train, global_batch=COUNT)), seed=1)
+    labels = {name: arrays[name] for name in config.model.label_names}
+    return Examples(arrays["tokens"], arrays["token_types"], arrays["documents"] == 0, labels)
+
+
+@pytest.mark.parametrize(
+    ("head", "data", "model", "mesh", "micro_batch"),
+    [
+        ("span", 2, 2, SP | {"zero": 3}, 2),
+        ("multiple_choice", 2, 1, {"pipe": 2}, 1),
+        pytest.param("classification", 1, 1, {}, 4, marks=LONG),
+        pytest.param("classification", 2, 2, SP | {"pipe": 2, "chunks": 1}, 1, marks=LONG),
+        pytest.param("multiple_choice", 1, 2, {}, 4, marks=LONG),
+        pytest.param("multiple_choice", 2, 2, SP, 2, marks=LONG),
+        pytest.param("span", 1, 1, {}, 4, marks=LONG),
+        pytest.param("span", 2, 2, SP | {"pipe": 2}, 1, marks=LONG),
+    ],
+)
+def test_scores_and_loss_of_all_examples_equal_the_serial_reference(head, data, model, mesh, micro_batch):
+    config = small_config(data, model, mesh=mesh, dropout=0.0, kind="bert", compute="fp64", **HEADS[head])
+    examples = some_examples(config)
+    with jax.enable_x64(True):
+        weights = gradient_program(config)[1]()
+        config = inference_config(config, config.mesh, micro_batch=micro_batch)
+        scores = TaskScorer(config, make_mesh(config.mesh))(weights, examples)
+        whole = {name: jnp.asarray(value) for name, value in named(weights).items()}
+        batch = {
+            "tokens": examples.tokens,
+            "token_types": examples.token_types,
+            "documents": (~examples.text).astype(np.int32),
+            **examples.labels,
+        }
+        expected = np.asarray(bert_reference.task_scores(whole, config.model, batch))
+        expected_loss = float(bert_reference.task_loss(whole, config.model, batch)[0])
+    assert len(scores) == COUNT
+    assert scores.dtype == np.float32
+    is_text = np.isfinite(expected)
+    np.testing.assert_allclose(scores[is_text], expected[is_text], rtol=0, atol=1e-6)
+    assert (scores[~is_text] < -1e29).all()
+    assert mean_loss({"validation": scores}, {"validation": examples}) == pytest.approx(expected_loss, rel=1e-6)

@@ -1,0 +1,61 @@
+"""What fine-tuning starts from."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mjax.config import MeshConfig, read_config
+from mjax.finetuning.start import Start
+from mjax.inference import restore_weights
+from mjax.parallel.mesh import make_mesh
+from mjax.training.layout import lay_out
+from mjax.training.step import build_program
+from tests.finetuning.pretrained import write_run
+from tests.small import named
+
+ONE = MeshConfig()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("start") / "run")
+
+
+def beginning(run, mesh=ONE, **changes) -> Start:
+    saved = read_config(run / "config.json")
+    model = replace(saved.model, attention="xla", **{"head": "classification", "answers": 3} | changes)
+    config = replace(saved, model=model, mesh=mesh)
+    return Start(run, saved, config, make_mesh(mesh), build_program(config, make_mesh(mesh)))
+
+
+def test_the_trunk_is_the_checkpoints_and_the_head_is_drawn_from_the_seed(run):
+    start = beginning(run, sequence=20)
+    assert start.new == ["head.bias", "head.kernel"]
+    (step, first), (_, second) = (start.state(seed, None, print) for seed in (7, 8))
+    saved = read_config(run / "config.json")
+    before = named(restore_weights(run, lay_out(saved, make_mesh(ONE)).abstract_model, 10, print)[1])
+    found, other = named(first.model), named(second.model)
+    assert step == 10
+    assert found.keys() - before.keys() == {"head.bias", "head.kernel"}
+    assert {name.split(".")[0] for name in before.keys() - found.keys()} == {"mlm", "order"}
+    for name in found.keys() & before.keys():
+        np.testing.assert_array_equal(found[name], before[name][:20] if name == "positions" else before[name])
+    assert found["positions"].shape == (20, 32)
+    assert np.abs(found["head.kernel"] - other["head.kernel"]).max() > 0.01
+    assert found["head.kernel"].std() == pytest.approx(saved.model.init_std, rel=0.3)
+    assert (found["head.bias"] == 0).all()
+    assert [int(state.samples) for state in (first, second)] == [0, 0]
+    assert int(second.step) - int(first.step) == start.config.train.steps  # other dropout masks
+
+
+def test_it_is_the_same_on_every_mesh(run):
+    _, one = beginning(run).state(7, None, print)
+    _, many = beginning(run, MeshConfig(data=2, model=2, sequence_parallel=True, zero=3)).state(7, None, print)
+    for name, weight in named(one).items():
+        np.testing.assert_array_equal(named(many)[name], weight, err_msg=name)
+
+
+def test_a_span_has_no_pooler_and_another_tasks_head_is_not_taken(run):
+    assert beginning(run, head="span").new == ["head.bias", "head.kernel"]
+    assert "pooler.kernel" not in named(beginning(run, head="span").state(7, None, print)[1].model)

@@ -1,0 +1,15 @@
+"""`mjax lm-eval` where the harness is missing; what it answers is in tests/parity/test_lm_eval.py."""
+
+import sys
+
+from mjax import cli
+
+
+def test_a_missing_harness_is_named_with_what_to_type(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
+    assert cli.main(["lm-eval", "run", "--model", "mjax"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mjax: error: mjax lm-eval needs the package lm-eval (")
+    assert "pip install lm-eval" in error
+    assert error.count("\n") == 1
