@@ -233,7 +233,7 @@ COMMANDS: Commands = {
     "finetune": (finetune, "train a BERT further for a task: MNLI, QQP, RACE, SQuAD"),
     "convert": (convert, "bring a model of Hugging Face or Megatron-LM here, or take one to the former"),
     "generate": (generate, "continue a text with a trained model"),
-    "plan": (plan, "show the pipeline schedule of a config, without a device"),
+    "plan": (plan, "show what a run of a config will do, without a device"),
 }
 
 

@@ -1,8 +1,13 @@
-"""`mjax plan`: what the pipeline of a config will do, as numbers and as a picture, without touching a device."""
+"""`mjax plan`: what a run of a config will do, said before it starts and without touching a device.
+
+A plan is a list of sections in a fixed order. Each is made by a function of the arguments, which gives None where the
+config has nothing of it (no schedule without a pipeline) or where it was not asked for.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -11,20 +16,20 @@ import tyro
 
 from mjax.config import Config
 from mjax.errors import UsageError
-from mjax.parallel.schedules import schedule_of, slot_times
+from mjax.planner.section import Section, named_rows
 from mjax.validation import validate
 
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """Show the pipeline schedule of a config. Any field of the config can be changed by a flag: --mesh.pipe 4."""
+    """Show what a run of a config will do. Any field of the config can be changed by a flag: --mesh.pipe 4."""
 
     config: str = "gpt_demo"
     """Name of a file in configs/, or a path to a .py file that defines `config`."""
     schedule_figure: Path | None = None
-    """Draw the schedule into this file: .png, .pdf or .svg."""
+    """Draw the pipeline's schedule into this file: .png, .pdf or .svg."""
     json: bool = False
-    """Print one JSON object instead of a table."""
+    """Print one JSON object instead of tables."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -32,38 +37,74 @@ def run_plan(arguments: PlanArguments) -> int:
     """Print the plan of a checked config; returns the exit code.
 
     Raises:
-      UsageError: the config cannot run or has no pipeline, or the picture cannot be written where it should go.
+      UsageError: the config cannot run, a picture is of something that it does not have, or it cannot be written where
+        it should go.
     """
-    config, file = arguments.settings, arguments.schedule_figure
+    config = arguments.settings
     # A plan needs no data.
     validate(replace(config, data=replace(config.data, mock=True)), arguments.config)
-    if config.mesh.pipe == 1:
-        layers = config.model.layers
-        stages = next((count for count in range(2, layers) if layers % count == 0), layers)
-        raise UsageError(f"{arguments.config} has no pipeline; give it stages, such as --mesh.pipe {stages}")
-    if file is not None:
-        _check_file(file)
+    if arguments.schedule_figure is not None:
+        _check_pipeline(arguments)
+        _check_figure("--schedule-figure", arguments.schedule_figure)
 
+    sections = {key: build(arguments) for key, build in SECTIONS.items()}
+    if arguments.json:
+        print(json.dumps({key: None if section is None else section.values for key, section in sections.items()}))
+    else:
+        print("\n\n".join(section.text for section in sections.values() if section is not None))
+    return 0
+
+
+# --- The sections -----------------------------------------------------------------------------------------------------
+
+
+def _run(arguments: PlanArguments) -> Section:
+    """What is planned."""
+    config = arguments.settings
+    mesh, train = config.mesh, config.train
+    values = {
+        "config": arguments.config,
+        "parameters": config.model.parameters,
+        "mesh": {"pipe": mesh.pipe, "data": mesh.data, "model": mesh.model},
+        "devices": mesh.devices,
+        "global_batch": train.global_batch,
+        "micro_batch": train.micro_batch,
+        "micro_batches": config.micro_batches,
+    }
+    rows = {
+        "parameters": f"{config.model.parameters:,}",
+        "devices": f"{mesh.devices:,} = pipe {mesh.pipe} × data {mesh.data} × model {mesh.model}",
+        "global batch": f"{train.global_batch:,} = {mesh.data} replicas × {config.micro_batches} micro-batches "
+        f"of {train.micro_batch}",
+        "recomputation": train.recompute,
+        "ZeRO": mesh.zero,
+    }
+    return Section(arguments.config, values, named_rows(rows))
+
+
+def _schedule(arguments: PlanArguments) -> Section | None:
+    """The pipeline's schedule, drawn where that is asked for."""
+    config, file = arguments.settings, arguments.schedule_figure
+    if config.mesh.pipe == 1:
+        return None
+    from mjax.parallel.schedules import schedule_of, slot_times
     from mjax.planner.schedule_figure import describe_bubble, describe_in_flight, display_name, draw_schedule
 
     schedule, times = schedule_of(config), slot_times(config)
     if file is not None:
         draw_schedule(schedule, file, *times)
-    if arguments.json:
-        forward, backward, weight = times
-        plan = {
-            "schedule": schedule.name,
-            "stages": schedule.stages,
-            "micro_batches": schedule.micro_batches,
-            "chunks": schedule.chunks,
-            "ticks": schedule.ticks,
-            "slot_times": {"forward": forward, "backward": backward, "weight": weight},
-            "bubble": schedule.bubble(*times),
-            "in_flight": [schedule.in_flight(stage) for stage in range(schedule.stages)],
-            "schedule_figure": None if file is None else str(file),
-        }
-        print(json.dumps(plan))
-        return 0
+    forward, backward, weight = times
+    values = {
+        "name": schedule.name,
+        "stages": schedule.stages,
+        "micro_batches": schedule.micro_batches,
+        "chunks": schedule.chunks,
+        "ticks": schedule.ticks,
+        "slot_times": {"forward": forward, "backward": backward, "weight": weight},
+        "bubble": schedule.bubble(*times),
+        "in_flight": [schedule.in_flight(stage) for stage in range(schedule.stages)],
+        "figure": None if file is None else str(file),
+    }
     rows = {
         "schedule": display_name(schedule),
         "stages, P": schedule.stages,
@@ -75,13 +116,32 @@ def run_plan(arguments: PlanArguments) -> int:
     }
     if file is not None:
         rows["picture"] = file
-    for name, value in rows.items():
-        print(f"{name:<18} {value}")
-    return 0
+    return Section("Schedule", values, named_rows(rows))
 
 
-def _check_file(file: Path) -> None:
+# In the order in which they are printed; the keys are those of --json.
+SECTIONS: dict[str, Callable[[PlanArguments], Section | None]] = {
+    "run": _run,
+    "schedule": _schedule,
+}
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------
+
+
+def _check_pipeline(arguments: PlanArguments) -> None:
+    config = arguments.settings
+    if config.mesh.pipe == 1:
+        layers = config.model.layers
+        stages = next((count for count in range(2, layers) if layers % count == 0), layers)
+        raise UsageError(
+            f"--schedule-figure draws a pipeline and {arguments.config} has none; give it stages, such as "
+            f"--mesh.pipe {stages}"
+        )
+
+
+def _check_figure(flag: str, file: Path) -> None:
     if file.suffix not in (".png", ".pdf", ".svg"):
-        raise UsageError(f"--schedule-figure {file} is no picture; let its name end in .png, .pdf or .svg")
+        raise UsageError(f"{flag} {file} is no picture; let its name end in .png, .pdf or .svg")
     if not file.parent.is_dir():
-        raise UsageError(f"--schedule-figure {file}: there is no folder {file.parent}; make it, or name another file")
+        raise UsageError(f"{flag} {file}: there is no folder {file.parent}; make it, or name another file")

@@ -26,10 +26,37 @@ def plan(capsys, *flags):
     return capsys.readouterr().out
 
 
+def printed_sections(text):
+    """The lines below each headline, as {headline: {name: value}}."""
+    sections = {}
+    for section in text.strip().split("\n\n"):
+        title, *lines = section.splitlines()
+        rows = (line.split("  ", 1) for line in lines)
+        sections[title.strip("- ")] = {name: value.strip() for name, value in rows}
+    return sections
+
+
+def test_any_config_can_be_planned_a_pipeline_or_not(capsys):
+    assert cli.main(["plan", "--config", "gpt_8b"]) == 0
+    sections = printed_sections(capsys.readouterr().out)
+    assert "Schedule" not in sections
+    assert sections["gpt_8b"] == {
+        "parameters": "8,317,040,640",
+        "devices": "512 = pipe 1 × data 64 × model 8",
+        "global batch": "512 = 64 replicas × 1 micro-batches of 8",
+        "recomputation": "selective",
+        "ZeRO": "0",
+    }
+    assert cli.main(["plan", "--config", "gpt_8b", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["schedule"] is None
+    assert printed["run"]["devices"] == 512
+
+
 def test_the_table_says_what_the_schedule_is_and_costs(capsys, tmp_path):
     file = tmp_path / "schedule.png"
-    lines = dict(line.split("  ", 1) for line in plan(capsys, "--schedule-figure", str(file)).splitlines())
-    assert {name: value.strip() for name, value in lines.items()} == {
+    sections = printed_sections(plan(capsys, "--schedule-figure", str(file)))
+    assert sections["Schedule"] == {
         "schedule": "1F1B",
         "stages, P": "4",
         "micro-batches, M": "8",
@@ -52,8 +79,8 @@ def test_the_table_says_what_the_schedule_is_and_costs(capsys, tmp_path):
     ],
 )
 def test_json_is_one_object_with_every_number(capsys, flags, expected):
-    printed = json.loads(plan(capsys, "--json", *flags))
-    assert printed["schedule_figure"] is None
+    printed = json.loads(plan(capsys, "--json", *flags))["schedule"]
+    assert printed["figure"] is None
     assert {name: printed[name] for name in expected} == expected
 
 
@@ -77,7 +104,10 @@ def test_a_plan_touches_no_device():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "gpt_8b has no pipeline; give it stages, such as --mesh.pipe 2"),
+        (
+            ["--schedule-figure", "plan.png"],
+            "draws a pipeline and gpt_8b has none; give it stages, such as --mesh.pipe 2",
+        ),
         (["--mesh.pipe", "4", "--schedule-figure", "plan.doc"], "let its name end in .png, .pdf or .svg"),
         (["--mesh.pipe", "4", "--schedule-figure", "no/such/plan.png"], "there is no folder no/such; make it"),
         (["--mesh.pipe", "5"], "--mesh.pipe 5 does not divide 72 layers"),

@@ -1,0 +1,50 @@
+"""One part of a plan: what `mjax plan` prints of it, and what `--json` holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of a plan.
+
+    Attributes:
+      title: its headline.
+      values: what --json holds of it, plain values only.
+      lines: what is printed below the headline.
+    """
+
+    title: str
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The section as it is printed."""
+        return "\n".join([f"--- {self.title} ---", *self.lines])
+
+
+def named_rows(rows: Mapping[str, Any]) -> list[str]:
+    """A line for each name and its value, the values below each other."""
+    width = max(map(len, rows), default=0)
+    return [f"{name:<{width}}  {value}" for name, value in rows.items()]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -> list[str]:
+    """Lines of a table, with at least two spaces between columns.
+
+    Args:
+      header: a word above each column.
+      rows: what stands below, a cell for each column.
+      left: how many of the first columns begin on the left; numbers end on the right.
+    """
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    placed = [
+        [cell.ljust(width) if index < left else cell.rjust(width) for index, (cell, width) in enumerate(each)]
+        for each in (zip(row, widths, strict=True) for row in cells)
+    ]
+    return ["  ".join(row).rstrip() for row in placed]
