@@ -18,7 +18,8 @@ from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.generation import GenerateArguments, Generator, continue_texts, run_generate
 from mjax.inference import inference_config
-from mjax.models.gpt import GPT, build_gpt
+from mjax.models.build import build_model
+from mjax.models.gpt import GPT
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
 from mjax.sampling import Sampling, allowed, draw
@@ -36,7 +37,7 @@ def with_shardings(generator, build):
 
 def lively(config):
     """A model whose logits differ enough from each other for a token to follow from the ones before it."""
-    return jax.tree.map(lambda weight: weight * 8 + 0.02, build_gpt(5, config.model))
+    return jax.tree.map(lambda weight: weight * 8 + 0.02, build_model(5, config.model))
 
 
 @cache
@@ -88,7 +89,7 @@ def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass_at_ev
         generator = Generator(config, make_mesh(config.mesh))
 
         def build():
-            return jax.tree.map(lambda weight: weight * 8 + 0.02, build_gpt(5, config.model, jnp.float64))
+            return jax.tree.map(lambda weight: weight * 8 + 0.02, build_model(5, config.model, jnp.float64))
 
         model = with_shardings(generator, build)
         tokens = np.random.default_rng(0).integers(0, 60, (3, 16)).astype(np.int32)

@@ -161,8 +161,3 @@ class GPT(nnx.Module):
     def _row(self, x: Array) -> Array:
         """Logits of one position of each sequence: x [b, h] → [b, v], the same on every rank of `model`."""
         return mappings.gather_over_model(self.logits(x, Tokens(x.shape[0], 1)))
-
-
-def build_gpt(seed: int, config: ModelConfig, dtype=jnp.float32) -> GPT:
-    """The model whose weights are a function of `seed` and `config`, whatever the mesh it is sharded over."""
-    return GPT(jax.random.key(seed), config, dtype)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.models.alibi import alibi_slopes
 from mjax.models.attention import KeyValues, attend, attend_cached
-from mjax.models.gpt import build_gpt
+from mjax.models.build import build_model
 from mjax.names import leaf_name
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.mesh import make_mesh
@@ -129,7 +129,7 @@ def test_every_schedule_equals_the_serial_reference(schedule, chunks, recompute,
 
 def test_kept_apart_the_documents_of_a_sample_have_the_logits_they_have_alone_though_no_position_begins_anew():
     config = small_config(model=2, **BLOOM)
-    build = jax.jit(lambda: build_gpt(0, config.model))
+    build = jax.jit(lambda: build_model(0, config.model))
     forward = jax.shard_map(
         lambda weights, tokens, packing: weights(tokens, **packing),
         mesh=make_mesh(config.mesh),
@@ -148,7 +148,7 @@ def test_kept_apart_the_documents_of_a_sample_have_the_logits_they_have_alone_th
 
 def test_the_weights_are_a_gpts_but_for_the_positions_and_the_layer_norm():
     def names(**changes):
-        model = jax.eval_shape(lambda: build_gpt(0, small_config(**changes).model))
+        model = jax.eval_shape(lambda: build_model(0, small_config(**changes).model))
         return {leaf_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(model)[0]}
 
     assert names() - names(**BLOOM) == {"positions"}

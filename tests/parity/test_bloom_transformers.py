@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig
 from mjax.models.alibi import alibi_slopes
-from mjax.models.gpt import build_gpt
+from mjax.models.build import build_model
 from mjax.names import leaf_name
 from mjax.parallel.mappings import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
@@ -118,7 +118,7 @@ def _peer_loss(peer, batch):
 
 def _pair(config):
     """A peer of random weights, and the same weights as ours."""
-    peer, abstract = _peer(config.model), jax.eval_shape(lambda: build_gpt(0, config.model))
+    peer, abstract = _peer(config.model), jax.eval_shape(lambda: build_model(0, config.model))
     return peer, from_peer(_numpy(peer.named_parameters()), abstract, config.model)
 
 
@@ -138,7 +138,7 @@ def test_logits_equal_those_of_transformers(shape, parallel):
     forward = jax.shard_map(
         lambda weights, tokens: weights(tokens),
         mesh=make_mesh(config.mesh),
-        in_specs=(nnx.get_partition_spec(jax.eval_shape(lambda: build_gpt(0, config.model))), P(DATA)),
+        in_specs=(nnx.get_partition_spec(jax.eval_shape(lambda: build_model(0, config.model))), P(DATA)),
         out_specs=P(DATA, None, MODEL),
     )
     logits = np.asarray(jax.jit(forward)(weights, batch["tokens"]))

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig
-from mjax.models.gpt import build_gpt
+from mjax.models.build import build_model
 from mjax.names import leaf_name
 from mjax.parallel.mappings import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
@@ -114,7 +114,7 @@ def test_logits_equal_those_of_transformers(name, activation):
     model = replace(_model(name), activation=activation)
     peer, batch = _peer(model), _batch(model)
     mesh = make_mesh(MeshConfig())
-    abstract = jax.eval_shape(lambda: build_gpt(0, model))
+    abstract = jax.eval_shape(lambda: build_model(0, model))
     weights = _from_peer(_numpy(peer.named_parameters()), abstract)
     forward = jax.shard_map(
         lambda weights, tokens: weights(tokens),
@@ -148,7 +148,7 @@ def test_loss_and_gradients_equal_those_of_transformers(name):
 def test_twenty_steps_of_adamw_follow_torch(data, parallel):
     model = _model("four heads")
     config, peer = _config(model, data, parallel), _peer(model)
-    abstract = jax.eval_shape(lambda: build_gpt(0, model))
+    abstract = jax.eval_shape(lambda: build_model(0, model))
     weights = _from_peer(_numpy(peer.named_parameters()), abstract)
     ours, theirs = losses_of_both(config, weights, peer, _peer_loss, lambda step: _batch(model, seed=step % 4))
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)

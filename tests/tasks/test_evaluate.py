@@ -18,7 +18,7 @@ from mjax.config import MeshConfig, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.inference import inference_config
-from mjax.models.gpt import build_gpt
+from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
 from mjax.tasks.evaluate import EvaluateArguments, evaluate
 from mjax.tasks.perplexity import Perplexity
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
     """A run of a model of bytes, with checkpoints 10 and 20, and a file for each task."""
     folder = tmp_path_factory.mktemp("evaluation")
     config = small_config(vocabulary=257, sequence=64, attention="auto", micro_batch=2, layers=2)
-    build = partial(build_gpt, 5, config.model)
+    build = partial(build_model, 5, config.model)
     model = jax.tree.map(lambda weight: 4 * weight, jax.jit(build, compiler_options=QUICKLY)())
     with Checkpoints(folder / "run" / "checkpoints", on_notice=lambda line: None) as checkpoints:
         checkpoints.save(10, {"model": model, "step": jnp.int32(10)})

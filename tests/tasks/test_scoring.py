@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
 from mjax.inference import inference_config
-from mjax.models.gpt import GPT, build_gpt
+from mjax.models.build import build_model
+from mjax.models.gpt import GPT
 from mjax.parallel.layers import vocab_parallel_argmax
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.mesh import make_mesh
@@ -33,7 +34,7 @@ MESHES = [
 
 def lively(config):
     """A model whose logits differ enough from each other for some of its guesses to be right."""
-    return jax.tree.map(lambda weight: weight * 8 + 0.02, build_gpt(5, config.model))
+    return jax.tree.map(lambda weight: weight * 8 + 0.02, build_model(5, config.model))
 
 
 @cache

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import PrecisionConfig
-from mjax.models.gpt import build_gpt
+from mjax.models.build import build_model
 from mjax.names import leaf_name
 from mjax.parallel.mesh import make_mesh
 from mjax.training.optimizer import backward_order, gradient_names, is_decayed, learning_rate, squared_norms
@@ -59,7 +59,7 @@ def test_warm_up_is_linear_from_zero(schedule):
 
 
 def test_weight_decay_spares_biases_and_layer_norms_and_nothing_else():
-    model = jax.eval_shape(lambda: build_gpt(0, small_config().model))
+    model = jax.eval_shape(lambda: build_model(0, small_config().model))
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(model)[0]]
     assert {name for name in names if is_decayed(name)} == {
         "embedding.table",
@@ -169,7 +169,7 @@ def test_fp16_overflows_halve_the_scale_until_a_step_succeeds():
 
 def test_the_backward_order_goes_from_the_last_layer_to_the_embedding():
     config = small_config()
-    names = gradient_names(jax.eval_shape(lambda: build_gpt(0, config.model)), config.mesh)
+    names = gradient_names(jax.eval_shape(lambda: build_model(0, config.model)), config.mesh)
     ordered = [names[i] for i in backward_order(names)]
     assert ordered[0].startswith("final_norm")
     assert ordered[2] == "blocks.mlp.down.bias of layer 2"

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax.batch_size import BatchSizes
-from mjax.models.gpt import build_gpt
+from mjax.models.build import build_model
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.training import loop
@@ -64,7 +64,7 @@ def test_every_schedule_equals_the_serial_reference(schedule, chunks, recompute,
 @pytest.mark.parametrize("kernel", ["xla", "xla_blocks"])
 def test_the_documents_of_a_sample_have_the_logits_they_have_alone(kernel):
     config = small_config(model=2, attention=kernel)
-    build = jax.jit(lambda: build_gpt(0, config.model))
+    build = jax.jit(lambda: build_model(0, config.model))
     forward = jax.shard_map(
         lambda weights, tokens, packing: weights(tokens, **packing),
         mesh=make_mesh(config.mesh),
