@@ -46,7 +46,8 @@ def attend(
     causal: bool = True,
     slopes: Array | None = None,
 ) -> Array:
-    """Softmax(q kᵀ / √d) v over the positions up to each query's own, or those of them in its document.
+    """Softmax(q kᵀ / √d) v over the positions that each query sees: all, or with `causal` those up to its own; of these
+    only those in its document, where `documents` are given.
 
     Args:
       q, k, v: [b, s, n, d].

@@ -210,8 +210,8 @@ def loss_and_gradients(config: Config, plan, model: Model, batch: dict[str, Arra
       scale: float32 [], multiplies the loss before differentiation and is divided out of both results.
 
     Returns:
-      Loss [], or of a BERT the means [3] of `bert.FIGURES`, and a gradient in float32 for each shard of `model`, the
-      same wherever the shard is.
+      Loss [], of a BERT the means [3] of `bert.FIGURES`, or with the head of a task those [2] of `heads.FIGURES`; and a
+      gradient in float32 for each shard of `model`, the same wherever the shard is.
     """
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
     program = _stage_program(config, plan, share(config, scale, count_labels(config, batch)), step)
@@ -269,8 +269,8 @@ def _run(program: StageProgram, weights: Model, micro_batch: dict[str, Array]) -
 
 
 def _accumulate(config: Config, program: StageProgram, weights: Model, micro_batches: dict[str, Array]):
-    """Scaled loss, [] or [3], and gradient of this replica's share of the mean over the global batch, varying over
-    `data`."""
+    """Scaled loss or figures, as of `loss_and_gradients`, and gradient of this replica's share of the mean over the
+    global batch, varying over `data`."""
     accumulator = parameter_type(config.precision.compute)
 
     def differentiate(micro_batch):
