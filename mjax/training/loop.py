@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shutil
-import signal
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,6 +41,7 @@ from mjax.training.metrics import MetricsLog, Record, finite_or_none
 from mjax.training.runs import locked
 from mjax.training.state import StepMetrics, TrainState, mean_of
 from mjax.training.step import TrainProgram, build_program
+from mjax.training.stop import StopSignal
 from mjax.training.watchdog import COMPILING, Watchdog
 from mjax.validation import check_devices
 
@@ -252,7 +251,7 @@ class Run:
             self.watchdog.or_end(),
             contextlib.closing(fetch) as batches,
             display,
-            _StopSignal(display) as stop,
+            StopSignal() as stop,
             jax.transfer_guard("disallow"),
         ):
             self.clock = time.perf_counter()
@@ -399,37 +398,3 @@ class Run:
                 f"{MOST_SKIPPED_IN_A_ROW} steps in a row had gradients that are not finite ({record.nonfinite}); "
                 "continue from the last checkpoint with a lower --optimizer.learning-rate or --precision.compute fp32"
             )
-
-
-class _StopSignal:
-    """Turns SIGTERM and the first Ctrl-C into a request to stop after the step; a second Ctrl-C stops at once.
-
-    Several processes have to agree on the step, so there SIGTERM is JAX's (`told_to_stop`) and Ctrl-C stops at once.
-    """
-
-    def __init__(self, display: Display):
-        self.display, self.name = display, ""
-        self._before: dict[int, object] = {}
-
-    @property
-    def requested(self) -> bool:
-        return bool(self.name)
-
-    def __enter__(self) -> _StopSignal:
-        if jax.process_count() > 1:
-            return self
-        with contextlib.suppress(ValueError):  # signals belong to the main thread
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._stop)
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _stop(self, number: int, frame) -> None:
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        # Written directly: a handler may run while the console is in the middle of a line.
-        os.write(2, f"\n{self.name}: saving after this step; Ctrl-C once more stops at once\n".encode())
