@@ -26,10 +26,10 @@ from mjax.config import Config
 from mjax.models.gpt import GPT
 from mjax.parallel.layers import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from mjax.parallel.mappings import DATA
-from mjax.parallel.tokens import Tokens
 from mjax.tasks.interface import Score, Window
+from mjax.training.forward import one_behind, rows_of_batch, to_devices
 from mjax.training.layout import lay_out
-from mjax.training.step import sum_over_batch
+from mjax.training.step import tokens_of
 
 NARROWEST = 64  # positions; narrower windows would save less than another compilation costs
 
@@ -81,23 +81,17 @@ class Scorer:
         """Score each of `windows`; see `score`."""
         scores: list[Score] = [Score()] * len(windows)
 
-        def fetch(chosen: list[int], figures: Array) -> None:
-            for index, (loss, correct) in zip(
-                chosen, np.asarray(figures).tolist(), strict=False
-            ):  # the rest is filling
+        def dispatched() -> Iterator[tuple[list[int], Array]]:
+            for width, chosen in self._batches(windows):
+                rows = _padded([windows[index] for index in chosen], width, self.config.train.global_batch)
+                yield chosen, self._program(width, model, to_devices(rows, self._sharding))
+
+        for chosen, figures in one_behind(dispatched()):
+            rows = np.asarray(figures).tolist()
+            for index, (loss, correct) in zip(chosen, rows, strict=False):  # the rest is filling
                 counted = windows[index].counted
                 scores[index] = Score(loss, counted, int(correct), 1, int(correct == counted))
             on_progress(len(chosen))
-
-        waiting = None
-        for width, chosen in self._batches(windows):
-            rows = _padded([windows[index] for index in chosen], width, self.config.train.global_batch)
-            figures = self._program(width, model, self._to_devices(rows))
-            if waiting is not None:
-                fetch(*waiting)  # while the devices work on the next batch
-            waiting = chosen, figures
-        if waiting is not None:
-            fetch(*waiting)
         return scores
 
     def _batches(self, windows: Sequence[Window]) -> Iterator[tuple[int, list[int]]]:
@@ -118,13 +112,6 @@ class Scorer:
         splits = not mesh.sequence_parallel or tokens % mesh.model == 0
         return width if splits else self.config.model.sequence
 
-    def _to_devices(self, batch: Batch) -> dict[str, Array]:
-        """Every process holds all windows and gives its own devices their rows."""
-        return {
-            name: jax.make_array_from_callback(rows.shape, self._sharding, rows.__getitem__)
-            for name, rows in batch.items()
-        }
-
 
 def _padded(windows: Sequence[Window], width: int, size: int) -> Batch:
     """A batch [size, width] of windows; what fills it up has no label that counts."""
@@ -142,17 +129,13 @@ def _figures(config: Config, plan, model: GPT, batch: dict[str, Array]) -> Array
 
     The counts are exact: a window has far fewer labels than the 2^24 up to which float32 holds every whole number.
     """
-    tokens = Tokens(config.train.micro_batch, config.model.sequence, config.mesh.sequence_parallel)
-    all_rows = jnp.arange(config.train.global_batch)
+    tokens = tokens_of(config)
 
     def head(weights: GPT, x: Array, micro_batch: dict[str, Array]) -> Array:
         labels, counts = micro_batch["labels"], micro_batch["loss_mask"]  # [b, s]
         logits = weights.logits(x, tokens)  # [b s, v / p]
         losses = tokens.by_sequence(vocab_parallel_cross_entropy(logits, labels.reshape(-1)))
         correct = (tokens.by_sequence(vocab_parallel_argmax(logits)) == labels) & counts
-        figures = jnp.stack([losses.sum(-1, where=counts), correct.sum(-1, dtype=losses.dtype)], -1)  # [b, 2]
-        # Each row to its place among zeros, so that the sum over micro-batches, stages and replicas is all of them.
-        own = all_rows[:, None] == micro_batch["samples"]  # [B, b]
-        return jnp.where(own[..., None], figures, 0).sum(1)
+        return jnp.stack([losses.sum(-1, where=counts), correct.sum(-1, dtype=losses.dtype)], -1)  # [b, 2]
 
-    return sum_over_batch(config, plan, model, batch, head=head)
+    return rows_of_batch(config, plan, model, batch, head)

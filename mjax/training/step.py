@@ -232,7 +232,7 @@ def _stage_program(config: Config, plan, share: Array | float, step: Array | Non
       step: numbers the dropout masks; None for evaluation, which has none.
     """
     model, train, mesh = config.model, config.train, config.mesh
-    tokens = Tokens(train.micro_batch * model.choices, model.sequence, mesh.sequence_parallel)
+    tokens = tokens_of(config)
     weights_of = gather_in_loop(plan.blocks, COMPUTE_TYPES[config.precision.compute])
     layers_in_chunk = model.layers // (mesh.pipe * mesh.chunks)
 
@@ -260,6 +260,11 @@ def _stage_program(config: Config, plan, share: Array | float, step: Array | Non
         rows=tokens.count,
         shards=[storage.gathers if storage.in_loop else () for storage in jax.tree.leaves(plan.blocks)],
     )
+
+
+def tokens_of(config: Config) -> Tokens:
+    """Which tokens the rows of the stream are, of one micro-batch."""
+    return Tokens(config.train.micro_batch * config.model.choices, config.model.sequence, config.mesh.sequence_parallel)
 
 
 def _run(program: StageProgram, weights: Model, micro_batch: dict[str, Array]) -> Array:
