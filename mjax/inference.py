@@ -19,7 +19,11 @@ MICRO_BATCHES_A_STAGE = 4  # where there is a pipeline: its bubble is then a fif
 
 
 def inference_config(
-    config: Config, mesh: MeshConfig, attention: str = "xla", micro_batch: int | None = None
+    config: Config,
+    mesh: MeshConfig,
+    attention: str = "xla",
+    micro_batch: int | None = None,
+    compute: str | None = None,
 ) -> Config:
     """The config of a run, for using its model on `mesh` of this machine's devices, without dropout.
 
@@ -29,6 +33,7 @@ def inference_config(
       attention: the kernel, or `auto`; that of the run may need a device that is not here.
       micro_batch: sequences a data replica takes through the model at once; those of training when not given. A step
         takes one micro-batch a replica, or four times as many as there are stages.
+      compute: type of activations and matrix products; that of training when not given.
 
     Raises:
       UsageError: the model cannot be split so, there are fewer devices, or a micro-batch is below 1.
@@ -36,11 +41,15 @@ def inference_config(
     micro_batch = config.train.micro_batch if micro_batch is None else micro_batch
     if micro_batch < 1:
         raise UsageError(f"--train.micro-batch is {micro_batch}; it must be at least 1")
+    precision = config.precision
+    if compute is not None:
+        precision = replace(precision, compute=compute, loss_scale=None)
     micro_batches = MICRO_BATCHES_A_STAGE * mesh.pipe if mesh.pipe > 1 else 1
     config = replace(
         config,
         model=replace(config.model, attention=attention, hidden_dropout=0.0, attention_dropout=0.0),
         mesh=mesh,
+        precision=precision,
         data=DataConfig(mock=True),  # no data are read as samples of training
         train=replace(
             config.train,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -96,11 +96,9 @@ def finetune(arguments: FinetuneArguments, explain: Callable[[BaseException], in
 
 
 def _finetune(arguments: FinetuneArguments, explain: Callable[[BaseException], int]) -> int:
-    import jax
-
     from mjax.finetuning.tuning import Finetuning
     from mjax.inference import check_enough_devices, run_tokenizer
-    from mjax.models.attention import resolve_attention
+    from mjax.models.attention import with_kernel
     from mjax.parallel import processes
     from mjax.training.runs import locked
     from mjax.training.watchdog import watching
@@ -124,8 +122,7 @@ def _finetune(arguments: FinetuneArguments, explain: Callable[[BaseException], i
     config = recipes.config_of(arguments, saved, task, recipe)
     validate(config)
     check_enough_devices(config.mesh)
-    kernel = resolve_attention(config.model, config.precision.compute, jax.default_backend(), say, documents=True)
-    config = replace(config, model=replace(config.model, attention=kernel))
+    config = with_kernel(config, say)
 
     # --- Seeds --------------------------------------------------------------------------------------------------------
     named = run if run.name else run.absolute()  # the current folder has no name

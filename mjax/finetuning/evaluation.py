@@ -5,9 +5,6 @@ A file without labels, such as a benchmark's test set, gives predictions alone.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -16,7 +13,7 @@ from mjax.data.atomic import write_whole
 from mjax.errors import UsageError
 from mjax.finetuning.scores import TaskScorer
 from mjax.inference import inference_config, restore_weights, run_tokenizer
-from mjax.models.attention import resolve_attention
+from mjax.models.attention import with_kernel
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.processes import is_first
 from mjax.tasks.evaluate import EvaluateArguments, report
@@ -53,11 +50,8 @@ def evaluate_labelled(arguments: EvaluateArguments, notices: Console) -> int:
         raise UsageError(f"{arguments.data} has no labels to measure by; add --predictions FOLDER for what it predicts")
 
     # --- The mesh and the weights -------------------------------------------------------------------------------------
-    if arguments.compute is not None:
-        saved = replace(saved, precision=replace(saved.precision, compute=arguments.compute, loss_scale=None))
-    config = inference_config(saved, arguments.mesh, arguments.attention, arguments.micro_batch)
-    kernel = resolve_attention(config.model, config.precision.compute, jax.default_backend(), say, documents=True)
-    config = replace(config, model=replace(config.model, attention=kernel))
+    config = inference_config(saved, arguments.mesh, arguments.attention, arguments.micro_batch, arguments.compute)
+    config = with_kernel(config, say)
     scorer = TaskScorer(config, make_mesh(config.mesh))
     step, model = restore_weights(run, scorer.abstract_model, arguments.step, say)
 

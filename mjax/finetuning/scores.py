@@ -40,7 +40,11 @@ class TaskScorer:
         self.abstract_model = layout.abstract_model
         self._sharding = NamedSharding(mesh, P(DATA))
         on_devices = jax.shard_map(
-            partial(_scores, config, layout.plan), mesh=mesh, in_specs=(layout.specs, P(DATA)), out_specs=P()
+            partial(_scores, config, layout.plan),
+            mesh=mesh,
+            in_specs=(layout.specs, P(DATA)),
+            out_specs=P(),
+            check_vma=True,
         )
         self._program = jax.jit(on_devices)
 

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mjax.config import ModelConfig
+from mjax.config import Config, ModelConfig
 from mjax.errors import UsageError
 from mjax.models.alibi import alibi_slopes, distance_penalty
 from mjax.parallel import mappings
@@ -196,6 +197,17 @@ def attend_cached(
 
 
 # --- Which kernel a run uses ------------------------------------------------------------------------------------------
+
+
+def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Config:
+    """`config` with the kernel that this process's devices will run in `model.attention` (`resolve_attention`).
+
+    Raises:
+      UsageError: the kernel asked for cannot do what the run needs, or fails when it is run.
+    """
+    documents = "documents" in config.batch_arrays()
+    kernel = resolve_attention(config.model, config.precision.compute, jax.default_backend(), announce, documents)
+    return replace(config, model=replace(config.model, attention=kernel))
 
 
 def resolve_attention(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -85,10 +85,8 @@ def evaluate(arguments: EvaluateArguments) -> int:
 
 
 def _evaluate(arguments: EvaluateArguments) -> int:
-    import jax
-
     from mjax.inference import inference_config, restore_weights, run_tokenizer
-    from mjax.models.attention import resolve_attention
+    from mjax.models.attention import with_kernel
     from mjax.parallel import processes
     from mjax.parallel.mesh import make_mesh
     from mjax.tasks.scoring import Scorer
@@ -109,11 +107,8 @@ def _evaluate(arguments: EvaluateArguments) -> int:
         task = TASKS[arguments.task](arguments.data, tokenizer, saved.model.sequence, arguments.overlap)
 
     # --- The mesh and the weights -------------------------------------------------------------------------------------
-    if arguments.compute is not None:
-        saved = replace(saved, precision=replace(saved.precision, compute=arguments.compute, loss_scale=None))
-    config = inference_config(saved, arguments.mesh, arguments.attention, arguments.micro_batch)
-    kernel = resolve_attention(config.model, config.precision.compute, jax.default_backend(), say)
-    config = replace(config, model=replace(config.model, attention=kernel))
+    config = inference_config(saved, arguments.mesh, arguments.attention, arguments.micro_batch, arguments.compute)
+    config = with_kernel(config, say)
     scorer = Scorer(config, make_mesh(config.mesh))
     step, model = restore_weights(run, scorer.abstract_model, arguments.step, say)
 

@@ -18,12 +18,10 @@ This module needs the package lm-eval; `mjax.tasks.harness_command` says so wher
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -35,7 +33,7 @@ from mjax.config import MeshConfig, read_config
 from mjax.errors import UsageError
 from mjax.generation import Generator
 from mjax.inference import inference_config, restore_weights, run_tokenizer
-from mjax.models.attention import resolve_attention
+from mjax.models.attention import with_kernel
 from mjax.parallel.mesh import make_mesh
 from mjax.sampling import Sampling
 from mjax.tasks.interface import Window
@@ -86,13 +84,10 @@ class HarnessModel(TemplateLM):
             raise UsageError(f"{run} holds a BERT, which predicts no next token; give the run folder of a GPT")
         if compute not in (None, "bf16", "fp16", "fp32"):
             raise UsageError(f"compute={compute} in --model_args is no type; use bf16, fp16 or fp32")
-        if compute is not None:
-            saved = replace(saved, precision=replace(saved.precision, compute=compute, loss_scale=None))
         self.run, self.text = run, run_tokenizer(run, saved.model)
         micro_batch = None if batch_size == "auto" else int(batch_size)
-        config = inference_config(saved, MeshConfig(pipe=pipe, data=data, model=model), attention, micro_batch)
-        kernel = resolve_attention(config.model, config.precision.compute, jax.default_backend(), tqdm.write)
-        self.config = replace(config, model=replace(config.model, attention=kernel))
+        shape = MeshConfig(pipe=pipe, data=data, model=model)
+        self.config = with_kernel(inference_config(saved, shape, attention, micro_batch, compute), tqdm.write)
         mesh = make_mesh(self.config.mesh)
         self.scorer, self.generator = Scorer(self.config, mesh), Generator(self.config, mesh)
         self.step, self.weights = restore_weights(run, self.scorer.abstract_model, step, tqdm.write)

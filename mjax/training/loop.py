@@ -25,7 +25,7 @@ from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import RunError
 from mjax.generation import Generator, continue_texts, print_samples
 from mjax.launch import Distributed
-from mjax.models.attention import resolve_attention
+from mjax.models.attention import with_kernel
 from mjax.models.build import Model
 from mjax.names import leaf_name
 from mjax.parallel.mappings import PIPE
@@ -89,10 +89,7 @@ def train(config: Config, folder: Path, name: str = "this config", watchdog: Wat
 
     # --- Devices, and the attention kernel that will be used ----------------------------------------------------------
     check_devices(config, jax.device_count(), name)
-    kernel = resolve_attention(
-        config.model, config.precision.compute, jax.default_backend(), documents="documents" in config.batch_arrays()
-    )
-    resolved = replace(config, model=replace(config.model, attention=kernel))
+    resolved = with_kernel(config)
     mesh = make_mesh(config.mesh)
 
     # --- Program and state --------------------------------------------------------------------------------------------
