@@ -42,9 +42,17 @@ def mnli(run):
 
 
 @pytest.fixture(scope="module")
-def done(run, mnli):
+def asked():
+    """The numbers of steps after which `done` asked whether the processes are to stop."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def done(run, mnli, asked):
     """The folder of a fine-tuning of two seeds."""
-    assert finetune(arguments_of(run, "mnli", mnli, *MNLI)) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mjax.training.loop.told_to_stop", asked.append)
+        assert finetune(arguments_of(run, "mnli", mnli, *MNLI)) == 0
     return run.parent / "bert-mnli"
 
 
@@ -92,6 +100,11 @@ def test_every_epoch_is_measured_and_the_first_of_the_best_is_kept(done):
         assert records[-1]["val_accuracy"] == values[-1]
     losses = [read_epochs(done / f"seed-{seed}")[0]["loss"] for seed in (1234, 1235)]
     assert losses[0] != losses[1]
+
+
+def test_the_number_by_which_processes_agree_to_stop_grows_from_seed_to_seed(done, asked):
+    """JAX stops them after the number that follows the highest it was asked with, so none may come again."""
+    assert asked == list(range(1, 201))  # 100 steps a seed
 
 
 def test_the_best_folder_is_a_run_that_is_evaluated_to_the_same_figures_on_any_mesh(done, mnli, capsys, tmp_path):
