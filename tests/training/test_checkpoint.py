@@ -1,4 +1,4 @@
-"""Checkpoints: bit for bit on any mesh, complete or absent, and damage never gets through."""
+"""Checkpoints: bit for bit on any mesh, complete or absent."""
 
 import dataclasses
 import errno
@@ -19,90 +19,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 from mjax.errors import RunError, UsageError
 from mjax.training.checkpoint import Checkpoints
+from tests.training.saved import (
+    abstract,
+    assert_same_bits,
+    data_file,
+    mesh_of,
+    save_all,
+    save_large,
+    state_on,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-REPLICATED = P()
-
-
-class Model(nnx.Module):
-    def __init__(self, width: int):
-        self.up = nnx.Param(jnp.zeros((8, width)))
-        self.bias = nnx.Param(jnp.zeros(width))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    model: Model
-    optimizer: dict
-    step: jax.Array
-
-
-def mesh_of(data: int, model: int) -> jax.sharding.Mesh:
-    return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
-def state_on(mesh, spec: P = REPLICATED, value: float | None = None, width: int = 16) -> State:
-    """Random weights (or all `value`), the same on every mesh; the matrices are sharded by `spec`."""
-    draw = np.random.default_rng(0).standard_normal if value is None else lambda shape: np.full(shape, value)
-
-    def put(dtype, *shape):
-        sharding = NamedSharding(mesh, spec if len(shape) == 2 else P())
-        return jax.device_put(jnp.asarray(draw(shape), dtype), sharding)
-
-    model = Model(width)
-    model.up[...] = put(jnp.float32, 8, width)
-    model.bias[...] = put(jnp.float32, width)
-    optimizer = {
-        "mu": put(jnp.bfloat16, 8, width),
-        "nu": put(jnp.float16, 8, width),
-        "count": jax.device_put(np.arange(3, dtype=np.uint32) + np.uint32(2**31), NamedSharding(mesh, P())),
-    }
-    return State(model, optimizer, jax.device_put(jnp.int32(value or 7), NamedSharding(mesh, P())))
-
-
-def abstract(tree):
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
-
-
-def assert_same_bits(ours, theirs):
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert a.dtype == b.dtype
-        assert a.shape == b.shape
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-@pytest.fixture
-def notices():
-    return []
-
-
-@pytest.fixture
-def checkpoints(tmp_path, notices):
-    with Checkpoints(tmp_path / "checkpoints", on_notice=notices.append) as opened:
-        yield opened
-
-
-def save_all(checkpoints, *steps: int) -> State:
-    """Save constant states, one a step, and return the tree to restore to."""
-    mesh = mesh_of(4, 2)
-    for step in steps:
-        checkpoints.save(step, state_on(mesh, value=step))
-    checkpoints.wait()
-    return abstract(state_on(mesh))
-
-
-def data_file(folder: Path) -> Path:
-    """The file that holds the arrays' bytes: the largest one."""
-    return max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
 
 
 # --- What is saved comes back -----------------------------------------------------------------------------------------
@@ -240,145 +173,6 @@ def test_a_process_killed_while_it_removes_leaves_no_half_checkpoint(checkpoints
         save_all(checkpoints, 3)
     assert notices[-1] == "checkpoint 1 could not be removed: Permission denied"
     assert checkpoints.steps() == [2, 3]
-
-
-# --- Damage -----------------------------------------------------------------------------------------------------------
-
-
-def truncate(folder):
-    file = data_file(folder)
-    os.truncate(file, file.stat().st_size // 2)
-    return r"model/.* has \d+ bytes of \d+"
-
-
-def flip_a_bit(folder):
-    file = data_file(folder)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    return r"model/.* is not what was written \(checksum\)"
-
-
-def remove_a_file(folder):
-    data_file(folder).unlink()
-    return "model/.* is missing"
-
-
-def remove_the_metadata(folder):
-    (folder / "_CHECKPOINT_METADATA").unlink()
-    return "_CHECKPOINT_METADATA is missing"
-
-
-def remove_the_manifest(folder):
-    (folder / "manifest.json").unlink()
-    return "manifest.json is missing, so it was never finished or not copied whole"
-
-
-def empty_the_folder(folder):
-    shutil.rmtree(folder)
-    folder.mkdir()
-    return "manifest.json is missing, so it was never finished or not copied whole"
-
-
-def rename_an_array_in_the_manifest(folder):
-    manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"model":', '"modem":'))
-    return "manifest.json is not what was written"
-
-
-def cut_the_manifest(folder):
-    os.truncate(folder / "manifest.json", 50)
-    return "manifest.json is not what was written"
-
-
-KINDS_OF_DAMAGE = [
-    truncate,
-    flip_a_bit,
-    remove_a_file,
-    remove_the_metadata,
-    remove_the_manifest,
-    empty_the_folder,
-    rename_an_array_in_the_manifest,
-    cut_the_manifest,
-]
-
-
-def save_large(checkpoints, *steps: int):
-    """Incompressible weights, so that most bytes of the data file are theirs."""
-    state = {"model": jax.random.normal(jax.random.key(0), (256, 256)), "step": jnp.int32(0)}
-    for step in steps:
-        checkpoints.save(step, {**state, "step": jnp.int32(step)})
-    checkpoints.wait()
-    return abstract(state)
-
-
-@pytest.mark.parametrize("damage", KINDS_OF_DAMAGE)
-def test_damage_is_named_and_the_checkpoint_before_is_used(checkpoints, notices, damage):
-    target = save_large(checkpoints, 200, 300)
-    words = damage(checkpoints.folder / "300")
-    notices.clear()
-    step, restored = checkpoints.restore(target)
-    assert (step, int(restored["step"])) == (200, 200)
-    [notice] = notices
-    assert re.fullmatch(f"checkpoint 300 is damaged: {words}; using 200", notice)
-
-
-def test_a_flipped_bit_in_any_file_is_noticed(checkpoints):
-    target = save_all(checkpoints, 1)
-    draw = random.Random(0)
-    for file in sorted((checkpoints.folder / "1").rglob("*")):
-        content = file.read_bytes() if file.is_file() else b""
-        if content:
-            at = draw.randrange(len(content))
-            file.write_bytes(content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :])
-            with pytest.raises(
-                RunError, match=r"checkpoint 1 is damaged: .* is not what was written.*; there is no other"
-            ):
-                checkpoints.restore(target)
-            file.write_bytes(content)
-    assert checkpoints.restore(target)[0] == 1
-
-
-def test_an_explicit_step_that_is_damaged_is_refused_with_what_else_there_is(checkpoints):
-    target = save_large(checkpoints, 200, 300)
-    flip_a_bit(checkpoints.folder / "300")
-    with pytest.raises(RunError, match=r"checkpoint 300 is damaged: model/.*\(checksum\); there are also 200"):
-        checkpoints.restore(target, step=300)
-    assert checkpoints.restore(target, step=200)[0] == 200
-
-
-def test_a_damaged_checkpoint_is_written_anew_when_the_run_gets_there_again(checkpoints):
-    target = save_large(checkpoints, 200, 300)
-    flip_a_bit(checkpoints.folder / "300")
-    assert checkpoints.restore(target)[0] == 200
-    save_large(checkpoints, 300)
-    assert checkpoints.restore(target)[0] == 300
-
-
-def test_a_damaged_checkpoint_does_not_push_out_a_sound_one(checkpoints):
-    target = save_large(checkpoints, 200, 300)
-    flip_a_bit(checkpoints.folder / "300")
-    checkpoints.restore(target)
-    save_large(checkpoints, 250)
-    assert checkpoints.steps() == [200, 250]
-
-
-def test_when_every_checkpoint_is_damaged_each_is_named(checkpoints):
-    target = save_large(checkpoints, 200, 300)
-    flip_a_bit(checkpoints.folder / "200")
-    remove_the_manifest(checkpoints.folder / "300")
-    words = r"300 is damaged: manifest.json is missing.*; checkpoint 200 is damaged: .*\(checksum\); there is no other"
-    with pytest.raises(RunError, match=words):
-        checkpoints.restore(target)
-
-
-def test_no_checkpoint_is_a_usage_error_that_says_what_is_there(checkpoints):
-    target = abstract(state_on(mesh_of(4, 2)))
-    with pytest.raises(UsageError, match="holds no checkpoint; give a run that has saved one"):
-        checkpoints.restore(target)
-    save_all(checkpoints, 10, 20)
-    with pytest.raises(UsageError, match="holds no checkpoint 30; there are 10, 20"):
-        checkpoints.restore(target, step=30)
 
 
 # --- Another model ----------------------------------------------------------------------------------------------------

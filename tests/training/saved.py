@@ -1,0 +1,85 @@
+"""States of a small model on a mesh of eight devices, and saving them."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+REPLICATED = P()
+
+
+class Model(nnx.Module):
+    def __init__(self, width: int):
+        self.up = nnx.Param(jnp.zeros((8, width)))
+        self.bias = nnx.Param(jnp.zeros(width))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    model: Model
+    optimizer: dict
+    step: jax.Array
+
+
+def mesh_of(data: int, model: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def state_on(mesh, spec: P = REPLICATED, value: float | None = None, width: int = 16) -> State:
+    """Random weights (or all `value`), the same on every mesh; the matrices are sharded by `spec`."""
+    draw = np.random.default_rng(0).standard_normal if value is None else lambda shape: np.full(shape, value)
+
+    def put(dtype, *shape):
+        sharding = NamedSharding(mesh, spec if len(shape) == 2 else P())
+        return jax.device_put(jnp.asarray(draw(shape), dtype), sharding)
+
+    model = Model(width)
+    model.up[...] = put(jnp.float32, 8, width)
+    model.bias[...] = put(jnp.float32, width)
+    optimizer = {
+        "mu": put(jnp.bfloat16, 8, width),
+        "nu": put(jnp.float16, 8, width),
+        "count": jax.device_put(np.arange(3, dtype=np.uint32) + np.uint32(2**31), NamedSharding(mesh, P())),
+    }
+    return State(model, optimizer, jax.device_put(jnp.int32(value or 7), NamedSharding(mesh, P())))
+
+
+def abstract(tree):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
+
+
+def assert_same_bits(ours, theirs):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def save_all(checkpoints, *steps: int) -> State:
+    """Save constant states, one a step, and return the tree to restore to."""
+    mesh = mesh_of(4, 2)
+    for step in steps:
+        checkpoints.save(step, state_on(mesh, value=step))
+    checkpoints.wait()
+    return abstract(state_on(mesh))
+
+
+def data_file(folder: Path) -> Path:
+    """The file that holds the arrays' bytes: the largest one."""
+    return max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+
+
+def save_large(checkpoints, *steps: int):
+    """Incompressible weights, so that most bytes of the data file are theirs."""
+    state = {"model": jax.random.normal(jax.random.key(0), (256, 256)), "step": jnp.int32(0)}
+    for step in steps:
+        checkpoints.save(step, {**state, "step": jnp.int32(step)})
+    checkpoints.wait()
+    return abstract(state)
