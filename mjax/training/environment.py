@@ -15,6 +15,7 @@ import jax
 
 import mjax
 from mjax.config import Config
+from mjax.data.atomic import write_whole
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
 
@@ -46,9 +47,7 @@ def write(config: Config, folder: Path) -> None:
     """Append this start of the run to environment.json, a list with one entry a start."""
     file = folder / "environment.json"
     starts = json.loads(file.read_text()) if file.exists() else []
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(json.dumps([*starts, describe(config)], indent=2) + "\n")
-    temporary.replace(file)
+    write_whole(file, json.dumps([*starts, describe(config)], indent=2) + "\n")
 
 
 def _git_commit() -> str | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mjax.data.atomic import write_whole
 from mjax.errors import UsageError
 
 if TYPE_CHECKING:  # matplotlib takes a second to import
@@ -94,9 +94,7 @@ class MetricsLog:
     def __init__(self, folder: Path, step: int, tensorboard: bool = True, wandb: str | None = None):
         self.folder = folder
         self.records = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] <= step]
-        temporary = folder / "metrics.jsonl.tmp"
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in self.records))
-        os.replace(temporary, folder / "metrics.jsonl")
+        write_whole(folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in self.records))
         self._file = (folder / "metrics.jsonl").open("a", buffering=1)
         self._tensorboard = None
         if tensorboard:
