@@ -8,16 +8,16 @@ reading a run back never executes anything. This module imports no JAX, so `--he
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
 import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from mjax.batch_size import BatchSizes
-from mjax.errors import UsageError
+from mjax.errors import UsageError, suggestion
+from mjax.plain_values import build
 
 
 @dataclass(frozen=True)
@@ -424,12 +424,6 @@ def load_config(name: str) -> Config:
     return config
 
 
-def suggestion(word: str, known: list[str]) -> str:
-    """`, did you mean 'x'?` when something close to `word` is known."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else ""
-
-
 # --- As plain values --------------------------------------------------------------------------------------------------
 
 
@@ -444,56 +438,7 @@ def from_dict(values: dict[str, Any], source: str = "config.json") -> Config:
     Raises:
       UsageError: a field is unknown or holds a value of another type; `source` says where it came from.
     """
-    return _build(Config, values, source, "")
-
-
-def _build(cls: type, values: Any, source: str, prefix: str):
-    if not isinstance(values, dict):
-        raise UsageError(f"{source}: {prefix or 'the config'} must be an object, not {values!r}")
-    hints = get_type_hints(cls)
-    known = [f.name for f in dataclasses.fields(cls)]
-    arguments = {}
-    for name, value in values.items():
-        if name not in known:
-            raise UsageError(f"{source}: unknown field {prefix}{name}{suggestion(name, known)}")
-        if dataclasses.is_dataclass(hints[name]):
-            arguments[name] = _build(hints[name], value, source, f"{prefix}{name}.")
-        elif _fits(value, hints[name]):
-            arguments[name] = tuple(value) if isinstance(value, list) else value
-        else:
-            raise UsageError(f"{source}: {prefix}{name} is {value!r}, which is not {_describe(hints[name])}")
-    return cls(**arguments)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is tuple:  # JSON has lists
-        kinds = get_args(kind)
-        if kinds[1:] == (...,):
-            if value is None or isinstance(value, str):
-                return True  # see DataConfig.__post_init__
-            kinds = kinds[:1] * len(value) if isinstance(value, (list, tuple)) else ()
-        return isinstance(value, (list, tuple)) and len(value) == len(kinds) and all(map(_fits, value, kinds))
-    if get_args(kind):
-        return any(_fits(value, option) for option in get_args(kind))
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
-
-
-def _describe(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(str, get_args(kind)))
-    if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
-        return f"a list of {_describe(get_args(kind)[0])}"
-    if get_origin(kind) is tuple:
-        return "[" + ", ".join(_describe(part) for part in get_args(kind)) + "]"
-    if get_args(kind):
-        return " or ".join(_describe(option) for option in get_args(kind))
-    return {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}[kind]
+    return build(Config, values, source)
 
 
 def save_config(config: Config, file: Path) -> None:

@@ -1,4 +1,10 @@
-"""The two ways mjax tells a person that something cannot go on; the command line turns them into exit codes."""
+"""The two ways mjax tells a person that something cannot go on; the command line turns them into exit codes.
+
+And what such sentences are often made of.
+"""
+
+import difflib
+from collections.abc import Iterable
 
 
 class UsageError(ValueError):
@@ -10,3 +16,15 @@ class UsageError(ValueError):
 
 class RunError(RuntimeError):
     """A run that had started cannot go on (a full disk, a damaged checkpoint with none before it): exit code 1."""
+
+
+def suggestion(word: str, known: list[str]) -> str:
+    """`, did you mean 'x'?` when something close to `word` is known."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def either(words: Iterable) -> str:
+    """`a, b or c`."""
+    *most, last = map(str, words)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -9,7 +9,7 @@ from mjax.batch_size import BatchSizes, parse_schedule
 from mjax.config import Config, DataConfig
 from mjax.data.blend import parse_blend
 from mjax.data.samples import split_sequences
-from mjax.errors import UsageError
+from mjax.errors import UsageError, either
 from mjax.parallel.schedules import check_counts
 
 
@@ -275,10 +275,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _listed(numbers: list[int]) -> str:
-    words = [str(n) for n in numbers[:12]]
-    if len(numbers) > 12:
-        return ", ".join(words) + ", …"
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+    return either(numbers) if len(numbers) <= 12 else ", ".join(map(str, numbers[:12])) + ", …"
 
 
 def _nearest_multiple(n: int, of: int) -> int:

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mjax.config import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, TrainConfig, suggestion
+from mjax.config import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, TrainConfig
 from mjax.data.atomic import write_whole
-from mjax.errors import UsageError
+from mjax.errors import UsageError, either, suggestion
 from mjax.tasks.labelled import DEFAULTS, LabelledTask, Recipe
 
 if TYPE_CHECKING:
@@ -29,9 +29,8 @@ def check(arguments: FinetuneArguments) -> None:
       UsageError: a sentence that names the flag and what is allowed.
     """
     if arguments.task not in DEFAULTS:
-        *most, last = known = list(DEFAULTS)
-        close = suggestion(arguments.task, known)
-        raise UsageError(f"there is no task {arguments.task!r}{close}; use {', '.join(most)} or {last}")
+        close = suggestion(arguments.task, list(DEFAULTS))
+        raise UsageError(f"there is no task {arguments.task!r}{close}; use {either(DEFAULTS)}")
     for name in ("seeds", "epochs", "batch", "sequence"):
         value = getattr(arguments, name)
         if value is not None and value < 1:

@@ -46,8 +46,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from mjax.config import Config, suggestion
-from mjax.errors import UsageError
+from mjax.config import Config
+from mjax.errors import UsageError, suggestion
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 

@@ -20,8 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mjax import launch
-from mjax.config import MeshConfig, read_config, suggestion
-from mjax.errors import UsageError
+from mjax.config import MeshConfig, read_config
+from mjax.errors import UsageError, either, suggestion
 from mjax.launch import Distributed
 from mjax.tasks.interface import Figure, Task
 from mjax.tasks.labelled import DEFAULTS
@@ -74,11 +74,11 @@ def evaluate(arguments: EvaluateArguments) -> int:
     """
     if arguments.task not in TASKS | DEFAULTS:
         known = [*TASKS, *DEFAULTS]
-        raise UsageError(f"there is no task {arguments.task!r}{suggestion(arguments.task, known)}; use {_or(known)}")
+        raise UsageError(f"there is no task {arguments.task!r}{suggestion(arguments.task, known)}; use {either(known)}")
     if arguments.task in TASKS and arguments.predictions is not None:
-        raise UsageError(f"--predictions is for {_or(list(DEFAULTS))}; leave it out, {arguments.task} predicts text")
+        raise UsageError(f"--predictions is for {either(DEFAULTS)}; leave it out, {arguments.task} predicts text")
     if arguments.task in DEFAULTS and arguments.overlap is not None:
-        raise UsageError(f"--overlap is for {_or(list(TASKS))}; leave it out, {arguments.task} says itself what is cut")
+        raise UsageError(f"--overlap is for {either(TASKS)}; leave it out, {arguments.task} says itself what is cut")
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     return _evaluate(arguments)
@@ -144,7 +144,3 @@ def report(arguments: EvaluateArguments, step: int, figures: Sequence[Figure]) -
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{arguments.task} on {arguments.data}: {arguments.checkpoint}, step {step}\n", markup=False)
     console.print(table)
-
-
-def _or(names: list[str]) -> str:
-    return ", ".join(names[:-1]) + " or " + names[-1]

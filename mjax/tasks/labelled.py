@@ -21,9 +21,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from mjax.config import suggestion
 from mjax.data.tokenizers import Tokenizer
-from mjax.errors import UsageError
+from mjax.errors import UsageError, suggestion
 from mjax.tasks.glue import Mnli, Qqp
 from mjax.tasks.interface import Figure
 from mjax.tasks.race import Race

@@ -1,0 +1,70 @@
+"""A config from plain values: what config.json says, checked field by field against the types of the dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from mjax.errors import UsageError, suggestion
+
+T = TypeVar("T")
+
+
+def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
+    """The dataclass `cls`, of plain values as `dataclasses.asdict` gives them; fields that are missing take defaults.
+
+    Args:
+      cls: fields are numbers, text, booleans, None, `Literal`s, tuples of these, and dataclasses of such fields.
+      values: an object as JSON has it.
+      source: where they came from, for messages.
+      prefix: of the names of fields in messages, such as `mesh.`.
+
+    Raises:
+      UsageError: a field is unknown or holds a value of another type.
+    """
+    if not isinstance(values, dict):
+        raise UsageError(f"{source}: {prefix or 'the config'} must be an object, not {values!r}")
+    hints = get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]
+    arguments = {}
+    for name, value in values.items():
+        if name not in known:
+            raise UsageError(f"{source}: unknown field {prefix}{name}{suggestion(name, known)}")
+        if dataclasses.is_dataclass(hints[name]):
+            arguments[name] = build(hints[name], value, source, f"{prefix}{name}.")
+        elif _fits(value, hints[name]):
+            arguments[name] = tuple(value) if isinstance(value, list) else value
+        else:
+            raise UsageError(f"{source}: {prefix}{name} is {value!r}, which is not {_describe(hints[name])}")
+    return cls(**arguments)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:  # JSON has lists
+        kinds = get_args(kind)
+        if kinds[1:] == (...,):
+            if value is None or isinstance(value, str):
+                return True  # one or none, as it was before there were several (`DataConfig`)
+            kinds = kinds[:1] * len(value) if isinstance(value, (list, tuple)) else ()
+        return isinstance(value, (list, tuple)) and len(value) == len(kinds) and all(map(_fits, value, kinds))
+    if get_args(kind):
+        return any(_fits(value, option) for option in get_args(kind))
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _describe(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
+        return f"a list of {_describe(get_args(kind)[0])}"
+    if get_origin(kind) is tuple:
+        return "[" + ", ".join(_describe(part) for part in get_args(kind)) + "]"
+    if get_args(kind):
+        return " or ".join(_describe(option) for option in get_args(kind))
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}[kind]
