@@ -39,17 +39,22 @@ def share(config: Config, scale: Array | float, labels: Array | int) -> Array | 
     return jnp.stack([of_label, of_sequence, of_sequence])
 
 
-def named(figures: Array) -> tuple[Array, dict[str, Array]]:
+def named(config: Config, figures: Array) -> tuple[Array, dict[str, Array]]:
     """The loss and the other figures by name: of a BERT also what its loss is the sum of."""
-    if figures.ndim == 0:
+    if config.model.kind == "gpt":
         return figures, {}
-    if len(figures) == len(heads.FIGURES):
-        return figures[0], dict(zip(heads.FIGURES[1:], figures[1:], strict=True))
-    return figures[0] + figures[1], dict(zip(bert.FIGURES, figures, strict=True))
+    by_name = dict(zip(_names(config), figures, strict=True))
+    if config.model.head == "pretraining":
+        return by_name["mlm_loss"] + by_name["order_loss"], by_name
+    return by_name.pop("loss"), by_name
 
 
 def no_loss(config: Config) -> Array:
     """What the losses of micro-batches are added to: zeros, [], of a BERT [3], with the head of a task [2]."""
-    of_bert = bert.FIGURES if config.model.head == "pretraining" else heads.FIGURES
-    shape = () if config.model.kind == "gpt" else (len(of_bert),)
+    shape = () if config.model.kind == "gpt" else (len(_names(config)),)
     return mappings.vary(jnp.zeros(shape, parameter_type(config.precision.compute)), frozenset({DATA}))
+
+
+def _names(config: Config) -> tuple[str, ...]:
+    """The names of what a BERT sums up, with its own heads or that of a task."""
+    return bert.FIGURES if config.model.head == "pretraining" else heads.FIGURES

@@ -179,7 +179,7 @@ def _train_step(
         samples=state.samples + jnp.where(finite, config.train.global_batch, 0).astype(jnp.int32),
     )
     broken = ~jnp.isfinite(squares)[order]
-    loss, figures = named(loss)
+    loss, figures = named(config, loss)
     metrics = StepMetrics(
         loss=loss,
         figures=figures,
@@ -310,7 +310,7 @@ def _without_blocks(weights: Model) -> Model:
 
 def _eval_step(config: Config, plan, model: Model, batch: dict[str, Array]) -> EvalMetrics:
     labels = count_labels(config, batch)
-    loss, figures = named(sum_over_batch(config, plan, model, batch, share(config, 1.0, labels)))
+    loss, figures = named(config, sum_over_batch(config, plan, model, batch, share(config, 1.0, labels)))
     return EvalMetrics(loss, jnp.int32(labels), figures)
 
 
