@@ -247,12 +247,18 @@ def continue_texts(
     found = generator.generate(model, encoded, sampling, tokenizer.eod)
     samples = []
     for prompt, ids, continuation in zip(prompts, encoded, found, strict=True):
-        # Decoded together, because what a token looks like can depend on the one before it: sentencepiece drops the
-        # space in front of the first, and a byte-level token may hold half a character.
-        head, whole = tokenizer.decode(ids), tokenizer.decode(ids + continuation.tokens)
-        text = whole.removeprefix(head)
+        text = written_after(tokenizer, ids, continuation)
         samples.append(Sample(prompt, text, len(ids), len(continuation.tokens), continuation.ended))
     return samples
+
+
+def written_after(tokenizer: Tokenizer, prompt: list[int], continuation: Continuation) -> str:
+    """The text of a continuation.
+
+    Decoded together with its prompt, because what a token looks like can depend on the one before it: sentencepiece
+    drops the space in front of the first, and a byte-level token may hold half a character.
+    """
+    return tokenizer.decode(prompt + continuation.tokens).removeprefix(tokenizer.decode(prompt))
 
 
 def print_samples(samples: Sequence[Sample], console: Console) -> None:

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from mjax.config import MeshConfig, read_config
 from mjax.errors import UsageError
-from mjax.generation import Generator
+from mjax.generation import Generator, written_after
 from mjax.inference import inference_config, restore_weights, run_tokenizer
 from mjax.models.attention import with_kernel
 from mjax.parallel.mesh import make_mesh
@@ -164,8 +164,7 @@ class HarnessModel(TemplateLM):
             filled = prompts + prompts[:1] * (self.config.train.global_batch - len(prompts))  # one program for all
             written = self.generator.generate(self.weights, filled, sampling, self.eot_token_id)
             for i, prompt, continuation in zip(chunk, prompts, written, strict=False):
-                head = self.text.decode(prompt)
-                text = self.text.decode([*prompt, *continuation.tokens]).removeprefix(head)
+                text = written_after(self.text, prompt, continuation)
                 found[i] = postprocess_generated_text(text, until, None)
                 self.cache_hook.add_partial("generate_until", requests[i].args, found[i])
             on_progress(len(chunk))
