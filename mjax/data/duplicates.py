@@ -17,10 +17,11 @@ from mjax.data.blocks import Block
 from mjax.data.corpus import Corpus, Document, Malformed, parse
 from mjax.data.minhash import Bands, Sketches, sketch
 from mjax.data.near_duplicates import Clusters, ShingleFile, SketchFiles, candidates, find_clusters
-from mjax.data.outputs import document_line, progress, watched_blocks
+from mjax.data.outputs import document_line, watched_blocks
 from mjax.data.shingles import Unit, shingle_hashes, shingle_set
 from mjax.data.workers import Workers
 from mjax.errors import RunError
+from mjax.progress import progress
 
 
 @dataclass(frozen=True)

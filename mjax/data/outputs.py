@@ -14,20 +14,19 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich import filesize
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from mjax import __version__
 from mjax.data.blocks import Block
 from mjax.data.corpus import Corpus, Document
 from mjax.errors import RunError, UsageError
+from mjax.progress import progress
 
 EXAMPLES = 10  # of each step, in the report
 SHOWN = 200  # characters of a text in an example
@@ -139,16 +138,6 @@ def report_text(report: dict[str, Any]) -> str:
 
 
 # --- What a person sees -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def progress(verb: str, total: int):
-    """A bar on a terminal, nothing elsewhere; gives a function to call with how much of `total` is done."""
-    console = Console(stderr=True)
-    columns = [TextColumn(verb), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=console, disable=not console.is_terminal) as shown:
-        task = shown.add_task(verb, total=total)
-        yield lambda step: shown.update(task, advance=step)
 
 
 def watched_blocks(corpus: Corpus, verb: str) -> Iterator[Block]:

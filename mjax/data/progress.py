@@ -1,11 +1,12 @@
-"""A bar for work on data, on a terminal only: what is done, how fast, how long it will take."""
+"""A bar for work on data: what is done, how fast, how long it will take."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn
+
+from mjax.progress import progress
 
 Advance = Callable[[int, int, int], None]
 """Called with bytes of input, documents and bytes of text (or of what is copied) that are done since the last call."""
@@ -14,17 +15,14 @@ Advance = Callable[[int, int, int], None]
 @contextmanager
 def showing(verb: str, size: int) -> Iterator[Advance]:
     """Show progress over `size` bytes of input; the rates are those of documents and of text, since the beginning."""
-    console = Console(stderr=True)
-    columns = [TextColumn(verb), BarColumn(), TextColumn("{task.fields[figures]}"), TimeRemainingColumn()]
     began, documents, text_bytes = time.perf_counter(), 0, 0
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(verb, total=size, figures="")
+    with progress(verb, size, TextColumn("{task.description}")) as show:
 
         def advance(done: int, more_documents: int, more_text_bytes: int) -> None:
             nonlocal documents, text_bytes
             documents, text_bytes = documents + more_documents, text_bytes + more_text_bytes
             figures = speed(documents, text_bytes, time.perf_counter() - began)
-            progress.update(task, advance=done, figures=f"{documents:,} documents  {figures}")
+            show(done, description=f"{documents:,} documents  {figures}")
 
         yield advance
 

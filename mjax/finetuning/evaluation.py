@@ -6,7 +6,7 @@ A file without labels, such as a benchmark's test set, gives predictions alone.
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, TextColumn
 
 from mjax.config import ModelConfig, read_config
 from mjax.data.atomic import write_whole
@@ -16,6 +16,7 @@ from mjax.inference import inference_config, restore_weights, run_tokenizer
 from mjax.models.attention import with_kernel
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.processes import is_first
+from mjax.progress import progress
 from mjax.tasks.evaluate import EvaluateArguments, report
 from mjax.tasks.labelled import LabelledTask, open_task
 
@@ -56,10 +57,9 @@ def evaluate_labelled(arguments: EvaluateArguments, notices: Console) -> int:
     step, model = restore_weights(run, scorer.abstract_model, arguments.step, say)
 
     # --- Scores, figures, predictions ---------------------------------------------------------------------------------
-    columns = [TextColumn(arguments.task), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn()]
-    with Progress(*columns, console=notices, disable=not notices.is_terminal, transient=True) as progress:
-        bar = progress.add_task("", total=sum(len(examples.tokens) for examples in task.validation.values()))
-        advance = lambda done: progress.advance(bar, done)  # noqa: E731
+    count = sum(len(examples.tokens) for examples in task.validation.values())
+    columns = (MofNCompleteColumn(), TextColumn("rows"))
+    with progress(arguments.task, count, *columns, console=notices, transient=True) as advance:
         scores = {name: scorer(model, examples, advance) for name, examples in task.validation.items()}
     if not is_first():
         return 0

@@ -23,7 +23,6 @@ from jax.numpy import bfloat16
 from rich.console import Console
 
 from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, read_config, save_config
-from mjax.data.outputs import progress
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.interop.bert import BERT, MEGATRON_BERT, OF_TASKS
@@ -39,6 +38,7 @@ from mjax.interop.weights import absent_heads, find_tensors, read_weights, weigh
 from mjax.models.build import Model
 from mjax.names import leaf_name
 from mjax.parallel.mesh import make_mesh
+from mjax.progress import progress
 from mjax.training.checkpoint import Checkpoints
 from mjax.training.layout import initial_weights, lay_out
 from mjax.validation import validate

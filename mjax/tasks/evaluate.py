@@ -16,13 +16,14 @@ from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, TextColumn
 from rich.table import Table
 
 from mjax import launch
 from mjax.config import MeshConfig, read_config
 from mjax.errors import UsageError, either, suggestion
 from mjax.launch import Distributed
+from mjax.progress import progress
 from mjax.tasks.interface import Figure, Task
 from mjax.tasks.labelled import DEFAULTS
 from mjax.tasks.lambada import Lambada
@@ -113,16 +114,9 @@ def _evaluate(arguments: EvaluateArguments) -> int:
     step, model = restore_weights(run, scorer.abstract_model, arguments.step, say)
 
     # --- Scores and figures -------------------------------------------------------------------------------------------
-    columns = [
-        TextColumn(arguments.task),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("windows"),
-        TimeRemainingColumn(),
-    ]
-    with Progress(*columns, console=notices, disable=not notices.is_terminal, transient=True) as progress:
-        bar = progress.add_task(arguments.task, total=sum(map(len, task.passes)))
-        scores = [scorer.score(model, windows, lambda done: progress.advance(bar, done)) for windows in task.passes]
+    count, columns = sum(map(len, task.passes)), (MofNCompleteColumn(), TextColumn("windows"))
+    with progress(arguments.task, count, *columns, console=notices, transient=True) as advance:
+        scores = [scorer.score(model, windows, advance) for windows in task.passes]
     figures = task.figures(scores)
     if processes.is_first():
         report(arguments, step, figures)

@@ -10,7 +10,6 @@ from typing import Annotated
 import tyro
 
 from mjax.config import Config, DataConfig, ModelConfig
-from mjax.data.outputs import progress
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.interop.convert import abstract_weights, check_vocabulary, print_next_steps, write_run
@@ -20,6 +19,7 @@ from mjax.interop.megatron.names import naming
 from mjax.interop.model_folder import check_new
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import find_tensors, read_weights
+from mjax.progress import progress
 from mjax.validation import validate
 
 

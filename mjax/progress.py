@@ -1,0 +1,37 @@
+"""A bar for long work, on a terminal only: elsewhere nothing is printed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+@contextmanager
+def progress(
+    verb: str, total: int, *figures: ProgressColumn, console: Console | None = None, transient: bool = False
+) -> Iterator[Callable[..., None]]:
+    """Show a bar; gives a function to call with how much of `total` was done since the last call.
+
+    Args:
+      verb: what is done; in front of the bar.
+      total: how much there is to do.
+      figures: what stands behind the bar; the share that is done and the time so far when not given. Where they show
+        the task's description, which is empty at first, the function takes a new one as `description`.
+      console: stderr when not given; who prints while the bar is shown must use the same.
+      transient: whether the bar goes when all is done.
+    """
+    console = console or Console(stderr=True)
+    figures = figures or (TaskProgressColumn(), TimeElapsedColumn())
+    columns = [TextColumn(verb), BarColumn(), *figures, TimeRemainingColumn()]
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=transient) as shown:
+        task = shown.add_task("", total=total)
+        yield lambda done, **changes: shown.update(task, advance=done, **changes)

@@ -1,0 +1,19 @@
+"""The bar for long work."""
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, TextColumn
+
+from mjax.progress import progress
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_is_drawn_on_a_terminal_and_nothing_elsewhere(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    with progress("perplexity", 7, MofNCompleteColumn(), TextColumn("{task.description}"), console=console) as advance:
+        advance(3)
+        advance(4, description="windows")
+    shown = console.file.getvalue()
+    assert ("7/7" in shown and "perplexity" in shown and "windows" in shown) if terminal else shown == ""
