@@ -7,12 +7,12 @@ cut out, it is read once more before, to count which of its runs of words are co
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 
 from mjax.data.blocks import Block
 from mjax.data.cleaning import (
@@ -27,15 +27,7 @@ from mjax.data.cleaning import (
 )
 from mjax.data.corpus import Corpus, TextFiles, find_files
 from mjax.data.decontaminate import GRAM, SHORTEST_GRAM, evaluation_grams, without_common
-from mjax.data.outputs import (
-    CleanedFiles,
-    Tally,
-    output_files,
-    report_text,
-    show_malformed,
-    tallies_table,
-    watched_blocks,
-)
+from mjax.data.outputs import CleanedFiles, Tally, report_text, show, watched_blocks
 from mjax.data.workers import Workers, useful_workers
 from mjax.errors import UsageError
 
@@ -116,7 +108,7 @@ def clean(arguments: CleanArguments) -> dict[str, Any]:
     if arguments.json:
         print(report_text(report), end="")
     else:
-        _show(arguments, report, time.perf_counter() - started)
+        show(arguments.output, report, time.perf_counter() - started, _remarks(arguments, report))
     return report
 
 
@@ -190,17 +182,12 @@ def _count_block(block: Block) -> Counter[int]:
 # --- What a person sees -----------------------------------------------------------------------------------------------
 
 
-def _show(arguments: CleanArguments, report: dict[str, Any], seconds: float) -> None:
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{arguments.output} is ready after {seconds:.1f} s", markup=False)
-    console.print(tallies_table(report))
+def _remarks(arguments: CleanArguments, report: dict[str, Any]) -> Iterator[str]:
+    """What there is to say beside the table."""
     if found := report.get("decontaminate"):
-        console.print(
-            f"\nOf {found['runs']:,} runs of words in the evaluation sets {found['runs_met']:,} were met; "
+        yield (
+            f"Of {found['runs']:,} runs of words in the evaluation sets {found['runs_met']:,} were met; "
             f"{found['common_runs']:,} of them {found['common']} times or more: common phrases, not cut out."
         )
     if arguments.minimum_tokens and not arguments.tokenizer:
-        console.print("\nLengths are in words between white space; --tokenizer counts tokens.")
-    show_malformed(console, report)
-    _, removed, summary = output_files(arguments.output)
-    console.print(f"\nWhat went, line by line: {removed}\nCounts and examples:     {summary}", markup=False)
+        yield "Lengths are in words between white space; --tokenizer counts tokens."

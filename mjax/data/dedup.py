@@ -17,28 +17,18 @@ The files lie beside the output while it is made.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
-from rich.console import Console
 
 from mjax.data.corpus import Corpus, TextFiles, find_files
 from mjax.data.duplicates import KEPT, NAMED, SHOWN, Duplicates, Method, find_duplicates, write_parts
 from mjax.data.minhash import HASHES, choose_bands
-from mjax.data.outputs import (
-    EXAMPLES,
-    CleanedFiles,
-    Tally,
-    json_line,
-    output_files,
-    report_text,
-    show_malformed,
-    tallies_table,
-    where_they_differ,
-)
+from mjax.data.outputs import EXAMPLES, CleanedFiles, Tally, json_line, report_text, show, where_they_differ
 from mjax.data.shingles import Unit
 from mjax.data.workers import Workers, useful_workers
 from mjax.errors import UsageError
@@ -101,7 +91,7 @@ def dedup(arguments: DedupArguments) -> dict[str, Any]:
     if arguments.json:
         print(report_text(report), end="")
     else:
-        _show(arguments, report, time.perf_counter() - started)
+        show(arguments.output, report, time.perf_counter() - started, _remarks(arguments, report))
     return report
 
 
@@ -184,18 +174,13 @@ def _near_report(how: Method, found: Duplicates, similarities: np.ndarray) -> di
     }
 
 
-def _show(arguments: DedupArguments, report: dict[str, Any], seconds: float) -> None:
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{arguments.output} is ready after {seconds:.1f} s", markup=False)
-    console.print(tallies_table(report))
+def _remarks(arguments: DedupArguments, report: dict[str, Any]) -> Iterator[str]:
+    """What there is to say beside the table."""
     if near := report.get("near_duplicates"):
         recall = near["expected_recall"][f"{arguments.threshold:.3g}"]
-        console.print(
-            f"\n{near['clusters']:,} clusters of near-duplicates, the largest of {near['largest_cluster']:,}; "
+        yield (
+            f"{near['clusters']:,} clusters of near-duplicates, the largest of {near['largest_cluster']:,}; "
             f"{near['pairs_compared']:,} pairs compared, {near['pairs_confirmed']:,} of them similar.\n"
             f"{near['bands']} bands of {near['rows']} hashes are expected to find {recall:.1%} of the pairs at "
             f"{near['threshold']:g}, and more of those above."
         )
-    show_malformed(console, report)
-    _, removed, summary = output_files(arguments.output)
-    console.print(f"\nWhat went, line by line: {removed}\nCounts and examples:     {summary}", markup=False)

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,23 @@ def where_they_differ(one: str, other: str) -> tuple[str, str]:
     return excerpt(one, start), excerpt(other, start)
 
 
-def tallies_table(report: dict[str, Any]) -> Table:
+def show(output: Path, report: dict[str, Any], seconds: float, remarks: Iterable[str]) -> None:
+    """Print what a run of `seconds` has done, with `remarks` of the command, and where its story is."""
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{output} is ready after {seconds:.1f} s", markup=False)
+    console.print(_table(report))
+    for remark in remarks:
+        console.print(f"\n{remark}", markup=False)
+    malformed = report["malformed"]
+    if malformed["documents"]:
+        console.print(f"\n{malformed['documents']:,} malformed lines were skipped, the first ones:")
+        for line in malformed["examples"]:
+            console.print(f"  {line}", markup=False)
+    _, removed, summary = output_files(output)
+    console.print(f"\nWhat went, line by line: {removed}\nCounts and examples:     {summary}", markup=False)
+
+
+def _table(report: dict[str, Any]) -> Table:
     """Documents and bytes: read, changed or removed by each step, kept."""
     table = Table.grid(padding=(0, 2))
     for style, justify in (("bold", "left"), (None, "right"), (None, "right"), ("dim", "right")):
@@ -174,15 +190,6 @@ def tallies_table(report: dict[str, Any]) -> Table:
         bytes_of_text = filesize.decimal(tally["bytes"])
         table.add_row(sign + tally["name"], f"{tally['documents']:,} documents", bytes_of_text, f"{share:.1%}")
     return table
-
-
-def show_malformed(console: Console, report: dict[str, Any]) -> None:
-    """Say that lines were skipped, and the first of them."""
-    malformed = report["malformed"]
-    if malformed["documents"]:
-        console.print(f"\n{malformed['documents']:,} malformed lines were skipped, the first ones:")
-        for line in malformed["examples"]:
-            console.print(f"  {line}", markup=False)
 
 
 def _plain(value: Any) -> Any:
