@@ -86,6 +86,22 @@ def test_a_vocabulary_that_does_not_fit_the_text_says_which_does(size, limit):
     assert train_wordpiece(TEXTS, fits, "bert-uncased").vocabulary == fits
 
 
+@pytest.mark.parametrize("size", [10, 20, 8192])
+@pytest.mark.parametrize("kind", ["bert-uncased", "bert-cased"])
+def test_a_tiny_text_is_refused_in_the_words_of_a_bert(kind, size):
+    with pytest.raises(UsageError, match=r"letters|little text") as error:
+        train_wordpiece(["hello world, hello there"], size, kind)
+    assert "byte" not in str(error.value), "a BERT has no vocabulary of bytes"
+
+
+def test_a_text_that_no_vocabulary_fits_asks_for_more_text_and_for_no_size():
+    with pytest.raises(
+        UsageError, match=r"42 pieces come of its words, and its letters alone are 75; give more text"
+    ) as error:
+        train_wordpiece(["hello world, hello there"], 8192, "bert-cased")
+    assert "--vocabulary" not in str(error.value)
+
+
 def test_no_text_is_refused():
     with pytest.raises(UsageError, match="no text"):
         train_wordpiece(["", " \n"], 100, "bert-uncased")

@@ -7,7 +7,7 @@ A foreign model does what it was trained to do: most put a space in front, many 
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
 import sentencepiece
@@ -16,6 +16,22 @@ from mjax.data.tokenizers.interface import EOD_PIECE, StoredTokenizer, decode_ar
 from mjax.errors import UsageError
 
 CHUNK = 2**14  # characters given to sentencepiece at once in training
+
+
+class TooLarge(Exception):
+    """A vocabulary of more pieces than come of a text; `most` do."""
+
+    def __init__(self, most: int):
+        super().__init__(most)
+        self.most = most
+
+
+class TooSmall(Exception):
+    """A vocabulary of fewer pieces than a text needs to have one for each character; `least` do."""
+
+    def __init__(self, least: int):
+        super().__init__(least)
+        self.least = least
 
 
 class SentencePieceTokenizer(StoredTokenizer):
@@ -79,30 +95,39 @@ def train_sentencepiece(texts: Iterable[str], vocabulary: int) -> SentencePieceT
     Raises:
       UsageError: there is no text, or it has too few words for the vocabulary or too many characters; says what works.
     """
-    model = learned(
-        texts,
-        vocabulary,
-        byte_fallback=True,
-        add_dummy_prefix=False,
-        allow_whitespace_only_pieces=True,  # indentation in few tokens
-        user_defined_symbols=["\n"],  # a line break is always a token of its own
-        eos_id=1,
-        eos_piece=EOD_PIECE,
-    )
+    try:
+        model = learned(
+            texts,
+            vocabulary,
+            byte_fallback=True,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,  # indentation in few tokens
+            user_defined_symbols=["\n"],  # a line break is always a token of its own
+            eos_id=1,
+            eos_piece=EOD_PIECE,
+        )
+    except TooLarge as error:
+        raise UsageError(
+            f"--vocabulary {vocabulary} is too large for this little text, which yields {error.most} pieces; "
+            f"use --vocabulary {error.most} or less, give more text, or use --tokenizer bytes"
+        ) from None
+    except TooSmall as error:
+        raise UsageError(
+            f"--vocabulary {vocabulary} is too small: bytes and characters of this text alone are {error.least} "
+            f"pieces; use --vocabulary {error.least} or more, or --tokenizer bytes"
+        ) from None
     return SentencePieceTokenizer(model, "the trained tokenizer")
 
 
-def learned(
-    texts: Iterable[str], vocabulary: int, smallest: Callable[[int], int] = lambda pieces: pieces, **settings
-) -> bytes:
+def learned(texts: Iterable[str], vocabulary: int, **settings) -> bytes:
     """A model of exactly `vocabulary` byte-pair pieces in sentencepiece's form, which learned from text as it is.
 
     Args:
-      smallest: from the pieces without which sentencepiece has none for some letter to the vocabulary that needs them.
       settings: of sentencepiece's trainer.
 
     Raises:
-      UsageError: as `train_sentencepiece`.
+      UsageError: there is no text.
+      TooLarge, TooSmall: this size and this text do not fit.
     """
     model, interruption = io.BytesIO(), []
 
@@ -131,24 +156,17 @@ def learned(
             **settings,
         )
     except RuntimeError as error:
-        raise (interruption[0] if interruption else _explained(error, vocabulary, smallest)) from None
+        raise (interruption[0] if interruption else _explained(error)) from None
     return model.getvalue()
 
 
-def _explained(error: RuntimeError, vocabulary: int, smallest: Callable[[int], int]) -> Exception:
-    """sentencepiece's errors in the words of our flags."""
+def _explained(error: RuntimeError) -> Exception:
+    """What sentencepiece's message means."""
     message = str(error)
     if found := re.search(r"too high.*<= (\d+)", message):
-        return UsageError(
-            f"--vocabulary {vocabulary} is too large for this little text, which yields {found[1]} pieces; "
-            f"use --vocabulary {found[1]} or less, give more text, or use --tokenizer bytes"
-        )
+        return TooLarge(int(found[1]))
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        least = smallest(int(found[1]))
-        return UsageError(
-            f"--vocabulary {vocabulary} is too small: bytes and characters of this text alone are {least} pieces; "
-            f"use --vocabulary {least} or more, or --tokenizer bytes"
-        )
+        return TooSmall(int(found[1]))
     if "sentences_.empty()" in message or "all_chars_count" in message:
         return UsageError("there is no text to train a tokenizer on; give files that hold text")
     return error

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 import sentencepiece
 
 from mjax.data.tokenizers.bert import BertTokenizer, CasedBertTokenizer, UncasedBertTokenizer, words_of
-from mjax.data.tokenizers.pieces import CHUNK, learned
+from mjax.data.tokenizers.pieces import CHUNK, TooLarge, TooSmall, learned
 from mjax.errors import UsageError
 
 TRAINABLE = {tokenizer.kind: tokenizer for tokenizer in (UncasedBertTokenizer, CasedBertTokenizer)}
@@ -40,39 +40,60 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, kind: str) -> BertTok
     # By its capitals a cased vocabulary is told from an uncased one.
     always = [] if tokenizer.lowercase else list(string.ascii_uppercase)
 
-    def size(letters: int) -> int:
-        return len(SPECIAL) + 2 * letters
+    met: set[str] = set()
 
-    model = learned(
-        _spaced(texts, tokenizer.lowercase),
-        vocabulary,
-        smallest=lambda pieces: size(pieces - 2 + len(always)),  # but for the unknown piece and the space
-        character_coverage=0.9995,
-        split_by_unicode_script=False,  # a word ends where BERT ends it, and nowhere else
-        split_by_number=False,
-        eos_id=-1,
-    )
+    def too_small(letters: int) -> UsageError:
+        return UsageError(
+            f"--vocabulary {vocabulary} is too small: the letters of this text alone are {_size(letters)} pieces; "
+            f"use --vocabulary {_size(letters)} or more"
+        )
+
+    try:
+        model = learned(
+            _spaced(texts, tokenizer.lowercase, met),
+            vocabulary,
+            character_coverage=0.9995,
+            split_by_unicode_script=False,  # a word ends where BERT ends it, and nowhere else
+            split_by_number=False,
+            eos_id=-1,
+        )
+    except TooLarge as error:
+        least = _size(len(met.union(always)))
+        if error.most < least:
+            raise UsageError(
+                f"this text is too little to learn a vocabulary from: {error.most} pieces come of its words, and its "
+                f"letters alone are {least}; give more text, or the file of a vocabulary, --tokenizer {kind}:vocab.txt"
+            ) from None
+        raise UsageError(
+            f"--vocabulary {vocabulary} is too large for this little text, which yields {error.most} pieces; "
+            f"use --vocabulary {error.most} or less, or give more text"
+        ) from None
+    except TooSmall as error:
+        raise too_small(error.least - 2 + len(always)) from None  # but for the unknown piece and the space
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
     found = [pieces.id_to_piece(number) for number in range(1, pieces.vocab_size())]  # 0 is the unknown piece
     letters = sorted({piece for piece in found if len(piece) == 1} - {SPACE} | set(always))
-    if size(len(letters)) > vocabulary:
-        raise UsageError(
-            f"--vocabulary {vocabulary} is too small: the letters of this text alone are {size(len(letters))} pieces; "
-            f"use --vocabulary {size(len(letters))} or more"
-        )
+    if _size(len(letters)) > vocabulary:
+        raise too_small(len(letters))
     alphabet = [*letters, *(f"##{letter}" for letter in letters)]
     longer = [piece[1:] if piece.startswith(SPACE) else f"##{piece}" for piece in found if len(piece) > 1]
     lines = list(dict.fromkeys([*SPECIAL, *alphabet, *longer]))[:vocabulary]
     return tokenizer(("\n".join(lines) + "\n").encode(), "the vocabulary that was trained")
 
 
-def _spaced(texts: Iterable[str], lowercase: bool) -> Iterator[str]:
-    """The words of the texts with a space between two, in chunks that end with a word."""
+def _size(letters: int) -> int:
+    """Of a vocabulary that has pieces for so many letters and no longer ones."""
+    return len(SPECIAL) + 2 * letters
+
+
+def _spaced(texts: Iterable[str], lowercase: bool, met: set[str]) -> Iterator[str]:
+    """The words of the texts with a space between two, in chunks that end with a word; their letters go to `met`."""
     for text in texts:
         words = words_of(text, lowercase)
         line, size = [], 0
         for word in words:
             line.append(word)
+            met.update(word)
             size += len(word) + 1
             if size >= CHUNK // 2:
                 yield " ".join(line)
