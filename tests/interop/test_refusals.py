@@ -2,6 +2,8 @@
 
 import json
 import struct
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -221,6 +223,32 @@ def test_some_rows_of_a_tensor_are_those_of_numpy(tmp_path, rows):
 def test_a_file_that_holds_something_else_than_tensors_by_name_is_refused(tmp_path):
     with pytest.raises(UsageError, match="holds no"):
         open_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.9.1+cu128", "2.10.0", "2.11.0a0+git1234", "3.0.0"])
+def test_a_pickle_is_read_by_torch_2_10_or_newer_only(version, tmp_path, monkeypatch):
+    old = version.startswith(("1.", "2.9"))
+    opened = []
+
+    def load(file, **how):
+        opened.append(how)
+        raise RuntimeError("nothing to read")
+
+    monkeypatch.setitem(
+        sys.modules, "torch", SimpleNamespace(__version__=version, load=load, float32=0, float16=1, bfloat16=2)
+    )
+    _only_a_pickle(tmp_path / "in")
+    with pytest.raises(UsageError) as error:
+        open_tensors(tmp_path / "in", allow_pickle=True)
+    assert (f"torch {version} reads files unsafely; type `pip install 'torch>=2.10'`" in str(error.value)) == old
+    assert [how["weights_only"] for how in opened] == ([] if old else [True])
+
+
+def test_a_pickle_without_torch_asks_for_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    _only_a_pickle(tmp_path / "in")
+    with pytest.raises(UsageError, match=r"--allow-pickle is for files that are read by torch, which is not installed"):
+        open_tensors(tmp_path / "in", allow_pickle=True)
 
 
 @pytest.mark.parametrize(
