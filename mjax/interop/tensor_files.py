@@ -16,6 +16,7 @@ import json
 import math
 import re
 import struct
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from mjax.interop.model_folder import read_object, write_object
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(bfloat16)}
 """Types of weights that float32 holds exactly."""
+WORDS = {dtype.name: word for word, dtype in FLOATS.items()}
+"""The word of safetensors for each of them, by its name in NumPy and torch."""
 
 
 @dataclass(frozen=True)
@@ -151,37 +154,42 @@ class PickledFiles:
 
     def __init__(self, files: dict[Path, list[str]]):
         torch = import_torch("--allow-pickle is for files that are read by torch")
-        names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
         self.kinds: dict[str, Kind] = {}
         self._tensors: dict[str, Any] = {}
         for file, expected in files.items():
             try:
-                found = torch.load(file, map_location="cpu", weights_only=True, mmap=_can_be_mapped(file))
+                found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
             except Exception as error:  # of many kinds, for what is no pickle, cut off, or holds more than tensors
-                words = str(error).strip().splitlines() or [type(error).__name__]
                 raise UsageError(
-                    f"{file} is not a file of tensors and nothing else ({words[0]}); get another"
+                    f"{file} is not a file of tensors and nothing else ({first_line(error)}); get another"
                 ) from None
             if not isinstance(found, dict) or not all(
                 isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in found.items()
             ):
                 raise UsageError(f"{file} holds something else than tensors by name; give the model's state_dict")
             _take(file, found, expected, self.kinds)
+            dtypes = {name: str(tensor.dtype) for name, tensor in found.items()}
             self.kinds |= {
-                name: Kind(names.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
-                for name, tensor in found.items()
+                name: Kind(WORDS.get(dtype.removeprefix("torch."), dtype), tuple(found[name].shape))
+                for name, dtype in dtypes.items()
             }
             self._tensors |= found
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        # Widened here: NumPy cannot take a bfloat16 tensor, and float32 holds each of the types exactly.
-        return self._tensors[name][rows].detach().float().numpy()
+        return as_array(self._tensors[name][rows])
 
 
-def _can_be_mapped(file: Path) -> bool:
-    """Whether torch wrote the file as an archive, as it does since version 1.6."""
-    with file.open("rb") as stream:
-        return stream.read(2) == b"PK"
+def as_array(tensor: Any) -> np.ndarray:
+    """A tensor of torch as an array of NumPy over the same memory, bfloat16 included."""
+    import torch
+
+    tensor = tensor.detach()
+    return tensor.view(torch.int16).numpy().view(bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def first_line(error: Exception) -> str:
+    """Of what a library says went wrong, or the kind of error where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _take(file: Path, found: Mapping[str, Any], expected: list[str], before: Mapping[str, Kind]) -> None:
@@ -250,7 +258,7 @@ def _write_file(
     The library's own function wants all tensors at once.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for the format
-    code, end = next(name for name, known in FLOATS.items() if known == dtype), 0
+    code, end = WORDS[dtype.name], 0
     for name, shape in shapes.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}

@@ -15,6 +15,7 @@ from mjax.interop.bloom import BLOOM
 from mjax.interop.convert import abstract_weights
 from mjax.interop.gpt2 import GPT2
 from mjax.interop.places import shapes
+from mjax.interop.tensor_files import FLOATS, Kind, open_tensors
 from mjax.interop.weights import weight_arrays
 from mjax.parallel.mappings import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
@@ -183,6 +184,19 @@ def test_a_pickle_is_read_on_request_and_gives_the_same_weights(legacy, tmp_path
     assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     for name, tensor in read_folder(tmp_path / "out").items():
         assert np.array_equal(tensor, state[name].numpy()), name
+
+
+@pytest.mark.parametrize("word", ["F32", "F16", "BF16"])
+def test_a_tensor_in_a_pickle_comes_in_its_own_type_with_its_own_numbers(word, tmp_path):
+    dtype = FLOATS[word]
+    tensor = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype.name))
+    torch.save({"t": tensor}, tmp_path / "pytorch_model.bin")
+    tensors = open_tensors(tmp_path, allow_pickle=True)
+    assert tensors.kinds == {"t": Kind(word, (5, 3))}
+    for rows in (slice(None), slice(1, 4)):
+        read = tensors.read("t", rows)
+        assert read.dtype == dtype
+        np.testing.assert_array_equal(read.astype(np.float32), tensor[rows].float().numpy())
 
 
 def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(tmp_path, capsys):

@@ -19,10 +19,10 @@ from mjax.config import ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.megatron.distributed import DistributedTensors
 from mjax.interop.megatron.names import VOCABULARY, as_post, flat, is_weight, kind_of, renamed
-from mjax.interop.megatron.pickles import StandIn, as_array, load, megatron_torch, read_metadata
+from mjax.interop.megatron.pickles import StandIn, load, megatron_torch, read_metadata
 from mjax.interop.megatron.ranks import RankTensors, Share
 from mjax.interop.model_folder import read_object
-from mjax.interop.tensor_files import FLOATS, Kind, Tensors
+from mjax.interop.tensor_files import FLOATS, Kind, Tensors, as_array
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")

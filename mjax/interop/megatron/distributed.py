@@ -19,10 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from mjax.errors import UsageError
-from mjax.interop.megatron.pickles import Chunk, Stored, as_array, megatron_torch
-from mjax.interop.tensor_files import FLOATS, Kind
+from mjax.interop.megatron.pickles import Chunk, Stored, megatron_torch
+from mjax.interop.tensor_files import FLOATS, WORDS, Kind, as_array, first_line
 
-_WORDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 STACKED = ".layers."
 
 
@@ -48,7 +47,7 @@ class DistributedTensors:
                     raise UsageError(f"{folder / file} does not exist, though .metadata names it; copy it too")
             if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
                 raise UsageError(f"{folder / '.metadata'} lists other parts of {name} than the whole; copy it again")
-            dtype = _WORDS.get(tensor.dtype, tensor.dtype)
+            dtype = WORDS.get(tensor.dtype, tensor.dtype)
             before, _, behind = name.partition(STACKED)
             if not behind or behind.split(".")[0].isdigit():
                 self._add(name, Kind(dtype, tensor.shape), tensor, ())
@@ -91,8 +90,7 @@ class DistributedTensors:
             except UsageError:
                 raise
             except Exception as error:  # of many kinds, for bytes that are no tensor
-                words = str(error).strip().splitlines() or [type(error).__name__]
-                raise UsageError(f"{file} is cut off or damaged ({words[0]}); copy it again") from None
+                raise UsageError(f"{file} is cut off or damaged ({first_line(error)}); copy it again") from None
             if array.shape != chunk.sizes:
                 raise UsageError(f"{file} holds another part than .metadata says; copy the whole checkpoint again")
             self._last = (chunk, array)

@@ -19,11 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-from jax.numpy import bfloat16
-
 from mjax.errors import UsageError
-from mjax.interop.tensor_files import import_torch
+from mjax.interop.tensor_files import first_line, import_torch
 
 OF_MEGATRON = ("megatron.", "fp16.")
 """How the names begin that Megatron gives to classes of its own: modes, schedulers, loss scalers."""
@@ -93,8 +90,9 @@ def load(file: Path) -> dict[str, Any]:
                 f"{file} wants to call {called[1]}, which is no part of a checkpoint of Megatron, and nothing was "
                 "executed; save its weights and arguments anew without it"
             ) from None
-        words = str(error).strip().splitlines() or [type(error).__name__]
-        raise UsageError(f"{file} is cut off or is no file of torch.save ({words[0]}); copy it again") from None
+        raise UsageError(
+            f"{file} is cut off or is no file of torch.save ({first_line(error)}); copy it again"
+        ) from None
     if not isinstance(found, dict):
         raise UsageError(f"{file} holds a {type(found).__name__}, and a checkpoint is a dict; give one of Megatron")
     return found
@@ -107,13 +105,6 @@ def megatron_torch() -> Any:
       UsageError: it is not installed, or too old.
     """
     return import_torch("checkpoints of Megatron are read by torch")
-
-
-def as_array(tensor: Any) -> np.ndarray:
-    """A tensor of torch as an array of NumPy over the same memory, bfloat16 included."""
-    torch = megatron_torch()
-    tensor = tensor.detach()
-    return tensor.view(torch.int16).numpy().view(bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 @contextmanager

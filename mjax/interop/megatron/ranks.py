@@ -18,7 +18,7 @@ import numpy as np
 
 from mjax.errors import UsageError
 from mjax.interop.megatron.names import is_qkv, split_dim
-from mjax.interop.tensor_files import FLOATS, Kind
+from mjax.interop.tensor_files import WORDS, Kind
 
 Share = dict[str, np.ndarray]
 """What a rank holds of a piece of the model, by today's names."""
@@ -79,8 +79,7 @@ class RankTensors:
         shape = list(first.shape)
         if dim is not None and shape:
             shape[dim] = sum(share.shape[dim] for share in shares)
-        words = {dtype: word for word, dtype in FLOATS.items()}
-        return Kind(words.get(first.dtype, str(first.dtype)), tuple(shape))
+        return Kind(WORDS.get(first.dtype.name, str(first.dtype)), tuple(shape))
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         shares, dim = self._shares[name], split_dim(name)
