@@ -95,16 +95,13 @@ def from_hf(arguments: FromHfArguments) -> int:
     """
     source, output = arguments.source, arguments.output
     # --- Everything that can be refused before a number is read -------------------------------------------------------
-    check_new(output)
-    if arguments.vocabulary_multiple < 1:
-        raise UsageError(f"--vocabulary-multiple is {arguments.vocabulary_multiple}; it must be at least 1")
+    check_import(output, arguments.vocabulary_multiple)
     if not source.is_dir():
         raise UsageError(f"{source} is not a folder; give one that holds config.json and model.safetensors")
     values = read_object(source / "config.json")
     family = _family(values, source / "config.json")
     model = model_config(family.settings, values, str(source / "config.json"), arguments.vocabulary_multiple)
-    config = Config(model=model)
-    validate(dataclasses.replace(config, data=DataConfig(mock=True)), str(source))  # data are named when it is trained
+    config = import_config(model, str(source))
     tokenizer = find_tokenizer(source, arguments.tokenizer)
     check_vocabulary(tokenizer, model)
     tensors = open_tensors(source, arguments.allow_pickle)
@@ -181,6 +178,20 @@ def to_hf(arguments: ToHfArguments) -> int:
     elif not opens:
         print(f"its tokenizer is of kind {tokenizer.kind}, which transformers cannot open; mjax can")
     return 0
+
+
+def check_import(output: Path, vocabulary_multiple: int) -> None:
+    """Refuse an import that cannot be written, or not so."""
+    check_new(output)
+    if vocabulary_multiple < 1:
+        raise UsageError(f"--vocabulary-multiple is {vocabulary_multiple}; it must be at least 1")
+
+
+def import_config(model: ModelConfig, source: str) -> Config:
+    """The config of an import, after a check of the model; it names no data: they are named when it is trained."""
+    config = Config(model=model)
+    validate(dataclasses.replace(config, data=DataConfig(mock=True)), source)
+    return config
 
 
 def write_run(output: Path, config: Config, tokenizer: Tokenizer | None, weights: Model) -> None:

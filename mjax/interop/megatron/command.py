@@ -9,18 +9,23 @@ from typing import Annotated
 
 import tyro
 
-from mjax.config import Config, DataConfig, ModelConfig
+from mjax.config import ModelConfig
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
-from mjax.interop.convert import abstract_weights, check_vocabulary, print_next_steps, write_run
+from mjax.interop.convert import (
+    abstract_weights,
+    check_import,
+    check_vocabulary,
+    import_config,
+    print_next_steps,
+    write_run,
+)
 from mjax.interop.megatron.arguments import Activation, model_config
 from mjax.interop.megatron.checkpoint import Checkpoint, Selected, open_checkpoint
 from mjax.interop.megatron.names import naming
-from mjax.interop.model_folder import check_new
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import find_tensors, read_weights
 from mjax.progress import progress
-from mjax.validation import validate
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     """
     source, output = arguments.source, arguments.output
     # --- Everything that can be refused before a number is read -------------------------------------------------------
-    check_new(output)
-    if arguments.vocabulary_multiple < 1:
-        raise UsageError(f"--vocabulary-multiple is {arguments.vocabulary_multiple}; it must be at least 1")
+    check_import(output, arguments.vocabulary_multiple)
     checkpoint = open_checkpoint(source, arguments.step)
     place = str(checkpoint.folder)
     model = model_config(
@@ -74,8 +77,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     vocabulary = _vocabulary(arguments.vocabulary, tokenizer, checkpoint, rows)
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
     check_vocabulary(tokenizer, model)
-    config = Config(model=model)
-    validate(dataclasses.replace(config, data=DataConfig(mock=True)), place)  # data are named when it is trained
+    config = import_config(model, place)
     names, tensors = naming(model.kind, checkpoint.version, model.layernorm), Selected(checkpoint.tensors, model)
     found = find_tensors(names, tensors, model, place)
 
