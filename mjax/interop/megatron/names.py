@@ -149,9 +149,10 @@ def as_post(name: str, layers: int) -> str:
     LayerNorm belongs to what was before, the embedding or the MLP of the layer below, and the final one to the last.
     """
     trunk = TRUNKS["bert"]
-    for layer in range(layers):
-        after = "embedding.layernorm" if layer == 0 else f"{trunk}.layers.{layer - 1}.output_layernorm"
-        name = re.sub(rf"^{trunk}\.layers\.{layer}\.input_layernorm", after, name)
+    if found := re.match(rf"{trunk}\.layers\.(\d+)\.input_layernorm", name):
+        layer = int(found[1])
+        before = f"{trunk}.layers.{layer - 1}.output_layernorm" if layer else "embedding.layernorm"
+        return before + name[found.end() :]
     return re.sub(rf"^{trunk}\.final_layernorm", f"{trunk}.layers.{layers - 1}.output_layernorm", name)
 
 
