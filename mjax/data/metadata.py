@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mjax.data.atomic import to_disk
+from mjax.data.atomic import to_disk, write_whole
 from mjax.data.indexed import index_file, temporary_files, token_file
 from mjax.errors import UsageError
 
@@ -130,8 +130,5 @@ def put_beside(prefix: str | Path, metadata: DatasetMetadata | None) -> None:
 
 def write_metadata(prefix: str | Path, metadata: DatasetMetadata) -> None:
     """Write PREFIX.json, atomically."""
-    temporary = Path(f"{metadata_file(prefix)}.tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(json.dumps(dataclasses.asdict(metadata), indent=2, ensure_ascii=False) + "\n")
-        to_disk(stream)
-    temporary.replace(metadata_file(prefix))
+    values = json.dumps(dataclasses.asdict(metadata), indent=2, ensure_ascii=False)
+    write_whole(metadata_file(prefix), f"{values}\n")
