@@ -17,6 +17,7 @@ from tests.small import gradient_program, pairs_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+from tests.parity.outputs import outputs_of_pretraining, random_bert  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
@@ -38,29 +39,6 @@ def _config(shape, layernorm, activation="gelu_erf", parallel=1):
         precision=PrecisionConfig(compute="fp32"),
         train=TrainConfig(global_batch=6, micro_batch=3),
     )
-
-
-def _peer(model):
-    torch.manual_seed(0)
-    kind = "Bert" if model.layernorm == "post" else "MegatronBert"
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=model.vocabulary,
-        max_position_embeddings=model.sequence,
-        hidden_size=model.hidden,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        intermediate_size=model.mlp_width,
-        hidden_act="gelu_new" if model.activation == "gelu_tanh" else "gelu",
-        layer_norm_eps=model.layernorm_epsilon,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation="eager",
-    )
-    peer = getattr(transformers, f"{kind}ForPreTraining")(config)
-    with torch.no_grad():  # biases are 0 and LayerNorms 1 at first: a mistake could hide behind them
-        for parameter in peer.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    return peer
 
 
 PLACES = {
@@ -116,17 +94,6 @@ def _numpy(named):
     return {name: tensor.detach().numpy() for name, tensor in named}
 
 
-def _run_peer(peer, batch):
-    tensors = {name: torch.tensor(array.astype(np.int64)) for name, array in batch.items()}
-    return peer(
-        input_ids=tensors["tokens"],
-        attention_mask=1 - tensors["documents"],
-        token_type_ids=tensors["token_types"],
-        labels=torch.where(tensors["loss_mask"] == 1, tensors["labels"], -100),
-        next_sentence_label=tensors["sentence_order"],
-    )
-
-
 @pytest.mark.parametrize("parallel", [1, "heads"])
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu_erf"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -134,7 +101,7 @@ def _run_peer(peer, batch):
 def test_scores_of_both_heads_equal_those_of_transformers(layernorm, shape, activation, parallel):
     parallel = parallel if parallel == 1 else {"four heads": 4, "odd heads": 1}[shape]
     config = _config(shape, layernorm, activation, parallel)
-    peer, batch = _peer(config.model), pairs_of(config, 0)
+    peer, batch = random_bert(config.model, "ForPreTraining"), pairs_of(config, 0)
     abstract = jax.eval_shape(lambda: build_model(0, config.model))
     weights = _from_peer(_numpy(peer.named_parameters()), abstract, layernorm)
     forward = jax.shard_map(
@@ -144,7 +111,7 @@ def test_scores_of_both_heads_equal_those_of_transformers(layernorm, shape, acti
         out_specs=(P(None, None, MODEL), P()),
     )
     found = jax.jit(forward)(weights, *(batch[name] for name in ("tokens", "token_types", "documents")))
-    expected = _run_peer(peer, batch)
+    expected = outputs_of_pretraining(peer, batch)
     text = batch["documents"] == 0  # padding attends to padding here and to text there: nobody reads what comes of it
     np.testing.assert_allclose(
         np.asarray(found[0])[text], expected.prediction_logits.detach().numpy()[text], atol=2e-5, rtol=0
@@ -156,12 +123,12 @@ def test_scores_of_both_heads_equal_those_of_transformers(layernorm, shape, acti
 @pytest.mark.parametrize("layernorm", ["pre", "post"])
 def test_loss_and_gradients_equal_those_of_transformers(layernorm, shape):
     config = _config(shape, layernorm)
-    peer, batch = _peer(config.model), pairs_of(config, 1)
+    peer, batch = random_bert(config.model, "ForPreTraining"), pairs_of(config, 1)
     batch["tokens"] = np.maximum(batch["tokens"], 1)  # torch gives the row of id 0, padding, no gradient
     program, build = gradient_program(config)
     weights = _from_peer(_numpy(peer.named_parameters()), build(), layernorm)
     figures, gradients = program(weights, batch, jnp.int32(0), jnp.float32(1))
-    expected_loss = _run_peer(peer, batch).loss
+    expected_loss = outputs_of_pretraining(peer, batch).loss
     expected_loss.backward()
     assert float(figures[0] + figures[1]) == pytest.approx(expected_loss.item(), rel=1e-5)
     expected = _from_peer(_numpy((n, p.grad) for n, p in peer.named_parameters()), weights, layernorm)

@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: make test-p
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor  # noqa: E402
 
+from tests.parity.outputs import batch_of, logits_of, loss_of, with_noise  # noqa: E402
 from tests.parity.trajectory import losses_of_both  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -52,11 +53,7 @@ def _peer(model):
     config = transformers.BloomConfig(
         vocab_size=model.vocabulary, hidden_size=model.hidden, n_layer=model.layers, n_head=model.heads
     )
-    peer = transformers.BloomForCausalLM(config)
-    with torch.no_grad():  # biases are 0 and LayerNorms 1 at first: a mistake could hide behind them
-        for parameter in peer.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    return peer
+    return with_noise(transformers.BloomForCausalLM(config))
 
 
 PLACES = {
@@ -102,20 +99,6 @@ def _numpy(named):
     return {name: tensor.detach().numpy() for name, tensor in named}
 
 
-def _batch(model, seed=0):
-    rows = np.random.default_rng(seed).integers(0, model.vocabulary, (4, model.sequence + 1))
-    return {"tokens": rows[:, :-1].astype(np.int32), "labels": rows[:, 1:].astype(np.int32)}
-
-
-def _peer_logits(peer, batch):
-    return peer(torch.tensor(batch["tokens"], dtype=torch.long)).logits
-
-
-def _peer_loss(peer, batch):
-    labels = torch.tensor(batch["labels"], dtype=torch.long)
-    return torch.nn.functional.cross_entropy(_peer_logits(peer, batch).flatten(0, 1), labels.flatten())
-
-
 def _pair(config):
     """A peer of random weights, and the same weights as ours."""
     peer, abstract = _peer(config.model), jax.eval_shape(lambda: build_model(0, config.model))
@@ -134,7 +117,7 @@ def test_slopes_equal_those_of_transformers(heads):
 )
 def test_logits_equal_those_of_transformers(shape, parallel):
     config = _config(shape, parallel=parallel)
-    (peer, weights), batch = _pair(config), _batch(config.model)
+    (peer, weights), batch = _pair(config), batch_of(config.model)
     forward = jax.shard_map(
         lambda weights, tokens: weights(tokens),
         mesh=make_mesh(config.mesh),
@@ -142,7 +125,7 @@ def test_logits_equal_those_of_transformers(shape, parallel):
         out_specs=P(DATA, None, MODEL),
     )
     logits = np.asarray(jax.jit(forward)(weights, batch["tokens"]))
-    expected = _peer_logits(peer, batch).detach().numpy()
+    expected = logits_of(peer, batch).detach().numpy()
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(logits[..., : config.model.vocabulary], expected, atol=2e-5, rtol=0)
 
@@ -150,10 +133,10 @@ def test_logits_equal_those_of_transformers(shape, parallel):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_loss_and_gradients_equal_those_of_transformers(shape):
     config = _config(shape)
-    (peer, weights), batch = _pair(config), _batch(config.model)
+    (peer, weights), batch = _pair(config), batch_of(config.model)
     program, _ = gradient_program(config)
     loss, gradients = program(weights, batch, jnp.int32(0), jnp.float32(1))
-    expected_loss = _peer_loss(peer, batch)
+    expected_loss = loss_of(peer, batch)
     expected_loss.backward()
     assert float(loss) == pytest.approx(expected_loss.item(), rel=1e-5)
     expected = from_peer(_numpy((n, p.grad) for n, p in peer.named_parameters()), weights, config.model)
@@ -168,6 +151,6 @@ def test_loss_and_gradients_equal_those_of_transformers(shape):
 def test_twenty_steps_of_adamw_follow_torch(shape, data, parallel):
     config = _config(shape, data, parallel)
     peer, weights = _pair(config)
-    ours, theirs = losses_of_both(config, weights, peer, _peer_loss, lambda step: _batch(config.model, seed=step % 4))
+    ours, theirs = losses_of_both(config, weights, peer, loss_of, lambda step: batch_of(config.model, seed=step % 4))
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
     assert theirs[-1] < theirs[0] - 0.05, "the trajectory went nowhere"

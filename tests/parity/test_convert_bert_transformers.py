@@ -31,6 +31,7 @@ from tests.small import gradient_program, pairs_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+from tests.parity.outputs import outputs_of_pretraining  # noqa: E402
 from tests.parity.trajectory import losses_of_both  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -61,17 +62,6 @@ def _peer(kind, shape):
     return perturbed(getattr(transformers, f"{kind}ForPreTraining")(config).eval(), torch)
 
 
-def _run(peer, batch):
-    tensors = {name: torch.tensor(array.astype(np.int64)) for name, array in batch.items()}
-    return peer(
-        input_ids=tensors["tokens"],
-        attention_mask=1 - tensors["documents"],
-        token_type_ids=tensors["token_types"],
-        labels=torch.where(tensors["loss_mask"] == 1, tensors["labels"], -100),
-        next_sentence_label=tensors["sentence_order"],
-    )
-
-
 def _scores(config, weights, batch):
     """What the two heads say, [b, s, v] and [b, 2]."""
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_weights(config))
@@ -92,7 +82,7 @@ def test_an_import_gives_the_scores_of_both_heads(kind, shape, tmp_path):
     config, weights = imported(peer, tmp_path)
     batch = pairs_of(config, 0)
     words, order = _scores(config, weights, batch)
-    expected = _run(peer, batch)
+    expected = outputs_of_pretraining(peer, batch)
     text = batch["documents"] == 0  # padding attends to padding here and to text there: nobody reads what comes of it
     np.testing.assert_allclose(words[text], expected.prediction_logits.detach().numpy()[text], atol=2e-5, rtol=0)
     np.testing.assert_allclose(order, expected.seq_relationship_logits.detach().numpy(), atol=2e-5, rtol=0)
@@ -106,7 +96,7 @@ def test_an_import_gives_the_losses_and_gradients(kind, shape, tmp_path):
     batch = pairs_of(config, 1)
     program, _ = gradient_program(config)
     figures, gradients = program(weights, batch, jnp.int32(0), jnp.float32(1))
-    expected_loss = _run(peer, batch).loss
+    expected_loss = outputs_of_pretraining(peer, batch).loss
     expected_loss.backward()
     assert float(figures[0] + figures[1]) == pytest.approx(expected_loss.item(), rel=1e-5)
     expected = {name: weight.grad.numpy() for name, weight in peer.named_parameters()}
@@ -128,7 +118,7 @@ def test_twenty_steps_from_an_import_follow_torch(kind, shape, data, parallel, t
         config,
         weights,
         peer,
-        lambda peer, batch: _run(peer, batch).loss,
+        lambda peer, batch: outputs_of_pretraining(peer, batch).loss,
         lambda step: pairs_of(config, step % 4),
         rate_at=rate_of_megatron,
     )
@@ -148,7 +138,7 @@ def test_transformers_opens_an_export_without_missing_or_unexpected_keys(kind, s
     assert not any(report.values()), report
     batch = pairs_of(config, 2)
     with torch.no_grad():
-        ours, theirs = (_run(model.eval(), batch) for model in (again, peer))
+        ours, theirs = (outputs_of_pretraining(model.eval(), batch) for model in (again, peer))
     assert torch.equal(ours.prediction_logits, theirs.prediction_logits)
     assert torch.equal(ours.seq_relationship_logits, theirs.seq_relationship_logits)
     theirs, ours = read_folder(tmp_path / "hf"), read_folder(tmp_path / "out")

@@ -26,6 +26,7 @@ from tests.small import gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+from tests.parity.outputs import batch_of, logits_of, loss_of  # noqa: E402
 from tests.parity.trajectory import losses_of_both  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -54,25 +55,11 @@ def _peer(shape):
     return perturbed(transformers.GPT2LMHeadModel(config).eval(), torch)
 
 
-def _batch(model, seed=0):
-    rows = np.random.default_rng(seed).integers(0, model.vocabulary, (4, model.sequence + 1))
-    return {"tokens": rows[:, :-1].astype(np.int32), "labels": rows[:, 1:].astype(np.int32)}
-
-
-def _peer_logits(peer, batch):
-    return peer(torch.tensor(batch["tokens"], dtype=torch.long)).logits
-
-
-def _peer_loss(peer, batch):
-    labels = torch.tensor(batch["labels"], dtype=torch.long)
-    return torch.nn.functional.cross_entropy(_peer_logits(peer, batch).flatten(0, 1), labels.flatten())
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_an_import_gives_the_logits_of_transformers(name, tmp_path):
     peer = _peer(SHAPES[name])
     config, weights = imported(peer, tmp_path)
-    batch = _batch(config.model)
+    batch = batch_of(config.model)
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_weights(config))
     forward = jax.shard_map(
         lambda weights, tokens: weights(tokens),
@@ -82,7 +69,7 @@ def test_an_import_gives_the_logits_of_transformers(name, tmp_path):
     )
     logits = np.asarray(jax.jit(forward)(weights, batch["tokens"]))
     assert logits.shape[-1] % 128 == 0
-    expected = _peer_logits(peer, batch).detach().numpy()
+    expected = logits_of(peer, batch).detach().numpy()
     np.testing.assert_allclose(logits[..., : config.model.vocabulary], expected, atol=2e-5)
 
 
@@ -90,10 +77,10 @@ def test_an_import_gives_the_logits_of_transformers(name, tmp_path):
 def test_an_import_gives_the_loss_and_gradients_of_transformers(name, tmp_path):
     peer = _peer(SHAPES[name])
     config, weights = imported(peer, tmp_path)
-    batch = _batch(config.model)
+    batch = batch_of(config.model)
     program, _ = gradient_program(config)
     loss, gradients = program(weights, batch, jnp.int32(0), jnp.float32(1))
-    expected_loss = _peer_loss(peer, batch)
+    expected_loss = loss_of(peer, batch)
     expected_loss.backward()
     assert float(loss) == pytest.approx(expected_loss.item(), rel=1e-5)
     expected = {name: weight.grad.numpy() for name, weight in peer.named_parameters()}
@@ -120,7 +107,7 @@ def test_twenty_steps_from_an_import_follow_torch(name, data, parallel, tmp_path
     config, weights = imported(peer, tmp_path, "--vocabulary-multiple", "6" if parallel == 3 else "128")
     config = replace(config, mesh=MeshConfig(data=data, model=parallel))
     ours, theirs = losses_of_both(
-        config, weights, peer, _peer_loss, lambda step: _batch(config.model, step % 4), rate_at=rate_of_megatron
+        config, weights, peer, loss_of, lambda step: batch_of(config.model, step % 4), rate_at=rate_of_megatron
     )
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
     assert theirs[-1] < theirs[0] - 0.05, "the trajectory went nowhere"
@@ -134,9 +121,9 @@ def test_transformers_opens_an_export_without_missing_or_unexpected_keys(name, f
     assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out"), *flags]) == 0
     again, report = type(peer).from_pretrained(tmp_path / "out", output_loading_info=True, attn_implementation="eager")
     assert not any(report.values()), report
-    batch = _batch(config.model)
+    batch = batch_of(config.model)
     with torch.no_grad():
-        assert torch.equal(_peer_logits(again.eval(), batch), _peer_logits(peer, batch))
+        assert torch.equal(logits_of(again.eval(), batch), logits_of(peer, batch))
     theirs, ours = read_folder(tmp_path / "hf"), read_folder(tmp_path / "out")
     assert theirs.keys() == ours.keys()
     assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)

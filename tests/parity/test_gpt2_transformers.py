@@ -18,6 +18,7 @@ from tests.small import gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+from tests.parity.outputs import batch_of, loss_of  # noqa: E402
 from tests.parity.trajectory import losses_of_both  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -97,22 +98,11 @@ def _config(model, data=1, parallel=1):
     )
 
 
-def _batch(model, seed=0):
-    rows = np.random.default_rng(seed).integers(0, model.vocabulary, (4, model.sequence + 1))
-    return {"tokens": rows[:, :-1].astype(np.int32), "labels": rows[:, 1:].astype(np.int32)}
-
-
-def _peer_loss(peer, batch):
-    scores = peer(torch.tensor(batch["tokens"], dtype=torch.long)).logits
-    labels = torch.tensor(batch["labels"], dtype=torch.long)
-    return torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
-
-
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu_erf"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_equal_those_of_transformers(name, activation):
     model = replace(_model(name), activation=activation)
-    peer, batch = _peer(model), _batch(model)
+    peer, batch = _peer(model), batch_of(model)
     mesh = make_mesh(MeshConfig())
     abstract = jax.eval_shape(lambda: build_model(0, model))
     weights = _from_peer(_numpy(peer.named_parameters()), abstract)
@@ -129,11 +119,11 @@ def test_logits_equal_those_of_transformers(name, activation):
 @pytest.mark.parametrize("name", SHAPES)
 def test_loss_and_gradients_equal_those_of_transformers(name):
     model = _model(name)
-    peer, batch = _peer(model), _batch(model)
+    peer, batch = _peer(model), batch_of(model)
     program, build = gradient_program(_config(model))
     weights = _from_peer(_numpy(peer.named_parameters()), build())
     loss, gradients = program(weights, batch, jnp.int32(0), jnp.float32(1))
-    expected_loss = _peer_loss(peer, batch)
+    expected_loss = loss_of(peer, batch)
     expected_loss.backward()
     assert float(loss) == pytest.approx(expected_loss.item(), rel=1e-5)
     expected = _from_peer(_numpy((n, p.grad) for n, p in peer.named_parameters()), weights)
@@ -150,6 +140,6 @@ def test_twenty_steps_of_adamw_follow_torch(data, parallel):
     config, peer = _config(model, data, parallel), _peer(model)
     abstract = jax.eval_shape(lambda: build_model(0, model))
     weights = _from_peer(_numpy(peer.named_parameters()), abstract)
-    ours, theirs = losses_of_both(config, weights, peer, _peer_loss, lambda step: _batch(model, seed=step % 4))
+    ours, theirs = losses_of_both(config, weights, peer, loss_of, lambda step: batch_of(model, seed=step % 4))
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
     assert theirs[-1] < theirs[0] - 0.05, "the trajectory went nowhere"

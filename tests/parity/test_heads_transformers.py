@@ -21,6 +21,7 @@ from tests.small import examples_of, gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+from tests.parity.outputs import random_bert  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
@@ -38,27 +39,7 @@ def _task_config(head, layernorm):
 
 
 def _peer(model):
-    torch.manual_seed(0)
-    kind = "Bert" if model.layernorm == "post" else "MegatronBert"
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=model.vocabulary,
-        max_position_embeddings=model.sequence,
-        hidden_size=model.hidden,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        intermediate_size=model.mlp_width,
-        hidden_act="gelu",
-        layer_norm_eps=model.layernorm_epsilon,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=model.outputs,
-        attn_implementation="eager",
-    )
-    peer = getattr(transformers, f"{kind}{PEERS[model.head][0]}")(config)
-    with torch.no_grad():  # biases are 0 and LayerNorms 1 at first: a mistake could hide behind them
-        for parameter in peer.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    return peer
+    return random_bert(model, PEERS[model.head][0], num_labels=model.outputs)
 
 
 def _weights(tensors, ours, model):
