@@ -147,6 +147,7 @@ def lm_eval(argv: Sequence[str]) -> int:
 
 def plan(argv: Sequence[str]) -> int:
     """`mjax plan`."""
+    launch.leave_accelerators_alone()
     from mjax.planner.plan import PlanArguments, run_plan
 
     chosen = _choose_config(argv)

@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from mjax.config import available_configs, load_config
-from tests.collectives import traced_step
 from tests.conftest import ROOT
+from tests.traced import traced_step
 
 PUBLISHED = [name for name in available_configs() if load_config(name).mesh.devices > 8]
 

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mjax.parallel import mappings
+from mjax.parallel import mappings, scopes
 from mjax.parallel.layers import PostponedKernel, contracted_dims, kernel_gradient
 from mjax.parallel.mappings import PIPE
 from mjax.parallel.schedules import Schedule
@@ -111,10 +111,11 @@ def pipeline_loss(schedule: Schedule, program: StageProgram, shared: Weights, bl
             micro_batch = stage.micro_batch(slot)
             y = program.layers(stage.chunk(slot), stage.input(slot, x), micro_batch, slot["virtual_stage"])
             add = lambda total: total + program.head(shared, y, micro_batch)  # noqa: E731
-            return y, _if(slot["last"], add, lambda total: total, total)
+            return y, _if(scopes.F_LAST, slot["last"], add, lambda total: total, total)
 
-        y, total = _if(slot["on"], forward, lambda *kept: kept, activations[slot["message"]], total)
-        return (mappings.to_next_stage(y), activations, total), None
+        y, total = _if(scopes.F, slot["on"], forward, lambda *kept: kept, activations[slot["message"]], total)
+        with jax.named_scope(scopes.PIPELINE):
+            return (mappings.to_next_stage(y), activations, total), None
 
     start = stage.message, _buffer(schedule.activation_slots + 1, stage.message), _zeros(stage.loss_type)
     return lax.scan(tick, start, _column(schedule))[0][2]
@@ -156,7 +157,8 @@ def run_in_turns(
             y, found = run(number // stages, x)
             return y, jax.tree.map(lambda buffer, value: _put(buffer, number // stages, value), new, found)
 
-        x, new = _if((mappings.rank(PIPE) == number % stages).astype(jnp.int32), mine, lambda *kept: kept, *carry)
+        is_mine = (mappings.rank(PIPE) == number % stages).astype(jnp.int32)
+        x, new = _if("turn", is_mine, mine, lambda *kept: kept, *carry)
         return (mappings.to_next_stage(x), new), None
 
     (x, new), _ = lax.scan(turn, (x, new), jnp.arange(stages * chunks))
@@ -230,7 +232,7 @@ class _Stage:
     def input(self, slot: dict, arrived: Array) -> Array:
         """What the layers of a slot start from."""
         embed = lambda _: self.program.embed(self.shared, self.micro_batch(slot))  # noqa: E731
-        return _if(slot["first"], embed, lambda x: x, arrived)
+        return _if(scopes.F_FIRST, slot["first"], embed, lambda x: x, arrived)
 
     # --- The passes ---------------------------------------------------------------------------------------------------
 
@@ -241,6 +243,7 @@ class _Stage:
         gradients = _put(state.gradients, row["receive_gradient"], state.received[1])
         f, b = row["forward"], row["backward"]
         y, outputs, residuals = _if(
+            scopes.F,
             f["on"],
             lambda x, outputs, residuals: self._forward(f, x, outputs, residuals),
             lambda *kept: kept,
@@ -253,6 +256,7 @@ class _Stage:
         # too, and they have one to hand on: a stage that runs B has no activation to send, and one that runs W nothing.
         instead = jnp.zeros_like if self.schedule.exclusive else lambda message: message
         dx, sums, y = _if(
+            scopes.B,
             b["on"],
             lambda dy, sums, y: (*self._backward(b, dy, outputs, residuals, sums), instead(y)),
             lambda *kept: kept,
@@ -263,6 +267,7 @@ class _Stage:
         if self.schedule.weight:
             w = row["weight"]
             sums, y, dx = _if(
+                scopes.W,
                 w["on"],
                 lambda sums, y, dx: (self._weights(w, sums), instead(y), instead(dx)),
                 lambda *kept: kept,
@@ -270,7 +275,8 @@ class _Stage:
                 y,
                 dx,
             )
-        received = mappings.to_next_stage(y), mappings.to_previous_stage(dx)
+        with jax.named_scope(scopes.PIPELINE):
+            received = mappings.to_next_stage(y), mappings.to_previous_stage(dx)
         return _State(received, activations, gradients, outputs, residuals, sums), None
 
     def _forward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array]):
@@ -292,14 +298,16 @@ class _Stage:
             value, (new, dy) = value_and_gradients(run, self.shared, y)
             return dy, loss + value.astype(loss.dtype), _add(to_shared, new)
 
-        dy, loss, to_shared = _if(slot["last"], head, lambda *kept: kept, arrived, sums.loss, sums.shared)
+        dy, loss, to_shared = _if(
+            scopes.B_LAST, slot["last"], head, lambda *kept: kept, arrived, sums.loss, sums.shared
+        )
         to_rest, dx, factors = self._pull_back(self.chunk(slot), residuals, dy)
 
         def embedding(to_shared):
             _, pullback = jax.vjp(lambda shared: self.program.embed(shared, micro_batch), self.shared)
             return _add(to_shared, pullback(dx)[0])
 
-        to_shared = _if(slot["first"], embedding, lambda kept: kept, to_shared)
+        to_shared = _if(scopes.B_FIRST, slot["first"], embedding, lambda kept: kept, to_shared)
         pending = jax.tree.leaves(factors)
         sums = _Sums(
             loss,
@@ -316,8 +324,9 @@ class _Stage:
         products = []
         for x, gradient, gathered in zip(factors[::2], factors[1::2], shards, strict=True):
             product = jax.vmap(kernel_gradient)(x, gradient)  # [layers, *into, *out]
-            for axis, dim in reversed(gathered):
-                product = mappings.scatter_sum(product.astype(sums.loss.dtype), axis, dim)
+            with jax.named_scope(scopes.GRADIENT):
+                for axis, dim in reversed(gathered):
+                    product = mappings.scatter_sum(product.astype(sums.loss.dtype), axis, dim)
             products.append(product)
         return dataclasses.replace(sums, blocks=self._add_to_chunk(sums.blocks, products, slot, kernels=True))
 
@@ -423,9 +432,13 @@ def _column(schedule: Schedule) -> dict:
     return column
 
 
-def _if(condition: Array, then: Callable, otherwise: Callable, *operands):
-    """Run one of two branches. What is only handed through belongs into `otherwise`: XLA copies it in the other."""
-    return lax.switch(condition, [otherwise, then], *operands)
+def _if(name: str, condition: Array, then: Callable, otherwise: Callable, *operands):
+    """Run one of two branches. What is only handed through belongs into `otherwise`: XLA copies it in the other.
+
+    `name` says which conditional it is to those who read the traced program.
+    """
+    with jax.named_scope(name):
+        return lax.switch(condition, [otherwise, then], *operands)
 
 
 def _at(tree, index):

@@ -48,6 +48,7 @@ import numpy as np
 
 from mjax.config import Config
 from mjax.errors import UsageError, suggestion
+from mjax.parallel import scopes
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 
@@ -126,6 +127,17 @@ class Schedule:
     def exclusive(self) -> bool:
         """Whether no stage ever runs two operations in one tick, so that all messages can leave at the tick's end."""
         return int(sum(slots.on for slots in self._kinds).max()) == 1
+
+    def runs(self) -> dict[str, np.ndarray]:
+        """How often each stage runs each pass, and the parts of it that belong to the first or the last virtual stage:
+        int64 [stages] by the names of `scopes`."""
+        counts = {}
+        for name, slots in zip((scopes.F, scopes.B, scopes.W), (self.forward, self.backward, self.weight), strict=True):
+            if slots is not None:
+                counts[name] = slots.on.sum(axis=0, dtype=np.int64)
+                counts[f"{name}_first"] = (slots.on * slots.first).sum(axis=0, dtype=np.int64)
+                counts[f"{name}_last"] = (slots.on * slots.last).sum(axis=0, dtype=np.int64)
+        return counts
 
     def in_flight(self, stage: int) -> int:
         """Most pairs of micro-batch and chunk that have had their F on `stage` and wait for their B or are in it."""

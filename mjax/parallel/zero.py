@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
 from mjax.names import leaf_name
-from mjax.parallel import mappings
+from mjax.parallel import mappings, scopes
 from mjax.parallel.layers import PostponedKernel
 from mjax.parallel.mappings import DATA, MODEL, PIPE
 
@@ -119,6 +119,7 @@ def _plan(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> Stora
     return Storage(P(*entries), tuple(gathers), in_loop=mesh.zero == 3 and layers > 0 and bool(gathers))
 
 
+@jax.named_scope(scopes.WEIGHTS)
 def gather_weights(model, plan, dtype, mesh: MeshConfig):
     """The weights of the computation in `dtype`, from inside `shard_map`; those gathered in the loop stay shards.
 
@@ -177,10 +178,12 @@ def gather_in_loop(plan, dtype, inference: bool = False) -> Callable | None:
 
 # Written out for the type of the backward pass: the transpose of a gather in bf16 would sum the gradients in bf16.
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+@jax.named_scope(scopes.WEIGHTS)
 def _gather_layer(shard: Array, axis: str, dim: int, dtype) -> Array:
     return mappings.gather_shards(shard.astype(dtype), axis, dim)
 
 
+@jax.named_scope(scopes.GRADIENT)
 def _gather_layer_backward(axis: str, dim: int, dtype, _, gradient: Array):
     return (mappings.scatter_sum(gradient.astype(jnp.promote_types(dtype, jnp.float32)), axis, dim),)
 
@@ -199,6 +202,7 @@ def all_but_gathered_weights(primitive, *_, **parameters) -> bool:
     return not any(e.primitive.name == "all_gather" and DATA in e.params["axis_name"] for e in equations)
 
 
+@jax.named_scope(scopes.GRADIENT)
 def reduce_gradients(gradients, model, plan):
     """Sum every gradient over the ranks that hold a part of it, and keep the shard that is stored here.
 

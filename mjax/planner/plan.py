@@ -28,6 +28,8 @@ class PlanArguments:
     """Name of a file in configs/, or a path to a .py file that defines `config`."""
     schedule_figure: Path | None = None
     """Draw the pipeline's schedule into this file: .png, .pdf or .svg."""
+    communication_figure: Path | None = None
+    """Draw what a device sends, by axis and source, into this file: .png, .pdf or .svg."""
     json: bool = False
     """Print one JSON object instead of tables."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -46,6 +48,8 @@ def run_plan(arguments: PlanArguments) -> int:
     if arguments.schedule_figure is not None:
         _check_pipeline(arguments)
         _check_figure("--schedule-figure", arguments.schedule_figure)
+    if arguments.communication_figure is not None:
+        _check_figure("--communication-figure", arguments.communication_figure)
 
     sections = {key: build(arguments) for key, build in SECTIONS.items()}
     if arguments.json:
@@ -119,10 +123,23 @@ def _schedule(arguments: PlanArguments) -> Section | None:
     return Section("Schedule", values, named_rows(rows))
 
 
+def _communication(arguments: PlanArguments) -> Section:
+    """The collectives of the traced step, drawn where that is asked for."""
+    from mjax.planner.comms import ledger
+    from mjax.planner.comms_figure import draw_communication
+    from mjax.planner.comms_table import communication_section
+
+    found, file = ledger(arguments.settings), arguments.communication_figure
+    if file is not None:
+        draw_communication(found, file, arguments.config)
+    return communication_section(found, None if file is None else str(file))
+
+
 # In the order in which they are printed; the keys are those of --json.
 SECTIONS: dict[str, Callable[[PlanArguments], Section | None]] = {
     "run": _run,
     "schedule": _schedule,
+    "communication": _communication,
 }
 
 

@@ -7,16 +7,18 @@ they are taken.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from mjax.config import Config
 from mjax.models import bert, heads
-from mjax.parallel import mappings
+from mjax.parallel import mappings, scopes
 from mjax.parallel.mappings import DATA
 from mjax.training.precision import parameter_type
 
 
+@jax.named_scope(scopes.LOSS)
 def count_labels(config: Config, batch: dict[str, Array]) -> Array | int:
     """Labels of the global batch that count: int32 [], the same on every device, or a number where all do."""
     if config.model.head != "pretraining":

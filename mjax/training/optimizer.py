@@ -12,6 +12,7 @@ from jax import Array
 from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig, OptimizerConfig
 from mjax.names import leaf_name
+from mjax.parallel import scopes
 from mjax.parallel.mappings import PIPE, rank, sum_over, varying_axes
 from mjax.parallel.zero import is_layer, layer_dims
 
@@ -77,6 +78,7 @@ def _decay(shape: str, part: Array) -> Array:
     }[shape]
 
 
+@jax.named_scope(scopes.OPTIMIZER)
 def squared_norms(gradients, mesh: MeshConfig) -> Array:
     """Squared L2 norm of each parameter's gradient, layer by layer: float32 [parameters of `gradient_names`].
 

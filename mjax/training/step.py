@@ -30,7 +30,7 @@ from mjax.config import Config
 from mjax.models.build import Model
 from mjax.models.transformer import run_blocks
 from mjax.names import leaf_name
-from mjax.parallel import mappings
+from mjax.parallel import mappings, scopes
 from mjax.parallel.mappings import DATA
 from mjax.parallel.mesh import sharded_shapes
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_loss, value_and_gradients
@@ -219,7 +219,8 @@ def loss_and_gradients(config: Config, plan, model: Model, batch: dict[str, Arra
     loss, gradients = differentiate(config, program, weights, _split(config, batch))
     # The one data-parallel reduction: float32, outside every loop.
     gradients = reduce_gradients(gradients, model, plan)
-    loss = mappings.sum_over(loss, mappings.varying_axes(loss))
+    with jax.named_scope(scopes.LOSS):
+        loss = mappings.sum_over(loss, mappings.varying_axes(loss))
     return jax.tree.map(lambda x: x / scale, (loss, gradients))
 
 
@@ -241,15 +242,18 @@ def _stage_program(config: Config, plan, share: Array | float, step: Array | Non
             return None
         return DropoutKey.of(train.seed, step, micro_batch["samples"])
 
+    @jax.named_scope(scopes.LAYER)
     def layers(blocks, x, micro_batch, virtual_stage):
         recompute = "none" if step is None else train.recompute
         first_layer = virtual_stage * layers_in_chunk + 1
         documents = micro_batch.get("documents")
         return run_blocks(blocks, x, tokens, key(micro_batch), recompute, first_layer, weights_of, documents)
 
+    @jax.named_scope(scopes.EMBEDDING)
     def embed(weights, micro_batch):
         return weights.embed_batch(micro_batch, tokens, key(micro_batch))
 
+    @jax.named_scope(scopes.HEAD)
     def head(weights, x, micro_batch):
         return weights.batch_loss(x, micro_batch, tokens, key(micro_batch)) * share
 

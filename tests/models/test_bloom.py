@@ -13,9 +13,10 @@ from mjax.models.build import build_model
 from mjax.names import leaf_name
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.mesh import make_mesh
+from mjax.planner.comms import ledger
 from tests.against_reference import largest_error
-from tests.collectives import collectives, equations, traced_step
 from tests.small import BLOOM, QUICKLY, batch_of, packing_of, small_config
+from tests.traced import equations, traced_step
 
 # --- Slopes and penalty -----------------------------------------------------------------------------------------------
 
@@ -162,7 +163,7 @@ def test_the_weights_are_a_gpts_but_for_the_positions_and_the_layer_norm():
 def test_nothing_more_crosses_between_the_ranks_of_a_layer(mesh):
     # Learned positions against ALiBi; the LayerNorm has weights, whose gradients are summed as others are.
     found = [
-        sorted((c.kind, c.axes, c.shape) for c in collectives(traced_step(config)[1]) if "model" in c.axes and c.loops)
+        sorted((c.kind, c.axes, c.shape, c.count) for c in ledger(config).records if "model" in c.axes and c.loops)
         for config in (small_config(2, 2, mesh=mesh), small_config(2, 2, mesh=mesh, positions="alibi"))
     ]
     assert found[0] == found[1]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from mjax.config import load_config
-from tests.collectives import equations, traced_step
+from tests.traced import equations, traced_step
 
 LAYERS = 72
 

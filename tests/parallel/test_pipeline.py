@@ -10,9 +10,10 @@ import pytest
 
 from mjax.parallel import pipeline
 from mjax.parallel.schedules import build_schedule
+from mjax.planner.comms import ledger
 from tests.against_reference import largest_error
-from tests.collectives import collectives, equations, traced_step
 from tests.small import batch_of, gradient_program, small_config
+from tests.traced import equations, traced_step
 
 SCHEDULES = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-h1", 2)]
 RECOMPUTE = ["none", "selective", "full"]
@@ -135,7 +136,7 @@ def test_sharded_weights_leave_what_a_stage_keeps_as_it_is_and_no_weight_is_kept
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 @pytest.mark.parametrize("zero", [1, 3])
 def test_in_bf16_messages_and_weights_cross_in_bf16_and_gradients_in_float32(schedule, chunks, zero):
-    found = collectives(traced_step(_config(schedule, chunks, 4, 8, compute="bf16", zero=zero))[1])
+    found = ledger(_config(schedule, chunks, 4, 8, compute="bf16", zero=zero)).records
     beyond = [c for c in found if {"pipe", "data"} & set(c.axes)]
     types = {kind: {c.dtype for c in beyond if c.kind == kind} for kind in {c.kind for c in beyond}}
     assert types == {
@@ -146,10 +147,11 @@ def test_in_bf16_messages_and_weights_cross_in_bf16_and_gradients_in_float32(sch
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_inside_the_tick_loop_only_messages_cross_pipe_and_nothing_crosses_data(schedule, chunks):
     config = _config(schedule, chunks, 4, 8, compute="fp32")
-    inside = [c for c in collectives(traced_step(config)[1]) if c.loops]
+    inside = [c for c in ledger(config).records if c.loops]
     over_pipe = [c for c in inside if "pipe" in c.axes]
     assert {(c.kind, c.shape) for c in over_pipe} == {("permute", (16, 32))}
-    assert len(over_pipe) == 2  # an activation forward and a gradient back, in every tick
+    ticks = build_schedule(schedule, 4, 8, chunks).ticks
+    assert sum(c.count for c in over_pipe) == 2 * ticks  # an activation forward and a gradient back, in every tick
     assert not [c for c in inside if "data" in c.axes]
     assert {c.kind for c in inside if "model" in c.axes} == {"all-reduce"}
 

@@ -8,9 +8,9 @@ import pytest
 
 from mjax.config import MeshConfig
 from mjax.parallel.mesh import abstract_mesh, make_mesh
+from mjax.planner.comms import ledger
 from mjax.training.step import build_program
 from tests.against_reference import in_layer_order
-from tests.collectives import collectives, traced_step
 from tests.small import batch_of, small_config
 
 
@@ -67,7 +67,7 @@ def test_a_pipeline_holds_one_copy_of_the_embedding_and_its_moments_in_all():
 def test_gradients_are_scattered_over_data_in_float32_once_a_step_or_once_a_layer():
     for zero in (1, 3):
         config = small_config(4, 2, compute="bf16", mesh={"zero": zero}, global_batch=16, layers=3)
-        found = [c for c in collectives(traced_step(config)[1]) if "data" in c.axes]
+        found = [c for c in ledger(config).records if "data" in c.axes]
         scatters = [c for c in found if c.kind == "reduce-scatter"]
         gathers = [c for c in found if c.kind == "all-gather"]
         assert {c.dtype for c in scatters} == {"float32"}

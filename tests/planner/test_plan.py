@@ -29,7 +29,7 @@ def plan(capsys, *flags):
 def printed_sections(text):
     """The lines below each headline, as {headline: {name: value}}."""
     sections = {}
-    for section in text.strip().split("\n\n"):
+    for section in text.split("\n\n--- Communication")[0].split("\n\n"):
         title, *lines = section.splitlines()
         rows = (line.split("  ", 1) for line in lines)
         sections[title.strip("- ")] = {name: value.strip() for name, value in rows}
@@ -94,11 +94,52 @@ def test_a_backward_pass_takes_two_forwards_three_with_full_recomputation_and_zb
     assert slot_times(replace(full, mesh=split)) == (1, 2, 1)
 
 
-def test_a_plan_touches_no_device():
+def test_a_plan_leaves_accelerators_alone_and_its_help_needs_no_jax():
     argv = ["plan", *GPT_8B, "--mesh.pipe", "4"]
-    code = f"import sys; from mjax import cli; assert cli.main({argv!r}) == 0; assert 'jax' not in sys.modules"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    code = f"""
+import sys
+from mjax import cli
+try:
+    cli.main(["plan", "--help"])
+except SystemExit:
+    assert "jax" not in sys.modules
+assert cli.main({argv!r}) == 0
+import jax
+assert jax.default_backend() == "cpu"
+"""
+    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cuda"}  # JAX would take a GPU, or fail without one
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_what_a_device_sends_is_printed_by_axis_and_source_and_drawn(capsys, tmp_path):
+    file = tmp_path / "communication.png"
+    argv = ["plan", "--config", "gpt_8b", "--train.recompute", "none", "--communication-figure", str(file)]
+    assert cli.main(argv) == 0
+    lines = capsys.readouterr().out.split("--- Communication ---")[1].splitlines()
+    assert lines[2].split("  ") == ["model", "embedding forward", "all-reduce", "    1", " 84.00 MiB"]
+    assert "model  all                              293   23.79 GiB" in lines
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+    assert cli.main([*argv, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)["communication"]
+    assert printed["figure"] == str(file)
+    assert printed["bytes_by_axis"]["model"] + printed["bytes_by_axis"]["data"] == printed["bytes"]
+    assert sum(printed["bytes_by_source"].values()) == printed["bytes"]
+    assert sum(record["count"] * record["wire_bytes_each"] for record in printed["records"]) == printed["bytes"]
+    assert printed["records"][1] == {
+        "axes": ["model"],
+        "source": "layer forward",
+        "kind": "all-reduce",
+        "ranks": 8,
+        "shape": [8192, 3072],
+        "dtype": "bfloat16",
+        "count": 144,
+        "counts_by_stage": [144],
+        "calls_in_program": 144,
+        "wire_bytes_each": 88080384.0,
+        "wire_bytes": 144 * 88080384.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -110,6 +151,7 @@ def test_a_plan_touches_no_device():
         ),
         (["--mesh.pipe", "4", "--schedule-figure", "plan.doc"], "let its name end in .png, .pdf or .svg"),
         (["--mesh.pipe", "4", "--schedule-figure", "no/such/plan.png"], "there is no folder no/such; make it"),
+        (["--communication-figure", "plan.doc"], "--communication-figure plan.doc is no picture"),
         (["--mesh.pipe", "5"], "--mesh.pipe 5 does not divide 72 layers"),
         (["--mesh.pipe", "3", "--mesh.chunks", "2"], "and a step has 8; make"),
     ],

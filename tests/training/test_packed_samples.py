@@ -14,11 +14,11 @@ from mjax.batch_size import BatchSizes
 from mjax.models.build import build_model
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.mesh import make_mesh
+from mjax.planner.comms import ledger
 from mjax.training import loop
 from mjax.training.step import build_program
 from tests import reference
 from tests.against_reference import largest_error
-from tests.collectives import collectives, traced_step
 from tests.small import QUICKLY, batch_of, gradient_program, named, packing_of, small_config
 
 ALL = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
@@ -143,8 +143,7 @@ def test_an_evaluation_weighs_its_batches_by_the_labels_that_count(evaluating):
 @pytest.mark.parametrize("mesh", [{}, {"sequence_parallel": True, "zero": 3}, {"pipe": 2, "chunks": 2}])
 def test_a_loss_mask_adds_one_number_over_data_outside_every_loop_and_nothing_else_communicates(mesh):
     plain, packed = (
-        Counter(collectives(traced_step(small_config(2, 2, mesh=mesh, samples=samples, **PIPE))[1]))
-        for samples in ({}, ALL)
+        Counter(ledger(small_config(2, 2, mesh=mesh, samples=samples, **PIPE)).records) for samples in ({}, ALL)
     )
     (added,) = (packed - plain).elements()
     assert (added.kind, added.axes, added.shape, added.dtype, added.loops) == ("all-reduce", ("data",), (), "int32", ())

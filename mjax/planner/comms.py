@@ -1,0 +1,383 @@
+"""The communication ledger: every collective of a training step, read from the traced program, without a device.
+
+The step is one `shard_map` in which each byte that crosses between devices is written by hand, so its jaxpr lists them
+all: nothing is left for a partitioner to insert. The reader walks it. The body of a scan counts as often as the scan
+is long. What a conditional of the pipeline runs counts as often as the schedule's table says, stage by stage. What
+nobody uses is left out, as XLA leaves it out: the pipeline's backward pass traces the embedding once more, and needs
+its derivative only. A loop of unknown length with a collective in it is refused.
+
+Where a collective comes from is read off the names that the step puts on its equations (`parallel/scopes.py`) and that
+JAX carries through differentiation; `source_of` does the same with a name in the metadata of a compiled program.
+
+Bytes are those of ring algorithms, which are the least there is: of a tensor of k bytes on n ranks each rank sends
+2 (n − 1) / n · k in an all-reduce, (n − 1) / n · k in an all-gather, a reduce-scatter or an all-to-all (k is the whole
+tensor), and k in a permute (arXiv 1909.09756, section 2).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from mjax.config import Config
+from mjax.parallel import scopes
+from mjax.parallel.mesh import AXES, abstract_mesh
+from mjax.parallel.schedules import Schedule, schedule_of
+from mjax.training.step import build_program
+
+KINDS = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "ppermute": "permute",
+    "all_to_all": "all-to-all",
+}
+# Primitives that name an axis and send nothing over it.
+SILENT = {"axis_index", "pvary", "pcast", "shard_map"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective of a step, from one place of the model.
+
+    Attributes:
+      kind: all-reduce, all-gather, reduce-scatter, all-to-all or permute.
+      axes: the mesh axes it runs over, in the order of the mesh.
+      ranks: devices that take part in one.
+      shape: of what a device puts in.
+      dtype: its type.
+      part: where it comes from, one of `scopes.PARTS`; empty where that is unknown.
+      phase: forward, backward or recomputation; empty outside differentiation.
+      loops: lengths of the loops around it, the outermost first.
+      counts: how often a step runs it on a device, for each pipeline stage.
+      calls: how often a step would run it if no conditional ever left it out: what the text of a program says.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    ranks: int
+    shape: tuple[int, ...]
+    dtype: str
+    part: str = ""
+    phase: str = ""
+    loops: tuple[int, ...] = ()
+    counts: tuple[int, ...] = (1,)
+    calls: int = 1
+
+    @property
+    def count(self) -> int:
+        """How often a step runs it, on the stage that runs it most."""
+        return max(self.counts)
+
+    @property
+    def source(self) -> str:
+        """Where it comes from, in words."""
+        return " ".join(filter(None, (self.part or "elsewhere", self.phase)))
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes that a device puts in."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    @property
+    def payload(self) -> int:
+        """Bytes of the whole tensor: what is summed, or what is gathered."""
+        return self.operand_bytes * (self.ranks if self.kind == "all-gather" else 1)
+
+    @property
+    def wire(self) -> float:
+        """Bytes that a device sends in one of them, on a ring."""
+        shares = {"all-reduce": 2 * (self.ranks - 1), "permute": self.ranks}
+        return self.payload * shares.get(self.kind, self.ranks - 1) / self.ranks
+
+    @property
+    def sent(self) -> np.ndarray:
+        """Bytes that a device sends in a step, for each pipeline stage: float64 [stages]."""
+        return self.wire * np.array(self.counts, np.float64)
+
+    def values(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "axes": list(self.axes),
+            "source": self.source,
+            "kind": self.kind,
+            "ranks": self.ranks,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "count": self.count,
+            "counts_by_stage": list(self.counts),
+            "calls_in_program": self.calls,
+            "wire_bytes_each": self.wire,
+            "wire_bytes": float(self.sent.max()),
+        }
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All collectives of a step.
+
+    Attributes:
+      records: one for each kind, shape and source, in the order of the program.
+    """
+
+    records: tuple[Collective, ...]
+
+    def over(self, *axes: str) -> Ledger:
+        """Those over exactly these axes."""
+        return Ledger(tuple(record for record in self.records if set(record.axes) == set(axes)))
+
+    def by_axis(self) -> dict[tuple[str, ...], float]:
+        """Bytes a device sends in a step over each axis, or axes together, on the stage that sends most."""
+        return {axes: self.over(*axes).sent for axes in dict.fromkeys(record.axes for record in self.records)}
+
+    def by_source(self) -> dict[str, float]:
+        """Bytes a device sends in a step from each source; each on the stage that sends most of it."""
+        sources = dict.fromkeys(record.source for record in self.records)
+        return {
+            source: Ledger(tuple(record for record in self.records if record.source == source)).sent
+            for source in sources
+        }
+
+    @property
+    def count(self) -> int:
+        """Collectives that a device runs in a step, on the stage that runs most."""
+        return max(map(sum, zip(*(record.counts for record in self.records), strict=True)), default=0)
+
+    @property
+    def sent(self) -> float:
+        """Bytes a device sends in a step, on the stage that sends most."""
+        return float(max(sum(record.sent for record in self.records), default=0.0)) if self.records else 0.0
+
+
+def ledger(config: Config) -> Ledger:
+    """The ledger of a training step of `config`, which must be validated. No device is touched.
+
+    Attention is traced as XLA's kernel, which runs everywhere: no kernel of attention communicates.
+    """
+    config = replace(config, model=replace(config.model, attention="xla"))
+    program = build_program(config, abstract_mesh(config.mesh))
+    step = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr
+    return Ledger(read_collectives(step, schedule_of(config) if config.mesh.pipe > 1 else None))
+
+
+def read_collectives(jaxpr, schedule: Schedule | None = None) -> tuple[Collective, ...]:
+    """The collectives of a traced program, equal ones counted together; those of one rank alone, which send nothing,
+    are left out.
+
+    Args:
+      jaxpr: of a function that holds a `shard_map`.
+      schedule: the table that its pipeline runs, if it has one.
+
+    Raises:
+      ValueError: a collective is in a loop of unknown length, or in a conditional that is not the pipeline's, or is of
+        a kind that is not known here.
+    """
+    reader = _Reader({} if schedule is None else schedule.runs(), 1 if schedule is None else schedule.stages)
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    found: dict[Collective, list[Collective]] = {}
+    for record in reader.read(jaxpr, (True,) * len(jaxpr.outvars), reader.start):
+        if record.ranks > 1:
+            found.setdefault(replace(record, counts=(), calls=0), []).append(record)
+    return tuple(
+        replace(
+            like,
+            counts=tuple(sum(counts) for counts in zip(*(record.counts for record in same), strict=True)),
+            calls=sum(record.calls for record in same),
+        )
+        for like, same in found.items()
+    )
+
+
+def source_of(name_stack: str) -> tuple[str, str]:
+    """Part of the model and phase of what has this name: a JAX name stack, or `op_name` in a compiled program.
+
+    >>> source_of("jit(step)/transpose(jvp(layer))/while/body/rematted_computation/psum")
+    ('layer', 'recomputation')
+    """
+    names = re.findall(r"[^/()]+", name_stack)
+    parts = [name for name in names if name in scopes.PARTS]
+    if not parts:
+        return "", ""
+    part = parts[-1]
+    differentiated = {scopes.EMBEDDING, scopes.LAYER, scopes.HEAD} & set(parts)
+    if part == scopes.GRADIENT or not differentiated:
+        return part, ""
+    if "rematted_computation" in names:
+        return part, "recomputation"
+    return part, "backward" if "transpose" in names else "forward"
+
+
+# --- The reader -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in the program the reader is: names so far, loops, and how often it is run."""
+
+    stack: str
+    sizes: dict[str, int]
+    counts: np.ndarray  # [stages]
+    calls: int
+    loops: tuple[int, ...] = ()
+    outside: np.ndarray = field(default_factory=lambda: np.ones(1, np.int64))  # counts before the innermost loop
+
+
+class _Reader:
+    """Walks a jaxpr from its end: only equations whose results are used count."""
+
+    def __init__(self, runs: dict[str, np.ndarray], stages: int):
+        self.runs = runs
+        self.start = _Place("", {}, np.ones(stages, np.int64), 1)
+        self.used: dict = {}
+
+    def read(self, jaxpr, outputs: tuple[bool, ...], place: _Place) -> Iterator[Collective]:
+        """The collectives behind those outputs of `jaxpr` that are used."""
+        for equation, used in self.equations(jaxpr, outputs)[0]:
+            name, inner = equation.primitive.name, list(_jaxprs(equation))
+            here = replace(place, stack=f"{place.stack}/{equation.source_info.name_stack}")
+            if name in KINDS:
+                yield from _records(equation, here)
+            elif not inner:
+                if name not in SILENT and _axes(equation):
+                    raise ValueError(f"the ledger does not know what {name} sends over {_axes(equation)}")
+            elif name == "while":
+                if any(self._any(body, here) for body in inner):
+                    raise ValueError(f"a collective is in a loop of unknown length, at {here.stack}")
+            elif name == "cond":
+                yield from self._conditional(equation, inner, used, here)
+            elif name == "scan":
+                length = equation.params["length"]
+                inside = replace(
+                    here,
+                    counts=here.counts * length,
+                    calls=here.calls * length,
+                    loops=(*here.loops, length),
+                    outside=here.counts,
+                )
+                yield from self.read(inner[0], self._scan(equation, inner[0], used)[1], inside)
+            else:
+                if name == "shard_map":
+                    here = replace(here, sizes=dict(equation.params["mesh"].shape))
+                for body in inner:
+                    yield from self.read(body, _matching(body, used), here)
+
+    def _conditional(self, equation, branches: list, used: tuple[bool, ...], place: _Place) -> Iterator[Collective]:
+        """What the pipeline's conditionals run is counted by the table; of another one it must not matter."""
+        name = str(equation.source_info.name_stack).rsplit("/", 1)[-1]
+        if name in self.runs:
+            place = replace(place, counts=place.outside * self.runs[name])
+        found = [list(self.read(branch, used, place)) for branch in branches]
+        if name in self.runs:
+            yield from (record for branch in found for record in branch)
+        elif all(branch == found[0] for branch in found):
+            yield from found[0]
+        else:
+            raise ValueError(f"a collective is in a conditional of which nobody knows how often it runs: {place.stack}")
+
+    def _any(self, jaxpr, place: _Place) -> bool:
+        return any(True for _ in self.read(jaxpr, (True,) * len(jaxpr.outvars), place))
+
+    # --- What is used -------------------------------------------------------------------------------------------------
+
+    def equations(
+        self, jaxpr, outputs: tuple[bool, ...]
+    ) -> tuple[list[tuple[Any, tuple[bool, ...]]], tuple[bool, ...]]:
+        """The equations that the used outputs need, each with which of its own outputs are used; and the inputs that
+        they need."""
+        key = id(jaxpr), outputs
+        if key not in self.used:
+            used = {v for v, needed in zip(jaxpr.outvars, outputs, strict=True) if needed and not _is_literal(v)}
+            found = []
+            for equation in reversed(jaxpr.eqns):
+                mask = tuple(v in used for v in equation.outvars)
+                if not any(mask):
+                    continue
+                found.append((equation, mask))
+                inputs = zip(equation.invars, self._inputs(equation, mask), strict=True)
+                used.update(v for v, needed in inputs if needed and not _is_literal(v))
+            self.used[key] = (
+                found[::-1],
+                tuple(v in used for v in jaxpr.invars),
+                jaxpr,
+            )  # kept, so that ids stay its own
+        return self.used[key][:2]
+
+    def _inputs(self, equation, used: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Which inputs the used outputs of an equation need."""
+        name, inner = equation.primitive.name, list(_jaxprs(equation))
+        if name == "scan":
+            return self._scan(equation, inner[0], used)[0]
+        if name == "cond":
+            needed = zip(*(self.equations(branch, used)[1] for branch in inner), strict=True)
+            return (True, *map(any, needed))
+        if name != "while" and len(inner) == 1 and len(inner[0].invars) == len(equation.invars):
+            return self.equations(inner[0], _matching(inner[0], used))[1]
+        return (True,) * len(equation.invars)
+
+    def _scan(self, equation, body, used: tuple[bool, ...]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Which inputs a scan needs, and which outputs of its body are used, by the next iteration too."""
+        first, carried = equation.params["num_consts"], equation.params["num_carry"]
+        carry, rest = used[:carried], used[carried:]
+        while True:
+            inputs = self.equations(body, carry + rest)[1]
+            more = tuple(a or b for a, b in zip(carry, inputs[first : first + carried], strict=True))
+            if more == carry:
+                return inputs[:first] + carry + inputs[first + carried :], carry + rest
+            carry = more
+
+
+def _records(equation, place: _Place) -> Iterator[Collective]:
+    """A record for each operand of a collective."""
+    names = _axes(equation)
+    axes = tuple(sorted(names, key=lambda axis: AXES.index(axis) if axis in AXES else len(AXES)))
+    groups = equation.params.get("axis_index_groups")
+    ranks = len(groups[0]) if groups else math.prod(place.sizes[axis] for axis in axes)
+    part, phase = source_of(place.stack)
+    for operand in equation.invars:
+        yield Collective(
+            KINDS[equation.primitive.name],
+            axes,
+            ranks,
+            tuple(operand.aval.shape),
+            str(operand.aval.dtype),
+            part,
+            phase,
+            place.loops,
+            tuple(place.counts.tolist()),
+            place.calls,
+        )
+
+
+def _axes(equation) -> tuple[str, ...]:
+    """The mesh axes that an equation names."""
+    names = equation.params.get("axes", equation.params.get("axis_name", ()))
+    names = names if isinstance(names, (tuple, list)) else (names,)
+    return tuple(name for name in names if isinstance(name, str))
+
+
+def _jaxprs(equation) -> Iterator[Any]:
+    """The programs inside an equation, in the order of its parameters."""
+    for value in equation.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            item = getattr(item, "jaxpr", item)
+            if hasattr(item, "eqns"):
+                yield item
+
+
+def _matching(jaxpr, used: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Which outputs of an inner program are used: those of its equation, where they are the same ones."""
+    return used if len(jaxpr.outvars) == len(used) else (True,) * len(jaxpr.outvars)
+
+
+def _is_literal(variable) -> bool:
+    return isinstance(variable, Literal)

@@ -1,0 +1,88 @@
+"""The communication ledger as a picture: a bar for each axis of the mesh, in it a piece for each source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from mjax.parallel import scopes
+from mjax.planner.comms import Ledger
+from mjax.planner.comms_table import axes_name, human_bytes
+
+# Okabe and Ito's palette, apart for every kind of colour vision: a colour for each part of the model. Phases of a part
+# differ in lightness and in hatching.
+COLOURS = {
+    scopes.LAYER: "#0072B2",
+    scopes.EMBEDDING: "#56B4E9",
+    scopes.HEAD: "#CC79A7",
+    scopes.WEIGHTS: "#009E73",
+    scopes.GRADIENT: "#E69F00",
+    scopes.PIPELINE: "#F0E442",
+    scopes.OPTIMIZER: "#D55E00",
+    scopes.LOSS: "#999999",
+    "": "#000000",
+}
+HATCHES = {"": "", "forward": "", "backward": "///", "recomputation": "..."}
+INK, SOFT_INK = "#222222", "#666666"
+
+
+def draw_communication(ledger: Ledger, file: Path | BinaryIO, name: str = "") -> None:
+    """Draw `ledger` into `file`, in the format of its suffix (png, pdf, svg).
+
+    Each bar is what a device sends over an axis in one step, on the pipeline stage that sends most over it. Bars have
+    one scale; axes over which less than a thousandth of the whole is sent are not drawn, but said.
+
+    Args:
+      ledger: what to draw.
+      file: where to; what is no path is written as PNG.
+      name: of the config, for the title.
+    """
+    sent = ledger.by_axis()
+    drawn = sorted((axes for axes in sent if sent[axes] >= 1e-3 * sum(sent.values())), key=sent.get, reverse=True)
+    figure = Figure(figsize=(10, 2.5 + 0.75 * max(len(drawn), 1)), dpi=150, layout="constrained")
+    bars: Axes = figure.add_subplot()
+    longest = max(sent.values(), default=1.0)
+    unit, scale = next((u, s) for u, s in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1)) if longest >= s)
+    shown: dict[tuple[str, str], str] = {}
+    for row, axes in enumerate(drawn):
+        left = 0.0
+        for (part, phase), size in pieces(ledger.over(*axes)).items():
+            bars.barh(row, size / scale, left=left, height=0.62, **_style(part, phase))
+            left += size / scale
+            shown[part, phase] = " ".join(filter(None, (part or "elsewhere", phase)))
+        bars.text(left + 0.01 * longest / scale, row, human_bytes(sent[axes]), va="center", color=INK, size=10)
+    bars.set_yticks(range(len(drawn)), [axes_name(axes) for axes in drawn], size=11)
+    bars.set(ylim=(len(drawn) - 0.4, -0.6), xlim=(0, 1.16 * longest / scale))
+    bars.set_xlabel(f"{unit} that a device sends in a step (ring algorithms)", color=SOFT_INK, loc="left")
+    bars.tick_params(axis="y", length=0)
+    bars.spines[["top", "right", "left"]].set_visible(False)
+    few = [f"{axes_name(axes)} {human_bytes(sent[axes])}" for axes in sent if axes not in drawn]
+    title = f"Communication of a step{' of ' * bool(name)}{name}"
+    bars.set_title(title, loc="left", size=13, weight="bold", color=INK, pad=24 if few else 10)
+    if few:
+        bars.text(0, 1.03, f"not drawn: {', '.join(few)}", transform=bars.transAxes, size=9, color=SOFT_INK)
+    handles = [Patch(**_style(*key)) for key in shown]
+    figure.legend(handles, list(shown.values()), loc="outside lower left", ncols=4, frameon=False, labelcolor=INK)
+    figure.savefig(file)
+
+
+def pieces(ledger: Ledger) -> dict[tuple[str, str], float]:
+    """Bytes by part and phase on the pipeline stage that sends most, in the order of `COLOURS` and `HATCHES`."""
+    if not ledger.records:
+        return {}
+    stage = int(np.argmax(np.sum([record.sent for record in ledger.records], axis=0)))
+    sizes: dict[tuple[str, str], float] = {}
+    for record in ledger.records:
+        sizes[record.part, record.phase] = sizes.get((record.part, record.phase), 0.0) + record.sent[stage]
+    parts, phases = list(COLOURS), list(HATCHES)
+    ordered = sorted(sizes, key=lambda key: (parts.index(key[0]), phases.index(key[1])))
+    return {key: sizes[key] for key in ordered if sizes[key]}
+
+
+def _style(part: str, phase: str) -> dict:
+    return {"facecolor": COLOURS[part], "hatch": HATCHES[phase], "edgecolor": "white", "linewidth": 0.8}

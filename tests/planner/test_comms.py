@@ -1,0 +1,339 @@
+"""The communication of a step is a contract: closed forms for every parallel mode, held against the ledger of the
+traced step of 8.3 billion parameters. Letters as everywhere: b, s, h, l, v, and p ranks of `model`."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from mjax.config import load_config
+from mjax.parallel import scopes
+from mjax.parallel.mesh import abstract_mesh
+from mjax.parallel.schedules import build_schedule
+from mjax.planner import comms
+from mjax.planner.comms import KINDS, Collective, Ledger, read_collectives, source_of
+from tests.small import small_config
+
+L, H, V, S = 72, 3072, 51200, 1024  # gpt_8b
+p, D = 8, 64  # its ranks of `model` and of `data`
+GIB = 2**30
+
+ledger = cache(comms.ledger)  # several tests read the same one
+
+
+def gpt_8b(mesh=None, **train):
+    config = load_config("gpt_8b")
+    return replace(config, mesh=replace(config.mesh, **(mesh or {})), train=replace(config.train, **train))
+
+
+def summed(found):
+    """{(source, kind): (times, bytes that a device sends)} of a ledger, on the stage where they are most."""
+    rows = {}
+    for record in found.records:
+        times, sent = rows.get((record.source, record.kind), (0, 0))
+        rows[record.source, record.kind] = times + record.counts[0], sent + record.sent[0]
+    return rows
+
+
+def on_a_ring(kind, ranks, payload):
+    return {"all-reduce": 2}.get(kind, 1) * (ranks - 1) / ranks * payload
+
+
+def expected(rows, ranks):
+    """`summed` of {(source, kind): (times, bytes of the tensor of each)}."""
+    return {key: (times, times * on_a_ring(key[1], ranks, size)) for key, (times, size) in rows.items()}
+
+
+# --- Tensor parallelism -----------------------------------------------------------------------------------------------
+
+
+def test_8b_on_64_by_8_runs_293_all_reduces_of_23_79_gib_over_model():
+    found = ledger(gpt_8b(recompute="none")).over("model")
+    assert {record.kind for record in found.records} == {"all-reduce"}
+    assert found.count == 4 * L + 5
+    assert round(found.sent / GIB, 2) == 23.79
+    assert found.by_axis() == {("model",): found.sent}
+
+
+@pytest.mark.parametrize(("recompute", "micro_batch"), [("none", 8), ("selective", 8), ("full", 2)])
+def test_tensor_parallelism_costs_a_layer_two_all_reduces_each_way_and_one_to_compute_it_again(recompute, micro_batch):
+    m, tokens = 8 // micro_batch, micro_batch * S
+    rows = {
+        ("embedding forward", "all-reduce"): (m, 2 * tokens * H),
+        ("layer forward", "all-reduce"): (2 * L * m, 2 * tokens * H),
+        ("layer recomputation", "all-reduce"): (L * m, 2 * tokens * H),
+        ("layer backward", "all-reduce"): (2 * L * m, 2 * tokens * H),
+        ("head backward", "all-reduce"): (m, 2 * tokens * H),
+    }
+    if recompute != "full":  # the sum of attention alone: nobody needs that of the MLP again
+        del rows["layer recomputation", "all-reduce"]
+    found = summed(ledger(gpt_8b(recompute=recompute, micro_batch=micro_batch)).over("model"))
+    cross_entropy = found.pop(("head forward", "all-reduce"))  # maximum; sum of exponentials and the label's logit
+    assert cross_entropy == (2 * m, m * on_a_ring("all-reduce", p, 3 * 4 * tokens))
+    # Squared norms of the gradients that are split: six of a layer (QKV, MLP up, two kernels back), and the embedding.
+    assert found.pop(("optimizer", "all-reduce")) == (1, on_a_ring("all-reduce", p, 4 * (6 * L + 1)))
+    assert found == expected(rows, p)
+
+
+@pytest.mark.parametrize("micro_batch", [8, 2])
+def test_gradients_cross_data_once_in_float32_outside_every_loop(micro_batch):
+    found = ledger(gpt_8b(micro_batch=micro_batch, recompute="none" if micro_batch == 8 else "full")).over("data")
+    assert {(r.kind, r.dtype, r.loops) for r in found.records} == {("all-reduce", "float32", ())}
+    layer = (12 * H * H + 7 * H) // p + 6 * H  # split kernels and biases; LayerNorms and two biases are whole
+    parameters = L * layer + V * H // p + S * H + 2 * H
+    assert summed(found) == {
+        ("gradient", "all-reduce"): (16, on_a_ring("all-reduce", D, 4 * parameters)),
+        ("loss", "all-reduce"): (1, on_a_ring("all-reduce", D, 4)),
+    }
+
+
+# --- Sequence parallelism ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("recompute", "gathers", "scatters"), [("none", 0, 0), ("selective", 2, 0), ("full", 2, 1)])
+def test_sequence_parallelism_gathers_and_scatters_tokens_in_the_place_of_all_reduces(recompute, gathers, scatters):
+    found = ledger(gpt_8b({"sequence_parallel": True}, recompute=recompute))
+    whole = 2 * 8 * S * H
+    rows = {
+        ("embedding forward", "reduce-scatter"): (1, whole),
+        ("embedding backward", "all-gather"): (1, whole),
+        ("layer forward", "all-gather"): (2 * L, whole),
+        ("layer forward", "reduce-scatter"): (2 * L, whole),
+        ("layer backward", "all-gather"): (2 * L, whole),
+        ("layer backward", "reduce-scatter"): (2 * L, whole),
+        ("head forward", "all-gather"): (1, whole),
+        ("head backward", "reduce-scatter"): (1, whole),
+    }
+    if gathers:
+        rows["layer recomputation", "all-gather"] = gathers * L, whole
+    if scatters:
+        rows["layer recomputation", "reduce-scatter"] = scatters * L, whole
+    activations = [record for record in found.over("model").records if record.dtype == "bfloat16"]
+    assert summed(Ledger(tuple(activations))) == expected(rows, p)
+    # The weights that act on split tokens are summed over `model` as well, with the sum over `data`, once a step.
+    whole_weights = 4 * (L * 6 * H + S * H + 2 * H)
+    both = found.over("data", "model")
+    assert {record.loops for record in both.records} == {()}
+    assert summed(both) == {("gradient", "all-reduce"): (9, on_a_ring("all-reduce", D * p, whole_weights))}
+
+
+def test_sequence_parallelism_sends_as_many_bytes_as_tensor_parallelism():
+    plain, split = (ledger(gpt_8b({"sequence_parallel": on}, recompute="none")).over("model") for on in (False, True))
+    activations = [sum(r.sent[0] for r in found.records if r.dtype == "bfloat16") for found in (plain, split)]
+    assert activations[0] == activations[1] == (4 * L + 2) * on_a_ring("all-reduce", p, 2 * 8 * S * H)
+
+
+# --- ZeRO -------------------------------------------------------------------------------------------------------------
+
+# A layer's weights on a rank of `model`: QKV, projection, MLP up and down; the biases of QKV and of MLP up; and six
+# rows that are whole. The bias of QKV, [3, n / p, d], has no dim that 64 divides: it stays whole on every replica.
+KERNELS, QKV_BIAS, MLP_BIAS, ROWS = 12 * H * H // p, 3 * H // p, 4 * H // p, 6 * H
+OTHERS = V * H // p + S * H + 2 * H  # embedding, positions, final LayerNorm
+
+
+def test_zero_1_gathers_weights_once_in_bf16_and_scatters_gradients_once_in_float32():
+    found = ledger(gpt_8b({"zero": 1}, micro_batch=2)).over("data")
+    split = L * (KERNELS + MLP_BIAS + ROWS) + OTHERS
+    rows = summed(found)
+    rows.pop(("loss", "all-reduce"))
+    rows.pop(("optimizer", "all-reduce"))
+    assert rows == expected(
+        {("weights", "all-gather"): (15, 2 * split / 15), ("gradient", "reduce-scatter"): (15, 4 * split / 15)}, D
+    ) | {("gradient", "all-reduce"): (1, on_a_ring("all-reduce", D, 4 * L * QKV_BIAS))}
+    assert {record.loops for record in found.records} == {()}
+
+
+def test_zero_3_gathers_a_layer_forward_and_again_for_its_backward_pass():
+    m, micro_batch = 2, 4
+    rows = summed(ledger(gpt_8b({"zero": 3}, micro_batch=micro_batch)).over("data"))
+    layer = KERNELS + MLP_BIAS + ROWS
+    assert rows["weights", "all-gather"] == (4, on_a_ring("all-gather", D, 2 * OTHERS))
+    assert rows["weights forward", "all-gather"] == (11 * L * m, m * L * on_a_ring("all-gather", D, 2 * layer))
+    # Not again: the biases, which are only added, but that of MLP up, which the GELU needs.
+    again = layer - 2 * H - MLP_BIAS
+    times, sent = rows["weights recomputation", "all-gather"]
+    assert sent == pytest.approx(m * L * on_a_ring("all-gather", D, 2 * again))
+    assert times == 8 * L * m
+    scattered = on_a_ring("reduce-scatter", D, 4 * (m * L * layer + OTHERS))
+    assert rows["gradient", "reduce-scatter"] == (11 * L * m + 4, scattered)
+
+
+# --- Pipelines --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("1f1b", 3), ("zb-h1", 1)])
+def test_a_pipeline_runs_what_its_table_says_and_sends_two_messages_a_tick(schedule, chunks):
+    P_, M, tokens = 4, 8, S
+    mesh = {"pipe": P_, "schedule": schedule, "chunks": chunks}
+    found = ledger(gpt_8b(mesh, micro_batch=1, recompute="none"))
+    ticks = build_schedule(schedule, P_, M, chunks).ticks
+    whole = 2 * tokens * H
+    reduced = on_a_ring("all-reduce", p, whole)
+
+    def stages(source, over, kind="all-reduce"):
+        records = [r for r in found.over(*over).records if (r.source, r.kind) == (source, kind)]
+        return [sum(times) for times in zip(*(r.counts for r in records), strict=True)], sum(r.sent for r in records)
+
+    for source in ("layer forward", "layer backward"):
+        times, sent = stages(source, ["model"])
+        assert times == [2 * M * L // P_] * P_
+        assert list(sent) == [2 * M * L // P_ * reduced] * P_
+    assert stages("embedding forward", ["model"])[0] == [M, 0, 0, 0]
+    assert stages("head forward", ["model"])[0] == [0, 0, 0, 2 * M]
+    assert stages("head backward", ["model"])[0] == [0, 0, 0, M]
+    # B traces the embedding again for its derivative; the sum forward is not needed for that, and not counted.
+    assert "embedding backward" not in found.by_source()
+    times, sent = stages("pipeline", ["pipe"], "permute")
+    assert (times, list(sent)) == ([2 * ticks] * P_, [2 * ticks * whole] * P_)
+    # The embedding is used at both ends: one master copy, gathered over the stages in bf16, its gradients scattered.
+    others = V * H // p + S * H + 2 * H
+    assert stages("weights", ["pipe"], "all-gather")[1][0] == on_a_ring("all-gather", P_, 2 * others)
+    assert stages("gradient", ["pipe"], "reduce-scatter")[1][0] == on_a_ring("reduce-scatter", P_, 4 * others)
+    # A stage sums the gradients of its own layers over data, and of its part of the embedding.
+    own = L // P_ * ((12 * H * H + 7 * H) // p + 6 * H) + others // P_
+    assert stages("gradient", ["data"])[1][0] == on_a_ring("all-reduce", D, 4 * own)
+    if ticks > M * chunks:
+        assert any(r.calls > r.count for r in found.records), "a program's text does not say what the table leaves out"
+
+
+def test_a_pipeline_with_everything_else_gathers_and_scatters_in_the_passes_of_its_table():
+    mesh = {"pipe": 4, "schedule": "zb-h1", "sequence_parallel": True, "zero": 3}
+    found = ledger(gpt_8b(mesh, micro_batch=1, recompute="full"))
+    M, own = 8, L // 4
+    model, data = summed(found.over("model")), summed(found.over("data"))
+    whole = 2 * S * H
+    assert model["layer forward", "all-gather"] == (2 * M * own, 2 * M * own * on_a_ring("all-gather", p, whole))
+    assert model["layer recomputation", "reduce-scatter"][0] == M * own
+    assert data["weights forward", "all-gather"][0] == 11 * M * own
+    # Kernels' gradients are scattered in W, a chunk at once; those of rows and biases in B, layer by layer.
+    scattered = 4 * (M * own * (KERNELS + MLP_BIAS + ROWS) + OTHERS / 4)
+    assert data["gradient", "reduce-scatter"] == (4 * M + 7 * M * own + 4, on_a_ring("reduce-scatter", D, scattered))
+    (messages,) = (r for r in found.records if r.source == "pipeline")
+    assert messages.shape == (S // p, H)  # the rows of one rank of `model`
+
+
+# --- BERT -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_bert_sends_what_a_gpt_does_and_counts_its_masked_tokens(split):
+    changes = {"micro_batch": 2, "compute": "bf16", "layers": 3, "mesh": {"sequence_parallel": split}}
+    gpt, bert = (ledger(small_config(2, 4, kind=kind, **changes)) for kind in ("gpt", "bert"))
+
+    def activations(found):
+        rows = {key: row for key, row in summed(found.over("model")).items() if key[0].startswith(("layer", "emb"))}
+        assert rows["layer forward", "reduce-scatter" if split else "all-reduce"][0] == 2 * 3 * 2
+        return rows
+
+    assert activations(bert) == activations(gpt)
+    labels = [record for record in bert.records if record.dtype == "int32"]
+    assert [(record.axes, record.source, record.shape, record.count) for record in labels] == [
+        (("data",), "loss", (), 1)
+    ]
+    # With split tokens a rank has the first token of some sequences only: two figures are summed.
+    order = [record for record in bert.records if record.source == "head forward" and record.shape == (2,)]
+    assert [(record.axes, record.count) for record in order] == ([(("model",), 2)] if split else [])
+
+
+# --- The reader -------------------------------------------------------------------------------------------------------
+
+
+def traced(function, mesh=None):
+    mesh = abstract_mesh(replace(load_config("gpt_8b").mesh, **(mesh or {"data": 2, "model": 4})))
+    inside = jax.shard_map(function, mesh=mesh, in_specs=P("model"), out_specs=P("model"), check_vma=True)
+    return jax.jit(inside).trace(jax.ShapeDtypeStruct((8, 3), jnp.bfloat16)).jaxpr
+
+
+def send(x):
+    from mjax.parallel import mappings
+
+    return mappings.vary(mappings.leave(x), frozenset({"model"}))
+
+
+def test_loops_multiply_and_what_nobody_uses_is_not_counted():
+    def step(x):
+        def inner(x, _):
+            return send(x), send(x * 2)  # the second is collected, and thrown away
+
+        def outer(carry, _):
+            x, unused = carry
+            return (jax.lax.scan(inner, x, None, length=5)[0], send(unused)), None
+
+        return jax.lax.scan(outer, (x, x), None, length=3)[0][0]
+
+    (record,) = read_collectives(traced(step))
+    assert record == Collective("all-reduce", ("model",), 4, (2, 3), "bfloat16", loops=(3, 5), counts=(15,), calls=15)
+    assert (record.operand_bytes, record.payload, record.wire) == (12, 12, 2 * 3 / 4 * 12)
+    assert record.source == "elsewhere"
+
+
+def test_a_carried_value_that_a_later_iteration_needs_is_counted():
+    def step(x):
+        return jax.lax.scan(lambda carry, _: ((carry[1], send(carry[0])), None), (x, x), None, length=4)[0][0]
+
+    (record,) = read_collectives(traced(step))
+    assert record.count == 4
+
+
+def test_bytes_of_every_kind_are_those_of_a_ring():
+    sizes = {
+        kind: Collective(kind, ("data",), 4, (6, 10), "float32").wire
+        for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute")
+    }
+    assert sizes == {"all-reduce": 360, "all-gather": 720, "reduce-scatter": 180, "all-to-all": 180, "permute": 240}
+
+
+def test_one_rank_alone_sends_nothing():
+    assert read_collectives(traced(send, {"data": 8, "model": 1})) == ()
+    assert ledger(small_config()).records == ()
+    assert ledger(small_config()).sent == ledger(small_config()).count == 0
+
+
+def test_what_cannot_be_counted_is_refused(monkeypatch):
+    def loop(x):
+        return jax.lax.while_loop(lambda x: x.sum() > 0, send, x)
+
+    def conditional(x):
+        return jax.lax.cond(x[0, 0] > 0, send, lambda x: x, x)
+
+    with pytest.raises(ValueError, match="in a loop of unknown length"):
+        read_collectives(traced(loop))
+    with pytest.raises(ValueError, match="in a conditional of which nobody knows how often"):
+        read_collectives(traced(conditional))
+    monkeypatch.delitem(KINDS, "psum_invariant")
+    with pytest.raises(ValueError, match=r"does not know what psum_invariant sends over \('model',\)"):
+        read_collectives(traced(send))
+
+
+def test_a_conditional_whose_branches_send_the_same_is_counted_once():
+    (record,) = read_collectives(traced(lambda x: jax.lax.cond(x[0, 0] > 0, send, lambda x: send(x * 2), x)))
+    assert record.count == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("jit(_train_step)/embedding/psum", ("embedding", "forward")),
+        ("jit(_train_step)/transpose(jvp(layer))/while/body/psum", ("layer", "backward")),
+        ("/transpose(jvp(layer))//rematted_computation", ("layer", "recomputation")),
+        ("/transpose(jvp(layer))//rematted_computation/weights", ("weights", "recomputation")),
+        ("/transpose(jvp(layer))//gradient", ("gradient", "")),
+        ("jit(f)/shard_map/weights/all_gather", ("weights", "")),
+        ("/F/cond/jvp(layer)/while/body/weights", ("weights", "forward")),
+        ("jit(f)/layers/psum", ("", "")),
+    ],
+)
+def test_a_name_says_where_a_collective_comes_from(name, source):
+    assert source_of(name) == source
+
+
+def test_every_collective_of_every_mode_comes_from_somewhere():
+    meshes = ({}, {"zero": 3, "sequence_parallel": True}, {"pipe": 2, "chunks": 2, "zero": 1})
+    for mesh in meshes:
+        found = ledger(small_config(2, 2, layers=4, micro_batch=2, global_batch=16, recompute="full", mesh=mesh))
+        assert {record.part for record in found.records} <= set(scopes.PARTS)
+        assert Counter(record.source for record in found.records)["layer recomputation"]

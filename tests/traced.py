@@ -1,0 +1,22 @@
+"""The traced training step, and what is in it."""
+
+from mjax.parallel.mesh import abstract_mesh
+from mjax.training.step import build_program
+
+
+def traced_step(config):
+    """The program of `config` for a mesh that nobody has to own, and the jaxpr of its training step."""
+    program = build_program(config, abstract_mesh(config.mesh))
+    return program, program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr.jaxpr
+
+
+def equations(jaxpr, name):
+    """Every equation of the primitive `name`, at any depth."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == name:
+            yield equation
+        for value in equation.params.values():
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                item = getattr(item, "jaxpr", item)
+                if hasattr(item, "eqns"):
+                    yield from equations(item, name)
