@@ -1,0 +1,416 @@
+"""What XLA made of a program: its collectives, kernels and waits, read from scheduled HLO for NVIDIA GPUs.
+
+Scheduled HLO is a list of kernels in the order in which a GPU is given them. A collective is two lines of it, and what
+stands between them runs while the bytes travel:
+
+    %all-reduce-start = … all-reduce-start(%product), replica_groups=…
+    %weight_gradient  = … fusion(…)                                      beside the collective
+    %all-reduce-done  = … all-reduce-done(%all-reduce-start)             waits for it
+
+A `while` says how often it runs, so everything in it counts that many times. A `conditional` does not say how often it
+takes which branch: what stands in one counts as if it were taken every time, and is marked. XLA may put several
+collectives into one, which moves the same bytes in fewer calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+BITS = {
+    "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
+    "f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64,
+}  # fmt: skip
+NAMES = {"f32": "float32", "f64": "float64", "bf16": "bfloat16", "f16": "float16", "pred": "bool"}
+# Lines that cost nothing: they name values, or move what is smaller than a kernel's start.
+FREE = {
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all",
+    "opt-barrier", "domain",
+}  # fmt: skip
+
+
+class HloError(ValueError):
+    """The text is not the scheduled HLO of a GPU as this reader knows it."""
+
+
+# --- What is read -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a GPU computes between the start of a collective and the wait for it.
+
+    Attributes:
+      products: matrix products and attention kernels.
+      kernels: all others.
+    """
+
+    products: int = 0
+    kernels: int = 0
+
+
+@dataclass(frozen=True)
+class ScheduledCollective:
+    """One operand of one collective of a compiled program.
+
+    Attributes:
+      kind: one of `KINDS`.
+      axes: the mesh axes along which its groups lie, in the order of the mesh.
+      dtype: as NumPy names it.
+      bytes: of the operand, on one device: what it puts in.
+      count: times a step, loops multiplied.
+      calls: the same for the collective; 0 but for the first of its operands, so that calls add up.
+      conditional: whether it stands in a branch, and `count` is the most it can be.
+      beside: what runs while it is under way.
+      source: the operation of the traced program that it comes from, as XLA names it; empty where XLA does not say.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    bytes: int
+    count: int
+    calls: int
+    conditional: bool
+    beside: Beside
+    source: str
+
+    @property
+    def overlap(self) -> str:
+        """`products`, `kernels` or `nothing`: the most that hides it."""
+        return "products" if self.beside.products else "kernels" if self.beside.kernels else "nothing"
+
+
+@dataclass(frozen=True)
+class ScheduledProgram:
+    """A compiled program as it is scheduled.
+
+    Attributes:
+      collectives: an entry for each operand of each, in no particular order; those of groups of one are left out.
+      kernels: for each kind of kernel, how many different ones there are.
+      launches: how many of each are started in a step, every branch taken.
+    """
+
+    collectives: list[ScheduledCollective]
+    kernels: dict[str, int]
+    launches: dict[str, int]
+
+    def bytes_by(self) -> dict[tuple[tuple[str, ...], str, str], int]:
+        """Bytes that a device puts into collectives in a step, by (axes, kind, dtype)."""
+        total: dict = defaultdict(int)
+        for c in self.collectives:
+            total[c.axes, c.kind, c.dtype] += c.count * c.bytes
+        return dict(total)
+
+
+def read_program(text: str, mesh: Mapping[str, int]) -> ScheduledProgram:
+    """Read scheduled GPU HLO.
+
+    Args:
+      text: `compiled.as_text()`.
+      mesh: sizes of the axes by name, the slowest first; partitions are numbered along them in row-major order.
+
+    Raises:
+      HloError: it is not scheduled; a collective stands in a loop of unknown length, or its groups lie along no axes of
+        `mesh`.
+    """
+    if "is_scheduled=true" not in text.split("\n", 1)[0]:
+        raise HloError("this HLO is not scheduled: take the text of a compiled program, not of a lowered one")
+    module = _Module(text)
+    collectives, launches, different = [], Counter(), defaultdict(set)
+    for computation, times, conditional in module.executed():
+        starts = {}
+        for place, line in enumerate(computation):
+            if (kind := module.collective_of(line)) is not None:
+                starts[line.name] = place
+                found = module.operands_of(line, kind, mesh, times, conditional)
+                if found:
+                    beside = module.beside(computation, place)
+                    collectives += [ScheduledCollective(**each, beside=beside) for each in found]
+            if (kind := module.kernel_of(line)) is not None:
+                launches[kind] += times
+                different[kind].add(line.attribute("calls") or line.name)
+    return ScheduledProgram(
+        collectives, {kind: len(names) for kind, names in sorted(different.items())}, dict(sorted(launches.items()))
+    )
+
+
+# --- The text ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Line:
+    """`%name = shape opcode(operands), attributes`."""
+
+    name: str
+    shape: str
+    opcode: str
+    inside: str
+    attributes: str
+
+    @cached_property
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.\-]+)", self.inside)
+
+    def attribute(self, name: str) -> str | None:
+        """The computation or word that stands after `name=`."""
+        match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
+        return match and match[1]
+
+    @property
+    def source(self) -> str:
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match[1] if match else ""
+
+
+def _read_line(text: str) -> _Line | None:
+    match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", text)
+    if match is None:
+        return None
+    start = match.end()
+    end = _closing(text, start) + 1 if text[start] == "(" else text.index(" ", start)
+    opening = text.index("(", end)
+    closing = _closing(text, opening)
+    return _Line(
+        match[1], text[start:end], text[end:opening].strip(), text[opening + 1 : closing], text[closing + 1 :]
+    )
+
+
+def _closing(text: str, opening: int) -> int:
+    """Index of the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(text, opening):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    raise HloError(f"a parenthesis is never closed in: {text[:200].strip()}")
+
+
+def _arrays(shape: str) -> list[tuple[str, int]]:
+    """(type, bytes) of every array of a shape."""
+    found = []
+    for kind, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape):
+        if kind not in BITS:
+            raise HloError(f"the type {kind} is not known: {shape[:100]}")
+        found.append((kind, BITS[kind] * math.prod(int(dim) for dim in dims.split(",") if dim) // 8))
+    return found
+
+
+class _Module:
+    """The computations of a module, and what their lines are."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, list[_Line]] = {}
+        self.shapes: dict[tuple[str, str], str] = {}
+        current: list[_Line] | None = None
+        for row in text.splitlines():
+            if row.startswith(("%", "ENTRY")) and row.endswith("{"):
+                name = re.match(r"(?:ENTRY )?%?([\w.\-]+)", row)[1]
+                current = self.computations[name] = []
+                if row.startswith("ENTRY"):
+                    self.entry = name
+            elif row.startswith("}"):
+                current = None
+            elif current is not None and (line := _read_line(row)) is not None:
+                current.append(line)
+        self._products: dict[str, bool] = {}
+        self._shape_of = {
+            id(lines): {line.name: line.shape for line in lines} for lines in self.computations.values()
+        }
+        self._home = {id(line): lines for lines in self.computations.values() for line in lines}
+
+    # --- Which lines run, and how often -------------------------------------------------------------------------------
+
+    def executed(self) -> Iterator[tuple[list[_Line], int, bool]]:
+        """(lines, times a step, whether in a branch) of every computation that runs as a list of kernels."""
+        waiting = [(self.entry, 1, False)]
+        while waiting:
+            name, times, conditional = waiting.pop()
+            lines = self.computations[name]
+            yield lines, times, conditional
+            for line in lines:
+                waiting += [(inner, times * n, conditional or branch) for inner, n, branch in self._inner(line)]
+
+    def _inner(self, line: _Line) -> list[tuple[str, int, bool]]:
+        if line.opcode == "while":
+            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line.attributes)
+            body = line.attribute("body")
+            if trips is None:
+                if any(self.collective_of(inner) for inner in self._all_lines(body)):
+                    raise HloError(f"the loop {line.name} does not say how often it runs, and communicates")
+                return [(body, 1, True)]
+            return [(body, int(trips[1]), False)]
+        if line.opcode == "conditional":
+            return [(name, 1, True) for name in self._branches(line)]
+        if line.opcode == "call":
+            return [(line.attribute("to_apply"), 1, False)]
+        return []
+
+    def _branches(self, line: _Line) -> list[str]:
+        match = re.search(r"branch_computations=\{([^}]*)\}", line.attributes)
+        if match:
+            return re.findall(r"%([\w.\-]+)", match[1])
+        return [line.attribute("true_computation"), line.attribute("false_computation")]
+
+    def _all_lines(self, name: str) -> Iterator[_Line]:
+        for line in self.computations[name]:
+            yield line
+            if line.opcode in ("while", "conditional", "call"):
+                for inner, _, _ in self._inner(line):
+                    yield from self._all_lines(inner)
+
+    # --- Collectives --------------------------------------------------------------------------------------------------
+
+    def collective_of(self, line: _Line) -> str | None:
+        """The kind of the collective that `line` starts, or is; None for all other lines."""
+        opcode = line.opcode.removesuffix("-start")
+        if opcode in KINDS:
+            return opcode
+        if line.opcode == "async-start":
+            return next((kind for inner in self._wrapped(line) if (kind := self.collective_of(inner))), None)
+        return None
+
+    def _wrapped(self, line: _Line) -> list[_Line]:
+        return self.computations.get(line.attribute("calls") or "", [])
+
+    def operands_of(
+        self, line: _Line, kind: str, mesh: Mapping[str, int], times: int, conditional: bool
+    ) -> list[dict]:
+        """The fields of `ScheduledCollective` but `beside`, for each operand of a collective."""
+        described = line
+        if line.opcode == "async-start":
+            described = next(inner for inner in self._wrapped(line) if self.collective_of(inner))
+        axes = _axes_of(described, kind, mesh)
+        if not axes:
+            return []
+        shapes = self._shape_of[id(self._home[id(line)])]
+        arrays = [array for operand in line.operands for array in _arrays(shapes[operand])]
+        return [
+            {
+                "kind": kind,
+                "axes": axes,
+                "dtype": NAMES.get(dtype, dtype),
+                "bytes": size,
+                "count": times,
+                "calls": times if index == 0 else 0,
+                "conditional": conditional,
+                "source": line.source or described.source,
+            }
+            for index, (dtype, size) in enumerate(arrays)
+        ]
+
+    def beside(self, computation: list[_Line], place: int) -> Beside:
+        """What stands between the collective at `place` and the wait for it."""
+        start, products, kernels = computation[place], 0, 0
+        if not start.opcode.endswith("-start"):
+            return Beside()
+        for line in computation[place + 1 :]:
+            if line.opcode.endswith("-done") and start.name in line.operands:
+                return Beside(products, kernels)
+            inside = self._all_lines_of(line)
+            for each in inside:
+                kind = self.kernel_of(each)
+                products += kind is not None and kind.startswith(("matrix product", "attention"))
+                kernels += kind is not None and not kind.startswith(("matrix product", "attention"))
+        raise HloError(f"nothing waits for {start.name}")
+
+    def _all_lines_of(self, line: _Line) -> Iterator[_Line]:
+        if line.opcode not in ("while", "conditional", "call"):
+            return iter((line,))
+        return itertools.chain.from_iterable(self._all_lines(inner) for inner, _, _ in self._inner(line))
+
+    # --- Kernels ------------------------------------------------------------------------------------------------------
+
+    def kernel_of(self, line: _Line) -> str | None:
+        """What kind of kernel a line starts; None where it starts none, or a collective."""
+        opcode = line.opcode
+        if opcode in FREE or opcode in ("while", "conditional", "call") or self.collective_of(line):
+            return None
+        if opcode.endswith("-done") or opcode == "async-update":
+            return None
+        if opcode == "custom-call":
+            target = re.search(r'custom_call_target="([^"]*)"', line.attributes)[1]
+            if target.startswith("__cudnn$fmha"):
+                return "attention, cuDNN"
+            if target.startswith("__cublas"):
+                return "matrix product, cuBLAS"
+            return f"custom call {target}"
+        if opcode == "fusion":
+            return self._fusion(line)
+        if opcode in ("copy", "copy-start"):
+            return "copy"
+        return opcode.removesuffix("-start")
+
+    def _fusion(self, line: _Line) -> str:
+        config = re.search(r'"fusion_backend_config":\{"kind":"([^"]*)"', line.attributes)
+        kind = config[1] if config else ""
+        if self._has_product(line.attribute("calls")):
+            maker = "Triton" if kind.startswith("__triton") else "cuDNN" if "cudnn" in kind else "XLA"
+            return f"matrix product, {maker}"
+        if kind.startswith("__triton"):
+            return "fusion, Triton"
+        if kind == "__custom_fusion":
+            return "copy"  # a slice of a buffer, handed on or written in place
+        return "fusion, reduction" if "kind=kInput" in line.attributes else "fusion, element-wise"
+
+    def _has_product(self, name: str) -> bool:
+        if name not in self._products:
+            lines = self.computations[name]
+            self._products[name] = any(
+                line.opcode in ("dot", "convolution", "scaled-dot")
+                or (line.opcode == "fusion" and self._has_product(line.attribute("calls")))
+                for line in lines
+            )
+        return self._products[name]
+
+
+# --- Groups and axes --------------------------------------------------------------------------------------------------
+
+
+def _axes_of(line: _Line, kind: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes along which a collective communicates; none where its groups hold one device each.
+
+    Raises:
+      HloError: its groups are not those of any axes of `mesh`.
+    """
+    if kind == "collective-permute":
+        pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line.attributes)
+        between = np.array(re.findall(r"\{(\d+),(\d+)\}", pairs[1]), dtype=np.int64)
+        places = np.stack(np.unravel_index(between, tuple(mesh.values())), axis=-1)  # [pairs, 2, axes]
+        moved = (places[:, 0] != places[:, 1]).any(axis=0)
+        return tuple(axis for axis, changes in zip(mesh, moved, strict=True) if changes)
+    groups = _groups(line.attributes, math.prod(mesh.values()))
+    if groups.shape[1] == 1:
+        return ()
+    places = np.stack(np.unravel_index(groups, tuple(mesh.values())), axis=-1)  # [groups, members, axes]
+    varies = (places != places[:, :1]).any(axis=(0, 1))
+    axes = tuple(axis for axis, differs in zip(mesh, varies, strict=True) if differs)
+    if groups.size != math.prod(mesh.values()) or groups.shape[1] != math.prod(mesh[axis] for axis in axes):
+        raise HloError(f"the groups of {line.name} lie along no axes of the mesh {dict(mesh)}")
+    return axes
+
+
+def _groups(attributes: str, devices: int) -> np.ndarray:
+    """The replica groups of a collective: int [groups, members]."""
+    listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})?\}", attributes)
+    if listed:
+        if listed[1] is None:
+            return np.arange(devices)[None]
+        groups = [np.array(group.split(","), dtype=np.int64) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+        if len({len(group) for group in groups}) != 1:
+            raise HloError(f"groups of different sizes: {attributes[:200]}")
+        return np.stack(groups)
+    counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if counted is None:
+        raise HloError(f"replica groups in a form that is not known: {attributes[:200]}")
+    shape, dims, order = (tuple(int(n) for n in part.split(",")) if part else None for part in counted.groups())
+    numbers = np.arange(math.prod(dims)).reshape(dims)
+    return (numbers if order is None else numbers.transpose(order)).reshape(shape)
