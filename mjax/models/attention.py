@@ -229,20 +229,9 @@ def resolve_attention(
     Raises:
       UsageError: the kernel asked for cannot do what the run needs, or fails when it is run.
     """
-    obstacle = _cudnn_obstacle(model, compute, platform, documents)
-    if model.attention == "cudnn" and obstacle:
-        raise UsageError(
-            f"--model.attention cudnn cannot be used: {obstacle}; change that, or use --model.attention xla"
-        )
-    if model.attention != "auto":
-        kernel = model.attention
-    elif platform != "gpu":
-        kernel = "xla_blocks"
-    elif obstacle:
-        kernel = "xla"
+    kernel, obstacle = choose_kernel(model, compute, platform, documents)
+    if model.attention == "auto" and platform == "gpu" and obstacle:
         announce(f"attention: the slower kernel xla is used instead of cuDNN flash, because {obstacle}")
-    else:
-        kernel = "cudnn"
     refusal = _self_test(kernel, model, compute, documents)
     if refusal is None:
         return kernel
@@ -252,6 +241,29 @@ def resolve_attention(
         announce(f"attention: the slower kernel xla is used, because cuDNN flash refuses {what} ({refusal})")
         return "xla"
     raise UsageError(f"the attention kernel {kernel} does not run here ({refusal}); use --model.attention xla")
+
+
+def choose_kernel(
+    model: ModelConfig, compute: str, platform: str, documents: bool = False
+) -> tuple[str, str | None]:
+    """The kernel by the rule in this module's table, before anybody tried it, and what keeps it from being cuDNN's.
+
+    Args:
+      model, compute, platform, documents: as for `resolve_attention`.
+
+    Raises:
+      UsageError: cuDNN's was asked for by name and cannot do what the run needs.
+    """
+    obstacle = _cudnn_obstacle(model, compute, platform, documents)
+    if model.attention == "cudnn" and obstacle:
+        raise UsageError(
+            f"--model.attention cudnn cannot be used: {obstacle}; change that, or use --model.attention xla"
+        )
+    if model.attention != "auto":
+        return model.attention, obstacle
+    if platform != "gpu":
+        return "xla_blocks", obstacle
+    return ("xla" if obstacle else "cudnn"), obstacle
 
 
 def _cudnn_obstacle(model: ModelConfig, compute: str, platform: str, documents: bool) -> str | None:

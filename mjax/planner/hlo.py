@@ -24,7 +24,14 @@ from functools import cached_property
 
 import numpy as np
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+# What a collective is called in HLO, and in the ledger.
+KINDS = {
+    "all-reduce": "all-reduce",
+    "all-gather": "all-gather",
+    "reduce-scatter": "reduce-scatter",
+    "collective-permute": "permute",
+    "all-to-all": "all-to-all",
+}
 BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
     "f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64,
@@ -62,7 +69,7 @@ class ScheduledCollective:
     """One operand of one collective of a compiled program.
 
     Attributes:
-      kind: one of `KINDS`.
+      kind: all-reduce, all-gather, reduce-scatter, permute or all-to-all.
       axes: the mesh axes along which its groups lie, in the order of the mesh.
       dtype: as NumPy names it.
       bytes: of the operand, on one device: what it puts in.
@@ -127,10 +134,8 @@ def read_program(text: str, mesh: Mapping[str, int]) -> ScheduledProgram:
     module = _Module(text)
     collectives, launches, different = [], Counter(), defaultdict(set)
     for computation, times, conditional in module.executed():
-        starts = {}
         for place, line in enumerate(computation):
             if (kind := module.collective_of(line)) is not None:
-                starts[line.name] = place
                 found = module.operands_of(line, kind, mesh, times, conditional)
                 if found:
                     beside = module.beside(computation, place)
@@ -273,7 +278,7 @@ class _Module:
         """The kind of the collective that `line` starts, or is; None for all other lines."""
         opcode = line.opcode.removesuffix("-start")
         if opcode in KINDS:
-            return opcode
+            return KINDS[opcode]
         if line.opcode == "async-start":
             return next((kind for inner in self._wrapped(line) if (kind := self.collective_of(inner))), None)
         return None
@@ -381,7 +386,7 @@ def _axes_of(line: _Line, kind: str, mesh: Mapping[str, int]) -> tuple[str, ...]
     Raises:
       HloError: its groups are not those of any axes of `mesh`.
     """
-    if kind == "collective-permute":
+    if kind == "permute":
         pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line.attributes)
         between = np.array(re.findall(r"\{(\d+),(\d+)\}", pairs[1]), dtype=np.int64)
         places = np.stack(np.unravel_index(between, tuple(mesh.values())), axis=-1)  # [pairs, 2, axes]

@@ -1,0 +1,226 @@
+"""The train step compiled for NVIDIA GPUs that are not there.
+
+XLA needs no GPU to compile for one: it needs to be told about it. `targets/` holds a sheet for each GPU, in XLA's own
+words (GpuTargetConfigProto), and a topology of so many servers gives a mesh of devices that exist on paper. The step is
+the one that training runs, from `build_program`, with the XLA flags of this process.
+
+What comes out is what a cluster would get, with one difference: nothing can be measured here, so XLA takes its default
+tiles for matrix products (Triton's) where on a GPU it times several, cuBLAS's among them. Collectives, their order and
+memory hardly depend on that; the speed of matrix products does.
+
+It needs the CUDA wheels (requirements-cuda.txt), because the compiler for NVIDIA GPUs is in them; no driver, no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mjax.config import Config
+from mjax.errors import RunError, UsageError
+from mjax.planner.hlo import ScheduledProgram, read_program
+
+SHEETS = Path(__file__).parent / "targets"
+
+
+@dataclass(frozen=True)
+class AllocatedMemory:
+    """Bytes on one device, as XLA allocates them.
+
+    Attributes:
+      arguments: state and batch: what a step is given.
+      outputs: what it returns.
+      aliased: of the outputs, what takes the place of arguments: the new state that of the old.
+      temporaries: all that lives within a step: the weights in the compute type, gradients, activations.
+      peak: the most of all these that is alive at once.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    peak: int
+
+    @property
+    def total(self) -> int:
+        """What a step needs: XLA takes the temporaries in one piece, so this and not `peak` has to fit."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What compiling a step ahead of time gave.
+
+    Attributes:
+      gpu: name of the sheet: h100.
+      device_kind: what JAX calls this GPU.
+      gpu_memory: bytes a device has, by the sheet.
+      servers: their number.
+      attention: the kernel of attention that was compiled.
+      tracing, compiling: seconds.
+      resident: the most memory this process had so far, in bytes.
+      memory: what XLA allocates.
+      program: what it scheduled.
+      text: the scheduled HLO.
+      lowered: the step as it was before XLA, a `jax.stages.Lowered`.
+    """
+
+    gpu: str
+    device_kind: str
+    gpu_memory: int
+    servers: int
+    attention: str
+    tracing: float
+    compiling: float
+    resident: int
+    memory: AllocatedMemory
+    program: ScheduledProgram
+    text: str
+    lowered: Any
+
+
+def sheet_names() -> list[str]:
+    """The GPUs there is a sheet of."""
+    return sorted(file.stem for file in SHEETS.glob("*.txtpb"))
+
+
+def check_compile(config: Config, gpu: str | None, per_server: int = 8) -> None:
+    """Refuse what cannot be compiled for, before JAX is imported.
+
+    Raises:
+      UsageError: there is no sheet of the GPU, or the mesh does not fill its servers, or the CUDA wheels are missing.
+    """
+    names = sheet_names()
+    if gpu is None:
+        raise UsageError(f"--compile needs to know for which GPU; add --gpu with one of {', '.join(names)}")
+    if gpu not in names:
+        raise UsageError(f"--gpu {gpu}: there is no sheet to compile for it; use one of {', '.join(names)}")
+    if per_server < 1:
+        raise UsageError(f"--devices-per-node is {per_server}; it must be at least 1")
+    devices = config.mesh.devices
+    if devices > per_server and devices % per_server:
+        raise UsageError(
+            f"a mesh of {devices} devices does not fill servers of {per_server}; change --mesh.data, or use "
+            f"--devices-per-node {max(n for n in range(1, per_server + 1) if devices % n == 0)}"
+        )
+    if not _has_cuda_wheels():
+        raise UsageError(
+            "--compile needs the compiler for NVIDIA GPUs, which is in JAX's CUDA wheels (no GPU and no driver is "
+            "needed); type: pip install -r requirements-cuda.txt"
+        )
+
+
+def _has_cuda_wheels() -> bool:
+    """Whether JAX's plugin for CUDA is installed, found without importing JAX."""
+    plugins = importlib.util.find_spec("jax_plugins")
+    if plugins is None:
+        return False
+    return any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(plugins.submodule_search_locations))
+
+
+def compile_step(
+    config: Config, gpu: str, per_server: int = 8, announce: Callable[[str], None] = lambda _: None
+) -> Compilation:
+    """Compile the train step of `config` for its mesh of GPUs that need not be there.
+
+    `launch.leave_accelerators_alone` has to be called before JAX is imported: JAX would look for GPUs and fail.
+
+    Args:
+      config: validated; `model.attention` auto is resolved as on a GPU.
+      gpu: name of a sheet.
+      per_server: GPUs of a server.
+      announce: is told what is being done: it takes from seconds to minutes.
+
+    Raises:
+      UsageError: JAX or cuDNN refuses what the config asks for.
+      RunError: XLA cannot compile the step.
+    """
+    import jax
+    from jax.experimental.topologies import get_topology_desc
+
+    from mjax.models.attention import choose_kernel
+    from mjax.parallel.mesh import make_mesh
+    from mjax.training.step import build_program
+
+    sizes = config.mesh
+    documents = "documents" in config.batch_arrays()
+    kernel, _ = choose_kernel(config.model, config.precision.compute, "gpu", documents)
+    config = replace(config, model=replace(config.model, attention=kernel))
+    servers = max(1, sizes.devices // per_server)
+    topology = get_topology_desc(
+        platform="cuda",
+        topology=f"1x{servers}x{min(sizes.devices, per_server)}",  # slices × servers × GPUs of a server
+        target_config=(SHEETS / f"{gpu}.txtpb").read_text(),
+    )
+    mesh = make_mesh(sizes, topology.devices)
+
+    # --- Trace --------------------------------------------------------------------------------------------------------
+    announce("tracing the step")
+    clock = time.perf_counter()
+    program = build_program(config, mesh)
+    try:
+        lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    except NotImplementedError as error:
+        # JAX asks the GPU it sees what cuDNN can do on it. Here it sees none, and assumes the least.
+        raise UsageError(
+            f"JAX does not lower cuDNN's attention here: {str(error).splitlines()[0]} Where it sees no GPU it assumes "
+            "one older than Hopper; add --model.attention xla"
+        ) from error
+    tracing = time.perf_counter() - clock
+
+    # --- Compile ------------------------------------------------------------------------------------------------------
+    announce(f"compiling for {sizes.devices:,} × {topology.devices[0].device_kind}")
+    clock = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise RunError(f"XLA cannot compile this step for {gpu}: {str(error).splitlines()[0]}") from error
+    compiling = time.perf_counter() - clock
+
+    # --- Read ---------------------------------------------------------------------------------------------------------
+    announce("reading what XLA made of it")
+    text, stats = compiled.as_text(), compiled.memory_analysis()
+    return Compilation(
+        gpu=gpu,
+        device_kind=topology.devices[0].device_kind,
+        gpu_memory=_memory_of(gpu),
+        servers=servers,
+        attention=kernel,
+        tracing=tracing,
+        compiling=compiling,
+        resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        memory=AllocatedMemory(
+            arguments=stats.argument_size_in_bytes,
+            outputs=stats.output_size_in_bytes,
+            aliased=stats.alias_size_in_bytes,
+            temporaries=stats.temp_size_in_bytes,
+            peak=stats.peak_memory_in_bytes,
+        ),
+        program=read_program(text, dict(mesh.shape)),
+        text=text,
+        lowered=lowered,
+    )
+
+
+def _memory_of(gpu: str) -> int:
+    """Bytes of memory that the sheet of a GPU gives it."""
+    for line in (SHEETS / f"{gpu}.txtpb").read_text().splitlines():
+        name, _, value = line.strip().partition(": ")
+        if name == "device_memory_size":
+            return int(value)
+    raise ValueError(f"the sheet of {gpu} gives no device_memory_size")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what compiled: JAX, and the plugin whose compiler it is."""
+    plugins = importlib.util.find_spec("jax_plugins").submodule_search_locations
+    names = [module.name for module in pkgutil.iter_modules(plugins) if module.name.startswith("xla_cuda")]
+    packages = ["jax", "jaxlib", *(f"jax-{name.removeprefix('xla_')}-plugin" for name in names)]
+    return {package: version(package) for package in packages}
