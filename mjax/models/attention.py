@@ -243,9 +243,7 @@ def resolve_attention(
     raise UsageError(f"the attention kernel {kernel} does not run here ({refusal}); use --model.attention xla")
 
 
-def choose_kernel(
-    model: ModelConfig, compute: str, platform: str, documents: bool = False
-) -> tuple[str, str | None]:
+def choose_kernel(model: ModelConfig, compute: str, platform: str, documents: bool = False) -> tuple[str, str | None]:
     """The kernel by the rule in this module's table, before anybody tried it, and what keeps it from being cuDNN's.
 
     Args:

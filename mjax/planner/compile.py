@@ -69,7 +69,7 @@ class Compilation:
       memory: what XLA allocates.
       program: what it scheduled.
       text: the scheduled HLO.
-      lowered: the step as it was before XLA, a `jax.stages.Lowered`.
+      step: the `TrainProgram` whose step it is, on a mesh of these GPUs.
     """
 
     gpu: str
@@ -83,7 +83,7 @@ class Compilation:
     memory: AllocatedMemory
     program: ScheduledProgram
     text: str
-    lowered: Any
+    step: Any
 
 
 def sheet_names() -> list[str]:
@@ -122,7 +122,9 @@ def _has_cuda_wheels() -> bool:
     plugins = importlib.util.find_spec("jax_plugins")
     if plugins is None:
         return False
-    return any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(plugins.submodule_search_locations))
+    return any(
+        module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(plugins.submodule_search_locations)
+    )
 
 
 def compile_step(
@@ -205,7 +207,7 @@ def compile_step(
         ),
         program=read_program(text, dict(mesh.shape)),
         text=text,
-        lowered=lowered,
+        step=program,
     )
 
 

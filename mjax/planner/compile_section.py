@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mjax.planner.compile import Compilation, versions
+from mjax.config import Config
+from mjax.planner.compile import Compilation, check_compile, compile_step, versions
 from mjax.planner.hlo import ScheduledCollective
+from mjax.planner.saved_program import check_save, save_program
 from mjax.planner.section import Section, named_rows, table
+
+if TYPE_CHECKING:
+    from mjax.planner.comms import Collective  # imports JAX
 
 GIB = 2**30
 
@@ -18,6 +25,42 @@ Key = tuple[tuple[str, ...], str, str]
 """Axes, kind and type of collectives."""
 Counts = Mapping[Key, tuple[int, int]]
 """Calls and bytes a step, for each."""
+
+
+def check_arguments(config: Config, gpu: str | None, per_server: int, file: Path | None) -> None:
+    """Refuse before JAX is imported what `compile_and_tell` could not do.
+
+    Raises:
+      UsageError: one sentence that says what to type.
+    """
+    check_compile(config, gpu, per_server)
+    if file is not None:
+        check_save(file)
+
+
+def compile_and_tell(config: Config, gpu: str, per_server: int, file: Path | None = None) -> Section:
+    """Compile the step of a checked config, save it where that is asked for, and say what became of it.
+
+    Args:
+      config, gpu, per_server: as for `compile_step`.
+      file: where to save the step.
+    """
+    from mjax.planner.comms import ledger
+
+    with progress() as announce:
+        compiled = compile_step(config, gpu, per_server, announce)
+        section = compile_section(compiled, totals(ledger(config).records))
+        if file is not None:
+            announce(f"writing {file}")
+            facts = {
+                name: section.values[name]
+                for name in ("gpu", "device_kind", "attention", "memory", "versions", "xla_flags")
+            }
+            save_program(file, config, compiled.step, "cuda", facts, compiled.text)
+    section.values["program"] = None if file is None else str(file)
+    if file is not None:
+        section.lines.extend(["", f"saved: {file}"])
+    return section
 
 
 def compile_section(compiled: Compilation, expected: Counts, formula: float | None = None) -> Section:
@@ -98,6 +141,16 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield lambda what: shown.update(task, description=what)
 
 
+def totals(records: Iterable[Collective]) -> Counts:
+    """What the ledger counts, as the text of a program counts it: calls and bytes with every branch taken."""
+    counted: dict[Key, tuple[int, int]] = {}
+    for record in records:
+        key = record.axes, record.kind, record.dtype
+        calls, size = counted.get(key, (0, 0))
+        counted[key] = calls + record.calls, size + record.calls * record.operand_bytes
+    return counted
+
+
 # --- The parts --------------------------------------------------------------------------------------------------------
 
 
@@ -124,10 +177,9 @@ def _memory(compiled: Compilation, formula: float | None) -> list[str]:
     ]
     lines = table(("memory of a device", "GiB"), [(name, f"{size / GIB:.2f}") for name, size in rows])
     if formula is not None:
-        lines.append(
-            f"the formula says {formula / GIB:.2f} GiB, {formula / memory.total - 1:+.1%}; of {compiled.gpu_memory / GIB:.1f}"
-            " GiB that the GPU has"
-        )
+        difference = formula / memory.total - 1
+        lines.append(f"the formula says {formula / GIB:.2f} GiB, {difference:+.1%}")
+    lines.append(f"the GPU has {compiled.gpu_memory / GIB:.1f} GiB")
     return lines
 
 
@@ -147,17 +199,26 @@ def _rows(collectives: list[ScheduledCollective]) -> dict[Key, dict]:
 
 
 def _collectives(rows: dict[Key, dict]) -> list[str]:
-    header = ("collectives", "over", "type", "calls", "GiB put in", "beside products", "other kernels", "nothing")
+    header = ("collectives", "over", "type", "calls", "put in", "beside products", "other kernels", "nothing")
     cells = []
     for (axes, kind, dtype), row in rows.items():
         shares = [f"{row[what] / row['bytes']:.0%}" for what in ("products", "kernels", "nothing")]
-        cells.append((kind, " × ".join(axes), dtype, row["calls"], f"{row['bytes'] / GIB:.3f}", *shares))
+        cells.append((kind, " × ".join(axes), dtype, f"{row['calls']:,}", _size(row["bytes"]), *shares))
     lines = table(header, cells, left=3)
     if not cells:
         lines = ["collectives: none, on a mesh of one device"]
     elif any(row["calls_in_branches"] for row in rows.values()):
         lines.append("calls as if every stage ran every pass in every tick: a compiled program does not say more")
     return lines
+
+
+def _size(count: float) -> str:
+    """'23.8 GiB'."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
 
 
 def _kernels(compiled: Compilation) -> list[str]:
@@ -176,6 +237,8 @@ def _comparison(expected: Counts, found: Counts) -> list[str]:
         (calls, size), (calls_found, size_found) = expected.get(key, (0, 0)), found.get(key, (0, 0))
         axes, kind, dtype = key
         verdict = "equal" if size == size_found else f"{size_found - size:+,}"
-        rows.append((kind, " × ".join(axes), dtype, f"{calls:,}", f"{calls_found:,}", f"{size:,}", f"{size_found:,}", verdict))
+        rows.append(
+            (kind, " × ".join(axes), dtype, f"{calls:,}", f"{calls_found:,}", f"{size:,}", f"{size_found:,}", verdict)
+        )
     header = ("bytes put in", "over", "type", "calls, ledger", "compiled", "bytes, ledger", "compiled", "")
     return table(header, rows, left=3) if rows else []

@@ -19,7 +19,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -184,9 +184,7 @@ def _read_line(text: str) -> _Line | None:
     end = _closing(text, start) + 1 if text[start] == "(" else text.index(" ", start)
     opening = text.index("(", end)
     closing = _closing(text, opening)
-    return _Line(
-        match[1], text[start:end], text[end:opening].strip(), text[opening + 1 : closing], text[closing + 1 :]
-    )
+    return _Line(match[1], text[start:end], text[end:opening].strip(), text[opening + 1 : closing], text[closing + 1 :])
 
 
 def _closing(text: str, opening: int) -> int:
@@ -227,9 +225,7 @@ class _Module:
             elif current is not None and (line := _read_line(row)) is not None:
                 current.append(line)
         self._products: dict[str, bool] = {}
-        self._shape_of = {
-            id(lines): {line.name: line.shape for line in lines} for lines in self.computations.values()
-        }
+        self._shape_of = {id(lines): {line.name: line.shape for line in lines} for lines in self.computations.values()}
         self._home = {id(line): lines for lines in self.computations.values() for line in lines}
 
     # --- Which lines run, and how often -------------------------------------------------------------------------------
@@ -286,9 +282,7 @@ class _Module:
     def _wrapped(self, line: _Line) -> list[_Line]:
         return self.computations.get(line.attribute("calls") or "", [])
 
-    def operands_of(
-        self, line: _Line, kind: str, mesh: Mapping[str, int], times: int, conditional: bool
-    ) -> list[dict]:
+    def operands_of(self, line: _Line, kind: str, mesh: Mapping[str, int], times: int, conditional: bool) -> list[dict]:
         """The fields of `ScheduledCollective` but `beside`, for each operand of a collective."""
         described = line
         if line.opcode == "async-start":

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import tyro
 
+from mjax import launch
 from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.planner.section import Section, named_rows
@@ -30,6 +31,15 @@ class PlanArguments:
     """Draw the pipeline's schedule into this file: .png, .pdf or .svg."""
     communication_figure: Path | None = None
     """Draw what a device sends, by axis and source, into this file: .png, .pdf or .svg."""
+    gpu: str | None = None
+    """The GPU to plan for: a100, h100, h200 or b200."""
+    compile: bool = False
+    """Compile the step ahead of time for --gpu, which need not be here: memory as XLA allocates it, collectives as it
+    schedules them. Takes from half a minute to some minutes, and JAX's CUDA wheels (requirements-cuda.txt)."""
+    devices_per_node: int = 8
+    """GPUs of a server; with --compile."""
+    save_program: Path | None = None
+    """With --compile: write the step into this file, for a cluster to compile and for people to read."""
     json: bool = False
     """Print one JSON object instead of tables."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -50,6 +60,13 @@ def run_plan(arguments: PlanArguments) -> int:
         _check_figure("--schedule-figure", arguments.schedule_figure)
     if arguments.communication_figure is not None:
         _check_figure("--communication-figure", arguments.communication_figure)
+
+    if arguments.compile:
+        from mjax.planner.compile_section import check_arguments
+
+        check_arguments(config, arguments.gpu, arguments.devices_per_node, arguments.save_program)
+    elif arguments.save_program is not None:
+        raise UsageError("--save-program writes what --compile compiles; add --compile --gpu h100")
 
     sections = {key: build(arguments) for key, build in SECTIONS.items()}
     if arguments.json:
@@ -135,11 +152,22 @@ def _communication(arguments: PlanArguments) -> Section:
     return communication_section(found, None if file is None else str(file))
 
 
+def _compile(arguments: PlanArguments) -> Section | None:
+    """The step as XLA compiles it for a GPU, where that is asked for."""
+    if not arguments.compile:
+        return None
+    launch.leave_accelerators_alone()
+    from mjax.planner.compile_section import compile_and_tell
+
+    return compile_and_tell(arguments.settings, arguments.gpu, arguments.devices_per_node, arguments.save_program)
+
+
 # In the order in which they are printed; the keys are those of --json.
 SECTIONS: dict[str, Callable[[PlanArguments], Section | None]] = {
     "run": _run,
     "schedule": _schedule,
     "communication": _communication,
+    "compile": _compile,
 }
 
 

@@ -1,0 +1,127 @@
+"""The train step in a file: what `mjax plan --save-program FILE` writes and `open_program` reads.
+
+The file is a zip archive of
+
+    manifest.json     the config, mesh and GPU, versions and flags, the names, shapes and types of all arguments
+    step.stablehlo    the step as XLA is given it, by `jax.export`: any later JAX of the next half year compiles it
+    scheduled.hlo     what XLA made of it here, to be read by people
+
+It holds no machine code, for two reasons. JAX's only reader of machine code unpickles it, and a pickle runs whatever
+its writer put in; this archive is JSON, a flatbuffer and text, so one from outside can be opened without harm. And what
+is compiled without a GPU has XLA's default tiles in its matrix products, where the compiler on the cluster measures.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import zipfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mjax.config import Config
+from mjax.errors import UsageError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class SavedProgram:
+    """A step that was read from a file.
+
+    Attributes:
+      manifest: see the module's docstring.
+      step: `jax.export.Exported`; `jax.jit(step.call)` takes the leaves of (state, batch), placed on a mesh of as many
+        devices as it was written for, and gives those of (new state, metrics).
+    """
+
+    manifest: dict[str, Any]
+    step: Any
+
+
+def check_save(file: Path) -> None:
+    """Refuse a file that could not be written at the end.
+
+    Raises:
+      UsageError: its folder is missing, or the package that writes the format is.
+    """
+    if not file.parent.is_dir():
+        raise UsageError(f"--save-program {file}: there is no folder {file.parent}; make it, or name another file")
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise UsageError(
+            "--save-program needs the package in whose format JAX writes programs; type: pip install flatbuffers"
+        )
+
+
+def save_program(file: Path, config: Config, program, platform: str, facts: dict[str, Any], scheduled: str) -> None:
+    """Write the step of `program` to `file`, whole or not at all.
+
+    Args:
+      file: replaced if it is there.
+      config: what the program was built from.
+      program: a `TrainProgram`; its mesh may be of devices that are not there.
+      platform: of the devices that will run it: cuda, or cpu.
+      facts: further plain values for the manifest.
+      scheduled: HLO of the compiled program.
+    """
+    import jax
+    from jax import export
+
+    from mjax.names import leaf_name
+
+    # Leaves and not trees: a file that names no class of ours needs none to be read.
+    arguments = (program.abstract_state, program.abstract_batch)
+    leaves, structure = jax.tree.flatten(arguments)
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(arguments)[0]]
+    step = jax.jit(lambda *leaves: jax.tree.leaves(program.train_step(*jax.tree.unflatten(structure, leaves))))
+    # JAX promises no stability of the calls to cuDNN that attention makes: a newer JAX may refuse them, in words.
+    unpromised = [export.DisabledSafetyCheck.custom_call(f"__cudnn$fmhaSoftmax{part}") for part in ("", "Backward")]
+    exported = export.export(step, platforms=[platform], disabled_checks=unpromised)(*leaves)
+    mesh = config.mesh
+    manifest = {
+        "format": FORMAT,
+        "config": asdict(config),
+        "platform": platform,
+        "mesh": {"pipe": mesh.pipe, "data": mesh.data, "model": mesh.model},
+        "arguments": [
+            {
+                "name": leaf_name(path[1:]),
+                "shape": list(leaf.shape),
+                "dtype": str(leaf.dtype),
+                "spec": str(leaf.sharding.spec),
+            }
+            for path, leaf in zip(paths, leaves, strict=True)
+        ],
+        **facts,
+    }
+    temporary = file.with_name(file.name + ".tmp")
+    with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("manifest.json", json.dumps(manifest, indent=1))
+        archive.writestr("step.stablehlo", bytes(exported.serialize()))
+        archive.writestr("scheduled.hlo", scheduled)
+    os.replace(temporary, file)
+
+
+def open_program(file: Path) -> SavedProgram:
+    """Read what `save_program` wrote. Nothing in the file is executed before its step is called.
+
+    Raises:
+      UsageError: it is no such file, is damaged, or was written in a later format.
+    """
+    from jax import export
+
+    try:
+        with zipfile.ZipFile(file) as archive:
+            manifest, step = json.loads(archive.read("manifest.json")), archive.read("step.stablehlo")
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise UsageError(
+            f"{file} is no program that mjax plan --save-program wrote, or it is damaged ({error})"
+        ) from error
+    if manifest.get("format") != FORMAT:
+        raise UsageError(
+            f"{file} has format {manifest.get('format')} and this mjax reads {FORMAT}; write it anew with "
+            "mjax plan --save-program"
+        )
+    return SavedProgram(manifest, export.deserialize(bytearray(step)))

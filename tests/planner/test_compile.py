@@ -1,0 +1,140 @@
+"""The real step compiled for GPUs that are not there, and held against the ledger, to the byte.
+
+What compiles needs JAX's CUDA wheels, which weigh gigabytes and are not among the requirements of the tests: with
+`pip install -r requirements-cuda.txt`, this file takes some minutes and no GPU.
+"""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from mjax.planner.comms import ledger
+
+from mjax import cli
+from mjax.config import load_config
+from mjax.errors import UsageError
+from mjax.planner import compile as ahead
+from mjax.planner.compile import check_compile, compile_step, sheet_names
+from mjax.planner.compile_section import compile_section, totals
+from tests.small import small_config
+
+needs_compiler = pytest.mark.skipif(
+    not ahead._has_cuda_wheels(), reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
+)
+
+# Of a real model: cuDNN's attention, a vocabulary that is split, dropout between the layers.
+MODEL = {"layers": 4, "hidden": 256, "heads": 8, "sequence": 128, "vocabulary": 1000, "vocabulary_multiple": 1024}
+
+
+def config_of(mesh, micro_batch=4, recompute="selective", **changes):
+    sizes = {"micro_batch": micro_batch, "recompute": recompute, "global_batch": 16, "compute": "bf16"}
+    config = small_config(mesh.pop("data"), mesh.pop("model"), mesh=mesh, **sizes, **(MODEL | changes))
+    return replace(config, model=replace(config.model, attention="auto", attention_dropout=0.0))
+
+
+MODES = {
+    "tensor parallel": lambda: config_of({"data": 2, "model": 4}),
+    "sequence parallel": lambda: config_of({"data": 2, "model": 4, "sequence_parallel": True}),
+    "full recomputation, micro-batches": lambda: config_of({"data": 2, "model": 4}, 1, "full"),
+    "ZeRO-1": lambda: config_of({"data": 4, "model": 2, "zero": 1}),
+    "FSDP": lambda: config_of({"data": 4, "model": 2, "zero": 3}),
+    "pipe, data and model": lambda: config_of({"pipe": 2, "data": 2, "model": 2}, 1),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", MODES)
+def test_the_ledger_counts_the_bytes_that_the_compiled_step_sends(mode):
+    config = MODES[mode]()
+    compiled = compile_step(config, "h100")
+    assert compiled.attention == "cudnn"
+    expected = totals(ledger(config).records)
+    assert compiled.program.bytes_by() == {key: size for key, (_, size) in expected.items()}
+    # XLA puts several collectives into one, and never cuts one in pieces.
+    for key, (calls, _) in expected.items():
+        found = sum(c.calls for c in compiled.program.collectives if (c.axes, c.kind, c.dtype) == key)
+        assert 1 <= found <= calls, key
+    if mode == "tensor parallel":
+        check_report(config, compiled, expected)
+
+
+def check_report(config, compiled, expected):
+    """What `mjax plan` says of it: one more compilation would cost a minute."""
+    section = compile_section(compiled, expected, formula=1.1 * compiled.memory.total)
+    values = json.loads(json.dumps(section.values))
+    assert all(row["ledger"]["bytes"] == row["compiled"]["bytes"] > 0 for row in values["ledger"])
+    assert {"over", "model", "data"} <= set(section.text.split())
+    assert "+10.0%" in section.text
+    # State of float32 weights and two moments, of which model 4 splits all but the small ones; the new one takes the
+    # place of the old.
+    memory = compiled.memory
+    assert 12 * config.model.parameters / 4 < memory.arguments < 12 * config.model.parameters
+    assert memory.outputs - memory.aliased < 4096
+    assert memory.peak <= memory.total == memory.arguments + memory.outputs - memory.aliased + memory.temporaries
+    assert (
+        values["kernels"]["attention, cuDNN"]["launches"] == 3 * 4 * 2
+    )  # forward twice and backward, layers, micro-batches
+    # Of each layer's backward all-reduces at least one runs beside the products that make weight gradients.
+    hidden = [c for c in compiled.program.collectives if c.overlap == "products"]
+    assert {c.axes for c in hidden} == {("model",)}
+
+
+@needs_compiler
+def test_a_head_size_that_jax_lowers_only_beside_a_gpu_is_one_sentence():
+    config = config_of({"data": 1, "model": 1}, heads=1, hidden=160)
+    with pytest.raises(UsageError, match=r"got 160\. .* add --model\.attention xla") as caught:
+        compile_step(config, "h100")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--compile needs to know for which GPU; add --gpu with one of a100, b200, h100, h200"),
+        (["--gpu", "v100"], "--gpu v100: there is no sheet to compile for it; use one of a100, b200, h100, h200"),
+        (["--gpu", "h100", "--devices-per-node", "0"], "--devices-per-node is 0; it must be at least 1"),
+        (
+            ["--gpu", "h100", "--mesh.data", "3", "--mesh.model", "4", "--train.global-batch", "24"],
+            "a mesh of 12 devices does not fill servers of 8; change --mesh.data, or use --devices-per-node 6",
+        ),
+        (["--gpu", "h100"], "type: pip install -r requirements-cuda.txt"),
+    ],
+)
+def test_what_cannot_be_compiled_is_one_sentence_and_exit_code_2(capsys, monkeypatch, flags, message):
+    monkeypatch.setattr(ahead, "_has_cuda_wheels", lambda: False)
+    assert cli.main(["plan", "--config", "gpt_8b", "--compile", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_every_sheet_names_its_gpu_its_sources_and_its_memory():
+    kinds = {
+        "a100": "NVIDIA A100-SXM4-80GB",
+        "b200": "NVIDIA B200",
+        "h100": "NVIDIA H100 80GB HBM3",
+        "h200": "NVIDIA H200",
+    }
+    gigabytes = {"a100": 80, "b200": 180, "h100": 80, "h200": 141}
+    assert sheet_names() == sorted(kinds)
+    for name, kind in kinds.items():
+        text = (ahead.SHEETS / f"{name}.txtpb").read_text()
+        assert re.findall(r'^  name: "(.*)"$', text, flags=re.M) == [kind]
+        assert f'device_description_str: "{kind}"' in text
+        assert "# read off a device" in text
+        assert "# from documents" in text
+        assert 1.0 < ahead._memory_of(name) / (gigabytes[name] * 1e9) < 1.07
+
+
+def test_the_sheets_are_part_of_the_package():
+    from tests.conftest import ROOT
+
+    assert '"mjax.planner" = ["targets/*.txtpb"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_a_mesh_within_one_server_and_one_of_many_can_be_compiled_for(monkeypatch):
+    monkeypatch.setattr(ahead, "_has_cuda_wheels", lambda: True)
+    config = load_config("gpt_8b")
+    for devices in (1, 3, 8, 16, 512):
+        check_compile(replace(config, mesh=replace(config.mesh, data=devices, model=1)), "h100")

@@ -1,0 +1,175 @@
+"""Scheduled GPU HLO is read: short programs in the words of XLA 0.10.2, whose collectives one can count by hand."""
+# ruff: noqa: E501 (HLO has long lines)
+
+import pytest
+
+from mjax.planner.hlo import Beside, HloError, read_program
+
+MESH = {"pipe": 2, "data": 2, "model": 2}
+
+# A loop of 5 layers on the ranks of `model`: one sum beside a matrix product, one beside nothing. Then a gather of two
+# weights at once over `data`, a message along `pipe`, and a sum over groups of one.
+PROGRAM = """HloModule jit__train_step, is_scheduled=true, entry_computation_layout={(bf16[64,32]{1,0})->bf16[64,32]{1,0}}
+
+%product_computation (p0: bf16[64,32], p1: bf16[32,32]) -> bf16[64,32] {
+  %p0 = bf16[64,32]{1,0} parameter(0)
+  %p1 = bf16[32,32]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[64,32]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (arg: (s32[], bf16[64,32], /*index=2*/bf16[32,32])) -> (s32[], bf16[64,32], bf16[32,32]) {
+  %arg = (s32[], bf16[64,32]{1,0}, /*index=2*/bf16[32,32]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%arg), index=0
+  %x = bf16[64,32]{1,0} get-tuple-element(%arg), index=1
+  %w = bf16[32,32]{1,0} get-tuple-element(%arg), index=2
+  %all-reduce-start.1 = bf16[64,32]{1,0} all-reduce-start(%x), channel_id=1, replica_groups={{0,1},{2,3},{4,5},{6,7}}, use_global_device_ids=true, to_apply=%sum, metadata={op_name="jit(step)/while/body/psum"}, backend_config={"operation_queue_id":"0"}
+  %product = bf16[64,32]{1,0} fusion(%x, %w), kind=kCustom, calls=%product_computation, backend_config={"operation_queue_id":"0","fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}
+  %small = bf16[64,32]{1,0} fusion(%x), kind=kLoop, calls=%add_computation
+  %all-reduce-done.1 = bf16[64,32]{1,0} all-reduce-done(%all-reduce-start.1)
+  %all-reduce-start.2 = bf16[64,32]{1,0} all-reduce-start(%product), channel_id=1, replica_groups=[4,2]<=[8], use_global_device_ids=true, to_apply=%sum
+  %all-reduce-done.2 = bf16[64,32]{1,0} all-reduce-done(%all-reduce-start.2)
+  ROOT %tuple = (s32[], bf16[64,32]{1,0}, bf16[32,32]{1,0}) tuple(%i, %all-reduce-done.2, %w)
+}
+
+%add_computation (p: bf16[64,32]) -> bf16[64,32] {
+  %p = bf16[64,32]{1,0} parameter(0)
+  ROOT %add = bf16[64,32]{1,0} add(%p, %p)
+}
+
+%condition (c: (s32[], bf16[64,32], bf16[32,32])) -> pred[] {
+  %c = (s32[], bf16[64,32]{1,0}, bf16[32,32]{1,0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (param: bf16[64,32], weight: bf16[32,32], bias: f32[16]) -> bf16[64,32] {
+  %param = bf16[64,32]{1,0} parameter(0)
+  %weight = bf16[32,32]{1,0} parameter(1)
+  %bias = f32[16]{0} parameter(2)
+  %start = (s32[], bf16[64,32]{1,0}, bf16[32,32]{1,0}) tuple(%param, %param, %weight)
+  %while.1 = (s32[], bf16[64,32]{1,0}, bf16[32,32]{1,0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"},"known_init_step":{"init":"0","step":"1"}}
+  %all-gather-start.1 = ((bf16[32,32]{1,0}, bf16[64,32]{1,0}), (bf16[64,32]{1,0}, bf16[128,32]{1,0})) all-gather-start(%weight, %param), channel_id=1, replica_groups={{0,2},{1,3},{4,6},{5,7}}, dimensions={0}, use_global_device_ids=true
+  %attention = (bf16[8,4,16,2]{3,1,2,0}, u8[0]{0}) custom-call(%param, %param, %param), custom_call_target="__cudnn$fmhaSoftmax", api_version=API_VERSION_STATUS_RETURNING
+  %all-gather-done.1 = (bf16[64,32]{1,0}, bf16[128,32]{1,0}) all-gather-done(%all-gather-start.1)
+  %collective-permute-start = (bf16[64,32]{1,0}, bf16[64,32]{1,0}) collective-permute-start(%param), channel_id=2, source_target_pairs={{0,4},{1,5},{2,6},{3,7},{4,0},{5,1},{6,2},{7,3}}
+  %tail = bf16[64,32]{1,0} fusion(%param), kind=kInput, calls=%add_computation
+  %collective-permute-done = bf16[64,32]{1,0} collective-permute-done(%collective-permute-start)
+  %alone = f32[16]{0} all-reduce(%bias), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%sum
+  ROOT %result = bf16[64,32]{1,0} copy(%collective-permute-done)
+}
+"""
+
+ACTIVATION = 64 * 32 * 2
+
+
+def found(text=PROGRAM, mesh=MESH):
+    """The collectives of a program, those over `model` first."""
+    order = ("model", "data", "pipe")
+    return sorted(read_program(text, mesh).collectives, key=lambda c: order.index(c.axes[-1]))
+
+
+def test_a_loop_multiplies_what_is_in_it_and_groups_say_which_axis():
+    assert [(c.kind, c.axes, c.dtype, c.bytes, c.count) for c in found()] == [
+        ("all-reduce", ("model",), "bfloat16", ACTIVATION, 5),
+        ("all-reduce", ("model",), "bfloat16", ACTIVATION, 5),
+        ("all-gather", ("data",), "bfloat16", 32 * 32 * 2, 1),
+        ("all-gather", ("data",), "bfloat16", ACTIVATION, 1),
+        ("permute", ("pipe",), "bfloat16", ACTIVATION, 1),
+    ]
+
+
+def test_two_gathers_in_one_call_are_one_call_and_the_bytes_of_both():
+    gathers = [c for c in found() if c.kind == "all-gather"]
+    assert sum(c.calls for c in gathers) == 1
+    key = (("data",), "all-gather", "bfloat16")
+    assert read_program(PROGRAM, MESH).bytes_by()[key] == 32 * 32 * 2 + ACTIVATION
+
+
+def test_what_runs_beside_a_collective_is_what_stands_between_its_start_and_the_wait():
+    beside = {(c.kind, c.source): c.beside for c in found()}
+    assert beside["all-reduce", "jit(step)/while/body/psum"] == Beside(products=1, kernels=1)
+    assert beside["all-reduce", ""] == Beside()
+    assert beside["all-gather", ""] == Beside(products=1)  # attention
+    assert beside["permute", ""] == Beside(kernels=1)
+    assert [c.overlap for c in found()] == ["products", "nothing", "products", "products", "kernels"]
+
+
+def test_a_group_of_one_device_sends_nothing():
+    assert "f32[16]{0} all-reduce(" in PROGRAM
+    assert all(c.dtype != "float32" for c in found())
+
+
+def test_kernels_are_counted_by_kind_and_loops_multiply_their_launches():
+    program = read_program(PROGRAM, MESH)
+    assert program.launches == {
+        "attention, cuDNN": 1,
+        "copy": 1,
+        "fusion, element-wise": 5,
+        "fusion, reduction": 1,
+        "matrix product, Triton": 5,
+    }
+    assert program.kernels["matrix product, Triton"] == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", ("model",)),
+        ("{{0,4},{1,5},{2,6},{3,7}}", ("pipe",)),
+        ("{{0,1,2,3},{4,5,6,7}}", ("data", "model")),
+        ("{{0,1,4,5},{2,3,6,7}}", ("pipe", "model")),
+        ("[4,2]<=[4,2]T(0,1)", ("model",)),
+        ("[4,2]<=[2,4]T(1,0)", ("pipe",)),
+        ("[4,2]<=[2,2,2]T(0,2,1)", ("data",)),
+        ("[1,8]<=[8]", ("pipe", "data", "model")),
+        ("{}", ("pipe", "data", "model")),
+    ],
+)
+def test_groups_in_every_form_lie_along_axes(groups, axes):
+    changed = [c for c in found(PROGRAM.replace("[4,2]<=[8]", groups)) if c.kind == "all-reduce" and not c.source]
+    assert [c.axes for c in changed] == [axes]
+
+
+BRANCH = """
+%branch (b: bf16[64,32]) -> bf16[64,32] {
+  %b = bf16[64,32]{1,0} parameter(0)
+  %async = ((bf16[64,32]{1,0}), bf16[32,32]{1,0}) async-start(%b), calls=%wrapped
+  %wait = bf16[32,32]{1,0} async-done(%async)
+  ROOT %out = bf16[64,32]{1,0} copy(%b)
+}
+
+%wrapped (w: bf16[64,32]) -> bf16[32,32] {
+  %in = bf16[64,32]{1,0} parameter(0)
+  ROOT %scatter = bf16[32,32]{1,0} reduce-scatter(%in), channel_id=3, replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}, to_apply=%sum
+}
+
+%other (b: bf16[64,32]) -> bf16[64,32] {
+  ROOT %same = bf16[64,32]{1,0} parameter(0)
+}
+"""
+CHOICE = "  %choice = bf16[64,32]{1,0} conditional(%i, %x, %x), branch_computations={%other, %branch}\n  ROOT %tuple = "
+
+
+def test_a_branch_counts_as_if_it_were_always_taken_and_says_so():
+    text = PROGRAM.replace("%body", BRANCH.lstrip() + "\n%body", 1).replace("  ROOT %tuple = ", CHOICE, 1)
+    scatters = [c for c in found(text) if c.kind == "reduce-scatter"]
+    assert [(c.bytes, c.count, c.conditional, c.beside) for c in scatters] == [(ACTIVATION, 5, True, Beside())]
+    assert not any(c.conditional for c in found(text) if c.kind != "reduce-scatter")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("is_scheduled=true, ", "", "not scheduled"),
+        ('"known_trip_count":{"n":"5"},', "", "the loop while.1 does not say how often it runs"),
+        ("[4,2]<=[8]", "{{0,3},{1,2},{4,7},{5,6}}", "lie along no axes"),
+        ("[4,2]<=[8]", "{{0,1},{2,3}}", "lie along no axes"),
+        ("[4,2]<=[8]", "{{0,1,2},{3}}", "groups of different sizes"),
+        ("all-reduce-done(%all-reduce-start.2)", "copy(%product)", "nothing waits for all-reduce-start.2"),
+        ("bf16[64,32]{1,0} all-reduce-start(%product)", "mx4[64,32]{1,0} all-reduce-start(%x2)", "the type mx4"),
+    ],
+)
+def test_what_it_does_not_know_it_refuses(old, new, message):
+    assert old in PROGRAM
+    text = PROGRAM.replace(old, new).replace("  %w = ", "  %x2 = mx4[64,32]{1,0} bitcast(%x)\n  %w = ", 1)
+    with pytest.raises(HloError, match=message):
+        read_program(text, MESH)
