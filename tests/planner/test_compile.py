@@ -4,6 +4,7 @@ What compiles needs JAX's CUDA wheels, which weigh gigabytes and are not among t
 `pip install -r requirements-cuda.txt`, this file takes some minutes and no GPU.
 """
 
+import importlib.util
 import json
 import re
 from dataclasses import replace
@@ -17,6 +18,7 @@ from mjax.errors import UsageError
 from mjax.planner import compile as ahead
 from mjax.planner.compile import check_compile, compile_step, sheet_names
 from mjax.planner.compile_section import compile_section, totals
+from mjax.planner.saved_program import open_program, save_program
 from tests.small import small_config
 
 needs_compiler = pytest.mark.skipif(
@@ -45,7 +47,7 @@ MODES = {
 
 @needs_compiler
 @pytest.mark.parametrize("mode", MODES)
-def test_the_ledger_counts_the_bytes_that_the_compiled_step_sends(mode):
+def test_the_ledger_counts_the_bytes_that_the_compiled_step_sends(mode, tmp_path):
     config = MODES[mode]()
     compiled = compile_step(config, "h100")
     assert compiled.attention == "cudnn"
@@ -56,10 +58,10 @@ def test_the_ledger_counts_the_bytes_that_the_compiled_step_sends(mode):
         found = sum(c.calls for c in compiled.program.collectives if (c.axes, c.kind, c.dtype) == key)
         assert 1 <= found <= calls, key
     if mode == "tensor parallel":
-        check_report(config, compiled, expected)
+        check_report(config, compiled, expected, tmp_path)
 
 
-def check_report(config, compiled, expected):
+def check_report(config, compiled, expected, folder):
     """What `mjax plan` says of it: one more compilation would cost a minute."""
     section = compile_section(compiled, expected, formula=1.1 * compiled.memory.total)
     values = json.loads(json.dumps(section.values))
@@ -75,6 +77,13 @@ def check_report(config, compiled, expected):
     assert (
         values["kernels"]["attention, cuDNN"]["launches"] == 3 * 4 * 2
     )  # forward twice and backward, layers, micro-batches
+    if importlib.util.find_spec("flatbuffers"):
+        file = folder / "step.mjax"
+        save_program(file, config, compiled.step, "cuda", {"gpu": "h100"}, compiled.text)
+        saved = open_program(file)
+        assert (saved.step.nr_devices, saved.step.platforms) == (8, ("cuda",))
+        assert saved.manifest["arguments"][-1]["name"] == "tokens"
+        assert "__cudnn$fmhaSoftmaxBackward" in saved.step.mlir_module()
     # Of each layer's backward all-reduces at least one runs beside the products that make weight gradients.
     hidden = [c for c in compiled.program.collectives if c.overlap == "products"]
     assert {c.axes for c in hidden} == {("model",)}
