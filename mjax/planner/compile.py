@@ -17,7 +17,8 @@ import importlib.util
 import pkgutil
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -181,7 +182,8 @@ def compile_step(
     announce(f"compiling for {sizes.devices:,} × {topology.devices[0].device_kind}")
     clock = time.perf_counter()
     try:
-        compiled = lowered.compile()
+        with _without_compilation_cache():
+            compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         raise RunError(f"XLA cannot compile this step for {gpu}: {str(error).splitlines()[0]}") from error
     compiling = time.perf_counter() - clock
@@ -209,6 +211,22 @@ def compile_step(
         text=text,
         step=program,
     )
+
+
+@contextmanager
+def _without_compilation_cache() -> Iterator[None]:
+    """Neither read nor write JAX's persistent cache: without a GPU it cannot read what it wrote, and says so at length."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it decides once a process whether it is used
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def _memory_of(gpu: str) -> int:
