@@ -215,7 +215,7 @@ def compile_step(
 
 @contextmanager
 def _without_compilation_cache() -> Iterator[None]:
-    """Neither read nor write JAX's persistent cache: without a GPU it cannot read what it wrote, and says so at length."""
+    """Keep JAX's persistent cache out: without a GPU JAX cannot read what it wrote, and says so at length."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

@@ -14,7 +14,6 @@ from typing import Annotated
 
 import tyro
 
-from mjax import launch
 from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.planner.section import Section, named_rows
@@ -156,7 +155,6 @@ def _compile(arguments: PlanArguments) -> Section | None:
     """The step as XLA compiles it for a GPU, where that is asked for."""
     if not arguments.compile:
         return None
-    launch.leave_accelerators_alone()
     from mjax.planner.compile_section import compile_and_tell
 
     return compile_and_tell(arguments.settings, arguments.gpu, arguments.devices_per_node, arguments.save_program)

@@ -10,12 +10,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from mjax.planner.comms import ledger
 
 from mjax import cli
 from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.planner import compile as ahead
+from mjax.planner.comms import ledger
 from mjax.planner.compile import check_compile, compile_step, sheet_names
 from mjax.planner.compile_section import compile_section, totals
 from mjax.planner.saved_program import open_program, save_program
