@@ -227,12 +227,28 @@ class VocabParallelEmbedding(nnx.Module):
 
     def logits(self, x: Array, tokens: Tokens) -> Array:
         """Score this rank's rows `x` [t, h] against every row of the table → [b · s, v / p], varying over `model`."""
-        scores = tokens.enter(x) @ self.table[...].T
+        scores = _scores(tokens.enter(x), self.table[...])
         if self.vocabulary == self.rows:
             return scores
         first = mappings.rank(MODEL) * scores.shape[-1]
         is_token = first + jnp.arange(scores.shape[-1]) < self.vocabulary
         return jnp.where(is_token, scores, jnp.finfo(scores.dtype).min)
+
+
+# The backward pass is written out for its order. Left to itself XLA multiplies out the table's gradient only after the
+# backward pass of all layers, and the gradient of the logits, [t, v / p], stays in memory all the while.
+@jax.custom_vjp
+def _scores(x: Array, table: Array) -> Array:
+    """x Eᵀ: x [t, h], table [v / p, h] → [t, v / p]."""
+    return x @ table.T
+
+
+def _scores_backward(residuals, gradient: Array):
+    x, table = residuals
+    return jax.lax.optimization_barrier((gradient @ table, gradient.T @ x))
+
+
+_scores.defvjp(lambda x, table: (_scores(x, table), (x, table)), _scores_backward)
 
 
 def owned_rows(ids: Array, rows: int) -> tuple[Array, Array]:
