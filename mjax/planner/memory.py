@@ -1,0 +1,342 @@
+"""How many bytes a device needs, said before anything is compiled: a sum in which every term names its array.
+
+    masters, moments       float32, on the device that stores them: 12 bytes an element, sharded as `parallel/zero.py` does
+    weights to compute     a copy in the compute type, cast at the start of the step, and gathered where it is sharded
+    kept activations       what the forward pass leaves to the backward pass, for every layer and micro-batch in flight
+    gradients              one of each weight in the compute type; float32 sums where micro-batches are accumulated
+    logits                 [b s, v / p] of one micro-batch
+    work                   what one layer's backward pass has in hand at its fullest moment
+
+A step has three moments at which memory can be fullest, and the largest of them is what the step needs:
+
+    head        every kept activation, and the logits
+    backward    every kept activation, the gradients of all layers, the work of one layer
+    reduction   no activation, but float32 copies of the gradients while they are summed over `data`
+
+The counting of activations follows arXiv 2205.05198, section 4, with what JAX keeps in place of what PyTorch keeps: no
+dropout masks (they are hashed again), no inputs of LayerNorm and GELU beside their outputs where these are computed
+again, and weights in the compute type only while they are used. `tests/planner/compiled_memory.json` holds what XLA
+allocates for the same configs; `benchmarks/memory.py` makes it anew.
+
+Letters as everywhere: b, s, h, n, d, f, v; T = b s rows of a micro-batch, R the rows of the residual stream (T / p with
+sequence parallelism), c bytes of the compute type, p devices along `model`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mjax.config import Config
+from mjax.planner.weights import Held, held_by
+
+# Bytes of a number of each type.
+WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest device at the fullest moment of a training step.
+
+    Attributes:
+      parameters: float32 masters, and the copy in the compute type that the step computes with.
+      optimizer: Adam's two moments.
+      gradients: of all layers in the compute type, sums over micro-batches in float32.
+      activations: what is kept for the backward pass.
+      logits: scores of the vocabulary; 0 where the fullest moment is another one.
+      workspace: everything else, mostly the work of one layer.
+      moment: `head`, `backward` or `reduction`.
+    """
+
+    parameters: float
+    optimizer: float
+    gradients: float
+    activations: float
+    logits: float
+    workspace: float
+    moment: str = "backward"
+
+    @property
+    def total(self) -> float:
+        """All kinds together."""
+        return self.parameters + self.optimizer + self.gradients + self.activations + self.logits + self.workspace
+
+
+def predict_memory(config: Config) -> Memory:
+    """What a training step of `config` needs, on the fullest device; no JAX, some microseconds.
+
+    Args:
+      config: validated. `model.attention` `auto` is taken as on an NVIDIA GPU.
+    """
+    sizes = _Sizes.of(config)
+    moments = [_head(sizes), _backward(sizes), _reduction(sizes)]
+    return max(moments, key=lambda memory: memory.total)
+
+
+def attention_on_gpu(config: Config) -> str:
+    """The attention kernel that `model.attention` `auto` becomes on an NVIDIA GPU (`models/attention.py`)."""
+    model, data = config.model, config.data
+    if model.attention != "auto":
+        return model.attention
+    fits = model.head_size % 8 == 0 and model.head_size <= 256
+    biased = model.positions == "alibi" or model.kind == "bert" or data.reset_attention
+    even = model.sequence % 2 == 0 or not biased
+    usable = model.attention_dropout == 0 and config.precision.compute in ("bf16", "fp16") and fits and even
+    return "cudnn" if usable else "xla"
+
+
+# --- Sizes of the arrays of one device --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Elements of the arrays that the moments are made of, for one micro-batch on one device.
+
+    Attributes:
+      config, held: the config, and the weights of a device.
+      kernel: of attention.
+      width: c, bytes of the compute type.
+      master: bytes of a master weight and of a sum of gradients.
+      layers: a chunk's: those that one forward pass runs through.
+      whole: T h. stream: R h. heads: T h / p, one of q, k, v, context. wide: T f / p.
+      scores: b n s² / p, of attention; 0 where they are never written.
+      logits: T v / p.
+    """
+
+    config: Config
+    held: Held
+    kernel: str
+    width: int
+    master: int
+    layers: int
+    whole: int
+    stream: int
+    heads: int
+    wide: int
+    scores: int
+    logits: int
+
+    @classmethod
+    def of(cls, config: Config) -> _Sizes:
+        model, mesh = config.model, config.mesh
+        sequences = config.train.micro_batch * model.choices
+        rows, p = sequences * model.sequence, mesh.model
+        kernel = attention_on_gpu(config)
+        width = WIDTHS[config.precision.compute]
+        has_logits = model.head == "pretraining"
+        return cls(
+            config=config,
+            held=held_by(model, mesh),
+            kernel=kernel,
+            width=width,
+            master=max(4, width),
+            layers=model.layers // (mesh.pipe * mesh.chunks),
+            whole=rows * model.hidden,
+            stream=rows * model.hidden // (p if mesh.sequence_parallel else 1),
+            heads=rows * model.hidden // p,
+            wide=rows * model.mlp_width // p,
+            scores=0 if kernel == "cudnn" else sequences * (model.heads // p) * model.sequence**2,
+            logits=rows * model.padded_vocabulary // p if has_logits else 0,
+        )
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are summed over micro-batches, in float32."""
+        return self.config.mesh.pipe > 1 or self.config.micro_batches > 1
+
+    @property
+    def of_layer(self) -> float:
+        """Elements of the weights of one layer, as the computation uses them."""
+        return self.held.layers / (self.layers * self.config.mesh.chunks)
+
+
+# --- What is kept -----------------------------------------------------------------------------------------------------
+
+
+def kept_by_layer(config: Config) -> float:
+    """Bytes that a layer keeps of one micro-batch from its forward to its backward pass."""
+    return _kept(_Sizes.of(config), config.train.recompute)
+
+
+def _kept(sizes: _Sizes, recompute: str) -> float:
+    c = sizes.width
+    if recompute == "full":
+        return c * sizes.stream  # the layer's input
+    post = sizes.config.model.layernorm == "post"
+    # The layer's input and the stream after attention; behind the sum of a post-LN layer its LayerNorm's input too.
+    stream = 3 if post else 2
+    if recompute == "selective":  # qkv, context, mlp_up by name (KEPT in models/transformer.py)
+        return c * (stream * sizes.stream + 4 * sizes.heads + sizes.wide)
+    # Both LayerNorms' outputs, as the products read them: gathered, with sequence parallelism. q, k, v and the context;
+    # the MLP before and after GELU.
+    kept = c * (2 * sizes.stream + 2 * sizes.whole + 4 * sizes.heads + 2 * sizes.wide)
+    if sizes.kernel == "cudnn":
+        # cuDNN keeps the context in its own shape, beside the one the projection keeps, and a float32 number a row.
+        return kept + c * sizes.heads + 4 * sizes.heads / sizes.config.model.head_size
+    return kept + (4 + c) * sizes.scores  # softmax in float32, and as probabilities in the compute type
+
+
+def _in_flight(config: Config) -> tuple[int, int]:
+    """Chunks' activations that wait for their backward pass, and for their weight gradients, on the fullest stage.
+
+    The slots of `schedules.build_schedule`, in closed form.
+    """
+    mesh, m = config.mesh, config.micro_batches
+    most, chunks, stages = m * mesh.chunks, mesh.chunks, mesh.pipe
+    if mesh.schedule == "gpipe":
+        return most, 0
+    if mesh.schedule == "1f1b":
+        return min(most, 2 * stages - 1 + (chunks - 1) * stages), 0
+    return min(most, stages * chunks), min(most, stages * chunks)
+
+
+# --- The moments ------------------------------------------------------------------------------------------------------
+
+
+def _stored(sizes: _Sizes) -> tuple[float, float]:
+    """Bytes of masters and of moments."""
+    return sizes.master * sizes.held.stored, 2 * sizes.master * sizes.held.stored
+
+
+def _computed(sizes: _Sizes) -> tuple[float, float]:
+    """Bytes of the copies that the step computes with: of the layers, and of all else."""
+    mesh, held = sizes.config.mesh, sizes.held
+    sharded = mesh.pipe > 1 or (mesh.zero > 0 and mesh.data > 1)
+    if sizes.width == sizes.master and not sharded:
+        return 0.0, 0.0  # the masters themselves
+    layers = held.layers - held.gathered if sizes.width != sizes.master or mesh.zero else 0
+    return sizes.width * layers, sizes.width * held.shared
+
+
+def _sums(sizes: _Sizes) -> float:
+    """Bytes of the float32 sums over micro-batches; of weights gathered in the loop only the shard."""
+    held = sizes.held
+    if not sizes.accumulates:
+        return 0.0
+    return sizes.master * (held.layers - held.gathered + held.gathered_shards + held.shared)
+
+
+def _layer_gradients(sizes: _Sizes) -> float:
+    """Bytes of the gradients that one backward pass through a chunk's layers stacks up."""
+    held, chunks = sizes.held, sizes.config.mesh.chunks
+    if sizes.config.mesh.pipe > 1 and sizes.config.mesh.schedule == "zb-h1":
+        return 0.0  # W multiplies them out one by one, when B's work is done
+    return (sizes.width * (held.layers - held.gathered) + sizes.master * held.gathered_shards) / chunks
+
+
+def _activations(sizes: _Sizes) -> float:
+    kept = _kept(sizes, sizes.config.train.recompute) * sizes.layers
+    if sizes.config.mesh.pipe == 1:
+        return kept
+    slots, pending = _in_flight(sizes.config)
+    # The backward pass reads its slot of the ring buffer into an array of its own.
+    return kept * (slots + 1) + _pending(sizes) * (pending + (pending > 0))
+
+
+def _pending(sizes: _Sizes) -> float:
+    """ZB-H1: bytes of both factors of each kernel's gradient, for the layers of a chunk."""
+    # Inputs of QKV and up, whole; of projection and down, local. Gradients of their outputs, the other way round.
+    return sizes.width * sizes.layers * (4 * sizes.whole + 4 * sizes.heads + 2 * sizes.wide)
+
+
+def _messages(sizes: _Sizes) -> float:
+    """Buffers of a pipeline [slots + 1, R, h]: activations and gradients that have arrived, streams for the head."""
+    mesh = sizes.config.mesh
+    if mesh.pipe == 1:
+        return 0.0
+    outputs = sizes.config.micro_batches if mesh.schedule == "gpipe" else 1
+    return sizes.width * sizes.stream * (2 + 2 + (outputs + 1) + 2)  # and the two that are on their way
+
+
+def _layer_work(sizes: _Sizes) -> float:
+    """Bytes that the backward pass of one layer has in hand besides what was kept and what it hands on."""
+    c, config = sizes.width, sizes.config
+    recompute, split = config.train.recompute, config.mesh.sequence_parallel
+    masks = 1 if config.model.hidden_dropout > 0 else 0  # the dropout mask as it is hashed, a byte an element
+    # GELU: its insides in float32, the gradients of its output and input.
+    mlp = sizes.wide * (4 + c) + sizes.stream * (5 * c + masks)
+    # LayerNorm: two arrays in float32, and the stream, its gradient and both branches.
+    norm = sizes.stream * (2 * 4 + 9 * c + masks)
+    # Scores and their gradient in float32, probabilities, and what is masked.
+    scores = sizes.scores * (2 * 4 + c + 1) + sizes.stream * 5 * c
+    if recompute == "selective":
+        mlp += c * sizes.wide  # the output of GELU
+    elif recompute == "full":
+        # All that `none` keeps is there again when the backward pass of the layer begins at its MLP.
+        again = _kept(sizes, "none") - c * sizes.stream
+        mlp, norm, scores = mlp + again, 0, scores + again
+    gathered = 2 * c * sizes.whole if split else 0  # rows of all ranks, of the layer's input and of a gradient
+    return max(mlp, norm, scores) + gathered + _weights_in_hand(sizes)
+
+
+def _weights_in_hand(sizes: _Sizes) -> float:
+    """Bytes of the one layer's weights that a scan has cut out of the stack, or gathered, and of their gradients."""
+    if sizes.held.gathered:
+        return sizes.of_layer * (2 * sizes.width + sizes.master)
+    return sizes.of_layer * sizes.width
+
+
+def _chunk_in_hand(sizes: _Sizes) -> float:
+    """Bytes of the copy of a chunk's weights, where a stage has several."""
+    mesh = sizes.config.mesh
+    return sizes.width * sizes.held.layers / mesh.chunks if mesh.chunks > 1 else 0.0
+
+
+def _bias(sizes: _Sizes) -> float:
+    """Bytes of what cuDNN is given written out, and of the gradient of it that nobody reads (`models/attention.py`)."""
+    model = sizes.config.model
+    if sizes.kernel != "cudnn":
+        return 0.0
+    documents = model.kind == "bert" or sizes.config.data.reset_attention
+    square = 2 * sizes.width * model.sequence**2
+    sequences = sizes.config.train.micro_batch * model.choices if documents else 1
+    if model.positions == "alibi":
+        return square * sequences * model.heads // sizes.config.mesh.model
+    return square * sequences if documents else 0.0
+
+
+def _batch(sizes: _Sizes) -> float:
+    """Bytes of the replica's rows of a batch."""
+    config, total = sizes.config, 0
+    for shape, kind in config.batch_arrays().values():
+        elements = 1
+        for dim in shape:
+            elements *= dim
+        total += elements * {"int32": 4, "bool": 1}[kind]
+    return total * config.train.global_batch / config.mesh.data
+
+
+def _backward(sizes: _Sizes) -> Memory:
+    """While the layers are differentiated, after the first of them."""
+    masters, moments = _stored(sizes)
+    layers, shared = _computed(sizes)
+    held, c = sizes.held, sizes.width
+    repeats = sizes.accumulates  # the embedding is needed again, by the next micro-batch
+    # The gradient of the embedding as output layer waits for that as input.
+    gradients = _layer_gradients(sizes) + _sums(sizes) + c * held.table
+    work = _layer_work(sizes) + _chunk_in_hand(sizes) + _messages(sizes) + _bias(sizes) + _batch(sizes)
+    parameters = masters + layers + (shared if repeats else 0.0)
+    return Memory(parameters, moments, gradients, _activations(sizes), 0.0, work, "backward")
+
+
+def _head(sizes: _Sizes) -> Memory:
+    """When the logits are there, and their gradient takes their place."""
+    masters, moments = _stored(sizes)
+    layers, shared = _computed(sizes)
+    c = sizes.width
+    gradients = _sums(sizes) + c * sizes.held.table
+    # The stream after the last LayerNorm, its gradient; of a BERT the three arrays of its head as well.
+    streams = 2 + (4 if sizes.config.model.kind == "bert" else 0)
+    work = c * streams * sizes.whole + _messages(sizes) + _bias(sizes) + _batch(sizes)
+    return Memory(masters + layers + shared, moments, gradients, _activations(sizes), c * sizes.logits, work, "head")
+
+
+def _reduction(sizes: _Sizes) -> Memory:
+    """After the backward pass: gradients in the compute type become float32 and are summed over `data`."""
+    masters, moments = _stored(sizes)
+    held, mesh = sizes.held, sizes.config.mesh
+    whole = held.layers - held.gathered + held.shared
+    narrow = 0.0 if sizes.accumulates or sizes.width == sizes.master else sizes.width * whole
+    wide = sizes.master * (whole + held.gathered_shards)
+    if mesh.data == 1 and not sizes.accumulates:
+        wide = 0.0  # nothing is summed: the update reads them as they are
+    return Memory(masters, moments, narrow + wide, 0.0, 0.0, _batch(sizes), "reduction")

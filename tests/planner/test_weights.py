@@ -1,0 +1,66 @@
+"""The layout of weights as numbers is the one that `lay_out` decides by their arrays."""
+
+import math
+from dataclasses import replace
+
+import jax
+import pytest
+
+from mjax.config import available_configs, load_config
+from mjax.names import leaf_name
+from mjax.parallel.mesh import abstract_mesh
+from mjax.parallel.zero import is_layer
+from mjax.planner.weights import held_by, weights_of
+from mjax.training.layout import lay_out
+
+
+def counted(config):
+    """What `held_by` says, counted on the layout of the arrays."""
+    layout = lay_out(config, abstract_mesh(config.mesh))
+    plan = [storage for _, storage in jax.tree_util.tree_leaves_with_path(layout.plan)]
+    found = dict.fromkeys(("stored", "layers", "shared", "gathered", "gathered_shards", "table"), 0)
+    for (path, leaf), storage in zip(jax.tree_util.tree_leaves_with_path(layout.abstract_model), plan, strict=True):
+        name = leaf_name(path)
+        stored = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        computed = stored * math.prod(getattr(config.mesh, axis) for axis, _ in storage.gathers)
+        found["stored"] += stored
+        found["layers" if is_layer(name) else "shared"] += computed
+        found["table"] += computed * (name == "embedding.table")
+        found["gathered"] += computed * storage.in_loop
+        found["gathered_shards"] += stored * storage.in_loop
+    return found
+
+
+@pytest.mark.parametrize("name", available_configs())
+def test_what_a_device_holds_of_a_config_is_what_its_layout_says(name):
+    config = load_config(name)
+    assert counted(config) == vars(held_by(config.model, config.mesh))
+    assert sum(math.prod(weight.shape) * (weight.layers or 1) for weight in weights_of(config.model)) == (
+        config.model.parameters
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt_demo", "bert_demo", "bloom_560m"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 8, "zero": 3, "model": 2},
+        {"data": 3, "zero": 1},
+        {"pipe": 2, "data": 2, "zero": 3, "model": 4},
+        {"pipe": 2, "chunks": 2, "data": 4, "zero": 1},
+        {"pipe": 4, "model": 2, "sequence_parallel": True, "data": 5, "zero": 3},
+    ],
+)
+def test_what_a_device_holds_under_every_kind_of_sharding_is_what_the_layout_says(name, mesh):
+    config = load_config(name)
+    model = replace(config.model, layers=8)
+    config = replace(config, model=model, mesh=replace(config.mesh, **{"pipe": 1, "model": 1, **mesh}))
+    assert counted(config) == vars(held_by(config.model, config.mesh))
+
+
+@pytest.mark.parametrize("head", ["classification", "multiple_choice", "span"])
+@pytest.mark.parametrize("layernorm", ["pre", "post"])
+def test_a_fine_tuned_bert_has_the_weights_of_its_head(head, layernorm):
+    config = load_config("bert_demo")
+    config = replace(config, model=replace(config.model, head=head, layernorm=layernorm, answers=3))
+    assert counted(config) == vars(held_by(config.model, config.mesh))
