@@ -38,6 +38,8 @@ class TrainArguments:
     """Continue the run in this folder with the config saved there."""
     simulate: int | None = None
     """Run on this many simulated devices of the CPU, in each process."""
+    force: bool = False
+    """Train even where the memory of the GPUs is predicted not to suffice."""
     distributed: Distributed = field(default_factory=Distributed)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
@@ -59,6 +61,7 @@ def train(argv: Sequence[str]) -> int:
         launch.simulate_devices(arguments.simulate)
 
     from mjax.parallel import processes
+    from mjax.planner.fit import check_gpu_at_hand
     from mjax.training import loop
     from mjax.training.metrics import check_wandb
     from mjax.training.watchdog import watching
@@ -68,6 +71,7 @@ def train(argv: Sequence[str]) -> int:
     if processes.is_first():
         for line in changes:
             print(line)
+    check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
     with watching(arguments.distributed, explain) as watchdog:
         result = loop.train(config, folder, label, watchdog)
     return result.exit_code

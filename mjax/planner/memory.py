@@ -1,6 +1,6 @@
 """How many bytes a device needs, said before anything is compiled: a sum in which every term names its array.
 
-    masters, moments       float32, on the device that stores them: 12 bytes an element, sharded as `parallel/zero.py` does
+    masters, moments       float32: 12 bytes an element, sharded as `parallel/zero.py` says
     weights to compute     a copy in the compute type, cast at the start of the step, and gathered where it is sharded
     kept activations       what the forward pass leaves to the backward pass, for every layer and micro-batch in flight
     gradients              one of each weight in the compute type; float32 sums where micro-batches are accumulated
@@ -311,8 +311,9 @@ def _backward(sizes: _Sizes) -> Memory:
     layers, shared = _computed(sizes)
     held, c = sizes.held, sizes.width
     repeats = sizes.accumulates  # the embedding is needed again, by the next micro-batch
-    # The gradient of the embedding as output layer waits for that as input.
-    gradients = _layer_gradients(sizes) + _sums(sizes) + c * held.table
+    # The gradient of the embedding as output layer waits for that as input; in a pipeline it is summed up at once.
+    waiting = c * held.table if sizes.config.mesh.pipe == 1 else 0.0
+    gradients = _layer_gradients(sizes) + _sums(sizes) + waiting
     work = _layer_work(sizes) + _chunk_in_hand(sizes) + _messages(sizes) + _bias(sizes) + _batch(sizes)
     parameters = masters + layers + (shared if repeats else 0.0)
     return Memory(parameters, moments, gradients, _activations(sizes), 0.0, work, "backward")

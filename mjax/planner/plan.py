@@ -28,6 +28,8 @@ class PlanArguments:
     """Name of a file in configs/, or a path to a .py file that defines `config`."""
     schedule_figure: Path | None = None
     """Draw the pipeline's schedule into this file: .png, .pdf or .svg."""
+    memory_figure: Path | None = None
+    """Draw bytes by kind, with every kind of recomputation, into this file: .png, .pdf or .svg."""
     communication_figure: Path | None = None
     """Draw what a device sends, by axis and source, into this file: .png, .pdf or .svg."""
     gpu: str | None = None
@@ -57,6 +59,8 @@ def run_plan(arguments: PlanArguments) -> int:
     if arguments.schedule_figure is not None:
         _check_pipeline(arguments)
         _check_figure("--schedule-figure", arguments.schedule_figure)
+    if arguments.memory_figure is not None:
+        _check_figure("--memory-figure", arguments.memory_figure)
     if arguments.communication_figure is not None:
         _check_figure("--communication-figure", arguments.communication_figure)
 
@@ -139,6 +143,13 @@ def _schedule(arguments: PlanArguments) -> Section | None:
     return Section("Schedule", values, named_rows(rows))
 
 
+def _memory(arguments: PlanArguments) -> Section:
+    """Bytes on each device, by kind."""
+    from mjax.planner.memory_section import memory_section
+
+    return memory_section(arguments.settings, figure=arguments.memory_figure)
+
+
 def _communication(arguments: PlanArguments) -> Section:
     """The collectives of the traced step, drawn where that is asked for."""
     from mjax.planner.comms import ledger
@@ -164,6 +175,7 @@ def _compile(arguments: PlanArguments) -> Section | None:
 SECTIONS: dict[str, Callable[[PlanArguments], Section | None]] = {
     "run": _run,
     "schedule": _schedule,
+    "memory": _memory,
     "communication": _communication,
     "compile": _compile,
 }

@@ -1,0 +1,94 @@
+"""Predicted bytes a device beside those that XLA allocates, for GPUs that are not there.
+
+    python benchmarks/memory.py                                            # all configs of the table: an hour
+    python benchmarks/memory.py --only 345m                                # those with 345m in their name: minutes
+    python benchmarks/memory.py --write tests/planner/compiled_memory.json # keep what was compiled
+
+Needs the CUDA wheels (requirements-cuda.txt) and no GPU: the train step of each config is compiled ahead of time for
+its own mesh of H100s. What counts is arguments + outputs - aliased + temporaries, the bytes of one device. The configs
+are those of tests/planner/compiled_memory.json; the exit code is 1 if a prediction is off by more than 5%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mjax import launch
+from mjax.config import Config, from_dict, load_config, to_dict
+from mjax.planner.memory import predict_memory
+from mjax.validation import validate
+
+TABLE = ROOT / "tests" / "planner" / "compiled_memory.json"
+TOLERANCE, GIB = 0.05, 2**30
+KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="compile the configs whose name has this in it (default: all)")
+    parser.add_argument("--write", type=Path, help="write what was compiled into this file")
+    arguments = parser.parse_args()
+    launch.leave_accelerators_alone()  # nothing runs: the GPUs are described, not opened
+    table = json.loads(TABLE.read_text())
+    rows = [row for row in table["rows"] if arguments.only in row["name"]]
+
+    print("| config | devices | compiled GiB | predicted GiB | ratio | " + " | ".join(KINDS) + " | s |")
+    print("| --- |" + " ---: |" * (5 + len(KINDS)))
+    failed = False
+    for row in rows:
+        config, start = config_of(row), time.perf_counter()
+        row |= compiled(config)
+        memory = predict_memory(config)
+        ratio = memory.total / row["total"]
+        failed |= abs(ratio - 1) > TOLERANCE
+        kinds = " | ".join(f"{getattr(memory, kind) / GIB:.2f}" for kind in KINDS)
+        print(
+            f"| {row['name']} | {config.mesh.devices} | {row['total'] / GIB:.2f} | {memory.total / GIB:.2f} "
+            f"| {ratio:.3f} | {kinds} | {time.perf_counter() - start:.0f} |",
+            flush=True,
+        )
+    versions = {package: metadata.version(package) for package in ("jax", "jax-cuda13-plugin")}
+    versions["python"] = sys.version.split()[0]
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    print(f"\n{named}; {len(os.sched_getaffinity(0))} CPU cores")
+    if arguments.write is not None:
+        kept = {**table, "date": f"{date.today()}", "versions": versions, "rows": rows}
+        arguments.write.write_text(json.dumps(kept, indent=1) + "\n")
+    if failed:
+        print(f"a prediction is off by more than {TOLERANCE:.0%}", file=sys.stderr)
+    return int(failed)
+
+
+def config_of(row: dict) -> Config:
+    """The config of a row: a published one with some fields changed, and the batch of its last steps."""
+    values = to_dict(load_config(row["config"]))
+    values["data"]["mock"] = True
+    values["train"] |= {"batch_rampup": None, "batch_schedule": None}
+    for flag, value in row["flags"].items():
+        section, knob = flag.split(".")
+        values[section][knob] = value
+    config = from_dict(values)
+    validate(config, row["name"])
+    return config
+
+
+def compiled(config: Config) -> dict[str, int]:
+    """Bytes of one device that XLA allocates for the train step of `config`."""
+    from mjax.planner.compile import compile_step
+
+    memory = compile_step(config, "h100").memory
+    return {"argument": memory.arguments, "temporary": memory.temporaries, "total": memory.total}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""Whether a config fits into the memory of a GPU, and if not, what would make it fit, cheapest first.
+
+Every combination of the changes below is tried in numbers; one that runs (`validate`) and fits is proposed, unless a
+part of it alone would be enough. Prices only put the proposals in order: they are ranks, not times. What is free comes
+before what costs a little, that before what repeats a whole forward pass, and other GPUs come last.
+
+    sequence parallelism    no more bytes cross, less is kept (arXiv 2205.05198, section 4.2.2)
+    ZeRO-1                  weights and moments sharded over `data`: a gather in the place of half an all-reduce
+    selective recomputation attention, LayerNorm and GELU again, no matrix product of weights
+    a smaller micro-batch   the same work in smaller, slower products; shorter bubbles in a pipeline
+    full recomputation      the forward pass a second time: a third more work
+    ZeRO-3                  weights gathered for every layer, forward and backward
+    more `model` or `pipe`  the same GPUs, less data parallelism: more communication, bubbles
+    more GPUs
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from mjax.config import Config
+from mjax.errors import UsageError
+from mjax.planner.memory import Memory, predict_memory
+from mjax.validation import validate
+
+GIB = 2**30
+
+# Ranks of what a change costs; a combination costs their sum.
+SEQUENCE_PARALLEL, ZERO_1, SELECTIVE, SMALLER_MICRO_BATCH, FULL, ZERO_3, OTHER_MESH, MORE_GPUS = (
+    1, 2, 4, 8, 16, 24, 32, 128,
+)  # fmt: skip
+RECOMPUTE = {"none": 0, "selective": SELECTIVE, "full": FULL}
+
+# Without this variable JAX takes three quarters of a GPU's memory.
+FRACTION, DEFAULT_FRACTION, LARGE_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75, 0.9
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a config that makes it fit.
+
+    Attributes:
+      flags: what to type, such as '--mesh.sequence-parallel --train.micro-batch 2'.
+      config: the config with it.
+      memory: what that needs.
+      price: the rank of what it costs.
+    """
+
+    flags: str
+    config: Config
+    memory: Memory
+    price: int
+
+
+def changes_that_fit(config: Config, usable: float, count: int = 3) -> list[Change]:
+    """The cheapest changes with which `config` needs no more than `usable` bytes, cheapest first.
+
+    None of them contains another one. The global batch, the model and its numbers stay as they are.
+    """
+    found: list[tuple[dict[str, str], Change]] = []
+    for price, flags, changed in sorted(_candidates(config), key=lambda candidate: candidate[0]):
+        if any(other.items() <= flags.items() or _wider(other, flags) for other, _ in found):
+            continue
+        if not _runs(changed) or (memory := predict_memory(changed)).total > usable:
+            continue
+        found.append((flags, Change(" ".join(f"{flag} {value}".strip() for flag, value in flags.items()),
+                                    changed, memory, price)))  # fmt: skip
+        if len(found) == count:
+            break
+    return [change for _, change in found]
+
+
+def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str], None]) -> None:
+    """Refuse what does not fit on the GPUs of this process, before anything is compiled.
+
+    On a CPU nothing is refused: its memory is shared with other processes and may be swapped. Nor where there are other
+    devices than the mesh needs, which is refused elsewhere.
+
+    Args:
+      config: validated.
+      name: what the config is called.
+      force: go on, and only say so.
+      say: receives that sentence.
+
+    Raises:
+      UsageError: the config does not fit.
+    """
+    import jax  # a plan is made without
+
+    found = memory_of(jax.local_devices()[0])
+    if found is None or config.mesh.devices != jax.device_count():
+        return
+    try:
+        check_memory(config, *found, name)
+    except UsageError as error:
+        if not force:
+            raise UsageError(f"{error}; --force tries it as it is") from None
+        say(f"memory  {error}; tried all the same, because of --force")
+
+
+def check_memory(config: Config, usable: float, gpu: str, name: str = "this config") -> None:
+    """Refuse what does not fit, with the numbers and what would.
+
+    Args:
+      config: validated.
+      usable: bytes that XLA may allocate on each device.
+      gpu: what the device is called.
+      name: what the config is called.
+
+    Raises:
+      UsageError: more is needed than `usable`.
+    """
+    memory = predict_memory(config)
+    if memory.total <= usable:
+        return
+    changes = changes_that_fit(config, usable)
+    nearest = "; or ".join(f"{change.flags} ({change.memory.total / GIB:.1f} GiB)" for change in changes)
+    advice = f"what fits, cheapest first: {nearest}" if changes else "no change of mesh or recomputation makes it fit"
+    raise UsageError(
+        f"{name} needs {memory.total / GIB:.1f} GiB on each GPU ({describe_kinds(memory)}) and {usable / GIB:.1f} GiB "
+        f"of {gpu} are usable{_larger_fraction(memory.total, usable)}; {advice}"
+    )
+
+
+def memory_of(device) -> tuple[float, str] | None:
+    """Bytes that XLA may allocate on a device of JAX, and what it is called; None where it is no GPU or does not
+    say."""
+    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform == "gpu" else None
+    return (float(limit), device.device_kind) if limit else None
+
+
+def describe_kinds(memory: Memory) -> str:
+    """`parameters 5.8, optimizer 7.8, …`, in GiB, the largest first."""
+    kinds = {name: size for name, size in by_kind(memory).items() if size / GIB >= 0.05}
+    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in sorted(kinds.items(), key=lambda kind: -kind[1]))
+
+
+def by_kind(memory: Memory) -> dict[str, float]:
+    """Bytes by kind, in the order in which they are printed."""
+    return {
+        "parameters": memory.parameters,
+        "optimizer": memory.optimizer,
+        "gradients": memory.gradients,
+        "activations": memory.activations,
+        "logits": memory.logits,
+        "workspace": memory.workspace,
+    }
+
+
+# --- The combinations that are tried ----------------------------------------------------------------------------------
+
+
+def _candidates(config: Config) -> Iterator[tuple[int, dict[str, str], Config]]:
+    """Every combination of changes: its price, its flags and the config with them."""
+    mesh, train = config.mesh, config.train
+    for (pipe, data, model), recompute in itertools.product(_meshes(config), _at_least(train.recompute, RECOMPUTE)):
+        share = train.global_batch // data
+        moved = (pipe, data, model) != (mesh.pipe, mesh.data, mesh.model)
+        devices = pipe * data * model
+        price = OTHER_MESH * moved + MORE_GPUS * (devices > mesh.devices) * devices // mesh.devices
+        price += RECOMPUTE[recompute] - RECOMPUTE[train.recompute]
+        splits = {mesh.sequence_parallel, True} if model > 1 else {mesh.sequence_parallel}
+        zeros = [stage for stage in (0, 1, 3) if stage >= mesh.zero and (data > 1 or stage == mesh.zero)]
+        for micro_batch, split, zero in itertools.product(_micro_batches(train.micro_batch, share), splits, zeros):
+            axes = {
+                "--mesh.pipe": (pipe, mesh.pipe),
+                "--mesh.data": (data, mesh.data),
+                "--mesh.model": (model, mesh.model),
+            }
+            flags = {flag: f"{ranks}" for flag, (ranks, before) in axes.items() if ranks != before}
+            if split and not mesh.sequence_parallel:
+                flags["--mesh.sequence-parallel"] = ""
+            if zero != mesh.zero:
+                flags["--mesh.zero"] = f"{zero}"
+            if recompute != train.recompute:
+                flags["--train.recompute"] = recompute
+            if micro_batch != train.micro_batch:
+                flags["--train.micro-batch"] = f"{micro_batch}"
+            if not flags:
+                continue
+            halvings = (train.micro_batch // micro_batch).bit_length() - 1
+            cost = price + SEQUENCE_PARALLEL * (split and not mesh.sequence_parallel)
+            cost += {0: 0, 1: ZERO_1, 3: ZERO_3}[zero] * (zero != mesh.zero) + SMALLER_MICRO_BATCH * halvings
+            changed = replace(
+                config,
+                mesh=replace(mesh, pipe=pipe, data=data, model=model, sequence_parallel=split, zero=zero),
+                train=replace(train, recompute=recompute, micro_batch=micro_batch),
+            )
+            yield cost, flags, changed
+
+
+def _meshes(config: Config) -> list[tuple[int, int, int]]:
+    """The config's own mesh; those that give `data` to `model` or `pipe`; and those with two to sixty-four times the
+    GPUs."""
+    mesh = config.mesh
+    found = [(mesh.pipe, mesh.data, mesh.model)]
+    for factor in (2, 4, 8):
+        if mesh.data % factor == 0:
+            found += [
+                (mesh.pipe, mesh.data // factor, mesh.model * factor),
+                (mesh.pipe * factor, mesh.data // factor, mesh.model),
+            ]
+    for factor in (2, 4, 8, 16, 32, 64):
+        found += [(mesh.pipe, mesh.data, mesh.model * factor), (mesh.pipe * factor, mesh.data, mesh.model)]
+        found += [(mesh.pipe, mesh.data * factor, mesh.model)]
+    # The devices of `model` talk in every layer, so they should share a server: no more than eight, if it has no more.
+    return [axes for axes in found if axes[2] <= max(8, mesh.model)]
+
+
+def _micro_batches(largest: int, share: int) -> list[int]:
+    """The micro-batch and its halves, those that divide the share of a replica."""
+    halves = [largest >> k for k in range(largest.bit_length()) if (largest >> k) << k == largest]
+    return [size for size in halves if size <= share and share % size == 0]
+
+
+def _at_least(value: str, ranked: dict[str, int]) -> list[str]:
+    return [name for name, rank in ranked.items() if rank >= ranked[value]]
+
+
+def _wider(proposed: dict[str, str], flags: dict[str, str]) -> bool:
+    """Whether `flags` do what is proposed already, and more of the same: a still smaller micro-batch, full in the place
+    of selective recomputation."""
+    order = {"--train.recompute": ["selective", "full"], "--mesh.zero": ["1", "3"]}
+
+    def covers(flag: str) -> bool:
+        if flag not in flags:
+            return False
+        mine, other = flags[flag], proposed[flag]
+        if flag == "--train.micro-batch":
+            return int(mine) <= int(other)
+        if flag in order:
+            return order[flag].index(mine) >= order[flag].index(other)
+        if flag in ("--mesh.pipe", "--mesh.data", "--mesh.model"):
+            return int(mine) >= int(other)
+        return mine == other
+
+    return all(covers(flag) for flag in proposed)
+
+
+def _runs(config: Config) -> bool:
+    try:
+        validate(replace(config, data=replace(config.data, mock=True)))
+    except UsageError:
+        return False
+    return True
+
+
+def _larger_fraction(needed: float, usable: float) -> str:
+    """A hint where the memory is there and JAX was not told to take it."""
+    possible = usable / DEFAULT_FRACTION * LARGE_FRACTION
+    if os.environ.get(FRACTION) is not None or needed > possible:
+        return ""
+    return f" ({possible / GIB:.1f} with {FRACTION}={LARGE_FRACTION} in the environment, where it fits)"

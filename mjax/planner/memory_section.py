@@ -1,0 +1,68 @@
+"""What `mjax plan` says of memory: bytes by kind, and with --gpu whether they fit and what would make them fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from mjax.config import Config
+from mjax.planner.fit import GIB, by_kind, changes_that_fit
+from mjax.planner.memory import attention_on_gpu, predict_memory
+from mjax.planner.section import Section, named_rows
+
+WHEN = {
+    "head": "when the logits of a micro-batch are there",
+    "backward": "in the backward pass of the layers",
+    "reduction": "when gradients are summed over data",
+}
+
+
+class HasMemory(Protocol):
+    """What is asked of a GPU: its name, and the bytes of it that XLA may allocate."""
+
+    name: str
+    usable_bytes: float
+
+
+def memory_section(config: Config, gpu: HasMemory | None = None, figure: Path | None = None) -> Section:
+    """The section of a plan.
+
+    Args:
+      config: validated.
+      gpu: whose memory it has to fit into.
+      figure: file to draw the bars into.
+    """
+    memory = predict_memory(config)
+    values: dict[str, Any] = {
+        "total": memory.total,
+        **by_kind(memory),
+        "moment": memory.moment,
+        "attention": attention_on_gpu(config),
+        "figure": None if figure is None else str(figure),
+    }
+    rows = {kind: f"{size / GIB:8.2f} GiB" for kind, size in by_kind(memory).items()}
+    rows["total"] = f"{memory.total / GIB:8.2f} GiB on each device, {WHEN[memory.moment]}"
+    rows["attention"] = f"by {values['attention']}"
+    lines = []
+    if gpu is not None:
+        fits = memory.total <= gpu.usable_bytes
+        changes = [] if fits else changes_that_fit(config, gpu.usable_bytes)
+        values |= {
+            "gpu": gpu.name,
+            "usable": gpu.usable_bytes,
+            "fits": fits,
+            "changes": [{"flags": change.flags, "total": change.memory.total} for change in changes],
+        }
+        verdict = "it fits" if fits else "it does not fit"
+        rows["verdict"] = f"{verdict} into the {gpu.usable_bytes / GIB:.1f} GiB that are usable on {gpu.name}"
+        lines = [f"{change.flags}  →  {change.memory.total / GIB:.1f} GiB" for change in changes]
+        if lines:
+            lines = ["what fits, cheapest first:", *(f"  {line}" for line in lines)]
+        elif not fits:
+            lines = ["no change of mesh or recomputation makes it fit"]
+    if figure is not None:
+        from mjax.planner.memory_figure import draw_memory
+
+        draw_memory(config, figure, gpu)
+        rows["picture"] = str(figure)
+    return Section("Memory", values, [*named_rows(rows), *lines])

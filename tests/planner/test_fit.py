@@ -1,0 +1,135 @@
+"""What does not fit into the memory of a GPU is refused before it is compiled, with what would fit."""
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from mjax import cli
+from mjax.config import load_config
+from mjax.errors import UsageError
+from mjax.planner import fit
+from mjax.planner.fit import GIB, changes_that_fit, check_memory, memory_of
+from mjax.planner.memory import predict_memory
+from mjax.planner.memory_section import memory_section
+from mjax.validation import validate
+from tests.conftest import ROOT
+
+CASES = [("gpt_8b", 16), ("gpt_8b", 24), ("gpt_1b", 12), ("gpt_175b", 30), ("bloom_176b", 60), ("bert_4b", 12)]
+TINY = ["train", "--config", str(ROOT / "tests" / "tiny_config.py")]
+SIXTEEN = ["--mesh.data", "8", "--mesh.model", "2", "--train.micro-batch", "1"]  # the simulated devices of this process
+
+
+@pytest.mark.parametrize(("name", "gib"), CASES)
+def test_every_proposal_fits_runs_and_is_no_part_of_another(name, gib):
+    config = load_config(name)
+    assert predict_memory(config).total > gib * GIB
+    changes = changes_that_fit(config, gib * GIB)
+    assert 1 <= len(changes) <= 3
+    assert [change.price for change in changes] == sorted(change.price for change in changes)
+    for change in changes:
+        assert predict_memory(change.config) == change.memory
+        assert change.memory.total <= gib * GIB
+        validate(replace(change.config, data=replace(change.config.data, mock=True)))
+        assert change.config.train.global_batch == config.train.global_batch
+        assert change.config.model == config.model
+    words = [set(change.flags.split(" --")) for change in changes]
+    assert not any(a < b for a in words for b in words)
+
+
+def test_what_costs_nothing_is_proposed_first():
+    changes = changes_that_fit(load_config("gpt_8b"), 22 * GIB)
+    assert changes[0].flags == "--mesh.sequence-parallel"
+    assert changes[1].flags == "--mesh.zero 1"
+
+
+def test_the_flags_of_a_proposal_make_its_config(monkeypatch):
+    seen = []
+    monkeypatch.setattr("mjax.planner.plan.run_plan", lambda arguments: seen.append(arguments.settings) or 0)
+    changes = changes_that_fit(load_config("gpt_1b"), 12 * GIB)
+    for change in changes:
+        assert cli.main(["plan", "--config", "gpt_1b", *change.flags.split()]) == 0
+    assert seen == [change.config for change in changes]
+
+
+def test_a_refusal_is_one_sentence_with_numbers_and_takes_no_second():
+    start = time.process_time()
+    with pytest.raises(UsageError) as refused:
+        check_memory(load_config("gpt_8b"), 22 * GIB, "NVIDIA H100 80GB HBM3", "gpt_8b")
+    assert time.process_time() - start < 1
+    message = str(refused.value)
+    total = predict_memory(load_config("gpt_8b")).total / GIB
+    assert message.startswith(f"gpt_8b needs {total:.1f} GiB on each GPU (activations 10.1, optimizer 7.8, ")
+    assert "22.0 GiB of NVIDIA H100 80GB HBM3 are usable" in message
+    assert "cheapest first: --mesh.sequence-parallel (" in message
+    assert "\n" not in message
+    check_memory(load_config("gpt_8b"), 27 * GIB, "NVIDIA H100 80GB HBM3")
+
+
+def test_memory_that_jax_was_not_told_to_take_is_pointed_at(monkeypatch):
+    monkeypatch.delenv(fit.FRACTION, raising=False)
+    with pytest.raises(UsageError, match=r"26\.4 with XLA_PYTHON_CLIENT_MEM_FRACTION=0\.9 in the environment"):
+        check_memory(load_config("gpt_8b"), 22 * GIB, "a GPU")
+    monkeypatch.setenv(fit.FRACTION, "0.5")
+    with pytest.raises(UsageError) as refused:
+        check_memory(load_config("gpt_8b"), 22 * GIB, "a GPU")
+    assert "FRACTION" not in str(refused.value)
+
+
+def test_a_gpu_says_what_may_be_allocated_and_a_cpu_refuses_nothing():
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": 2**36})
+    assert memory_of(gpu) == (2**36, "NVIDIA H200")
+    assert memory_of(SimpleNamespace(platform="gpu", device_kind="?", memory_stats=lambda: None)) is None
+    assert memory_of(jax.local_devices()[0]) is None
+
+
+def planted(monkeypatch, usable):
+    """GPUs with `usable` bytes in the place of this process' devices; whether training was begun."""
+    begun = []
+    monkeypatch.setattr(fit, "memory_of", lambda device: (usable, "NVIDIA V100"))
+
+    def train(*_):
+        begun.append(True)
+        return SimpleNamespace(exit_code=0)
+
+    monkeypatch.setattr("mjax.training.loop.train", train)
+    return begun
+
+
+def test_training_that_does_not_fit_is_refused_before_it_begins(monkeypatch, tmp_path, capsys):
+    begun = planted(monkeypatch, 1e5)
+    assert cli.main([*TINY, *SIXTEEN, "--runs", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "of NVIDIA V100 are usable" in error
+    assert error.endswith("--force tries it as it is\n")
+    assert error.count("\n") == 1
+    assert not begun
+    assert not list(tmp_path.iterdir())
+
+
+def test_force_goes_on_and_says_so(monkeypatch, tmp_path, capsys):
+    begun = planted(monkeypatch, 1e5)
+    assert cli.main([*TINY, *SIXTEEN, "--runs", str(tmp_path), "--force"]) == 0
+    assert "tried all the same, because of --force" in capsys.readouterr().out
+    assert begun
+
+
+@pytest.mark.parametrize(("usable", "mesh"), [(1e12, SIXTEEN), (1e5, ["--mesh.data", "4"])])
+def test_training_that_fits_or_has_other_devices_begins(monkeypatch, tmp_path, usable, mesh):
+    begun = planted(monkeypatch, usable)  # other devices than the mesh needs are refused in loop.train, not here
+    assert cli.main([*TINY, *mesh, "--train.micro-batch", "1", "--runs", str(tmp_path)]) == 0
+    assert begun
+
+
+def test_a_plan_for_a_gpu_has_a_verdict_and_what_would_change_it():
+    config = load_config("gpt_8b")
+    roomy, tight, tiny = (SimpleNamespace(name="h100", usable_bytes=size * GIB) for size in (72, 22, 1e-3))
+    assert "it fits into the 72.0 GiB that are usable on h100" in memory_section(config, roomy).text
+    section = memory_section(config, tight)
+    assert "it does not fit into the 22.0 GiB" in section.text
+    assert section.values["changes"][0]["flags"] == "--mesh.sequence-parallel"
+    first = changes_that_fit(config, 22 * GIB)[0].memory.total
+    assert f"  --mesh.sequence-parallel  →  {first / GIB:.1f} GiB" in section.lines
+    assert "no change of mesh or recomputation makes it fit" in memory_section(config, tiny).text

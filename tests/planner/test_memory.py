@@ -1,0 +1,125 @@
+"""Predicted bytes against those that XLA's ahead-of-time compile for GPUs allocates, and the rules they come from."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from mjax import cli
+from mjax.config import from_dict, load_config, to_dict
+from mjax.models.attention import _cudnn_obstacle
+from mjax.parallel.schedules import build_schedule
+from mjax.planner.memory import _in_flight, attention_on_gpu, kept_by_layer, predict_memory
+from tests.conftest import ROOT
+
+COMPILED = json.loads((ROOT / "tests" / "planner" / "compiled_memory.json").read_text())
+ROWS = COMPILED["rows"]
+
+
+def config_of(row):
+    values = to_dict(load_config(row["config"]))
+    values["data"]["mock"] = True
+    values["train"] |= {"batch_rampup": None, "batch_schedule": None}
+    for flag, value in row["flags"].items():
+        section, knob = flag.split(".")
+        values[section][knob] = value
+    return from_dict(values)
+
+
+def error(row):
+    return predict_memory(config_of(row)).total / row["total"] - 1
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
+def test_predicted_memory_is_within_five_percent_of_what_xla_allocates(row):
+    assert abs(error(row)) < 0.05
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
+def test_masters_and_moments_are_the_arguments_of_the_compiled_step(row):
+    memory, config = predict_memory(config_of(row)), config_of(row)
+    masters = memory.optimizer / 2
+    batch = sum(_elements(shape) * {"int32": 4, "bool": 1}[kind] for shape, kind in config.batch_arrays().values())
+    expected = masters + memory.optimizer + batch * config.train.global_batch / config.mesh.data
+    assert row["argument"] == pytest.approx(expected, rel=1e-5, abs=1e5)  # the counters of the loss scale, alignment
+
+
+def _elements(shape):
+    return shape[0] if shape else 1
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_what_is_in_flight_is_what_the_schedule_has_slots_for(name, stages, chunks):
+    config = load_config("gpt_8b")
+    for micro_batches in (stages, 2 * stages, 5 * stages, 1, 2 * stages + 1)[: 5 if chunks == 1 else 3]:
+        schedule = build_schedule(name, stages, micro_batches, chunks)
+        mesh = replace(config.mesh, pipe=stages, data=1, schedule=name, chunks=chunks)
+        train = replace(config.train, micro_batch=1, global_batch=micro_batches)
+        expected = schedule.residual_slots, schedule.pending_slots
+        assert _in_flight(replace(config, mesh=mesh, train=train)) == expected
+
+
+@pytest.mark.parametrize(
+    ("recompute", "whole", "split"), [("none", 11.25, 7.75), ("selective", 6, 2.5), ("full", 2, 0.25)]
+)
+def test_a_layer_keeps_the_multiples_of_sbh_that_the_docs_count(recompute, whole, split):
+    # docs/how-it-works.md, section 9, counts them in the traced layers; with cuDNN's kernel its own copy of the context
+    # is added, 2 / p, and a float32 number for each row of each head.
+    config = load_config("gpt_8b")
+    model = replace(config.model, attention="cudnn", attention_dropout=0.0)
+    config = replace(config, model=model, train=replace(config.train, recompute=recompute))
+    sbh = config.train.micro_batch * model.sequence * model.hidden
+    for expected, sequence_parallel in ((whole, False), (split, True)):
+        mesh = replace(config.mesh, sequence_parallel=sequence_parallel)
+        assert kept_by_layer(replace(config, mesh=mesh)) / sbh == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"attention_dropout": 0.1}, {"heads": 24, "hidden": 3000}, {"heads": 4}, {"sequence": 1023},
+     {"sequence": 1023, "positions": "alibi"}, {"attention": "xla"}, {"kind": "bert", "sequence": 511}],
+)  # fmt: skip
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_auto_is_taken_as_the_kernel_that_a_gpu_would_use(changes, compute):
+    config = load_config("gpt_8b")
+    model = replace(config.model, **{"attention_dropout": 0.0, "hidden": 3072, **changes})
+    config = replace(config, model=model, precision=replace(config.precision, compute=compute))
+    obstacle = _cudnn_obstacle(model, compute, "gpu", "documents" in config.batch_arrays())
+    expected = model.attention if model.attention != "auto" else "xla" if obstacle else "cudnn"
+    assert attention_on_gpu(config) == expected
+
+
+def test_a_prediction_takes_less_than_a_millisecond_and_no_jax():
+    config = load_config("gpt_1t")
+    times = []
+    for micro_batch in (1, 2, 4, 8, 16, 32, 64, 128):  # nothing is remembered from one to the next
+        changed = replace(config, train=replace(config.train, micro_batch=micro_batch))
+        start = time.perf_counter()
+        predict_memory(changed)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1e-3
+    code = (
+        "import sys; from mjax.config import load_config; from mjax.planner.fit import changes_that_fit; "
+        "assert changes_that_fit(load_config('gpt_8b'), 15 * 2**30); assert 'jax' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_plan_shows_bytes_by_kind_that_add_up(capsys, tmp_path):
+    file = tmp_path / "memory.png"
+    flags = ["plan", "--config", "gpt_8b", "--model.attention-dropout", "0"]
+    assert cli.main([*flags, "--json", "--memory-figure", str(file)]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    kinds = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
+    assert memory["total"] == sum(memory[kind] for kind in kinds)
+    assert memory["attention"] == "cudnn"
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert cli.main(flags) == 0
+    printed = capsys.readouterr().out
+    assert f"{memory['total'] / 2**30:8.2f} GiB on each device" in printed
