@@ -20,15 +20,14 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mjax import launch
 from mjax.config import Config, from_dict, load_config, to_dict
 from mjax.planner.memory import predict_memory
 from mjax.validation import validate
 
-TABLE = ROOT / "tests" / "planner" / "compiled_memory.json"
+TABLE = Path(__file__).resolve().parent.parent / "tests" / "planner" / "compiled_memory.json"
 TOLERANCE, GIB = 0.05, 2**30
 KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
 
