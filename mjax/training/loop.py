@@ -164,7 +164,8 @@ def _say_what_runs(display: Display, config: Config, data: TrainingData, folder:
     display.say(f"run     {folder}" + (f", continued after step {start}" if start else ""))
     if peak_tflops(kind, config.precision.compute) is None:
         display.say(
-            f"mfu     not shown: no {config.precision.compute} peak is known for {kind} (mjax/training/flops.py)"
+            f"mfu     not shown: no {config.precision.compute} peak is known for {kind}; "
+            "mjax/hardware.py says how to add it"
         )
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from mjax.config import load_config
 from mjax.training.display import Display, duration, verdict
-from mjax.training.flops import PEAK_TFLOPS, model_flops, peak_tflops
+from mjax.training.flops import hardware_flops, model_flops, peak_tflops
 from mjax.training.metrics import MetricsLog, Record, draw_loss, read_metrics
 
 
@@ -33,9 +33,55 @@ def test_a_wider_mlp_costs_its_products():
 
 def test_an_unknown_device_or_type_has_no_peak():
     assert peak_tflops("NVIDIA H200", "bf16") == 989.4
-    assert peak_tflops("NVIDIA H200", "fp32") is None
+    assert peak_tflops("NVIDIA H200", "fp32") == 494.7  # TF32, which XLA uses for float32 products
+    assert peak_tflops("NVIDIA H200", "fp64") is None
+    assert peak_tflops("Tesla V100-SXM2-32GB", "bf16") is None
     assert peak_tflops("cpu", "bf16") is None
-    assert all(100 < peak < 3000 for peak in PEAK_TFLOPS.values())
+    assert peak_tflops("NVIDIA H300", "bf16") is None
+
+
+def _flops_of(name, recompute):
+    config = load_config(name)
+    return replace(config, train=replace(config.train, recompute=recompute))
+
+
+def test_hardware_flops_of_full_recomputation_are_equation_3_of_2104_04473():
+    config = _flops_of("gpt_145b", "full")
+    model, batch = config.model, config.train.global_batch
+    h, s, v, layers = model.hidden, model.sequence, model.padded_vocabulary, model.layers
+    paper = 96 * batch * layers * s * h**2 * (1 + s / (6 * h) + v / (16 * h * layers))
+    assert hardware_flops(config) == pytest.approx(paper, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "mfu"),
+    [
+        ("gpt_22b_sp", 1.10, 41.5),
+        ("gpt_175b_sp", 13.75, 51.4),
+        ("gpt_530b_sp", 37.83, 56.0),
+        ("gpt_1t_sp", 71.49, 56.3),
+    ],
+)
+def test_model_flops_give_the_mfu_of_2205_05198_from_its_step_times(name, seconds, mfu):
+    config = load_config(name)
+    found = 100 * model_flops(config) / seconds / config.mesh.devices / 312e12
+    assert found == pytest.approx(mfu, abs=0.3)  # the seconds have three digits
+
+
+def test_recomputation_adds_a_forward_of_what_it_repeats():
+    none, selective, full = (_flops_of("gpt_8b", how) for how in ("none", "selective", "full"))
+    assert hardware_flops(none) == model_flops(none) == model_flops(full)
+    model, batch = none.model, none.train.global_batch
+    core = batch * model.layers * 4 * model.sequence**2 * model.hidden
+    assert hardware_flops(selective) - model_flops(selective) == pytest.approx(core)
+    # A causal model needs half of its attention: three times half a core less.
+    assert model_flops(none) - model_flops(none, causal=True) == pytest.approx(1.5 * core)
+    assert hardware_flops(selective, causal=True) - model_flops(selective, causal=True) == pytest.approx(core / 2)
+
+
+def test_attention_to_both_sides_has_no_half_to_leave_out():
+    config = load_config("bert_336m")
+    assert model_flops(config, causal=True) == model_flops(config)
 
 
 def _record(step, **changes):

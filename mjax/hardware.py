@@ -1,0 +1,248 @@
+"""The GPUs mjax knows: what their data sheets promise, each number with its source. The one table of peaks.
+
+Everything here is what the maker says of the hardware. What a program reaches of it is another matter, and is measured
+(`mjax/planner/calibration.py`). The table stands outside `training`, which divides by the peaks, and `planner`, which
+predicts with all of it, because both read it. No JAX is imported.
+
+A server is described as NVIDIA builds it: its GPUs, the link between them, and the network cards that they share. A
+cluster with other cards is told apart by a flag of `mjax plan`, not by a row here.
+
+To add a GPU, add a `Gpu` to `GPUS`: its name in `device_kinds` is what `python -c "import jax;
+print(jax.devices()[0].device_kind)"` prints, and its peaks are the dense ones, without sparsity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mjax.config import suggestion
+from mjax.errors import UsageError
+
+# Of a GPU's memory, what `XLA_PYTHON_CLIENT_MEM_FRACTION=0.9` gives to XLA: the rest is for CUDA, cuBLAS and NCCL.
+USABLE_FRACTION = 0.9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU and the server it comes in.
+
+    Attributes:
+      name: what `--gpu` takes.
+      device_kinds: what JAX calls it, `jax.devices()[0].device_kind`.
+      memory_bytes: what the driver reports as its memory.
+      peak_tflops: dense peak of matrix products in TFLOP/s by compute type. fp32 is TF32 where the GPU has it, which is
+        what XLA uses for float32 products there.
+      memory_bandwidth: bytes a second from and to its memory.
+      gpus_per_node: GPUs of a server.
+      node_bandwidth: bytes a second, in one direction, between one GPU and the others of its server.
+      network_bandwidth_per_node: bytes a second, in one direction, between servers: all network cards of one together.
+      node_latency, network_latency: seconds a message needs from GPU to GPU, in a server and between servers.
+      sources: where the numbers come from.
+    """
+
+    name: str
+    device_kinds: tuple[str, ...]
+    memory_bytes: float
+    peak_tflops: dict[str, float]
+    memory_bandwidth: float
+    gpus_per_node: int
+    node_bandwidth: float
+    network_bandwidth_per_node: float
+    sources: tuple[str, ...]
+    node_latency: float = 3.4e-6
+    network_latency: float = 14e-6
+
+    @property
+    def usable_bytes(self) -> float:
+        """What XLA may allocate with `XLA_PYTHON_CLIENT_MEM_FRACTION=0.9`."""
+        return USABLE_FRACTION * self.memory_bytes
+
+    def peak(self, compute: str) -> float | None:
+        """Peak in FLOP/s of a compute type of the config, or None where there is none in the table."""
+        tflops = self.peak_tflops.get(compute)
+        return None if tflops is None else tflops * 1e12
+
+
+def _peaks(sixteen_bit: float | None, fp32: float, bf16: bool = True) -> dict[str, float]:
+    """Peaks by compute type; V100 has no bf16."""
+    peaks = {"fp16": sixteen_bit, "fp32": fp32}
+    return {"bf16": sixteen_bit, **peaks} if bf16 else peaks
+
+
+GB, MIB = 1e9, 2**20
+# Latencies of all: NCCL's own model of its ring with the protocol Simple (NVIDIA/nccl, src/graph/tuning.cc, hwLat).
+_V100 = "NVIDIA V100 data sheet, January 2020: 125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways"
+_A100 = "NVIDIA A100 data sheet, June 2021: 312 TFLOP/s of 16 bits, 156 of TF32"
+_DGX_A100 = "DGX A100 data sheet: NVLink 600 GB/s both ways, eight 200 Gb/s network cards for compute"
+_H100 = "NVIDIA H100 data sheet, 2023 (with sparsity twice): 989.4 TFLOP/s of 16 bits, 494.7 of TF32, 3.35 TB/s"
+_DGX_H100 = "DGX H100 data sheet: NVLink 900 GB/s both ways, eight 400 Gb/s network cards"
+_PCIE = (
+    "no reference server: eight GPUs on PCIe and one 200 Gb/s network card are assumed; PCIe's own bandwidth, 32 GB/s "
+    "one way for generation 4 and 64 for generation 5"
+)
+# nvidia-smi's total, which is a little below the round number.
+_SMI = "memory: the total that nvidia-smi prints"
+
+GPUS: tuple[Gpu, ...] = (
+    Gpu(
+        name="v100-16gb",
+        device_kinds=("Tesla V100-SXM2-16GB",),
+        memory_bytes=16_160 * MIB,
+        peak_tflops=_peaks(125.0, 15.7, bf16=False),
+        memory_bandwidth=900 * GB,
+        gpus_per_node=8,
+        node_bandwidth=150 * GB,
+        network_bandwidth_per_node=50 * GB,
+        sources=(_V100, "DGX-1 data sheet: four 100 Gb/s network cards", _SMI),
+    ),
+    Gpu(
+        name="v100",
+        device_kinds=("Tesla V100-SXM2-32GB",),
+        memory_bytes=32_510 * MIB,
+        peak_tflops=_peaks(125.0, 15.7, bf16=False),
+        memory_bandwidth=900 * GB,
+        gpus_per_node=8,
+        node_bandwidth=150 * GB,
+        network_bandwidth_per_node=50 * GB,
+        sources=(_V100, "DGX-1 data sheet: four 100 Gb/s network cards", _SMI),
+    ),
+    Gpu(
+        name="v100-dgx2h",
+        device_kinds=("Tesla V100-SXM3-32GB-H",),
+        memory_bytes=32_510 * MIB,
+        peak_tflops=_peaks(130.0, 16.3, bf16=False),
+        memory_bandwidth=981 * GB,
+        gpus_per_node=16,
+        node_bandwidth=150 * GB,
+        network_bandwidth_per_node=100 * GB,
+        sources=(
+            "arXiv 1909.08053, section 5: 39 TFLOP/s are 30% of the peak; 16 GPUs and eight InfiniBand cards a server, "
+            "300 GB/s both ways through NVSwitch, 100 GB/s between servers",
+            "memory clock 958 MHz × 4,096 bits × 2: 981 GB/s",
+            _SMI,
+        ),
+    ),
+    Gpu(
+        name="v100-dgx2",
+        device_kinds=("Tesla V100-SXM3-32GB",),
+        memory_bytes=32_510 * MIB,
+        peak_tflops=_peaks(125.0, 15.7, bf16=False),
+        memory_bandwidth=981 * GB,
+        gpus_per_node=16,
+        node_bandwidth=150 * GB,
+        network_bandwidth_per_node=100 * GB,
+        sources=("DGX-2 data sheet: 2 PFLOP/s on 16 GPUs, eight 100 Gb/s network cards, NVSwitch", _V100, _SMI),
+    ),
+    Gpu(
+        name="a100-40gb",
+        device_kinds=("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
+        memory_bytes=40_536 * MIB,
+        peak_tflops=_peaks(312.0, 156.0),
+        memory_bandwidth=1555 * GB,
+        gpus_per_node=8,
+        node_bandwidth=300 * GB,
+        network_bandwidth_per_node=200 * GB,
+        sources=(_A100, _DGX_A100, "1,555 GB/s: A100 40GB data sheet", _SMI),
+    ),
+    Gpu(
+        name="a100",
+        device_kinds=("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
+        memory_bytes=81_251 * MIB,
+        peak_tflops=_peaks(312.0, 156.0),
+        memory_bandwidth=2039 * GB,
+        gpus_per_node=8,
+        node_bandwidth=300 * GB,
+        network_bandwidth_per_node=200 * GB,
+        sources=(_A100 + ", 2,039 GB/s", _DGX_A100, _SMI),
+    ),
+    Gpu(
+        name="a100-40gb-pcie",
+        device_kinds=("NVIDIA A100-PCIE-40GB", "A100-PCIE-40GB"),
+        memory_bytes=40_536 * MIB,
+        peak_tflops=_peaks(312.0, 156.0),
+        memory_bandwidth=1555 * GB,
+        gpus_per_node=8,
+        node_bandwidth=32 * GB,
+        network_bandwidth_per_node=25 * GB,
+        sources=(_A100, "1,555 GB/s: A100 40GB data sheet", _PCIE, _SMI),
+    ),
+    Gpu(
+        name="a100-pcie",
+        device_kinds=("NVIDIA A100 80GB PCIe",),
+        memory_bytes=81_251 * MIB,
+        peak_tflops=_peaks(312.0, 156.0),
+        memory_bandwidth=1935 * GB,
+        gpus_per_node=8,
+        node_bandwidth=32 * GB,
+        network_bandwidth_per_node=25 * GB,
+        sources=(_A100 + ", 1,935 GB/s", _PCIE, _SMI),
+    ),
+    Gpu(
+        name="h100",
+        device_kinds=("NVIDIA H100 80GB HBM3",),
+        memory_bytes=81_559 * MIB,
+        peak_tflops=_peaks(989.4, 494.7),
+        memory_bandwidth=3352 * GB,
+        gpus_per_node=8,
+        node_bandwidth=450 * GB,
+        network_bandwidth_per_node=400 * GB,
+        sources=(_H100, _DGX_H100, _SMI),
+    ),
+    Gpu(
+        name="h100-pcie",
+        device_kinds=("NVIDIA H100 PCIe",),
+        memory_bytes=81_559 * MIB,
+        peak_tflops=_peaks(756.5, 378.0),
+        memory_bandwidth=2039 * GB,
+        gpus_per_node=8,
+        node_bandwidth=64 * GB,
+        network_bandwidth_per_node=25 * GB,
+        sources=("NVIDIA H100 PCIe data sheet, 2022: 756.5 TFLOP/s of 16 bits, 378 of TF32, 2 TB/s", _PCIE, _SMI),
+    ),
+    Gpu(
+        name="h200",
+        device_kinds=("NVIDIA H200",),
+        memory_bytes=143_771 * MIB,
+        peak_tflops=_peaks(989.4, 494.7),
+        memory_bandwidth=4800 * GB,
+        gpus_per_node=8,
+        node_bandwidth=450 * GB,
+        network_bandwidth_per_node=400 * GB,
+        sources=("NVIDIA H200 data sheet, 2024: the products of H100, 4.8 TB/s, NVLink 900 GB/s", _DGX_H100, _SMI),
+    ),
+    Gpu(
+        name="b200",
+        device_kinds=("NVIDIA B200",),
+        memory_bytes=183_359 * MIB,
+        peak_tflops=_peaks(2250.0, 1125.0),
+        memory_bandwidth=8000 * GB,
+        gpus_per_node=8,
+        node_bandwidth=900 * GB,
+        network_bandwidth_per_node=400 * GB,
+        sources=(
+            "HGX B200 data sheet, 2024, for eight and with sparsity: 36 PFLOP/s of 16 bits, 18 of TF32",
+            "DGX B200 data sheet: 64 TB/s on eight GPUs, NVLink 14.4 TB/s both ways, eight 400 Gb/s network cards",
+            _SMI,
+        ),
+    ),
+)
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU that `--gpu name` means.
+
+    Raises:
+      UsageError: there is none of this name.
+    """
+    for gpu in GPUS:
+        if name.lower() == gpu.name or name in gpu.device_kinds:
+            return gpu
+    names = [gpu.name for gpu in GPUS]
+    raise UsageError(
+        f"--gpu {name} is not known{suggestion(name.lower(), names)}; use {', '.join(names[:-1])} or {names[-1]}"
+    )
+
+
+def gpu_of(device_kind: str) -> Gpu | None:
+    """The GPU that JAX calls `device_kind`, or None where the table has none of that name."""
+    return next((gpu for gpu in GPUS if device_kind in gpu.device_kinds), None)

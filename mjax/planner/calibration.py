@@ -1,0 +1,289 @@
+"""How much of a GPU's promised rates a program reaches, and which program: what the time model is fitted with.
+
+A `Calibration` is a handful of rates, each a fraction of what `mjax/hardware.py` promises, and the `Software` for which
+they hold. There are three in this file, fitted to published runs of Megatron-LM (`published.py`; a test fits them again
+and compares). `benchmarks/calibrate.py` measures one on the user's machine and keeps it in a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_type_hints
+
+from mjax.config import Config, suggestion
+from mjax.errors import UsageError
+from mjax.hardware import GPUS, Gpu
+
+FORMAT = "mjax calibration 1"
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a training program does that no config says. Read from its code, never fitted.
+
+    Bytes are those of 16-bit activations: read and written by the kernels of one layer's forward pass, for each element
+    of the tensor that is named.
+
+    Attributes:
+      name: of the program.
+      stream_bytes: an element of [tokens, h]: LayerNorms, dropout, residual sums.
+      mlp_bytes: an element of [tokens, f / p]: GELU.
+      score_bytes: an element of the scores [b, n / p, s, s] where attention writes them out: scale, mask, softmax,
+        dropout; not what the two products read and write.
+      kernels: launches of the forward pass of a layer beside its products.
+      backward_traffic: bytes of a backward pass over those of the forward.
+      flash: whether there is a flash attention kernel.
+      repeated_sums: all-reduces of a layer that full recomputation sends again. The last one of a layer is dead code,
+        which XLA removes.
+      gradient_bytes: of an element when gradients are summed over `data`.
+      accumulate_bytes: read and written for each weight when the gradients of a micro-batch are added up.
+      optimizer_bytes: read and written for each weight by norm, clipping, Adam and the cast to the compute type.
+      splits_messages: each rank of `model` sends its part of an activation to the next stage and gathers there
+        (arXiv 2104.04473, section 4.1), with sequence parallelism or without.
+      hides_backward_sums: the collective behind a column-parallel layer's backward pass runs beside the product for the
+        gradient of its weights.
+      hides_gradient_sums: sums over `data` run beside the backward pass.
+    """
+
+    name: str
+    stream_bytes: float
+    mlp_bytes: float
+    score_bytes: float
+    kernels: int
+    backward_traffic: float
+    flash: bool
+    repeated_sums: int
+    gradient_bytes: int
+    accumulate_bytes: int
+    optimizer_bytes: int
+    splits_messages: bool
+    hides_backward_sums: bool
+    hides_gradient_sums: bool
+
+
+# LayerNorm reads twice and writes, twice a layer: 12. Residual sum with dropout, twice: 12. The GELU kernel: 4, and the
+# cut of q, k, v: 12 h / p, which is 3 for each of the 4 h / p elements of the MLP. Scores are float32: 4 read, and 2
+# written as probabilities, and 2 for the other half of a product's float32 result. Which collectives hide, and the 26
+# bytes of Adam, 4 of the norm and 6 of the cast, were read from programs compiled for H100s (docs/benchmarks.md).
+MJAX = Software(
+    name="mjax",
+    stream_bytes=24,
+    mlp_bytes=7,
+    score_bytes=8,
+    kernels=8,
+    backward_traffic=1.6,
+    flash=True,
+    repeated_sums=1,
+    gradient_bytes=4,
+    accumulate_bytes=12,
+    optimizer_bytes=36,
+    splits_messages=False,
+    hides_backward_sums=True,
+    hides_gradient_sums=False,
+)
+
+# The program of arXiv 2104.04473 (Megatron-LM v2): GELU, dropout with residual, and softmax are fused kernels,
+# attention writes its scores and a dropout mask; gradients are fp16.
+MEGATRON_2021 = Software(
+    name="Megatron-LM of 2021",
+    stream_bytes=26,
+    mlp_bytes=6,
+    score_bytes=10,
+    kernels=11,
+    backward_traffic=1.6,
+    flash=False,
+    repeated_sums=2,
+    gradient_bytes=2,
+    accumulate_bytes=6,
+    optimizer_bytes=52,
+    splits_messages=True,
+    hides_backward_sums=False,
+    hides_gradient_sums=False,
+)
+
+# The program of arXiv 2205.05198: the same, but it gathers for a weight's gradient beside another product (section
+# 4.2.2).
+MEGATRON_2022 = dataclasses.replace(MEGATRON_2021, name="Megatron-LM of 2022", hides_backward_sums=True)
+
+# The program of arXiv 1909.08053: nothing fused but LayerNorm and the optimizer, so bias, GELU, dropout, residual,
+# scale, mask and softmax each read and write.
+MEGATRON_2019 = dataclasses.replace(
+    MEGATRON_2021, name="Megatron-LM of 2019", stream_bytes=34, mlp_bytes=12, score_bytes=21, splits_messages=False
+)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Rates that are reached, and how far predictions with them were off.
+
+    Attributes:
+      software: the program.
+      gpu: name of the GPU for which they hold (`mjax/hardware.py`).
+      matmul: fraction of the peak that a large matrix product reaches.
+      half: the size of a dim at which a product has half of that: dims of m, n and k give
+        m / (m + half) × n / (n + half) × k / (k + half). Small products leave multiprocessors idle.
+      attention: fraction of the peak that flash attention reaches, counting what a causal mask leaves.
+      memory: fraction of the memory bandwidth that memory-bound kernels reach.
+      launch: seconds that a kernel takes beyond its work.
+      node: fraction of the bandwidth in a server that collectives reach.
+      network: the same between servers.
+      collective: seconds that a collective takes beyond messages and bytes.
+      error: relative error bar of a step's time, for this program on this GPU.
+      error_elsewhere: the same on any other GPU.
+      fitted_on: what the numbers come from, for people.
+      parameters, devices: smallest and largest of the runs it was fitted on.
+      date, versions: when it was measured and with which packages; empty where it comes from papers.
+    """
+
+    software: Software
+    gpu: str
+    matmul: float
+    half: float
+    attention: float
+    memory: float
+    launch: float
+    node: float
+    network: float
+    collective: float
+    error: float
+    error_elsewhere: float
+    fitted_on: str
+    parameters: tuple[float, float]
+    devices: tuple[int, int]
+    date: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def error_of(self, config: Config, gpu: Gpu) -> tuple[float, tuple[str, ...]]:
+        """The error bar of a prediction, and what it is that the calibration has not seen."""
+        caveats = []
+        if gpu.name != self.gpu:
+            caveats.append(f"calibrated on {self.gpu}, not on {gpu.name}")
+        low, high = self.parameters
+        if not 0.9 * low <= config.model.parameters <= 1.1 * high:
+            caveats.append(f"calibrated on models of {low / 1e9:.3g} to {high / 1e9:.4g} billion parameters")
+        low, high = self.devices
+        if not low <= config.mesh.devices <= high:
+            caveats.append(f"calibrated on {low} to {high} GPUs" if low < high else f"calibrated on {low} GPUs")
+        return (self.error if gpu.name == self.gpu else self.error_elsewhere), tuple(caveats)
+
+
+# `matmul` and `half` are fitted to the ten rows of arXiv 2104.04473, table 1. The rest is taken from elsewhere or
+# assumed, and what is wrong with it has gone into these two: 80% of the memory bandwidth and 5 µs a launch; 77% of
+# NVLink, which is about 230 GB/s on an A100, and 85% of the network cards; NCCL's own base latency of a ring, 8.4 µs
+# (NVIDIA/nccl, src/graph/tuning.cc). Flash attention reaches 50 to 73% of the peak of an A100 (arXiv 2307.08691).
+MEGATRON_A100 = Calibration(
+    software=MEGATRON_2021,
+    gpu="a100",
+    matmul=0.782,
+    half=109.3,
+    attention=0.5,
+    memory=0.8,
+    launch=5e-6,
+    node=0.77,
+    network=0.85,
+    collective=8.4e-6,
+    error=0.05,
+    error_elsewhere=0.33,
+    fitted_on="ten runs of Megatron-LM, arXiv 2104.04473, table 1",
+    parameters=(1.7e9, 1008e9),
+    devices=(32, 3072),
+)
+
+# Fitted to the fourteen scaling figures of arXiv 1909.08053: `matmul` and `launch`, which is what a program costs that
+# starts each kernel from Python; the rest as on A100.
+MEGATRON_V100 = dataclasses.replace(
+    MEGATRON_A100,
+    software=MEGATRON_2019,
+    gpu="v100-dgx2h",
+    matmul=0.735,
+    launch=96.8e-6,
+    error=0.12,
+    fitted_on="fourteen scaling figures of Megatron-LM, arXiv 1909.08053, figure 5 and appendix D",
+    parameters=(1.2e9, 8.3e9),
+    devices=(1, 512),
+)
+
+# The rates of a large matrix product and of a collective belong to the hardware and its libraries, so mjax starts from
+# those of Megatron-LM on A100s. Its error bar is the worst of what these rates said of runs they were not fitted to:
+# on the same GPU those of arXiv 2205.05198, table 5; on another one the speed of a V100 in arXiv 1909.08053.
+MJAX_FROM_PAPERS = dataclasses.replace(
+    MEGATRON_A100,
+    software=MJAX,
+    error=0.12,
+    fitted_on=MEGATRON_A100.fitted_on + "; mjax itself has not been measured on a GPU",
+)
+
+
+def default_calibration() -> Calibration:
+    """What `predict_time` uses where no calibration is given."""
+    return MJAX_FROM_PAPERS
+
+
+# --- Kept in a file ---------------------------------------------------------------------------------------------------
+
+
+def write_calibration(calibration: Calibration, file: Path) -> None:
+    """Write `calibration` as JSON."""
+    file.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(calibration)}, indent=2) + "\n")
+
+
+def read_calibration(file: Path) -> Calibration:
+    """Read what `write_calibration` wrote.
+
+    Raises:
+      UsageError: there is no such file, it is no calibration, or a number in it cannot be.
+    """
+    again = "write one with: python benchmarks/calibrate.py --output calibration.json"
+    try:
+        values = json.loads(file.read_text())
+    except OSError as error:
+        raise UsageError(f"--calibration {file} cannot be read ({error.strerror}); {again}") from None
+    except ValueError:
+        raise UsageError(f"--calibration {file} is not JSON; {again}") from None
+    if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+        raise UsageError(f"--calibration {file} is not a calibration of this version of mjax; {again}")
+    values["software"] = _build(Software, values.get("software"), f"{file}: software")
+    for name in ("parameters", "devices"):
+        if isinstance(values.get(name), list):
+            values[name] = tuple(values[name])
+    calibration = _build(Calibration, values, str(file))
+    _check(calibration, file)
+    return calibration
+
+
+def _build(cls: type, values, where: str):
+    if not isinstance(values, dict):
+        raise UsageError(f"{where} must be an object, not {values!r}; measure it again with benchmarks/calibrate.py")
+    known = [f.name for f in dataclasses.fields(cls)]
+    kinds = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
+    for name, kind in get_type_hints(cls).items():
+        if name not in values:
+            raise UsageError(f"{where} has no {name!r}; measure it again with benchmarks/calibrate.py")
+        value, allowed = values[name], kinds.get(kind)
+        if allowed and (not isinstance(value, allowed) or (kind is not bool and isinstance(value, bool))):
+            raise UsageError(f"{where}: {name} is {value!r}, which is not a {kind.__name__}")
+    for name in values.keys() - set(known):
+        raise UsageError(f"{where}: unknown field {name!r}{suggestion(name, known)}")
+    return cls(**values)
+
+
+def _check(calibration: Calibration, file: Path) -> None:
+    names = [gpu.name for gpu in GPUS]
+    for name in ("matmul", "attention", "memory", "node", "network"):
+        value = getattr(calibration, name)
+        if not 0 < value <= 1.5:
+            raise UsageError(f"{file}: {name} is {value:g}, and a fraction of what a GPU promises lies in 0 to 1")
+    for name in ("half", "launch", "collective", "error", "error_elsewhere"):
+        value = getattr(calibration, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise UsageError(f"{file}: {name} is {value:g} and cannot be negative; measure it again")
+    for name in ("parameters", "devices"):
+        value = getattr(calibration, name)
+        if not (isinstance(value, tuple) and len(value) == 2 and all(isinstance(x, int | float) for x in value)):
+            raise UsageError(f"{file}: {name} is {value!r}; it holds two numbers, the smallest and the largest")
+    if calibration.gpu not in names:
+        raise UsageError(f"{file}: gpu {calibration.gpu!r} is not known; mjax/hardware.py says how to add it")

@@ -1,0 +1,169 @@
+"""Published step times of Megatron-LM, as configs: what the time model was fitted to, and what it is checked against.
+
+arXiv 2104.04473, table 1      ten models on 32 to 3,072 A100s, full recomputation
+arXiv 2205.05198, table 5      four models on 8 to 512 A100s, sequence parallelism and selective recomputation, and
+                               the same with full recomputation and without sequence parallelism
+arXiv 1909.08053, figure 5     weak scaling on 1 to 512 V100s of DGX-2H servers; appendix D: heads, strong scaling
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from mjax.config import Config, load_config
+from mjax.hardware import gpu_named
+from mjax.planner.calibration import (
+    MEGATRON_2019,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    Calibration,
+    Software,
+)
+from mjax.planner.time import predict_time
+from mjax.training.flops import hardware_flops
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that somebody published.
+
+    Attributes:
+      name: of the config, with what sets the run apart.
+      config: as the paper ran it.
+      gpu: name in `mjax/hardware.py`.
+      software: the program.
+      seconds: of a step.
+      source: paper and table.
+    """
+
+    name: str
+    config: Config
+    gpu: str
+    software: Software
+    seconds: float
+    source: str
+
+
+@lru_cache
+def table_1() -> tuple[Run, ...]:
+    """The ten rows of arXiv 2104.04473, table 1; its TFLOP/s count recomputation.
+
+    The smallest four ran with torch's DistributedDataParallel, which sums gradients beside the backward pass, the
+    others with Megatron's own, which does not (NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh).
+    """
+    rows = (
+        ("gpt_1_7b", 137),
+        ("gpt_3_6b", 138),
+        ("gpt_7_5b", 142),
+        ("gpt_18b", 135),
+        ("gpt_39b", 138),
+        ("gpt_76b", 140),
+        ("gpt_145b", 148),
+        ("gpt_310b", 155),
+        ("gpt_530b", 163),
+        ("gpt_1t", 163),
+    )
+    runs = []
+    for name, tflops in rows:
+        config = _fp16(load_config(name))
+        software = replace(MEGATRON_2021, hides_gradient_sums=config.mesh.pipe == 1)
+        seconds = hardware_flops(config) / config.mesh.devices / tflops / 1e12
+        runs.append(Run(name, config, "a100", software, seconds, "arXiv 2104.04473, table 1"))
+    return tuple(runs)
+
+
+@lru_cache
+def table_5() -> tuple[Run, ...]:
+    """The eight step times of arXiv 2205.05198, table 5: as the paper proposes, and with full recomputation."""
+    rows = (
+        ("gpt_22b_sp", 1.10, 1.42),
+        ("gpt_175b_sp", 13.75, 18.13),
+        ("gpt_530b_sp", 37.83, 49.05),
+        ("gpt_1t_sp", 71.49, 94.42),
+    )
+    runs = []
+    for name, proposed, full in rows:
+        config = _fp16(load_config(name))
+        source = "arXiv 2205.05198, table 5"
+        runs.append(Run(name, config, "a100", MEGATRON_2022, proposed, source))
+        config = replace(
+            config,
+            mesh=replace(config.mesh, sequence_parallel=False),
+            train=replace(config.train, recompute="full"),
+        )
+        runs.append(Run(f"{name}, full recomputation", config, "a100", MEGATRON_2022, full, source))
+    return tuple(runs)
+
+
+@lru_cache
+def v100_scaling() -> tuple[Run, ...]:
+    """Figure 5 and appendix D of arXiv 1909.08053: 39 TFLOP/s on one GPU, and scaling in percent of that.
+
+    Eight sequences a model; 512 with 64 replicas. The TFLOP/s count recomputation, as all of that paper's do.
+    """
+    runs = []
+
+    def add(name: str, config: Config, percent: float, source: str):
+        seconds = hardware_flops(config) / config.mesh.devices / (39e12 * percent / 100)
+        runs.append(Run(name, config, "v100-dgx2h", MEGATRON_2019, seconds, f"arXiv 1909.08053, {source}"))
+
+    weak = (("gpt_1b", 1, 100, 96), ("gpt_2b", 2, 95, 83), ("gpt_4b", 4, 82, 79), ("gpt_8b", 8, 77, 74))
+    for name, ranks, alone, replicated in weak:
+        add(f"{name} × {ranks}", _v100(name, ranks, 1), alone, "figure 5")
+        add(f"{name} × {64 * ranks}", _v100(name, ranks, 64), replicated, "figure 5")
+    for heads, percent in ((16, 82), (24, 80), (32, 77)):
+        config = _v100("gpt_8b", 8, 1)
+        config = replace(config, model=replace(config.model, heads=heads))
+        add(f"gpt_8b with {heads} heads", config, percent, "appendix D")
+    for ranks, speedup in ((2, 1.64), (4, 2.34), (8, 2.98)):
+        add(f"gpt_1b on {ranks}", _v100("gpt_1b", ranks, 1), 100 * speedup / ranks, "appendix D")
+    return tuple(runs)
+
+
+def _v100(name: str, model: int, data: int) -> Config:
+    config = _fp16(load_config(name))
+    return replace(
+        config,
+        mesh=replace(config.mesh, model=model, data=data),
+        train=replace(config.train, recompute="full", micro_batch=8, global_batch=8 * data),
+    )
+
+
+def _fp16(config: Config) -> Config:
+    return replace(config, precision=replace(config.precision, compute="fp16"))
+
+
+# --- Fitting ----------------------------------------------------------------------------------------------------------
+
+
+def errors(calibration: Calibration, runs: Sequence[Run]) -> np.ndarray:
+    """Predicted speed over the published one, less 1, of each run with its own software."""
+    predicted = [
+        predict_time(run.config, gpu_named(run.gpu), replace(calibration, software=run.software)).total for run in runs
+    ]
+    return np.array([run.seconds for run in runs]) / np.array(predicted) - 1.0
+
+
+def fit(calibration: Calibration, runs: Sequence[Run], names: Sequence[str], steps: int = 25) -> Calibration:
+    """`calibration` with the rates `names` such that the squared relative errors of `runs` are smallest.
+
+    Gauss–Newton on the logarithms of the rates, so that they stay positive.
+    """
+
+    def at(x: np.ndarray) -> Calibration:
+        return dataclasses.replace(calibration, **dict(zip(names, np.exp(x).tolist(), strict=True)))
+
+    x, small = np.log([getattr(calibration, name) for name in names]), 1e-4
+    for _ in range(steps):
+        here = errors(at(x), runs)
+        slopes = np.stack([(errors(at(x + small * row), runs) - here) / small for row in np.eye(len(x))], axis=1)
+        step = np.linalg.lstsq(slopes, here, rcond=None)[0]
+        x = x - np.clip(step, -0.5, 0.5)
+        if np.abs(step).max() < 1e-7:
+            break
+    return at(x)

@@ -1,0 +1,408 @@
+"""Seconds of a step before it runs: an analytic model of the GPU, of what the step does, and of how well it does it.
+
+Three things are kept apart:
+
+    hardware     `Gpu`: what the data sheet promises (`mjax/hardware.py`).
+    software     `Software`: what the program does that no config says: which tensors its kernels read and write, what
+                 it sends again, in which type. Read from the code, never fitted.
+    calibration  `Calibration`: how much of the promised rates is reached: a few numbers, fitted to published runs or
+                 measured on the user's machine, with the error that they leave (`calibration.py` has both).
+
+The parts of a step, and how each is modelled:
+
+    matrix products   a roofline: the FLOPs at `matmul` × peak, less where a dim is small; or the bytes, if those last
+                      longer
+    attention         flash: the FLOPs that a causal mask leaves. Else: two products over s × s, and the scores' bytes
+    memory-bound      LayerNorm, dropout, residual sums, GELU: bytes over `memory` × bandwidth, and launches
+    collectives       a ring: bytes on the wire over its slowest link, which the rings that leave a server together
+                      share, and latency × log2(ranks). What hides behind a product counts where it is longer than that
+    pipeline          work of all micro-batches, then fill and drain as the schedule has them (`schedules.py`), in
+                      lock-step; the head is on the last stage, for which all others wait
+    once a step       sums over `data`, gathers of weights, the bytes of the optimizer
+
+All is a formula of the config: nothing is traced, no JAX is imported, and it takes far less than a millisecond.
+The pieces are those of arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198, section 4.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from mjax.config import Config
+from mjax.errors import UsageError
+from mjax.hardware import Gpu
+from mjax.planner.calibration import Calibration, default_calibration
+from mjax.training.flops import model_flops
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+# Parts of a step, in the order in which they are shown.
+PARTS = ("matmul", "attention", "elementwise", "head", "model", "pipe", "bubble", "data", "optimizer")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, by part; the parts add up to `total`.
+
+    Attributes:
+      matmul: matrix products of the layers, those that are recomputed too.
+      attention: scores, softmax and weighted sums.
+      elementwise: memory-bound kernels of the layers.
+      head: embedding, logits and loss, without their collectives.
+      model: collectives over `model` that nothing hides.
+      pipe: messages between stages.
+      bubble: waiting while the pipeline fills and drains.
+      data: sums and gathers over `data`, and of the embedding over `pipe`.
+      optimizer: accumulation of gradients, norm, Adam.
+      model_tflops: TFLOP/s of one GPU, as `model_flops` counts (nothing recomputed, attention whole).
+      mfu: those over the peak.
+      error: relative error bar of `total`.
+      caveats: what of this run lies outside what the calibration was fitted on.
+    """
+
+    matmul: float
+    attention: float
+    elementwise: float
+    head: float
+    model: float
+    pipe: float
+    bubble: float
+    data: float
+    optimizer: float
+    model_tflops: float
+    mfu: float
+    error: float
+    caveats: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.parts.values())
+
+
+def predict_time(config: Config, gpu: Gpu, calibration: Calibration | None = None) -> StepTime:
+    """Predict the time of a step.
+
+    Args:
+      config: validated; `model.attention` a kernel's name, or `auto`, which is taken as on this GPU.
+      gpu: the hardware. Neighbours in a server are ranks of `model`, then of `data`, then of `pipe`.
+      calibration: program and rates; mjax with the rates of published runs when not given.
+
+    Raises:
+      UsageError: the GPU has no peak of the config's compute type.
+    """
+    calibration = calibration or default_calibration()
+    rates = Rates(gpu, calibration, config.precision.compute)
+    step = _Step(config, rates)
+    mesh, m = config.mesh, config.micro_batches
+    layers = config.model.layers // mesh.pipe  # of a stage
+    passes = [step.forward(), step.backward_inputs(), step.backward_weights()]
+    seconds = {part: m * layers * sum(p.get(part, 0.0) for p in passes) for part in PARTS}
+    seconds["head"] += m * step.head()
+    seconds["model"] += m * step.head_sums()
+    seconds["data"] += step.sums_over_data()
+    seconds["optimizer"] += step.optimizer()
+    if mesh.pipe > 1:
+        message = step.message()
+        seconds["pipe"] += 2 * m * mesh.chunks * message  # one activation and one gradient
+        f, b, w = (layers / mesh.chunks * sum(p.values()) for p in passes)
+        seconds["bubble"] += _bubble(config, f, b, w, message)
+    total = sum(seconds.values())
+    tflops = model_flops(config) / total / mesh.devices / 1e12
+    error, caveats = calibration.error_of(config, gpu)
+    return StepTime(**seconds, model_tflops=tflops, mfu=tflops * 1e12 / rates.peak, error=error, caveats=caveats)
+
+
+def _bubble(config: Config, forward: float, inputs: float, weights: float, message: float) -> float:
+    """Seconds of a step in which the last stage waits, beyond the work of all micro-batches.
+
+    Closed forms of `Schedule.makespan`, since a table of thousands of micro-batches takes longer than a search has.
+
+    Args:
+      forward, inputs, weights: seconds of F, and of the halves of a backward pass, of one chunk.
+      message: of one message.
+    """
+    mesh, m = config.mesh, config.micro_batches
+    fill = mesh.pipe - 1
+    if mesh.schedule != "zb-h1":
+        return fill * (forward + inputs + weights + 2 * message)
+    # A tick holds one operation on each stage and lasts as long as the longest of them.
+    work = m * mesh.chunks
+    ticks = 3 * work + fill + max(0, mesh.pipe - m)
+    return ticks * max(forward, inputs, weights) - work * (forward + inputs + weights) + fill * message
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How long a GPU takes for a kernel or a collective: the data sheet times the calibration. Seconds, bytes, FLOPs.
+
+    Attributes:
+      gpu, calibration: what it is made of.
+      compute: type of the products.
+      peak: FLOP/s.
+    """
+
+    gpu: Gpu
+    calibration: Calibration
+    compute: str
+    peak: float = field(init=False)
+
+    def __post_init__(self):
+        peak = self.gpu.peak(self.compute)
+        if peak is None:
+            known = " or ".join(self.gpu.peak_tflops)
+            raise UsageError(
+                f"no {self.compute} peak is known for {self.gpu.name}, so its time cannot be predicted; "
+                f"use --precision.compute {known}, or add the peak in mjax/hardware.py"
+            )
+        object.__setattr__(self, "peak", peak)
+
+    def product(self, m: float, n: float, k: float, batch: float = 1.0) -> float:
+        """[m, k] × [k, n], `batch` times in one kernel."""
+        half = self.calibration.half
+        rate = self.peak * self.calibration.matmul * (m / (m + half)) * (n / (n + half)) * (k / (k + half))
+        moved = batch * BYTES[self.compute] * (m * k + k * n + m * n)
+        return max(2 * batch * m * n * k / rate, self._bytes(moved)) + self.calibration.launch
+
+    def flash(self, flops: float) -> float:
+        """A kernel of flash attention."""
+        return flops / (self.peak * self.calibration.attention) + self.calibration.launch
+
+    def traffic(self, moved: float, kernels: float = 1) -> float:
+        """Memory-bound kernels that read and write `moved` bytes together."""
+        return self._bytes(moved) + kernels * self.calibration.launch
+
+    def gather(self, ranks: int, stride: int, whole: float) -> float:
+        """All-gather or reduce-scatter of `whole` bytes on a ring of `ranks` devices, `stride` apart."""
+        if ranks == 1:
+            return 0.0
+        bandwidth, latency = self._link(ranks, stride)
+        sent = (ranks - 1) / ranks * whole
+        return sent / bandwidth + latency * math.log2(ranks) + self.calibration.collective
+
+    def sum(self, ranks: int, stride: int, whole: float) -> float:
+        """All-reduce of `whole` bytes: a reduce-scatter and an all-gather in one kernel."""
+        if ranks == 1:
+            return 0.0
+        return 2 * self.gather(ranks, stride, whole) - self.calibration.collective
+
+    def send(self, ranks: int, stride: int, sent: float) -> float:
+        """Every device sends `sent` bytes to the one `stride` away, on an axis of `ranks`."""
+        bandwidth, latency = self._link(ranks, stride)
+        return sent / bandwidth + latency + self.calibration.collective
+
+    def _bytes(self, moved: float) -> float:
+        return moved / (self.gpu.memory_bandwidth * self.calibration.memory)
+
+    def _link(self, ranks: int, stride: int) -> tuple[float, float]:
+        """Bytes a second and latency of the slowest link of a ring.
+
+        A ring that leaves its server does so once in each direction, and `stride` rings lie side by side in a server:
+        they share its network cards.
+        """
+        gpu, inside = self.gpu, self.gpu.node_bandwidth * self.calibration.node
+        if ranks * stride <= gpu.gpus_per_node:
+            return inside, gpu.node_latency
+        rings = min(stride, gpu.gpus_per_node)
+        network = gpu.network_bandwidth_per_node * self.calibration.network / rings
+        return min(inside, network), gpu.network_latency
+
+
+class _Step:
+    """The work of one device in a step, piece by piece; every method returns seconds."""
+
+    def __init__(self, config: Config, rates: Rates):
+        self.config, self.rates, self.software = config, rates, rates.calibration.software
+        model, mesh = config.model, config.mesh
+        self.element = BYTES[config.precision.compute]
+        self.tokens = config.train.micro_batch * model.choices * model.sequence
+        self.heads = config.train.micro_batch * model.choices * model.heads / mesh.model  # of all sequences
+        self.flash = self._takes_flash()
+        h, f, p = model.hidden, model.mlp_width, mesh.model
+        self.products = ((3 * h / p, h), (h, h / p), (f / p, h), (h, f / p))  # (n, k) of QKV, projection, up, down
+        self.layer_weights = (4 * h * h + 2 * h * f) / p
+        self.shared_weights = model.padded_vocabulary * h / p
+
+    # --- A layer and a micro-batch ------------------------------------------------------------------------------------
+
+    def forward(self) -> dict[str, float]:
+        """A layer's forward pass."""
+        return {
+            "matmul": self._forward_products,
+            "attention": self._attention,
+            "elementwise": self._elementwise,
+            "model": 2 * self._layer_sum,
+            "data": self._gather_layer(),
+        }
+
+    def backward_inputs(self) -> dict[str, float]:
+        """A layer's backward pass but for the gradients of its weights, and what it computes again."""
+        again, software = self.config.train.recompute, self.software
+        to_inputs = sum(self.rates.product(self.tokens, k, n) for n, k in self.products)
+        whole, attention = again == "full", again != "none"
+        sums = 2 * self._layer_sum - self._hidden()
+        if whole:
+            sums += software.repeated_sums * self._layer_sum
+        elif attention and self.config.mesh.sequence_parallel:
+            sums += self._layer_sum  # the two gathers are done again: the bytes of one all-reduce
+        return {
+            "matmul": to_inputs + whole * self._forward_products,
+            "attention": self._attention_backward() + attention * self._attention,
+            "elementwise": (software.backward_traffic + (whole or attention)) * self._elementwise,
+            "model": sums,
+            "data": self._gather_layer() + self._scatter_layer(),
+        }
+
+    def backward_weights(self) -> dict[str, float]:
+        """The gradients of a layer's weights."""
+        return {"matmul": sum(self._weight_products)}
+
+    @cached_property
+    def _forward_products(self) -> float:
+        return sum(self.rates.product(self.tokens, n, k) for n, k in self.products)
+
+    @cached_property
+    def _weight_products(self) -> list[float]:
+        return [self.rates.product(k, n, self.tokens) for n, k in self.products]
+
+    def _takes_flash(self) -> bool:
+        """Whether attention is cuDNN's kernel, by the rule of `mjax/models/attention.py`."""
+        model, compute = self.config.model, self.config.precision.compute
+        able = (
+            self.software.flash
+            and "bf16" in self.rates.gpu.peak_tflops  # cuDNN's kernel needs an Ampere GPU or later
+            and model.attention_dropout == 0
+            and compute in ("bf16", "fp16")
+            and model.head_size % 8 == 0
+            and model.head_size <= 256
+        )
+        return able and model.attention in ("auto", "cudnn")
+
+    @cached_property
+    def _attention(self) -> float:
+        model = self.config.model
+        s, d = model.sequence, model.head_size
+        if self.flash:
+            return self.rates.flash(self.heads * 4 * s * s * d / (2 if model.causal else 1))
+        products = self.rates.product(s, s, d, self.heads) + self.rates.product(s, d, s, self.heads)
+        return products + self._scores
+
+    def _attention_backward(self) -> float:
+        if self.flash:
+            return 2.5 * self._attention  # five products for two: it computes the scores again (arXiv 2307.08691)
+        return 2 * (self._attention - self._scores) + self.software.backward_traffic * self._scores
+
+    @cached_property
+    def _scores(self) -> float:
+        written = self.heads * self.config.model.sequence**2 * self.element / 2
+        return self.rates.traffic(self.software.score_bytes * written, 3)
+
+    @cached_property
+    def _elementwise(self) -> float:
+        model, mesh, software = self.config.model, self.config.mesh, self.software
+        rows = self.tokens / (mesh.model if mesh.sequence_parallel else 1)
+        stream = software.stream_bytes * rows * model.hidden
+        mlp = software.mlp_bytes * self.tokens * model.mlp_width / mesh.model
+        return self.rates.traffic((stream + mlp) * self.element / 2, software.kernels)
+
+    # --- Collectives --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _layer_sum(self) -> float:
+        """One sum of a stream over `model`; with sequence parallelism a scatter and a gather."""
+        whole = self.element * self.tokens * self.config.model.hidden
+        ranks = self.config.mesh.model
+        if self.config.mesh.sequence_parallel:
+            return 2 * self.rates.gather(ranks, 1, whole)
+        return self.rates.sum(ranks, 1, whole)
+
+    def _hidden(self) -> float:
+        """What of a layer's two backward sums runs beside the gradients of QKV's and the MLP's weights.
+
+        With sequence parallelism that is the scatter; the gather before it is needed at once.
+        """
+        if not self.software.hides_backward_sums:
+            return 0.0
+        part = self._layer_sum / (2 if self.config.mesh.sequence_parallel else 1)
+        qkv, _, up, _ = self._weight_products
+        return min(part, qkv) + min(part, up)
+
+    def _gather_layer(self) -> float:
+        """ZeRO-3: the weights of a layer, in the compute type."""
+        if self.config.mesh.zero < 3:
+            return 0.0
+        mesh = self.config.mesh
+        return self.rates.gather(mesh.data, mesh.model, self.element * self.layer_weights)
+
+    def _scatter_layer(self) -> float:
+        """ZeRO-3: the gradients of a layer."""
+        if self.config.mesh.zero < 3:
+            return 0.0
+        mesh = self.config.mesh
+        return self.rates.gather(mesh.data, mesh.model, self.software.gradient_bytes * self.layer_weights)
+
+    def message(self) -> float:
+        """An activation, or its gradient, to the next stage; all ranks of a server send at once."""
+        mesh = self.config.mesh
+        whole = self.element * self.tokens * self.config.model.hidden
+        split = mesh.sequence_parallel or self.software.splits_messages
+        sent = self.rates.send(mesh.pipe, mesh.model * mesh.data, whole / (mesh.model if split else 1))
+        if split and not mesh.sequence_parallel:
+            sent += self.rates.gather(mesh.model, 1, whole)
+        return sent
+
+    # --- Embedding and head -------------------------------------------------------------------------------------------
+
+    def head(self) -> float:
+        """Embedding, logits and loss of a micro-batch, forward and backward."""
+        model, mesh = self.config.model, self.config.mesh
+        h, v = model.hidden, model.padded_vocabulary / mesh.model
+        embedding = self.rates.traffic(9 * self.element * self.tokens * h, 3)
+        if model.head != "pretraining":
+            return embedding
+        # Logits are written, read by the loss and its gradient, written again: in float32, 16 bytes each in all.
+        logits = 3 * self.rates.product(self.tokens, v, h) + self.rates.traffic(16 * self.tokens * v, 6)
+        masked = 3 * self.rates.product(self.tokens, h, h) if model.kind == "bert" else 0.0
+        return embedding + logits + masked
+
+    def head_sums(self) -> float:
+        """Collectives over `model` of embedding and head: the embedding's sum, and that of the logits' gradient.
+
+        With a pipeline they are on different stages, and the embedding's waits with the others' work.
+        """
+        return self._layer_sum * (2 if self.config.mesh.pipe == 1 else 1)
+
+    # --- Once a step --------------------------------------------------------------------------------------------------
+
+    def sums_over_data(self) -> float:
+        """Gradients over `data`, and what ZeRO-1 gathers; of the embedding over `pipe` too."""
+        mesh, rates, software = self.config.mesh, self.rates, self.software
+        stage, across = mesh.model * mesh.data, software.gradient_bytes + self.element
+        layers = self.layer_weights * self.config.model.layers / mesh.pipe
+        seconds = rates.gather(mesh.pipe, stage, across * self.shared_weights)
+        shared = self.shared_weights / mesh.pipe
+        held = shared if mesh.zero == 3 else layers + shared
+        if mesh.zero:
+            seconds += rates.gather(mesh.data, mesh.model, across * held)
+            return seconds
+        summed = rates.sum(mesh.data, mesh.model, software.gradient_bytes * held)
+        if software.hides_gradient_sums:  # beside the backward pass of the last micro-batch
+            last = self.config.model.layers / mesh.pipe
+            beside = last * (sum(self.backward_inputs().values()) + sum(self.backward_weights().values()))
+            summed = max(0.0, summed - beside)
+        return seconds + summed
+
+    def optimizer(self) -> float:
+        """Gradients added up, and the update of the weights that this device stores."""
+        mesh, m = self.config.mesh, self.config.micro_batches
+        held = self.layer_weights * self.config.model.layers / mesh.pipe + self.shared_weights / mesh.pipe
+        shards = mesh.data if mesh.zero else 1
+        added = m * held / (mesh.data if mesh.zero == 3 else 1) if m > 1 else 0.0
+        moved = self.software.optimizer_bytes * held / shards + self.software.accumulate_bytes * added
+        return self.rates.traffic(moved, 20)

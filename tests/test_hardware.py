@@ -1,0 +1,34 @@
+"""The one table of GPUs: names, peaks, and a sentence for what is not in it."""
+
+import pytest
+
+from mjax.errors import UsageError
+from mjax.hardware import GPUS, gpu_named, gpu_of
+
+
+def test_every_gpu_is_found_by_its_name_and_by_what_jax_calls_it():
+    for gpu in GPUS:
+        assert gpu_named(gpu.name) is gpu
+        assert all(gpu_of(kind) is gpu and gpu_named(kind) is gpu for kind in gpu.device_kinds)
+    names = [gpu.name for gpu in GPUS] + [kind for gpu in GPUS for kind in gpu.device_kinds]
+    assert len(set(names)) == len(names)
+
+
+def test_case_does_not_matter_in_a_name():
+    assert gpu_named("H100") is gpu_named("h100")
+
+
+def test_an_unknown_gpu_is_refused_with_those_that_are_known():
+    with pytest.raises(UsageError, match=r"--gpu h10 is not known, did you mean .h100.\?; use v100-16gb, .* or b200"):
+        gpu_named("h10")
+    assert gpu_of("NVIDIA GeForce RTX 4090") is None
+
+
+def test_a_peak_is_dense_and_in_flops():
+    assert gpu_named("h100").peak("bf16") == 989.4e12
+    assert gpu_named("v100").peak("bf16") is None
+    for gpu in GPUS:
+        assert gpu.sources, gpu.name
+        assert 100 <= gpu.peak_tflops["fp16"] <= 2500, gpu.name  # with sparsity it would be twice as much
+        assert gpu.node_bandwidth * 4 < gpu.memory_bandwidth
+        assert 14 * 2**30 < gpu.usable_bytes < gpu.memory_bytes
