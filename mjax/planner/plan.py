@@ -16,7 +16,11 @@ import tyro
 
 from mjax.config import Config
 from mjax.errors import UsageError
+from mjax.hardware import Gpu, gpu_named
+from mjax.planner.calibration import Calibration, default_calibration, read_calibration
 from mjax.planner.section import Section, named_rows
+from mjax.planner.time import Rates
+from mjax.planner.time_section import time_section
 from mjax.validation import validate
 
 
@@ -33,7 +37,9 @@ class PlanArguments:
     communication_figure: Path | None = None
     """Draw what a device sends, by axis and source, into this file: .png, .pdf or .svg."""
     gpu: str | None = None
-    """The GPU to plan for: a100, h100, h200 or b200."""
+    """The GPU to plan for, such as h100: adds the time of a step. mjax/hardware.py has all names."""
+    calibration: Path | None = None
+    """Rates measured on your machine, from benchmarks/calibrate.py; those of published runs when not given."""
     compile: bool = False
     """Compile the step ahead of time for --gpu, which need not be here: memory as XLA allocates it, collectives as it
     schedules them. Takes from half a minute to some minutes, and JAX's CUDA wheels (requirements-cuda.txt)."""
@@ -70,6 +76,8 @@ def run_plan(arguments: PlanArguments) -> int:
         check_arguments(config, arguments.gpu, arguments.devices_per_node, arguments.save_program)
     elif arguments.save_program is not None:
         raise UsageError("--save-program writes what --compile compiles; add --compile --gpu h100")
+
+    _check_gpu(arguments)
 
     sections = {key: build(arguments) for key, build in SECTIONS.items()}
     if arguments.json:
@@ -162,6 +170,13 @@ def _communication(arguments: PlanArguments) -> Section:
     return communication_section(found, None if file is None else str(file))
 
 
+def _time(arguments: PlanArguments) -> Section | None:
+    """The time of a step and of the run, for a GPU that was named."""
+    if arguments.gpu is None:
+        return None
+    return time_section(arguments.settings, *_predictions(arguments))
+
+
 def _compile(arguments: PlanArguments) -> Section | None:
     """The step as XLA compiles it for a GPU, where that is asked for."""
     if not arguments.compile:
@@ -177,6 +192,7 @@ SECTIONS: dict[str, Callable[[PlanArguments], Section | None]] = {
     "schedule": _schedule,
     "memory": _memory,
     "communication": _communication,
+    "time": _time,
     "compile": _compile,
 }
 
@@ -193,6 +209,24 @@ def _check_pipeline(arguments: PlanArguments) -> None:
             f"--schedule-figure draws a pipeline and {arguments.config} has none; give it stages, such as "
             f"--mesh.pipe {stages}"
         )
+
+
+def _check_gpu(arguments: PlanArguments) -> None:
+    """Refuse before anything is computed what the section on time would refuse after it."""
+    gpu, file = arguments.gpu, arguments.calibration
+    if file is not None and gpu is None:
+        raise UsageError(f"--calibration {file} is for a GPU; add --gpu, such as --gpu h100")
+    if gpu is not None:
+        _predictions(arguments)
+
+
+def _predictions(arguments: PlanArguments) -> tuple[Gpu, Calibration]:
+    """The GPU and its rates, checked."""
+    file = arguments.calibration
+    calibration = default_calibration() if file is None else read_calibration(file)
+    gpu = gpu_named(arguments.gpu)
+    Rates(gpu, calibration, arguments.settings.precision.compute)  # refuses a type that the GPU has no peak of
+    return gpu, calibration
 
 
 def _check_figure(flag: str, file: Path) -> None:

@@ -1,0 +1,105 @@
+"""What `mjax plan --gpu` says of time: a step by its parts, speed, MFU and how it is counted, days of the run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from mjax.batch_size import BatchSizes, at_batch
+from mjax.config import Config
+from mjax.hardware import Gpu
+from mjax.planner.calibration import Calibration, default_calibration
+from mjax.planner.section import Section, named_rows, table
+from mjax.planner.time import PARTS, predict_time
+from mjax.training.flops import hardware_flops, model_flops
+
+NAMES = {
+    "matmul": "matrix products of the layers",
+    "attention": "attention",
+    "elementwise": "LayerNorm, GELU, dropout, sums",
+    "head": "embedding and head",
+    "model": "collectives over model",
+    "pipe": "messages between stages",
+    "bubble": "bubble of the pipeline",
+    "data": "sums and gathers over data",
+    "optimizer": "optimizer",
+}
+DAY = 86_400
+
+
+def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = None) -> Section:
+    """The section of a plan.
+
+    Args:
+      config: validated.
+      gpu: what it runs on.
+      calibration: rates that are reached; the planner's own when not given.
+
+    Raises:
+      UsageError: the GPU has no peak of the config's compute type.
+    """
+    calibration = calibration or default_calibration()
+    step = predict_time(config, gpu, calibration)
+    devices, tokens = config.mesh.devices, config.train.global_batch * config.model.choices * config.model.sequence
+    compute = config.precision.compute
+    peak = gpu.peak(compute) * devices * step.total
+    hardware = hardware_flops(config) / step.total / devices / 1e12
+    causal = model_flops(config, causal=True) / peak
+    run_seconds, run_tokens = run_time(config, gpu, calibration), _run_tokens(config)
+    values = {
+        "gpu": gpu.name,
+        "seconds": step.total,
+        "error": step.error,
+        "caveats": list(step.caveats),
+        "parts": step.parts,
+        "model_flops": model_flops(config),
+        "hardware_flops": hardware_flops(config),
+        "model_tflops": step.model_tflops,
+        "hardware_tflops": hardware,
+        "peak_tflops": gpu.peak_tflops[compute],
+        "mfu": step.mfu,
+        "mfu_causal": causal,
+        "tokens_per_second": tokens / step.total,
+        "run": {"tokens": run_tokens, "seconds": run_seconds},
+        "calibration": asdict(calibration),
+    }
+    parts = [
+        (NAMES[name], f"{1e3 * step.parts[name]:,.1f}", f"{step.parts[name] / step.total:.1%}")
+        for name in PARTS
+        if step.parts[name] > 0
+    ]
+    rows = {
+        "error bar": f"±{step.error:.0%}: {calibration.software.name}, {calibration.fitted_on}",
+        "a GPU": f"{step.model_tflops:,.1f} model TFLOP/s, {hardware:,.1f} with what is recomputed",
+        "MFU": f"{step.mfu:.1%} of {gpu.peak_tflops[compute]:,g} TFLOP/s: nothing recomputed counts, attention over "
+        f"s × s" + (f" ({causal:.1%} if its masked half is left out)" if config.model.causal else ""),
+        "tokens/s": f"{tokens / step.total:,.0f}",
+        "the run": f"{_duration(run_seconds)} for {run_tokens:,} tokens in {config.train.steps:,} steps, "
+        f"{run_seconds * devices / 3600:,.0f} GPU-hours",
+    }
+    if step.caveats:
+        rows = {"beyond": "; ".join(step.caveats), **rows}
+    total = ("a step", f"{1e3 * step.total:,.1f}", "100.0%")
+    lines = [*table(("", "ms", "share"), [*parts, total]), *named_rows(rows)]
+    return Section(f"Time on {gpu.name}, predicted", values, lines)
+
+
+def run_time(config: Config, gpu: Gpu, calibration: Calibration | None = None) -> float:
+    """Seconds of all steps of the run, each at its batch size; without validation and checkpoints."""
+    pieces = BatchSizes.of(config).pieces
+    ends = [first for first, _, _ in pieces[1:]] + [config.train.steps]
+    seconds = 0.0
+    for (first, _, size), end in zip(pieces, ends, strict=True):
+        steps = min(end, config.train.steps) - first
+        if steps > 0:
+            seconds += steps * predict_time(at_batch(config, size), gpu, calibration).total
+    return seconds
+
+
+def _run_tokens(config: Config) -> int:
+    return BatchSizes.of(config).samples_before(config.train.steps) * config.model.choices * config.model.sequence
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 2 * DAY:
+        return f"{seconds / DAY:,.1f} days"
+    return f"{seconds / 3600:.1f} hours" if seconds >= 7200 else f"{seconds / 60:.1f} minutes"

@@ -1,0 +1,86 @@
+"""`mjax plan --gpu`: the time of a step as it is printed and as JSON, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mjax import cli
+from mjax.config import load_config
+from mjax.hardware import gpu_named
+from mjax.planner.calibration import MJAX_FROM_PAPERS, write_calibration
+from mjax.planner.time import predict_time
+from mjax.planner.time_section import run_time, time_section
+
+A100 = gpu_named("a100")
+
+
+def test_the_json_holds_the_prediction_and_says_how_mfu_was_counted():
+    config = load_config("gpt_145b")
+    found, step = time_section(config, A100).values, predict_time(config, A100)
+    assert found["seconds"] == step.total == pytest.approx(sum(found["parts"].values()))
+    assert found["mfu"] == pytest.approx(found["model_flops"] / step.total / 1536 / 312e12)
+    assert found["mfu_causal"] < found["mfu"]
+    assert found["hardware_tflops"] / found["model_tflops"] == pytest.approx(
+        found["hardware_flops"] / found["model_flops"]
+    )
+    assert found["tokens_per_second"] == pytest.approx(2304 * 2048 / step.total)
+    assert found["run"]["seconds"] == pytest.approx(config.train.steps * step.total)
+    json.dumps(found)
+
+
+def test_gpt_3_takes_the_34_days_on_1024_a100s_that_2104_04473_estimates():
+    # Section 5.1 and equation 4: 300 billion tokens at 140 TFLOP/s a GPU, recomputation counted. The estimate counts
+    # 8 T P FLOPs, fewer than the products of the model.
+    found = time_section(load_config("gpt_175b"), A100).values
+    assert found["run"]["tokens"] == pytest.approx(300e9, rel=1e-4)
+    assert found["hardware_tflops"] == pytest.approx(140, rel=0.06)
+    assert found["run"]["seconds"] / 86_400 == pytest.approx(34, rel=0.06)
+
+
+def test_a_run_whose_batch_grows_takes_each_step_at_its_own_batch():
+    config = load_config("gpt_345m")
+    config = replace(config, train=replace(config.train, global_batch=512, steps=100, batch_schedule="0:256 10M:512"))
+    small = replace(config, train=replace(config.train, global_batch=256, batch_schedule=None))
+    large = replace(config, train=replace(config.train, batch_schedule=None))
+    begun = -(-10_000_000 // 1024 // 256)  # steps of 256 until 10M tokens
+    expected = begun * predict_time(small, A100).total + (100 - begun) * predict_time(large, A100).total
+    assert 0 < begun < 100
+    assert run_time(config, A100) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_plan_has_a_section_on_time_where_a_gpu_is_named(capsys):
+    flags = ["plan", "--config", "gpt_145b", "--gpu", "a100"]
+    assert cli.main(flags) == 0
+    printed = capsys.readouterr().out
+    assert "--- Time on a100, predicted ---" in printed
+    assert "error bar  ±12%" in printed
+    assert "beyond" not in printed
+    assert cli.main([*flags, "--json"]) == 0
+    step = predict_time(load_config("gpt_145b"), A100)
+    assert json.loads(capsys.readouterr().out)["time"]["seconds"] == step.total
+    assert cli.main(flags[:-2]) == 0
+    assert "Time on" not in capsys.readouterr().out
+
+
+def test_a_calibration_of_the_users_own_is_used(capsys, tmp_path):
+    file = tmp_path / "mine.json"
+    write_calibration(replace(MJAX_FROM_PAPERS, gpu="h100", matmul=0.3, error=0.07), file)
+    assert cli.main(["plan", "--config", "gpt_145b", "--gpu", "h100", "--calibration", str(file), "--json"]) == 0
+    slow = json.loads(capsys.readouterr().out)["time"]
+    assert slow["error"] == 0.07
+    assert slow["seconds"] > 1.5 * predict_time(load_config("gpt_145b"), gpu_named("h100")).total
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--gpu", "h10"], "--gpu h10 is not known, did you mean 'h100'?"),
+        (["--gpu", "v100"], "use --precision.compute fp16 or fp32"),
+        (["--calibration", "x.json"], "--calibration x.json is for a GPU; add --gpu, such as --gpu h100"),
+        (["--gpu", "h100", "--calibration", "none.json"], "--calibration none.json cannot be read"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused_in_a_sentence(capsys, flags, sentence):
+    assert cli.main(["plan", "--config", "gpt_8b", *flags]) == 2
+    assert sentence in capsys.readouterr().err
