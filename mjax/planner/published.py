@@ -8,7 +8,6 @@ arXiv 1909.08053, figure 5     weak scaling on 1 to 512 V100s of DGX-2H servers;
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,6 +23,7 @@ from mjax.planner.calibration import (
     Calibration,
     Software,
 )
+from mjax.planner.fitting import fit_rates
 from mjax.planner.time import predict_time
 from mjax.training.flops import hardware_flops
 
@@ -149,21 +149,6 @@ def errors(calibration: Calibration, runs: Sequence[Run]) -> np.ndarray:
     return np.array([run.seconds for run in runs]) / np.array(predicted) - 1.0
 
 
-def fit(calibration: Calibration, runs: Sequence[Run], names: Sequence[str], steps: int = 25) -> Calibration:
-    """`calibration` with the rates `names` such that the squared relative errors of `runs` are smallest.
-
-    Gauss–Newton on the logarithms of the rates, so that they stay positive.
-    """
-
-    def at(x: np.ndarray) -> Calibration:
-        return dataclasses.replace(calibration, **dict(zip(names, np.exp(x).tolist(), strict=True)))
-
-    x, small = np.log([getattr(calibration, name) for name in names]), 1e-4
-    for _ in range(steps):
-        here = errors(at(x), runs)
-        slopes = np.stack([(errors(at(x + small * row), runs) - here) / small for row in np.eye(len(x))], axis=1)
-        step = np.linalg.lstsq(slopes, here, rcond=None)[0]
-        x = x - np.clip(step, -0.5, 0.5)
-        if np.abs(step).max() < 1e-7:
-            break
-    return at(x)
+def fit(calibration: Calibration, runs: Sequence[Run], names: Sequence[str]) -> Calibration:
+    """`calibration` with the rates `names` such that the squared relative errors of `runs` are smallest."""
+    return fit_rates(calibration, names, lambda rates: errors(rates, runs))

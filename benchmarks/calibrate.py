@@ -1,0 +1,249 @@
+"""Rates that this machine reaches, for predictions of `mjax plan`: matrix products, memory, attention, collectives.
+
+    python benchmarks/calibrate.py --output calibration.json                  on the GPUs of this machine
+    python -m mjax plan --config gpt_1b --gpu h100 --calibration calibration.json
+
+Every kernel runs many times inside one compiled loop, so that the time of starting it from Python does not count; the
+fastest of some rounds is taken. Collectives are measured where there are several devices, among all of them; they are
+taken to be in one server. Between servers nothing is measured: that rate stays the one of published runs.
+
+The table prints each measurement beside what the fitted rates say of it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import tyro
+
+from mjax.errors import UsageError
+from mjax.hardware import Gpu, gpu_named, gpu_of
+from mjax.planner.calibration import Calibration, write_calibration
+from mjax.planner.fitting import SETTLES, Measurement, calibrate
+from mjax.planner.section import table
+from mjax.planner.time import Rates
+
+# m, n, k of the layers of 345M to 8B parameters, split or not, and of their logits: forward, for inputs, for weights.
+PRODUCTS = (
+    (8192, 3072, 1024),
+    (8192, 1024, 4096),
+    (1024, 4096, 8192),
+    (8192, 6144, 1536),
+    (1536, 6144, 8192),
+    (8192, 1152, 3072),
+    (8192, 3072, 384),
+    (8192, 12288, 4096),
+    (4096, 12288, 8192),
+    (2048, 4096, 4096),
+    (512, 4096, 1024),
+    (8192, 51200, 2048),
+    (16384, 16384, 8192),
+)
+# Sequences, positions, heads, head size.
+ATTENTIONS = ((8, 1024, 16, 64), (4, 2048, 16, 128), (8, 1024, 4, 96))
+COPIES = (2**28, 2**30)  # bytes of the array
+KERNELS = 10  # of next to no work, in a row
+SUMS = (2**16, 2**20, 2**24, 2**28)  # bytes of the array on each device
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Measure the rates of this machine and keep them in a file that `mjax plan --calibration` reads."""
+
+    output: Path
+    """File to write: .json."""
+    gpu: str | None = None
+    """Take the data sheet of this GPU (mjax/hardware.py); that of the device when not given."""
+    compute: str = "bf16"
+    """Type of products and attention: bf16 or fp16."""
+    kinds: tuple[Literal["launch", "copy", "product", "attention", "sum"], ...] = tuple(SETTLES)
+    """What to measure; what is left out keeps the rates of published runs."""
+    rounds: int = 5
+    """Times each is measured; the fastest counts."""
+    shrink: int = 1
+    """Divide every size by this, to try the command on a small machine. The rates are then of no use."""
+
+
+def measure(arguments: Arguments) -> Iterator[Measurement]:
+    """All measurements, one after the other."""
+    import jax
+    import jax.numpy as jnp
+
+    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}[arguments.compute]
+    small, timed = arguments.shrink, partial(seconds_of, rounds=arguments.rounds)
+
+    if "launch" in arguments.kinds:
+        yield Measurement("launch", (KERNELS,), timed(_small_kernels, jnp.ones((), jnp.float32)))
+    for size in COPIES if "copy" in arguments.kinds else ():
+        x = jnp.ones(size // small // 4, jnp.float32)
+        yield Measurement("copy", (2.0 * x.nbytes,), timed(lambda x: x * 1.000001, x))
+    for sizes in PRODUCTS if "product" in arguments.kinds else ():
+        m, n, k = (max(size // small, 8) for size in sizes)
+        x, kernel = jnp.ones((m, k), dtype), jnp.full((k, n), 1.0 / k, dtype)
+        yield Measurement("product", (m, n, k), timed(partial(_product, kernel=kernel), x))
+    gpu = jax.default_backend() == "gpu"  # elsewhere there is no flash attention
+    for b, s, n, d in ATTENTIONS if gpu and "attention" in arguments.kinds else ():
+        s = max(s // small, 64)
+        qkv = tuple(jnp.full((b, s, n, d), 0.01, dtype) for _ in range(3))
+        forward = 4.0 * b * n * s * s * d / 2
+        yield Measurement("attention", (3.5 * forward,), timed(_attention_and_gradient, qkv))
+    devices = jax.device_count()
+    for size in SUMS if devices > 1 and "sum" in arguments.kinds else ():
+        width = max(size // small // 4, 1)
+        yield Measurement("sum", (devices, 4.0 * width), timed(*_sum_over_all(width)))
+
+
+def _small_kernels(x):
+    """A number through so many kernels, of which each waits for the one before."""
+    import jax
+
+    for _ in range(KERNELS):
+        x = jax.lax.optimization_barrier(x * 1.000001)
+    return x
+
+
+def _product(x, kernel):
+    """x, changed by one element of x A, so that the next product waits for this one."""
+    import jax
+
+    y = jax.lax.optimization_barrier(x @ kernel)
+    return x.at[0, 0].set(y[0, 0])
+
+
+def _attention_and_gradient(qkv):
+    """q, k and v, of which one element of q is changed by the gradients."""
+    import jax
+
+    def attention(*qkv):
+        return jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="cudnn")
+
+    out, pullback = jax.vjp(attention, *qkv)
+    gradients = jax.lax.optimization_barrier(pullback(out))
+    q, k, v = qkv
+    return q.at[0, 0, 0, 0].set(gradients[0][0, 0, 0, 0]), k, v
+
+
+def _sum_over_all(width: int) -> tuple[Callable, object]:
+    """A mean over all devices of an array that each holds, and that array."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from mjax.config import MeshConfig
+    from mjax.parallel import mappings
+    from mjax.parallel.mappings import DATA
+    from mjax.parallel.mesh import make_mesh
+
+    devices = jax.device_count()
+    mesh = make_mesh(MeshConfig(data=devices))
+
+    def mean(x):
+        summed = mappings.sum_over(x, frozenset({DATA})) / devices
+        return mappings.vary(summed, frozenset({DATA}))
+
+    summed = jax.shard_map(mean, mesh=mesh, in_specs=P(DATA), out_specs=P(DATA), check_vma=True)
+    return summed, jax.device_put(jnp.ones(devices * width, jnp.float32), NamedSharding(mesh, P(DATA)))
+
+
+def seconds_of(function: Callable, x, rounds: int, least: int = 4, enough: float = 0.05) -> float:
+    """Seconds of one call of `function`, x → x, among many in a compiled loop; the fastest round.
+
+    Args:
+      rounds: how many are timed.
+      least: calls in a loop, at least; as many more as `enough` seconds take.
+    """
+    import jax
+
+    @partial(jax.jit, static_argnums=1)
+    def repeated(x, times: int):
+        return jax.lax.fori_loop(0, times, lambda _, x: function(x), x)
+
+    def timed(times: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(repeated(x, times))
+        return time.perf_counter() - start
+
+    timed(least)
+    once = timed(least) / least
+    times = max(least, min(int(enough / once), 1000 * least))
+    timed(times)  # compiles
+    return min(timed(times) for _ in range(rounds)) / times
+
+
+def described(measurement: Measurement) -> str:
+    """What was measured, in words."""
+    sizes = measurement.sizes
+    if measurement.kind == "product":
+        return "product " + " × ".join(f"{size:,.0f}" for size in sizes)
+    if measurement.kind == "sum":
+        return f"all-reduce of {sizes[1] / 1e6:,.2f} MB over {sizes[0]:.0f}"
+    unit = {"copy": (1e6, "MB"), "attention": (1e9, "GFLOP"), "launch": (1, "kernel")}[measurement.kind]
+    return f"{measurement.kind} {sizes[0] / unit[0]:,.6g} {unit[1]}"
+
+
+def fitted(measurements: list[Measurement], gpu: Gpu, compute: str) -> tuple[Calibration, np.ndarray]:
+    """The calibration, and predicted over measured time, less 1, of every measurement."""
+    import jax
+
+    found, unsettled = calibrate(measurements, gpu, compute)
+    if unsettled:
+        print(f"not settled by what was measured, and left as published: {', '.join(unsettled)}")
+    rates = Rates(gpu, found, compute)
+    kinds = ", ".join(dict.fromkeys(m.kind for m in measurements))
+    found = replace(
+        found,
+        fitted_on=f"{kinds} measured on {jax.device_count()} × {jax.devices()[0].device_kind}; no step was measured",
+        parameters=(1e6, 1e13),
+        devices=(1, max(jax.device_count(), gpu.gpus_per_node)),
+        date=datetime.now(UTC).date().isoformat(),
+        versions={name: metadata.version(name) for name in ("jax", "jaxlib")},
+    )
+    return found, np.array([m.predicted(rates) / m.seconds - 1 for m in measurements])
+
+
+def main() -> int:
+    """Measure, fit, print, write."""
+    try:
+        arguments = tyro.cli(Arguments, prog="calibrate.py")
+        if arguments.compute not in ("bf16", "fp16"):
+            raise UsageError(f"--compute {arguments.compute} has no rates here; use bf16 or fp16")
+        if min(arguments.rounds, arguments.shrink) < 1:
+            raise UsageError("--rounds and --shrink must be at least 1")
+        if not arguments.output.parent.is_dir():
+            raise UsageError(f"--output {arguments.output}: there is no folder {arguments.output.parent}; make it")
+        import jax
+
+        kind = jax.devices()[0].device_kind
+        gpu = gpu_of(kind) if arguments.gpu is None else gpu_named(arguments.gpu)
+        if gpu is None:
+            raise UsageError(
+                f"no data sheet of {kind} is known; add it to mjax/hardware.py, or name one to compare with: --gpu h100"
+            )
+    except UsageError as error:
+        print(f"calibrate.py: error: {error}", file=sys.stderr)
+        return 2
+    measurements = list(measure(arguments))
+    found, off = fitted(measurements, gpu, arguments.compute)
+    rows = [(described(m), f"{1e6 * m.seconds:,.1f}", f"{o:+.1%}") for m, o in zip(measurements, off, strict=True)]
+    print(*table(("", "µs", "model"), rows), sep="\n")
+    names = ("matmul", "half", "attention", "memory", "launch", "node", "collective")
+    print(f"{gpu.name}: " + ", ".join(f"{name} {getattr(found, name):.3g}" for name in names))
+    write_calibration(found, arguments.output)
+    print(f"written to {arguments.output}; python -m mjax plan --gpu {gpu.name} --calibration {arguments.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

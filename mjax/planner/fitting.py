@@ -1,0 +1,120 @@
+"""Rates from times: the fit behind the published calibrations and behind one measured on the user's machine.
+
+`benchmarks/calibrate.py` times kernels and collectives and hands them over as `Measurement`s. Each kind settles the
+rates that it depends on alone, in this order:
+
+    launch      a chain of kernels that do next to nothing    launch
+    copy        x → 2 x, far larger than the caches           memory
+    attention   flash attention, forward and backward         attention
+    product     matrix products from small to large           matmul, half
+    sum         all-reduces from small to large               node, collective
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mjax.hardware import Gpu
+from mjax.planner.calibration import FRACTIONS, LARGEST, MJAX_FROM_PAPERS, Calibration
+from mjax.planner.time import Rates
+
+# Rates that a kind of measurement settles.
+SETTLES = {
+    "launch": ("launch",),
+    "copy": ("memory",),
+    "attention": ("attention",),
+    "product": ("matmul", "half"),
+    "sum": ("node", "collective"),
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The time of one kernel or collective.
+
+    Attributes:
+      kind: one of SETTLES.
+      sizes: launch: kernels. copy: bytes read and written. attention: FLOPs that the mask leaves, of a forward and a
+        backward pass, 3.5 times those of the forward. product: m, n, k. sum: ranks, bytes.
+      seconds: it took.
+    """
+
+    kind: str
+    sizes: tuple[float, ...]
+    seconds: float
+
+    def predicted(self, rates: Rates) -> float:
+        """Seconds by the model of time."""
+        if self.kind == "launch":
+            return self.sizes[0] * rates.calibration.launch
+        if self.kind == "copy":
+            return rates.traffic(*self.sizes)
+        if self.kind == "attention":
+            return rates.flash(*self.sizes)
+        if self.kind == "product":
+            return rates.product(*self.sizes)
+        ranks, whole = self.sizes
+        return rates.sum(int(ranks), 1, whole)
+
+
+def calibrate(
+    measurements: Sequence[Measurement], gpu: Gpu, compute: str, start: Calibration = MJAX_FROM_PAPERS
+) -> tuple[Calibration, list[str]]:
+    """The calibration that the measurements say, and the rates that they do not settle and that stay as in `start`.
+
+    Args:
+      measurements: of any of the kinds.
+      gpu: its data sheet.
+      compute: type in which products and attention were measured.
+      start: what the fit starts from.
+
+    Nobody is much faster than a data sheet: where the times say so, the arrays were too small to settle a rate.
+    """
+    found, unsettled = dataclasses.replace(start, gpu=gpu.name), []
+    for kind, names in SETTLES.items():
+        chosen = [m for m in measurements if m.kind == kind]
+        if not chosen:
+            unsettled += names
+            continue
+
+        def residuals(calibration: Calibration, chosen=chosen) -> np.ndarray:
+            rates = Rates(gpu, calibration, compute)
+            return np.array([np.log(m.predicted(rates) / m.seconds) for m in chosen])
+
+        fitted = fit_rates(found, names[: len(chosen)], residuals)
+        if any(getattr(fitted, name) > LARGEST for name in names if name in FRACTIONS):
+            unsettled += names
+            continue
+        unsettled += [name for name in names if math.isclose(getattr(found, name), getattr(fitted, name), rel_tol=1e-9)]
+        found = fitted
+    return found, unsettled
+
+
+def fit_rates(
+    calibration: Calibration,
+    names: Sequence[str],
+    residuals: Callable[[Calibration], np.ndarray],
+    steps: int = 50,
+) -> Calibration:
+    """`calibration` with the rates `names` such that the sum of squared `residuals` is smallest.
+
+    Gauss–Newton on the logarithms of the rates, so that they stay positive, with steps of a factor of √e at most.
+    """
+
+    def at(x: np.ndarray) -> Calibration:
+        return dataclasses.replace(calibration, **dict(zip(names, np.exp(x).tolist(), strict=True)))
+
+    x, small = np.log([getattr(calibration, name) for name in names]), 1e-4
+    for _ in range(steps):
+        here = residuals(at(x))
+        slopes = np.stack([(residuals(at(x + small * row)) - here) / small for row in np.eye(len(x))], axis=1)
+        step = np.linalg.lstsq(slopes, here, rcond=1e-6)[0]
+        x = x - np.clip(step, -0.5, 0.5)
+        if np.abs(step).max() < 1e-7:
+            break
+    return at(x)

@@ -1,0 +1,97 @@
+"""Rates that are found again from the times they imply, and the command that measures them."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from mjax.hardware import gpu_named
+from mjax.planner.calibration import MJAX_FROM_PAPERS, read_calibration
+from mjax.planner.fitting import Measurement, calibrate
+from mjax.planner.time import Rates
+from tests.conftest import ROOT
+
+H100 = gpu_named("h100")
+TRUE = {
+    "launch": 3e-6,
+    "memory": 0.9,
+    "attention": 0.62,
+    "matmul": 0.71,
+    "half": 160.0,
+    "node": 0.81,
+    "collective": 2e-5,
+}
+
+
+def _measurements(true=TRUE):
+    rates = Rates(H100, replace(MJAX_FROM_PAPERS, **true), "bf16")
+    sizes = [
+        ("launch", (10,)),
+        ("copy", (2e9,)),
+        ("attention", (5e11,)),
+        *(
+            ("product", shape)
+            for shape in ((8192, 8192, 8192), (2048, 2048, 2048), (8192, 384, 3072), (512, 512, 4096))
+        ),
+        *(("sum", (8, size)) for size in (2.0**16, 2.0**22, 2.0**28)),
+    ]
+    return [Measurement(kind, size, Measurement(kind, size, 0.0).predicted(rates)) for kind, size in sizes]
+
+
+def test_the_rates_behind_the_times_are_found_again():
+    found, unsettled = calibrate(_measurements(), H100, "bf16")
+    assert unsettled == []
+    assert found.gpu == "h100"
+    for name, value in TRUE.items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-3), name
+    assert found.network == MJAX_FROM_PAPERS.network
+
+
+def test_what_was_not_measured_is_named_and_stays():
+    some = [m for m in _measurements() if m.kind in ("copy", "product")]
+    found, unsettled = calibrate(some, H100, "bf16")
+    assert unsettled == ["launch", "attention", "node", "collective"]
+    assert found.launch == MJAX_FROM_PAPERS.launch
+    assert found.memory == pytest.approx(0.9, rel=0.02)  # a launch is taken off with the published rate
+
+
+def test_products_that_are_bound_by_memory_settle_nothing_about_the_peak():
+    crawling = replace(MJAX_FROM_PAPERS, memory=1e-4)
+    measured = [Measurement("product", (8192, 1024, size), 1.0) for size in (1024, 4096)]
+    _, unsettled = calibrate(measured, H100, "bf16", crawling)
+    assert {"matmul", "half"} <= set(unsettled)
+
+
+def test_times_that_would_beat_the_data_sheet_settle_nothing():
+    small = [Measurement("sum", (2, size), 1e-4) for size in (64.0, 4096.0, 65536.0)]  # a hundredfold, for nothing more
+    found, unsettled = calibrate(small, H100, "bf16")
+    assert {"node", "collective"} <= set(unsettled)
+    assert found.node == MJAX_FROM_PAPERS.node
+
+
+def test_the_command_measures_what_there_is_and_writes_a_file_that_is_read(tmp_path):
+    file = tmp_path / "rates.json"
+    flags = ["--output", str(file), "--gpu", "h100", "--shrink", "128", "--rounds", "1", "--kinds", "copy", "sum"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, str(ROOT / "benchmarks" / "calibrate.py"), *flags]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = read_calibration(file)
+    assert found.gpu == "h100"
+    assert found.date
+    assert found.versions.keys() == {"jax", "jaxlib"}
+    assert "copy, sum measured on 2 × cpu" in found.fitted_on
+    assert found.memory < 0.1, "no CPU copies as fast as an H100"
+    assert found.matmul == MJAX_FROM_PAPERS.matmul
+    assert "not settled by what was measured, and left as published: launch, attention, matmul" in result.stdout
+    assert result.stdout.count("all-reduce") == 4
+
+
+def test_a_device_without_a_data_sheet_is_refused(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / "calibrate.py"), "--output", str(tmp_path / "rates.json")]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 2
+    assert "no data sheet of cpu is known; add it to mjax/hardware.py" in result.stderr
