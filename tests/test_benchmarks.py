@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+from mjax.hardware import gpu_named
+from mjax.planner.calibration import default_calibration, read_calibration
+from mjax.planner.time import predict_time
 from tests.conftest import ROOT
 from tests.test_train_command import CONFIG, environment
 
@@ -63,3 +66,60 @@ def test_the_benchmark_of_indices_prints_a_row_for_everything_it_measures():
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [line.split("|")[1].split(",")[0].split()[0] for line in result.stdout.splitlines() if line.startswith("| ")]
     assert rows == ["what", "---", *["build"] * 3, "start", *["blend"] * 4, *["read"] * 2, "open"]
+
+
+@pytest.fixture
+def predicted(monkeypatch):
+    """benchmarks/predicted.py as a function of its flags, on steps whose times are given."""
+    from benchmarks import predicted
+
+    def run(*flags, seconds=()):
+        times = iter(seconds)
+        monkeypatch.setattr(predicted, "measure", lambda *_: (next(times), 3.0 * 2**30, "a slow device"))
+        monkeypatch.setattr(sys, "argv", ["predicted.py", "--gpu", "h100", *flags])
+        return predicted.main()
+
+    return run
+
+
+def test_measured_steps_stand_beside_their_predictions_and_a_rate_is_fitted_to_them(predicted, tmp_path, capsys):
+    file = tmp_path / "rates.json"
+    flags = ["--configs", CONFIG, CONFIG, "--fit", "launch", "--write", str(file)]
+    assert predicted(*flags, seconds=[0.9, 1.1]) == 0
+    fitted, header, *rows = capsys.readouterr().out.splitlines()[:4]
+    assert fitted.startswith("fitted: launch ")
+    assert "predicted ms" in header
+    cells = [row.split() for row in rows]
+    assert [row[2] for row in cells] == ["900.0", "1,100.0"]
+    assert [row[6] for row in cells] == ["3.00", "3.00"]
+    # One rate for two times of one step: the fit makes the relative errors 0.9 / x − 1 and 1.1 / x − 1 smallest.
+    assert float(cells[0][1].replace(",", "")) == pytest.approx(1000 * (0.9**2 + 1.1**2) / 2.0, rel=1e-3)
+    found = read_calibration(file)
+    assert found.error == pytest.approx(1 - 0.9 / 1.01, abs=1e-3)
+    assert found.launch > 100 * default_calibration().launch
+    assert "2 training steps on one a slow device, launch fitted to them" in found.fitted_on
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--fit", "speed"], "--fit speed is no rate; use matmul, half, attention"),
+        (["--fit", "matmul", "memory"], "--fit matmul memory needs more than 2 configs, not 2"),
+        (["--calibration", "none.json"], "--calibration none.json cannot be read"),
+    ],
+)
+def test_a_rate_that_is_none_and_too_few_steps_are_refused(predicted, capsys, flags, sentence):
+    assert predicted("--configs", CONFIG, CONFIG, *flags) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_five_models_of_the_comparison_can_run_on_one_device():
+    from benchmarks.predicted import CASES, Arguments, cases
+
+    found = cases(Arguments())
+    assert len(found) == len(CASES) == 5
+    for _, config in found:
+        assert config.mesh.devices == 1
+        assert config.micro_batches > 1
+        step = predict_time(config, gpu_named("h100"))
+        assert 0.01 < step.total < 5

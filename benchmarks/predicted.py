@@ -1,0 +1,191 @@
+"""Predicted against measured: the time of training steps on one GPU, and of what the prediction was made.
+
+    python benchmarks/calibrate.py --output calibration.json
+    python benchmarks/predicted.py --calibration calibration.json
+    python benchmarks/predicted.py --calibration calibration.json --fit matmul memory --write calibration.json
+
+Five models run one after the other, each in a process of its own, with the step that `mjax train` compiles. With --fit
+the rates named are fitted once more, to these steps: what a kernel alone cannot show, such as what the kernels around
+it do to the clock. With --write the calibration is kept, and its error bar is the largest error of the table.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import tyro
+
+from benchmarks.train_step import Process
+from mjax import launch
+from mjax.config import Config, MeshConfig, load_config
+from mjax.errors import RunError, UsageError
+from mjax.hardware import Gpu, gpu_named, gpu_of
+from mjax.planner.calibration import (
+    Calibration,
+    Software,
+    default_calibration,
+    read_calibration,
+    write_calibration,
+)
+from mjax.planner.published import Run, errors, fit
+from mjax.planner.section import table
+from mjax.planner.time import PARTS, predict_time
+from mjax.validation import validate
+
+# Config, sequences of a step, of a micro-batch, recomputation. All without dropout, so that attention is cuDNN's.
+CASES = (
+    ("gpt_345m", 32, 16, "none"),
+    ("gpt_1b", 16, 8, "none"),
+    ("gpt_2b", 16, 4, "selective"),
+    ("bert_336m", 64, 32, "none"),
+    ("gpt_1_7b", 8, 4, "full"),
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Measure training steps on one GPU beside their predictions."""
+
+    configs: tuple[str, ...] = ()
+    """Configs to run instead of the five: names, or paths of .py files; each on one device as it is."""
+    calibration: Path | None = None
+    """Rates to predict with, from benchmarks/calibrate.py; those of published runs when not given."""
+    gpu: str | None = None
+    """Take the data sheet of this GPU (mjax/hardware.py); that of the device when not given."""
+    fit: tuple[str, ...] = ()
+    """Rates to fit to the steps, such as matmul memory; fewer than there are configs."""
+    write: Path | None = None
+    """Keep the calibration in this file, with the largest error here as its error bar."""
+    rounds: int = 3
+    """Times each is measured; the median counts."""
+    steps: int = 10
+    """Steps in a round."""
+
+
+def cases(arguments: Arguments) -> list[tuple[str, Config]]:
+    """Name and config of each model, cut to one device, on mock tokens."""
+    found = []
+    for name, batch, micro_batch, recompute in CASES if not arguments.configs else ():
+        config = load_config(name)
+        config = replace(
+            config,
+            model=replace(config.model, hidden_dropout=0.0, attention_dropout=0.0),
+            train=replace(
+                config.train,
+                global_batch=batch,
+                micro_batch=micro_batch,
+                recompute=recompute,
+                batch_rampup=None,
+                batch_schedule=None,
+            ),
+        )
+        found.append((name, config))
+    found += [(Path(name).stem, load_config(name)) for name in arguments.configs]
+    alone = [(name, replace(config, mesh=MeshConfig(), data=replace(config.data, mock=True))) for name, config in found]
+    for name, config in alone:
+        validate(config, name)
+    return alone
+
+
+def measure(name: str, config: Config, arguments: Arguments, platform: str) -> tuple[float, float, str]:
+    """Seconds of a step, peak bytes and the device.
+
+    Raises:
+      RunError: it does not run.
+    """
+    process = Process("mjax", config, platform, len(os.sched_getaffinity(0)))
+    for _ in range(arguments.rounds):
+        process.measure(arguments.steps)
+    process.stop()
+    if process.row.failed is not None:
+        raise RunError(f"{name}: {process.row.failed}")
+    return median(process.seconds), process.row.memory_gib * 2**30, process.about["device"]
+
+
+def measured_runs(arguments: Arguments, software: Software) -> tuple[list[Run], list[float], Gpu]:
+    """The steps as runs to compare with, their peak bytes, and the GPU."""
+    platform = "gpu" if launch.has_nvidia_gpu() and os.environ.get("JAX_PLATFORMS", "") != "cpu" else "cpu"
+    if platform == "cpu" and arguments.gpu is None:
+        raise UsageError("there is no NVIDIA GPU here; name a data sheet to compare this machine with: --gpu h100")
+    gpu, runs, peaks = None if arguments.gpu is None else gpu_named(arguments.gpu), [], []
+    for name, config in cases(arguments):
+        seconds, peak, device = measure(name, config, arguments, platform)
+        gpu = gpu or gpu_of(device)
+        if gpu is None:
+            raise UsageError(f"no data sheet of {device} is known; add it to mjax/hardware.py")
+        runs.append(Run(name, config, gpu.name, software, seconds, device))
+        peaks.append(peak)
+    return runs, peaks, gpu
+
+
+def kept(calibration: Calibration, runs: list[Run], arguments: Arguments) -> Calibration:
+    """The calibration with the range and the error of these steps."""
+    sizes = [run.config.model.parameters for run in runs]
+    fitted = f", {' and '.join(arguments.fit)} fitted to them" if arguments.fit else ""
+    return replace(
+        calibration,
+        error=float(abs(errors(calibration, runs)).max()),
+        fitted_on=f"{calibration.fitted_on}; {len(runs)} training steps on one {runs[0].source}{fitted}",
+        parameters=(float(min(sizes)), float(max(sizes))),
+        devices=(1, 1),
+        date=datetime.now(UTC).date().isoformat(),
+    )
+
+
+def main() -> int:
+    """Measure, compare, print, and write where that was asked for."""
+    try:
+        arguments = tyro.cli(Arguments, prog="predicted.py")
+        calibration = (
+            default_calibration() if arguments.calibration is None else read_calibration(arguments.calibration)
+        )
+        count = len(arguments.configs or CASES)
+        if arguments.fit and len(arguments.fit) >= count:
+            raise UsageError(
+                f"--fit {' '.join(arguments.fit)} needs more than {len(arguments.fit)} configs, not {count}"
+            )
+        for name in arguments.fit:
+            if not isinstance(getattr(calibration, name, None), float) or name.startswith("error"):
+                raise UsageError(f"--fit {name} is no rate; use matmul, half, attention, memory or launch")
+        runs, peaks, gpu = measured_runs(arguments, calibration.software)
+    except (UsageError, RunError) as error:
+        print(f"predicted.py: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    calibration = replace(calibration, gpu=gpu.name)
+    if arguments.fit:
+        calibration = fit(calibration, runs, arguments.fit)
+        print("fitted: " + ", ".join(f"{name} {getattr(calibration, name):.3g}" for name in arguments.fit))
+    rows = []
+    for run, peak in zip(runs, peaks, strict=True):
+        step = predict_time(run.config, gpu, calibration)
+        share = sorted(PARTS, key=lambda part: -step.parts[part])[:3]
+        rows.append(
+            (
+                run.name,
+                f"{1e3 * step.total:,.1f}",
+                f"{1e3 * run.seconds:,.1f}",
+                f"{step.total / run.seconds - 1:+.1%}",
+                f"{step.mfu:.1%}",
+                f"{step.mfu * step.total / run.seconds:.1%}",
+                f"{peak / 2**30:,.2f}",
+                ", ".join(f"{part} {step.parts[part] / step.total:.0%}" for part in share),
+            )
+        )
+    header = ("", "predicted ms", "measured ms", "error", "MFU", "measured", "peak GiB", "predicted parts")
+    print(*table(header, rows), sep="\n")
+    print(f"{gpu.name} as {runs[0].source}; {calibration.fitted_on}")
+    if arguments.write is not None:
+        write_calibration(kept(calibration, runs, arguments), arguments.write)
+        print(f"written to {arguments.write}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
