@@ -1,0 +1,103 @@
+"""Predicted beside published scaling, as a picture: what the time model says of the papers' own runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from mjax.hardware import gpu_named
+from mjax.planner.calibration import MEGATRON_A100, MEGATRON_V100, Calibration
+from mjax.planner.published import Run, table_1, table_5, v100_scaling
+from mjax.planner.time import predict_time
+from mjax.training.flops import hardware_flops
+
+# Okabe and Ito's palette, as in the other figures.
+BLUE, ORANGE, GREEN, INK, SOFT_INK = "#0072B2", "#E69F00", "#009E73", "#222222", "#666666"
+
+
+def draw_scaling(file: Path | BinaryIO) -> None:
+    """Draw three panels into `file`, in the format of its suffix (png, pdf, svg); what is no path is written as PNG.
+
+    Speed of 1.7 to 1,008 billion parameters on 32 to 3,072 A100s (arXiv 2104.04473, table 1); weak scaling on V100s
+    (arXiv 1909.08053, figure 5); and every published step time over its prediction, with those of arXiv 2205.05198,
+    table 5, to which nothing was fitted.
+    """
+    figure = Figure(figsize=(13.5, 4.3), dpi=120, layout="constrained")
+    speed, scaling, all_runs = figure.subplots(1, 3)
+    _speed(speed)
+    _scaling(scaling)
+    _all_runs(all_runs)
+    for axes in (speed, scaling, all_runs):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(colors=SOFT_INK)
+        axes.grid(axis="y", color="#E5E5E5")
+        axes.set_axisbelow(True)
+        axes.legend(frameon=False, loc="lower right" if axes is speed else "lower left")
+    figure.savefig(file, format=None if isinstance(file, Path) else "png")
+
+
+def _speed(axes: Axes) -> None:
+    runs = table_1()
+    gpus = [run.config.mesh.devices for run in runs]
+    axes.plot(gpus, _tflops(runs, MEGATRON_A100), "-", color=BLUE, label="predicted")
+    axes.plot(gpus, _tflops(runs, None), "o", color=ORANGE, label="published")
+    for run, x, y in list(zip(runs, gpus, _tflops(runs, None), strict=True))[::3]:
+        size = f"{run.config.model.parameters / 1e9:,.0f}B"
+        axes.annotate(size, (x, y), (0, 7), textcoords="offset points", ha="center", fontsize=7, color=SOFT_INK)
+    axes.set(xscale="log", ylim=(0, 180), xlabel="A100s", ylabel="TFLOP/s a GPU, recomputation counted")
+    axes.set_title("2104.04473, table 1", loc="left", color=INK)
+    axes.set_xticks(gpus[::3], [f"{count:,}" for count in gpus[::3]])
+    axes.minorticks_off()
+
+
+def _scaling(axes: Axes) -> None:
+    runs = [run for run in v100_scaling() if run.source.endswith("figure 5")]
+    for colour, shape, chosen, name in (
+        (BLUE, "o", runs[::2], "model"),
+        (GREEN, "s", runs[1::2], "model × 64 replicas"),
+    ):
+        ranks = [run.config.mesh.model for run in chosen]
+        for calibration, style in ((MEGATRON_V100, "-"), (None, shape)):
+            percent = [tflops / 39 * 100 for tflops in _tflops(chosen, calibration)]
+            what = "predicted" if calibration else "published"
+            axes.plot(ranks, percent, style, color=colour, label=f"{name}, {what}")
+    axes.set(
+        xscale="log", ylim=(0, 110), xlabel="ranks of model, 1.2B to 8.3B parameters", ylabel="% of one V100's speed"
+    )
+    axes.set_title("1909.08053, figure 5", loc="left", color=INK)
+    axes.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+    axes.minorticks_off()
+
+
+def _all_runs(axes: Axes) -> None:
+    for colour, shape, runs, calibration, name in (
+        (ORANGE, "o", table_1(), MEGATRON_A100, "table 1: fitted, two rates"),
+        (BLUE, "s", v100_scaling(), MEGATRON_V100, "V100s: fitted, two rates"),
+        (GREEN, "D", table_5(), MEGATRON_A100, "2205.05198, table 5: not fitted"),
+    ):
+        times = [run.seconds for run in runs]
+        ratio = [seconds / _seconds(run, calibration) for seconds, run in zip(times, runs, strict=True)]
+        axes.plot(times, ratio, shape, color=colour, label=name, markersize=5)
+    axes.axhspan(0.9, 1.1, color="#F0F0F0", zorder=0)
+    axes.axhline(1.0, color=SOFT_INK, linewidth=0.8)
+    axes.set(xscale="log", ylim=(0.5, 1.3), xlabel="published seconds of a step", ylabel="published / predicted")
+    axes.set_title("32 published runs (grey: within 10%)", loc="left", color=INK)
+
+
+def _tflops(runs: list[Run] | tuple[Run, ...], calibration: Calibration | None) -> list[float]:
+    """TFLOP/s a GPU with recomputation counted: predicted, or without a calibration as published."""
+    return [
+        hardware_flops(run.config)
+        / run.config.mesh.devices
+        / (run.seconds if calibration is None else _seconds(run, calibration))
+        / 1e12
+        for run in runs
+    ]
+
+
+def _seconds(run: Run, calibration: Calibration) -> float:
+    return predict_time(run.config, gpu_named(run.gpu), replace(calibration, software=run.software)).total
