@@ -1,0 +1,92 @@
+"""A config written as a file like those in `configs/`: short Python, only what differs from the defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from mjax.config import Config
+from mjax.errors import UsageError
+
+WIDTH = 120
+
+
+def check_new(file: Path, flag: str = "--write") -> None:
+    """Refuse a file that cannot be written, before work is spent on what goes into it.
+
+    Raises:
+      UsageError: it is no .py file, it is there already, or its folder is not.
+    """
+    if file.suffix != ".py":
+        raise UsageError(f"{flag} {file} is no Python file; let its name end in .py")
+    if file.exists():
+        raise UsageError(f"{flag} {file} is there already and stays as it is; name another file, or move it away")
+    if not file.parent.is_dir():
+        raise UsageError(f"{flag} {file}: there is no folder {file.parent}; make it, or name another file")
+
+
+def write_config(config: Config, file: Path, about: str) -> None:
+    """Write `config` into the new file `file`; `load_config` gives back exactly this config.
+
+    Args:
+      config: what to write.
+      file: where to, ending in .py.
+      about: docstring of the file: a first line, an empty one, and what else there is to say.
+
+    Raises:
+      UsageError: the file is there already, or has no folder.
+    """
+    check_new(file)
+    source = config_source(config, about)
+    written: dict[str, Any] = {}
+    exec(compile(source, file.name, "exec"), written)
+    assert written["config"] == config, f"{file} would not give back the config that it is written for"
+    with file.open("x") as stream:  # never over a file that has come in the meantime
+        stream.write(source)
+
+
+def config_source(config: Config, about: str) -> str:
+    """The text of a config file."""
+    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
+    changed = {name: values for name, section in sections.items() if (values := _changed(section))}
+    classes = sorted(["Config", *(type(sections[name]).__name__ for name in changed)])
+    calls = [_call(f"    {name}={type(sections[name]).__name__}", values) for name, values in changed.items()]
+    docstring = about.strip().replace("\\", "\\\\").replace('"""', "'''")
+    imports = _import("from mjax.config import ", classes)
+    return f'"""{docstring}\n"""\n\n{imports}\n\nconfig = Config(\n{"".join(calls)})\n'
+
+
+def _changed(section: Any) -> dict[str, Any]:
+    """The fields of a section that are not at their defaults."""
+    fields = dataclasses.fields(section)
+    return {field.name: value for field in fields if (value := getattr(section, field.name)) != field.default}
+
+
+def _call(opening: str, values: dict[str, Any]) -> str:
+    """A keyword argument that is a call, on one line if it fits, else a line for each argument, as ruff formats it."""
+    arguments = [f"{name}={_literal(value)}" for name, value in values.items()]
+    line = f"{opening}({', '.join(arguments)}),"
+    if len(line) <= WIDTH:
+        return line + "\n"
+    inner = f"        {', '.join(arguments)}"
+    if len(inner) <= WIDTH:
+        return f"{opening}(\n{inner}\n    ),\n"
+    return f"{opening}(\n" + "".join(f"        {argument},\n" for argument in arguments) + "    ),\n"
+
+
+def _import(opening: str, names: list[str]) -> str:
+    line = opening + ", ".join(names)
+    return line if len(line) <= WIDTH else f"{opening}(\n" + textwrap.indent(",\n".join(names), "    ") + ",\n)"
+
+
+def _literal(value: Any) -> str:
+    """Python for a value; long whole numbers in groups of three."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
+        return f"{value:_}"
+    if isinstance(value, tuple):
+        parts = [_literal(part) for part in value]
+        return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

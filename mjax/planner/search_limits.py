@@ -1,0 +1,135 @@
+"""What the planner's search refuses: devices that no mesh fits, and models that fit on no mesh.
+
+Each refusal names the count of GPUs that would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+from mjax.batch_size import BatchSizes
+from mjax.config import Config, MeshConfig
+from mjax.errors import UsageError
+from mjax.planner.search import Found, MemoryOf, describe
+from mjax.planner.space import candidates, check_kept
+from mjax.validation import validate
+
+LARGEST = 16_384
+"""The most GPUs that are tried when looking for how many would be enough."""
+
+
+def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Collection[str] = ()) -> None:
+    """Refuse what has no candidate at all.
+
+    Raises:
+      UsageError: one sentence, with the counts of GPUs that would do.
+    """
+    check_kept(keep)
+    if devices < 1:
+        raise UsageError(f"--devices is {devices}; it must be at least 1")
+    if devices > gpus_per_node and devices % gpus_per_node:
+        below = devices // gpus_per_node * gpus_per_node
+        raise UsageError(
+            f"--devices {devices} is no whole number of nodes of {gpus_per_node} GPUs; "
+            f"use {below} or {below + gpus_per_node}"
+        )
+    validate(_on_one_device(config))
+    if not any(candidates(config, devices, keep)):
+        counts = _counts_around(config, devices, gpus_per_node, keep)
+        layers, heads, batch = config.model.layers, config.model.heads, config.train.global_batch
+        kept = f" with {', '.join(keep)} kept" if keep else ""
+        use = f"use --devices {' or '.join(map(str, counts))}" if counts else "give it another --target-batch"
+        raise UsageError(
+            f"--devices {devices} cannot be shared among {layers} layers, {heads} heads and a global batch of {batch}"
+            f"{_of_rampup(config)}{kept}; {use}"
+        )
+
+
+def refuse_too_big(
+    found: Found, config: Config, name: str, gpu: str, memory_of: MemoryOf, gpus_per_node: int, keep: Collection[str]
+) -> None:
+    """Refuse a search of which nothing fits: with what comes nearest, and how many GPUs would be enough.
+
+    Raises:
+      UsageError: nothing fits.
+    """
+    if found.ranked:
+        return
+    nearest, least = min(found.too_big, key=lambda pair: pair[1])
+    enough = enough_devices(config, found.devices, memory_of, found.capacity, gpus_per_node, keep)
+    advice = f"use --devices {enough}, where it fits" if enough else f"no count up to {LARGEST:,} is enough either"
+    raise UsageError(
+        f"none of {found.tried:,} ways to run {name} on {found.devices} × {gpu} fits: the smallest, "
+        f"{describe(nearest)}, takes {least / 2**30:.1f} GiB of {found.capacity / 2**30:.1f}; {advice}"
+    )
+
+
+def enough_devices(
+    config: Config,
+    devices: int,
+    memory_of: MemoryOf,
+    capacity: float,
+    gpus_per_node: int,
+    keep: Collection[str] = (),
+) -> int | None:
+    """The fewest GPUs above `devices` on which a thrifty candidate fits, or None where none was found.
+
+    Only candidates with one sequence in a micro-batch, full recomputation and one chunk are tried: those that take
+    least. So the answer is enough; that fewer would not do is likely, not certain.
+    """
+    # The least there is on a device: float32 masters and two moments, shared out over all.
+    needed = 12 * config.model.parameters / capacity
+    thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.chunks": 1}
+    free = {name: value for name, value in thrifty.items() if name not in keep}
+    small = with_values(config, free)
+    for count in _counts_above(max(devices, int(needed) - 1), gpus_per_node):
+        if any(memory_of(each).total <= capacity for each in candidates(small, count, {*keep, *free})):
+            return count
+    return None
+
+
+def with_values(config: Config, values: dict[str, Any]) -> Config:
+    """`config` with other values of the fields of these dotted names."""
+    for name, value in values.items():
+        section, field = name.split(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
+    return config
+
+
+def _on_one_device(config: Config) -> Config:
+    """The config without what the search decides, and without data, which a plan does not need."""
+    return replace(
+        config,
+        mesh=MeshConfig(),
+        data=replace(config.data, mock=True),
+        train=replace(config.train, micro_batch=1, recompute="none"),
+    )
+
+
+def _of_rampup(config: Config) -> str:
+    train = config.train
+    if train.batch_rampup is None and train.batch_schedule is None:
+        return ""
+    smallest = min(BatchSizes.of(config).sizes())
+    return f" that begins at {smallest}"
+
+
+def _counts_above(devices: int, gpus_per_node: int) -> Iterator[int]:
+    """Counts of GPUs above `devices` that people have, up to LARGEST."""
+    counts = [*range(1, gpus_per_node), *range(gpus_per_node, LARGEST + 1, gpus_per_node)]
+    return (count for count in counts if count > devices and _is_usual(count, gpus_per_node))
+
+
+def _counts_around(config: Config, devices: int, gpus_per_node: int, keep: Collection[str]) -> list[int]:
+    """The nearest counts below and above that have a candidate."""
+    below = (count for count in range(devices - 1, 0, -1) if _is_usual(count, gpus_per_node))
+    above = _counts_above(devices, gpus_per_node)
+    nearest = [next((n for n in side if any(candidates(config, n, keep))), None) for side in (below, above)]
+    return [count for count in nearest if count is not None]
+
+
+def _is_usual(devices: int, gpus_per_node: int) -> bool:
+    """Whether so many GPUs are whole nodes, or a half, a quarter … of one."""
+    return devices % gpus_per_node == 0 or gpus_per_node % devices == 0
