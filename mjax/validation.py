@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from mjax.batch_size import BatchSizes, parse_schedule
@@ -217,9 +216,11 @@ def _check_pipeline(config: Config) -> None:
         below, above = layers // virtual * virtual, -(-layers // virtual) * virtual
         counts = f"{below} or {above}" if below else str(above)
         chunks = f" × --mesh.chunks {mesh.chunks}" if mesh.chunks > 1 else ""
+        possible = [n for n in _divisors(layers) if n > 1 and layers % (n * mesh.chunks) == 0]
+        simplest = "--mesh.chunks 1" if mesh.chunks > 1 else "--mesh.pipe 1"
         raise UsageError(
             f"--mesh.pipe {mesh.pipe}{chunks} does not divide {layers} layers; use --model.layers {counts}, "
-            f"or --mesh.pipe {_listed([n for n in _divisors(layers // math.gcd(layers, mesh.chunks)) if n > 1])}"
+            f"or {f'--mesh.pipe {_listed(possible)}' if possible else simplest}"
         )
     for size in BatchSizes.of(config).sizes():
         check_counts(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.chunks)

@@ -245,6 +245,12 @@ def _with(**sections):
         (_with(data={"samples": 7}), "--data.samples 7 is below the 153600000 samples"),
         (_with(data={"mock": False}), "has no data: prepare some with `python -m mjax prepare"),
         (_with(mesh={"pipe": 5}), "--mesh.pipe 5 does not divide 24 layers"),
+        (
+            _with(mesh={"pipe": 5, "chunks": 2}),
+            "24 layers; use --model.layers 20 or 30, or --mesh.pipe 2, 3, 4, 6 or 12",
+        ),
+        (_with(mesh={"pipe": 2, "chunks": 24}), "does not divide 24 layers; use --model.layers 48, or --mesh.chunks 1"),
+        (_with(model={"layers": 1}, mesh={"pipe": 2}), "use --model.layers 2, or --mesh.pipe 1"),
         (_with(mesh={"chunks": 2}), "--mesh.chunks 2 needs a pipeline"),
         (_with(optimizer={"learning_rate": float("nan")}), "--optimizer.learning-rate is nan"),
         (_with(model={"layernorm": "post"}), "--model.layernorm post is for --model.kind bert"),

@@ -179,8 +179,9 @@ def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
         without = replace(best.config, model=replace(best.config.model, attention_dropout=0.0))
         change = question.time_of(without).total / best.time.total - 1
         lines.append(
-            f"attention dropout {config.model.attention_dropout:g} rules out cuDNN's attention; the best would take "
-            f"{change:+.1%} of its time with --model.attention-dropout 0, and other candidates may fit"
+            f"attention dropout {config.model.attention_dropout:g} rules out cuDNN's attention; with "
+            f"--model.attention-dropout 0 the best would take {abs(change):.1%} {'less' if change < 0 else 'more'} time, "
+            "and others may fit"
         )
     return lines
 

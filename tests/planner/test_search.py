@@ -1,0 +1,263 @@
+"""The planner's search on spaces small enough to try everything, with made-up memory and time."""
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+
+from mjax.batch_size import BatchSizes
+from mjax.config import Config, MeshConfig, ModelConfig, TrainConfig, load_config
+from mjax.errors import UsageError
+from mjax.planner.search import alternatives, describe, run_seconds, search
+from mjax.planner.search_limits import check_searchable, enough_devices, refuse_too_big
+from mjax.planner.space import SEARCHED, candidates
+from mjax.planner.target_batch import with_batch
+from mjax.validation import validate
+
+SMALL = Config(
+    model=ModelConfig(layers=4, hidden=32, heads=4, sequence=4, vocabulary=257, vocabulary_multiple=64),
+    train=TrainConfig(steps=100, global_batch=8, micro_batch=1),
+)
+SMALL = replace(SMALL, data=replace(SMALL.data, mock=True))
+
+
+@dataclass(frozen=True)
+class Bytes:
+    total: float
+
+
+@dataclass(frozen=True)
+class Seconds:
+    total: float
+
+
+def changed(config, **sections):
+    """The config with other fields: changed(config, train={"steps": 3})."""
+    return replace(config, **{name: replace(getattr(config, name), **fields) for name, fields in sections.items()})
+
+
+def everything(config, devices, zeros=(0, 1, 3), recomputes=("none", "selective", "full")):
+    """Every combination, also of settings that cannot run."""
+    shapes = [shape for shape in product(range(1, devices + 1), repeat=3) if math.prod(shape) == devices]
+    others = product((False, True), ("1f1b", "zb-h1"), range(1, config.model.layers + 1), zeros)
+    for (shape, other), micro_batch, recompute in product(
+        product(shapes, list(others)), range(1, config.train.global_batch + 1), recomputes
+    ):
+        train = replace(config.train, micro_batch=micro_batch, recompute=recompute)
+        yield replace(config, mesh=MeshConfig(*shape, *other), train=train)
+
+
+def runs(config):
+    try:
+        validate(config)
+    except UsageError:
+        return False
+    return True
+
+
+def is_simplest(config):
+    """Whether no setting is there that does nothing."""
+    mesh = config.mesh
+    return (
+        (mesh.pipe > 1 or mesh.schedule == "1f1b")
+        and (mesh.model > 1 or not mesh.sequence_parallel)
+        and (mesh.data > 1 or mesh.zero == 0)
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        changed(SMALL, model={"layers": 6}, train={"global_batch": 12}),
+        changed(SMALL, train={"batch_rampup": (4, 2, 20)}),
+        changed(SMALL, model={"kind": "bert", "head": "multiple_choice", "answers": 3, "sequence": 5}),
+    ],
+    ids=["gpt", "six layers", "ramp-up", "bert"],
+)
+def test_the_candidates_are_all_that_can_run_and_no_other(config):
+    made = list(candidates(config, 4, ["mesh.zero", "train.recompute"]))
+    tried = everything(config, 4, zeros=[0], recomputes=["none"])
+    assert len(made) == len(set(made)) > 20
+    assert set(made) == {each for each in tried if is_simplest(each) and runs(each)}
+
+
+def test_zero_and_recomputation_are_tried_with_all_else():
+    made = list(candidates(SMALL, 2))
+    assert set(made) == {each for each in everything(SMALL, 2) if is_simplest(each) and runs(each)}
+    assert len(made) == len(set(made))
+
+
+@pytest.mark.parametrize(("name", "devices"), [("gpt_8b", 512), ("gpt_1t", 3072), ("bloom_176b", 320), ("bert_4b", 16)])
+def test_every_candidate_of_a_published_config_can_run(name, devices):
+    config = changed(load_config(name), data={"mock": True})
+    made = list(candidates(config, devices))
+    assert len(made) > 100
+    for each in made[:: len(made) // 50]:
+        assert each.mesh.devices == devices
+        validate(each, name)
+
+
+def test_what_is_kept_is_as_the_config_has_it():
+    config = changed(SMALL, mesh={"model": 2, "zero": 1, "schedule": "gpipe"}, train={"micro_batch": 2})
+    keep = ["mesh.model", "mesh.zero", "mesh.schedule", "train.micro_batch"]
+    made = list(candidates(config, 4, keep))
+    assert {(each.mesh.model, each.mesh.zero, each.mesh.schedule, each.train.micro_batch) for each in made} == {
+        (2, 1, "gpipe", 2)
+    }
+    assert {each.mesh.pipe for each in made} == {1, 2}
+    for each in made:
+        validate(each)
+
+
+def drawn(config, salt):
+    """A number in [0, 1) that depends on everything in which candidates differ."""
+    digest = hashlib.sha256(repr((salt, config.mesh, config.train)).encode()).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
+
+
+def memory_of(config):
+    return Bytes(100 * drawn(config, "memory"))
+
+
+def time_of(config):
+    return Seconds(1 + drawn(config, "time"))
+
+
+@pytest.mark.parametrize("capacity", [3.0, 50.0, 100.0])
+def test_the_search_finds_what_trying_everything_finds(capacity):
+    found = search(SMALL, 4, memory_of, time_of, capacity)
+    every = [each for each in everything(SMALL, 4) if is_simplest(each) and runs(each)]
+    fitting = [each for each in every if memory_of(each).total <= capacity]
+    assert 0 < len(fitting) <= len(every)
+    assert found.ranked[0].config == min(fitting, key=lambda each: time_of(each).total)
+    assert (found.tried, len(found.too_big)) == (len(every), len(every) - len(fitting))
+    seconds = [float(f"{each.time.total:.4g}") for each in found.ranked]
+    assert seconds == sorted(seconds)
+
+
+def test_of_candidates_that_take_the_same_time_the_simplest_comes_first():
+    found = search(SMALL, 4, lambda _: Bytes(1), lambda config: Seconds(2 + 1e-5 * drawn(config, "noise")), 2)
+    best = found.ranked[0].config
+    assert best.mesh == MeshConfig(data=4)
+    assert (best.train.micro_batch, best.train.recompute) == (1, "none")
+
+
+def test_an_alternative_is_the_fastest_with_another_value_or_says_what_it_would_need():
+    def bytes_of(config):
+        return Bytes({"none": 9, "selective": 5, "full": 1}[config.train.recompute] + config.train.micro_batch)
+
+    def seconds_of(config):
+        return Seconds(1 + config.mesh.pipe + 0.25 * (config.train.recompute == "full"))
+
+    found = search(SMALL, 4, bytes_of, seconds_of, 6)
+    others = {other.field: other for other in alternatives(found)}
+    best = found.ranked[0].config
+    assert (best.mesh, best.train.recompute, best.train.micro_batch) == (MeshConfig(data=4), "selective", 1)
+    slower = others["mesh.pipe"]
+    assert (slower.best, slower.value, slower.candidate.time.total) == (1, 2, 3)
+    assert others["train.recompute"].candidate.config.mesh == best.mesh
+    assert (others["train.recompute"].value, others["train.recompute"].candidate.time.total) == ("full", 2.25)
+    assert others["mesh.zero"].value == 1  # as fast, and less simple
+
+    found = search(SMALL, 4, bytes_of, seconds_of, 6, ["train.recompute", "mesh.zero"])
+    assert found.ranked == []  # the config's own recomputation is none
+    own = changed(SMALL, train={"recompute": "selective"})
+    others = {
+        other.field: other for other in alternatives(search(own, 4, bytes_of, seconds_of, 6, ["train.recompute"]))
+    }
+    assert "train.recompute" not in others
+    assert others["train.micro_batch"].candidate is None
+    assert (others["train.micro_batch"].value, others["train.micro_batch"].least) == (2, 7)
+
+
+def test_a_run_costs_its_steps_each_at_the_batch_of_its_time():
+    config = changed(SMALL, train={"batch_rampup": (4, 2, 20), "steps": 10})
+    sizes = [BatchSizes.of(config).size(step) for step in range(10)]
+    assert len(set(sizes)) == 3
+    assert run_seconds(config, lambda c: Seconds(c.train.global_batch**2)) == sum(size**2 for size in sizes)
+    assert run_seconds(changed(config, train={"steps": 1}), lambda c: Seconds(c.train.global_batch)) == 4
+    assert run_seconds(SMALL, lambda _: Seconds(0.5)) == 50
+
+
+def test_another_batch_has_the_samples_of_the_run_to_a_step():
+    config = load_config("gpt_8b")
+    doubled = with_batch(config, 1024)
+    assert (doubled.train.global_batch, doubled.train.steps, doubled.optimizer.warmup_steps) == (1024, 150_000, 1_500)
+    assert doubled.optimizer.decay_steps is None
+    assert with_batch(config, 512) == config
+    odd = with_batch(config, 700)
+    assert 0 <= 512 * 300_000 - 700 * odd.train.steps < 700
+    bloom = load_config("bloom_176b")
+    larger = with_batch(bloom, 4096)
+    samples = [BatchSizes.of(each).samples_before(each.train.steps) for each in (bloom, larger)]
+    assert 0 <= samples[0] - samples[1] < 4096
+    assert with_batch(bloom, 2048) == bloom
+
+
+@pytest.mark.parametrize(
+    ("config", "batch", "message"),
+    [
+        (SMALL, 0, "--target-batch is 0; it must be at least 1"),
+        (load_config("bloom_176b"), 2050, "does not reach --train.global-batch 2050 in whole increments"),
+    ],
+)
+def test_a_batch_that_cannot_be_is_refused(config, batch, message):
+    with pytest.raises(UsageError, match=message):
+        with_batch(config, batch)
+
+
+@pytest.mark.parametrize(
+    ("devices", "keep", "message"),
+    [
+        (0, [], "--devices is 0; it must be at least 1"),
+        (-8, [], "--devices is -8; it must be at least 1"),
+        (12, [], "--devices 12 is no whole number of nodes of 8 GPUs; use 8 or 16"),
+        (7, [], "--devices 7 cannot be shared among 4 layers, 4 heads and a global batch of 8; use --devices 4 or 8"),
+        (1024, [], "cannot be shared among .*; use --devices 128$"),
+        (8, ["mesh.pipes"], "--keep mesh.pipes: the search does not change it, did you mean 'mesh.pipe'"),
+    ],
+)
+def test_devices_that_no_mesh_fits_are_refused_with_those_that_do(devices, keep, message):
+    with pytest.raises(UsageError, match=message):
+        check_searchable(SMALL, devices, 8, keep)
+
+
+def test_a_config_that_is_wrong_in_itself_is_refused():
+    with pytest.raises(UsageError, match=r"--model.heads 5 does not divide hidden size 32"):
+        check_searchable(changed(SMALL, model={"heads": 5}), 8, 8)
+
+
+def test_where_nothing_fits_the_refusal_names_the_smallest_and_how_many_gpus_are_enough():
+    def shared(config):
+        mesh = config.mesh
+        return Bytes(2**30 * (800 / mesh.devices + config.train.micro_batch + (mesh.zero == 0)))
+
+    found = search(SMALL, 8, shared, time_of, 30 * 2**30)
+    with pytest.raises(UsageError) as refused:
+        refuse_too_big(found, SMALL, "small", "h100", shared, 8, [])
+    words = str(refused.value)
+    assert words.startswith(f"none of {found.tried:,} ways to run small on 8 × h100 fits: the smallest, pipe ")
+    assert "ZeRO-" in words
+    assert "takes 101.0 GiB of 30.0; use --devices 32, where it fits" in words
+    assert enough_devices(SMALL, 8, shared, 30 * 2**30, 8) == 32
+    assert enough_devices(SMALL, 8, shared, 2**30, 8) is None
+    refuse_too_big(search(SMALL, 8, shared, time_of, 200 * 2**30), SMALL, "small", "h100", shared, 8, [])
+
+
+def test_a_candidate_is_described_by_what_it_has():
+    assert describe(SMALL) == "pipe 1 × data 1 × model 1, micro-batches of 1, no recomputation"
+    mesh = MeshConfig(2, 2, 2, sequence_parallel=True, chunks=2, zero=3)
+    train = replace(SMALL.train, recompute="full")
+    assert describe(replace(SMALL, mesh=mesh, train=train)) == (
+        "pipe 2 × data 2 × model 2, 1f1b with 2 chunks, micro-batches of 1, full recomputation, sequence parallelism, "
+        "ZeRO-3"
+    )
+
+
+def test_the_fields_that_the_search_changes_are_fields_of_a_config():
+    for name in SEARCHED:
+        section, field = name.split(".")
+        assert hasattr(getattr(SMALL, section), field)
