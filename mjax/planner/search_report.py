@@ -178,10 +178,10 @@ def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
     if config.model.attention_dropout > 0 and config.model.attention == "auto":
         without = replace(best.config, model=replace(best.config.model, attention_dropout=0.0))
         change = question.time_of(without).total / best.time.total - 1
+        less = f"{abs(change):.1%} {'less' if change < 0 else 'more'} time"
         lines.append(
             f"attention dropout {config.model.attention_dropout:g} rules out cuDNN's attention; with "
-            f"--model.attention-dropout 0 the best would take {abs(change):.1%} {'less' if change < 0 else 'more'} time, "
-            "and others may fit"
+            f"--model.attention-dropout 0 the best would take {less}, and others may fit"
         )
     return lines
 
