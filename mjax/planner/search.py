@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mjax.batch_size import BatchSizes, at_batch
 from mjax.config import Config
 from mjax.planner.space import RECOMPUTE, SCHEDULES, SEARCHED, candidates
 
@@ -121,15 +120,26 @@ class Alternative:
     candidate: Candidate | None
     least: float | None
 
+    def others(self, best: Config) -> list[str]:
+        """What else differs between the candidate and the best: ['model 4', 'micro-batch 2']."""
+        if self.candidate is None:
+            return []
+        pairs = [(name, value_of(self.candidate.config, name)) for name in SEARCHED if name != self.field]
+        return [f"{short(name)} {word(value)}" for name, value in pairs if value != value_of(best, name)]
+
 
 def alternatives(found: Found) -> list[Alternative]:
     """For each field, what the best candidate would lose by another value of it: all else is searched anew.
 
-    Fields of which every candidate has the same value are left out.
+    Fields of which every candidate has the same value are left out, and those that follow from others: `data` is what
+    `pipe` and `model` leave, and without a pipeline there are no schedule and no chunks.
     """
     best = found.ranked[0]
+    follow = {"mesh.data"} if best.config.mesh.pipe > 1 else {"mesh.data", "mesh.schedule", "mesh.chunks"}
     listed = []
     for name in SEARCHED:
+        if name in follow:
+            continue
         value = value_of(best.config, name)
         other = next((each for each in found.ranked if value_of(each.config, name) != value), None)
         if other is not None:
@@ -148,19 +158,17 @@ def value_of(config: Config, name: str) -> Any:
     return getattr(getattr(config, section), field)
 
 
-# --- The whole run ----------------------------------------------------------------------------------------------------
+# --- In words ---------------------------------------------------------------------------------------------------------
 
 
-def run_seconds(config: Config, time_of: TimeOf) -> float:
-    """Seconds of all steps of a run, each at the batch of its time."""
-    pieces, steps = BatchSizes.of(config).pieces, config.train.steps
-    ends = [first for first, _, _ in pieces[1:]] + [steps]
-    total = 0.0
-    for (first, _, size), end in zip(pieces, ends, strict=True):
-        count = min(end, steps) - first
-        if count > 0:
-            total += count * time_of(at_batch(config, size)).total
-    return total
+def short(name: str) -> str:
+    """The last part of a dotted name, in words: train.micro_batch → micro-batch."""
+    return name.split(".")[1].replace("_", "-")
+
+
+def word(value: Any) -> str:
+    """A value of a field as a person says it."""
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 def describe(config: Config) -> str:

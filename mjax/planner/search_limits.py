@@ -9,11 +9,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig
 from mjax.errors import UsageError
 from mjax.planner.search import Found, MemoryOf, describe
-from mjax.planner.space import candidates, check_kept
+from mjax.planner.space import batch_unit, candidates, check_kept
 from mjax.validation import validate
 
 LARGEST = 16_384
@@ -112,8 +111,7 @@ def _of_rampup(config: Config) -> str:
     train = config.train
     if train.batch_rampup is None and train.batch_schedule is None:
         return ""
-    smallest = min(BatchSizes.of(config).sizes())
-    return f" that begins at {smallest}"
+    return f" that grows there by multiples of {batch_unit(config)}"
 
 
 def _counts_above(devices: int, gpus_per_node: int) -> Iterator[int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mjax.batch_size import BatchSizes
 from mjax.config import Config
-from mjax.planner.search import Alternative, Candidate, Found, TimeOf, alternatives, describe, run_seconds, value_of
+from mjax.planner.search import Alternative, Candidate, Found, TimeOf, alternatives, describe, value_of, word
 from mjax.planner.section import Section, table
 from mjax.planner.space import SEARCHED
 
@@ -28,6 +29,7 @@ class Question:
       price: of a GPU for an hour, or None.
       top: candidates to show.
       time_of: seconds of a step.
+      run_of: seconds of all steps.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Question:
     price: float | None
     top: int
     time_of: TimeOf
+    run_of: Callable[[Config], float]
 
 
 def report(found: Found, question: Question, seconds: float, written: str | None = None) -> Section:
@@ -51,7 +54,7 @@ def report(found: Found, question: Question, seconds: float, written: str | None
     costs = [cost(each.config, found.devices, question) for each in shown]
     others = alternatives(found)
     return Section(
-        title=f"search: {question.name} on {found.devices:,} × {question.gpu}",
+        title=f"Search: {question.name} on {found.devices:,} × {question.gpu}",
         values={
             "gpu": question.gpu,
             "devices": found.devices,
@@ -94,7 +97,7 @@ class Cost:
 
 def cost(config: Config, devices: int, question: Question) -> Cost:
     """What all steps of a config cost."""
-    hours = run_seconds(config, question.time_of) / 3600
+    hours = question.run_of(config) / 3600
     return Cost(hours / 24, hours * devices, None if question.price is None else hours * devices * question.price)
 
 
@@ -146,9 +149,10 @@ def _reasons(found: Found, others: list[Alternative]) -> list[str]:
             verdict = f"nothing fits: {other.least / GIB:.1f} GiB at least"
         else:
             percent = other.candidate.time.total / best.time.total - 1
-            verdict = f"{other.candidate.time.total:.3g} s, {percent:+.1%}: {describe(other.candidate.config)}"
-        rows.append([other.field, _word(other.best), _word(other.value), verdict])
-    return lines + table(["what the choice is worth", "best", "else", "the fastest so"], rows, left=4)
+            verdict = f"{other.candidate.time.total:.3g} s, {percent:+.1%}"
+        with_it = ", ".join(other.others(best.config))
+        rows.append([other.field, word(other.best), word(other.value), verdict, with_it])
+    return lines + table(["what a choice is worth", "best", "else", "the fastest so", "which also has"], rows, left=5)
 
 
 def faster_by(first: Candidate, second: Candidate) -> str:
@@ -174,7 +178,9 @@ def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
         lines.append(f"the config's own mesh, {describe(config)}: {_own_verdict(found, config)}")
     free = 1 - best.memory.total / found.capacity
     if free < TIGHT:
-        lines.append(f"the best leaves {free:.1%} of the memory free, less than the prediction may be off")
+        lines.append(
+            f"the best leaves {free:.1%} of the memory free, less than the prediction may be off; {_roomier(found)}"
+        )
     if config.model.attention_dropout > 0 and config.model.attention == "auto":
         without = replace(best.config, model=replace(best.config.model, attention_dropout=0.0))
         change = question.time_of(without).total / best.time.total - 1
@@ -184,6 +190,15 @@ def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
             f"--model.attention-dropout 0 the best would take {less}, and others may fit"
         )
     return lines
+
+
+def _roomier(found: Found) -> str:
+    """The fastest candidate that leaves memory free."""
+    for rank, each in enumerate(found.ranked, 1):
+        if each.memory.total <= (1 - TIGHT) * found.capacity:
+            seconds = each.time.total
+            return f"the fastest that leaves {TIGHT:.0%} is {rank:,}, {describe(each.config)}, {seconds:.3g} s"
+    return f"none leaves {TIGHT:.0%}"
 
 
 def _own_verdict(found: Found, config: Config) -> str:
@@ -199,10 +214,6 @@ def _own_rank(found: Found, config: Config) -> int | None:
     """Where the config itself is among those that fit, counted from 1."""
     ranks = (rank for rank, each in enumerate(found.ranked, 1) if each.config == config)
     return next(ranks, None)
-
-
-def _word(value: Any) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 # --- Plain values -----------------------------------------------------------------------------------------------------

@@ -54,6 +54,10 @@ def time_of(config):
     return Seconds(products, 0.01 * mesh.model * mesh.data / mesh.devices * 512, bubble)
 
 
+def run_of(config):
+    return config.train.steps * time_of(config).total
+
+
 @pytest.fixture(scope="module")
 def found():
     config = load_config("gpt_8b")
@@ -61,13 +65,13 @@ def found():
 
 
 def question(**changes):
-    return replace(Question("gpt_8b", load_config("gpt_8b"), "h100", None, 3, time_of), **changes)
+    return replace(Question("gpt_8b", load_config("gpt_8b"), "h100", None, 3, time_of, run_of), **changes)
 
 
 def test_the_report_says_what_was_tried_and_shows_the_fastest(found):
     text = report(found, question(), 1.5).text
     first, tried, *_ = text.splitlines()
-    assert first == "--- search: gpt_8b on 64 × h100 ---"
+    assert first == "--- Search: gpt_8b on 64 × h100 ---"
     assert tried == (
         f"{found.tried:,} ways to run it: {len(found.too_big):,} are too big for 71.0 GiB, {len(found.ranked):,} fit "
         "(1.5 s)"
@@ -117,6 +121,18 @@ def test_the_config_itself_is_placed_among_the_candidates(found):
     assert "rank 7" in section.text
     big, size = found.too_big[0]
     assert f"{size / GIB:.1f} GiB, which is too big" in report(found, question(config=big), 1.5).text
+
+
+def test_a_memory_that_is_almost_full_is_said_with_the_fastest_that_leaves_some(found):
+    total = found.ranked[0].memory.total
+    full = replace(found, capacity=1.01 * total)
+    smaller = next(n for n, each in enumerate(found.ranked) if each.memory.total < 0.95 * full.capacity)
+    words = report(full, question(), 1.5).text
+    assert "the best leaves 1.0% of the memory free, less than the prediction may be off; " in words
+    assert f"the fastest that leaves 5% is {smaller + 1:,}, " in words
+    assert "of the memory free" not in report(replace(found, capacity=2 * total), question(), 1.5).text
+    tight = replace(full, ranked=found.ranked[:1])
+    assert "none leaves 5%" in report(tight, question(), 1.5).text
 
 
 def test_what_holds_a_candidate_back_is_its_largest_parts_and_memory_that_is_almost_full():
