@@ -72,10 +72,11 @@ def is_simplest(config):
     [
         SMALL,
         changed(SMALL, model={"layers": 6}, train={"global_batch": 12}),
+        changed(SMALL, model={"feed_forward": 6, "vocabulary": 250, "vocabulary_multiple": 2}),
         changed(SMALL, train={"batch_rampup": (4, 2, 20)}),
         changed(SMALL, model={"kind": "bert", "head": "multiple_choice", "answers": 3, "sequence": 5}),
     ],
-    ids=["gpt", "six layers", "ramp-up", "bert"],
+    ids=["gpt", "six layers", "odd widths", "ramp-up", "bert"],
 )
 def test_the_candidates_are_all_that_can_run_and_no_other(config):
     made = list(candidates(config, 4, ["mesh.zero", "train.recompute"]))
