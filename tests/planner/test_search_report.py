@@ -94,7 +94,9 @@ def test_the_cost_is_that_of_all_steps_of_the_run(found):
     assert spent.money == pytest.approx(2.5 * 64 * hours)
     assert tokens(config) == 300_000 * 512 * 1024
     text = report(found, question(price=2.5), 1.5).text
-    assert f"157.3B tokens in 300,000 steps: {spent.days:.3g} days" in text
+    assert f"157.3B tokens in 300,000 steps: {spent.days:.3g} days, {spent.gpu_hours:,.0f} GPU-hours, " in text
+    row = next(line for line in text.splitlines() if line.startswith("1 ")).split()
+    assert {f"{spent.days:.3g}", f"{spent.gpu_hours:,.0f}", f"{spent.money:,.0f}"} < set(row)
     assert f"{spent.money:,.0f} at 2.5 a GPU-hour" in text
     assert cost(found.ranked[0].config, 64, question()).money is None
 
