@@ -30,6 +30,7 @@ class Question:
       top: candidates to show.
       time_of: seconds of a step.
       run_of: seconds of all steps.
+      kernel_of: the attention kernel of a config on the GPU.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Question:
     top: int
     time_of: TimeOf
     run_of: Callable[[Config], float]
+    kernel_of: Callable[[Config], str]
 
 
 def report(found: Found, question: Question, seconds: float, written: str | None = None) -> Section:
@@ -170,7 +172,7 @@ def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
     best, config = found.ranked[0], question.config
     money = "" if spent.money is None else f", {spent.money:,.0f} at {question.price:g} a GPU-hour"
     lines = [
-        f"{tokens(config) / 1e9:,.1f}B tokens in {config.train.steps:,} steps: {spent.days:.3g} days, "
+        f"{tokens(config):,} tokens in {config.train.steps:,} steps: {spent.days:.3g} days, "
         f"{spent.gpu_hours:,.0f} GPU-hours{money}; the prediction is good to ±{best.time.error:.0%}",
         *best.time.caveats,
     ]
@@ -181,8 +183,8 @@ def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
         lines.append(
             f"the best leaves {free:.1%} of the memory free, less than the prediction may be off; {_roomier(found)}"
         )
-    if config.model.attention_dropout > 0 and config.model.attention == "auto":
-        without = replace(best.config, model=replace(best.config.model, attention_dropout=0.0))
+    without = replace(best.config, model=replace(best.config.model, attention_dropout=0.0))
+    if question.kernel_of(best.config) != question.kernel_of(without):
         change = question.time_of(without).total / best.time.total - 1
         less = f"{abs(change):.1%} {'less' if change < 0 else 'more'} time"
         lines.append(
