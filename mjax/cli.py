@@ -159,6 +159,13 @@ def plan(argv: Sequence[str]) -> int:
     return run_plan(tyro.cli(PlanArguments, args=argv, prog="mjax plan", default=default))
 
 
+def doctor(argv: Sequence[str]) -> int:
+    """`mjax doctor`."""
+    from mjax.doctor.command import DoctorArguments, run_doctor
+
+    return run_doctor(tyro.cli(DoctorArguments, args=argv, prog="mjax doctor"))
+
+
 def merge(argv: Sequence[str]) -> int:
     """`mjax data merge`."""
     from mjax.data.merge import MergeArguments
@@ -239,6 +246,7 @@ COMMANDS: Commands = {
     "convert": (convert, "bring a model of Hugging Face or Megatron-LM here, or take one to the former"),
     "generate": (generate, "continue a text with a trained model"),
     "plan": (plan, "show what a run of a config will do, without a device"),
+    "doctor": (doctor, "check this installation and this machine, and say what to do"),
 }
 
 

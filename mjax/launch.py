@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mjax.errors import UsageError
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
+# How launchers tell a process how many there are: Slurm's srun, Open MPI's mpirun.
+PROCESS_COUNTS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
 
 
 def has_nvidia_gpu() -> bool:
@@ -18,6 +21,14 @@ def has_nvidia_gpu() -> bool:
     return (
         Path("/dev/nvidia0").exists() or Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
     )
+
+
+def launched_by(environment: Mapping[str, str] = os.environ) -> tuple[str, int | None] | None:
+    """The launcher that has started several processes, and how many if it says so; None: this one is alone."""
+    for variable, launcher in PROCESS_COUNTS.items():
+        if int(environment.get(variable, "1")) > 1:
+            return launcher, int(environment[variable])
+    return ("Kubernetes", None) if "JOB_COMPLETION_INDEX" in environment else None
 
 
 def restart_with_huge_pages() -> None:

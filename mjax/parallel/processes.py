@@ -23,10 +23,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mjax.errors import UsageError
-from mjax.launch import Distributed, has_nvidia_gpu
+from mjax.launch import Distributed, has_nvidia_gpu, launched_by
 
-# How launchers tell a process how many there are: Slurm's srun, Open MPI's mpirun.
-PROCESS_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 MESSAGE_BYTES = 2048  # of bytes_from_first
 
 
@@ -36,9 +34,7 @@ def start(where: Distributed) -> None:
     Raises:
       UsageError: the flags do not go together, or the others could not be reached.
     """
-    launched = (
-        any(int(os.environ.get(name, "1")) > 1 for name in PROCESS_COUNTS) or "JOB_COMPLETION_INDEX" in os.environ
-    )
+    launched = launched_by() is not None
     given = [value is not None for value in (where.coordinator, where.processes, where.process)]
     if any(given) and not (all(given) or (launched and given == [True, False, False])):
         raise UsageError(

@@ -1,0 +1,104 @@
+"""The attention kernel that training would use here, run forward and backward and held against NumPy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mjax.config import Config, ModelConfig
+from mjax.doctor.finding import GREEN, RED, YELLOW, Finding
+from mjax.errors import UsageError
+from mjax.models import attention
+from mjax.models.alibi import alibi_slopes
+
+# Largest difference from NumPy's float64, relative to the largest number: products of 16-bit inputs are summed in
+# float32, and probabilities and results rounded to 8 (bf16) or 11 (fp16) bits.
+BOUNDS = {"bf16": 3e-2, "fp16": 5e-3, "fp32": 1e-4, "fp64": 1e-4}
+
+
+def check_attention(config: Config | None = None) -> list[Finding]:
+    """Which kernel `auto`, or the config, takes here, and whether its output and gradients are right.
+
+    Without a config: bf16, head size 64, no dropout.
+    """
+    model = ModelConfig(attention_dropout=0.0) if config is None else config.model
+    compute = "bf16" if config is None else config.precision.compute
+    documents = config is not None and "documents" in config.batch_arrays()
+    platform = jax.default_backend()
+    notices: list[str] = []
+    try:
+        kernel = attention.resolve_attention(model, compute, platform, notices.append, documents)
+    except UsageError as error:
+        found, _, advice = str(error).rpartition("; ")
+        return [Finding("attention", RED, found, advice)]
+    error = largest_error(kernel, model, compute, documents)
+    figures = {"largest_error_relative": error}
+    found = f"{kernel}, {compute}, head size {model.head_size}: within {error:.1e} of NumPy, forward and backward"
+    if not error < BOUNDS[compute]:
+        allowed = f"{BOUNDS[compute]:.0e} is allowed"
+        found = f"{kernel} gives wrong numbers in {compute}: off by {error:.1e} of the largest, {allowed}"
+        other = "xla" if kernel != "xla" else "xla_blocks"
+        return [
+            Finding("attention", RED, found, f"--model.attention {other}, and report it with jax's version", figures)
+        ]
+    if notices:  # `auto` took a slower kernel, and says why
+        why = notices[0].removeprefix("attention: ")
+        advice = "--model.attention-dropout 0" if model.attention_dropout > 0 else None
+        return [Finding("attention", YELLOW, f"{found}; {why}", advice, figures)]
+    if config is None and kernel == "cudnn":
+        found += "; with --model.attention-dropout above 0, as the papers' configs have it, the slower xla"
+    return [Finding("attention", GREEN, found, figures=figures)]
+
+
+def largest_error(kernel: str, model: ModelConfig, compute: str, documents: bool) -> float:
+    """Largest difference of output and gradients between `kernel` and NumPy, relative to the largest number of each.
+
+    Two samples of at most 128 positions, two heads; with `documents` several documents in each.
+    """
+    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}.get(compute, jnp.float32)
+    shape = (2, min(model.sequence, 128), 2, model.head_size)
+    random = np.random.default_rng(0)
+    inputs = [jnp.asarray(random.standard_normal(shape), dtype) for _ in range(3)]
+    numbers = np.arange(shape[1]) // np.array([[5], [7]]) if documents else None
+    slopes = alibi_slopes(shape[2]) if model.positions == "alibi" else None
+
+    def total(q, k, v):
+        there = {"documents": None if numbers is None else jnp.asarray(numbers)}
+        there["slopes"] = None if slopes is None else jnp.asarray(slopes, jnp.float32)
+        out = attention.attend(q, k, v, kernel, causal=model.causal, **there).astype(jnp.float32)
+        return jnp.square(out).sum(), out
+
+    gradients, output = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(*inputs)
+    expected = reference(*(np.asarray(x, np.float64) for x in inputs), model.causal, numbers, slopes)
+    errors = []
+    for found, right in zip((output, *gradients), expected, strict=True):
+        errors.append(np.abs(np.asarray(found, np.float64) - right).max() / np.abs(right).max())
+    return float(max(errors, key=lambda error: error if error == error else np.inf))  # not a number is the worst
+
+
+def reference(q, k, v, causal: bool, documents=None, slopes=None) -> tuple[np.ndarray, ...]:
+    """Attention as its formula says, softmax(q kᵀ / √d) v, and the gradients of the sum of its squares; float64.
+
+    Shapes: q, k, v [b, s, n, d], documents [b, s], slopes [n] → output and gradients of q, k and v [b, s, n, d].
+    """
+    scale = 1 / np.sqrt(q.shape[-1])
+    scores = np.einsum("bqnd,bknd->bnqk", q, k) * scale
+    back = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])  # how far a key lies behind its query
+    if slopes is not None:
+        scores -= slopes[:, None, None] * back
+    if causal:
+        scores = np.where(back >= 0, scores, -np.inf)
+    if documents is not None:
+        scores = np.where((documents[:, :, None] == documents[:, None, :])[:, None], scores, -np.inf)
+    probabilities = np.exp(scores - scores.max(-1, keepdims=True))
+    probabilities /= probabilities.sum(-1, keepdims=True)
+    output = np.einsum("bnqk,bknd->bqnd", probabilities, v)
+    above = 2 * output
+    of_v = np.einsum("bnqk,bqnd->bknd", probabilities, above)
+    of_probabilities = np.einsum("bqnd,bknd->bnqk", above, v)
+    mean = (of_probabilities * probabilities).sum(-1, keepdims=True)
+    of_scores = probabilities * (of_probabilities - mean) * scale
+    of_q = np.einsum("bnqk,bknd->bqnd", of_scores, k)
+    of_k = np.einsum("bnqk,bqnd->bknd", of_scores, q)
+    return output, of_q, of_k, of_v

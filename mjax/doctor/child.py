@@ -1,0 +1,113 @@
+"""Checks in a process of their own, so that a driver that hangs or aborts takes only its own line with it.
+
+The child runs the checks it is named, one after the other, and writes a line of JSON for each. When it says nothing for
+too long, or ends before its time, the check that it was at is red, and another child goes on with the one after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from mjax.doctor.finding import RED, YELLOW, Finding
+
+SILENT = "--limit 600 where a machine is slow to start; else the driver or the file system hangs: sudo dmesg | tail"
+PROBE = (sys.executable, "-m", "mjax.doctor.probe")
+
+
+def run_in_child(
+    names: Sequence[str],
+    settings: dict,
+    environment: Mapping[str, str],
+    limit: float,
+    begin: Callable[[str], None] = lambda name: None,
+    command: Sequence[str] = PROBE,
+    foundation: str | None = None,
+) -> Iterator[Finding]:
+    """The findings of the checks `names`, as they come.
+
+    Args:
+      settings: plain values for the checks.
+      environment: of the child.
+      limit: seconds that a check may take; the first includes the child's start.
+      begin: is told the name of each check before it runs.
+      command: what starts the child; it gets the settings and the names as arguments.
+      foundation: a check without which the ones after it make no sense; where it is red they are not run.
+    """
+    names = list(names)
+    while names:
+        for name, findings in _one_child(tuple(names), settings, environment, limit, begin, command):
+            names.remove(name)
+            yield from findings
+            if name == foundation and any(finding.status == RED for finding in findings):
+                for other in names:
+                    yield Finding(other, YELLOW, f"not checked, because {foundation} is red", "mend that first")
+                return
+
+
+def _one_child(names, settings, environment, limit, begin, command) -> Iterator[tuple[str, list[Finding]]]:
+    """Findings by check, until all are there or the child is lost; the check that lost it is among them."""
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            [*command, json.dumps(settings), *names],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=dict(environment),
+            start_new_session=True,
+        )
+        lines: queue.Queue[bytes] = queue.Queue()
+        threading.Thread(target=_forward, args=(child.stdout, lines), daemon=True).start()
+        try:
+            for name in names:
+                begin(name)
+                try:
+                    line = lines.get(timeout=limit)
+                except queue.Empty:
+                    yield name, [Finding(name, RED, f"no answer in {limit:g} s", SILENT)]
+                    return
+                if not line:
+                    yield name, [_lost(name, child.wait(), errors)]
+                    return
+                yield name, [Finding(**finding) for finding in json.loads(line)]
+        finally:
+            _end(child)
+
+
+def _forward(stream, lines: queue.Queue[bytes]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(b"")
+
+
+def _lost(name: str, code: int, errors) -> Finding:
+    errors.seek(0)
+    said = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+    # XLA's last words are a line that begins with F and the date; the stack after it helps nobody here.
+    fatal = [line for line in said if line[:1] == "F" and line[1:5].isdecimal()]
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    words = (fatal or said or ["and said nothing"])[-1].strip()
+    memory = " (the system ends a process so when memory is short)" if code == -signal.SIGKILL else ""
+    return Finding(name, RED, f"the process that checked it {how}{memory}: {words[:300]}", "report it with this line")
+
+
+def _end(child: subprocess.Popen) -> None:
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, where no signal reaches it
+            child.wait(timeout=5)
+    child.stdout.close()
+
+
+def answer(findings: list[Finding]) -> str:
+    """A check's findings as the child writes them: one line."""
+    return json.dumps([dataclasses.asdict(finding) for finding in findings])

@@ -1,0 +1,103 @@
+"""`mjax doctor`: what is checked, in which order.
+
+First what needs no device, then, in a process of its own, what JAX says and does, last the disk. This process imports
+no JAX, so nothing that is broken there can stop it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from mjax import __version__
+from mjax.config import Config, load_config, to_dict
+from mjax.doctor import driver as nvidia
+from mjax.doctor import flags, host, software
+from mjax.doctor.child import run_in_child
+from mjax.doctor.finding import RED, Finding, guarded
+from mjax.doctor.probe import ON_DEVICES
+from mjax.doctor.report import Report
+from mjax.errors import UsageError
+
+
+@dataclass(frozen=True)
+class DoctorArguments:
+    """Check that this installation and this machine can train, and say what to do where not. Exit code 0: nothing is
+    red; 1: something is."""
+
+    config: str | None = None
+    """Check for this config too (its attention, the room for its checkpoints): a name in configs/, or a .py file."""
+    runs: Path = Path("runs")
+    """Folder of run folders, where checkpoints go."""
+    limit: float = 120.0
+    """Seconds that one check may take before it is given up."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object."""
+
+
+def run_doctor(arguments: DoctorArguments) -> int:
+    """Check, print, and return the exit code.
+
+    Raises:
+      UsageError: there is no such config, or the limit is not above 0.
+    """
+    if not arguments.limit > 0:
+        raise UsageError(f"--limit is {arguments.limit}; it must be above 0 seconds")
+    config = None if arguments.config is None else load_config(arguments.config)
+    findings = []
+    with Report(shown=not arguments.json) as report:
+        for finding in examine(config, arguments.runs, arguments.limit, report):
+            findings.append(finding)
+            report.show(finding)
+        report.close(findings)
+    fine = all(finding.status != RED for finding in findings)
+    if arguments.json:
+        print(json.dumps({"mjax": __version__, "ok": fine, "findings": [dataclasses.asdict(f) for f in findings]}))
+    return 0 if fine else 1
+
+
+def examine(config: Config | None, runs: Path, limit: float, report: Report) -> Iterator[Finding]:
+    """All findings, as they come."""
+    # --- Without JAX --------------------------------------------------------------------------------------------------
+    yield from guarded("python", software.check_python)
+    yield from guarded("packages", software.check_packages)
+    yield from guarded("jax", software.check_jax)
+    cuda = software.cuda_build()
+    report.begin("driver")
+    driver = nvidia.read_driver()
+    yield from guarded("driver", lambda: nvidia.check_driver(driver, cuda))
+    yield from guarded("libraries", lambda: nvidia.check_libraries(cuda=cuda))
+    yield from guarded("visible", lambda: nvidia.check_visible(driver))
+    report.begin("flags")
+    environment = dict(os.environ)
+
+    def check_flags() -> list[Finding]:
+        findings, repaired = flags.check_flags(environment)
+        environment.update(repaired)  # what follows runs without the flags that end a process
+        return findings
+
+    yield from guarded("flags", check_flags)
+    yield from guarded("processes", host.check_processes)
+
+    # --- On the devices -----------------------------------------------------------------------------------------------
+    settings = {
+        "driver": dataclasses.asdict(driver),
+        "cuda": cuda,
+        "config": None if config is None else to_dict(config),
+        "runs": str(runs),
+    }
+    yield from run_in_child(ON_DEVICES, settings, environment, limit, report.begin, foundation="devices")
+
+    # --- Around them --------------------------------------------------------------------------------------------------
+    yield from guarded("memory", lambda: host.check_memory(config))
+    gpus = nvidia.visible_gpus(driver)
+    yield from guarded("shared memory", lambda: host.check_shared_memory(gpus))
+    yield from guarded("open files", host.check_open_files)
+    yield from run_in_child(("storage",), settings, environment, limit, report.begin)

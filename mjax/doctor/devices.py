@@ -1,0 +1,84 @@
+"""The devices that JAX sees, and how much of their memory it will use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from mjax.doctor.driver import Driver, visible_gpus
+from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding, first_line, gibibytes, listed
+
+ENOUGH = 0.85  # of a GPU's memory; what is left is for CUDA's own, NCCL's and cuDNN's
+
+
+def check_devices(
+    driver: Driver, cuda: int | None, complaints: Sequence[str] = (), environment: Mapping[str, str] = os.environ
+) -> list[Finding]:
+    """Whether JAX starts, and on what; compared with the GPUs that the driver shows.
+
+    Args:
+      driver, cuda: as in `driver.check_driver`.
+      complaints: a list that JAX's log messages of its start are put into, read after it has started.
+    """
+    platforms = environment.get("JAX_PLATFORMS")
+    try:
+        devices = jax.local_devices()
+    except Exception as error:  # an assertion, a RuntimeError or a ValueError, by version and reason
+        reason = (list(complaints) or [first_line(error)])[-1]
+        if platforms:
+            found = f"JAX has no device with JAX_PLATFORMS={platforms} ({reason})"
+            return [Finding("devices", RED, found, "unset JAX_PLATFORMS; mend the line driver for a GPU")]
+        return [Finding("devices", RED, f"JAX has no device: {reason}", "mend the lines above first")]
+    kinds = [device.device_kind for device in devices]
+    counts = {kind: kinds.count(kind) for kind in kinds}
+    if devices[0].platform == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        what = f"the CPU, {cores} cores" if len(devices) == 1 else f"{len(devices)} simulated devices of the CPU"
+        if driver.gpus and not platforms and visible_gpus(driver, environment):
+            if cuda is None:
+                return [Finding("devices", YELLOW, f"{what}; the GPU cannot be used", "mend the line driver")]
+            why = f": {complaints[-1]}" if complaints else ""
+            found = f"{what}, although {len(driver.gpus)} GPU{'s are' if len(driver.gpus) > 1 else ' is'} here{why}"
+            return [Finding("devices", RED, found, f'pip install --upgrade --force-reinstall "jax[cuda{cuda}]"')]
+        return [Finding("devices", GREEN, f"{what}{'' if platforms is None else f', by JAX_PLATFORMS={platforms}'}")]
+    found = listed([f"{count} × {kind}" for kind, count in counts.items()])
+    expected = visible_gpus(driver, environment)
+    if len(devices) < expected:
+        return [
+            Finding("devices", YELLOW, f"{found}; the driver shows {expected}", "nvidia-smi; sudo dmesg | grep -i xid")
+        ]
+    if len(counts) > 1:
+        advice = "choose those of one kind with CUDA_VISIBLE_DEVICES; a step waits for the slowest"
+        return [Finding("devices", YELLOW, f"{found}: of different kinds", advice)]
+    return [Finding("devices", GREEN, found)]
+
+
+def check_device_memory(driver: Driver, environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """How much of a GPU's memory JAX takes; nothing on a CPU."""
+    device = jax.local_devices()[0]
+    if device.platform != "gpu":
+        return []
+    stats = device.memory_stats() or {}
+    total = min(driver.memory, default=0.0)
+    return judge_device_memory(stats.get("bytes_limit", 0), total, environment)
+
+
+def judge_device_memory(limit: float, total: float, environment: Mapping[str, str]) -> list[Finding]:
+    """Findings from the bytes that JAX allows itself and those that the GPU has; 0 where they are not known."""
+    allocator = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
+    if allocator == "platform":
+        found = "XLA_PYTHON_CLIENT_ALLOCATOR=platform asks the driver for every array, which is slow"
+        return [Finding("device memory", YELLOW, found, "unset XLA_PYTHON_CLIENT_ALLOCATOR")]
+    if not limit or not total:
+        return [Finding("device memory", FIGURE, "JAX or the driver does not say how much there is")]
+    figures = {"usable_gib": limit / 2**30, "total_gib": total / 2**30}
+    found = f"JAX may use {gibibytes(limit)} of {gibibytes(total)}"
+    if environment.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0"):
+        found += ", piece by piece (XLA_PYTHON_CLIENT_PREALLOCATE), so that it may break into parts too small to use"
+        return [Finding("device memory", YELLOW, found, "unset XLA_PYTHON_CLIENT_PREALLOCATE", figures)]
+    if limit < ENOUGH * total:
+        advice = "export XLA_PYTHON_CLIENT_MEM_FRACTION=.9"
+        return [Finding("device memory", YELLOW, f"{found}, {limit / total:.0%}", advice, figures)]
+    return [Finding("device memory", GREEN, found, figures=figures)]

@@ -1,0 +1,202 @@
+"""The NVIDIA driver, asked without JAX: by what the kernel shows, and by nvidia-smi under a time limit."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, gibibytes
+
+# The oldest Linux driver that runs programs built for a major version of CUDA (NVIDIA's "CUDA Compatibility", minor
+# version compatibility).
+OLDEST_DRIVER = {12: 525, 13: 580}
+QUERY = "name,driver_version,memory.total,memory.used"
+ANSWER_SECONDS = 20.0
+USED_BY_OTHERS = 2**30  # bytes; less is what a desktop or a monitoring process takes
+
+
+@dataclass(frozen=True)
+class Driver:
+    """What this machine says about NVIDIA GPUs."""
+
+    version: str | None = None
+    """Of the driver; None where none is in reach."""
+    gpus: tuple[str, ...] = ()
+    """Names of the GPUs that the driver shows."""
+    memory: tuple[float, ...] = ()
+    """Bytes of each."""
+    used: tuple[float, ...] = ()
+    """Bytes of each that are taken."""
+    on_bus: int = 0
+    """NVIDIA GPUs on the PCI bus, whether a driver has them or not; a container sees those of its host."""
+    problem: str | None = None
+    """What went wrong when nvidia-smi was asked."""
+
+
+def read_driver(root: Path = Path("/"), ask: Callable[[list[str]], str] | None = None) -> Driver:
+    """Ask this machine; `root` is where /proc and /sys are, `ask` runs a command and returns what it printed."""
+    on_bus = _on_bus(root)
+    loaded = re.search(r"Module\s+(?:for\s+\S+\s+)?(\d+(?:\.\d+)+)", _text(root / "proc/driver/nvidia/version"))
+    version = loaded[1] if loaded else None
+    if ask is None and shutil.which("nvidia-smi") is None:
+        return Driver(version, on_bus=on_bus)
+    try:
+        rows = (ask or _ask)(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"])
+    except subprocess.TimeoutExpired:
+        return Driver(version, on_bus=on_bus, problem=f"nvidia-smi gave no answer in {ANSWER_SECONDS:.0f} s")
+    except (subprocess.CalledProcessError, OSError) as error:
+        said = f"{getattr(error, 'stdout', None) or ''}{getattr(error, 'stderr', None) or ''}".strip() or str(error)
+        return Driver(version, on_bus=on_bus, problem=f"nvidia-smi fails: {said.splitlines()[0]}")
+    cells = [[cell.strip() for cell in row.split(",")] for row in rows.splitlines() if row.strip()]
+    if any(len(row) != 4 for row in cells):
+        return Driver(version, on_bus=on_bus, problem=f"nvidia-smi says: {rows.strip().splitlines()[0]}")
+    return Driver(
+        version=cells[0][1] if cells else version,
+        gpus=tuple(row[0] for row in cells),
+        memory=tuple(_mebibytes(row[2]) for row in cells),
+        used=tuple(_mebibytes(row[3]) for row in cells),
+        on_bus=on_bus,
+    )
+
+
+def check_driver(driver: Driver, cuda: int | None) -> list[Finding]:
+    """Whether driver and jax fit together; `cuda` is the major version that jax's plugin is built for, if it has one.
+
+    nvidia-smi's problems come first: a driver that hangs would hang everything after it.
+    """
+    if driver.problem:
+        advice = (
+            "reboot: the driver was updated while its old version was running"
+            if "mismatch" in driver.problem
+            else "sudo dmesg | grep -iE 'xid|nvrm'; then reload the driver or reboot"
+        )
+        return [Finding("driver", RED, driver.problem, advice)]
+    if driver.version is None:
+        return [_without_driver(driver, cuda)]
+    names = {name: driver.gpus.count(name) for name in driver.gpus}
+    gpus = ", ".join(f"{count} × {name}" for name, count in names.items()) or "no GPU listed"
+    oldest = OLDEST_DRIVER.get(cuda, 0)
+    if cuda is None:
+        return [
+            Finding(
+                "driver",
+                RED,
+                f"driver {driver.version} with {gpus} is here, and jax is the build for CPUs: it cannot use them",
+                "pip install -r requirements-cuda.txt",
+            )
+        ]
+    if int(driver.version.split(".")[0]) < oldest:
+        older = ', or pip install "jax[cuda12]"' if cuda == 13 and int(driver.version.split(".")[0]) >= 525 else ""
+        return [
+            Finding(
+                "driver",
+                RED,
+                f"driver {driver.version} is too old for jax's CUDA {cuda}, which needs {oldest} or newer",
+                f"install NVIDIA driver {oldest} or newer{older}",
+            )
+        ]
+    taken = [f"{gibibytes(used)} of GPU {i}" for i, used in enumerate(driver.used) if used > USED_BY_OTHERS]
+    if taken:
+        return [
+            Finding(
+                "driver",
+                YELLOW,
+                f"driver {driver.version}, {gpus}; other processes hold {', '.join(taken)}",
+                "nvidia-smi shows who; training takes most of a GPU's memory when it starts",
+            )
+        ]
+    return [Finding("driver", GREEN, f"driver {driver.version}, {gpus}")]
+
+
+def _without_driver(driver: Driver, cuda: int | None) -> Finding:
+    install = "install NVIDIA driver 580 or newer; a container has to be started with --gpus all"
+    if driver.on_bus:
+        status = YELLOW if cuda is None else RED
+        what = f"{driver.on_bus} NVIDIA GPU{'s' * (driver.on_bus > 1)} on the PCI bus, and no driver in reach"
+        return Finding("driver", status, f"{what}: training runs on the CPU", install)
+    if cuda is None:
+        return Finding("driver", GREEN, "no NVIDIA GPU on this machine, and jax is the build for CPUs")
+    found = f"jax is the build for CUDA {cuda}, and no NVIDIA driver is in reach: training runs on the CPU"
+    return Finding("driver", YELLOW, found, f"to train on a GPU, {install}; mjax plan needs none")
+
+
+def check_visible(driver: Driver, environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Whether an environment variable keeps GPUs that are there from JAX; nothing where there is no GPU to hide."""
+    if not driver.gpus:
+        return []
+    platforms, devices = environment.get("JAX_PLATFORMS"), environment.get("CUDA_VISIBLE_DEVICES")
+    count = len(driver.gpus)
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return [Finding("visible", YELLOW, f"JAX_PLATFORMS={platforms} hides the GPUs", "unset JAX_PLATFORMS")]
+    if devices is None:
+        return [Finding("visible", GREEN, f"all {count} GPUs" if count > 1 else "the GPU")]
+    shown = visible_gpus(driver, environment)
+    if shown == 0:
+        return [Finding("visible", YELLOW, f"CUDA_VISIBLE_DEVICES={devices!r} hides all {count} GPUs",
+                        "unset CUDA_VISIBLE_DEVICES")]  # fmt: skip
+    asked = len([name for name in devices.split(",") if name.strip()])
+    if shown < asked:
+        return [
+            Finding(
+                "visible",
+                YELLOW,
+                f"CUDA_VISIBLE_DEVICES={devices} names a GPU that is not there, which hides it and those after it: "
+                f"{shown} of {count} are left",
+                f"number them from 0 to {count - 1}, or unset CUDA_VISIBLE_DEVICES",
+            )
+        ]
+    return [Finding("visible", GREEN, f"{shown} of {count} GPUs, by CUDA_VISIBLE_DEVICES={devices}")]
+
+
+def visible_gpus(driver: Driver, environment: Mapping[str, str] = os.environ) -> int:
+    """How many of the driver's GPUs a process with this environment can see."""
+    devices = environment.get("CUDA_VISIBLE_DEVICES")
+    if devices is None:
+        return len(driver.gpus)
+    shown = 0
+    for name in devices.split(","):  # CUDA stops at the first that it does not know
+        known = int(name) < len(driver.gpus) if name.strip().isdecimal() else name.strip().startswith(("GPU-", "MIG-"))
+        if not known:
+            break
+        shown += 1
+    return shown
+
+
+def check_libraries(environment: Mapping[str, str] = os.environ, cuda: int | None = None) -> list[Finding]:
+    """Whether LD_LIBRARY_PATH puts another CUDA in front of the one that jax's wheels bring; silent where not."""
+    if cuda is None:
+        return []
+    for folder in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
+        found = [name for name in ("libcudnn.so", "libcublas.so", "libnccl.so") if list(Path(folder).glob(f"{name}*"))]
+        if found:
+            what = f"LD_LIBRARY_PATH puts {folder}/{found[0]} before the one that belongs to jax"
+            return [Finding("libraries", YELLOW, what, "unset LD_LIBRARY_PATH")]
+    return []
+
+
+def _on_bus(root: Path) -> int:
+    """Display controllers (PCI class 03) of NVIDIA (vendor 10de)."""
+    vendors = (root / "sys/bus/pci/devices").glob("*/vendor")
+    return sum(
+        _text(file).strip() == "0x10de" and _text(file.with_name("class")).startswith("0x03") for file in vendors
+    )
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _mebibytes(cell: str) -> float:
+    return float(cell) * 2**20 if re.fullmatch(r"[\d.]+", cell) else 0.0  # '[N/A]' where host and GPU share memory
+
+
+def _ask(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=ANSWER_SECONDS).stdout

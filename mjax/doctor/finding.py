@@ -1,0 +1,57 @@
+"""What a check has to say: one line, its colour, and what to type where it is not green."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+GREEN, YELLOW, RED, FIGURE = "green", "yellow", "red", "figure"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    check: str
+    """What was looked at, in a word or two."""
+    status: str
+    """`green`: right. `yellow`: works, and is not what one would want. `red`: training will fail or be wrong.
+    `figure`: a measured number that nothing is known to compare with."""
+    found: str
+    """What was found, in one sentence without a full stop."""
+    advice: str | None = None
+    """What to do about it: a line to type, or a sentence."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Numbers that were measured, by a name that ends in their unit; for --json."""
+
+
+def guarded(check: str, run: Callable[[], list[Finding]]) -> list[Finding]:
+    """The findings of `run`; one that is red where it fails itself, so that it never hides the others."""
+    try:
+        return run()
+    except Exception as error:  # whatever it is, it is about this check alone
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return [
+            Finding(
+                check,
+                RED,
+                f"could not be checked: {type(error).__name__}: {first_line(error)}",
+                f"look at {place.filename}, line {place.lineno}; if it is mjax's own fault, report it",
+            )
+        ]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, or its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def gibibytes(count: float) -> str:
+    """'1.5 GiB', or '64 MiB' below one."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
+
+
+def listed(words: list[str]) -> str:
+    """'a', 'a and b', 'a, b and c'."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else "none"

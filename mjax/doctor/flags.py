@@ -1,0 +1,96 @@
+"""XLA_FLAGS: a flag that this XLA does not know ends the process without a Python error, so a child tries them.
+
+Every version of XLA drops flags; a line copied from a recipe of last year is the usual cause.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import mmap
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from mjax.doctor.finding import GREEN, RED, Finding, listed
+
+# Flags are read when the first backend starts; the CPU's starts soonest and reads all of them.
+READ_FLAGS = "import jax; jax.devices()"
+LIMIT_SECONDS = 60.0
+
+
+def check_flags(environment: Mapping[str, str] = os.environ) -> tuple[list[Finding], dict[str, str]]:
+    """Whether XLA starts with the flags that are set.
+
+    Returns:
+      The findings, and an environment in which it does: the one given, without the flags that would end the process.
+    """
+    flags = environment.get("XLA_FLAGS", "").strip()
+    if not flags:
+        return [Finding("flags", GREEN, "XLA_FLAGS is not set")], dict(environment)
+    said = _refusal(flags, environment)
+    if said is None:
+        return [Finding("flags", GREEN, f"XLA takes XLA_FLAGS={flags}")], dict(environment)
+    words = shlex.split(flags)
+    unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", said)
+    value = re.search(r"Couldn't interpret value (.*) for flag (\w+)", said)
+    if unknown:
+        wrong = [word.split("=")[0] for word in shlex.split(unknown[1])]
+        advice = "; ".join(_instead(flag, environment) for flag in wrong)
+        them = "it" if len(wrong) == 1 else "them"
+        what = f"XLA does not know {listed(wrong)}, and ends every process that has {them} set"
+    elif value:
+        wrong = [f"--{value[2]}"]
+        advice = f"give --{value[2]} a value that it takes, or leave it out of XLA_FLAGS"
+        what = f"XLA cannot read the value {value[1]!r} of --{value[2]}, and ends every process that has it set"
+    elif not flags.startswith("--"):
+        wrong, advice = words, "begin each flag with --"
+        what = f"XLA takes {words[0]!r} in XLA_FLAGS for the name of a file, and cannot open it"
+    else:
+        wrong, advice = words, "unset XLA_FLAGS"
+        what = f"XLA does not start with XLA_FLAGS={flags}: {said.splitlines()[-1]}"
+    left = " ".join(word for word in words if word.split("=")[0] not in wrong)
+    repaired = {**environment, "XLA_FLAGS": left}
+    if wrong != words and _refusal(left, environment) is not None:
+        repaired["XLA_FLAGS"] = ""
+    return [Finding("flags", RED, what, advice)], repaired
+
+
+def known_flags() -> list[str]:
+    """What may be flags of XLA: words in its library that look like one. Not each of them is."""
+    spec = importlib.util.find_spec("jaxlib")
+    libraries = [file for place in spec.submodule_search_locations for file in Path(place).glob("*.so")] if spec else []
+    found: set[bytes] = set()
+    for file in libraries:
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found.update(re.findall(rb"\0(xla_[a-z0-9_]{4,80})(?=\0)", content))
+    return sorted(name.decode() for name in found)
+
+
+def _instead(flag: str, environment: Mapping[str, str]) -> str:
+    """What to do about an unknown flag: the nearest that XLA really takes, if there is one."""
+    for name in difflib.get_close_matches(flag.lstrip("-"), known_flags(), n=2, cutoff=0.8):
+        said = _refusal(f"--{name}=true", environment)
+        if said is None or "Unknown flag" not in said:
+            return f"take {flag} out of XLA_FLAGS; the nearest that there is: --{name}"
+    return f"take {flag} out of XLA_FLAGS"
+
+
+def _refusal(flags: str, environment: Mapping[str, str]) -> str | None:
+    """What a process says that ends on these flags; None where it starts."""
+    variables = {**environment, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    child = subprocess.run(
+        [sys.executable, "-c", READ_FLAGS],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_SECONDS,
+    )
+    if child.returncode == 0:
+        return None
+    return child.stderr.strip() or f"it ended with {child.returncode}"

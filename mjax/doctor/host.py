@@ -1,0 +1,108 @@
+"""The machine around the devices: memory, shared memory, open files, and the processes a launcher has started."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from mjax import launch
+from mjax.config import Config
+from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, gibibytes
+
+LEAST_SHARED = 2**30  # bytes of /dev/shm; NCCL's processes on one host talk through it
+LEAST_FILES = 4096  # a checkpoint of many arrays, the data and the connections to the other processes together
+
+
+def check_memory(config: Config | None = None, root: Path = Path("/")) -> list[Finding]:
+    """Host memory that is free, within the limit of the container; against a checkpoint's copy where a config is given.
+
+    A checkpoint is copied to host memory before it is written. How many of a mesh's devices are this host's is not
+    known here, so eight are assumed, or all where there are fewer.
+    """
+    text = (root / "proc/meminfo").read_text()
+    total, available = (int(re.search(rf"{name}:\s+(\d+)", text)[1]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    limit, used = _container(root)
+    within = ""
+    if limit is not None and limit < total:
+        total, available, within = limit, min(available, limit - used), ", the limit of this container"
+    figures = {"total_gib": total / 2**30, "available_gib": available / 2**30}
+    found = f"{gibibytes(available)} of {gibibytes(total)} free{within}"
+    if config is None:
+        return [Finding("memory", GREEN, found, figures=figures)]
+    # Without ZeRO a replica is the whole state, and replicas on one host share the writing of it.
+    holders = config.mesh.devices if config.mesh.zero else config.mesh.pipe * config.mesh.model
+    copy = state_bytes(config) * min(8, holders) / holders
+    found += f"; a checkpoint's copy takes up to {gibibytes(copy)} of a host with 8 GPUs"
+    if copy > available:
+        advice = "use hosts with more memory, more of them, or --mesh.zero 1"
+        return [Finding("memory", YELLOW, found, advice, figures)]
+    return [Finding("memory", GREEN, found, figures=figures)]
+
+
+def state_bytes(config: Config) -> int:
+    """Bytes of a checkpoint: parameters and two moments, float32 (fp64 runs, for tests, twice that)."""
+    return 12 * config.model.parameters * (2 if config.precision.compute == "fp64" else 1)
+
+
+def _container(root: Path) -> tuple[int | None, int]:
+    """Memory limit of this container and what is used of it, in bytes; None: there is no limit."""
+    places = (
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    )
+    for limit, used in places:
+        try:
+            return int((root / limit).read_text()), int((root / used).read_text())
+        except (OSError, ValueError):  # not there, or the word 'max'
+            continue
+    return None, 0
+
+
+def check_shared_memory(devices: int, folder: Path = Path("/dev/shm")) -> list[Finding]:
+    """Whether /dev/shm has room for NCCL; a container has 64 MiB of it unless told otherwise.
+
+    Args:
+      devices: GPUs of this host; one alone does not need it.
+    """
+    if not folder.is_dir():
+        return [] if devices < 2 else [Finding("shared memory", RED, f"there is no {folder}", "mount a tmpfs there")]
+    room = shutil.disk_usage(folder)
+    found = f"{gibibytes(room.free)} of {gibibytes(room.total)} free in {folder}"
+    if devices > 1 and room.free < LEAST_SHARED:
+        advice = "docker run --shm-size=8g; in Kubernetes, an emptyDir of medium Memory at /dev/shm"
+        return [Finding("shared memory", YELLOW, f"{found}; NCCL needs more between {devices} GPUs", advice)]
+    return [Finding("shared memory", GREEN, found)]
+
+
+def check_open_files(limit: int | None = None) -> list[Finding]:
+    """Whether a process may open enough files."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
+        found = f"a process may open {soft:,}; a checkpoint and the connections of a large run need more"
+        return [Finding("open files", YELLOW, found, "ulimit -n 65536")]
+    text = "any number" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+    return [Finding("open files", GREEN, f"a process may open {text}")]
+
+
+def check_processes(environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """What a launcher says that `train.py` would join; this command joins nobody, and looks at its own host alone."""
+    launched = launch.launched_by(environment)
+    if launched is not None:
+        name, count = launched
+        which = f"{count} processes" if count else "an indexed job"
+        return [
+            Finding("processes", GREEN, f"{name} started {which}: train.py joins them, this command looks at one host")
+        ]
+    if "SLURM_JOB_ID" in environment:
+        nodes = environment.get("SLURM_JOB_NUM_NODES", "?")
+        found = (
+            f"inside Slurm job {environment['SLURM_JOB_ID']} of {nodes} nodes, outside srun: train.py would run alone"
+        )
+        if nodes == "1":
+            return [Finding("processes", GREEN, found)]
+        return [Finding("processes", YELLOW, found, "srun python train.py …, see docs/cluster.md")]
+    return [Finding("processes", GREEN, "no launcher: train.py runs as one process")]

@@ -1,0 +1,151 @@
+"""Three small operations that training is made of, on this device, against NumPy in float64.
+
+A miscompiled kernel or a broken chip gives wrong numbers without a word; JAX 0.11.0 and 0.11.1 gave wrong ones on one
+kind of GPU, and only outside `jit` (jax issue 40633). So what can be run both ways is run both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from mjax.config import MeshConfig
+from mjax.doctor.finding import GREEN, RED, Finding, listed
+from mjax.parallel.layers import LayerNorm, vocab_parallel_cross_entropy
+from mjax.parallel.mappings import MODEL
+from mjax.parallel.mesh import make_mesh
+
+FULL_FLOAT32 = (
+    1e-5  # a product this close is of float32 inputs; TF32 rounds them to 11 bits and is off by 1e-4 and more
+)
+
+WRONG = "do not train here; try another device (CUDA_VISIBLE_DEVICES), then another version of jax, and report it"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation with its truth; results and truths are lists of arrays."""
+
+    name: str
+    run: Callable[..., Sequence[Array]]
+    inputs: Sequence[Array]
+    """Arguments of `run`: XLA would compute with constants when it compiles, and not on the device."""
+    truth: Sequence[np.ndarray]
+    bound: float
+    """Largest difference that is right, relative to the largest number."""
+    modes: tuple[str, ...] = ("jit", "no jit")
+
+    def result(self, mode: str) -> Sequence[Array]:
+        """What the device gives."""
+        return (jax.jit(self.run) if mode == "jit" else self.run)(*self.inputs)
+
+
+def check_numerics(operations: Sequence[Operation] | None = None) -> list[Finding]:
+    """Whether each operation is right; one line for all, or one for each that is wrong."""
+    operations = standard_operations() if operations is None else operations
+    errors, wrong = {}, []
+    for operation in operations:
+        by_mode = {mode: _error(operation.result(mode), operation.truth) for mode in operation.modes}
+        errors[operation.name] = worst = max(by_mode.values())
+        modes = [mode for mode, error in by_mode.items() if not error < operation.bound]
+        if modes:
+            found = (
+                f"{operation.name} is wrong on this device ({listed(modes)}): off by {worst:.1e} of the largest, "
+                f"{operation.bound:.0e} is allowed"
+            )
+            wrong.append(Finding("numerics", RED, found, WRONG, {"error_relative": worst}))
+    figures = {f"{name.replace(' ', '_')}_relative": error for name, error in errors.items()}
+    if wrong:
+        return wrong
+    parts = ", ".join(f"{one.name} {errors[one.name]:.0e} (< {one.bound:.0e})" for one in operations)
+    default = default_error()
+    kind = "full" if default < FULL_FLOAT32 else f"TF32 or less ({default:.0e})"
+    figures["fp32_default_relative"] = default
+    return [
+        Finding("numerics", GREEN, f"off NumPy by {parts}; float32 products are {kind} by default", figures=figures)
+    ]
+
+
+def standard_operations() -> list[Operation]:
+    """A bf16 and a float32 matrix product, cross entropy and LayerNorm with their gradients, as training has them."""
+    return [_product(jnp.bfloat16, 2**-8), _product(jnp.float32, FULL_FLOAT32), _cross_entropy(), _layer_norm()]
+
+
+def default_error() -> float:
+    """How far a float32 product is off at JAX's default precision, relative to the largest number."""
+    a, b = _matrices(np.float32)
+    product = jax.jit(jnp.matmul)(a, b)
+    return _error([product], [np.asarray(a, np.float64) @ np.asarray(b, np.float64)])
+
+
+def _product(dtype, bound: float) -> Operation:
+    a, b = _matrices(dtype)
+    truth = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    name = f"{'bf16' if dtype == jnp.bfloat16 else 'fp32'} product"
+    return Operation(name, lambda a, b: [jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)], (a, b), [truth], bound)
+
+
+def _matrices(dtype) -> tuple[Array, Array]:
+    random = np.random.default_rng(0)
+    return jnp.asarray(random.standard_normal((256, 512)), dtype), jnp.asarray(
+        random.standard_normal((512, 256)), dtype
+    )
+
+
+def _cross_entropy() -> Operation:
+    """Loss [t] and gradient of the logits [t, v] of mjax's own cross entropy, over one rank of `model`."""
+    random = np.random.default_rng(1)
+    logits = jnp.asarray(4 * random.standard_normal((64, 1000)), jnp.float32)
+    labels = random.integers(0, 1000, 64)
+
+    def loss_and_gradient(logits, labels):
+        losses, backward = jax.vjp(lambda x: vocab_parallel_cross_entropy(x, labels), logits)
+        return losses, backward(jnp.ones_like(losses))[0]
+
+    mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
+    specs = P(None, MODEL), P()
+    sharded = jax.shard_map(loss_and_gradient, mesh=mesh, in_specs=specs, out_specs=(P(), P(None, MODEL)))
+
+    exact = np.asarray(logits, np.float64)
+    exponentials = np.exp(exact - exact.max(-1, keepdims=True))
+    probabilities = exponentials / exponentials.sum(-1, keepdims=True)
+    rows = np.arange(len(labels))
+    gradient = probabilities.copy()
+    gradient[rows, labels] -= 1
+    truth = [-np.log(probabilities[rows, labels]), gradient]
+    return Operation("cross entropy", sharded, (logits, jnp.asarray(labels)), truth, 1e-5, modes=("jit",))
+
+
+def _layer_norm() -> Operation:
+    """Output and gradient of the input [t, h] of mjax's own LayerNorm."""
+    random = np.random.default_rng(2)
+    x = jnp.asarray(random.standard_normal((64, 512)) + 3, jnp.float32)
+    above = jnp.asarray(random.standard_normal((64, 512)), jnp.float32)  # gradient of the output
+    norm = LayerNorm(512, 1e-5, jnp.float32)
+
+    def run(x, above):
+        output, backward = jax.vjp(norm, x)
+        return output, *backward(above)
+
+    exact = np.asarray(x, np.float64)
+    deviation = np.sqrt(exact.var(-1, keepdims=True) + 1e-5)
+    output = (exact - exact.mean(-1, keepdims=True)) / deviation
+    exact_above = np.asarray(above, np.float64)
+    along = (exact_above * output).mean(-1, keepdims=True)
+    gradient = (exact_above - exact_above.mean(-1, keepdims=True) - output * along) / deviation
+    return Operation("LayerNorm", run, (x, above), [output, gradient], 1e-5)
+
+
+def _error(found: Sequence[Array], truth: Sequence[np.ndarray]) -> float:
+    """Largest difference relative to the largest number of each array; infinite where one is not finite."""
+    errors = []
+    for array, right in zip(found, truth, strict=True):
+        difference = np.abs(np.asarray(array, np.float64) - right).max()
+        errors.append(difference / max(1e-30, np.abs(right).max()) if np.isfinite(difference) else np.inf)
+    return float(max(errors))

@@ -1,0 +1,126 @@
+"""Python and packages: whether the versions that are installed work together, as their own metadata says.
+
+No package is imported: the metadata answers for one that is broken too.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+import mjax
+from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, listed
+
+PYTHON = SpecifierSet(">=3.11")
+SHOWN = ("flax", "optax", "orbax-checkpoint", "numpy")
+CUDA_BUILDS = re.compile(r"jax-cuda(\d+)-(?:plugin|pjrt)")
+
+
+def check_python(version: tuple[int, ...] = sys.version_info[:3], executable: str = sys.executable) -> list[Finding]:
+    """Whether mjax runs on this Python."""
+    text = ".".join(map(str, version[:3]))
+    if text not in PYTHON:
+        return [Finding("python", RED, f"{text}, and mjax needs {PYTHON}", "python3.11 -m venv .venv, then install")]
+    return [Finding("python", GREEN, f"{text}, {executable}")]
+
+
+def check_packages(requirements: list[str] | None = None) -> list[Finding]:
+    """Whether every package that mjax needs is there, in a version that it was written for."""
+    lines = _requirements() if requirements is None else requirements
+    wanted = [line for line in map(Requirement, lines) if line.marker is None or line.marker.evaluate()]
+    missing, too_old, untried = [], [], []
+    for requirement in wanted:
+        version = installed(requirement.name)
+        if version is None:
+            missing.append(requirement)
+        elif not requirement.specifier.contains(version, prereleases=True):
+            lowest = SpecifierSet(",".join(str(part) for part in requirement.specifier if part.operator == ">="))
+            newer = bool(lowest) and lowest.contains(version, prereleases=True)
+            (untried if newer else too_old).append(requirement)
+    findings = []
+    if missing:
+        names = listed([requirement.name for requirement in missing])
+        findings.append(Finding("packages", RED, f"not installed: {names}", _install(missing)))
+    for wrong, status, what in (
+        (too_old, RED, "too old or excluded"),
+        (untried, YELLOW, "newer than mjax was tried with"),
+    ):
+        if wrong:
+            versions = listed([f"{r.name} {installed(r.name)} ({r.specifier} is wanted)" for r in wrong])
+            findings.append(Finding("packages", status, f"{what}: {versions}", _install(wrong)))
+    if not findings:
+        versions = [f"{name} {installed(name)}" for name in SHOWN if installed(name)]
+        found = f"all {len(wanted)} that mjax needs, among them {listed(versions)}"
+        findings.append(Finding("packages", GREEN, found))
+    return findings
+
+
+def check_jax() -> list[Finding]:
+    """Whether jax, jaxlib and the CUDA plugin are of one version: the first two are two wheels, the plugin two more."""
+    jax, jaxlib = installed("jax"), installed("jaxlib")
+    if jax is None or jaxlib is None:
+        absent = listed([name for name, version in (("jax", jax), ("jaxlib", jaxlib)) if version is None])
+        return [Finding("jax", RED, f"not installed: {absent}", 'pip install "jax>=0.10.2,<0.12"')]
+    plugins = {name: version for name, version in _distributions() if CUDA_BUILDS.fullmatch(name)}
+    majors = {CUDA_BUILDS.fullmatch(name)[1] for name in plugins}
+    build = f"jax[cuda{max(majors)}]" if majors else "jax"
+    mend = f'pip install --upgrade "{build}=={jax}"'
+    needs = [Requirement(line) for line in metadata.requires("jax") or [] if "extra ==" not in line]
+    accepted = SpecifierSet(",".join(str(need.specifier) for need in needs if need.name == "jaxlib"))
+    if not accepted.contains(jaxlib, prereleases=True):
+        return [Finding("jax", RED, f"jax {jax} does not work with jaxlib {jaxlib}: it wants {accepted}", mend)]
+    if len(majors) > 1:
+        both = listed([f"{name} {version}" for name, version in sorted(plugins.items())])
+        return [Finding("jax", YELLOW, f"two CUDA builds are installed, and JAX takes one: {both}",
+                        f"pip uninstall jax-cuda{min(majors)}-plugin jax-cuda{min(majors)}-pjrt")]  # fmt: skip
+    strays = {name: version for name, version in plugins.items() if Version(version) != Version(jaxlib)}
+    if strays:
+        named = listed([f"{name} {version}" for name, version in sorted(strays.items())])
+        return [Finding("jax", RED, f"jaxlib is {jaxlib}, and {named}: JAX will not use the GPU with it", mend)]
+    if majors and len(plugins) < 2:
+        return [Finding("jax", RED, f"{listed(sorted(plugins))} without its other half: JAX cannot use the GPU", mend)]
+    libraries = [f"cuDNN {version}" for name, version in _distributions() if name.startswith("nvidia-cudnn-cu")]
+    libraries += [f"NCCL {version}" for name, version in _distributions() if name.startswith("nvidia-nccl-cu")]
+    cuda = f"the build for CUDA {max(majors)}, with {listed(libraries)}" if majors else "the build for CPUs"
+    return [Finding("jax", GREEN, f"jax {jax}, jaxlib {jaxlib}: {cuda}")]
+
+
+def cuda_build() -> int | None:
+    """Major version of CUDA that the installed jax plugin is made for; None: jax can use the CPU only."""
+    majors = [CUDA_BUILDS.fullmatch(name) for name, _ in _distributions()]
+    return max((int(match[1]) for match in majors if match), default=None)
+
+
+def installed(name: str) -> str | None:
+    """Version of a package, or None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _distributions() -> Iterator[tuple[str, str]]:
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:  # an installation that was broken off leaves a folder without one
+            yield re.sub(r"[-_.]+", "-", name).lower(), distribution.version
+
+
+def _requirements() -> list[str]:
+    """The lines of requirements.txt in a source tree, else what the installed package says of itself."""
+    file = Path(mjax.__file__).parents[1] / "requirements.txt"
+    if file.is_file():
+        lines = [line.split("#")[0].strip() for line in file.read_text().splitlines()]
+        return [line for line in lines if line]
+    return [line for line in metadata.requires("mjax") or [] if "extra ==" not in line]
+
+
+def _install(requirements: list[Requirement]) -> str:
+    return "pip install " + " ".join(f'"{r.name}{r.specifier}"' for r in requirements)

@@ -1,0 +1,87 @@
+"""The folder of checkpoints: can it be written, is there room, and how fast is it.
+
+A file system that does not answer cannot be interrupted, so this runs in a process of its own (`child.py`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from mjax.config import Config
+from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, gibibytes
+from mjax.doctor.host import state_bytes
+
+FILE_BYTES = 64 * 2**20
+SLOW = 100e6  # bytes a second; one hard disk. A parallel file system or an NVMe drive gives ten times that
+LEAST_FREE = 2**30
+
+
+def check_storage(runs: Path, config: Config | None = None) -> list[Finding]:
+    """Write, sync, read and remove 64 MiB where run folders go, and compare the room with a config's checkpoints."""
+    folder = next(place for place in (runs.absolute(), *runs.absolute().parents) if place.exists())
+    where = str(runs) if folder == runs.absolute() else f"{folder} (where {runs} will be made)"
+    try:
+        write, read = measure(folder)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free some space there" if full else "make it writable"
+        found = f"{where} cannot be written: {error.strerror or error}"
+        return [Finding("storage", RED, found, f"{advice}, or choose another folder with --runs")]
+    return judge_storage(where, free, write, read, config)
+
+
+def measure(folder: Path) -> tuple[float, float]:
+    """Bytes a second of writing (to the medium, not to memory) and of reading, in `folder`.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    block = os.urandom(2**20)  # a file system that compresses gains nothing
+    descriptor, name = tempfile.mkstemp(prefix=".mjax-doctor-", dir=folder)
+    try:
+        with os.fdopen(descriptor, "r+b", buffering=0) as file:
+            begun = time.perf_counter()
+            for _ in range(FILE_BYTES // len(block)):
+                file.write(block)
+            os.fsync(file.fileno())
+            written = time.perf_counter()
+            if hasattr(os, "posix_fadvise"):  # else the pages would come from memory
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            begun_reading = time.perf_counter()
+            size = 0
+            while part := file.read(len(block)):
+                size += len(part)
+            end = time.perf_counter()
+    finally:
+        os.unlink(name)
+    if size != FILE_BYTES:
+        raise OSError(errno.EIO, f"of {FILE_BYTES} bytes written, {size} were read")
+    return FILE_BYTES / (written - begun), FILE_BYTES / (end - begun_reading)
+
+
+def judge_storage(where: str, free: int, write: float, read: float, config: Config | None) -> list[Finding]:
+    """Findings from what was measured: `free` in bytes, `write` and `read` in bytes a second."""
+    found = f"{where}: {gibibytes(free)} free, writes {write / 1e6:,.0f} MB/s, reads {read / 1e6:,.0f} MB/s"
+    figures = {"free_gib": free / 2**30, "write_mb_per_s": write / 1e6, "read_mb_per_s": read / 1e6}
+    least = LEAST_FREE
+    if config is not None:
+        size = state_bytes(config)
+        kept = config.checkpoint.keep_last + 1  # an old one goes when the new one is complete
+        least = kept * size
+        found += f"; a checkpoint is {gibibytes(size)}, {size / write / 60:,.1f} min at this rate from one host"
+        figures["checkpoint_gib"] = size / 2**30
+    if free < least:
+        room = f"{gibibytes(least)} are needed" + (f" for {kept} of them" if config is not None else "")
+        advice = "free some space there, or choose another folder with --runs"
+        return [Finding("storage", YELLOW if config is None else RED, f"{found}; {room}", advice, figures)]
+    if write < SLOW:
+        advice = "choose a faster folder with --runs; while a checkpoint is written, the next one has to wait"
+        return [Finding("storage", YELLOW, f"{found}: slow", advice, figures)]
+    return [Finding("storage", GREEN, found, figures=figures)]
