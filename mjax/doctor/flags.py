@@ -48,15 +48,15 @@ def check_flags(environment: Mapping[str, str] = os.environ) -> tuple[list[Findi
         advice = f"give --{value[2]} a value that it takes, or leave it out of XLA_FLAGS"
         what = f"XLA cannot read the value {value[1]!r} of --{value[2]}, and ends every process that has it set"
     elif not flags.startswith("--"):
-        wrong, advice = words, "begin each flag with --"
+        wrong, advice = None, "begin each flag with --"
         what = f"XLA takes {words[0]!r} in XLA_FLAGS for the name of a file, and cannot open it"
     else:
-        wrong, advice = words, "unset XLA_FLAGS"
+        wrong, advice = None, "unset XLA_FLAGS"
         what = f"XLA does not start with XLA_FLAGS={flags}: {said.splitlines()[-1]}"
-    left = " ".join(word for word in words if word.split("=")[0] not in wrong)
+    left = "" if wrong is None else " ".join(word for word in words if word.split("=")[0] not in wrong)
+    if left and _refusal(left, environment) is not None:
+        left = ""
     repaired = {**environment, "XLA_FLAGS": left}
-    if wrong != words and _refusal(left, environment) is not None:
-        repaired["XLA_FLAGS"] = ""
     return [Finding("flags", RED, what, advice)], repaired
 
 

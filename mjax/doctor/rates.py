@@ -20,6 +20,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.training.flops import peak_tflops
 
 MEASURED_SECONDS = 0.3  # for each figure, after it has run twice
+SIMULATED_COUNT = 2**20  # numbers that a simulated device adds
 # Of a data sheet's figure, what a healthy device reaches in a large product; less has a cause that can be found.
 ENOUGH_OF_PEAK = 0.6
 SLOW_DEVICE = "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER: is it throttled, capped, or used by someone else?"
@@ -87,9 +88,9 @@ def check_all_reduce() -> list[Finding]:
     if ranks == 1:
         return []
     mesh = make_mesh(MeshConfig(model=ranks), devices)
-    count = 2**26 if devices[0].platform == "gpu" else 2**20  # bf16 or float32 numbers a device
-    dtype = jnp.bfloat16 if devices[0].platform == "gpu" else jnp.float32
-    rows = np.repeat(np.arange(1, ranks + 1), 1)[:, None]
+    on_gpus = devices[0].platform == "gpu"
+    count, dtype = (2**26, jnp.bfloat16) if on_gpus else (SIMULATED_COUNT, jnp.float32)  # numbers a device
+    rows = np.arange(1, ranks + 1)[:, None]  # rank r holds r + 1
     ones = jax.jit(
         lambda: jnp.asarray(rows, dtype) * jnp.ones((1, count), dtype), out_shardings=NamedSharding(mesh, P(MODEL))
     )()
@@ -105,7 +106,7 @@ def check_all_reduce() -> list[Finding]:
     seconds = seconds_of(lambda _: reduce(ones), total)
     wire = 2 * (ranks - 1) / ranks * count * jnp.dtype(dtype).itemsize
     found = f"right over {ranks} devices, {wire / seconds / 1e9:,.1f} GB/s bus bandwidth over model"
-    if devices[0].platform == "cpu":
+    if not on_gpus:
         found += "; the devices are simulated, so this says nothing of a real one"
     return [Finding("all-reduce", FIGURE, found, figures={"bus_gb_per_s": wire / seconds / 1e9})]
 

@@ -1,0 +1,98 @@
+"""The kernel that is used is run, and a wrong one is found by NumPy."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from mjax.config import load_config
+from mjax.doctor.attention import check_attention, largest_error, reference
+from mjax.doctor.finding import GREEN, RED, YELLOW
+from mjax.errors import UsageError
+from mjax.models import attention
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """Have mjax choose the kernel `xla` without a word."""
+    monkeypatch.setattr(attention, "resolve_attention", lambda *_: "xla")
+
+
+def broken(monkeypatch, **changes):
+    right = attention.attend
+
+    def attend(q, k, v, kernel, **options):
+        return right(q, k, v, kernel, **{**options, **changes})
+
+    monkeypatch.setattr(attention, "attend", attend)
+
+
+def small(name, **changes):
+    config = load_config(name)
+    precision = replace(config.precision, compute="fp32")
+    return replace(config, model=replace(config.model, sequence=32, **changes), precision=precision)
+
+
+def test_the_reference_is_the_gradient_of_what_it_computes():
+    random = np.random.default_rng(0)
+    q, k, v = random.standard_normal((3, 2, 6, 2, 4))
+    documents, slopes = np.arange(6) // np.array([[2], [4]]), np.array([0.5, 0.25])
+    for options in ({"causal": False}, {"causal": True, "documents": documents, "slopes": slopes}):
+        gradients = reference(q, k, v, **options)[1:]
+        for index, gradient in enumerate(gradients):
+            direction = random.standard_normal(q.shape)
+            sums = []
+            for sign in (1, -1):
+                moved = [x + sign * 1e-5 * direction * (i == index) for i, x in enumerate((q, k, v))]
+                sums.append(np.square(reference(*moved, **options)[0]).sum())
+            np.testing.assert_allclose((sums[0] - sums[1]) / 2e-5, (gradient * direction).sum(), rtol=1e-5)
+
+
+def test_the_kernel_that_is_used_is_right_here():
+    (finding,) = check_attention()
+    assert finding.status == GREEN
+    assert finding.found.startswith("cudnn" if jax.default_backend() == "gpu" else "xla_blocks")
+    assert 0 < finding.figures["largest_error_relative"] < 3e-2
+
+
+def test_a_kernel_that_sees_the_future_is_red(monkeypatch, chosen):
+    broken(monkeypatch, causal=False)
+    (finding,) = check_attention(small("gpt_demo"))
+    assert finding.status == RED
+    assert "xla gives wrong numbers in fp32" in finding.found
+
+
+@pytest.mark.parametrize(("name", "change"), [("bert_demo", "documents"), ("bloom_560m", "slopes")])
+def test_the_check_is_of_the_configs_own_attention(monkeypatch, chosen, name, change):
+    config = small(name)
+    assert check_attention(config)[0].status == GREEN
+    broken(monkeypatch, **{change: None})
+    assert check_attention(config)[0].status == RED
+
+
+def test_numbers_that_are_none_are_the_worst(monkeypatch):
+    monkeypatch.setattr(attention, "attend", lambda q, k, v, kernel, **options: q * np.nan)
+    assert not largest_error("xla", load_config("gpt_demo").model, "fp32", False) < 1
+
+
+def test_a_slower_kernel_that_auto_has_to_take_is_yellow_with_the_reason(monkeypatch):
+    def resolve(model, compute, platform, announce, documents):
+        announce("attention: the slower kernel xla is used instead of cuDNN flash, because it has no dropout")
+        return "xla"
+
+    monkeypatch.setattr(attention, "resolve_attention", resolve)
+    monkeypatch.setattr("mjax.doctor.attention.largest_error", lambda *_: 1e-6)
+    (finding,) = check_attention(small("gpt_demo", attention_dropout=0.1))
+    assert (finding.status, finding.advice) == (YELLOW, "--model.attention-dropout 0")
+    assert "the slower kernel xla is used" in finding.found
+
+
+def test_a_kernel_that_does_not_run_is_red_with_what_to_use_instead(monkeypatch):
+    def resolve(*_):
+        raise UsageError("the attention kernel cudnn does not run here (no plan); use --model.attention xla")
+
+    monkeypatch.setattr(attention, "resolve_attention", resolve)
+    (finding,) = check_attention()
+    assert (finding.status, finding.advice) == (RED, "use --model.attention xla")
+    assert finding.found == "the attention kernel cudnn does not run here (no plan)"

@@ -1,0 +1,67 @@
+"""A check that hangs or dies takes its own line with it and no other."""
+
+import os
+import sys
+import time
+
+from mjax.doctor.child import run_in_child
+from mjax.doctor.finding import GREEN, RED, YELLOW
+
+# A child as probe.py is one, whose checks do what their names say.
+CHILD = """
+import json, os, sys, time
+for name in sys.argv[2:]:
+    if name == "hang":
+        time.sleep(600)
+    if name == "abort":
+        print("F1122 10:00:00.0 1 cuda.cc:1] Check failed: the chip is gone\\n*** a stack ***", file=sys.stderr)
+        sys.stderr.flush()
+        os.abort()
+    if name == "leave":
+        os._exit(3)
+    status = "red" if name == "red" else "green"
+    finding = dict(check=name, status=status, found="done", advice=None, figures={})
+    print(json.dumps([] if name == "nothing" else [finding]), flush=True)
+"""
+
+
+def run(*names, limit=20.0, **options):
+    command = (sys.executable, "-c", CHILD)
+    return list(run_in_child(names, {}, os.environ, limit, command=command, **options))
+
+
+def statuses(findings):
+    return [(finding.check, finding.status) for finding in findings]
+
+
+def test_checks_are_answered_in_their_order():
+    begun = []
+    assert statuses(run("a", "nothing", "b", begin=begun.append)) == [("a", GREEN), ("b", GREEN)]
+    assert begun == ["a", "nothing", "b"]
+
+
+def test_a_check_that_hangs_is_given_up_and_those_after_it_run():
+    begun = time.monotonic()
+    findings = run("a", "hang", "b", limit=1.5)
+    assert statuses(findings) == [("a", GREEN), ("hang", RED), ("b", GREEN)]
+    assert findings[1].found == "no answer in 1.5 s"
+    assert time.monotonic() - begun < 15
+
+
+def test_a_check_that_aborts_is_red_with_its_last_words_and_those_after_it_run():
+    findings = run("a", "abort", "b")
+    assert statuses(findings) == [("a", GREEN), ("abort", RED), ("b", GREEN)]
+    assert "was ended by SIGABRT" in findings[1].found
+    assert findings[1].found.endswith("the chip is gone")
+
+
+def test_a_check_that_leaves_without_a_word_is_red():
+    (finding,) = run("leave")
+    assert finding.status == RED
+    assert "ended with exit code 3" in finding.found
+
+
+def test_nothing_is_built_on_a_red_foundation():
+    assert statuses(run("red", "a", "b", foundation="red")) == [("red", RED), ("a", YELLOW), ("b", YELLOW)]
+    assert statuses(run("leave", "a", foundation="leave")) == [("leave", RED), ("a", YELLOW)]
+    assert statuses(run("red", "a")) == [("red", RED), ("a", GREEN)]

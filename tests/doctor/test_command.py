@@ -1,0 +1,110 @@
+"""`mjax doctor` as a person runs it."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from mjax import cli
+from mjax.doctor import command
+from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding
+from mjax.doctor.report import Report
+from tests.conftest import ROOT
+
+ONE_OF_EACH = [
+    Finding("python", GREEN, "3.11.7"),
+    Finding("driver", YELLOW, "none", "install it"),
+    Finding("copy", FIGURE, "8 GB/s"),
+    Finding("storage", RED, "full", "free some space there"),
+]
+
+
+def doctor(*flags, **variables):
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    environment |= {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"), **variables}
+    return subprocess.run(
+        [sys.executable, "-m", "mjax", "doctor", *flags],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_on_this_machine_nothing_is_red_and_two_devices_are_called_simulated(tmp_path):
+    flags = "--xla_force_host_platform_device_count=2"
+    result = doctor("--json", "--runs", str(tmp_path), JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
+    report = json.loads(result.stdout)
+    red = [finding for finding in report["findings"] if finding["status"] == RED]
+    assert (result.returncode, report["ok"], red) == (0, True, []), result.stderr
+    found = {finding["check"]: finding for finding in report["findings"]}
+    assert {"python", "packages", "jax", "driver", "flags", "processes", "devices", "attention", "numerics", "matmul",
+            "copy", "all-reduce", "memory", "shared memory", "open files", "storage"} <= set(found)  # fmt: skip
+    assert found["devices"]["found"].startswith("2 simulated devices")
+    assert found["matmul"]["figures"]["matmul_tflops"] > 0
+
+
+def test_a_platform_that_is_not_there_is_red_and_the_lines_without_a_device_come_nevertheless(tmp_path):
+    result = doctor("--runs", str(tmp_path), JAX_PLATFORMS="cuda")
+    assert result.returncode == 1
+    lines = {line[8:22].strip(): line for line in result.stdout.splitlines()}
+    assert lines["devices"].startswith("✗ fix")
+    assert "JAX_PLATFORMS=cuda" in lines["devices"]
+    assert lines["attention"].startswith("! look")
+    assert "not checked, because devices is red" in lines["attention"]
+    assert "writes" in lines["storage"]
+
+
+@pytest.mark.parametrize(("findings", "code"), [(ONE_OF_EACH, 1), (ONE_OF_EACH[:3], 0)])
+def test_the_exit_code_is_1_when_a_line_is_red_and_0_otherwise(monkeypatch, capsys, findings, code):
+    monkeypatch.setattr(command, "examine", lambda *_: iter(findings))
+    assert cli.main(["doctor", "--json"]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] == (code == 0)
+    assert [finding["status"] for finding in report["findings"]] == [finding.status for finding in findings]
+
+
+def test_a_config_that_is_not_there_is_a_usage_error(capsys):
+    assert cli.main(["doctor", "--config", "gpt_9b"]) == 2
+    assert "did you mean" in capsys.readouterr().err
+    assert cli.main(["doctor", "--limit", "0"]) == 2
+
+
+def test_the_command_line_asks_nothing_of_jax():
+    code = "import sys; import mjax.doctor.command; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def _printed(**options):
+    out = io.StringIO()
+    report = Report(Console(file=out, highlight=False, soft_wrap=True, **options))
+    for finding in ONE_OF_EACH:
+        report.show(finding)
+    report.close(ONE_OF_EACH)
+    return out.getvalue()
+
+
+def test_a_pipe_gets_words_and_signs_and_no_colour():
+    text = _printed()
+    assert "\x1b" not in text
+    assert "✓ ok    python" in text
+    assert "! look  driver" in text
+    assert "· shown copy" in text
+    assert "✗ fix   storage" in text
+    assert "→ free some space there" in text
+    assert "1 ok, 1 to look at, 1 to fix" in text
+
+
+def test_a_terminal_gets_colour_and_lines_that_fit_it():
+    long = Finding("storage", RED, "word " * 60, "another " * 30)
+    out = io.StringIO()
+    Report(Console(file=out, force_terminal=True, width=70, soft_wrap=True, color_system="standard")).show(long)
+    text = out.getvalue()
+    assert "\x1b[1;31m" in text
+    assert max(len(line) for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()) <= 70

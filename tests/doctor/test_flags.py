@@ -1,0 +1,53 @@
+"""XLA_FLAGS: what ends a process is found by a process that it ends."""
+
+import os
+
+import pytest
+
+from mjax.doctor import flags
+from mjax.doctor.finding import GREEN, RED
+from mjax.doctor.flags import check_flags
+
+
+def test_an_unknown_flag_is_named_with_the_nearest_that_there_is_and_left_out_of_what_follows():
+    misspelt, right = "--xla_gpu_enable_latency_hiding_schedular=true", "--xla_gpu_autotune_level=3"
+    environment = {**os.environ, "XLA_FLAGS": f"{misspelt} {right}"}
+    (finding,), repaired = check_flags(environment)
+    assert finding.status == RED
+    assert "does not know --xla_gpu_enable_latency_hiding_schedular," in finding.found
+    assert "--xla_gpu_enable_latency_hiding_scheduler" in finding.advice
+    assert repaired["XLA_FLAGS"] == right
+
+
+@pytest.mark.parametrize(
+    ("value", "said", "words"),
+    [
+        ("--xla_a=1 --xla_b=2", "F1122 parse.cc:234] Unknown flags in XLA_FLAGS: --xla_a=1 --xla_b=2",
+         "--xla_a and --xla_b"),
+        ("--xla_gpu_autotune_level=x", "E1122 f.cc:63] Couldn't interpret value x for flag xla_gpu_autotune_level.",
+         "'x' of --xla_gpu_autotune_level"),
+        ("xla_gpu_autotune_level=1", 'F1122 p.cc:171] Could not open file "x"', "name of a file"),
+        ("--xla_something=1", "Illegal instruction", "Illegal instruction"),
+    ],
+)  # fmt: skip
+def test_every_way_in_which_xla_refuses_its_flags_gets_a_sentence(monkeypatch, value, said, words):
+    monkeypatch.setattr(flags, "_refusal", lambda given, environment: said if given == value else None)
+    monkeypatch.setattr(flags, "known_flags", lambda: ["xla_gpu_autotune_level"])
+    (finding,), repaired = check_flags({"XLA_FLAGS": value})
+    assert finding.status == RED
+    assert words in finding.found
+    assert repaired["XLA_FLAGS"] == ""
+
+
+def test_without_flags_no_process_is_started(monkeypatch):
+    monkeypatch.setattr(flags, "_refusal", lambda *_: pytest.fail("a process was started"))
+    (finding,), environment = check_flags({"HOME": "/"})
+    assert finding.status == GREEN
+    assert environment == {"HOME": "/"}
+
+
+def test_flags_that_xla_takes_are_green_and_stay(monkeypatch):
+    monkeypatch.setattr(flags, "_refusal", lambda *_: None)
+    (finding,), environment = check_flags({"XLA_FLAGS": "--xla_gpu_autotune_level=3"})
+    assert finding.status == GREEN
+    assert environment["XLA_FLAGS"] == "--xla_gpu_autotune_level=3"

@@ -1,0 +1,56 @@
+"""Wrong numbers are found, with or without jit, and named by the operation that gives them."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.doctor import numerics
+from mjax.doctor.finding import GREEN, RED
+from mjax.doctor.numerics import check_numerics, standard_operations
+
+
+@pytest.fixture(scope="module")
+def operations():
+    return standard_operations()
+
+
+def test_this_device_computes_rightly(operations):
+    (finding,) = check_numerics(operations)
+    assert finding.status == GREEN
+    assert "float32 products are" in finding.found
+    for name in ("bf16 product", "fp32 product", "cross entropy", "LayerNorm"):
+        assert name in finding.found
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_each_operation_that_is_off_is_red_and_named(operations, index):
+    right = operations[index]
+
+    def run(*inputs):
+        first, *others = right.run(*inputs)
+        return [first.at[0].add(2 * right.bound * jnp.abs(first).max()), *others]
+
+    (finding,) = check_numerics([replace(right, run=run, modes=("jit",))])
+    assert finding.status == RED
+    assert finding.found.startswith(f"{right.name} is wrong on this device (jit)")
+
+
+def test_a_gradient_that_is_off_is_red(operations):
+    right = operations[3]
+    wrong = replace(right, run=lambda *inputs: [right.truth[0], right.truth[1] * 1.001], modes=("no jit",))
+    assert check_numerics([wrong])[0].status == RED
+
+
+def test_a_number_that_is_none_is_red():
+    nothing = numerics.Operation("nothing", lambda: [jnp.full(3, jnp.nan)], (), [np.ones(3)], 1e-3, ("no jit",))
+    assert check_numerics([nothing])[0].status == RED
+
+
+def test_bounds_tell_tf32_from_float32():
+    a, b = numerics._matrices(jnp.float32)
+    right = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    kept = np.uint32(0xFFFFE000)  # TF32 has 10 bits after the point
+    rounded = [(np.asarray(x).view(np.uint32) & kept).view(np.float32) for x in (a, b)]
+    assert numerics._error([rounded[0] @ rounded[1]], [right]) > 10 * numerics.FULL_FLOAT32

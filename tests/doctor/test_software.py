@@ -1,0 +1,108 @@
+"""Python and packages, with versions that were never installed."""
+
+from importlib import metadata
+
+import pytest
+
+from mjax.doctor import software
+from mjax.doctor.finding import GREEN, RED, YELLOW
+from mjax.doctor.software import check_jax, check_packages, check_python, cuda_build
+
+
+def pretend(monkeypatch, **versions):
+    """Have the metadata name these versions and no others; None: not installed."""
+    real = metadata.version
+
+    def version(name):
+        found = versions.get(name.replace("-", "_"), "absent")
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return real(name) if found == "absent" else found
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+def pretend_distributions(monkeypatch, *named):
+    monkeypatch.setattr(software, "_distributions", lambda: iter(named))
+
+
+def test_this_python_is_new_enough_and_one_that_is_not_is_red():
+    assert check_python()[0].status == GREEN
+    old = check_python((3, 10, 4))[0]
+    assert old.status == RED
+    assert "3.10.4" in old.found
+
+
+def test_what_is_installed_here_works_together():
+    assert [finding.status for finding in check_packages() + check_jax()] == [GREEN, GREEN]
+
+
+def test_a_missing_package_is_red_and_the_line_to_type_names_it(monkeypatch):
+    pretend(monkeypatch, optax=None)
+    (finding,) = check_packages()
+    assert (finding.status, finding.advice) == (RED, 'pip install "optax<0.3,>=0.2.8"')
+
+
+def test_a_package_older_than_the_requirement_is_red(monkeypatch):
+    pretend(monkeypatch, flax="0.8.1")
+    (finding,) = check_packages()
+    assert finding.status == RED
+    assert "flax 0.8.1" in finding.found
+
+
+def test_a_package_newer_than_was_tried_is_yellow(monkeypatch):
+    pretend(monkeypatch, orbax_checkpoint="0.13.0")
+    (finding,) = check_packages()
+    assert finding.status == YELLOW
+    assert "orbax-checkpoint 0.13.0" in finding.found
+
+
+def test_an_installed_package_without_its_source_tree_says_what_it_needs(monkeypatch, tmp_path):
+    monkeypatch.setattr(software.mjax, "__file__", str(tmp_path / "mjax" / "__init__.py"))
+    monkeypatch.setattr(metadata, "requires", lambda name: ["no-such-package>=1", 'lm-eval>=1; extra == "lm-eval"'])
+    (finding,) = check_packages()
+    assert finding.found == "not installed: no-such-package"
+
+
+def test_a_jaxlib_that_jax_does_not_take_is_red(monkeypatch):
+    pretend(monkeypatch, jaxlib="0.4.30")
+    (finding,) = check_jax()
+    assert finding.status == RED
+    assert "jaxlib 0.4.30" in finding.found
+
+
+def test_a_cuda_plugin_of_another_version_than_jaxlib_is_red(monkeypatch):
+    pretend_distributions(
+        monkeypatch, ("jax-cuda13-plugin", "0.9.0"), ("jax-cuda13-pjrt", software.installed("jaxlib"))
+    )
+    (finding,) = check_jax()
+    assert finding.status == RED
+    assert "jax-cuda13-plugin 0.9.0" in finding.found
+    assert finding.advice == f'pip install --upgrade "jax[cuda13]=={software.installed("jax")}"'
+
+
+def test_half_a_cuda_plugin_is_red(monkeypatch):
+    pretend_distributions(monkeypatch, ("jax-cuda13-plugin", software.installed("jaxlib")))
+    assert check_jax()[0].status == RED
+
+
+def test_two_cuda_builds_beside_each_other_are_yellow(monkeypatch):
+    version = software.installed("jaxlib")
+    names = [f"jax-cuda{major}-{half}" for major in (12, 13) for half in ("plugin", "pjrt")]
+    pretend_distributions(monkeypatch, *((name, version) for name in names))
+    (finding,) = check_jax()
+    assert finding.status == YELLOW
+    assert "jax-cuda12-plugin" in finding.advice
+
+
+def test_the_cuda_that_jax_is_built_for_is_read_from_its_plugin(monkeypatch):
+    pretend_distributions(monkeypatch, ("numpy", "2.0"))
+    assert cuda_build() is None
+    pretend_distributions(monkeypatch, ("jax-cuda13-plugin", "0.10.2"))
+    assert cuda_build() == 13
+
+
+@pytest.mark.parametrize("name", ["jax", "jaxlib"])
+def test_without_jax_or_jaxlib_the_line_is_red(monkeypatch, name):
+    pretend(monkeypatch, **{name: None})
+    assert check_jax()[0].status == RED
