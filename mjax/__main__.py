@@ -5,7 +5,12 @@ import sys
 
 def main() -> None:
     """Run the command line in a process set up for this machine."""
-    from mjax import cli, launch
+    try:
+        from mjax import cli, launch
+    except ModuleNotFoundError as error:
+        if error.name.split(".")[0] == "mjax":
+            raise
+        sys.exit(f"mjax: error: the package {error.name} is not installed; pip install -r requirements.txt")
 
     launch.restart_with_huge_pages()
     sys.exit(cli.main())

@@ -83,8 +83,9 @@ def _one_child(names, settings, environment, limit, begin, command) -> Iterator[
 
 
 def _forward(stream, lines: queue.Queue[bytes]) -> None:
-    for line in stream:
-        lines.put(line)
+    with stream:
+        for line in stream:
+            lines.put(line)
     lines.put(b"")
 
 
@@ -105,7 +106,6 @@ def _end(child: subprocess.Popen) -> None:
             os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, where no signal reaches it
             child.wait(timeout=5)
-    child.stdout.close()
 
 
 def answer(findings: list[Finding]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -69,9 +69,9 @@ def examine(config: Config | None, runs: Path, limit: float, report: Report) -> 
     yield from guarded("python", software.check_python)
     yield from guarded("packages", software.check_packages)
     yield from guarded("jax", software.check_jax)
-    cuda = software.cuda_build()
+    cuda = _or(None, software.cuda_build)
     report.begin("driver")
-    driver = nvidia.read_driver()
+    driver = _or(nvidia.Driver(problem="this machine could not be asked for GPUs"), nvidia.read_driver)
     yield from guarded("driver", lambda: nvidia.check_driver(driver, cuda))
     yield from guarded("libraries", lambda: nvidia.check_libraries(cuda=cuda))
     yield from guarded("visible", lambda: nvidia.check_visible(driver))
@@ -101,3 +101,11 @@ def examine(config: Config | None, runs: Path, limit: float, report: Report) -> 
     yield from guarded("shared memory", lambda: host.check_shared_memory(gpus))
     yield from guarded("open files", host.check_open_files)
     yield from run_in_child(("storage",), settings, environment, limit, report.begin)
+
+
+def _or(otherwise, ask: Callable):
+    """What `ask` returns, or `otherwise` where it fails: a fact that other checks need must not end them all."""
+    try:
+        return ask()
+    except Exception:
+        return otherwise

@@ -44,7 +44,9 @@ def read_driver(root: Path = Path("/"), ask: Callable[[list[str]], str] | None =
     loaded = re.search(r"Module\s+(?:for\s+\S+\s+)?(\d+(?:\.\d+)+)", _text(root / "proc/driver/nvidia/version"))
     version = loaded[1] if loaded else None
     if ask is None and shutil.which("nvidia-smi") is None:
-        return Driver(version, on_bus=on_bus)
+        information = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+        models = [re.search(r"Model:\s+(.+)", _text(file)) for file in information]
+        return Driver(version, tuple(match[1].strip() for match in models if match), on_bus=on_bus)
     try:
         rows = (ask or _ask)(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"])
     except subprocess.TimeoutExpired:

@@ -108,3 +108,10 @@ def test_a_terminal_gets_colour_and_lines_that_fit_it():
     text = out.getvalue()
     assert "\x1b[1;31m" in text
     assert max(len(line) for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()) <= 70
+
+
+def test_a_package_that_the_command_line_itself_needs_is_named_where_it_is_missing(tmp_path):
+    (tmp_path / "tyro.py").write_text("raise ModuleNotFoundError(\"No module named 'tyro'\", name='tyro')")
+    result = doctor(PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1
+    assert result.stderr == "mjax: error: the package tyro is not installed; pip install -r requirements.txt\n"

@@ -49,7 +49,12 @@ def test_a_driver_is_read_from_nvidia_smi(tmp_path):
 
 def test_without_nvidia_smi_the_kernel_says_which_driver_it_has(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert read_driver(machine(tmp_path, "535.104.05", 1)) == Driver("535.104.05", on_bus=1)
+    root = machine(tmp_path, "535.104.05", 1)
+    assert read_driver(root) == Driver("535.104.05", on_bus=1)
+    information = root / "proc/driver/nvidia/gpus/0000:00:00.0/information"
+    information.parent.mkdir(parents=True)
+    information.write_text(f"Model: \t\t {H100}\nIRQ:   \t\t 189\n")
+    assert read_driver(root) == Driver("535.104.05", (H100,), on_bus=1)
 
 
 def test_a_driver_that_hangs_is_red_and_does_not_hang_the_doctor(tmp_path):

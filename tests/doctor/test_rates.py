@@ -6,7 +6,7 @@ import pytest
 
 from mjax.doctor import rates
 from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW
-from mjax.doctor.rates import check_all_reduce, judge_matmul
+from mjax.doctor.rates import check_all_reduce, check_copy, check_matmul, judge_matmul
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -47,4 +47,12 @@ def test_devices_that_add_up_wrongly_are_red(monkeypatch):
     monkeypatch.setattr(rates.mappings, "leave", lambda x: right(x) + 1)
     (finding,) = check_all_reduce()
     assert finding.status == RED
-    assert "is 137 to 137 where it is 136" in finding.found
+    total = jax.device_count() * (jax.device_count() + 1) // 2
+    assert f"is {total + 1} to {total + 1} where it is {total}" in finding.found
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_product_runs_at_a_rate_that_its_peak_allows():
+    (product,), (copy,) = check_matmul(), check_copy()
+    assert 1 < product.figures["matmul_tflops"] < 1.05 * product.figures.get("peak_tflops", 1e9)
+    assert copy.figures["to_device_gb_per_s"] < copy.figures["memory_gb_per_s"]
