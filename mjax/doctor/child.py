@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from mjax.doctor.finding import RED, YELLOW, Finding
+from mjax.doctor.finding import RED, YELLOW, Finding, listed
 
 SILENT = "--limit 600 where a machine is slow to start; else the driver or the file system hangs: sudo dmesg | tail"
 PROBE = (sys.executable, "-m", "mjax.doctor.probe")
@@ -49,8 +49,8 @@ def run_in_child(
             names.remove(name)
             yield from findings
             if name == foundation and any(finding.status == RED for finding in findings):
-                for other in names:
-                    yield Finding(other, YELLOW, f"not checked, because {foundation} is red", "mend that first")
+                if names:
+                    yield Finding("not checked", YELLOW, listed(names), f"mend the line {foundation} first")
                 return
 
 

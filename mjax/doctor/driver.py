@@ -120,10 +120,10 @@ def _without_driver(driver: Driver, cuda: int | None) -> Finding:
     if driver.on_bus:
         status = YELLOW if cuda is None else RED
         what = f"{driver.on_bus} NVIDIA GPU{'s' * (driver.on_bus > 1)} on the PCI bus, and no driver in reach"
-        return Finding("driver", status, f"{what}: training runs on the CPU", install)
+        return Finding("driver", status, f"{what}: no GPU can be used", install)
     if cuda is None:
         return Finding("driver", GREEN, "no NVIDIA GPU on this machine, and jax is the build for CPUs")
-    found = f"jax is the build for CUDA {cuda}, and no NVIDIA driver is in reach: training runs on the CPU"
+    found = f"jax is the build for CUDA {cuda}, and no NVIDIA driver is in reach: no GPU can be used"
     return Finding("driver", YELLOW, found, f"to train on a GPU, {install}; mjax plan needs none")
 
 

@@ -73,7 +73,7 @@ def known_flags() -> list[str]:
 
 def _instead(flag: str, environment: Mapping[str, str]) -> str:
     """What to do about an unknown flag: the nearest that XLA really takes, if there is one."""
-    for name in difflib.get_close_matches(flag.lstrip("-"), known_flags(), n=2, cutoff=0.8):
+    for name in difflib.get_close_matches(flag.lstrip("-"), known_flags(), n=2, cutoff=0.7):
         said = _refusal(f"--{name}=true", environment)
         if said is None or "Unknown flag" not in said:
             return f"take {flag} out of XLA_FLAGS; the nearest that there is: --{name}"

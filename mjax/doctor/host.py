@@ -33,12 +33,11 @@ def check_memory(config: Config | None = None, root: Path = Path("/")) -> list[F
     found = f"{gibibytes(available)} of {gibibytes(total)} free{within}"
     if config is None:
         return [Finding("memory", GREEN, found, figures=figures)]
-    # Without ZeRO a replica is the whole state, and replicas on one host share the writing of it.
-    holders = config.mesh.devices if config.mesh.zero else config.mesh.pipe * config.mesh.model
-    copy = state_bytes(config) * min(8, holders) / holders
-    found += f"; a checkpoint's copy takes up to {gibibytes(copy)} of a host with 8 GPUs"
+    devices = config.mesh.devices
+    copy = state_bytes(config) * min(8, devices) / devices  # replicas share the writing of what they have in common
+    found += f"; a checkpoint's copy takes {gibibytes(copy)} of a host with {min(8, devices)} of its {devices} GPUs"
     if copy > available:
-        advice = "use hosts with more memory, more of them, or --mesh.zero 1"
+        advice = "use hosts with more memory, or more of them"
         return [Finding("memory", YELLOW, found, advice, figures)]
     return [Finding("memory", GREEN, found, figures=figures)]
 

@@ -62,6 +62,7 @@ def test_a_check_that_leaves_without_a_word_is_red():
 
 
 def test_nothing_is_built_on_a_red_foundation():
-    assert statuses(run("red", "a", "b", foundation="red")) == [("red", RED), ("a", YELLOW), ("b", YELLOW)]
-    assert statuses(run("leave", "a", foundation="leave")) == [("leave", RED), ("a", YELLOW)]
+    first, rest = run("red", "a", "b", foundation="red")
+    assert (first.status, rest.check, rest.status, rest.found) == (RED, "not checked", YELLOW, "a and b")
+    assert statuses(run("leave", "a", foundation="leave")) == [("leave", RED), ("not checked", YELLOW)]
     assert statuses(run("red", "a")) == [("red", RED), ("a", GREEN)]

@@ -37,10 +37,13 @@ def test_memory_that_a_checkpoints_copy_does_not_fit_into_is_yellow(tmp_path):
     config = load_config("gpt_8b")
     root = machine(tmp_path)
     assert state_bytes(config) == 12 * config.model.parameters
-    (finding,) = check_memory(config, root)  # 93 GiB over the 8 GPUs of a host
+    one_host = replace(config, mesh=replace(config.mesh, data=1))
+    (finding,) = check_memory(one_host, root)
     assert finding.status == YELLOW
-    sharded = replace(config, mesh=replace(config.mesh, zero=1))  # 1/64 of it
-    assert check_memory(sharded, root)[0].status == GREEN
+    assert "takes 93.0 GiB of a host with 8 of its 8 GPUs" in finding.found
+    (finding,) = check_memory(config, root)
+    assert finding.status == GREEN
+    assert "takes 1.5 GiB of a host with 8 of its 512 GPUs" in finding.found
 
 
 def test_little_shared_memory_is_yellow_between_gpus_and_fine_for_one(monkeypatch, tmp_path):
