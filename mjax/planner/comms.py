@@ -326,7 +326,9 @@ class _Reader:
 
     def _scan(self, equation, body, used: tuple[bool, ...]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Which inputs a scan needs, and which outputs of its body are used, by the next iteration too."""
-        first, carried = equation.params["num_consts"], equation.params["num_carry"]
+        # Beside constants and what is carried, a scan reads and writes stacks: a dim more outside than in its body.
+        carried = _same_rank(equation.outvars, body.outvars)
+        first = _same_rank(equation.invars, body.invars) - carried
         carry, rest = used[:carried], used[carried:]
         while True:
             inputs = self.equations(body, carry + rest)[1]
@@ -377,6 +379,11 @@ def _jaxprs(equation) -> Iterator[Any]:
 def _matching(jaxpr, used: tuple[bool, ...]) -> tuple[bool, ...]:
     """Which outputs of an inner program are used: those of its equation, where they are the same ones."""
     return used if len(jaxpr.outvars) == len(used) else (True,) * len(jaxpr.outvars)
+
+
+def _same_rank(outside, inside) -> int:
+    """How many values have as many dims outside a program as inside."""
+    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
 
 
 def _is_literal(variable) -> bool:

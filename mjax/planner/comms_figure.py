@@ -52,9 +52,12 @@ def draw_communication(ledger: Ledger, file: Path | BinaryIO, name: str = "") ->
     for row, axes in enumerate(drawn):
         left = 0.0
         for (part, phase), size in pieces(ledger.over(*axes)).items():
-            bars.barh(row, size / scale, left=left, height=0.62, **_style(part, phase))
+            # A thin piece has no border, which would hide it.
+            border = 0.8 if size > 0.005 * longest else 0.0
+            bars.barh(row, size / scale, left=left, height=0.62, linewidth=border, **_style(part, phase))
             left += size / scale
-            shown[part, phase] = " ".join(filter(None, (part or "elsewhere", phase)))
+            if size > 5e-4 * longest:  # a third of a pixel
+                shown[part, phase] = " ".join(filter(None, (part or "elsewhere", phase)))
         bars.text(left + 0.01 * longest / scale, row, human_bytes(sent[axes]), va="center", color=INK, size=10)
     bars.set_yticks(range(len(drawn)), [axes_name(axes) for axes in drawn], size=11)
     bars.set(ylim=(len(drawn) - 0.4, -0.6), xlim=(0, 1.16 * longest / scale))
@@ -85,4 +88,5 @@ def pieces(ledger: Ledger) -> dict[tuple[str, str], float]:
 
 
 def _style(part: str, phase: str) -> dict:
-    return {"facecolor": COLOURS[part], "hatch": HATCHES[phase], "edgecolor": "white", "linewidth": 0.8}
+    hatch = "xx" if part == scopes.WEIGHTS and not phase else HATCHES[phase]  # at the start of the step, not in a layer
+    return {"facecolor": COLOURS[part], "hatch": hatch, "edgecolor": "white"}
