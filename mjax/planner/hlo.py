@@ -387,8 +387,6 @@ def _axes_of(line: _Line, kind: str, mesh: Mapping[str, int]) -> tuple[str, ...]
         moved = (places[:, 0] != places[:, 1]).any(axis=0)
         return tuple(axis for axis, changes in zip(mesh, moved, strict=True) if changes)
     groups = _groups(line.attributes, math.prod(mesh.values()))
-    if groups.shape[1] == 1:
-        return ()
     places = np.stack(np.unravel_index(groups, tuple(mesh.values())), axis=-1)  # [groups, members, axes]
     varies = (places != places[:, :1]).any(axis=(0, 1))
     axes = tuple(axis for axis, differs in zip(mesh, varies, strict=True) if differs)
