@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from mjax.config import Config
 from mjax.planner.compile import Compilation, check_compile, compile_step, versions
 from mjax.planner.hlo import ScheduledCollective
+from mjax.planner.memory import predict_memory
 from mjax.planner.saved_program import check_save, save_program
 from mjax.planner.section import Section, named_rows, table
 
@@ -49,7 +50,7 @@ def compile_and_tell(config: Config, gpu: str, per_server: int, file: Path | Non
 
     with progress() as announce:
         compiled = compile_step(config, gpu, per_server, announce)
-        section = compile_section(compiled, totals(ledger(config).records))
+        section = compile_section(compiled, totals(ledger(config).records), predict_memory(config).total)
         if file is not None:
             announce(f"writing {file}")
             facts = {
@@ -63,13 +64,13 @@ def compile_and_tell(config: Config, gpu: str, per_server: int, file: Path | Non
     return section
 
 
-def compile_section(compiled: Compilation, expected: Counts, formula: float | None = None) -> Section:
+def compile_section(compiled: Compilation, expected: Counts, formula: float) -> Section:
     """The section of a plan.
 
     Args:
       compiled: what is told of.
       expected: what the ledger counts, in the same way: every branch taken.
-      formula: bytes on a device by the planner's formula, where there is one.
+      formula: bytes on a device, as `predict_memory` says.
     """
     memory, rows = compiled.memory, _rows(compiled.program.collectives)
     found = {key: (row["calls"], row["bytes"]) for key, row in rows.items()}
@@ -167,7 +168,7 @@ def _about(compiled: Compilation) -> list[str]:
     )
 
 
-def _memory(compiled: Compilation, formula: float | None) -> list[str]:
+def _memory(compiled: Compilation, formula: float) -> list[str]:
     memory = compiled.memory
     rows = [
         ("arguments: state and batch", memory.arguments),
@@ -176,10 +177,10 @@ def _memory(compiled: Compilation, formula: float | None) -> list[str]:
         ("in all", memory.total),
     ]
     lines = table(("memory of a device", "GiB"), [(name, f"{size / GIB:.2f}") for name, size in rows])
-    if formula is not None:
-        difference = formula / memory.total - 1
-        lines.append(f"the formula says {formula / GIB:.2f} GiB, {difference:+.1%}")
-    lines.append(f"the GPU has {compiled.gpu_memory / GIB:.1f} GiB")
+    difference = formula / memory.total - 1
+    lines.append(
+        f"The formula says {formula / GIB:.2f} GiB, {difference:+.1%}. The GPU has {compiled.gpu_memory / GIB:.1f}."
+    )
     return lines
 
 
@@ -207,8 +208,10 @@ def _collectives(rows: dict[Key, dict]) -> list[str]:
     lines = table(header, cells, left=3)
     if not cells:
         lines = ["collectives: none, on a mesh of one device"]
-    elif any(row["calls_in_branches"] for row in rows.values()):
-        lines.append("calls as if every stage ran every pass in every tick: a compiled program does not say more")
+    else:
+        lines.append("The GPU waits for what runs beside no matrix product or attention, nearly for all of its time.")
+    if any(row["calls_in_branches"] for row in rows.values()):
+        lines.append("Calls are those of a stage that runs every pass in every tick: a compiled program says no more.")
     return lines
 
 
@@ -240,5 +243,5 @@ def _comparison(expected: Counts, found: Counts) -> list[str]:
         rows.append(
             (kind, " × ".join(axes), dtype, f"{calls:,}", f"{calls_found:,}", f"{size:,}", f"{size_found:,}", verdict)
         )
-    header = ("bytes put in", "over", "type", "calls, ledger", "compiled", "bytes, ledger", "compiled", "")
+    header = ("ledger and compiled", "over", "type", "calls", "compiled", "bytes put in", "compiled", "")
     return table(header, rows, left=3) if rows else []
