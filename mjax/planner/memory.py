@@ -324,20 +324,23 @@ def _head(sizes: _Sizes) -> Memory:
     masters, moments = _stored(sizes)
     layers, shared = _computed(sizes)
     c = sizes.width
-    gradients = _sums(sizes) + c * sizes.held.table
+    # The gradient of the embedding takes the place of its copy, unless another micro-batch needs that.
+    gradients = _sums(sizes) + (c * sizes.held.table if sizes.accumulates else 0.0)
     # The stream after the last LayerNorm, its gradient; of a BERT the three arrays of its head as well.
     streams = 2 + (4 if sizes.config.model.kind == "bert" else 0)
-    work = c * streams * sizes.whole + _messages(sizes) + _bias(sizes) + _batch(sizes)
+    work = c * streams * sizes.whole + _messages(sizes) + _bias(sizes) / 2 + _batch(sizes)
     return Memory(masters + layers + shared, moments, gradients, _activations(sizes), c * sizes.logits, work, "head")
 
 
 def _reduction(sizes: _Sizes) -> Memory:
     """After the backward pass: gradients in the compute type become float32 and are summed over `data`."""
     masters, moments = _stored(sizes)
-    held, mesh = sizes.held, sizes.config.mesh
+    held, mesh, model = sizes.held, sizes.config.mesh, sizes.config.model
     whole = held.layers - held.gathered + held.shared
-    narrow = 0.0 if sizes.accumulates or sizes.width == sizes.master else sizes.width * whole
     wide = sizes.master * (whole + held.gathered_shards)
     if mesh.data == 1 and not sizes.accumulates:
-        wide = 0.0  # nothing is summed: the update reads them as they are
+        return Memory(masters, moments, sizes.width * whole, 0.0, 0.0, _batch(sizes), "reduction")  # nothing is summed
+    # They are converted one after the other, so the last that is still in both types is the largest, one of the MLP's.
+    kernel = 0 if held.gathered else model.hidden * model.mlp_width // mesh.model * model.layers // mesh.pipe
+    narrow = 0.0 if sizes.accumulates or sizes.width == sizes.master else sizes.width * kernel
     return Memory(masters, moments, narrow + wide, 0.0, 0.0, _batch(sizes), "reduction")
