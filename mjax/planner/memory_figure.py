@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
 from mjax.config import Config
+from mjax.hardware import Gpu
 from mjax.planner.fit import GIB, by_kind
 from mjax.planner.memory import Memory, predict_memory
-
-if TYPE_CHECKING:
-    from mjax.planner.memory_section import HasMemory
 
 # Okabe and Ito's palette: apart for every kind of colour vision.
 COLOURS = {
@@ -26,7 +23,7 @@ COLOURS = {
 }
 
 
-def draw_memory(config: Config, file: Path, gpu: HasMemory | None = None) -> None:
+def draw_memory(config: Config, file: Path, gpu: Gpu | None = None) -> None:
     """Bars of the bytes by kind, for the config and for the same with every kind of recomputation.
 
     Args:

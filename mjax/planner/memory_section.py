@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mjax.config import Config
+from mjax.hardware import Gpu
 from mjax.planner.fit import GIB, by_kind, changes_that_fit
 from mjax.planner.memory import attention_on_gpu, predict_memory
 from mjax.planner.section import Section, named_rows
@@ -17,14 +18,7 @@ WHEN = {
 }
 
 
-class HasMemory(Protocol):
-    """What is asked of a GPU: its name, and the bytes of it that XLA may allocate."""
-
-    name: str
-    usable_bytes: float
-
-
-def memory_section(config: Config, gpu: HasMemory | None = None, figure: Path | None = None) -> Section:
+def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None = None) -> Section:
     """The section of a plan.
 
     Args:

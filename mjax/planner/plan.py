@@ -37,7 +37,8 @@ class PlanArguments:
     communication_figure: Path | None = None
     """Draw what a device sends, by axis and source, into this file: .png, .pdf or .svg."""
     gpu: str | None = None
-    """The GPU to plan for, such as h100: adds the time of a step. mjax/hardware.py has all names."""
+    """The GPU to plan for, such as h100: adds whether it fits and how long a step takes.
+    mjax/hardware.py has all names."""
     calibration: Path | None = None
     """Rates measured on your machine, from benchmarks/calibrate.py; those of published runs when not given."""
     compile: bool = False
@@ -155,7 +156,8 @@ def _memory(arguments: PlanArguments) -> Section:
     """Bytes on each device, by kind."""
     from mjax.planner.memory_section import memory_section
 
-    return memory_section(arguments.settings, figure=arguments.memory_figure)
+    gpu = None if arguments.gpu is None else gpu_named(arguments.gpu)
+    return memory_section(arguments.settings, gpu, arguments.memory_figure)
 
 
 def _communication(arguments: PlanArguments) -> Section:
