@@ -29,7 +29,8 @@ def check_devices(
         reason = (list(complaints) or [first_line(error)])[-1]
         if platforms:
             found = f"JAX has no device with JAX_PLATFORMS={platforms} ({reason})"
-            return [Finding("devices", RED, found, "unset JAX_PLATFORMS to train on the CPU; for a GPU, see the line driver")]
+            mend = "unset JAX_PLATFORMS to train on the CPU; for a GPU, see the line driver"
+            return [Finding("devices", RED, found, mend)]
         return [Finding("devices", RED, f"JAX has no device: {reason}", "mend the lines above first")]
     kinds = [device.device_kind for device in devices]
     counts = {kind: kinds.count(kind) for kind in kinds}
