@@ -18,6 +18,7 @@ from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.hardware import Gpu, gpu_named
 from mjax.planner.calibration import Calibration, default_calibration, read_calibration
+from mjax.planner.search_command import SearchArguments, check_search, run_search
 from mjax.planner.section import Section, named_rows
 from mjax.planner.time import Rates
 from mjax.planner.time_section import time_section
@@ -48,6 +49,9 @@ class PlanArguments:
     """GPUs of a server; with --compile."""
     save_program: Path | None = None
     """With --compile: write the step into this file, for a cluster to compile and for people to read."""
+    search: Annotated[SearchArguments, tyro.conf.arg(name="")] = field(default_factory=SearchArguments)
+    searched: Annotated[Section | None, tyro.conf.Suppress] = None
+    """What the search found; no flag."""
     json: bool = False
     """Print one JSON object instead of tables."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -60,16 +64,17 @@ def run_plan(arguments: PlanArguments) -> int:
       UsageError: the config cannot run, a picture is of something that it does not have, or it cannot be written where
         it should go.
     """
+    for name in ("schedule_figure", "memory_figure", "communication_figure"):
+        if (file := getattr(arguments, name)) is not None:
+            _check_figure(f"--{name.replace('_', '-')}", file)
+    check_search(arguments.search, arguments.gpu)
+    if arguments.search.devices is not None:
+        arguments = _with_the_fastest(arguments)
     config = arguments.settings
     # A plan needs no data.
     validate(replace(config, data=replace(config.data, mock=True)), arguments.config)
     if arguments.schedule_figure is not None:
         _check_pipeline(arguments)
-        _check_figure("--schedule-figure", arguments.schedule_figure)
-    if arguments.memory_figure is not None:
-        _check_figure("--memory-figure", arguments.memory_figure)
-    if arguments.communication_figure is not None:
-        _check_figure("--communication-figure", arguments.communication_figure)
 
     if arguments.compile:
         from mjax.planner.compile_section import check_arguments
@@ -188,6 +193,13 @@ def _compile(arguments: PlanArguments) -> Section | None:
     return compile_and_tell(arguments.settings, arguments.gpu, arguments.devices_per_node, arguments.save_program)
 
 
+def _with_the_fastest(arguments: PlanArguments) -> PlanArguments:
+    """What is planned with --devices: the fastest way to run the config on so many."""
+    gpu, calibration = _predictions(arguments)
+    fastest, section = run_search(arguments.search, arguments.config, arguments.settings, gpu, calibration)
+    return replace(arguments, settings=fastest, searched=section)
+
+
 # In the order in which they are printed; the keys are those of --json.
 SECTIONS: dict[str, Callable[[PlanArguments], Section | None]] = {
     "run": _run,
@@ -195,6 +207,7 @@ SECTIONS: dict[str, Callable[[PlanArguments], Section | None]] = {
     "memory": _memory,
     "communication": _communication,
     "time": _time,
+    "search": lambda arguments: arguments.searched,
     "compile": _compile,
 }
 

@@ -1,0 +1,139 @@
+"""The search as `mjax plan --gpu … --devices …` runs it: checks, progress, the written config."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mjax.config import Config
+from mjax.errors import UsageError
+from mjax.hardware import Gpu
+from mjax.planner.calibration import Calibration
+from mjax.planner.config_file import WIDTH, check_new, write_config
+from mjax.planner.memory import attention_on_gpu, predict_memory
+from mjax.planner.search import Found, describe, search
+from mjax.planner.search_limits import check_searchable, refuse_too_big
+from mjax.planner.search_report import GIB, Question, cost, report, tokens
+from mjax.planner.section import Section
+from mjax.planner.target_batch import with_batch
+from mjax.planner.time import predict_time
+from mjax.planner.time_section import run_time
+
+
+@dataclass(frozen=True)
+class SearchArguments:
+    """Flags of the search."""
+
+    devices: int | None = None
+    """Search the fastest way to run the config on this many GPUs: mesh, micro-batch, recomputation (needs --gpu)."""
+    target_batch: int | None = None
+    """Search at this global batch, in sequences; the samples of the run stay, so its steps change. The learning rate
+    stays too."""
+    keep: tuple[str, ...] = ()
+    """Fields that the search leaves as they are: any of mesh.pipe, mesh.data, mesh.model, mesh.sequence_parallel,
+    mesh.schedule, mesh.chunks, mesh.zero, train.micro_batch, train.recompute."""
+    top: int = 10
+    """Candidates to show, the fastest first."""
+    price: float | None = None
+    """Price of a GPU for an hour, in any currency, to show what the run costs."""
+    write: Path | None = None
+    """Write the fastest config into this new file, which train.py runs: ends in .py."""
+
+
+def check_search(arguments: SearchArguments, gpu: str | None) -> None:
+    """Refuse flags that cannot work.
+
+    Raises:
+      UsageError: a number is out of range, a flag has no meaning without another, the file cannot be written.
+    """
+    if arguments.devices is not None and gpu is None:
+        raise UsageError(f"--devices {arguments.devices} needs to know of what kind; add --gpu, such as --gpu h100")
+    if arguments.devices is None:
+        for flag in ("target_batch", "keep", "price", "write"):
+            if getattr(arguments, flag) not in (None, ()):
+                raise UsageError(f"--{flag.replace('_', '-')} is for the search; add --devices, such as --devices 8")
+        return
+    if arguments.top < 1:
+        raise UsageError(f"--top is {arguments.top}; it must be at least 1")
+    if arguments.price is not None and not arguments.price >= 0:
+        raise UsageError(f"--price is {arguments.price:g}; it must be 0 or more")
+    if arguments.write is not None:
+        check_new(arguments.write)
+
+
+def run_search(
+    arguments: SearchArguments, name: str, config: Config, gpu: Gpu, calibration: Calibration | None = None
+) -> tuple[Config, Section]:
+    """Search, and write the fastest config where that was asked for.
+
+    Args:
+      arguments: checked, with `devices`.
+      name: of the config.
+      config: valid but for what the search decides.
+      gpu: what it runs on.
+      calibration: rates that are reached; the planner's own when not given.
+
+    Returns:
+      The fastest config, and the section of a plan that says how it was found.
+
+    Raises:
+      UsageError: nothing can be searched, or nothing fits.
+    """
+    keep, devices = arguments.keep, arguments.devices
+    if arguments.target_batch is not None:
+        config = with_batch(config, arguments.target_batch)
+    check_searchable(config, devices, gpu.gpus_per_node, keep)
+    time_of = partial(predict_time, gpu=gpu, calibration=calibration)
+
+    began = time.perf_counter()
+    found = search(config, devices, predict_memory, time_of, gpu.usable_bytes, keep, _showing)
+    seconds = time.perf_counter() - began
+    refuse_too_big(found, config, name, gpu.name, predict_memory, gpu.gpus_per_node, keep)
+
+    run_of = partial(run_time, gpu=gpu, calibration=calibration)
+    question = Question(name, config, gpu.name, arguments.price, arguments.top, time_of, run_of, attention_on_gpu)
+    best, file = found.ranked[0].config, arguments.write
+    if file is not None:
+        write_config(best, file, _about(found, question))
+    return best, report(found, question, seconds, None if file is None else str(file))
+
+
+def _showing(every: list[Config]) -> Iterator[Config]:
+    """The candidates one after the other; after the first second with a bar, on a terminal only."""
+    from mjax.progress import progress
+
+    began = time.perf_counter()
+    for done, candidate in enumerate(every):
+        if time.perf_counter() - began > 1:
+            with progress("searching", len(every), transient=True) as advance:
+                advance(done)
+                for later in every[done:]:
+                    yield later
+                    advance(1)
+            return
+        yield candidate
+
+
+def _about(found: Found, question: Question) -> str:
+    """Docstring of the written config: what it is and how it was chosen."""
+    best, config = found.ranked[0], question.config
+    spent = cost(best.config, found.devices, question)
+    mfu = "" if best.time.mfu is None else f", {best.time.mfu:.1%} MFU"
+    rows = {
+        "parameters": f"{config.model.parameters:,}",
+        "hardware": f"{found.devices:,} × {question.gpu}: {describe(best.config)}",
+        "predicted": f"{best.time.total:.3g} s a step (±{best.time.error:.0%}), {best.time.model_tflops:.0f} model "
+        f"TFLOP/s a GPU{mfu}; {best.memory.total / GIB:.1f} of {found.capacity / GIB:.1f} GiB a GPU",
+        "cost": f"{tokens(config):,} tokens in {spent.days:.3g} days, {spent.gpu_hours:,.0f} GPU-hours",
+        "chosen": f"by `mjax plan`: the fastest of {len(found.ranked):,} ways that fit, of {found.tried:,} to run "
+        f"{question.name} at a global batch of {config.train.global_batch:,}; model and learning rate are its own",
+    }
+    lines = [
+        textwrap.fill(text, WIDTH, initial_indent=f"{name:<13}", subsequent_indent=" " * 13)
+        for name, text in rows.items()
+    ]
+    return f"{question.name} for {found.devices:,} × {question.gpu}, as the planner found it.\n\n" + "\n".join(lines)
