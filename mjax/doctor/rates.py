@@ -14,47 +14,49 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
 from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding
+from mjax.hardware import gpu_of
 from mjax.parallel import mappings
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.mesh import make_mesh
-from mjax.training.flops import peak_tflops
 
 MEASURED_SECONDS = 0.3  # for each figure, after it has run twice
 SIMULATED_COUNT = 2**20  # numbers that a simulated device adds
-# Of a data sheet's figure, what a healthy device reaches in a large product; less has a cause that can be found.
-ENOUGH_OF_PEAK = 0.6
-SLOW_DEVICE = "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER: is it throttled, capped, or used by someone else?"
+# Of a data sheet's figure, what a healthy device reaches with ease; less has a cause that can be found.
+ENOUGH = {"matmul": 0.6, "copy": 0.6, "all-reduce": 0.4}
+THROTTLED = "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER: is it throttled, capped, or used by someone else?"
+SLOW = {
+    "matmul": THROTTLED,
+    "copy": THROTTLED,
+    "all-reduce": "nvidia-smi topo -m: do all GPUs see each other over NVLink? NCCL_DEBUG=INFO says what NCCL uses",
+}
 
 
 def check_matmul() -> list[Finding]:
-    """TFLOP/s of a large square product: bf16 on a GPU, float32 on a CPU, which has no fast bf16."""
+    """TFLOP/s of a large square product: 16 bits on a GPU, float32 on a CPU, which has none fast."""
     device = jax.local_devices()[0]
     on_gpu = device.platform == "gpu"
-    size, dtype = (8192, jnp.bfloat16) if on_gpu else (1024, jnp.float32)
+    compute = _sixteen_bits(device.device_kind) if on_gpu else "fp32"
+    size = 8192 if on_gpu else 1024
+    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}[compute]
     key = jax.random.key(0)
     weight = jax.random.normal(key, (size, size), dtype) / size**0.5  # products keep their size, however many follow
     multiply = jax.jit(jnp.matmul)
     seconds = seconds_of(lambda x: multiply(x, weight), jax.random.normal(key, (size, size), dtype))
-    tflops = 2 * size**3 / seconds / 1e12
-    return judge_matmul(tflops, "bf16" if on_gpu else "fp32", size, device.device_kind)
+    return judge_matmul(2 * size**3 / seconds, compute, size, device.device_kind)
 
 
-def judge_matmul(tflops: float, compute: str, size: int, device_kind: str) -> list[Finding]:
-    """The finding of a product of two [size, size] matrices that ran at `tflops`."""
-    found = f"{compute} {tflops:,.3g} TFLOP/s in a product of {size:,} × {size:,}"
-    figures = {"matmul_tflops": tflops}
-    peak = peak_tflops(device_kind, compute)
-    if peak is None:
-        return [Finding("matmul", FIGURE, f"{found}; no peak of {compute} is known for {device_kind}", figures=figures)]
-    figures["peak_tflops"] = peak
-    found = f"{found}, {tflops / peak:.0%} of {device_kind}'s {peak:,.0f}"
-    if tflops > 1.05 * peak:
-        return [
-            Finding("matmul", YELLOW, f"{found}: that cannot be", "the table of peaks is wrong: report it", figures)
-        ]
-    if tflops < ENOUGH_OF_PEAK * peak:
-        return [Finding("matmul", YELLOW, f"{found}: slow", SLOW_DEVICE, figures)]
-    return [Finding("matmul", GREEN, found, figures=figures)]
+def _sixteen_bits(device_kind: str) -> str:
+    """bf16, or fp16 on a GPU that has no bf16."""
+    gpu = gpu_of(device_kind)
+    return "fp16" if gpu is not None and gpu.peak("bf16") is None else "bf16"
+
+
+def judge_matmul(flops: float, compute: str, size: int, device_kind: str) -> list[Finding]:
+    """The finding of a product of two [size, size] matrices that ran at `flops` FLOP/s."""
+    found = f"{compute} {flops / 1e12:,.3g} TFLOP/s in a product of {size:,} × {size:,}"
+    figures = {"matmul_tflops": flops / 1e12}
+    gpu = gpu_of(device_kind)
+    return _beside("matmul", found, flops, None if gpu is None else gpu.peak(compute), device_kind, "TFLOP/s", figures)
 
 
 def check_copy() -> list[Finding]:
@@ -63,22 +65,47 @@ def check_copy() -> list[Finding]:
     count = 2**28 if device.platform == "gpu" else 2**24  # float32 numbers
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     seconds = seconds_of(add, jnp.zeros(count, jnp.float32))
-    rate = 2 * 4 * count / seconds
-    found = f"{rate / 1e9:,.0f} GB/s read and written in device memory"
-    figures = {"memory_gb_per_s": rate / 1e9}
-    if device.platform == "gpu":
-        host = np.ones(2**26, np.float32)
-        begun = time.perf_counter()
-        there = jax.block_until_ready(jax.device_put(host, device))
-        middle = time.perf_counter()
-        np.asarray(there)
-        end = time.perf_counter()
-        figures |= {"to_device_gb_per_s": host.nbytes / (middle - begun) / 1e9}
-        figures |= {"from_device_gb_per_s": host.nbytes / (end - middle) / 1e9}
-        found += (
-            f", {figures['to_device_gb_per_s']:,.1f} GB/s from the host, {figures['from_device_gb_per_s']:,.1f} to it"
-        )
-    return [Finding("copy", FIGURE, found, figures=figures)]
+    host = _between_host_and(device) if device.platform == "gpu" else None
+    return judge_copy(2 * 4 * count / seconds, device.device_kind, host)
+
+
+def _between_host_and(device: jax.Device) -> tuple[float, float]:
+    """Bytes a second to the device and from it."""
+    host = np.ones(2**26, np.float32)
+    jax.block_until_ready(jax.device_put(host, device))  # pages of both are there
+    begun = time.perf_counter()
+    there = jax.block_until_ready(jax.device_put(host, device))
+    middle = time.perf_counter()
+    np.asarray(there)
+    end = time.perf_counter()
+    return host.nbytes / (middle - begun), host.nbytes / (end - middle)
+
+
+def judge_copy(rate: float, device_kind: str, host: tuple[float, float] | None = None) -> list[Finding]:
+    """The finding of device memory that moved `rate` bytes a second, and of copies from and to the host."""
+    found, figures = f"{rate / 1e9:,.0f} GB/s read and written in device memory", {"memory_gb_per_s": rate / 1e9}
+    if host is not None:
+        to_device, from_device = (each / 1e9 for each in host)
+        figures |= {"to_device_gb_per_s": to_device, "from_device_gb_per_s": from_device}
+        found = f"{to_device:,.1f} GB/s from the host, {from_device:,.1f} to it; {found}"
+    gpu = gpu_of(device_kind)
+    return _beside("copy", found, rate, None if gpu is None else gpu.memory_bandwidth, device_kind, "GB/s", figures)
+
+
+def _beside(
+    check: str, found: str, rate: float, promised: float | None, device: str, unit: str, figures: dict[str, float]
+) -> list[Finding]:
+    """The finding of a rate beside what the data sheet of the device promises; None: there is none."""
+    if promised is None:
+        return [Finding(check, FIGURE, f"{found}; mjax has no data sheet of {device} for it", figures=figures)]
+    scale = 1e12 if unit == "TFLOP/s" else 1e9
+    figures = {**figures, "of_data_sheet": rate / promised}
+    found = f"{found}, {rate / promised:.0%} of the {promised / scale:,.0f} {unit} of {device}"
+    if rate > 1.05 * promised:
+        return [Finding(check, YELLOW, f"{found}: that cannot be", "mjax/hardware.py is wrong: report it", figures)]
+    if rate < ENOUGH[check] * promised:
+        return [Finding(check, YELLOW, f"{found}: slow", SLOW[check], figures)]
+    return [Finding(check, GREEN, found, figures=figures)]
 
 
 def check_all_reduce() -> list[Finding]:
@@ -107,10 +134,22 @@ def check_all_reduce() -> list[Finding]:
     wait = (lambda x: x) if on_gpus else jax.block_until_ready
     seconds = seconds_of(lambda _: wait(reduce(ones)), total)
     wire = 2 * (ranks - 1) / ranks * count * jnp.dtype(dtype).itemsize
-    found = f"right over {ranks} devices, {wire / seconds / 1e9:,.1f} GB/s bus bandwidth over model"
-    if not on_gpus:
+    return judge_all_reduce(wire / seconds, ranks, devices[0].device_kind, simulated=not on_gpus)
+
+
+def judge_all_reduce(bus: float, ranks: int, device_kind: str, simulated: bool) -> list[Finding]:
+    """The finding of a right sum over `ranks` devices at `bus` bytes a second of bus bandwidth.
+
+    Bus bandwidth is what each device sends, 2 (n − 1) / n of its array, over the time, as NCCL's tests count it.
+    """
+    found = f"right over {ranks} devices, {bus / 1e9:,.1f} GB/s bus bandwidth over model"
+    figures = {"bus_gb_per_s": bus / 1e9}
+    if simulated:
         found += "; the devices are simulated, so this says nothing of a real one"
-    return [Finding("all-reduce", FIGURE, found, figures={"bus_gb_per_s": wire / seconds / 1e9})]
+        return [Finding("all-reduce", FIGURE, found, figures=figures)]
+    gpu = gpu_of(device_kind)
+    promised = None if gpu is None else gpu.node_bandwidth
+    return _beside("all-reduce", found, bus, promised, device_kind, "GB/s", figures)
 
 
 def seconds_of(step: Callable[[Array], Array], x: Array, budget: float = MEASURED_SECONDS) -> float:

@@ -6,7 +6,7 @@ import pytest
 
 from mjax.doctor import rates
 from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW
-from mjax.doctor.rates import check_all_reduce, check_copy, check_matmul, judge_matmul
+from mjax.doctor.rates import check_all_reduce, check_copy, check_matmul, judge_all_reduce, judge_copy, judge_matmul
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -14,16 +14,36 @@ H100 = "NVIDIA H100 80GB HBM3"
 @pytest.mark.parametrize(
     ("tflops", "kind", "status", "words"),
     [
-        (720, H100, GREEN, "73% of NVIDIA H100 80GB HBM3's 989"),
+        (720, H100, GREEN, "73% of the 989 TFLOP/s of NVIDIA H100 80GB HBM3"),
         (300, H100, YELLOW, "slow"),
         (1200, H100, YELLOW, "that cannot be"),
-        (300, "NVIDIA Z9", FIGURE, "no peak of bf16 is known for NVIDIA Z9"),
+        (300, "NVIDIA Z9", FIGURE, "no data sheet of NVIDIA Z9"),
     ],
 )
 def test_a_product_is_judged_by_the_devices_own_peak_or_not_at_all(tflops, kind, status, words):
-    (finding,) = judge_matmul(tflops, "bf16", 8192, kind)
+    (finding,) = judge_matmul(tflops * 1e12, "bf16", 8192, kind)
     assert finding.status == status
     assert words in finding.found
+
+
+def test_a_gpu_without_bf16_is_measured_in_fp16():
+    assert rates._sixteen_bits("Tesla V100-SXM2-32GB") == "fp16"
+    assert rates._sixteen_bits(H100) == rates._sixteen_bits("NVIDIA Z9") == "bf16"
+
+
+def test_memory_that_is_slow_beside_its_data_sheet_is_yellow():
+    assert judge_copy(2900e9, H100, (20e9, 15e9))[0].status == GREEN
+    (finding,) = judge_copy(1500e9, H100)
+    assert (finding.status, finding.advice) == (YELLOW, rates.THROTTLED)
+    assert "45% of the 3,352 GB/s" in finding.found
+    assert judge_copy(8e9, "cpu")[0].status == FIGURE
+
+
+@pytest.mark.parametrize(("rate", "status"), [(360e9, GREEN), (20e9, YELLOW)])
+def test_gpus_that_do_not_talk_over_nvlink_are_yellow(rate, status):
+    (finding,) = judge_all_reduce(rate, 8, H100, simulated=False)
+    assert finding.status == status
+    assert "of the 450 GB/s" in finding.found
 
 
 def test_a_step_is_timed_by_itself_and_not_with_its_compilation():
@@ -54,5 +74,6 @@ def test_devices_that_add_up_wrongly_are_red(monkeypatch):
 @pytest.mark.gpu
 def test_on_a_gpu_a_product_runs_at_a_rate_that_its_peak_allows():
     (product,), (copy,) = check_matmul(), check_copy()
-    assert 1 < product.figures["matmul_tflops"] < 1.05 * product.figures.get("peak_tflops", 1e9)
+    assert product.figures["matmul_tflops"] > 1
+    assert 0.05 < product.figures.get("of_data_sheet", 0.5) <= 1.05
     assert copy.figures["to_device_gb_per_s"] < copy.figures["memory_gb_per_s"]
