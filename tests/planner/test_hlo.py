@@ -49,8 +49,8 @@ ENTRY %main (param: bf16[64,32], weight: bf16[32,32], bias: f32[16]) -> bf16[64,
   %while.1 = (s32[], bf16[64,32]{1,0}, bf16[32,32]{1,0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"},"known_init_step":{"init":"0","step":"1"}}
   %all-gather-start.1 = ((bf16[32,32]{1,0}, bf16[64,32]{1,0}), (bf16[64,32]{1,0}, bf16[128,32]{1,0})) all-gather-start(%weight, %param), channel_id=1, replica_groups={{0,2},{1,3},{4,6},{5,7}}, dimensions={0}, use_global_device_ids=true
   %attention = (bf16[8,4,16,2]{3,1,2,0}, u8[0]{0}) custom-call(%param, %param, %param), custom_call_target="__cudnn$fmhaSoftmax", api_version=API_VERSION_STATUS_RETURNING
-  %all-gather-done.1 = (bf16[64,32]{1,0}, bf16[128,32]{1,0}) all-gather-done(%all-gather-start.1)
   %collective-permute-start = (bf16[64,32]{1,0}, bf16[64,32]{1,0}) collective-permute-start(%param), channel_id=2, source_target_pairs={{0,4},{1,5},{2,6},{3,7},{4,0},{5,1},{6,2},{7,3}}
+  %all-gather-done.1 = (bf16[64,32]{1,0}, bf16[128,32]{1,0}) all-gather-done(%all-gather-start.1)
   %tail = bf16[64,32]{1,0} fusion(%param), kind=kInput, calls=%add_computation
   %collective-permute-done = bf16[64,32]{1,0} collective-permute-done(%collective-permute-start)
   %alone = f32[16]{0} all-reduce(%bias), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%sum
@@ -80,8 +80,11 @@ def test_a_loop_multiplies_what_is_in_it_and_groups_say_which_axis():
 def test_two_gathers_in_one_call_are_one_call_and_the_bytes_of_both():
     gathers = [c for c in found() if c.kind == "all-gather"]
     assert sum(c.calls for c in gathers) == 1
-    key = (("data",), "all-gather", "bfloat16")
-    assert read_program(PROGRAM, MESH).bytes_by()[key] == 32 * 32 * 2 + ACTIVATION
+    assert read_program(PROGRAM, MESH).bytes_by() == {
+        (("model",), "all-reduce", "bfloat16"): 2 * 5 * ACTIVATION,
+        (("data",), "all-gather", "bfloat16"): 32 * 32 * 2 + ACTIVATION,
+        (("pipe",), "permute", "bfloat16"): ACTIVATION,
+    }
 
 
 def test_what_runs_beside_a_collective_is_what_stands_between_its_start_and_the_wait():
