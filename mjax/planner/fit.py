@@ -54,6 +54,13 @@ class Change:
     memory: Memory
     price: int
 
+    def needs(self, config: Config) -> str:
+        """What it needs, beside what it changes: `20.2 GiB`, or on other devices than those of `config`
+        `20.2 GiB on each of 16`."""
+        devices = self.config.mesh.devices
+        more = f" on each of {devices:,}" if devices != config.mesh.devices else ""
+        return f"{self.memory.total / GIB:.1f} GiB{more}"
+
 
 def changes_that_fit(config: Config, usable: float, count: int = 3) -> list[Change]:
     """The cheapest changes with which `config` needs no more than `usable` bytes, cheapest first.
@@ -117,7 +124,7 @@ def check_memory(config: Config, usable: float, gpu: str, name: str = "this conf
     if memory.total <= usable:
         return
     changes = changes_that_fit(config, usable)
-    nearest = "; or ".join(f"{change.flags} ({change.memory.total / GIB:.1f} GiB)" for change in changes)
+    nearest = "; or ".join(f"{change.flags} ({change.needs(config)})" for change in changes)
     advice = f"what fits, cheapest first: {nearest}" if changes else "no change of mesh or recomputation makes it fit"
     raise UsageError(
         f"{name} needs {memory.total / GIB:.1f} GiB on each GPU ({describe_kinds(memory)}) and {usable / GIB:.1f} GiB "

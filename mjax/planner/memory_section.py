@@ -45,11 +45,14 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
             "gpu": gpu.name,
             "usable": gpu.usable_bytes,
             "fits": fits,
-            "changes": [{"flags": change.flags, "total": change.memory.total} for change in changes],
+            "changes": [
+                {"flags": change.flags, "total": change.memory.total, "devices": change.config.mesh.devices}
+                for change in changes
+            ],
         }
         verdict = "it fits" if fits else "it does not fit"
         rows["verdict"] = f"{verdict} into the {gpu.usable_bytes / GIB:.1f} GiB that are usable on {gpu.name}"
-        lines = [f"{change.flags}  →  {change.memory.total / GIB:.1f} GiB" for change in changes]
+        lines = [f"{change.flags}  →  {change.needs(config)}" for change in changes]
         if lines:
             lines = ["what fits, cheapest first:", *(f"  {line}" for line in lines)]
         elif not fits:

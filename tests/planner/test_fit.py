@@ -133,3 +133,11 @@ def test_a_plan_for_a_gpu_has_a_verdict_and_what_would_change_it():
     first = changes_that_fit(config, 22 * GIB)[0].memory.total
     assert f"  --mesh.sequence-parallel  →  {first / GIB:.1f} GiB" in section.lines
     assert "no change of mesh or recomputation makes it fit" in memory_section(config, tiny).text
+
+
+def test_a_proposal_that_needs_more_gpus_says_how_many():
+    config = load_config("gpt_8b")
+    config = replace(config, mesh=replace(config.mesh, data=1, model=4), train=replace(config.train, global_batch=8))
+    (change, *_) = [each for each in changes_that_fit(config, 32 * GIB) if each.config.mesh.devices == 8]
+    assert change.needs(config) == f"{change.memory.total / GIB:.1f} GiB on each of 8"
+    assert change.needs(change.config) == f"{change.memory.total / GIB:.1f} GiB"
