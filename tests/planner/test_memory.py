@@ -38,6 +38,33 @@ def test_predicted_memory_is_within_five_percent_of_what_xla_allocates(row):
     assert abs(error(row)) < 0.05
 
 
+def test_the_compiled_configs_are_of_all_sizes_and_modes():
+    configs = [config_of(row) for row in ROWS]
+    assert len(ROWS) >= 24
+    sizes = [config.model.parameters for config in configs]
+    assert min(sizes) < 3.6e8
+    assert max(sizes) > 1.7e11
+    assert {config.model.kind for config in configs} == {"gpt", "bert"}
+    assert {config.model.positions for config in configs} == {"learned", "alibi"}
+    assert {config.train.recompute for config in configs} == {"none", "selective", "full"}
+    assert {config.mesh.zero for config in configs} == {0, 1, 3}
+    assert {config.mesh.sequence_parallel for config in configs} == {False, True}
+    assert {config.mesh.schedule for config in configs if config.mesh.pipe > 1} == {"gpipe", "1f1b", "zb-h1"}
+    assert {1, 3} <= {config.mesh.chunks for config in configs}
+    assert {attention_on_gpu(config) for config in configs} == {"cudnn", "xla"}
+    assert {config.precision.compute for config in configs} == {"bf16", "fp16", "fp32"}
+
+
+def test_configs_that_the_formula_was_not_written_with_are_predicted_as_well():
+    held_out = [abs(error(row)) for row in ROWS if row["held_out"]]
+    assert len(held_out) >= 4
+    assert max(held_out) < 0.05
+
+
+def test_predictions_are_off_by_less_than_one_percent_on_average():
+    assert sum(abs(error(row)) for row in ROWS) / len(ROWS) < 0.01
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
 def test_masters_and_moments_are_the_arguments_of_the_compiled_step(row):
     memory, config = predict_memory(config_of(row)), config_of(row)
