@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import load_config
 from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh
-from mjax.parallel.schedules import build_schedule
+from mjax.parallel.schedules import build_schedule, schedule_of
 from mjax.planner import comms
 from mjax.planner.comms import KINDS, Collective, Ledger, read_collectives, source_of
 from tests.small import small_config
+from tests.traced import traced_step
 
 L, H, V, S = 72, 3072, 51200, 1024  # gpt_8b
 p, D = 8, 64  # its ranks of `model` and of `data`
@@ -331,9 +332,18 @@ def test_a_name_says_where_a_collective_comes_from(name, source):
     assert source_of(name) == source
 
 
-def test_every_collective_of_every_mode_comes_from_somewhere():
-    meshes = ({}, {"zero": 3, "sequence_parallel": True}, {"pipe": 2, "chunks": 2, "zero": 1})
-    for mesh in meshes:
-        found = ledger(small_config(2, 2, layers=4, micro_batch=2, global_batch=16, recompute="full", mesh=mesh))
-        assert {record.part for record in found.records} <= set(scopes.PARTS)
-        assert Counter(record.source for record in found.records)["layer recomputation"]
+@pytest.mark.parametrize(
+    ("recompute", "mesh"),
+    [
+        ("none", {}),
+        ("full", {"zero": 3, "sequence_parallel": True}),
+        ("selective", {"pipe": 2, "chunks": 2, "zero": 1, "sequence_parallel": True}),
+    ],
+)
+def test_the_step_as_it_runs_with_dropout_has_the_same_ledger_and_all_of_it_comes_from_somewhere(recompute, mesh):
+    config = small_config(2, 2, layers=4, micro_batch=2, global_batch=16, recompute=recompute, mesh=mesh)
+    assert config.model.hidden_dropout == config.model.attention_dropout == 0.1
+    whole = read_collectives(traced_step(config)[1], schedule_of(config) if config.mesh.pipe > 1 else None)
+    assert Counter(whole) == Counter(ledger(config).records)
+    assert {record.part for record in whole} <= set(scopes.PARTS)
+    assert ("layer recomputation" in {record.source for record in whole}) == (recompute != "none")
