@@ -1,0 +1,79 @@
+"""How long a plan takes: memory and time of one config, the ledger of a traced step, a search.
+
+    python benchmarks/planning.py
+
+Each is run `--rounds` times in this process and the fastest counts; seconds are those of the processor, what a clock
+shows where nothing else runs. The first ledger of a process imports what it traces with; that is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # tracing needs no accelerator, and takes none
+
+from mjax.config import load_config
+from mjax.hardware import gpu_named
+from mjax.planner.comms import ledger
+from mjax.planner.fit import changes_that_fit
+from mjax.planner.memory import predict_memory
+from mjax.planner.search import search
+from mjax.planner.time import predict_time
+
+
+def seconds(work: Callable[[], object], rounds: int, calls: int = 1) -> float:
+    """Of one call, in the fastest round."""
+    work()
+    found = []
+    for _ in range(rounds):
+        start = time.process_time()
+        for _ in range(calls):
+            work()
+        found.append((time.process_time() - start) / calls)
+    return min(found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="how often each is run; the fastest counts")
+    parser.add_argument("--config", default="gpt_8b", help="what the ledger and the search are of")
+    parser.add_argument("--devices", type=int, default=512, help="GPUs of the search")
+    arguments = parser.parse_args()
+
+    gpu, trillion, config = gpu_named("h100"), load_config("gpt_1t"), load_config(arguments.config)
+    trials = 0
+
+    def search_once():
+        nonlocal trials
+        found = search(
+            config, arguments.devices, predict_memory, lambda each: predict_time(each, gpu), gpu.usable_bytes
+        )
+        trials = found.tried
+
+    mesh = config.mesh
+    rows = {
+        "memory of gpt_1t": seconds(lambda: predict_memory(trillion), arguments.rounds, 100),
+        "time of gpt_1t": seconds(lambda: predict_time(trillion, gpu), arguments.rounds, 100),
+        "refusal of gpt_1t on 40 GiB, with three changes": seconds(
+            lambda: changes_that_fit(trillion, 40 * 2**30), arguments.rounds
+        ),
+        f"ledger of {arguments.config} on {mesh.data} × {mesh.model}": seconds(
+            lambda: ledger(config), arguments.rounds
+        ),
+    }
+    took = seconds(search_once, arguments.rounds)
+    rows[f"search of {arguments.config} on {arguments.devices} × {gpu.name}, {trials:,} candidates"] = took
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name:<{width}} {1e3 * value:12,.2f} ms")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
