@@ -46,6 +46,7 @@ class Software:
       optimizer_bytes: read and written for each weight by norm, clipping, Adam and the cast to the compute type.
       splits_messages: each rank of `model` sends its part of an activation to the next stage and gathers there
         (arXiv 2104.04473, section 4.1), with sequence parallelism or without.
+      sends_every_tick: stages meet after every tick of the schedule and send both ways, whether somebody waits or not.
       hides_backward_sums: the collective behind a column-parallel layer's backward pass runs beside the product for the
         gradient of its weights.
       hides_gradient_sums: sums over `data` run beside the backward pass.
@@ -63,6 +64,7 @@ class Software:
     accumulate_bytes: int
     optimizer_bytes: int
     splits_messages: bool
+    sends_every_tick: bool
     hides_backward_sums: bool
     hides_gradient_sums: bool
 
@@ -84,6 +86,7 @@ MJAX = Software(
     accumulate_bytes=12,
     optimizer_bytes=36,
     splits_messages=False,
+    sends_every_tick=True,
     hides_backward_sums=True,
     hides_gradient_sums=False,
 )
@@ -103,6 +106,7 @@ MEGATRON_2021 = Software(
     accumulate_bytes=6,
     optimizer_bytes=52,
     splits_messages=True,
+    sends_every_tick=False,
     hides_backward_sums=False,
     hides_gradient_sums=False,
 )

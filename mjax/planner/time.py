@@ -33,7 +33,8 @@ from functools import cached_property
 from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.hardware import Gpu
-from mjax.planner.calibration import Calibration, default_calibration
+from mjax.planner.calibration import Calibration, Software, default_calibration
+from mjax.planner.memory import attention_on_gpu
 from mjax.training.flops import model_flops
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -112,30 +113,47 @@ def predict_time(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         message = step.message()
         seconds["pipe"] += 2 * m * mesh.chunks * message  # one activation and one gradient
         f, b, w = (layers / mesh.chunks * sum(p.values()) for p in passes)
-        seconds["bubble"] += _bubble(config, f, b, w, message)
+        seconds["bubble"] += _bubble(config, f, b, w) + _empty_messages(config, calibration.software) * message
     total = sum(seconds.values())
     tflops = model_flops(config) / total / mesh.devices / 1e12
     error, caveats = calibration.error_of(config, gpu)
     return StepTime(**seconds, model_tflops=tflops, mfu=tflops * 1e12 / rates.peak, error=error, caveats=caveats)
 
 
-def _bubble(config: Config, forward: float, inputs: float, weights: float, message: float) -> float:
+def _bubble(config: Config, forward: float, inputs: float, weights: float) -> float:
     """Seconds of a step in which the last stage waits, beyond the work of all micro-batches.
 
     Closed forms of `Schedule.makespan`, since a table of thousands of micro-batches takes longer than a search has.
 
     Args:
       forward, inputs, weights: seconds of F, and of the halves of a backward pass, of one chunk.
-      message: of one message.
     """
     mesh, m = config.mesh, config.micro_batches
     fill = mesh.pipe - 1
     if mesh.schedule != "zb-h1":
-        return fill * (forward + inputs + weights + 2 * message)
+        return fill * (forward + inputs + weights)
     # A tick holds one operation on each stage and lasts as long as the longest of them.
     work = m * mesh.chunks
-    ticks = 3 * work + fill + max(0, mesh.pipe - m)
-    return ticks * max(forward, inputs, weights) - work * (forward + inputs + weights) + fill * message
+    return _ticks(config) * max(forward, inputs, weights) - work * (forward + inputs + weights)
+
+
+def _ticks(config: Config) -> int:
+    """Length of the schedule's table."""
+    mesh, m = config.mesh, config.micro_batches
+    work, stages = m * mesh.chunks, mesh.pipe
+    if mesh.schedule == "zb-h1":
+        return 3 * work + stages - 1 + max(0, stages - m)
+    if mesh.schedule == "gpipe":
+        return 2 * (work + stages) - 3
+    return work + stages * mesh.chunks + stages - 2
+
+
+def _empty_messages(config: Config, software: Software) -> int:
+    """Messages beyond two for each micro-batch and chunk: two for each stage to fill, or those of all ticks."""
+    work = config.micro_batches * config.mesh.chunks
+    if software.sends_every_tick:
+        return 2 * (_ticks(config) - work)
+    return 2 * (config.mesh.pipe - 1)
 
 
 @dataclass(frozen=True)
@@ -227,7 +245,8 @@ class _Step:
         h, f, p = model.hidden, model.mlp_width, mesh.model
         self.products = ((3 * h / p, h), (h, h / p), (f / p, h), (h, f / p))  # (n, k) of QKV, projection, up, down
         self.layer_weights = (4 * h * h + 2 * h * f) / p
-        self.shared_weights = model.padded_vocabulary * h / p
+        positions = model.sequence * h if model.positions == "learned" else 0  # not split over `model`
+        self.shared_weights = model.padded_vocabulary * h / p + positions
 
     # --- A layer and a micro-batch ------------------------------------------------------------------------------------
 
@@ -247,9 +266,10 @@ class _Step:
         to_inputs = sum(self.rates.product(self.tokens, k, n) for n, k in self.products)
         whole, attention = again == "full", again != "none"
         sums = 2 * self._layer_sum - self._hidden()
-        if whole:
-            sums += software.repeated_sums * self._layer_sum
-        elif attention and self.config.mesh.sequence_parallel:
+        split = self.config.mesh.sequence_parallel
+        if whole:  # of the gathers and scatters of a layer only the last scatter can be dead code
+            sums += (1 + software.repeated_sums / 2 if split else software.repeated_sums) * self._layer_sum
+        elif attention and split:
             sums += self._layer_sum  # the two gathers are done again: the bytes of one all-reduce
         return {
             "matmul": to_inputs + whole * self._forward_products,
@@ -272,17 +292,9 @@ class _Step:
         return [self.rates.product(k, n, self.tokens) for n, k in self.products]
 
     def _takes_flash(self) -> bool:
-        """Whether attention is cuDNN's kernel, by the rule of `mjax/models/attention.py`."""
-        model, compute = self.config.model, self.config.precision.compute
-        able = (
-            self.software.flash
-            and "bf16" in self.rates.gpu.peak_tflops  # cuDNN's kernel needs an Ampere GPU or later
-            and model.attention_dropout == 0
-            and compute in ("bf16", "fp16")
-            and model.head_size % 8 == 0
-            and model.head_size <= 256
-        )
-        return able and model.attention in ("auto", "cudnn")
+        """Whether attention is cuDNN's kernel, which needs an Ampere GPU or later: one with bf16."""
+        able = self.software.flash and "bf16" in self.rates.gpu.peak_tflops
+        return able and attention_on_gpu(self.config) == "cudnn"
 
     @cached_property
     def _attention(self) -> float:

@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -14,8 +15,9 @@ from mjax.errors import UsageError
 from mjax.hardware import gpu_named
 from mjax.parallel.schedules import build_schedule
 from mjax.planner.calibration import MEGATRON_A100, MEGATRON_V100, MJAX_FROM_PAPERS
+from mjax.planner.comms import ledger
 from mjax.planner.published import errors, fit, table_1, table_5, v100_scaling
-from mjax.planner.time import PARTS, Rates, _bubble, predict_time
+from mjax.planner.time import PARTS, Rates, _bubble, _ticks, predict_time
 from tests.conftest import ROOT
 
 # --- What was published -----------------------------------------------------------------------------------------------
@@ -96,6 +98,19 @@ def test_nothing_is_faster_than_the_peak():
     assert 0.5 < predict_time(config, H100, rates).mfu < 1.0
 
 
+def test_flash_attention_takes_its_flops_over_its_rate_five_products_backward_for_two_forward():
+    config = _config(model={"sequence": 4096}, mesh={"data": 1})
+    b, s, h = config.train.global_batch, config.model.sequence, config.model.hidden
+    forward = config.model.layers * b * 4 * s * s * h / 2  # the masked half is left out
+    rates = replace(MJAX_FROM_PAPERS, launch=0.0)
+    rate = 989.4e12 * rates.attention
+    assert predict_time(config, H100, rates).attention == pytest.approx(3.5 * forward / rate)
+    again = replace(config, train=replace(config.train, recompute="selective"))
+    assert predict_time(again, H100, rates).attention == pytest.approx(4.5 * forward / rate)
+    both_sides = replace(config, model=replace(config.model, kind="bert"))
+    assert predict_time(both_sides, H100, rates).attention == pytest.approx(7 * forward / rate)
+
+
 @pytest.mark.parametrize(
     "slower",
     [
@@ -142,6 +157,61 @@ def test_a_ring_that_leaves_the_server_shares_its_network_cards_with_the_rings_b
     assert rates.gather(1, 1, size) == rates.sum(1, 1, size) == 0.0
 
 
+# A network on which a second is a byte: what is predicted of collectives are the bytes that a device sends.
+BYTE_A_SECOND = replace(H100, gpus_per_node=10**6, node_bandwidth=1.0, node_latency=0.0)
+OPEN = replace(
+    MJAX_FROM_PAPERS,
+    node=1.0,
+    collective=0.0,
+    software=replace(MJAX_FROM_PAPERS.software, hides_backward_sums=False),
+)
+
+
+def _sent(config):
+    """Bytes that a device sends, by the first axis of the collectives of the traced step, on the stage that sends
+    most."""
+    sent = Counter()
+    for record in ledger(config).records:
+        sent[record.axes[0]] += record.sent
+    return {axis: found.max() for axis, found in sent.items()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "train"),
+    [
+        ({}, {"recompute": "full", "micro_batch": 2}),
+        ({"sequence_parallel": True}, {"recompute": "selective"}),
+        ({"sequence_parallel": True}, {"recompute": "full"}),
+        ({"zero": 1}, {"recompute": "none"}),
+        ({"zero": 3}, {"recompute": "full", "micro_batch": 2}),
+        ({"pipe": 4, "data": 2, "model": 1}, {}),
+        ({"pipe": 2, "data": 1, "model": 4, "chunks": 2, "sequence_parallel": True}, {}),
+    ],
+    ids=str,
+)
+def test_the_bytes_on_the_wire_are_those_of_the_traced_step(mesh, train):
+    config = load_config("gpt_8b")
+    config = replace(
+        config,
+        model=replace(config.model, attention="xla", layers=8),
+        mesh=replace(config.mesh, **{"data": 8, **mesh}),
+        train=replace(config.train, **{"global_batch": 64, "micro_batch": 8, "recompute": "none", **train}),
+    )
+    sent = _sent(config)
+    parts = predict_time(config, BYTE_A_SECOND, OPEN).parts
+    if config.mesh.pipe == 1:
+        assert parts["model"] == pytest.approx(sent["model"], rel=1e-3)
+        # Biases and LayerNorms are left out, whose gradients cross `model` too with sequence parallelism.
+        assert parts["data"] == pytest.approx(sent["data"], rel=6e-3)
+        return
+    # Under a pipeline the bubble holds messages and the waiting for other stages' collectives over `model`.
+    idle = predict_time(config, BYTE_A_SECOND, replace(OPEN, software=replace(OPEN.software, sends_every_tick=False)))
+    message = parts["pipe"] / (2 * config.micro_batches * config.mesh.chunks)
+    over_pipe = parts["pipe"] + parts["bubble"] - idle.bubble + 2 * (config.mesh.pipe - 1) * message
+    # The embedding's gradient and weights cross `pipe` too; the prediction has them with what crosses `data`.
+    assert over_pipe + parts["data"] == pytest.approx(sent["pipe"] + sent.get("data", 0), rel=0.02)
+
+
 @pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(2, 2, 1), (4, 8, 1), (8, 3, 1), (4, 8, 2), (2, 4, 3)])
 def test_the_bubble_is_that_of_the_schedule(stages, micro_batches, chunks):
     f, b, w = 1.0, 1.3, 0.7
@@ -153,10 +223,11 @@ def test_the_bubble_is_that_of_the_schedule(stages, micro_batches, chunks):
         )
         if chunks > 1 and micro_batches % stages:
             continue
-        found = work + _bubble(config, f, b, w, 0.0)
+        assert _ticks(config) == build_schedule(name, stages, micro_batches, chunks).ticks
+        found = work + _bubble(config, f, b, w)
         if name == "zb-h1":  # exact where the three take the same time, else at most so much
             schedule = build_schedule(name, stages, micro_batches, chunks)
-            assert 3 * micro_batches * chunks + _bubble(config, 1, 1, 1, 0.0) == schedule.makespan(1, 1, 1)
+            assert 3 * micro_batches * chunks + _bubble(config, 1, 1, 1) == schedule.makespan(1, 1, 1)
             assert schedule.makespan(f, b, w) <= found < 1.2 * schedule.makespan(f, b, w)
         else:
             assert found == pytest.approx(build_schedule(name, stages, micro_batches, chunks).makespan(f, b + w))
