@@ -1,4 +1,4 @@
-"""Predicted against measured: the time of training steps on one GPU, and of what the prediction was made.
+"""Predicted against measured: time and memory of training steps on one GPU.
 
     python benchmarks/calibrate.py --output calibration.json
     python benchmarks/predicted.py --calibration calibration.json
@@ -34,6 +34,7 @@ from mjax.planner.calibration import (
     read_calibration,
     write_calibration,
 )
+from mjax.planner.memory import predict_memory
 from mjax.planner.published import Run, errors, fit
 from mjax.planner.section import table
 from mjax.planner.time import PARTS, predict_time
@@ -165,6 +166,7 @@ def main() -> int:
     rows = []
     for run, peak in zip(runs, peaks, strict=True):
         step = predict_time(run.config, gpu, calibration)
+        memory = predict_memory(run.config).total
         share = sorted(PARTS, key=lambda part: -step.parts[part])[:3]
         rows.append(
             (
@@ -174,11 +176,24 @@ def main() -> int:
                 f"{step.total / run.seconds - 1:+.1%}",
                 f"{step.mfu:.1%}",
                 f"{step.mfu * step.total / run.seconds:.1%}",
+                f"{memory / 2**30:,.2f}",
                 f"{peak / 2**30:,.2f}",
+                f"{memory / peak - 1:+.1%}",
                 ", ".join(f"{part} {step.parts[part] / step.total:.0%}" for part in share),
             )
         )
-    header = ("", "predicted ms", "measured ms", "error", "MFU", "measured", "peak GiB", "predicted parts")
+    header = (
+        "",
+        "predicted ms",
+        "measured ms",
+        "error",
+        "MFU",
+        "measured",
+        "predicted GiB",
+        "measured",
+        "error",
+        "parts of the step",
+    )
     print(*table(header, rows), sep="\n")
     print(f"{gpu.name} as {runs[0].source}; {calibration.fitted_on}")
     if arguments.write is not None:

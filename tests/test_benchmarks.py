@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from mjax.config import DataConfig, load_config
 from mjax.hardware import gpu_named
 from mjax.planner.calibration import default_calibration, read_calibration
+from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
 from tests.conftest import ROOT
 from tests.test_train_command import CONFIG, environment
@@ -91,7 +94,8 @@ def test_measured_steps_stand_beside_their_predictions_and_a_rate_is_fitted_to_t
     assert "predicted ms" in header
     cells = [row.split() for row in rows]
     assert [row[2] for row in cells] == ["900.0", "1,100.0"]
-    assert [row[6] for row in cells] == ["3.00", "3.00"]
+    memory = predict_memory(replace(load_config(CONFIG), data=DataConfig(mock=True))).total / 2**30
+    assert [row[6:9] for row in cells] == [[f"{memory:.2f}", "3.00", f"{memory / 3 - 1:+.1%}"]] * 2
     # One rate for two times of one step: the fit makes the relative errors 0.9 / x − 1 and 1.1 / x − 1 smallest.
     assert float(cells[0][1].replace(",", "")) == pytest.approx(1000 * (0.9**2 + 1.1**2) / 2.0, rel=1e-3)
     found = read_calibration(file)
