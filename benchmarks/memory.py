@@ -37,6 +37,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="compile the configs whose name has this in it (default: all)")
     parser.add_argument("--write", type=Path, help="write what was compiled into this file")
     arguments = parser.parse_args()
+    if arguments.write is not None and arguments.only:
+        parser.error("--write keeps the whole table, of one date and one compiler; leave --only out")
     launch.leave_accelerators_alone()  # nothing runs: the GPUs are described, not opened
     table = json.loads(TABLE.read_text())
     rows = [row for row in table["rows"] if arguments.only in row["name"]]
