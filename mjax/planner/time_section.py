@@ -21,7 +21,7 @@ NAMES = {
     "pipe": "messages between stages",
     "bubble": "bubble of the pipeline",
     "data": "sums and gathers over data",
-    "optimizer": "optimizer",
+    "optimizer": "sums over micro-batches, Adam",
 }
 DAY = 86_400
 
