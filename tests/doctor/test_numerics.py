@@ -44,7 +44,8 @@ def test_a_gradient_that_is_off_is_red(operations):
 
 
 def test_a_number_that_is_none_is_red():
-    nothing = numerics.Operation("nothing", lambda: [jnp.full(3, jnp.nan)], (), [np.ones(3)], 1e-3, ("no jit",))
+    half = [jnp.ones(3), jnp.full(3, jnp.nan)]  # what is right before it must not hide it
+    nothing = numerics.Operation("nothing", lambda: half, (), [np.ones(3)] * 2, 1e-3, ("no jit",))
     assert check_numerics([nothing])[0].status == RED
 
 
