@@ -6,4 +6,5 @@ from mjax import cli, launch
 
 if __name__ == "__main__":
     launch.restart_with_huge_pages()
+    launch.claim_gpu_memory()
     sys.exit(cli.main(["train", *sys.argv[1:]]))

@@ -17,13 +17,14 @@ import os
 import sys
 import time
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mjax import launch
 from mjax.config import Config, from_dict, load_config, to_dict
+from mjax.planner.compile import check_compile
+from mjax.planner.compile import versions as compiler_versions
 from mjax.planner.memory import predict_memory
 from mjax.validation import validate
 
@@ -42,6 +43,10 @@ def main() -> int:
     launch.leave_accelerators_alone()  # nothing runs: the GPUs are described, not opened
     table = json.loads(TABLE.read_text())
     rows = [row for row in table["rows"] if arguments.only in row["name"]]
+    if not rows:
+        parser.error(f"--only {arguments.only}: no row has that in its name")
+    check_compile(config_of(rows[0]), "h100")
+    versions = compiler_versions()
 
     print("| config | devices | compiled GiB | predicted GiB | ratio | " + " | ".join(KINDS) + " | s |")
     print("| --- |" + " ---: |" * (5 + len(KINDS)))
@@ -58,8 +63,6 @@ def main() -> int:
             f"| {ratio:.3f} | {kinds} | {time.perf_counter() - start:.0f} |",
             flush=True,
         )
-    versions = {package: metadata.version(package) for package in ("jax", "jax-cuda13-plugin")}
-    versions["python"] = sys.version.split()[0]
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     print(f"\n{named}; {len(os.sched_getaffinity(0))} CPU cores")
     if arguments.write is not None:

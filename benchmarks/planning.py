@@ -9,15 +9,14 @@ shows where nothing else runs. The first ledger of a process imports what it tra
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # tracing needs no accelerator, and takes none
 
+from mjax import launch
 from mjax.config import load_config
 from mjax.hardware import gpu_named
 from mjax.planner.comms import ledger
@@ -45,6 +44,7 @@ def main() -> int:
     parser.add_argument("--config", default="gpt_8b", help="what the ledger and the search are of")
     parser.add_argument("--devices", type=int, default=512, help="GPUs of the search")
     arguments = parser.parse_args()
+    launch.leave_accelerators_alone()  # tracing needs none
 
     gpu, trillion, config = gpu_named("h100"), load_config("gpt_1t"), load_config(arguments.config)
     trials = 0

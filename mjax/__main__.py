@@ -13,6 +13,7 @@ def main() -> None:
         sys.exit(f"mjax: error: the package {error.name} is not installed; pip install -r requirements.txt")
 
     launch.restart_with_huge_pages()
+    launch.claim_gpu_memory()
     sys.exit(cli.main())
 
 

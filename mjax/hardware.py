@@ -4,8 +4,8 @@ Everything here is what the maker says of the hardware. What a program reaches o
 (`mjax/planner/calibration.py`). The table stands outside `training`, which divides by the peaks, and `planner`, which
 predicts with all of it, because both read it. No JAX is imported.
 
-A server is described as NVIDIA builds it: its GPUs, the link between them, and the network cards that they share. A
-cluster with other cards is told apart by a flag of `mjax plan`, not by a row here.
+A server is described as NVIDIA builds it: its GPUs, the link between them, and the network cards that they share. For a
+cluster with other cards add a row of its own.
 
 To add a GPU, add a `Gpu` to `GPUS`: its name in `device_kinds` is what `python -c "import jax;
 print(jax.devices()[0].device_kind)"` prints, and its peaks are the dense ones, without sparsity.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from mjax.config import suggestion
 from mjax.errors import UsageError
 
-# Of a GPU's memory, what `XLA_PYTHON_CLIENT_MEM_FRACTION=0.9` gives to XLA: the rest is for CUDA, cuBLAS and NCCL.
+# Of a GPU's memory, what mjax gives to XLA (`launch.claim_gpu_memory`): the rest is for CUDA, cuBLAS and NCCL.
 USABLE_FRACTION = 0.9
 
 
@@ -54,7 +54,7 @@ class Gpu:
 
     @property
     def usable_bytes(self) -> float:
-        """What XLA may allocate with `XLA_PYTHON_CLIENT_MEM_FRACTION=0.9`."""
+        """What XLA may allocate, unless the environment gives it another share."""
         return USABLE_FRACTION * self.memory_bytes
 
     def peak(self, compute: str) -> float | None:

@@ -75,7 +75,13 @@ def _one_child(names, settings, environment, limit, begin, command) -> Iterator[
                     yield name, [Finding(name, RED, f"no answer in {limit:g} s", SILENT)]
                     return
                 if not line:
-                    yield name, [_lost(name, child.wait(), errors)]
+                    try:
+                        code = child.wait(timeout=limit)
+                    except subprocess.TimeoutExpired:
+                        found = f"the process that checked it does not end in {limit:g} s"
+                        yield name, [Finding(name, RED, found, SILENT)]
+                    else:
+                        yield name, [_lost(name, code, errors)]
                     return
                 yield name, [Finding(**finding) for finding in json.loads(line)]
         finally:

@@ -6,9 +6,14 @@ no JAX, so nothing that is broken there can stop it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,21 +51,41 @@ def run_doctor(arguments: DoctorArguments) -> int:
     """Check, print, and return the exit code.
 
     Raises:
-      UsageError: there is no such config, or the limit is not above 0.
+      UsageError: there is no such config, or the limit is not above 0, or beyond what a clock can wait.
     """
-    if not arguments.limit > 0:
-        raise UsageError(f"--limit is {arguments.limit}; it must be above 0 seconds")
+    if not 0 < arguments.limit <= threading.TIMEOUT_MAX:
+        raise UsageError(f"--limit is {arguments.limit:g}; it must be above 0 seconds and at most a year, such as 600")
     config = None if arguments.config is None else load_config(arguments.config)
     findings = []
-    with Report(shown=not arguments.json) as report:
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # the marks, where a terminal has no Unicode
+    with _told_to_end(), Report(shown=not arguments.json) as report:
         for finding in examine(config, arguments.runs, arguments.limit, report):
             findings.append(finding)
             report.show(finding)
         report.close(findings)
     fine = all(finding.status != RED for finding in findings)
     if arguments.json:
-        print(json.dumps({"mjax": __version__, "ok": fine, "findings": [dataclasses.asdict(f) for f in findings]}))
+        print(json.dumps({"mjax": __version__, "ok": fine, "findings": [_plain(each) for each in findings]}))
     return 0 if fine else 1
+
+
+@contextlib.contextmanager
+def _told_to_end() -> Iterator[None]:
+    """Make an exit of the signals that end a job, so that the child that holds the devices is ended too."""
+    signals = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _plain(finding: Finding) -> dict:
+    """A finding for JSON, which knows no infinity and no NaN."""
+    figures = {name: value if math.isfinite(value) else None for name, value in finding.figures.items()}
+    return {**dataclasses.asdict(finding), "figures": figures}
 
 
 def examine(config: Config | None, runs: Path, limit: float, report: Report) -> Iterator[Finding]:

@@ -9,6 +9,8 @@ import jax
 
 from mjax.doctor.driver import Driver, visible_gpus
 from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding, first_line, gibibytes, listed
+from mjax.hardware import USABLE_FRACTION
+from mjax.launch import MEMORY_FRACTIONS
 
 ENOUGH = 0.85  # of a GPU's memory; what is left is for CUDA's own, NCCL's and cuDNN's
 
@@ -43,7 +45,7 @@ def check_devices(
             why = f": {complaints[-1]}" if complaints else ""
             found = f"{what}, although {len(driver.gpus)} GPU{'s are' if len(driver.gpus) > 1 else ' is'} here{why}"
             return [Finding("devices", RED, found, f'pip install --upgrade --force-reinstall "jax[cuda{cuda}]"')]
-        return [Finding("devices", GREEN, f"{what}{'' if platforms is None else f', by JAX_PLATFORMS={platforms}'}")]
+        return [Finding("devices", GREEN, f"{what}{f', by JAX_PLATFORMS={platforms}' if platforms else ''}")]
     found = listed([f"{count} × {kind}" for kind, count in counts.items()])
     expected = visible_gpus(driver, environment)
     if len(devices) < expected:
@@ -80,6 +82,7 @@ def judge_device_memory(limit: float, total: float, environment: Mapping[str, st
         found += ", piece by piece (XLA_PYTHON_CLIENT_PREALLOCATE), so that it may break into parts too small to use"
         return [Finding("device memory", YELLOW, found, "unset XLA_PYTHON_CLIENT_PREALLOCATE", figures)]
     if limit < ENOUGH * total:
-        advice = "export XLA_PYTHON_CLIENT_MEM_FRACTION=.9"
+        named = next((name for name in MEMORY_FRACTIONS if name in environment), MEMORY_FRACTIONS[0])
+        advice = f"export {named}={USABLE_FRACTION}"
         return [Finding("device memory", YELLOW, f"{found}, {limit / total:.0%}", advice, figures)]
     return [Finding("device memory", GREEN, found, figures=figures)]

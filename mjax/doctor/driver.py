@@ -201,4 +201,12 @@ def _mebibytes(cell: str) -> float:
 
 
 def _ask(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=ANSWER_SECONDS).stdout
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        output, complaints = process.communicate(timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()  # and not waited for: what hangs in the driver cannot be killed
+        raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, output, complaints)
+    return output

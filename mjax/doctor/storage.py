@@ -44,23 +44,21 @@ def measure(folder: Path) -> tuple[float, float]:
     """
     block = os.urandom(2**20)  # a file system that compresses gains nothing
     descriptor, name = tempfile.mkstemp(prefix=".mjax-doctor-", dir=folder)
-    try:
-        with os.fdopen(descriptor, "r+b", buffering=0) as file:
-            begun = time.perf_counter()
-            for _ in range(FILE_BYTES // len(block)):
-                file.write(block)
-            os.fsync(file.fileno())
-            written = time.perf_counter()
-            if hasattr(os, "posix_fadvise"):  # else the pages would come from memory
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            file.seek(0)
-            begun_reading = time.perf_counter()
-            size = 0
-            while part := file.read(len(block)):
-                size += len(part)
-            end = time.perf_counter()
-    finally:
-        os.unlink(name)
+    os.unlink(name)  # at once: nothing is left behind, whoever ends this process
+    with os.fdopen(descriptor, "r+b", buffering=0) as file:
+        begun = time.perf_counter()
+        for _ in range(FILE_BYTES // len(block)):
+            file.write(block)
+        os.fsync(file.fileno())
+        written = time.perf_counter()
+        if hasattr(os, "posix_fadvise"):  # else the pages would come from memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        begun_reading = time.perf_counter()
+        size = 0
+        while part := file.read(len(block)):
+            size += len(part)
+        end = time.perf_counter()
     if size != FILE_BYTES:
         raise OSError(errno.EIO, f"of {FILE_BYTES} bytes written, {size} were read")
     return FILE_BYTES / (written - begun), FILE_BYTES / (end - begun_reading)

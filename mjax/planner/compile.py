@@ -26,7 +26,7 @@ from typing import Any
 
 from mjax.config import Config
 from mjax.errors import RunError, UsageError
-from mjax.planner.hlo import ScheduledProgram, read_program
+from mjax.planner.hlo import HloError, ScheduledProgram, read_program
 
 SHEETS = Path(__file__).parent / "targets"
 
@@ -207,10 +207,17 @@ def compile_step(
             temporaries=stats.temp_size_in_bytes,
             peak=stats.peak_memory_in_bytes,
         ),
-        program=read_program(text, dict(mesh.shape)),
+        program=_read(text, dict(mesh.shape)),
         text=text,
         step=program,
     )
+
+
+def _read(text: str, mesh: dict[str, int]) -> ScheduledProgram:
+    try:
+        return read_program(text, mesh)
+    except HloError as error:
+        raise RunError(f"XLA has compiled the step, and mjax cannot read what it made: {error}") from error
 
 
 @contextmanager

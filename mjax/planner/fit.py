@@ -23,6 +23,8 @@ from dataclasses import dataclass, replace
 
 from mjax.config import Config
 from mjax.errors import UsageError
+from mjax.hardware import USABLE_FRACTION
+from mjax.launch import MEMORY_FRACTIONS
 from mjax.planner.memory import Memory, predict_memory
 from mjax.validation import validate
 
@@ -34,8 +36,7 @@ SEQUENCE_PARALLEL, ZERO_1, SELECTIVE, SMALLER_MICRO_BATCH, FULL, ZERO_3, OTHER_M
 )  # fmt: skip
 RECOMPUTE = {"none": 0, "selective": SELECTIVE, "full": FULL}
 
-# Without this variable JAX takes three quarters of a GPU's memory.
-FRACTION, DEFAULT_FRACTION, LARGE_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75, 0.9
+DEFAULT_FRACTION = 0.75  # of a GPU's memory, what JAX takes where nobody says otherwise
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ def _runs(config: Config) -> bool:
 
 def _larger_fraction(needed: float, usable: float) -> str:
     """A hint where the memory is there and JAX was not told to take it."""
-    possible = usable / DEFAULT_FRACTION * LARGE_FRACTION
-    if os.environ.get(FRACTION) is not None or needed > possible:
+    possible = usable / DEFAULT_FRACTION * USABLE_FRACTION
+    if any(name in os.environ for name in MEMORY_FRACTIONS) or needed > possible:
         return ""
-    return f" ({possible / GIB:.1f} with {FRACTION}={LARGE_FRACTION} in the environment, where it fits)"
+    return f" ({possible / GIB:.1f} with {MEMORY_FRACTIONS[0]}={USABLE_FRACTION} in the environment, where it fits)"

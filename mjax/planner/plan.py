@@ -18,6 +18,7 @@ from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.hardware import Gpu, gpu_named
 from mjax.planner.calibration import Calibration, default_calibration, read_calibration
+from mjax.planner.config_file import write_config
 from mjax.planner.search_command import SearchArguments, check_search, run_search
 from mjax.planner.section import Section, named_rows
 from mjax.planner.time import Rates
@@ -68,8 +69,13 @@ def run_plan(arguments: PlanArguments) -> int:
         if (file := getattr(arguments, name)) is not None:
             _check_figure(f"--{name.replace('_', '-')}", file)
     check_search(arguments.search, arguments.gpu)
+    if arguments.save_program is not None and not arguments.compile:
+        raise UsageError("--save-program writes what --compile compiles; add --compile --gpu h100")
+    if arguments.gpu is not None:
+        arguments = replace(arguments, gpu=gpu_named(arguments.gpu).name)  # it may be given as JAX calls the device
+    about = ""
     if arguments.search.devices is not None:
-        arguments = _with_the_fastest(arguments)
+        arguments, about = _with_the_fastest(arguments)
     config = arguments.settings
     # A plan needs no data.
     validate(replace(config, data=replace(config.data, mock=True)), arguments.config)
@@ -80,14 +86,17 @@ def run_plan(arguments: PlanArguments) -> int:
         from mjax.planner.compile_section import check_arguments
 
         check_arguments(config, arguments.gpu, arguments.devices_per_node, arguments.save_program)
-    elif arguments.save_program is not None:
-        raise UsageError("--save-program writes what --compile compiles; add --compile --gpu h100")
-
     _check_gpu(arguments)
+    if arguments.search.write is not None:  # after all that can be refused
+        write_config(config, arguments.search.write, about)
 
     sections = {key: build(arguments) for key, build in SECTIONS.items()}
     if arguments.json:
-        print(json.dumps({key: None if section is None else section.values for key, section in sections.items()}))
+        print(
+            json.dumps(
+                {key: None if section is None else section.values for key, section in sections.items()}, allow_nan=False
+            )
+        )
     else:
         print("\n\n".join(section.text for section in sections.values() if section is not None))
     return 0
@@ -193,11 +202,11 @@ def _compile(arguments: PlanArguments) -> Section | None:
     return compile_and_tell(arguments.settings, arguments.gpu, arguments.devices_per_node, arguments.save_program)
 
 
-def _with_the_fastest(arguments: PlanArguments) -> PlanArguments:
-    """What is planned with --devices: the fastest way to run the config on so many."""
+def _with_the_fastest(arguments: PlanArguments) -> tuple[PlanArguments, str]:
+    """What is planned with --devices: the fastest way to run the config on so many; and words about it."""
     gpu, calibration = _predictions(arguments)
-    fastest, section = run_search(arguments.search, arguments.config, arguments.settings, gpu, calibration)
-    return replace(arguments, settings=fastest, searched=section)
+    fastest, section, about = run_search(arguments.search, arguments.config, arguments.settings, gpu, calibration)
+    return replace(arguments, settings=fastest, searched=section), about
 
 
 # In the order in which they are printed; the keys are those of --json.
@@ -222,7 +231,7 @@ def _check_pipeline(arguments: PlanArguments) -> None:
         stages = next((count for count in range(2, layers) if layers % count == 0), layers)
         raise UsageError(
             f"--schedule-figure draws a pipeline and {arguments.config} has none; give it stages, such as "
-            f"--mesh.pipe {stages}"
+            f"--mesh.pipe {stages}{' --keep mesh.pipe' if arguments.search.devices is not None else ''}"
         )
 
 

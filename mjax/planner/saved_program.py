@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import zipfile
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def check_save(file: Path) -> None:
     Raises:
       UsageError: its folder is missing, or the package that writes the format is.
     """
+    if file.is_dir():
+        raise UsageError(f"--save-program {file} is a folder; name a file, such as {file / 'step.mjax'}")
     if not file.parent.is_dir():
         raise UsageError(f"--save-program {file}: there is no folder {file.parent}; make it, or name another file")
     if importlib.util.find_spec("flatbuffers") is None:
@@ -97,11 +100,15 @@ def save_program(file: Path, config: Config, program, platform: str, facts: dict
         **facts,
     }
     temporary = file.with_name(file.name + ".tmp")
-    with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("manifest.json", json.dumps(manifest, indent=1))
-        archive.writestr("step.stablehlo", bytes(exported.serialize()))
-        archive.writestr("scheduled.hlo", scheduled)
-    os.replace(temporary, file)
+    try:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("manifest.json", json.dumps(manifest, indent=1))
+            archive.writestr("step.stablehlo", bytes(exported.serialize()))
+            archive.writestr("scheduled.hlo", scheduled)
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def open_program(file: Path) -> SavedProgram:
@@ -115,7 +122,9 @@ def open_program(file: Path) -> SavedProgram:
     try:
         with zipfile.ZipFile(file) as archive:
             manifest, step = json.loads(archive.read("manifest.json")), archive.read("step.stablehlo")
-    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        if not isinstance(manifest, dict):
+            raise ValueError("its manifest is no object")
+    except (OSError, zipfile.BadZipFile, zlib.error, KeyError, ValueError, NotImplementedError) as error:
         raise UsageError(
             f"{file} is no program that mjax plan --save-program wrote, or it is damaged ({error})"
         ) from error
@@ -124,4 +133,7 @@ def open_program(file: Path) -> SavedProgram:
             f"{file} has format {manifest.get('format')} and this mjax reads {FORMAT}; write it anew with "
             "mjax plan --save-program"
         )
-    return SavedProgram(manifest, export.deserialize(bytearray(step)))
+    try:
+        return SavedProgram(manifest, export.deserialize(bytearray(step)))
+    except Exception as error:  # flatbuffers says of damaged bytes whatever they lead it to
+        raise UsageError(f"{file}: the step in it is damaged ({error}); write it anew") from error

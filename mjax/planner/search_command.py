@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.hardware import Gpu
 from mjax.planner.calibration import Calibration
-from mjax.planner.config_file import WIDTH, check_new, write_config
+from mjax.planner.config_file import WIDTH, check_new
 from mjax.planner.memory import attention_on_gpu, predict_memory
 from mjax.planner.search import Found, describe, search
 from mjax.planner.search_limits import check_searchable, refuse_too_big
@@ -59,7 +60,7 @@ def check_search(arguments: SearchArguments, gpu: str | None) -> None:
         return
     if arguments.top < 1:
         raise UsageError(f"--top is {arguments.top}; it must be at least 1")
-    if arguments.price is not None and not arguments.price >= 0:
+    if arguments.price is not None and not 0 <= arguments.price < math.inf:
         raise UsageError(f"--price is {arguments.price:g}; it must be 0 or more")
     if arguments.write is not None:
         check_new(arguments.write)
@@ -67,8 +68,8 @@ def check_search(arguments: SearchArguments, gpu: str | None) -> None:
 
 def run_search(
     arguments: SearchArguments, name: str, config: Config, gpu: Gpu, calibration: Calibration | None = None
-) -> tuple[Config, Section]:
-    """Search, and write the fastest config where that was asked for.
+) -> tuple[Config, Section, str]:
+    """Search; nothing is written yet.
 
     Args:
       arguments: checked, with `devices`.
@@ -78,7 +79,7 @@ def run_search(
       calibration: rates that are reached; the planner's own when not given.
 
     Returns:
-      The fastest config, and the section of a plan that says how it was found.
+      The fastest config, the section of a plan that says how it was found, and the docstring of its file.
 
     Raises:
       UsageError: nothing can be searched, or nothing fits.
@@ -97,9 +98,7 @@ def run_search(
     run_of = partial(run_time, gpu=gpu, calibration=calibration)
     question = Question(name, config, gpu.name, arguments.price, arguments.top, time_of, run_of, attention_on_gpu)
     best, file = found.ranked[0].config, arguments.write
-    if file is not None:
-        write_config(best, file, _about(found, question))
-    return best, report(found, question, seconds, None if file is None else str(file))
+    return best, report(found, question, seconds, None if file is None else str(file)), _about(found, question)
 
 
 def _showing(every: list[Config]) -> Iterator[Config]:

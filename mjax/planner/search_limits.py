@@ -122,7 +122,7 @@ def _counts_above(devices: int, gpus_per_node: int) -> Iterator[int]:
 
 def _counts_around(config: Config, devices: int, gpus_per_node: int, keep: Collection[str]) -> list[int]:
     """The nearest counts below and above that have a candidate."""
-    below = (count for count in range(devices - 1, 0, -1) if _is_usual(count, gpus_per_node))
+    below = (count for count in range(min(devices - 1, LARGEST), 0, -1) if _is_usual(count, gpus_per_node))
     above = _counts_above(devices, gpus_per_node)
     nearest = [next((n for n in side if any(candidates(config, n, keep))), None) for side in (below, above)]
     return [count for count in nearest if count is not None]

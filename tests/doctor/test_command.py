@@ -4,8 +4,10 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from rich.console import Console
@@ -115,3 +117,58 @@ def test_a_package_that_the_command_line_itself_needs_is_named_where_it_is_missi
     result = doctor(PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
     assert result.stderr == "mjax: error: the package tyro is not installed; pip install -r requirements.txt\n"
+
+
+def test_json_stays_json_where_a_figure_is_infinite(capsys, monkeypatch):
+    broken = Finding(
+        "numerics", RED, "off NumPy", "report it", {"error": float("inf"), "worst": float("nan"), "rate": 2.0}
+    )
+    monkeypatch.setattr(command, "examine", lambda *_: iter([broken]))
+    assert command.run_doctor(command.DoctorArguments(json=True)) == 1
+    printed = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert printed["findings"][0]["figures"] == {"error": None, "worst": None, "rate": 2.0}
+
+
+def test_a_limit_that_no_clock_can_wait_for_is_refused(capsys):
+    for limit in ("inf", "nan", "0"):
+        assert cli.main(["doctor", "--limit", limit]) == 2
+        assert f"--limit is {limit}" in capsys.readouterr().err
+
+
+# A doctor whose one check sleeps in a child, which writes its number into the file first.
+ASLEEP = """
+import os, sys
+from mjax.doctor import command
+from mjax.doctor.child import run_in_child
+child = (sys.executable, "-c", "import os, time; print(os.getpid(), file=open(%r, 'w'), flush=True); time.sleep(600)")
+command.examine = lambda *_: run_in_child(("sleep",), {}, os.environ, 600, command=child)
+command.run_doctor(command.DoctorArguments())
+"""
+
+
+def test_a_doctor_that_is_told_to_end_ends_its_child_too(tmp_path):
+    file = tmp_path / "child"
+    process = subprocess.Popen([sys.executable, "-c", ASLEEP % str(file)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        _wait(lambda: file.exists() and file.read_text().endswith("\n"))
+        child = int(file.read_text())
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+        _wait(lambda: not _alive(child))
+    finally:
+        process.kill()
+
+
+def _wait(until):
+    end = time.monotonic() + 60
+    while not until():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _alive(number):
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -9,6 +9,8 @@ import pytest
 from mjax import cli
 from mjax.config import load_config
 from mjax.errors import UsageError
+from mjax.hardware import USABLE_FRACTION
+from mjax.launch import MEMORY_FRACTIONS, claim_gpu_memory
 from mjax.planner import fit
 from mjax.planner.fit import GIB, changes_that_fit, check_memory, memory_of
 from mjax.planner.memory import predict_memory
@@ -66,13 +68,26 @@ def test_a_refusal_is_one_sentence_with_numbers():
 
 
 def test_memory_that_jax_was_not_told_to_take_is_pointed_at(monkeypatch):
-    monkeypatch.delenv(fit.FRACTION, raising=False)
+    for name in MEMORY_FRACTIONS:
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises(UsageError, match=r"26\.4 with XLA_PYTHON_CLIENT_MEM_FRACTION=0\.9 in the environment"):
         check_memory(load_config("gpt_8b"), 22 * GIB, "a GPU")
-    monkeypatch.setenv(fit.FRACTION, "0.5")
-    with pytest.raises(UsageError) as refused:
-        check_memory(load_config("gpt_8b"), 22 * GIB, "a GPU")
-    assert "FRACTION" not in str(refused.value)
+    for name in MEMORY_FRACTIONS:
+        with monkeypatch.context() as context:
+            context.setenv(name, "0.5")
+            with pytest.raises(UsageError) as refused:
+                check_memory(load_config("gpt_8b"), 22 * GIB, "a GPU")
+        assert "FRACTION" not in str(refused.value)
+
+
+def test_xla_is_given_the_share_of_the_memory_that_a_plan_counts_with_unless_the_user_has_said():
+    environment = {}
+    claim_gpu_memory(environment)
+    assert environment == {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(USABLE_FRACTION)}
+    for name in MEMORY_FRACTIONS:  # JAX refuses both at once
+        environment = {name: "0.5"}
+        claim_gpu_memory(environment)
+        assert environment == {name: "0.5"}
 
 
 def test_a_gpu_says_what_may_be_allocated_and_a_cpu_refuses_nothing():

@@ -82,3 +82,15 @@ def test_a_file_that_could_not_be_written_is_refused_before_anything_is_compiled
     assert "--save-program" in capsys.readouterr().err
     assert cli.main(["plan", "--config", "gpt_8b", "--save-program", "step.mjax"]) == 2
     assert "add --compile" in capsys.readouterr().err
+
+
+def test_a_damaged_program_is_refused_in_one_sentence(tmp_path):
+    file = tmp_path / "step.mjax"
+    with pytest.raises(UsageError, match="is no program that mjax plan --save-program wrote"):
+        open_program(file)  # there is no such file
+    for manifest, words in (([], "its manifest is no object"), ({"format": 1}, "the step in it is damaged")):
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("manifest.json", json.dumps(manifest))
+            archive.writestr("step.stablehlo", b"")
+        with pytest.raises(UsageError, match=words):
+            open_program(file)

@@ -130,3 +130,22 @@ def test_how_many_gpus_are_enough_is_true(capsys):
     enough = int(capsys.readouterr().err.split("use --devices ")[1].split(",")[0])
     assert cli.main(["plan", "--config", "gpt_39b", "--devices", str(enough), "--gpu", "h100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["search"]["best"]
+
+
+def test_nothing_is_written_where_something_else_is_refused(tmp_path, capsys):
+    file = tmp_path / "found.py"
+    picture = str(tmp_path / "s.png")
+    keep = ["--keep", "mesh.pipe", "--mesh.pipe", "1", "--mesh.data", "2"]
+    assert cli.main([*SEARCH, *keep, "--write", str(file), "--schedule-figure", picture]) == 2
+    assert "--keep mesh.pipe" in capsys.readouterr().err
+    assert not file.exists()
+
+
+def test_a_price_without_end_is_refused(capsys):
+    assert cli.main([*SEARCH, "--price", "inf"]) == 2
+    assert "--price is inf" in capsys.readouterr().err
+
+
+def test_a_gpu_may_be_named_as_jax_names_it(capsys):
+    assert cli.main(["plan", *TINY, "--gpu", "NVIDIA H200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["time"]["gpu"] == "h200"
