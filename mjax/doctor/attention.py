@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.config import Config, ModelConfig
-from mjax.doctor.finding import GREEN, RED, YELLOW, Finding
+from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, advice_on
 from mjax.errors import UsageError
 from mjax.models import attention
 from mjax.models.alibi import alibi_slopes
@@ -31,7 +31,7 @@ def check_attention(config: Config | None = None) -> list[Finding]:
         kernel = attention.resolve_attention(model, compute, platform, notices.append, documents)
     except UsageError as error:
         found, _, advice = str(error).rpartition("; ")
-        return [Finding("attention", RED, found, advice)]
+        return [Finding("attention", RED, found, advice_on(found, advice))]
     error = largest_error(kernel, model, compute, documents)
     figures = {"largest_error_relative": error}
     found = f"{kernel}, {compute}, head size {model.head_size}: within {error:.1e} of NumPy, forward and backward"

@@ -14,14 +14,15 @@ import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from mjax.doctor.finding import RED, YELLOW, Finding, listed
+from mjax.doctor.finding import RED, YELLOW, Finding, advice_on, listed
 
 SILENT = "--limit 600 where a machine is slow to start; else the driver or the file system hangs: sudo dmesg | tail"
 PROBE = (sys.executable, "-m", "mjax.doctor.probe")
+LAST_WORDS = 2000  # lines that are kept of what a child says: XLA's stack traces are some hundred
 
 
 def run_in_child(
@@ -56,36 +57,44 @@ def run_in_child(
 
 def _one_child(names, settings, environment, limit, begin, command) -> Iterator[tuple[str, list[Finding]]]:
     """Findings by check, until all are there or the child is lost; the check that lost it is among them."""
-    with tempfile.TemporaryFile() as errors:
+    try:
         child = subprocess.Popen(
             [*command, json.dumps(settings), *names],
             stdout=subprocess.PIPE,
-            stderr=errors,
+            stderr=subprocess.PIPE,  # no file: where the disk is full or read-only, there is a report all the same
             env=dict(environment),
             start_new_session=True,
         )
-        lines: queue.Queue[bytes] = queue.Queue()
-        threading.Thread(target=_forward, args=(child.stdout, lines), daemon=True).start()
-        try:
-            for name in names:
-                begin(name)
+    except OSError as error:
+        found = f"no process could be started to check it: {error.strerror or error}"
+        yield names[0], [Finding(names[0], RED, found, "ulimit -a; free some memory, or end processes")]
+        return
+    lines: queue.Queue[bytes] = queue.Queue()
+    said: deque[bytes] = deque(maxlen=LAST_WORDS)
+    threading.Thread(target=_forward, args=(child.stdout, lines), daemon=True).start()
+    listener = threading.Thread(target=_keep, args=(child.stderr, said), daemon=True)
+    listener.start()
+    try:
+        for name in names:
+            begin(name)
+            try:
+                line = lines.get(timeout=limit)
+            except queue.Empty:
+                yield name, [Finding(name, RED, f"no answer in {limit:g} s", SILENT)]
+                return
+            if not line.endswith(b"\n"):  # nothing, or half an answer: the child is lost
                 try:
-                    line = lines.get(timeout=limit)
-                except queue.Empty:
-                    yield name, [Finding(name, RED, f"no answer in {limit:g} s", SILENT)]
-                    return
-                if not line:
-                    try:
-                        code = child.wait(timeout=limit)
-                    except subprocess.TimeoutExpired:
-                        found = f"the process that checked it does not end in {limit:g} s"
-                        yield name, [Finding(name, RED, found, SILENT)]
-                    else:
-                        yield name, [_lost(name, code, errors)]
-                    return
-                yield name, [Finding(**finding) for finding in json.loads(line)]
-        finally:
-            _end(child)
+                    code = child.wait(timeout=limit)
+                except subprocess.TimeoutExpired:
+                    found = f"the process that checked it does not end in {limit:g} s"
+                    yield name, [Finding(name, RED, found, SILENT)]
+                else:
+                    listener.join(timeout=5)  # a process that the child left behind may hold the pipe
+                    yield name, [_lost(name, code, b"".join(said).decode(errors="replace"))]
+                return
+            yield name, [Finding(**finding) for finding in json.loads(line)]
+    finally:
+        _end(child)
 
 
 def _forward(stream, lines: queue.Queue[bytes]) -> None:
@@ -95,15 +104,20 @@ def _forward(stream, lines: queue.Queue[bytes]) -> None:
     lines.put(b"")
 
 
-def _lost(name: str, code: int, errors) -> Finding:
-    errors.seek(0)
-    said = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+def _keep(stream, said: deque[bytes]) -> None:
+    with stream:
+        said.extend(stream)
+
+
+def _lost(name: str, code: int, errors: str) -> Finding:
+    said = [line for line in errors.splitlines() if line.strip()]
     # XLA's last words are a line that begins with F and the date; the stack after it helps nobody here.
     fatal = [line for line in said if line[:1] == "F" and line[1:5].isdecimal()]
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     words = (fatal or said or ["and said nothing"])[-1].strip()
     memory = " (the system ends a process so when memory is short)" if code == -signal.SIGKILL else ""
-    return Finding(name, RED, f"the process that checked it {how}{memory}: {words[:300]}", "report it with this line")
+    found = f"the process that checked it {how}{memory}: {words[:300]}"
+    return Finding(name, RED, found, advice_on(words, "report it with this line"))
 
 
 def _end(child: subprocess.Popen) -> None:

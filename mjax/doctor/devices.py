@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from mjax.doctor.driver import Driver, visible_gpus
-from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding, first_line, gibibytes, listed
+from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding, advice_on, first_line, gibibytes, listed
 from mjax.hardware import USABLE_FRACTION
 from mjax.launch import MEMORY_FRACTIONS
 
@@ -32,8 +32,10 @@ def check_devices(
         if platforms:
             found = f"JAX has no device with JAX_PLATFORMS={platforms} ({reason})"
             mend = "unset JAX_PLATFORMS to train on the CPU; for a GPU, see the line driver"
-            return [Finding("devices", RED, found, mend)]
-        return [Finding("devices", RED, f"JAX has no device: {reason}", "mend the lines above first")]
+            return [Finding("devices", RED, found, advice_on(reason, mend))]
+        return [
+            Finding("devices", RED, f"JAX has no device: {reason}", advice_on(reason, "mend the lines above first"))
+        ]
     kinds = [device.device_kind for device in devices]
     counts = {kind: kinds.count(kind) for kind in kinds}
     if devices[0].platform == "cpu":

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 GREEN, YELLOW, RED, FIGURE = "green", "yellow", "red", "figure"
+MEMORY_IS_TAKEN = (
+    "nvidia-smi shows which process holds a GPU's memory, another doctor perhaps: wait for it or end it, or choose "
+    "another GPU with CUDA_VISIBLE_DEVICES"
+)
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,16 @@ def guarded(check: str, run: Callable[[], list[Finding]]) -> list[Finding]:
                 check,
                 RED,
                 f"could not be checked: {type(error).__name__}: {first_line(error)}",
-                f"look at {place.filename}, line {place.lineno}; if it is mjax's own fault, report it",
+                advice_on(
+                    str(error), f"look at {place.filename}, line {place.lineno}; if it is mjax's own fault, report it"
+                ),
             )
         ]
+
+
+def advice_on(said: str, otherwise: str) -> str:
+    """What to do where something ended with these words: memory that is short has one cause, whatever missed it."""
+    return MEMORY_IS_TAKEN if re.search("RESOURCE_EXHAUSTED|OUT_OF_MEMORY", said) else otherwise
 
 
 def first_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 import time
 
 from mjax.doctor.child import run_in_child
@@ -17,6 +18,10 @@ for name in sys.argv[2:]:
         print("F1122 10:00:00.0 1 cuda.cc:1] Check failed: the chip is gone\\n*** a stack ***", file=sys.stderr)
         sys.stderr.flush()
         os.abort()
+    if name == "half":
+        print("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes", file=sys.stderr)
+        print('[{"check": "ha', end="", flush=True)
+        os._exit(4)
     if name == "leave":
         os._exit(3)
     status = "red" if name == "red" else "green"
@@ -66,3 +71,21 @@ def test_nothing_is_built_on_a_red_foundation():
     assert (first.status, rest.check, rest.status, rest.found) == (RED, "not checked", YELLOW, "a and b")
     assert statuses(run("leave", "a", foundation="leave")) == [("leave", RED), ("not checked", YELLOW)]
     assert statuses(run("red", "a")) == [("red", RED), ("a", GREEN)]
+
+
+def test_half_an_answer_is_that_of_a_lost_child_and_short_memory_has_its_own_advice():
+    findings = run("half", "b")
+    assert statuses(findings) == [("half", RED), ("b", GREEN)]
+    assert "ended with exit code 4: RESOURCE_EXHAUSTED" in findings[0].found
+    assert findings[0].advice.startswith("nvidia-smi shows which process holds")
+
+
+def test_a_disk_that_is_full_or_read_only_is_not_needed(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    assert statuses(run("a")) == [("a", GREEN)]
+
+
+def test_checks_whose_process_cannot_be_started_are_red_each():
+    findings = list(run_in_child(("a", "b"), {}, os.environ, 5.0, command=("/nowhere/python",)))
+    assert statuses(findings) == [("a", RED), ("b", RED)]
+    assert findings[0].found == "no process could be started to check it: No such file or directory"
