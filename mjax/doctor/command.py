@@ -40,7 +40,7 @@ class DoctorArguments:
     config: str | None = None
     """Check for this config too (its attention, the room for its checkpoints): a name in configs/, or a .py file."""
     runs: Path = Path("runs")
-    """Folder of run folders, where checkpoints go."""
+    """Folder of run folders, where checkpoints go; or that of one run, to go on with it."""
     limit: float = 120.0
     """Seconds that one check may take before it is given up."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -60,7 +60,7 @@ def run_doctor(arguments: DoctorArguments) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # the marks, where a terminal has no Unicode
     with _told_to_end(), Report(shown=not arguments.json) as report:
-        for finding in examine(config, arguments.runs, arguments.limit, report):
+        for finding in examine(config, arguments, report):
             findings.append(finding)
             report.show(finding)
         report.close(findings)
@@ -88,8 +88,9 @@ def _plain(finding: Finding) -> dict:
     return {**dataclasses.asdict(finding), "figures": figures}
 
 
-def examine(config: Config | None, runs: Path, limit: float, report: Report) -> Iterator[Finding]:
+def examine(config: Config | None, arguments: DoctorArguments, report: Report) -> Iterator[Finding]:
     """All findings, as they come."""
+    limit = arguments.limit
     # --- Without JAX --------------------------------------------------------------------------------------------------
     yield from guarded("python", software.check_python)
     yield from guarded("packages", software.check_packages)
@@ -116,7 +117,8 @@ def examine(config: Config | None, runs: Path, limit: float, report: Report) -> 
         "driver": dataclasses.asdict(driver),
         "cuda": cuda,
         "config": None if config is None else to_dict(config),
-        "runs": str(runs),
+        "runs": str(arguments.runs),
+        "name": Path(arguments.config or "").stem,  # as train.py calls a run unless it is told a name
     }
     yield from run_in_child(ON_DEVICES, settings, environment, limit, report.begin, foundation="devices")
 

@@ -27,6 +27,8 @@ class Settings:
     cuda: int | None
     config: Config | None
     runs: Path
+    name: str
+    """Of the run."""
     complaints: list[str]
     """What JAX logs; it grows."""
 
@@ -76,7 +78,7 @@ def _all_reduce(settings: Settings) -> list[Finding]:
 def _storage(settings: Settings) -> list[Finding]:
     from mjax.doctor.storage import check_storage
 
-    return check_storage(settings.runs, settings.config)
+    return check_storage(settings.runs, settings.config, settings.name)
 
 
 CHECKS: dict[str, Callable[[Settings], list[Finding]]] = {
@@ -115,7 +117,7 @@ def main(arguments: list[str]) -> None:
     for name in arguments[1:]:
 
         def run(name=name):
-            settings = Settings(driver, given["cuda"], config, Path(given["runs"]), complaints.lines)
+            settings = Settings(driver, given["cuda"], config, Path(given["runs"]), given["name"], complaints.lines)
             return CHECKS[name](settings)
 
         print(answer(guarded(name, run)), file=answers, flush=True)

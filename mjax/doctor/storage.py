@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 import tempfile
 import time
@@ -21,19 +22,39 @@ SLOW = 100e6  # bytes a second; one hard disk. A parallel file system or an NVMe
 LEAST_FREE = 2**30
 
 
-def check_storage(runs: Path, config: Config | None = None) -> list[Finding]:
-    """Write, sync, read and remove 64 MiB where run folders go, and compare the room with a config's checkpoints."""
-    folder = next(place for place in (runs.absolute(), *runs.absolute().parents) if place.exists())
+def check_storage(runs: Path, config: Config | None = None, name: str = "") -> list[Finding]:
+    """Write, sync, read and remove 64 MiB where run folders go, and compare the room with a config's checkpoints.
+
+    Args:
+      runs: folder of run folders, or the folder of one run.
+      name: of the run, whose checkpoints need no room a second time.
+    """
+    folder = next(place for place in (runs.absolute(), *runs.absolute().parents) if os.path.lexists(place))
     where = str(runs) if folder == runs.absolute() else f"{folder} (where {runs} will be made)"
     try:
         write, read = measure(folder)
         free = shutil.disk_usage(folder).free
+        there = max(checkpoints_in(runs), checkpoints_in(runs / name))
+    except FileNotFoundError:  # its name is there, and leads nowhere
+        target = os.path.realpath(folder)
+        advice = f"mkdir -p {shlex.quote(target)}, or choose another folder with --runs"
+        return [Finding("storage", RED, f"{where} is a link to {target}, which is not there", advice)]
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "free some space there" if full else "make it writable"
         found = f"{where} cannot be written: {error.strerror or error}"
         return [Finding("storage", RED, found, f"{advice}, or choose another folder with --runs")]
-    return judge_storage(where, free, write, read, config)
+    return judge_storage(where, free, write, read, config, there)
+
+
+def checkpoints_in(run: Path) -> int:
+    """How many checkpoints lie in the folder of a run, which need not exist.
+
+    Raises:
+      OSError: it cannot be read.
+    """
+    folder = run / "checkpoints"
+    return sum(entry.name.isdecimal() for entry in folder.iterdir()) if folder.is_dir() else 0
 
 
 def measure(folder: Path) -> tuple[float, float]:
@@ -64,19 +85,27 @@ def measure(folder: Path) -> tuple[float, float]:
     return FILE_BYTES / (written - begun), FILE_BYTES / (end - begun_reading)
 
 
-def judge_storage(where: str, free: int, write: float, read: float, config: Config | None) -> list[Finding]:
-    """Findings from what was measured: `free` in bytes, `write` and `read` in bytes a second."""
+def judge_storage(
+    where: str, free: int, write: float, read: float, config: Config | None, there: int = 0
+) -> list[Finding]:
+    """Findings from what was measured: `free` in bytes, `write` and `read` in bytes a second.
+
+    Of the checkpoints that a run of `config` keeps, `there` have been written before.
+    """
     found = f"{where}: {gibibytes(free)} free, writes {write / 1e6:,.0f} MB/s, reads {read / 1e6:,.0f} MB/s"
     figures = {"free_gib": free / 2**30, "write_mb_per_s": write / 1e6, "read_mb_per_s": read / 1e6}
     least = LEAST_FREE
     if config is not None:
         size = state_bytes(config)
-        kept = config.checkpoint.keep_last + 1  # an old one goes when the new one is complete
-        least = kept * size
+        there = min(there, config.checkpoint.keep_last)
+        more = config.checkpoint.keep_last + 1 - there  # an old one goes when the new one is complete
+        least = more * size
         found += f"; a checkpoint is {gibibytes(size)}, {size / write / 60:,.1f} min at this rate from one host"
         figures["checkpoint_gib"] = size / 2**30
     if free < least:
-        room = f"{gibibytes(least)} are needed" + (f" for {kept} of them" if config is not None else "")
+        room = f"{gibibytes(least)} are needed"
+        if config is not None:
+            room += f" for {more} of them" + (f", besides the {there} that lie there" if there else "")
         advice = "free some space there, or choose another folder with --runs"
         return [Finding("storage", YELLOW if config is None else RED, f"{found}; {room}", advice, figures)]
     if write < SLOW:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections import namedtuple
 
 import pytest
 
@@ -80,3 +81,42 @@ def test_room_is_compared_with_the_checkpoints_of_the_config():
     assert "for 3 of them" in finding.found
     assert judge_storage("runs", 300 * 2**30, 1e9, 1e9, config)[0].status == GREEN
     assert judge_storage("runs", 2**20, 1e9, 1e9, None)[0].status == YELLOW
+
+
+def test_checkpoints_that_a_run_has_written_need_no_room_a_second_time(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder: usage(400 * 2**30, 300 * 2**30, 100 * 2**30))
+    config = load_config("gpt_8b")
+    for name, status in (("200", RED), ("300.writing", RED), ("300", GREEN), ("400", GREEN)):
+        (tmp_path / "gpt_8b/checkpoints" / name).mkdir(parents=True)
+        (finding,) = check_storage(tmp_path, config, "gpt_8b")
+        assert finding.status == status
+        assert status == GREEN or "185.9 GiB are needed for 2 of them, besides the 1 that lie there" in finding.found
+    assert check_storage(tmp_path / "gpt_8b", config, "gpt_8b")[0].status == GREEN
+    assert check_storage(tmp_path, config, "another")[0].status == RED
+
+
+@pytest.mark.parametrize("deeper", ["", "deep"])
+def test_a_link_that_leads_nowhere_is_red(tmp_path, deeper):
+    (tmp_path / "runs").symlink_to(tmp_path / "scratch disk")
+    (finding,) = check_storage(tmp_path / "runs" / deeper)
+    assert finding.status == RED
+    assert f"is a link to {tmp_path}/scratch disk, which is not there" in finding.found
+    assert finding.advice.startswith(f"mkdir -p '{tmp_path}/scratch disk'")
+
+
+def test_a_folder_that_may_not_be_entered_is_red(tmp_path, monkeypatch):
+    def behind(real):
+        def ask(place, *arguments, **options):
+            if "closed/" in str(place):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return real(place, *arguments, **options)
+
+        return ask
+
+    (tmp_path / "closed").mkdir()
+    for name in ("stat", "lstat", "open"):
+        monkeypatch.setattr(os, name, behind(getattr(os, name)))
+    (finding,) = check_storage(tmp_path / "closed" / "runs")
+    assert finding.status == RED
+    assert finding.found.endswith("closed/runs will be made) cannot be written: Permission denied")
