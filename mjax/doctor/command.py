@@ -105,7 +105,7 @@ def examine(config: Config | None, arguments: DoctorArguments, report: Report) -
     environment = dict(os.environ)
 
     def check_flags() -> list[Finding]:
-        findings, repaired = flags.check_flags(environment)
+        findings, repaired = flags.check_flags(environment, limit)
         environment.update(repaired)  # what follows runs without the flags that end a process
         return findings
 

@@ -17,6 +17,8 @@ from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, gibibytes
 OLDEST_DRIVER = {12: 525, 13: 580}
 QUERY = "name,driver_version,memory.total,memory.used"
 ANSWER_SECONDS = 20.0
+# What nvidia-smi says where there is nothing for it to show.
+NOTHING_THERE = ("No devices were found", "couldn't communicate with the NVIDIA driver", "couldn't find libnvidia-ml")
 USED_BY_OTHERS = 2**30  # bytes; less is what a desktop or a monitoring process takes
 
 
@@ -71,6 +73,10 @@ def check_driver(driver: Driver, cuda: int | None) -> list[Finding]:
 
     nvidia-smi's problems come first: a driver that hangs would hang everything after it.
     """
+    if driver.problem and not driver.on_bus and any(words in driver.problem for words in NOTHING_THERE):
+        found = f"nvidia-smi is here, and no NVIDIA GPU on the PCI bus: a login node perhaps ({driver.problem})"
+        advice = "to train on GPUs, ask on a node that has some: srun --gpus-per-node 1 python -m mjax doctor"
+        return [Finding("driver", YELLOW, found, advice)]
     if driver.problem:
         advice = (
             "reboot: the driver was updated while its old version was running"

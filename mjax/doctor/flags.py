@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import mmap
-import os
 import re
 import shlex
 import subprocess
@@ -16,15 +15,18 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from mjax.doctor.finding import GREEN, RED, Finding, listed
+from mjax.doctor.child import SILENT
+from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, listed
 
 # Flags are read when the first backend starts; the CPU's starts soonest and reads all of them.
 READ_FLAGS = "import jax; jax.devices()"
-LIMIT_SECONDS = 60.0
 
 
-def check_flags(environment: Mapping[str, str] = os.environ) -> tuple[list[Finding], dict[str, str]]:
+def check_flags(environment: Mapping[str, str], limit: float) -> tuple[list[Finding], dict[str, str]]:
     """Whether XLA starts with the flags that are set.
+
+    Args:
+      limit: seconds that a start may take.
 
     Returns:
       The findings, and an environment in which it does: the one given, without the flags that would end the process.
@@ -32,15 +34,22 @@ def check_flags(environment: Mapping[str, str] = os.environ) -> tuple[list[Findi
     flags = environment.get("XLA_FLAGS", "").strip()
     if not flags:
         return [Finding("flags", GREEN, "XLA_FLAGS is not set")], dict(environment)
-    said = _refusal(flags, environment)
+    try:
+        return _judge(flags, dict(environment), limit)
+    except subprocess.TimeoutExpired:
+        return [Finding("flags", RED, f"JAX gave no answer in {limit:g} s", SILENT)], dict(environment)
+
+
+def _judge(flags: str, environment: dict[str, str], limit: float) -> tuple[list[Finding], dict[str, str]]:
+    said = refusal(flags, environment, limit)
     if said is None:
-        return [Finding("flags", GREEN, f"XLA takes XLA_FLAGS={flags}")], dict(environment)
+        return [Finding("flags", GREEN, f"XLA takes XLA_FLAGS={flags}")], environment
     words = shlex.split(flags)
     unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", said)
     value = re.search(r"Couldn't interpret value (.*) for flag (\w+)", said)
     if unknown:
         wrong = [word.split("=")[0] for word in shlex.split(unknown[1])]
-        advice = "; ".join(_instead(flag, environment) for flag in wrong)
+        advice = "; ".join(_instead(flag, environment, limit) for flag in wrong)
         them = "it" if len(wrong) == 1 else "them"
         what = f"XLA does not know {listed(wrong)}, and ends every process that has {them} set"
     elif value:
@@ -50,11 +59,14 @@ def check_flags(environment: Mapping[str, str] = os.environ) -> tuple[list[Findi
     elif not flags.startswith("--"):
         wrong, advice = None, "begin each flag with --"
         what = f"XLA takes {words[0]!r} in XLA_FLAGS for the name of a file, and cannot open it"
+    elif refusal("", environment, limit) is not None:
+        found = f"not tried: JAX does not start without XLA_FLAGS either: {said.splitlines()[-1]}"
+        return [Finding("flags", YELLOW, found, "mend the line devices first")], environment
     else:
         wrong, advice = None, "unset XLA_FLAGS"
         what = f"XLA does not start with XLA_FLAGS={flags}: {said.splitlines()[-1]}"
     left = "" if wrong is None else " ".join(word for word in words if word.split("=")[0] not in wrong)
-    if left and _refusal(left, environment) is not None:
+    if left and refusal(left, environment, limit) is not None:
         left = ""
     repaired = {**environment, "XLA_FLAGS": left}
     return [Finding("flags", RED, what, advice)], repaired
@@ -71,17 +83,21 @@ def known_flags() -> list[str]:
     return sorted(name.decode() for name in found)
 
 
-def _instead(flag: str, environment: Mapping[str, str]) -> str:
+def _instead(flag: str, environment: Mapping[str, str], limit: float) -> str:
     """What to do about an unknown flag: the nearest that XLA really takes, if there is one."""
     for name in difflib.get_close_matches(flag.lstrip("-"), known_flags(), n=2, cutoff=0.7):
-        said = _refusal(f"--{name}=true", environment)
+        said = refusal(f"--{name}=true", environment, limit)
         if said is None or "Unknown flag" not in said:
             return f"take {flag} out of XLA_FLAGS; the nearest that there is: --{name}"
     return f"take {flag} out of XLA_FLAGS"
 
 
-def _refusal(flags: str, environment: Mapping[str, str]) -> str | None:
-    """What a process says that ends on these flags; None where it starts."""
+def refusal(flags: str, environment: Mapping[str, str], limit: float) -> str | None:
+    """What a process says that ends on these flags; None where it starts.
+
+    Raises:
+      subprocess.TimeoutExpired: it does neither in `limit` seconds.
+    """
     variables = {**environment, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     child = subprocess.run(
         [sys.executable, "-c", READ_FLAGS],
@@ -89,7 +105,7 @@ def _refusal(flags: str, environment: Mapping[str, str]) -> str | None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=LIMIT_SECONDS,
+        timeout=limit,
     )
     if child.returncode == 0:
         return None

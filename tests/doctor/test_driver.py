@@ -72,6 +72,24 @@ def test_a_driver_that_was_updated_under_a_running_kernel_asks_for_a_reboot(tmp_
     assert finding.advice.startswith("reboot")
 
 
+@pytest.mark.parametrize(("gpus", "status"), [(0, YELLOW), (1, RED)])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "No devices were found",
+        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest …",
+        "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system. Please make sure …",
+    ],
+)
+def test_nvidia_smi_on_a_node_without_a_gpu_is_yellow_and_beside_one_red(tmp_path, gpus, status, said):
+    driver = read_driver(machine(tmp_path, gpus=gpus), fails(subprocess.CalledProcessError(9, "nvidia-smi", said)))
+    (finding,) = check_driver(driver, 13)
+    assert finding.status == status
+    assert said in finding.found
+    assert ("srun --gpus-per-node 1" in finding.advice) == (gpus == 0)
+    assert read_driver(tmp_path, lambda command: "No devices were found\n").problem.endswith("No devices were found")
+
+
 @pytest.mark.parametrize(
     ("driver", "cuda", "status", "words"),
     [
