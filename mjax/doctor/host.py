@@ -6,8 +6,8 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
 
 from mjax import launch
 from mjax.config import Config
@@ -18,17 +18,17 @@ LEAST_FILES = 4096  # a checkpoint of many arrays, the data and the connections 
 
 
 def check_memory(config: Config | None = None, root: Path = Path("/")) -> list[Finding]:
-    """Host memory that is free, within the limit of the container; against a checkpoint's copy where a config is given.
+    """Host memory that is free, within the limits of container and job; beside a checkpoint's copy, given a config.
 
     A checkpoint is copied to host memory before it is written. How many of a mesh's devices are this host's is not
     known here, so eight are assumed, or all where there are fewer.
     """
     text = (root / "proc/meminfo").read_text()
     total, available = (int(re.search(rf"{name}:\s+(\d+)", text)[1]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    limit, used = _container(root)
     within = ""
-    if limit is not None and limit < total:
-        total, available, within = limit, min(available, limit - used), ", the limit of this container"
+    for limit, used in _limits(root):
+        if limit - used < available:
+            total, available, within = limit, max(0, limit - used), ", the limit of this container or job"
     figures = {"total_gib": total / 2**30, "available_gib": available / 2**30}
     found = f"{gibibytes(available)} of {gibibytes(total)} free{within}"
     if config is None:
@@ -47,18 +47,32 @@ def state_bytes(config: Config) -> int:
     return 12 * config.model.parameters * (2 if config.precision.compute == "fp64" else 1)
 
 
-def _container(root: Path) -> tuple[int | None, int]:
-    """Memory limit of this container and what is used of it, in bytes; None: there is no limit."""
-    places = (
-        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    )
-    for limit, used in places:
-        try:
-            return int((root / limit).read_text()), int((root / used).read_text())
-        except (OSError, ValueError):  # not there, or the word 'max'
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Limit of memory and what is used of it, in bytes, for this process's control group and each above it.
+
+    A container's limit stands at the top of what it sees, Slurm's at the job or the step. Files in memory that nobody
+    has read of late are given back before a process is ended, so they are not counted as used.
+    """
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, names = "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):  # version 1 of control groups
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            top = "sys/fs/cgroup/memory"
+        else:
             continue
-    return None, 0
+        group = PurePosixPath(path.lstrip("/"))
+        for place in (group, *group.parents):
+            folder = root / top / place
+            stat = folder / "memory.stat"
+            try:
+                limit, used = (int((folder / name).read_text()) for name in names[:2])
+                given_back = re.search(rf"^{names[2]} (\d+)", stat.read_text() if stat.exists() else "", re.MULTILINE)
+            except (OSError, ValueError):  # not there, or the word 'max'
+                continue
+            yield limit, used - (int(given_back[1]) if given_back else 0)
 
 
 def check_shared_memory(devices: int, folder: Path = Path("/dev/shm")) -> list[Finding]:

@@ -15,12 +15,20 @@ def machine(folder, total=64, available=60, limit=None, used=0):
     """A host with so many GiB, in a container with this limit."""
     (folder / "proc").mkdir()
     (folder / "proc/meminfo").write_text(f"MemTotal: {total * 2**20} kB\nMemAvailable:  {available * 2**20} kB\n")
-    if limit is not None:
-        group = folder / "sys/fs/cgroup"
-        group.mkdir(parents=True)
-        (group / "memory.max").write_text("max\n" if limit == "max" else f"{limit * 2**30}\n")
-        (group / "memory.current").write_text(f"{used * 2**30}\n")
+    group(folder, "", limit, used)
+    (folder / "proc/self").mkdir()
+    (folder / "proc/self/cgroup").write_text("0::/\n")
     return folder
+
+
+def group(folder, path, limit, used, inactive=0):
+    """A control group of version 2 with this limit, in GiB or 'max'; None: there is no controller of memory."""
+    place = folder / "sys/fs/cgroup" / path
+    place.mkdir(parents=True, exist_ok=True)
+    if limit is not None:
+        (place / "memory.max").write_text("max\n" if limit == "max" else f"{limit * 2**30}\n")
+        (place / "memory.current").write_text(f"{used * 2**30}\n")
+        (place / "memory.stat").write_text(f"anon 1\ninactive_file {inactive * 2**30}\nactive_file 7\n")
 
 
 def test_free_memory_is_that_of_the_host(tmp_path):
@@ -30,7 +38,34 @@ def test_free_memory_is_that_of_the_host(tmp_path):
 
 def test_the_limit_of_a_container_counts_and_not_the_memory_of_its_host(tmp_path):
     (finding,) = check_memory(root=machine(tmp_path, limit=16, used=4))
-    assert finding.found == "12.0 GiB of 16.0 GiB free, the limit of this container"
+    assert finding.found == "12.0 GiB of 16.0 GiB free, the limit of this container or job"
+
+
+def test_the_limit_of_a_slurm_job_is_found_above_its_step_and_files_in_memory_are_not_used(tmp_path):
+    root = machine(tmp_path)
+    group(root, "slurm/job_7", 32, used=20, inactive=8)
+    group(root, "slurm/job_7/step_0", "max", used=20)
+    group(root, "slurm/job_7/step_0/task_1", None, used=20)
+    (root / "proc/self/cgroup").write_text("1:name=systemd:/\n0::/slurm/job_7/step_0/task_1\n")
+    (finding,) = check_memory(root=root)
+    assert finding.found == "20.0 GiB of 32.0 GiB free, the limit of this container or job"
+    group(root, "slurm", 48, used=45)  # its other jobs
+    assert check_memory(root=root)[0].found.startswith("3.0 GiB of 48.0 GiB")
+    group(root, "slurm/job_8", 1, used=0)  # somebody else's
+    assert check_memory(root=root)[0].found.startswith("3.0 GiB")
+
+
+def test_the_limit_is_found_in_version_1_of_control_groups_too(tmp_path):
+    root = machine(tmp_path)
+    (root / "proc/self/cgroup").write_text("5:cpuset,cpu:/slurm/job_7\n4:memory:/slurm/job_7\n0::/\n")
+    for path, limit in (("", 2**63 - 4096), ("slurm/job_7", 24 * 2**30)):
+        place = root / "sys/fs/cgroup/memory" / path
+        place.mkdir(parents=True)
+        (place / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (place / "memory.usage_in_bytes").write_text(f"{16 * 2**30}\n")
+        (place / "memory.stat").write_text(f"inactive_file 0\ntotal_inactive_file {2 * 2**30}\n")
+    (finding,) = check_memory(root=root)
+    assert finding.found == "10.0 GiB of 24.0 GiB free, the limit of this container or job"
 
 
 def test_memory_that_a_checkpoints_copy_does_not_fit_into_is_yellow(tmp_path):
