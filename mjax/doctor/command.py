@@ -21,7 +21,7 @@ from typing import Annotated
 
 import tyro
 
-from mjax import __version__
+from mjax import __version__, packages
 from mjax.config import Config, load_config, to_dict
 from mjax.doctor import driver as nvidia
 from mjax.doctor import flags, host, software
@@ -95,7 +95,7 @@ def examine(config: Config | None, arguments: DoctorArguments, report: Report) -
     yield from guarded("python", software.check_python)
     yield from guarded("packages", software.check_packages)
     yield from guarded("jax", software.check_jax)
-    cuda = _or(None, software.cuda_build)
+    cuda = _or(None, packages.cuda_build)
     report.begin("driver")
     driver = _or(nvidia.Driver(problem="this machine could not be asked for GPUs"), nvidia.read_driver)
     yield from guarded("driver", lambda: nvidia.check_driver(driver, cuda))

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import mjax
+from mjax import packages
 from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, listed
 
 PYTHON = SpecifierSet(">=3.11")
@@ -34,10 +35,17 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3], executable: st
 def check_packages(requirements: list[str] | None = None) -> list[Finding]:
     """Whether every package that mjax needs is there, in a version that it was written for."""
     lines = _requirements() if requirements is None else requirements
-    wanted = [line for line in map(Requirement, lines) if line.marker is None or line.marker.evaluate()]
+    wanted: dict[str, Requirement] = {}
+    for requirement in map(Requirement, lines):
+        if requirement.marker is None or requirement.marker.evaluate():
+            name = canonicalize_name(requirement.name)
+            if name in wanted:  # both lines hold
+                requirement.specifier &= wanted[name].specifier
+            wanted[name] = requirement
+    installed = packages.installed()
     missing, too_old, untried = [], [], []
-    for requirement in wanted:
-        version = installed(requirement.name)
+    for name, requirement in wanted.items():
+        version = installed.get(name)
         if version is None:
             missing.append(requirement)
         elif not requirement.specifier.contains(version, prereleases=True):
@@ -53,10 +61,12 @@ def check_packages(requirements: list[str] | None = None) -> list[Finding]:
         (untried, YELLOW, "newer than mjax was tried with"),
     ):
         if wrong:
-            versions = listed([f"{r.name} {installed(r.name)} ({r.specifier} is wanted)" for r in wrong])
+            versions = listed(
+                [f"{r.name} {installed[canonicalize_name(r.name)]} ({r.specifier} is wanted)" for r in wrong]
+            )
             findings.append(Finding("packages", status, f"{what}: {versions}", _install(wrong)))
     if not findings:
-        versions = [f"{name} {installed(name)}" for name in SHOWN if installed(name)]
+        versions = [f"{name} {installed[name]}" for name in SHOWN if name in installed]
         found = f"all {len(wanted)} that mjax needs, among them {listed(versions)}"
         findings.append(Finding("packages", GREEN, found))
     return findings
@@ -64,11 +74,12 @@ def check_packages(requirements: list[str] | None = None) -> list[Finding]:
 
 def check_jax() -> list[Finding]:
     """Whether jax, jaxlib and the CUDA plugin are of one version: the first two are two wheels, the plugin two more."""
-    jax, jaxlib = installed("jax"), installed("jaxlib")
+    installed = packages.installed()
+    jax, jaxlib = installed.get("jax"), installed.get("jaxlib")
     if jax is None or jaxlib is None:
         absent = listed([name for name, version in (("jax", jax), ("jaxlib", jaxlib)) if version is None])
         return [Finding("jax", RED, f"not installed: {absent}", 'pip install "jax>=0.10.2,<0.12"')]
-    plugins = {name: version for name, version in _distributions() if CUDA_BUILDS.fullmatch(name)}
+    plugins = {name: version for name, version in installed.items() if CUDA_BUILDS.fullmatch(name)}
     majors = {CUDA_BUILDS.fullmatch(name)[1] for name in plugins}
     build = f"jax[cuda{max(majors)}]" if majors else "jax"
     mend = f'pip install --upgrade "{build}=={jax}"'
@@ -86,31 +97,13 @@ def check_jax() -> list[Finding]:
         return [Finding("jax", RED, f"jaxlib is {jaxlib}, and {named}: JAX will not use the GPU with it", mend)]
     if majors and len(plugins) < 2:
         return [Finding("jax", RED, f"{listed(sorted(plugins))} without its other half: JAX cannot use the GPU", mend)]
-    libraries = [f"cuDNN {version}" for name, version in _distributions() if name.startswith("nvidia-cudnn-cu")]
-    libraries += [f"NCCL {version}" for name, version in _distributions() if name.startswith("nvidia-nccl-cu")]
-    cuda = f"the build for CUDA {max(majors)}, with {listed(libraries)}" if majors else "the build for CPUs"
-    return [Finding("jax", GREEN, f"jax {jax}, jaxlib {jaxlib}: {cuda}")]
-
-
-def cuda_build() -> int | None:
-    """Major version of CUDA that the installed jax plugin is made for; None: jax can use the CPU only."""
-    majors = [CUDA_BUILDS.fullmatch(name) for name, _ in _distributions()]
-    return max((int(match[1]) for match in majors if match), default=None)
-
-
-def installed(name: str) -> str | None:
-    """Version of a package, or None where it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _distributions() -> Iterator[tuple[str, str]]:
-    for distribution in metadata.distributions():
-        name = distribution.metadata["Name"]
-        if name:  # an installation that was broken off leaves a folder without one
-            yield re.sub(r"[-_.]+", "-", name).lower(), distribution.version
+    if not majors:
+        return [Finding("jax", GREEN, f"jax {jax}, jaxlib {jaxlib}: the build for CPUs")]
+    (major,) = majors
+    names = {"cuDNN": f"nvidia-cudnn-cu{major}", "NCCL": f"nvidia-nccl-cu{major}"}
+    libraries = listed([f"{what} {installed[name]}" for what, name in names.items() if name in installed])
+    found = f"jax {jax}, jaxlib {jaxlib}: the build for CUDA {major}, with {libraries}"
+    return [Finding("jax", GREEN, found)]
 
 
 def _requirements() -> list[str]:

@@ -13,19 +13,17 @@ It needs the CUDA wheels (requirements-cuda.txt), because the compiler for NVIDI
 
 from __future__ import annotations
 
-import importlib.util
-import pkgutil
 import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from mjax.config import Config
 from mjax.errors import RunError, UsageError
+from mjax.packages import cuda_build, installed
 from mjax.planner.hlo import HloError, ScheduledProgram, read_program
 
 SHEETS = Path(__file__).parent / "targets"
@@ -111,21 +109,11 @@ def check_compile(config: Config, gpu: str | None, per_server: int = 8) -> None:
             f"a mesh of {devices} devices does not fill servers of {per_server}; change --mesh.data, or use "
             f"--devices-per-node {max(n for n in range(1, per_server + 1) if devices % n == 0)}"
         )
-    if not _has_cuda_wheels():
+    if cuda_build() is None:
         raise UsageError(
             "--compile needs the compiler for NVIDIA GPUs, which is in JAX's CUDA wheels (no GPU and no driver is "
             "needed); type: pip install -r requirements-cuda.txt"
         )
-
-
-def _has_cuda_wheels() -> bool:
-    """Whether JAX's plugin for CUDA is installed, found without importing JAX."""
-    plugins = importlib.util.find_spec("jax_plugins")
-    if plugins is None:
-        return False
-    return any(
-        module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(plugins.submodule_search_locations)
-    )
 
 
 def compile_step(
@@ -194,7 +182,7 @@ def compile_step(
     return Compilation(
         gpu=gpu,
         device_kind=topology.devices[0].device_kind,
-        gpu_memory=_memory_of(gpu),
+        gpu_memory=memory_of(gpu),
         servers=servers,
         attention=kernel,
         tracing=tracing,
@@ -236,7 +224,7 @@ def _without_compilation_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _memory_of(gpu: str) -> int:
+def memory_of(gpu: str) -> int:
     """Bytes of memory that the sheet of a GPU gives it."""
     for line in (SHEETS / f"{gpu}.txtpb").read_text().splitlines():
         name, _, value = line.strip().partition(": ")
@@ -247,7 +235,5 @@ def _memory_of(gpu: str) -> int:
 
 def versions() -> dict[str, str]:
     """Versions of what compiled: JAX, and the plugin whose compiler it is."""
-    plugins = importlib.util.find_spec("jax_plugins").submodule_search_locations
-    names = [module.name for module in pkgutil.iter_modules(plugins) if module.name.startswith("xla_cuda")]
-    packages = ["jax", "jaxlib", *(f"jax-{name.removeprefix('xla_')}-plugin" for name in names)]
-    return {package: version(package) for package in packages}
+    found = installed()
+    return {name: found[name] for name in ("jax", "jaxlib", f"jax-cuda{cuda_build()}-plugin") if name in found}

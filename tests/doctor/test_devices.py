@@ -83,7 +83,7 @@ def test_memory_that_is_left_unused_or_broken_up_is_yellow(limit, environment, s
 @pytest.mark.gpu
 def test_on_a_gpu_its_kind_and_its_memory_are_found():
     from mjax.doctor.driver import read_driver
-    from mjax.doctor.software import cuda_build
+    from mjax.packages import cuda_build
 
     driver = read_driver()
     (finding,) = check_devices(driver, cuda_build())

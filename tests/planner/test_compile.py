@@ -15,6 +15,7 @@ from mjax import cli
 from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.models.attention import choose_kernel
+from mjax.packages import cuda_build
 from mjax.planner import compile as ahead
 from mjax.planner.comms import ledger
 from mjax.planner.compile import check_compile, compile_step, sheet_names
@@ -24,7 +25,7 @@ from mjax.planner.saved_program import open_program, save_program
 from tests.small import small_config
 
 needs_compiler = pytest.mark.skipif(
-    not ahead._has_cuda_wheels(), reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
+    cuda_build() is None, reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
 )
 
 # Of a real model: cuDNN's attention, a vocabulary that is split, dropout between the layers.
@@ -113,7 +114,7 @@ def test_a_head_size_that_jax_lowers_only_beside_a_gpu_is_one_sentence():
     ],
 )
 def test_what_cannot_be_compiled_is_one_sentence_and_exit_code_2(capsys, monkeypatch, flags, message):
-    monkeypatch.setattr(ahead, "_has_cuda_wheels", lambda: False)
+    monkeypatch.setattr(ahead, "cuda_build", lambda: None)
     assert cli.main(["plan", "--config", "gpt_8b", "--compile", *flags]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -135,7 +136,7 @@ def test_every_sheet_names_its_gpu_its_sources_and_its_memory():
         assert f'device_description_str: "{kind}"' in text
         assert "# read off a device" in text
         assert "# from documents" in text
-        assert 1.0 < ahead._memory_of(name) / (gigabytes[name] * 1e9) < 1.07
+        assert 1.0 < ahead.memory_of(name) / (gigabytes[name] * 1e9) < 1.07
 
 
 def test_the_sheets_are_part_of_the_package():
@@ -163,7 +164,7 @@ def test_the_rule_for_attention_without_jax_is_the_one_of_training(changes):
 
 
 def test_a_mesh_within_one_server_and_one_of_many_can_be_compiled_for(monkeypatch):
-    monkeypatch.setattr(ahead, "_has_cuda_wheels", lambda: True)
+    monkeypatch.setattr(ahead, "cuda_build", lambda: 13)
     config = load_config("gpt_8b")
     for devices in (1, 3, 8, 16, 512):
         check_compile(replace(config, mesh=replace(config.mesh, data=devices, model=1)), "h100")

@@ -1,0 +1,24 @@
+"""What is installed, by the packages' own metadata: nothing is imported, so the answer comes for a broken one too."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+
+def installed() -> dict[str, str]:
+    """Version of each package by its name, in lower case with hyphens; of two, that which Python would import."""
+    found: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name and distribution.version:  # an installation that was broken off leaves a folder without them
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.version)
+    return found
+
+
+def cuda_build() -> int | None:
+    """Major version of CUDA that the installed jax is built for; None: it can use the CPU only."""
+    builds = (
+        re.fullmatch(r"jax-cuda(\d+)-pjrt", name) for name in installed()
+    )  # XLA and its compiler are in this half
+    return max((int(match[1]) for match in builds if match), default=None)
