@@ -73,8 +73,10 @@ def check_driver(driver: Driver, cuda: int | None) -> list[Finding]:
 
     nvidia-smi's problems come first: a driver that hangs would hang everything after it.
     """
-    if driver.problem and not driver.on_bus and any(words in driver.problem for words in NOTHING_THERE):
-        found = f"nvidia-smi is here, and no NVIDIA GPU on the PCI bus: a login node perhaps ({driver.problem})"
+    problem, said = driver.problem, f" ({driver.problem})" if driver.problem else ""
+    bare = any(words in problem for words in NOTHING_THERE) if problem else driver.version and not driver.gpus
+    if bare and not driver.on_bus:
+        found = f"NVIDIA's driver or its tools, and no NVIDIA GPU on the PCI bus: a login node perhaps{said}"
         advice = "to train on GPUs, ask on a node that has some: srun --gpus-per-node 1 python -m mjax doctor"
         return [Finding("driver", YELLOW, found, advice)]
     if driver.problem:
@@ -88,26 +90,17 @@ def check_driver(driver: Driver, cuda: int | None) -> list[Finding]:
         return [_without_driver(driver, cuda)]
     names = {name: driver.gpus.count(name) for name in driver.gpus}
     gpus = ", ".join(f"{count} × {name}" for name, count in names.items()) or "no GPU listed"
-    oldest = OLDEST_DRIVER.get(cuda, 0)
+    oldest, branch = OLDEST_DRIVER.get(cuda or 13, 0), int(driver.version.split(".")[0])
+    newer = f"install NVIDIA driver {oldest} or newer"
+    if branch < oldest and branch >= OLDEST_DRIVER[12]:
+        newer = f'pip install "jax[cuda12]", or {newer}'
     if cuda is None:
-        return [
-            Finding(
-                "driver",
-                RED,
-                f"driver {driver.version} with {gpus} is here, and jax is the build for CPUs: it cannot use them",
-                "pip install -r requirements-cuda.txt",
-            )
-        ]
-    if int(driver.version.split(".")[0]) < oldest:
-        older = ', or pip install "jax[cuda12]"' if cuda == 13 and int(driver.version.split(".")[0]) >= 525 else ""
-        return [
-            Finding(
-                "driver",
-                RED,
-                f"driver {driver.version} is too old for jax's CUDA {cuda}, which needs {oldest} or newer",
-                f"install NVIDIA driver {oldest} or newer{older}",
-            )
-        ]
+        found = f"driver {driver.version} with {gpus} is here, and jax is the build for CPUs: it cannot use them"
+        install = "pip install -r requirements-cuda.txt"
+        return [Finding("driver", RED, found, f"{newer} and {install}" if branch < oldest else install)]
+    if branch < oldest:
+        found = f"driver {driver.version} is too old for jax's CUDA {cuda}, which needs {oldest} or newer"
+        return [Finding("driver", RED, found, newer)]
     taken = [f"{gibibytes(used)} of GPU {i}" for i, used in enumerate(driver.used) if used > USED_BY_OTHERS]
     if taken:
         return [

@@ -88,6 +88,7 @@ def test_nvidia_smi_on_a_node_without_a_gpu_is_yellow_and_beside_one_red(tmp_pat
     assert said in finding.found
     assert ("srun --gpus-per-node 1" in finding.advice) == (gpus == 0)
     assert read_driver(tmp_path, lambda command: "No devices were found\n").problem.endswith("No devices were found")
+    assert check_driver(Driver("580.65.06", on_bus=gpus), None)[0].status == status
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,26 @@ def test_driver_and_build_of_jax_fit_or_the_line_says_why_not(driver, cuda, stat
     assert finding.status == status
     assert words in finding.found
     assert (finding.advice is None) == (status == GREEN)
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "advice"),
+    [
+        ("580.65", None, "pip install -r requirements-cuda.txt"),
+        (
+            "570.86",
+            None,
+            'pip install "jax[cuda12]", or install NVIDIA driver 580 or newer and pip install -r requirements-cuda.txt',
+        ),
+        ("470.1", None, "install NVIDIA driver 580 or newer and pip install -r requirements-cuda.txt"),
+        ("570.86", 13, 'pip install "jax[cuda12]", or install NVIDIA driver 580 or newer'),
+        ("470.1", 13, "install NVIDIA driver 580 or newer"),
+        ("470.1", 12, "install NVIDIA driver 525 or newer"),
+    ],
+)
+def test_a_driver_gets_the_jax_that_runs_on_it(version, cuda, advice):
+    (finding,) = check_driver(Driver(version, (H100,)), cuda)
+    assert (finding.status, finding.advice) == (RED, advice)
 
 
 @pytest.mark.parametrize(
