@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.config import Config, ModelConfig
+from mjax.doctor.devices import called
 from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, advice_on
 from mjax.errors import UsageError
 from mjax.models import attention
@@ -34,10 +35,15 @@ def check_attention(config: Config | None = None) -> list[Finding]:
         return [Finding("attention", RED, found, advice_on(found, advice))]
     error = largest_error(kernel, model, compute, documents)
     figures = {"largest_error_relative": error}
-    found = f"{kernel}, {compute}, head size {model.head_size}: within {error:.1e} of NumPy, forward and backward"
+    tried = compute if compute in ("bf16", "fp16") else "fp32"
+    found = f"{kernel}, {tried}, head size {model.head_size}: within {error:.1e} of NumPy, forward and backward"
+    if platform == "gpu" and jax.local_device_count() > 1:
+        found += f", on {called(jax.local_devices()[0])} of {jax.local_device_count()}"
+    if compute == "fp64":
+        found += "; the config's fp64 is not tried"
     if not error < BOUNDS[compute]:
         allowed = f"{BOUNDS[compute]:.0e} is allowed"
-        found = f"{kernel} gives wrong numbers in {compute}: off by {error:.1e} of the largest, {allowed}"
+        found = f"{kernel} gives wrong numbers in {tried}: off by {error:.1e} of the largest, {allowed}"
         other = "xla" if kernel != "xla" else "xla_blocks"
         return [
             Finding("attention", RED, found, f"--model.attention {other}, and report it with jax's version", figures)

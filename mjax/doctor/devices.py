@@ -15,6 +15,20 @@ from mjax.launch import MEMORY_FRACTIONS
 ENOUGH = 0.85  # of a GPU's memory; what is left is for CUDA's own, NCCL's and cuDNN's
 
 
+def by_kind() -> dict[str, list[jax.Device]]:
+    """The devices that a check tries, by what JAX calls them: all GPUs; of a CPU one, however many are simulated."""
+    devices = jax.local_devices()
+    kinds: dict[str, list[jax.Device]] = {}
+    for device in devices[:1] if devices[0].platform == "cpu" else devices:
+        kinds.setdefault(device.device_kind, []).append(device)
+    return kinds
+
+
+def called(device: jax.Device) -> str:
+    """'GPU 3', by the number that JAX gives it: 0 is the first in CUDA_VISIBLE_DEVICES."""
+    return f"{device.platform.upper()} {device.id}"
+
+
 def check_devices(
     driver: Driver, cuda: int | None, complaints: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> list[Finding]:
@@ -49,6 +63,8 @@ def check_devices(
             return [Finding("devices", RED, found, f'pip install --upgrade --force-reinstall "jax[cuda{cuda}]"')]
         return [Finding("devices", GREEN, f"{what}{f', by JAX_PLATFORMS={platforms}' if platforms else ''}")]
     found = listed([f"{count} × {kind}" for kind, count in counts.items()])
+    if any(" MIG " in kind for kind in kinds):  # the driver counts whole GPUs
+        return [Finding("devices", GREEN, f"{found}, a slice of a GPU")]
     expected = visible_gpus(driver, environment)
     if len(devices) < expected:
         return [
@@ -62,24 +78,27 @@ def check_devices(
 
 def check_device_memory(driver: Driver, environment: Mapping[str, str] = os.environ) -> list[Finding]:
     """How much of a GPU's memory JAX takes; nothing on a CPU."""
-    device = jax.local_devices()[0]
-    if device.platform != "gpu":
-        return []
-    stats = device.memory_stats() or {}
-    total = min(driver.memory, default=0.0)
-    return judge_device_memory(stats.get("bytes_limit", 0), total, environment)
+    totals = dict(zip(driver.gpus, driver.memory, strict=False))  # of a slice of a GPU the driver does not say it
+    findings = []
+    for kind, devices in by_kind().items():
+        if devices[0].platform == "gpu":
+            limit = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in devices)
+            findings += judge_device_memory(limit, totals.get(kind, 0.0), environment, kind)
+    return findings
 
 
-def judge_device_memory(limit: float, total: float, environment: Mapping[str, str]) -> list[Finding]:
-    """Findings from the bytes that JAX allows itself and those that the GPU has; 0 where they are not known."""
+def judge_device_memory(limit: float, total: float, environment: Mapping[str, str], kind: str) -> list[Finding]:
+    """Findings from the bytes that JAX allows itself and those that a GPU has; 0 where they are not known."""
     allocator = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
     if allocator == "platform":
         found = "XLA_PYTHON_CLIENT_ALLOCATOR=platform asks the driver for every array, which is slow"
         return [Finding("device memory", YELLOW, found, "unset XLA_PYTHON_CLIENT_ALLOCATOR")]
     if not limit or not total:
-        return [Finding("device memory", FIGURE, "JAX or the driver does not say how much there is")]
+        usable = f"JAX may use {gibibytes(limit)} of" if limit else "JAX does not say how much it may use of"
+        what = f"{usable} {kind}{'' if total else '; the driver does not say how much that has'}"
+        return [Finding("device memory", FIGURE, what)]
     figures = {"usable_gib": limit / 2**30, "total_gib": total / 2**30}
-    found = f"JAX may use {gibibytes(limit)} of {gibibytes(total)}"
+    found = f"JAX may use {gibibytes(limit)} of {gibibytes(total)} of {kind}"
     if environment.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0"):
         found += ", piece by piece (XLA_PYTHON_CLIENT_PREALLOCATE), so that it may break into parts too small to use"
         return [Finding("device memory", YELLOW, found, "unset XLA_PYTHON_CLIENT_PREALLOCATE", figures)]

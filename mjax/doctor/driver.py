@@ -137,6 +137,11 @@ def check_visible(driver: Driver, environment: Mapping[str, str] = os.environ) -
     if devices is None:
         return [Finding("visible", GREEN, f"all {count} GPUs" if count > 1 else "the GPU")]
     shown = visible_gpus(driver, environment)
+    if devices == "NoDevFiles":
+        advice = "ask for some: srun --gpus-per-node 1 python -m mjax doctor"
+        return [
+            Finding("visible", YELLOW, "Slurm gave this job none of the GPUs (CUDA_VISIBLE_DEVICES=NoDevFiles)", advice)
+        ]
     if shown == 0:
         return [Finding("visible", YELLOW, f"CUDA_VISIBLE_DEVICES={devices!r} hides all {count} GPUs",
                         "unset CUDA_VISIBLE_DEVICES")]  # fmt: skip
@@ -151,7 +156,8 @@ def check_visible(driver: Driver, environment: Mapping[str, str] = os.environ) -
                 f"number them from 0 to {count - 1}, or unset CUDA_VISIBLE_DEVICES",
             )
         ]
-    return [Finding("visible", GREEN, f"{shown} of {count} GPUs, by CUDA_VISIBLE_DEVICES={devices}")]
+    what = f"{shown} of {count} GPUs" if "MIG-" not in devices else "a slice of a GPU"
+    return [Finding("visible", GREEN, f"{what}, by CUDA_VISIBLE_DEVICES={devices}")]
 
 
 def visible_gpus(driver: Driver, environment: Mapping[str, str] = os.environ) -> int:

@@ -16,6 +16,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
+from mjax.doctor.devices import by_kind, called
 from mjax.doctor.finding import GREEN, RED, Finding, listed
 from mjax.parallel.layers import LayerNorm, vocab_parallel_cross_entropy
 from mjax.parallel.mappings import MODEL
@@ -46,25 +47,32 @@ class Operation:
         return (jax.jit(self.run) if mode == "jit" else self.run)(*self.inputs)
 
 
-def check_numerics(operations: Sequence[Operation] | None = None) -> list[Finding]:
-    """Whether each operation is right; one line for all, or one for each that is wrong."""
-    operations = standard_operations() if operations is None else operations
-    errors, wrong = {}, []
-    for operation in operations:
-        by_mode = {mode: _error(operation.result(mode), operation.truth) for mode in operation.modes}
-        errors[operation.name] = worst = max(by_mode.values())
-        modes = [mode for mode, error in by_mode.items() if not error < operation.bound]
-        if modes:
-            found = (
-                f"{operation.name} is wrong on this device ({listed(modes)}): off by {worst:.1e} of the largest, "
-                f"{operation.bound:.0e} is allowed"
-            )
-            wrong.append(Finding("numerics", RED, found, WRONG, {"error_relative": worst}))
+def check_numerics(
+    operations: Callable[[jax.Device], Sequence[Operation]] | None = None, devices: Sequence[jax.Device] | None = None
+) -> list[Finding]:
+    """Whether each operation is right on each device; one line for all, or one for each that is wrong."""
+    devices = [device for kind in by_kind().values() for device in kind] if devices is None else devices
+    errors, wrong, default = {}, [], 0.0
+    for device in devices:
+        with jax.default_device(device):
+            tried = (operations or standard_operations)(device)
+            for operation in tried:
+                by_mode = {mode: relative_error(operation.result(mode), operation.truth) for mode in operation.modes}
+                worst = max(by_mode.values())
+                errors[operation.name] = max(worst, errors.get(operation.name, 0.0))
+                modes = [mode for mode, error in by_mode.items() if not error < operation.bound]
+                if modes:
+                    found = (
+                        f"{operation.name} is wrong on {called(device)} ({listed(modes)}): off by {worst:.1e} of the "
+                        f"largest, {operation.bound:.0e} is allowed"
+                    )
+                    wrong.append(Finding("numerics", RED, found, WRONG, {"error_relative": worst}))
+            default = max(default, default_error())
     figures = {f"{name.replace(' ', '_')}_relative": error for name, error in errors.items()}
     if wrong:
         return wrong
-    parts = ", ".join(f"{one.name} {errors[one.name]:.0e} (< {one.bound:.0e})" for one in operations)
-    default = default_error()
+    parts = ", ".join(f"{one.name} {errors[one.name]:.0e} (< {one.bound:.0e})" for one in tried)
+    parts += f" on the worst of {len(devices)} devices" if len(devices) > 1 else ""
     kind = "full" if default < FULL_FLOAT32 else f"TF32 or less ({default:.0e})"
     figures["fp32_default_relative"] = default
     return [
@@ -72,33 +80,34 @@ def check_numerics(operations: Sequence[Operation] | None = None) -> list[Findin
     ]
 
 
-def standard_operations() -> list[Operation]:
+def standard_operations(device: jax.Device) -> list[Operation]:
     """A bf16 and a float32 matrix product, cross entropy and LayerNorm with their gradients, as training has them."""
-    return [_product(jnp.bfloat16, 2**-8), _product(jnp.float32, FULL_FLOAT32), _cross_entropy(), _layer_norm()]
+    return [_product(jnp.bfloat16, 2**-8), _product(jnp.float32, FULL_FLOAT32), _cross_entropy(device), _layer_norm()]
 
 
 def default_error() -> float:
     """How far a float32 product is off at JAX's default precision, relative to the largest number."""
-    a, b = _matrices(np.float32)
+    a, b = matrices(np.float32)
     product = jax.jit(jnp.matmul)(a, b)
-    return _error([product], [np.asarray(a, np.float64) @ np.asarray(b, np.float64)])
+    return relative_error([product], [np.asarray(a, np.float64) @ np.asarray(b, np.float64)])
 
 
 def _product(dtype, bound: float) -> Operation:
-    a, b = _matrices(dtype)
+    a, b = matrices(dtype)
     truth = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
     name = f"{'bf16' if dtype == jnp.bfloat16 else 'fp32'} product"
     return Operation(name, lambda a, b: [jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)], (a, b), [truth], bound)
 
 
-def _matrices(dtype) -> tuple[Array, Array]:
+def matrices(dtype) -> tuple[Array, Array]:
+    """What is multiplied: [256, 512] and [512, 256]."""
     random = np.random.default_rng(0)
     return jnp.asarray(random.standard_normal((256, 512)), dtype), jnp.asarray(
         random.standard_normal((512, 256)), dtype
     )
 
 
-def _cross_entropy() -> Operation:
+def _cross_entropy(device: jax.Device) -> Operation:
     """Loss [t] and gradient of the logits [t, v] of mjax's own cross entropy, over one rank of `model`."""
     random = np.random.default_rng(1)
     logits = jnp.asarray(4 * random.standard_normal((64, 1000)), jnp.float32)
@@ -108,7 +117,7 @@ def _cross_entropy() -> Operation:
         losses, backward = jax.vjp(lambda x: vocab_parallel_cross_entropy(x, labels), logits)
         return losses, backward(jnp.ones_like(losses))[0]
 
-    mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
+    mesh = make_mesh(MeshConfig(), [device])
     specs = P(None, MODEL), P()
     sharded = jax.shard_map(loss_and_gradient, mesh=mesh, in_specs=specs, out_specs=(P(), P(None, MODEL)))
 
@@ -142,7 +151,7 @@ def _layer_norm() -> Operation:
     return Operation("LayerNorm", run, (x, above), [output, gradient], 1e-5)
 
 
-def _error(found: Sequence[Array], truth: Sequence[np.ndarray]) -> float:
+def relative_error(found: Sequence[Array], truth: Sequence[np.ndarray]) -> float:
     """Largest difference relative to the largest number of each array; infinite where one is not finite."""
     errors = []
     for array, right in zip(found, truth, strict=True):

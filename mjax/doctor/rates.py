@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
-from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding
+from mjax.doctor.devices import by_kind, called
+from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding, listed
 from mjax.hardware import gpu_of
 from mjax.parallel import mappings
 from mjax.parallel.mappings import MODEL
@@ -32,41 +33,67 @@ SLOW = {
 
 
 def check_matmul() -> list[Finding]:
-    """TFLOP/s of a large square product: 16 bits on a GPU, float32 on a CPU, which has none fast."""
-    device = jax.local_devices()[0]
+    """TFLOP/s of a large square product, of the slowest device of each kind."""
+    findings = []
+    for kind, devices in by_kind().items():
+        measured = {device: _multiply(device) for device in devices}
+        slowest = min(devices, key=lambda device: measured[device][0])
+        findings += judge_matmul(*measured[slowest], kind, _which(slowest, devices))
+    return findings
+
+
+def _which(slowest: jax.Device, devices: list[jax.Device]) -> str:
+    return f" on {called(slowest)}, the slowest of {len(devices)}" if len(devices) > 1 else ""
+
+
+def _multiply(device: jax.Device) -> tuple[float, str, int]:
+    """FLOP/s of a product of two [size, size] matrices, the compute type and the size.
+
+    16 bits on a GPU, float32 on a CPU, which has none fast.
+    """
     on_gpu = device.platform == "gpu"
-    compute = _sixteen_bits(device.device_kind) if on_gpu else "fp32"
+    compute = sixteen_bits(device.device_kind) if on_gpu else "fp32"
     size = 8192 if on_gpu else 1024
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}[compute]
-    key = jax.random.key(0)
-    weight = jax.random.normal(key, (size, size), dtype) / size**0.5  # products keep their size, however many follow
     multiply = jax.jit(jnp.matmul)
-    seconds = seconds_of(lambda x: multiply(x, weight), jax.random.normal(key, (size, size), dtype))
-    return judge_matmul(2 * size**3 / seconds, compute, size, device.device_kind)
+    with jax.default_device(device):
+        x = jax.random.normal(jax.random.key(0), (size, size), dtype)
+        weight = x / size**0.5  # products keep their size, however many follow
+        seconds = seconds_of(lambda x: multiply(x, weight), x)
+    return 2 * size**3 / seconds, compute, size
 
 
-def _sixteen_bits(device_kind: str) -> str:
+def sixteen_bits(device_kind: str) -> str:
     """bf16, or fp16 on a GPU that has no bf16."""
     gpu = gpu_of(device_kind)
     return "fp16" if gpu is not None and gpu.peak("bf16") is None else "bf16"
 
 
-def judge_matmul(flops: float, compute: str, size: int, device_kind: str) -> list[Finding]:
-    """The finding of a product of two [size, size] matrices that ran at `flops` FLOP/s."""
-    found = f"{compute} {flops / 1e12:,.3g} TFLOP/s in a product of {size:,} × {size:,}"
+def judge_matmul(flops: float, compute: str, size: int, device_kind: str, which: str = "") -> list[Finding]:
+    """The finding of a product of two [size, size] matrices that ran at `flops` FLOP/s on the device `which`."""
+    found = f"{compute} {flops / 1e12:,.3g} TFLOP/s in a product of {size:,} × {size:,}{which}"
     figures = {"matmul_tflops": flops / 1e12}
     gpu = gpu_of(device_kind)
     return _beside("matmul", found, flops, None if gpu is None else gpu.peak(compute), device_kind, "TFLOP/s", figures)
 
 
 def check_copy() -> list[Finding]:
-    """GB/s of reading and writing device memory, and between it and the host's."""
-    device = jax.local_devices()[0]
+    """GB/s of reading and writing device memory, and between it and the host's, of the slowest device of each kind."""
+    findings = []
+    for kind, devices in by_kind().items():
+        measured = {device: _copy(device) for device in devices}
+        slowest = min(devices, key=measured.get)
+        host = _between_host_and(slowest) if slowest.platform == "gpu" else None
+        findings += judge_copy(measured[slowest], kind, host, _which(slowest, devices))
+    return findings
+
+
+def _copy(device: jax.Device) -> float:
+    """Bytes a second that an addition in place reads and writes."""
     count = 2**28 if device.platform == "gpu" else 2**24  # float32 numbers
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
-    seconds = seconds_of(add, jnp.zeros(count, jnp.float32))
-    host = _between_host_and(device) if device.platform == "gpu" else None
-    return judge_copy(2 * 4 * count / seconds, device.device_kind, host)
+    with jax.default_device(device):
+        return 2 * 4 * count / seconds_of(add, jnp.zeros(count, jnp.float32))
 
 
 def _between_host_and(device: jax.Device) -> tuple[float, float]:
@@ -81,9 +108,11 @@ def _between_host_and(device: jax.Device) -> tuple[float, float]:
     return host.nbytes / (middle - begun), host.nbytes / (end - middle)
 
 
-def judge_copy(rate: float, device_kind: str, host: tuple[float, float] | None = None) -> list[Finding]:
+def judge_copy(
+    rate: float, device_kind: str, host: tuple[float, float] | None = None, which: str = ""
+) -> list[Finding]:
     """The finding of device memory that moved `rate` bytes a second, and of copies from and to the host."""
-    found, figures = f"{rate / 1e9:,.0f} GB/s read and written in device memory", {"memory_gb_per_s": rate / 1e9}
+    found, figures = f"{rate / 1e9:,.0f} GB/s read and written in device memory{which}", {"memory_gb_per_s": rate / 1e9}
     if host is not None:
         to_device, from_device = (each / 1e9 for each in host)
         figures |= {"to_device_gb_per_s": to_device, "from_device_gb_per_s": from_device}
@@ -134,7 +163,7 @@ def check_all_reduce() -> list[Finding]:
     wait = (lambda x: x) if on_gpus else jax.block_until_ready
     seconds = seconds_of(lambda _: wait(reduce(ones)), total)
     wire = 2 * (ranks - 1) / ranks * count * jnp.dtype(dtype).itemsize
-    return judge_all_reduce(wire / seconds, ranks, devices[0].device_kind, simulated=not on_gpus)
+    return judge_all_reduce(wire / seconds, ranks, listed(list(by_kind())), simulated=not on_gpus)
 
 
 def judge_all_reduce(bus: float, ranks: int, device_kind: str, simulated: bool) -> list[Finding]:

@@ -63,12 +63,27 @@ def test_a_kernel_that_sees_the_future_is_red(monkeypatch, chosen):
     assert "xla gives wrong numbers in fp32" in finding.found
 
 
+def test_memory_that_others_hold_is_no_reason_for_another_kernel(monkeypatch):
+    def resolve(*_):
+        raise UsageError("the attention kernel cudnn does not run here (RESOURCE_EXHAUSTED: Out of memory); use xla")
+
+    monkeypatch.setattr(attention, "resolve_attention", resolve)
+    assert check_attention()[0].advice.startswith("nvidia-smi shows which process holds")
+
+
 @pytest.mark.parametrize(("name", "change"), [("bert_demo", "documents"), ("bloom_560m", "slopes")])
 def test_the_check_is_of_the_configs_own_attention(monkeypatch, chosen, name, change):
     config = small(name)
     assert check_attention(config)[0].status == GREEN
     broken(monkeypatch, **{change: None})
     assert check_attention(config)[0].status == RED
+
+
+def test_a_config_in_fp64_is_not_said_to_be_tried_in_it(chosen):
+    config = small("gpt_demo")
+    (finding,) = check_attention(replace(config, precision=replace(config.precision, compute="fp64")))
+    assert finding.found.startswith("xla, fp32, head size")
+    assert finding.found.endswith("; the config's fp64 is not tried")
 
 
 def test_numbers_that_are_none_are_the_worst(monkeypatch):

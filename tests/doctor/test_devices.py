@@ -75,9 +75,27 @@ def test_gpus_of_different_kinds_are_yellow(monkeypatch):
     ],
 )
 def test_memory_that_is_left_unused_or_broken_up_is_yellow(limit, environment, status, words):
-    (finding,) = judge_device_memory(limit * GIB, 80 * GIB, environment)
+    (finding,) = judge_device_memory(limit * GIB, 80 * GIB, environment, H100)
     assert finding.status == status
     assert words in finding.found
+
+
+def test_the_memory_of_each_kind_of_gpu_is_its_own_and_that_of_a_slice_is_not_known(monkeypatch):
+    t400, slice_of_one = "NVIDIA T400", f"{H100} MIG 1g.10gb"
+    sees(monkeypatch, "gpu", H100, t400, t400, slice_of_one)
+    for device, limit in zip(devices.jax.local_devices(), (72, 3.6, 2, 9), strict=True):
+        device.memory_stats = lambda limit=limit: {"bytes_limit": limit * GIB}
+    driver = Driver("580", (H100, t400, t400), (80 * GIB, 4 * GIB, 4 * GIB))
+    large, small, part = check_device_memory(driver, {})
+    assert (large.status, large.found) == (GREEN, f"JAX may use 72.0 GiB of 80.0 GiB of {H100}")
+    assert (small.status, small.found) == (YELLOW, f"JAX may use 2.0 GiB of 4.0 GiB of {t400}, 50%")
+    assert part.found == f"JAX may use 9.0 GiB of {slice_of_one}; the driver does not say how much that has"
+
+
+def test_a_slice_of_a_gpu_is_not_a_gpu_that_is_missing(monkeypatch):
+    sees(monkeypatch, "gpu", f"{H100} MIG 1g.10gb")
+    (finding,) = check_devices(EIGHT, 13, environment={})
+    assert (finding.status, finding.found) == (GREEN, f"1 × {H100} MIG 1g.10gb, a slice of a GPU")
 
 
 @pytest.mark.gpu

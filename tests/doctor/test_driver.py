@@ -140,6 +140,8 @@ def test_a_driver_gets_the_jax_that_runs_on_it(version, cuda, advice):
         ({"CUDA_VISIBLE_DEVICES": ""}, YELLOW, "hides all 8 GPUs"),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, YELLOW, "hides all 8 GPUs"),
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, GREEN, "2 of 8"),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, YELLOW, "Slurm gave this job none of the GPUs"),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-7c6e"}, GREEN, "a slice of a GPU, by"),
         ({"CUDA_VISIBLE_DEVICES": "0,9,1"}, YELLOW, "1 of 8 are left"),
     ],
 )

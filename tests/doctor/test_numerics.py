@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,11 +14,11 @@ from mjax.doctor.numerics import check_numerics, standard_operations
 
 @pytest.fixture(scope="module")
 def operations():
-    return standard_operations()
+    return standard_operations(jax.local_devices()[0])
 
 
 def test_this_device_computes_rightly(operations):
-    (finding,) = check_numerics(operations)
+    (finding,) = check_numerics(lambda device: operations)
     assert finding.status == GREEN
     assert "float32 products are" in finding.found
     for name in ("bf16 product", "fp32 product", "cross entropy", "LayerNorm"):
@@ -32,26 +33,38 @@ def test_each_operation_that_is_off_is_red_and_named(operations, index):
         first, *others = right.run(*inputs)
         return [first.at[0].add(2 * right.bound * jnp.abs(first).max()), *others]
 
-    (finding,) = check_numerics([replace(right, run=run, modes=("jit",))])
+    (finding,) = check_numerics(lambda device: [replace(right, run=run, modes=("jit",))])
     assert finding.status == RED
-    assert finding.found.startswith(f"{right.name} is wrong on this device (jit)")
+    assert finding.found.startswith(f"{right.name} is wrong on {jax.default_backend().upper()} 0 (jit)")
 
 
 def test_a_gradient_that_is_off_is_red(operations):
     right = operations[3]
     wrong = replace(right, run=lambda *inputs: [right.truth[0], right.truth[1] * 1.001], modes=("no jit",))
-    assert check_numerics([wrong])[0].status == RED
+    assert check_numerics(lambda device: [wrong])[0].status == RED
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+def test_of_several_devices_the_one_that_is_wrong_is_named():
+    def operations(device):
+        return [numerics.Operation("one", lambda x: [x + device.id], (jnp.ones(3),), [np.ones(3)], 1e-3, ("jit",))]
+
+    (finding,) = check_numerics(operations, jax.local_devices()[:2])
+    assert finding.status == RED
+    assert finding.found.startswith(f"one is wrong on {jax.default_backend().upper()} 1 (jit)")
+    (finding,) = check_numerics(lambda device: operations(jax.local_devices()[0]), jax.local_devices()[:2])
+    assert "on the worst of 2 devices" in finding.found
 
 
 def test_a_number_that_is_none_is_red():
     half = [jnp.ones(3), jnp.full(3, jnp.nan)]  # what is right before it must not hide it
     nothing = numerics.Operation("nothing", lambda: half, (), [np.ones(3)] * 2, 1e-3, ("no jit",))
-    assert check_numerics([nothing])[0].status == RED
+    assert check_numerics(lambda device: [nothing])[0].status == RED
 
 
 def test_bounds_tell_tf32_from_float32():
-    a, b = numerics._matrices(jnp.float32)
+    a, b = numerics.matrices(jnp.float32)
     right = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
     kept = np.uint32(0xFFFFE000)  # TF32 has 10 bits after the point
     rounded = [(np.asarray(x).view(np.uint32) & kept).view(np.float32) for x in (a, b)]
-    assert numerics._error([rounded[0] @ rounded[1]], [right]) > 10 * numerics.FULL_FLOAT32
+    assert numerics.relative_error([rounded[0] @ rounded[1]], [right]) > 10 * numerics.FULL_FLOAT32

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from mjax.doctor import rates
+from mjax.doctor.devices import called
 from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW
 from mjax.doctor.rates import check_all_reduce, check_copy, check_matmul, judge_all_reduce, judge_copy, judge_matmul
 
@@ -27,8 +28,23 @@ def test_a_product_is_judged_by_the_devices_own_peak_or_not_at_all(tflops, kind,
 
 
 def test_a_gpu_without_bf16_is_measured_in_fp16():
-    assert rates._sixteen_bits("Tesla V100-SXM2-32GB") == "fp16"
-    assert rates._sixteen_bits(H100) == rates._sixteen_bits("NVIDIA Z9") == "bf16"
+    assert rates.sixteen_bits("Tesla V100-SXM2-32GB") == "fp16"
+    assert rates.sixteen_bits(H100) == rates.sixteen_bits("NVIDIA Z9") == "bf16"
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+def test_of_each_kind_of_device_the_slowest_is_judged(monkeypatch):
+    first, second, *_ = jax.local_devices()
+    seconds = {first.id: 1e-3, second.id: 2e-3}
+    monkeypatch.setattr(rates, "by_kind", lambda: {H100: [first, second], "NVIDIA Z9": [first]})
+    monkeypatch.setattr(rates, "seconds_of", lambda step, x: seconds[x.device.id])
+    of_two, alone = check_matmul()
+    assert f"on {called(second)}, the slowest of 2, " in of_two.found
+    assert of_two.figures["matmul_tflops"] == alone.figures["matmul_tflops"] / 2
+    assert alone.found.endswith("no data sheet of NVIDIA Z9 for it")
+    of_two, alone = check_copy()
+    assert f"on {called(second)}, the slowest of 2, " in of_two.found
+    assert "slowest" not in alone.found
 
 
 def test_memory_that_is_slow_beside_its_data_sheet_is_yellow():
