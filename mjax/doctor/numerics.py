@@ -57,7 +57,9 @@ def check_numerics(
         with jax.default_device(device):
             tried = (operations or standard_operations)(device)
             for operation in tried:
-                by_mode = {mode: relative_error(operation.result(mode), operation.truth) for mode in operation.modes}
+                # A bad compiler shows on any GPU, and a bad chip either way: the others take half of the time.
+                modes = operation.modes if device is devices[0] else operation.modes[:1]
+                by_mode = {mode: relative_error(operation.result(mode), operation.truth) for mode in modes}
                 worst = max(by_mode.values())
                 errors[operation.name] = max(worst, errors.get(operation.name, 0.0))
                 modes = [mode for mode, error in by_mode.items() if not error < operation.bound]

@@ -52,6 +52,7 @@ def test_of_several_devices_the_one_that_is_wrong_is_named():
     (finding,) = check_numerics(operations, jax.local_devices()[:2])
     assert finding.status == RED
     assert finding.found.startswith(f"one is wrong on {jax.default_backend().upper()} 1 (jit)")
+    assert check_numerics(operations, jax.local_devices()[:1])[0].status == GREEN
     (finding,) = check_numerics(lambda device: operations(jax.local_devices()[0]), jax.local_devices()[:2])
     assert "on the worst of 2 devices" in finding.found
 
