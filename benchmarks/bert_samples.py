@@ -22,10 +22,8 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
-import torch
-from megatron.core.datasets import bert_dataset, helpers, indexed_dataset
-from megatron.core.datasets.utils import Split
 
+from benchmarks.command import check_counts, check_peers, in_one_sentence
 from mjax.data.bert import BertDataset
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.masking import WordPieces
@@ -43,8 +41,11 @@ def sentences(documents: int) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(random.lognormal(3.1, 0.5, bounds[-1]), 1, 400).astype(np.int32), bounds
 
 
-def datasets(prefix: str, samples: int, sequence: int) -> tuple[BertDataset, bert_dataset.BERTMaskedWordPieceDataset]:
-    """Both libraries' datasets of the same files."""
+def datasets(prefix: str, samples: int, sequence: int) -> tuple:
+    """Both libraries' datasets of the same files, ours first."""
+    from megatron.core.datasets import bert_dataset, indexed_dataset
+    from megatron.core.datasets.utils import Split
+
     indexed = IndexedDataset(prefix)
     ours = BertDataset(indexed, range(indexed.documents), samples, sequence, SEED, PIECES, short_probability=SHORT)
     words = {number: "##x" if continues else "x" for number, continues in enumerate(PIECES.continues.tolist())}
@@ -84,12 +85,18 @@ def compare(what: str, rounds: int, ours: Callable, theirs: Callable, unit: int 
     return bool((made[0] == made[1]).all())
 
 
+@in_one_sentence
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="turns that each contender takes (default: 3)")
     parser.add_argument("--documents", type=int, default=10**6, help="documents that are indexed (default: 10^6)")
     parser.add_argument("--samples", type=int, default=1024, help="samples that are masked (default: 1024)")
     arguments = parser.parse_args()
+    check_counts(arguments, "rounds", "documents", "samples")
+    check_peers("megatron", "torch")
+    import torch
+    from megatron.core.datasets import helpers
+
     torch.distributed.get_rank = lambda: 0  # megatron-core asks for its rank even where nothing is distributed
 
     print("| what | mjax s | megatron-core s | mjax / megatron-core |\n| --- | ---: | ---: | ---: |", flush=True)

@@ -4,8 +4,9 @@
     python -m mjax plan --config gpt_1b --gpu h100 --calibration calibration.json
 
 Every kernel runs many times inside one compiled loop, so that the time of starting it from Python does not count; the
-fastest of some rounds is taken. Collectives are measured where there are several devices, among all of them; they are
-taken to be in one server. Between servers nothing is measured: that rate stays the one of published runs.
+fastest of some rounds is taken. Flash attention is measured where a training run would have it. Collectives are
+measured where there are several devices, among all of them; they are taken to be in one server. Between servers nothing
+is measured: that rate stays the one of published runs.
 
 The table prints each measurement beside what the fitted rates say of it.
 """
@@ -27,7 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import tyro
 
-from mjax.errors import UsageError
+from benchmarks.command import check_counts, check_output, in_one_sentence
+from mjax.config import ModelConfig
+from mjax.errors import UsageError, either
 from mjax.hardware import Gpu, gpu_named, gpu_of
 from mjax.planner.calibration import Calibration, write_calibration
 from mjax.planner.fitting import SETTLES, Measurement, calibrate
@@ -65,8 +68,8 @@ class Arguments:
     """File to write: .json."""
     gpu: str | None = None
     """Take the data sheet of this GPU (mjax/hardware.py); that of the device when not given."""
-    compute: str = "bf16"
-    """Type of products and attention: bf16 or fp16."""
+    compute: Literal["bf16", "fp16"] | None = None
+    """Type of products and attention; bf16 when not given, or fp16 on a GPU that has no bf16."""
     kinds: tuple[Literal["launch", "copy", "product", "attention", "sum"], ...] = tuple(SETTLES)
     """What to measure; what is left out keeps the rates of published runs."""
     rounds: int = 5
@@ -75,12 +78,12 @@ class Arguments:
     """Divide every size by this, to try the command on a small machine. The rates are then of no use."""
 
 
-def measure(arguments: Arguments) -> Iterator[Measurement]:
-    """All measurements, one after the other."""
+def measure(arguments: Arguments, compute: str) -> Iterator[Measurement]:
+    """All measurements, one after the other; products and attention in the type `compute`."""
     import jax
     import jax.numpy as jnp
 
-    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}[arguments.compute]
+    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}[compute]
     small, timed = arguments.shrink, partial(seconds_of, rounds=arguments.rounds)
 
     if "launch" in arguments.kinds:
@@ -92,8 +95,7 @@ def measure(arguments: Arguments) -> Iterator[Measurement]:
         m, n, k = (max(size // small, 8) for size in sizes)
         x, kernel = jnp.ones((m, k), dtype), jnp.full((k, n), 1.0 / k, dtype)
         yield Measurement("product", (m, n, k), timed(partial(_product, kernel=kernel), x))
-    gpu = jax.default_backend() == "gpu"  # elsewhere there is no flash attention
-    for b, s, n, d in ATTENTIONS if gpu and "attention" in arguments.kinds else ():
+    for b, s, n, d in ATTENTIONS if "attention" in arguments.kinds and _flash_runs(compute) else ():
         s = max(s // small, 64)
         qkv = tuple(jnp.full((b, s, n, d), 0.01, dtype) for _ in range(3))
         forward = 4.0 * b * n * s * s * d / 2
@@ -119,6 +121,23 @@ def _product(x, kernel):
 
     y = jax.lax.optimization_barrier(x @ kernel)
     return x.at[0, 0].set(y[0, 0])
+
+
+def _flash_runs(compute: str) -> bool:
+    """Whether attention of a model that may have it would be cuDNN's on this device; if not, it is said why."""
+    import jax
+
+    from mjax.models.attention import resolve_attention
+
+    if jax.default_backend() != "gpu":
+        return False
+    _, s, n, d = ATTENTIONS[0]
+    model = ModelConfig(hidden=n * d, heads=n, sequence=s, attention_dropout=0.0)
+    try:
+        return resolve_attention(model, compute, "gpu") == "cudnn"
+    except UsageError as error:
+        print(f"attention is not measured: {error}")
+        return False
 
 
 def _attention_and_gradient(qkv):
@@ -213,29 +232,29 @@ def fitted(measurements: list[Measurement], gpu: Gpu, compute: str) -> tuple[Cal
     return found, np.array([m.predicted(rates) / m.seconds - 1 for m in measurements])
 
 
+@in_one_sentence
 def main() -> int:
     """Measure, fit, print, write."""
-    try:
-        arguments = tyro.cli(Arguments, prog="calibrate.py")
-        if arguments.compute not in ("bf16", "fp16"):
-            raise UsageError(f"--compute {arguments.compute} has no rates here; use bf16 or fp16")
-        if min(arguments.rounds, arguments.shrink) < 1:
-            raise UsageError("--rounds and --shrink must be at least 1")
-        if not arguments.output.parent.is_dir():
-            raise UsageError(f"--output {arguments.output}: there is no folder {arguments.output.parent}; make it")
-        import jax
+    arguments = tyro.cli(Arguments, prog="calibrate.py")
+    check_counts(arguments, "rounds", "shrink")
+    check_output("--output", arguments.output)
+    named = None if arguments.gpu is None else gpu_named(arguments.gpu)
+    import jax
 
-        kind = jax.devices()[0].device_kind
-        gpu = gpu_of(kind) if arguments.gpu is None else gpu_named(arguments.gpu)
-        if gpu is None:
-            raise UsageError(
-                f"no data sheet of {kind} is known; add it to mjax/hardware.py, or name one to compare with: --gpu h100"
-            )
-    except UsageError as error:
-        print(f"calibrate.py: error: {error}", file=sys.stderr)
-        return 2
-    measurements = list(measure(arguments))
-    found, off = fitted(measurements, gpu, arguments.compute)
+    kind = jax.devices()[0].device_kind
+    gpu = named or gpu_of(kind)
+    if gpu is None:
+        raise UsageError(
+            f"no data sheet of {kind} is known; add it to mjax/hardware.py, or name one to compare with: --gpu h100"
+        )
+    able = [compute for compute in ("bf16", "fp16") if gpu.peak(compute)]
+    compute = arguments.compute or able[0]
+    if compute not in able:
+        raise UsageError(f"--compute {compute}: {gpu.name} has no {compute}; use --compute {either(able)}")
+    measurements = list(measure(arguments, compute))
+    if not measurements:
+        raise UsageError(f"--kinds {' '.join(arguments.kinds)} is nothing that can be measured on {kind}; leave it out")
+    found, off = fitted(measurements, gpu, compute)
     rows = [(described(m), f"{1e6 * m.seconds:,.1f}", f"{o:+.1%}") for m, o in zip(measurements, off, strict=True)]
     print(*table(("", "µs", "model"), rows), sep="\n")
     names = ("matmul", "half", "attention", "memory", "launch", "node", "collective")

@@ -36,6 +36,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import check_counts, check_peers, in_one_sentence
+from mjax.data.corpus import TextFiles
 from mjax.data.minhash import HASHES, choose_bands, estimate, sketch, worth_comparing
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +45,7 @@ WORDS = 5
 LEAST_RECALL, LEAST_SPEED = 0.98, 3.0
 
 
+@in_one_sentence
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recall_file", type=Path, help="a .jsonl file with near-duplicates")
@@ -52,6 +55,11 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="(default: all cores)")
     parser.add_argument("--rounds", type=int, default=3, help="times each program runs (default: 3)")
     arguments = parser.parse_args()
+    check_counts(arguments, "documents", "workers", "rounds")
+    TextFiles([arguments.recall_file, arguments.speed_file])  # refuses a file that is not there
+    for threshold in arguments.thresholds:
+        choose_bands(threshold)  # refuses one that is none
+    check_peers("datasketch", "scipy")
     with tempfile.TemporaryDirectory() as folder:
         good = show_recall(arguments, Path(folder))
         fast = show_speed(arguments, Path(folder))

@@ -30,12 +30,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
+from benchmarks.command import check_counts, in_one_sentence
 from mjax.batch_size import BatchSizes
 from mjax.data.batches import Batches
 from mjax.data.blend import build_blend_index, normalize, number_within
 from mjax.data.cache import IndexCache
 from mjax.data.indexed import HEADER, MAGIC, IndexedDataset, index_file, token_file
 from mjax.data.samples import GPTDataset
+from mjax.errors import UsageError
 
 BILLION = 10**9
 BUILDS = {  # name: mean length of a document, epochs
@@ -248,6 +250,7 @@ class Rows:
         print("| " + " | ".join([what + speed, *cells, *[""] * (4 - len(cells)), ratio]) + " |", flush=True)
 
 
+@in_one_sentence
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="times each contender runs (default: 3)")
@@ -261,6 +264,10 @@ def main() -> int:
         name, values = arguments.contender
         print(json.dumps(CONTENDERS[name](*json.loads(values))))
         return 0
+    check_counts(arguments, "rounds", "samples", "sequences", "batch")
+    least = 3 * arguments.batch * SEQUENCE  # two batches are read, and documents are cut off at whole ones
+    if arguments.tokens < least:
+        raise UsageError(f"--tokens is {arguments.tokens:,}; with --batch {arguments.batch} use {least} or more")
 
     rows = Rows(arguments.rounds)
     with tempfile.TemporaryDirectory() as folder:

@@ -21,8 +21,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.command import check_output, in_one_sentence
 from mjax import launch
 from mjax.config import Config, from_dict, load_config, to_dict
+from mjax.errors import UsageError
 from mjax.planner.compile import check_compile
 from mjax.planner.compile import versions as compiler_versions
 from mjax.planner.memory import predict_memory
@@ -33,18 +35,21 @@ TOLERANCE, GIB = 0.05, 2**30
 KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
 
 
+@in_one_sentence
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="compile the configs whose name has this in it (default: all)")
     parser.add_argument("--write", type=Path, help="write what was compiled into this file")
     arguments = parser.parse_args()
-    if arguments.write is not None and arguments.only:
-        parser.error("--write keeps the whole table, of one date and one compiler; leave --only out")
+    if arguments.write is not None:
+        check_output("--write", arguments.write)
+        if arguments.only:
+            raise UsageError("--write keeps the whole table, of one date and one compiler; leave --only out")
     launch.leave_accelerators_alone()  # nothing runs: the GPUs are described, not opened
     table = json.loads(TABLE.read_text())
     rows = [row for row in table["rows"] if arguments.only in row["name"]]
     if not rows:
-        parser.error(f"--only {arguments.only}: no row has that in its name")
+        raise UsageError(f"--only {arguments.only}: no row of {TABLE.name} has that in its name")
     check_compile(config_of(rows[0]), "h100")
     versions = compiler_versions()
 

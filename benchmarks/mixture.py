@@ -217,7 +217,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the files go; downloads are kept in FOLDER/downloads")
     folder = parser.parse_args().folder
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"the folder {folder} cannot be made ({error.strerror}); name another")
     there, absent = build(folder)
     for reason in absent:
         print(f"left out: {reason}", file=sys.stderr)

@@ -27,7 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
+from benchmarks.command import check_counts, in_one_sentence
 from mjax import launch
+from mjax.errors import UsageError
 from mjax.parallel.schedules import Schedule, build_schedule
 
 STAGES = 4
@@ -40,11 +42,15 @@ TOLERANCE = 0.10
 ROWS, WIDTH = 2, 2  # of the stream
 
 
+@in_one_sentence
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--unit-ms", type=float, default=240.0, help="time of a forward pass, in ms (default: 240)")
     parser.add_argument("--rounds", type=int, default=3, help="times each case is run; the fastest counts (default: 3)")
     arguments = parser.parse_args()
+    check_counts(arguments, "rounds")
+    if not 0 < arguments.unit_ms < float("inf"):
+        raise UsageError(f"--unit-ms is {arguments.unit_ms:g}; it must be above 0")
     launch.simulate_devices(STAGES)
 
     columns = (

@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.command import check_counts, in_one_sentence
 from mjax import launch
 from mjax.config import load_config
 from mjax.hardware import gpu_named
@@ -38,15 +39,16 @@ def seconds(work: Callable[[], object], rounds: int, calls: int = 1) -> float:
     return min(found)
 
 
+@in_one_sentence
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="how often each is run; the fastest counts")
     parser.add_argument("--config", default="gpt_8b", help="what the ledger and the search are of")
     parser.add_argument("--devices", type=int, default=512, help="GPUs of the search")
     arguments = parser.parse_args()
-    launch.leave_accelerators_alone()  # tracing needs none
-
+    check_counts(arguments, "rounds", "devices")
     gpu, trillion, config = gpu_named("h100"), load_config("gpt_1t"), load_config(arguments.config)
+    launch.leave_accelerators_alone()  # tracing needs none
     trials = 0
 
     def search_once():

@@ -22,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
+from benchmarks.command import check_counts, check_output, in_one_sentence
 from benchmarks.train_step import Process
 from mjax import launch
 from mjax.config import Config, MeshConfig, load_config
-from mjax.errors import RunError, UsageError
+from mjax.errors import RunError, UsageError, either
 from mjax.hardware import Gpu, gpu_named, gpu_of
 from mjax.planner.calibration import (
     Calibration,
@@ -49,6 +50,9 @@ CASES = (
     ("gpt_1_7b", 8, 4, "full"),
 )
 
+# Rates that steps on one GPU show; nothing crosses a link there.
+RATES = ("matmul", "half", "attention", "memory", "launch")
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -59,9 +63,10 @@ class Arguments:
     calibration: Path | None = None
     """Rates to predict with, from benchmarks/calibrate.py; those of published runs when not given."""
     gpu: str | None = None
-    """Take the data sheet of this GPU (mjax/hardware.py); that of the device when not given."""
+    """Take the data sheet of this GPU (mjax/hardware.py); that of the device when not given. Name one that has no bf16,
+    such as v100: the five then compute in fp16."""
     fit: tuple[str, ...] = ()
-    """Rates to fit to the steps, such as matmul memory; fewer than there are configs."""
+    """Rates to fit to the steps: matmul, half, attention, memory, launch; fewer than there are configs."""
     write: Path | None = None
     """Keep the calibration in this file, with the largest error here as its error bar."""
     rounds: int = 3
@@ -70,14 +75,15 @@ class Arguments:
     """Steps in a round."""
 
 
-def cases(arguments: Arguments) -> list[tuple[str, Config]]:
+def cases(arguments: Arguments, gpu: Gpu | None = None) -> list[tuple[str, Config]]:
     """Name and config of each model, cut to one device, on mock tokens."""
-    found = []
+    found, compute = [], "bf16" if gpu is None or gpu.peak("bf16") else "fp16"
     for name, batch, micro_batch, recompute in CASES if not arguments.configs else ():
         config = load_config(name)
         config = replace(
             config,
             model=replace(config.model, hidden_dropout=0.0, attention_dropout=0.0),
+            precision=replace(config.precision, compute=compute),
             train=replace(
                 config.train,
                 global_batch=batch,
@@ -102,9 +108,11 @@ def measure(name: str, config: Config, arguments: Arguments, platform: str) -> t
       RunError: it does not run.
     """
     process = Process("mjax", config, platform, len(os.sched_getaffinity(0)))
-    for _ in range(arguments.rounds):
-        process.measure(arguments.steps)
-    process.stop()
+    try:
+        for _ in range(arguments.rounds):
+            process.measure(arguments.steps)
+    finally:
+        process.stop()
     if process.row.failed is not None:
         raise RunError(f"{name}: {process.row.failed}")
     return median(process.seconds), process.row.memory_gib * 2**30, process.about["device"]
@@ -116,7 +124,9 @@ def measured_runs(arguments: Arguments, software: Software) -> tuple[list[Run], 
     if platform == "cpu" and arguments.gpu is None:
         raise UsageError("there is no NVIDIA GPU here; name a data sheet to compare this machine with: --gpu h100")
     gpu, runs, peaks = None if arguments.gpu is None else gpu_named(arguments.gpu), [], []
-    for name, config in cases(arguments):
+    for name, config in cases(arguments, gpu):
+        if gpu is not None:
+            predict_time(config, gpu)  # refuses a compute type that the GPU has no peak of
         seconds, peak, device = measure(name, config, arguments, platform)
         gpu = gpu or gpu_of(device)
         if gpu is None:
@@ -140,25 +150,21 @@ def kept(calibration: Calibration, runs: list[Run], arguments: Arguments) -> Cal
     )
 
 
+@in_one_sentence
 def main() -> int:
     """Measure, compare, print, and write where that was asked for."""
-    try:
-        arguments = tyro.cli(Arguments, prog="predicted.py")
-        calibration = (
-            default_calibration() if arguments.calibration is None else read_calibration(arguments.calibration)
-        )
-        count = len(arguments.configs or CASES)
-        if arguments.fit and len(arguments.fit) >= count:
-            raise UsageError(
-                f"--fit {' '.join(arguments.fit)} needs more than {len(arguments.fit)} configs, not {count}"
-            )
-        for name in arguments.fit:
-            if not isinstance(getattr(calibration, name, None), float) or name.startswith("error"):
-                raise UsageError(f"--fit {name} is no rate; use matmul, half, attention, memory or launch")
-        runs, peaks, gpu = measured_runs(arguments, calibration.software)
-    except (UsageError, RunError) as error:
-        print(f"predicted.py: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+    arguments = tyro.cli(Arguments, prog="predicted.py")
+    check_counts(arguments, "rounds", "steps")
+    if arguments.write is not None:
+        check_output("--write", arguments.write)
+    calibration = default_calibration() if arguments.calibration is None else read_calibration(arguments.calibration)
+    count = len(arguments.configs or CASES)
+    if arguments.fit and len(arguments.fit) >= count:
+        raise UsageError(f"--fit {' '.join(arguments.fit)} needs more than {len(arguments.fit)} configs, not {count}")
+    for name in arguments.fit:
+        if name not in RATES:
+            raise UsageError(f"--fit {name} is no rate that steps on one GPU show; use {either(RATES)}")
+    runs, peaks, gpu = measured_runs(arguments, calibration.software)
     calibration = replace(calibration, gpu=gpu.name)
     if arguments.fit:
         calibration = fit(calibration, runs, arguments.fit)

@@ -31,8 +31,11 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.command import check_counts, check_peers, in_one_sentence
+from mjax.data.corpus import TextFiles
 from mjax.data.prepare import PrepareArguments, prepare
 from mjax.data.tokenizers import load_tokenizer
+from mjax.errors import UsageError
 
 _tokenizer = None
 
@@ -94,13 +97,19 @@ def contenders(file: Path, spec: str, folder: Path, workers: list[int]) -> dict[
 
 
 def cut(file: Path, megabytes: float, folder: Path) -> Path:
-    """The first lines of `file`, `megabytes` of them."""
+    """The first lines of `file`, `megabytes` of them.
+
+    Raises:
+      UsageError: not one fits.
+    """
     part = folder / "part.jsonl"
     with file.open("rb") as source, part.open("wb") as target:
         for line in source:
             if target.tell() + len(line) > megabytes * 1e6:
                 break
             target.write(line)
+    if not part.stat().st_size:
+        raise UsageError(f"--megabytes {megabytes:g} is less than the first line of {file}; give more")
     return part
 
 
@@ -123,6 +132,7 @@ def quietly(run: Callable[[], None]) -> Times:
     return Times(wall, first + workers, first)
 
 
+@in_one_sentence
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, help="a .jsonl file, such as benchmarks/mixture.py writes")
@@ -131,6 +141,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="numbers of workers (default: 1 2)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: 3)")
     arguments = parser.parse_args()
+    check_counts(arguments, "workers", "rounds")
+    TextFiles([arguments.file])  # refuses a file that is not there
+    check_peers("megatron", "torch")
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
+from benchmarks.command import check_counts, in_one_sentence
 from mjax import launch
 from mjax.config import Config, MeshConfig, load_config, to_dict
 from mjax.errors import UsageError
@@ -277,22 +278,18 @@ def table(rows: list[Row], markdown: bool) -> str:
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
+@in_one_sentence
 def main() -> int:
     """Measure and print; 0 when mjax has figures."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=Arguments.config)
     name = parser.parse_known_args()[0].config
-    try:
-        arguments = tyro.cli(
-            Arguments, prog="train_step.py", default=Arguments(config=name, settings=_one_replica(name))
-        )
-        validate(arguments.settings, name)
-        gpu = launch.has_nvidia_gpu() and os.environ.get("JAX_PLATFORMS", "") != "cpu"
-        platform, threads = "gpu" if gpu else "cpu", arguments.threads or len(os.sched_getaffinity(0))
-        processes = measure(arguments, platform, threads)
-    except UsageError as error:
-        print(f"train_step.py: error: {error}", file=sys.stderr)
-        return 2
+    arguments = tyro.cli(Arguments, prog="train_step.py", default=Arguments(config=name, settings=_one_replica(name)))
+    check_counts(arguments, "rounds", "steps", "threads")
+    validate(arguments.settings, name)
+    gpu = launch.has_nvidia_gpu() and os.environ.get("JAX_PLATFORMS", "") != "cpu"
+    platform, threads = "gpu" if gpu else "cpu", arguments.threads or len(os.sched_getaffinity(0))
+    processes = measure(arguments, platform, threads)
     rows, remarks = evaluate(processes, arguments.settings), notes(arguments, processes, platform, threads)
     if arguments.json:
         record = {

@@ -1,19 +1,27 @@
 """The benchmark runs from its command line to its table, and a contender that cannot run has its reason there."""
 
+import importlib
 import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+import jax
 import pytest
 
+from benchmarks.command import check_peers
 from mjax.config import DataConfig, load_config
+from mjax.errors import UsageError
 from mjax.hardware import gpu_named
 from mjax.planner.calibration import default_calibration, read_calibration
+from mjax.planner.fitting import Measurement
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
 from tests.conftest import ROOT
 from tests.test_train_command import CONFIG, environment
+
+TEXT = str(ROOT / "requirements.txt")
 
 
 def run(*flags, code=0):
@@ -71,6 +79,80 @@ def test_the_benchmark_of_indices_prints_a_row_for_everything_it_measures():
     assert rows == ["what", "---", *["build"] * 3, "start", *["blend"] * 4, *["read"] * 2, "open"]
 
 
+@pytest.mark.parametrize(
+    ("name", "flags", "sentence"),
+    [
+        ("bert_samples", ["--samples", "0"], "--samples is 0; it must be at least 1"),
+        ("calibrate", ["--output", "none/rates.json"], "--output none/rates.json: there is no folder none; make it"),
+        ("calibrate", ["--output", "."], "--output . is a folder; name a file"),
+        ("calibrate", ["--output", "x.json", "--shrink", "0"], "--shrink is 0; it must be at least 1"),
+        ("calibrate", ["--output", "x.json", "--gpu", "v100", "--compute", "bf16"], "v100 has no bf16; use --compute"),
+        ("calibrate", ["--output", "x.json", "--gpu", "h100", "--kinds", "attention"], "nothing that can be measured"),
+        ("dedup", ["none.jsonl", "none.jsonl"], "there is no file none.jsonl; give .txt, .jsonl"),
+        ("dedup", ["a", "b", "--workers", "0"], "--workers is 0; it must be at least 1"),
+        ("dedup", [TEXT, TEXT, "--thresholds", "0.7", "0"], "--threshold 0 is no Jaccard similarity"),
+        ("index", ["--rounds", "0"], "--rounds is 0; it must be at least 1"),
+        ("index", ["--tokens", "5000"], "--tokens is 5,000; with --batch 3072 use 18874368 or more"),
+        ("memory", ["--write", "none/table.json"], "--write none/table.json: there is no folder none; make it"),
+        ("memory", ["--only", "gpt_5"], "--only gpt_5: no row of compiled_memory.json has that in its name"),
+        ("pipeline_bubble", ["--rounds", "0"], "--rounds is 0; it must be at least 1"),
+        ("pipeline_bubble", ["--unit-ms", "-1"], "--unit-ms is -1; it must be above 0"),
+        ("planning", ["--config", "wrong"], "there is no config 'wrong'"),
+        ("planning", ["--devices", "0"], "--devices is 0; it must be at least 1"),
+        ("planning", ["--rounds", "0"], "--rounds is 0; it must be at least 1"),
+        ("prepare", ["none.jsonl"], "there is no file none.jsonl; give .txt, .jsonl"),
+        ("prepare", ["none.jsonl", "--workers", "1", "0"], "--workers is 0; it must be at least 1"),
+        ("train_step", ["--config", "wrong"], "there is no config 'wrong'"),
+        ("train_step", ["--steps", "0"], "--steps is 0; it must be at least 1"),
+        ("train_step", ["--threads", "-1"], "--threads is -1; it must be at least 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value)[-40:],
+)
+def test_what_cannot_be_measured_is_refused_in_one_sentence_before_anything_is(
+    name, flags, sentence, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
+    assert importlib.import_module(f"benchmarks.{name}").main() == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"{name}.py: error: ")
+    assert sentence in shown.err
+    assert shown.err.count("\n") == 1
+
+
+def test_packages_that_are_not_there_are_named_with_what_to_type():
+    check_peers("json")
+    with pytest.raises(UsageError, match=r"^no_such_peer not installed; type: pip install -r"):
+        check_peers("json", "no_such_peer")
+
+
+@pytest.mark.parametrize(("gpu", "compute"), [("v100", "fp16"), ("h100", "bf16")])
+def test_rates_are_measured_in_the_16_bits_that_a_gpu_has(gpu, compute, tmp_path, monkeypatch):
+    from benchmarks import calibrate
+
+    asked = []
+
+    def measure(arguments, compute):
+        asked.append(compute)
+        return [Measurement("launch", (10,), 3e-5)]
+
+    file = tmp_path / "rates.json"
+    monkeypatch.setattr(calibrate, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["calibrate.py", "--gpu", gpu, "--output", str(file)])
+    assert calibrate.main() == 0
+    assert asked == [compute]
+    assert read_calibration(file).gpu == gpu
+
+
+def test_attention_is_not_measured_where_a_run_could_not_have_cudnns(monkeypatch, capsys):
+    from benchmarks import calibrate
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # one on which the kernel does not run
+    arguments = calibrate.Arguments(output=Path("x.json"), kinds=("attention",), rounds=1, shrink=16)
+    assert list(calibrate.measure(arguments, "bf16")) == []
+    assert "attention is not measured: the attention kernel cudnn does not run here" in capsys.readouterr().out
+
+
 @pytest.fixture
 def predicted(monkeypatch):
     """benchmarks/predicted.py as a function of its flags, on steps whose times are given."""
@@ -107,23 +189,48 @@ def test_measured_steps_stand_beside_their_predictions_and_a_rate_is_fitted_to_t
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--fit", "speed"], "--fit speed is no rate; use matmul, half, attention"),
+        (["--fit", "speed"], "--fit speed is no rate that steps on one GPU show; use matmul, half, attention"),
+        (["--fit", "node"], "--fit node is no rate that steps on one GPU show; use matmul, half, attention"),
         (["--fit", "matmul", "memory"], "--fit matmul memory needs more than 2 configs, not 2"),
         (["--calibration", "none.json"], "--calibration none.json cannot be read"),
+        (["--write", "none/rates.json"], "--write none/rates.json: there is no folder none; make it"),
+        (["--rounds", "0"], "--rounds is 0; it must be at least 1"),
+        (["--configs", "gpt_345m", "--gpu", "v100"], "no bf16 peak is known for v100"),
     ],
 )
-def test_a_rate_that_is_none_and_too_few_steps_are_refused(predicted, capsys, flags, sentence):
+def test_what_could_not_be_fitted_kept_or_predicted_is_refused_before_a_step_runs(predicted, capsys, flags, sentence):
     assert predicted("--configs", CONFIG, CONFIG, *flags) == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_the_five_models_of_the_comparison_can_run_on_one_device():
+def test_a_process_is_ended_where_a_measurement_breaks_off(monkeypatch):
+    from benchmarks import predicted
+
+    class Broken:
+        stopped = False
+
+        def measure(self, steps):
+            raise KeyboardInterrupt
+
+        def stop(self):
+            self.stopped = True
+
+    process = Broken()
+    monkeypatch.setattr(predicted, "Process", lambda *_: process)
+    with pytest.raises(KeyboardInterrupt):
+        predicted.measure("tiny", load_config(CONFIG), predicted.Arguments(), "cpu")
+    assert process.stopped
+
+
+@pytest.mark.parametrize(("gpu", "compute"), [("h100", "bf16"), ("v100", "fp16")])
+def test_the_five_models_of_the_comparison_can_run_on_one_device(gpu, compute):
     from benchmarks.predicted import CASES, Arguments, cases
 
-    found = cases(Arguments())
+    found = cases(Arguments(), gpu_named(gpu))
     assert len(found) == len(CASES) == 5
     for _, config in found:
         assert config.mesh.devices == 1
         assert config.micro_batches > 1
-        step = predict_time(config, gpu_named("h100"))
-        assert 0.01 < step.total < 5
+        assert config.precision.compute == compute
+        step = predict_time(config, gpu_named(gpu))
+        assert 0.01 < step.total < 30

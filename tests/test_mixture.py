@@ -47,6 +47,15 @@ def test_a_web_page_is_its_words_with_blocks_apart(tmp_path):
     assert list(mixture.web_pages(file)) == ["T\n\nOne two&\n\nthree"]
 
 
+def test_a_file_where_the_folder_should_be_is_refused(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "mix"
+    file.touch()
+    monkeypatch.setattr(sys, "argv", ["mixture.py", str(file)])
+    with pytest.raises(SystemExit, match="2"):
+        mixture.main()
+    assert f"the folder {file} cannot be made (File exists); name another" in capsys.readouterr().err
+
+
 def test_what_cannot_be_fetched_is_named_and_the_rest_is_mixed(tmp_path, monkeypatch, capsys):
     def failing(folder):
         raise subprocess.CalledProcessError(1, "npm", stderr="some lines\nnpm error 404 Not Found\n")

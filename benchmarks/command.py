@@ -1,0 +1,61 @@
+"""What the benchmarks' command lines share: what cannot be measured is refused first, in one sentence, as mjax does."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+
+from mjax.errors import RunError, UsageError
+
+
+def in_one_sentence(main: Callable[[], int]) -> Callable[[], int]:
+    """`main`, where a UsageError is its sentence and exit code 2, a RunError one and exit code 1."""
+
+    @wraps(main)
+    def command() -> int:
+        try:
+            return main()
+        except (UsageError, RunError) as error:
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+            return 2 if isinstance(error, UsageError) else 1
+
+    return command
+
+
+def check_counts(arguments: object, *names: str) -> None:
+    """Refuse a flag of these names, or one of its values, that is below 1; None was not given.
+
+    Raises:
+      UsageError: it is.
+    """
+    for name in names:
+        given = getattr(arguments, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+
+
+def check_output(flag: str, file: Path) -> None:
+    """Refuse a file that could not be written at the end.
+
+    Raises:
+      UsageError: it is a folder, or there is no folder for it.
+    """
+    if file.is_dir():
+        raise UsageError(f"{flag} {file} is a folder; name a file")
+    if not file.parent.is_dir():
+        raise UsageError(f"{flag} {file}: there is no folder {file.parent}; make it, or name another file")
+
+
+def check_peers(*packages: str) -> None:
+    """Refuse to begin without the packages that mjax is compared with.
+
+    Raises:
+      UsageError: one is not installed.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"{' and '.join(missing)} not installed; type: pip install -r requirements-parity.txt")
