@@ -29,6 +29,8 @@ class Gpu:
     Attributes:
       name: what `--gpu` takes.
       device_kinds: what JAX calls it, `jax.devices()[0].device_kind`.
+      compute_capability: NVIDIA's number of what its instructions can do (developer.nvidia.com/cuda-gpus): 7.0 Volta,
+        8.0 Ampere, 9.0 Hopper, 10.0 Blackwell.
       memory_bytes: what the driver reports as its memory.
       peak_tflops: dense peak of matrix products in TFLOP/s by compute type. fp32 is TF32 where the GPU has it, which is
         what XLA uses for float32 products there.
@@ -42,6 +44,7 @@ class Gpu:
 
     name: str
     device_kinds: tuple[str, ...]
+    compute_capability: tuple[int, int]
     memory_bytes: float
     peak_tflops: dict[str, float]
     memory_bandwidth: float
@@ -69,7 +72,7 @@ def _peaks(sixteen_bit: float | None, fp32: float, bf16: bool = True) -> dict[st
     return {"bf16": sixteen_bit, **peaks} if bf16 else peaks
 
 
-GB, MIB = 1e9, 2**20
+GB, MIB, GIB = 1e9, 2**20, 2**30
 # Latencies of all: NCCL's own model of its ring with the protocol Simple (NVIDIA/nccl, src/graph/tuning.cc, hwLat).
 _V100 = "NVIDIA V100 data sheet, January 2020: 125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways"
 _A100 = "NVIDIA A100 data sheet, June 2021: 312 TFLOP/s of 16 bits, 156 of TF32"
@@ -87,6 +90,7 @@ GPUS: tuple[Gpu, ...] = (
     Gpu(
         name="v100-16gb",
         device_kinds=("Tesla V100-SXM2-16GB",),
+        compute_capability=(7, 0),
         memory_bytes=16_160 * MIB,
         peak_tflops=_peaks(125.0, 15.7, bf16=False),
         memory_bandwidth=900 * GB,
@@ -98,6 +102,7 @@ GPUS: tuple[Gpu, ...] = (
     Gpu(
         name="v100",
         device_kinds=("Tesla V100-SXM2-32GB",),
+        compute_capability=(7, 0),
         memory_bytes=32_510 * MIB,
         peak_tflops=_peaks(125.0, 15.7, bf16=False),
         memory_bandwidth=900 * GB,
@@ -109,6 +114,7 @@ GPUS: tuple[Gpu, ...] = (
     Gpu(
         name="v100-dgx2h",
         device_kinds=("Tesla V100-SXM3-32GB-H",),
+        compute_capability=(7, 0),
         memory_bytes=32_510 * MIB,
         peak_tflops=_peaks(130.0, 16.3, bf16=False),
         memory_bandwidth=981 * GB,
@@ -125,6 +131,7 @@ GPUS: tuple[Gpu, ...] = (
     Gpu(
         name="v100-dgx2",
         device_kinds=("Tesla V100-SXM3-32GB",),
+        compute_capability=(7, 0),
         memory_bytes=32_510 * MIB,
         peak_tflops=_peaks(125.0, 15.7, bf16=False),
         memory_bandwidth=981 * GB,
@@ -136,6 +143,7 @@ GPUS: tuple[Gpu, ...] = (
     Gpu(
         name="a100-40gb",
         device_kinds=("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
+        compute_capability=(8, 0),
         memory_bytes=40_536 * MIB,
         peak_tflops=_peaks(312.0, 156.0),
         memory_bandwidth=1555 * GB,
@@ -147,6 +155,7 @@ GPUS: tuple[Gpu, ...] = (
     Gpu(
         name="a100",
         device_kinds=("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
+        compute_capability=(8, 0),
         memory_bytes=81_251 * MIB,
         peak_tflops=_peaks(312.0, 156.0),
         memory_bandwidth=2039 * GB,
@@ -158,6 +167,7 @@ GPUS: tuple[Gpu, ...] = (
     Gpu(
         name="a100-40gb-pcie",
         device_kinds=("NVIDIA A100-PCIE-40GB", "A100-PCIE-40GB"),
+        compute_capability=(8, 0),
         memory_bytes=40_536 * MIB,
         peak_tflops=_peaks(312.0, 156.0),
         memory_bandwidth=1555 * GB,
@@ -169,6 +179,7 @@ GPUS: tuple[Gpu, ...] = (
     Gpu(
         name="a100-pcie",
         device_kinds=("NVIDIA A100 80GB PCIe",),
+        compute_capability=(8, 0),
         memory_bytes=81_251 * MIB,
         peak_tflops=_peaks(312.0, 156.0),
         memory_bandwidth=1935 * GB,
@@ -180,6 +191,7 @@ GPUS: tuple[Gpu, ...] = (
     Gpu(
         name="h100",
         device_kinds=("NVIDIA H100 80GB HBM3",),
+        compute_capability=(9, 0),
         memory_bytes=81_559 * MIB,
         peak_tflops=_peaks(989.4, 494.7),
         memory_bandwidth=3352 * GB,
@@ -191,6 +203,7 @@ GPUS: tuple[Gpu, ...] = (
     Gpu(
         name="h100-pcie",
         device_kinds=("NVIDIA H100 PCIe",),
+        compute_capability=(9, 0),
         memory_bytes=81_559 * MIB,
         peak_tflops=_peaks(756.5, 378.0),
         memory_bandwidth=2039 * GB,
@@ -202,6 +215,7 @@ GPUS: tuple[Gpu, ...] = (
     Gpu(
         name="h200",
         device_kinds=("NVIDIA H200",),
+        compute_capability=(9, 0),
         memory_bytes=143_771 * MIB,
         peak_tflops=_peaks(989.4, 494.7),
         memory_bandwidth=4800 * GB,
@@ -213,6 +227,7 @@ GPUS: tuple[Gpu, ...] = (
     Gpu(
         name="b200",
         device_kinds=("NVIDIA B200",),
+        compute_capability=(10, 0),
         memory_bytes=183_359 * MIB,
         peak_tflops=_peaks(2250.0, 1125.0),
         memory_bandwidth=8000 * GB,

@@ -2,12 +2,12 @@
 
 | kernel       | where            | what it does                                                            |
 |--------------|------------------|-------------------------------------------------------------------------|
-| `cudnn`      | NVIDIA GPUs      | cuDNN's fused flash attention: no s × s matrix in memory, no dropout     |
+| `cudnn`      | GPUs since A100  | cuDNN's fused flash attention: no s × s matrix in memory, no dropout     |
 | `xla`        | anywhere         | scores, softmax and weighted sum as XLA compiles them                   |
 | `xla_blocks` | meant for CPUs   | the same over four blocks of queries, leaving out keys of the future    |
 
 All take q, k, v [b, s, n, d] with this rank's heads and return [b, s, n, d]. The kernel of a run is resolved once, at
-the start, by running it (`resolve_attention`); nothing falls back on the way.
+the start, by rule (`kernels.py`) and by running it (`resolve_attention`); nothing falls back on the way.
 
 Where a sample holds several documents and they must not see each other, all kernels take the number of each token's
 document and mask what is not its own. With ALiBi all take the slopes of the heads (`alibi.py`) and add a penalty on
@@ -28,6 +28,7 @@ from jax import Array
 from mjax.config import Config, ModelConfig
 from mjax.errors import UsageError
 from mjax.models.alibi import alibi_slopes, distance_penalty
+from mjax.models.kernels import capability_of, choose_kernel
 from mjax.parallel import mappings
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.random import DropoutKey, dropout
@@ -220,7 +221,7 @@ def resolve_attention(
     """The kernel of this run: chosen by rule, then run once on a small array and compared with the plain one.
 
     Args:
-      model: `model.attention` is the wish; `auto` leaves the choice to the rule in this module's table.
+      model: `model.attention` is the wish; `auto` leaves the choice to the rule in `kernels.py`.
       compute: compute type of the run, as in the config.
       platform: `jax.default_backend()`.
       announce: receives one sentence where a slower kernel than cuDNN's has to be taken on a GPU.
@@ -229,7 +230,8 @@ def resolve_attention(
     Raises:
       UsageError: the kernel asked for cannot do what the run needs, or fails when it is run.
     """
-    kernel, obstacle = choose_kernel(model, compute, platform, documents)
+    capability = capability_of(jax.local_devices()[0])
+    kernel, obstacle = choose_kernel(model, compute, platform, documents, capability)
     if model.attention == "auto" and platform == "gpu" and obstacle:
         announce(f"attention: the slower kernel xla is used instead of cuDNN flash, because {obstacle}")
     refusal = _self_test(kernel, model, compute, documents)
@@ -241,43 +243,6 @@ def resolve_attention(
         announce(f"attention: the slower kernel xla is used, because cuDNN flash refuses {what} ({refusal})")
         return "xla"
     raise UsageError(f"the attention kernel {kernel} does not run here ({refusal}); use --model.attention xla")
-
-
-def choose_kernel(model: ModelConfig, compute: str, platform: str, documents: bool = False) -> tuple[str, str | None]:
-    """The kernel by the rule in this module's table, before anybody tried it, and what keeps it from being cuDNN's.
-
-    Args:
-      model, compute, platform, documents: as for `resolve_attention`.
-
-    Raises:
-      UsageError: cuDNN's was asked for by name and cannot do what the run needs.
-    """
-    obstacle = _cudnn_obstacle(model, compute, platform, documents)
-    if model.attention == "cudnn" and obstacle:
-        raise UsageError(
-            f"--model.attention cudnn cannot be used: {obstacle}; change that, or use --model.attention xla"
-        )
-    if model.attention != "auto":
-        return model.attention, obstacle
-    if platform != "gpu":
-        return "xla_blocks", obstacle
-    return ("xla" if obstacle else "cudnn"), obstacle
-
-
-def _cudnn_obstacle(model: ModelConfig, compute: str, platform: str, documents: bool) -> str | None:
-    if platform != "gpu":
-        return f"it needs an NVIDIA GPU and this process runs on {platform}"
-    if model.attention_dropout > 0:
-        return f"it has no dropout and --model.attention-dropout is {model.attention_dropout}"
-    if compute not in ("bf16", "fp16"):
-        return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
-    if model.head_size % 8 or model.head_size > 256:
-        return f"it needs a head size that is a multiple of 8 up to 256 and hidden / heads is {model.head_size}"
-    if (documents or _alibi(model)) and model.sequence % 2:
-        padded = "--data.reset-attention" if model.kind == "gpt" else "a BERT's padding"
-        cause = padded if documents else "--model.positions alibi"
-        return f"with {cause} it needs an even number of positions and --model.sequence is {model.sequence}"
-    return None
 
 
 def _alibi(model: ModelConfig) -> bool:

@@ -17,12 +17,14 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mjax.config import Config
 from mjax.errors import RunError, UsageError
+from mjax.hardware import gpu_named
+from mjax.models.kernels import resolved_on_gpu
 from mjax.packages import cuda_build, installed
 from mjax.planner.hlo import HloError, ScheduledProgram, read_program
 
@@ -136,14 +138,11 @@ def compile_step(
     import jax
     from jax.experimental.topologies import get_topology_desc
 
-    from mjax.models.attention import choose_kernel
     from mjax.parallel.mesh import make_mesh
     from mjax.training.step import build_program
 
     sizes = config.mesh
-    documents = "documents" in config.batch_arrays()
-    kernel, _ = choose_kernel(config.model, config.precision.compute, "gpu", documents)
-    config = replace(config, model=replace(config.model, attention=kernel))
+    config = resolved_on_gpu(config, gpu_named(gpu).compute_capability)
     servers = max(1, sizes.devices // per_server)
     topology = get_topology_desc(
         platform="cuda",
@@ -184,7 +183,7 @@ def compile_step(
         device_kind=topology.devices[0].device_kind,
         gpu_memory=memory_of(gpu),
         servers=servers,
-        attention=kernel,
+        attention=config.model.attention,
         tracing=tracing,
         compiling=compiling,
         resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

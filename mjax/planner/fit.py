@@ -23,12 +23,11 @@ from dataclasses import dataclass, replace
 
 from mjax.config import Config
 from mjax.errors import UsageError
-from mjax.hardware import USABLE_FRACTION
+from mjax.hardware import GIB, USABLE_FRACTION
 from mjax.launch import MEMORY_FRACTIONS
+from mjax.models.kernels import capability_of, resolved_on_gpu
 from mjax.planner.memory import Memory, predict_memory
 from mjax.validation import validate
-
-GIB = 2**30
 
 # Ranks of what a change costs; a combination costs their sum.
 SEQUENCE_PARALLEL, ZERO_1, SELECTIVE, SMALLER_MICRO_BATCH, FULL, ZERO_3, OTHER_MESH, MORE_GPUS = (
@@ -94,13 +93,15 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
       say: receives that sentence.
 
     Raises:
-      UsageError: the config does not fit.
+      UsageError: the config does not fit, or asks for an attention kernel that cannot be.
     """
     import jax  # a plan is made without
 
-    found = memory_of(jax.local_devices()[0])
+    device = jax.local_devices()[0]
+    found = memory_of(device)
     if found is None or config.mesh.devices != jax.device_count():
         return
+    config = resolved_on_gpu(config, capability_of(device))
     try:
         check_memory(config, *found, name)
     except UsageError as error:
@@ -142,20 +143,8 @@ def memory_of(device) -> tuple[float, str] | None:
 
 def describe_kinds(memory: Memory) -> str:
     """`parameters 5.8, optimizer 7.8, …`, in GiB, the largest first."""
-    kinds = {name: size for name, size in by_kind(memory).items() if size / GIB >= 0.05}
+    kinds = {name: size for name, size in memory.parts.items() if size / GIB >= 0.05}
     return ", ".join(f"{name} {size / GIB:.1f}" for name, size in sorted(kinds.items(), key=lambda kind: -kind[1]))
-
-
-def by_kind(memory: Memory) -> dict[str, float]:
-    """Bytes by kind, in the order in which they are printed."""
-    return {
-        "parameters": memory.parameters,
-        "optimizer": memory.optimizer,
-        "gradients": memory.gradients,
-        "activations": memory.activations,
-        "logits": memory.logits,
-        "workspace": memory.workspace,
-    }
 
 
 # --- The combinations that are tried ----------------------------------------------------------------------------------

@@ -24,13 +24,18 @@ sequence parallelism), c bytes of the compute type, p devices along `model`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from mjax.config import Config
+from mjax.models.kernels import HOPPER, attention_on_gpu
 from mjax.planner.weights import Held, held_by
 
 # Bytes of a number of each type.
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+# Kinds of memory, in the order in which they are shown.
+KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
 
 
 @dataclass(frozen=True)
@@ -56,32 +61,29 @@ class Memory:
     moment: str = "backward"
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Bytes by kind."""
+        return {name: getattr(self, name) for name in KINDS}
+
+    @property
     def total(self) -> float:
         """All kinds together."""
         return self.parameters + self.optimizer + self.gradients + self.activations + self.logits + self.workspace
 
 
-def predict_memory(config: Config) -> Memory:
+def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memory:
     """What a training step of `config` needs, on the fullest device; no JAX, some microseconds.
 
     Args:
-      config: validated. `model.attention` `auto` is taken as on an NVIDIA GPU.
+      config: validated; `model.attention` a kernel's name, or `auto`, which is taken as on this GPU.
+      capability: compute capability of the GPU.
+
+    Raises:
+      UsageError: `model.attention` is cudnn, which cannot do what the config needs.
     """
-    sizes = _Sizes.of(config)
+    sizes = _Sizes.of(config, attention_on_gpu(config, capability))
     moments = [_head(sizes), _backward(sizes), _reduction(sizes)]
     return max(moments, key=lambda memory: memory.total)
-
-
-def attention_on_gpu(config: Config) -> str:
-    """The attention kernel that `model.attention` `auto` becomes on an NVIDIA GPU (`models/attention.py`)."""
-    model, data = config.model, config.data
-    if model.attention != "auto":
-        return model.attention
-    fits = model.head_size % 8 == 0 and model.head_size <= 256
-    biased = model.positions == "alibi" or model.kind == "bert" or data.reset_attention
-    even = model.sequence % 2 == 0 or not biased
-    usable = model.attention_dropout == 0 and config.precision.compute in ("bf16", "fp16") and fits and even
-    return "cudnn" if usable else "xla"
 
 
 # --- Sizes of the arrays of one device --------------------------------------------------------------------------------
@@ -116,11 +118,10 @@ class _Sizes:
     logits: int
 
     @classmethod
-    def of(cls, config: Config) -> _Sizes:
+    def of(cls, config: Config, kernel: str) -> _Sizes:
         model, mesh = config.model, config.mesh
         sequences = config.train.micro_batch * model.choices
         rows, p = sequences * model.sequence, mesh.model
-        kernel = attention_on_gpu(config)
         width = WIDTHS[config.precision.compute]
         has_logits = model.head == "pretraining"
         return cls(
@@ -148,13 +149,20 @@ class _Sizes:
         """Elements of the weights of one layer, as the computation uses them."""
         return self.held.layers / (self.layers * self.config.mesh.chunks)
 
+    @cached_property
+    def batch(self) -> float:
+        """Bytes of the replica's rows of a batch."""
+        widths, config = {"int32": 4, "bool": 1}, self.config
+        total = sum(math.prod(shape) * widths[kind] for shape, kind in config.batch_arrays().values())
+        return total * config.train.global_batch / config.mesh.data
+
 
 # --- What is kept -----------------------------------------------------------------------------------------------------
 
 
 def kept_by_layer(config: Config) -> float:
     """Bytes that a layer keeps of one micro-batch from its forward to its backward pass."""
-    return _kept(_Sizes.of(config), config.train.recompute)
+    return _kept(_Sizes.of(config, attention_on_gpu(config)), config.train.recompute)
 
 
 def _kept(sizes: _Sizes, recompute: str) -> float:
@@ -294,17 +302,6 @@ def _bias(sizes: _Sizes) -> float:
     return square * sequences if documents else 0.0
 
 
-def _batch(sizes: _Sizes) -> float:
-    """Bytes of the replica's rows of a batch."""
-    config, total = sizes.config, 0
-    for shape, kind in config.batch_arrays().values():
-        elements = 1
-        for dim in shape:
-            elements *= dim
-        total += elements * {"int32": 4, "bool": 1}[kind]
-    return total * config.train.global_batch / config.mesh.data
-
-
 def _backward(sizes: _Sizes) -> Memory:
     """While the layers are differentiated, after the first of them."""
     masters, moments = _stored(sizes)
@@ -314,7 +311,7 @@ def _backward(sizes: _Sizes) -> Memory:
     # The gradient of the embedding as output layer waits for that as input; in a pipeline it is summed up at once.
     waiting = c * held.table if sizes.config.mesh.pipe == 1 else 0.0
     gradients = _layer_gradients(sizes) + _sums(sizes) + waiting
-    work = _layer_work(sizes) + _chunk_in_hand(sizes) + _messages(sizes) + _bias(sizes) + _batch(sizes)
+    work = _layer_work(sizes) + _chunk_in_hand(sizes) + _messages(sizes) + _bias(sizes) + sizes.batch
     parameters = masters + layers + (shared if repeats else 0.0)
     return Memory(parameters, moments, gradients, _activations(sizes), 0.0, work, "backward")
 
@@ -328,7 +325,7 @@ def _head(sizes: _Sizes) -> Memory:
     gradients = _sums(sizes) + (c * sizes.held.table if sizes.accumulates else 0.0)
     # The stream after the last LayerNorm, its gradient; of a BERT the three arrays of its head as well.
     streams = 2 + (4 if sizes.config.model.kind == "bert" else 0)
-    work = c * streams * sizes.whole + _messages(sizes) + _bias(sizes) / 2 + _batch(sizes)
+    work = c * streams * sizes.whole + _messages(sizes) + _bias(sizes) / 2 + sizes.batch
     return Memory(masters + layers + shared, moments, gradients, _activations(sizes), c * sizes.logits, work, "head")
 
 
@@ -339,8 +336,8 @@ def _reduction(sizes: _Sizes) -> Memory:
     whole = held.layers - held.gathered + held.shared
     wide = sizes.master * (whole + held.gathered_shards)
     if mesh.data == 1 and not sizes.accumulates:
-        return Memory(masters, moments, sizes.width * whole, 0.0, 0.0, _batch(sizes), "reduction")  # nothing is summed
+        return Memory(masters, moments, sizes.width * whole, 0.0, 0.0, sizes.batch, "reduction")  # nothing is summed
     # They are converted one after the other, so the last that is still in both types is the largest, one of the MLP's.
     kernel = 0 if held.gathered else model.hidden * model.mlp_width // mesh.model * model.layers // mesh.pipe
     narrow = 0.0 if sizes.accumulates or sizes.width == sizes.master else sizes.width * kernel
-    return Memory(masters, moments, narrow + wide, 0.0, 0.0, _batch(sizes), "reduction")
+    return Memory(masters, moments, narrow + wide, 0.0, 0.0, sizes.batch, "reduction")

@@ -8,8 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from mjax.config import Config
-from mjax.hardware import Gpu
-from mjax.planner.fit import GIB, by_kind
+from mjax.hardware import GIB, Gpu
 from mjax.planner.memory import Memory, predict_memory
 
 # Okabe and Ito's palette: apart for every kind of colour vision.
@@ -36,7 +35,7 @@ def draw_memory(config: Config, file: Path, gpu: Gpu | None = None) -> None:
     axes = figure.add_subplot()
     for row, memory in enumerate(bars.values()):
         start = 0.0
-        for kind, size in by_kind(memory).items():
+        for kind, size in memory.parts.items():
             axes.barh(row, size / GIB, left=start, color=COLOURS[kind], label=kind if row == 0 else None)
             start += size / GIB
     if gpu is not None:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from mjax.config import Config
-from mjax.hardware import Gpu
-from mjax.planner.fit import GIB, by_kind, changes_that_fit
-from mjax.planner.memory import attention_on_gpu, predict_memory
+from mjax.hardware import GIB, Gpu
+from mjax.models.kernels import HOPPER, resolved_on_gpu
+from mjax.planner.fit import changes_that_fit
+from mjax.planner.memory import predict_memory
 from mjax.planner.section import Section, named_rows
 
 WHEN = {
@@ -26,15 +27,16 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
       gpu: whose memory it has to fit into.
       figure: file to draw the bars into.
     """
+    config = resolved_on_gpu(config, HOPPER if gpu is None else gpu.compute_capability)
     memory = predict_memory(config)
     values: dict[str, Any] = {
         "total": memory.total,
-        **by_kind(memory),
+        **memory.parts,
         "moment": memory.moment,
-        "attention": attention_on_gpu(config),
+        "attention": config.model.attention,
         "figure": None if figure is None else str(figure),
     }
-    rows = {kind: f"{size / GIB:8.2f} GiB" for kind, size in by_kind(memory).items()}
+    rows = {kind: f"{size / GIB:8.2f} GiB" for kind, size in memory.parts.items()}
     rows["total"] = f"{memory.total / GIB:8.2f} GiB on each device, {WHEN[memory.moment]}"
     rows["attention"] = f"by {values['attention']}"
     lines = []

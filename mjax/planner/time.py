@@ -31,13 +31,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from mjax.config import Config
-from mjax.errors import UsageError
+from mjax.errors import UsageError, either
 from mjax.hardware import Gpu
+from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration, Software, default_calibration
-from mjax.planner.memory import attention_on_gpu
+from mjax.planner.memory import WIDTHS
+from mjax.planner.weights import held_by
 from mjax.training.flops import model_flops
 
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 # Parts of a step, in the order in which they are shown.
 PARTS = ("matmul", "attention", "elementwise", "head", "model", "pipe", "bubble", "data", "optimizer")
 
@@ -96,7 +97,7 @@ def predict_time(config: Config, gpu: Gpu, calibration: Calibration | None = Non
       calibration: program and rates; mjax with the rates of published runs when not given.
 
     Raises:
-      UsageError: the GPU has no peak of the config's compute type.
+      UsageError: the GPU has no peak of the config's compute type, or not the attention kernel it asks for.
     """
     calibration = calibration or default_calibration()
     rates = Rates(gpu, calibration, config.precision.compute)
@@ -174,7 +175,7 @@ class Rates:
     def __post_init__(self):
         peak = self.gpu.peak(self.compute)
         if peak is None:
-            known = " or ".join(self.gpu.peak_tflops)
+            known = either(self.gpu.peak_tflops)
             raise UsageError(
                 f"no {self.compute} peak is known for {self.gpu.name}, so its time cannot be predicted; "
                 f"use --precision.compute {known}, or add the peak in mjax/hardware.py"
@@ -185,7 +186,7 @@ class Rates:
         """[m, k] × [k, n], `batch` times in one kernel."""
         half = self.calibration.half
         rate = self.peak * self.calibration.matmul * (m / (m + half)) * (n / (n + half)) * (k / (k + half))
-        moved = batch * BYTES[self.compute] * (m * k + k * n + m * n)
+        moved = batch * WIDTHS[self.compute] * (m * k + k * n + m * n)
         return max(2 * batch * m * n * k / rate, self._bytes(moved)) + self.calibration.launch
 
     def flash(self, flops: float) -> float:
@@ -238,15 +239,15 @@ class _Step:
     def __init__(self, config: Config, rates: Rates):
         self.config, self.rates, self.software = config, rates, rates.calibration.software
         model, mesh = config.model, config.mesh
-        self.element = BYTES[config.precision.compute]
+        self.element = WIDTHS[config.precision.compute]
         self.tokens = config.train.micro_batch * model.choices * model.sequence
         self.heads = config.train.micro_batch * model.choices * model.heads / mesh.model  # of all sequences
-        self.flash = self._takes_flash()
+        capability = rates.gpu.compute_capability
+        self.flash = self.software.flash and attention_on_gpu(config, capability) == "cudnn"
         h, f, p = model.hidden, model.mlp_width, mesh.model
         self.products = ((3 * h / p, h), (h, h / p), (f / p, h), (h, f / p))  # (n, k) of QKV, projection, up, down
-        self.layer_weights = (4 * h * h + 2 * h * f) / p
-        positions = model.sequence * h if model.positions == "learned" else 0  # not split over `model`
-        self.shared_weights = model.padded_vocabulary * h / p + positions
+        self.held = held_by(model, mesh)
+        self.layer_weights = self.held.layers * mesh.pipe / model.layers  # of one layer
 
     # --- A layer and a micro-batch ------------------------------------------------------------------------------------
 
@@ -290,11 +291,6 @@ class _Step:
     @cached_property
     def _weight_products(self) -> list[float]:
         return [self.rates.product(k, n, self.tokens) for n, k in self.products]
-
-    def _takes_flash(self) -> bool:
-        """Whether attention is cuDNN's kernel, which needs an Ampere GPU or later: one with bf16."""
-        able = self.software.flash and "bf16" in self.rates.gpu.peak_tflops
-        return able and attention_on_gpu(self.config) == "cudnn"
 
     @cached_property
     def _attention(self) -> float:
@@ -396,14 +392,13 @@ class _Step:
         """Gradients over `data`, and what ZeRO-1 gathers; of the embedding over `pipe` too."""
         mesh, rates, software = self.config.mesh, self.rates, self.software
         stage, across = mesh.model * mesh.data, software.gradient_bytes + self.element
-        layers = self.layer_weights * self.config.model.layers / mesh.pipe
-        seconds = rates.gather(mesh.pipe, stage, across * self.shared_weights)
-        shared = self.shared_weights / mesh.pipe
-        held = shared if mesh.zero == 3 else layers + shared
+        seconds = rates.gather(mesh.pipe, stage, across * self.held.shared)
+        shared = self.held.shared / mesh.pipe
+        weights = shared if mesh.zero == 3 else self.held.layers + shared
         if mesh.zero:
-            seconds += rates.gather(mesh.data, mesh.model, across * held)
+            seconds += rates.gather(mesh.data, mesh.model, across * weights)
             return seconds
-        summed = rates.sum(mesh.data, mesh.model, software.gradient_bytes * held)
+        summed = rates.sum(mesh.data, mesh.model, software.gradient_bytes * weights)
         if software.hides_gradient_sums:  # beside the backward pass of the last micro-batch
             last = self.config.model.layers / mesh.pipe
             beside = last * (sum(self.backward_inputs().values()) + sum(self.backward_weights().values()))
@@ -413,8 +408,7 @@ class _Step:
     def optimizer(self) -> float:
         """Gradients added up, and the update of the weights that this device stores."""
         mesh, m = self.config.mesh, self.config.micro_batches
-        held = self.layer_weights * self.config.model.layers / mesh.pipe + self.shared_weights / mesh.pipe
-        shards = mesh.data if mesh.zero else 1
-        added = m * held / (mesh.data if mesh.zero == 3 else 1) if m > 1 else 0.0
-        moved = self.software.optimizer_bytes * held / shards + self.software.accumulate_bytes * added
+        weights = self.held.layers + self.held.shared / mesh.pipe
+        added = m * weights / (mesh.data if mesh.zero == 3 else 1) if m > 1 else 0.0
+        moved = self.software.optimizer_bytes * self.held.stored + self.software.accumulate_bytes * added
         return self.rates.traffic(moved, 20)

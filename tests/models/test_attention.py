@@ -1,6 +1,7 @@
 """The attention kernels, and the choice among them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,26 @@ def test_auto_follows_its_table_and_announces_a_slower_kernel(changes, compute, 
     assert resolve_attention(replace(MODEL, **changes), compute, platform, said.append) == expected
     assert bool(said) == (platform == "gpu")
     assert all("slower kernel xla is used" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "expected"),
+    [
+        ("7.0", {}, "needs compute capability 8.0 or more, as an A100 has, and the GPU has 7.0"),
+        ("8.0", {}, None),
+        ("8.0", {"hidden": 640}, "up to 128 on GPUs before H100 and hidden / heads is 160"),
+        ("9.0", {"hidden": 640}, None),
+        ("10.0", {"hidden": 1056}, "a multiple of 8 up to 256 and hidden / heads is 264"),
+    ],
+)
+def test_auto_takes_cudnn_only_on_a_gpu_that_has_it(monkeypatch, capability, changes, expected):
+    said = []
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    monkeypatch.setattr(attention, "_self_test", lambda *_: None)
+    kernel = resolve_attention(replace(MODEL, **changes), "bf16", "gpu", said.append)
+    assert kernel == ("cudnn" if expected is None else "xla")
+    assert expected is None or expected in said[0]
+    assert bool(said) == bool(expected)
 
 
 def test_cudnn_is_taken_where_it_can_be_and_is_run_first(monkeypatch):

@@ -14,13 +14,11 @@ import pytest
 from mjax import cli
 from mjax.config import load_config
 from mjax.errors import UsageError
-from mjax.models.attention import choose_kernel
 from mjax.packages import cuda_build
 from mjax.planner import compile as ahead
 from mjax.planner.comms import ledger
 from mjax.planner.compile import check_compile, compile_step, sheet_names
 from mjax.planner.compile_section import compile_section, totals
-from mjax.planner.memory import attention_on_gpu
 from mjax.planner.saved_program import open_program, save_program
 from tests.small import small_config
 
@@ -143,24 +141,6 @@ def test_the_sheets_are_part_of_the_package():
     from tests.conftest import ROOT
 
     assert '"mjax.planner" = ["targets/*.txtpb"]' in (ROOT / "pyproject.toml").read_text()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"attention_dropout": 0.1},
-        {"heads": 1, "hidden": 264},
-        {"hidden": 36, "heads": 3},
-        {"positions": "alibi", "sequence": 15},
-        {"attention": "xla"},
-    ],
-)
-def test_the_rule_for_attention_without_jax_is_the_one_of_training(changes):
-    config = small_config(compute="bf16")
-    config = replace(config, model=replace(config.model, **({"attention": "auto", "attention_dropout": 0.0} | changes)))
-    kernel, _ = choose_kernel(config.model, "bf16", "gpu", "documents" in config.batch_arrays())
-    assert kernel == attention_on_gpu(config)
 
 
 def test_a_mesh_within_one_server_and_one_of_many_can_be_compiled_for(monkeypatch):

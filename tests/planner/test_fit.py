@@ -9,10 +9,10 @@ import pytest
 from mjax import cli
 from mjax.config import load_config
 from mjax.errors import UsageError
-from mjax.hardware import USABLE_FRACTION
+from mjax.hardware import GIB, USABLE_FRACTION, gpu_named
 from mjax.launch import MEMORY_FRACTIONS, claim_gpu_memory
 from mjax.planner import fit
-from mjax.planner.fit import GIB, changes_that_fit, check_memory, memory_of
+from mjax.planner.fit import changes_that_fit, check_memory, memory_of
 from mjax.planner.memory import predict_memory
 from mjax.planner.memory_section import memory_section
 from mjax.validation import validate
@@ -137,7 +137,9 @@ def test_training_that_fits_or_has_other_devices_begins(monkeypatch, tmp_path, u
 
 def test_a_plan_for_a_gpu_has_a_verdict_and_what_would_change_it():
     config = load_config("gpt_8b")
-    roomy, tight, tiny = (SimpleNamespace(name="h100", usable_bytes=size * GIB) for size in (72, 22, 1e-3))
+    roomy, tight, tiny = (
+        replace(gpu_named("h100"), memory_bytes=size * GIB / USABLE_FRACTION) for size in (72, 22, 1e-3)
+    )
     assert "it fits into the 72.0 GiB that are usable on h100" in memory_section(config, roomy).text
     section = memory_section(config, tight)
     assert "it does not fit into the 22.0 GiB" in section.text

@@ -9,9 +9,12 @@ import pytest
 
 from mjax import cli
 from mjax.config import from_dict, load_config, to_dict
-from mjax.models.attention import _cudnn_obstacle
+from mjax.hardware import gpu_named
+from mjax.models.kernels import attention_on_gpu
 from mjax.parallel.schedules import build_schedule
-from mjax.planner.memory import _in_flight, attention_on_gpu, kept_by_layer, predict_memory
+from mjax.planner.memory import _in_flight, kept_by_layer, predict_memory
+from mjax.planner.memory_section import memory_section
+from mjax.planner.time import predict_time
 from tests.conftest import ROOT
 
 COMPILED = json.loads((ROOT / "tests" / "planner" / "compiled_memory.json").read_text())
@@ -105,19 +108,18 @@ def test_a_layer_keeps_the_multiples_of_sbh_that_the_docs_count(recompute, whole
         assert kept_by_layer(replace(config, mesh=mesh)) / sbh == pytest.approx(expected, abs=0.01)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"attention_dropout": 0.1}, {"heads": 24, "hidden": 3000}, {"heads": 4}, {"sequence": 1023},
-     {"sequence": 1023, "positions": "alibi"}, {"attention": "xla"}, {"kind": "bert", "sequence": 511}],
-)  # fmt: skip
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_auto_is_taken_as_the_kernel_that_a_gpu_would_use(changes, compute):
-    config = load_config("gpt_8b")
-    model = replace(config.model, **{"attention_dropout": 0.0, "hidden": 3072, **changes})
-    config = replace(config, model=model, precision=replace(config.precision, compute=compute))
-    obstacle = _cudnn_obstacle(model, compute, "gpu", "documents" in config.batch_arrays())
-    expected = model.attention if model.attention != "auto" else "xla" if obstacle else "cudnn"
-    assert attention_on_gpu(config) == expected
+def test_memory_and_time_are_those_of_the_attention_kernel_that_the_gpu_has():
+    config = load_config("gpt_345m")
+    config = replace(
+        config,
+        model=replace(config.model, attention_dropout=0.0),
+        precision=replace(config.precision, compute="fp16"),
+    )
+    for name, kernel in (("v100", "xla"), ("a100", "cudnn")):
+        named, gpu = replace(config, model=replace(config.model, attention=kernel)), gpu_named(name)
+        values = memory_section(config, gpu).values
+        assert (values["attention"], values["total"]) == (kernel, predict_memory(named).total)
+        assert predict_time(config, gpu).total == predict_time(named, gpu).total
 
 
 def test_a_prediction_takes_no_jax():

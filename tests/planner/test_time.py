@@ -200,8 +200,8 @@ def test_the_bytes_on_the_wire_are_those_of_the_traced_step(mesh, train):
     parts = predict_time(config, BYTE_A_SECOND, OPEN).parts
     if config.mesh.pipe == 1:
         assert parts["model"] == pytest.approx(sent["model"], rel=1e-3)
-        # Biases and LayerNorms are left out, whose gradients cross `model` too with sequence parallelism.
-        assert parts["data"] == pytest.approx(sent["data"], rel=6e-3)
+        # The gradients of biases and LayerNorms, which with sequence parallelism cross `model` too, are left out there.
+        assert parts["data"] == pytest.approx(sent["data"], rel=4e-3 if config.mesh.sequence_parallel else 1e-4)
         return
     # Under a pipeline the bubble holds messages and the waiting for other stages' collectives over `model`.
     idle = predict_time(config, BYTE_A_SECOND, replace(OPEN, software=replace(OPEN.software, sends_every_tick=False)))

@@ -1,0 +1,85 @@
+"""Which attention kernel a run takes, by rule: the column `where` of the table in `attention.py`, without JAX.
+
+Training asks for the GPU that it has, the planner for one that may be elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mjax.config import Config, ModelConfig
+from mjax.errors import UsageError
+
+AMPERE, HOPPER = (8, 0), (9, 0)
+"""Compute capabilities: what NVIDIA numbers its GPUs by."""
+
+
+def choose_kernel(
+    model: ModelConfig, compute: str, platform: str, documents: bool = False, capability: tuple[int, ...] = HOPPER
+) -> tuple[str, str | None]:
+    """The kernel by the rule, before anybody tried it, and what keeps it from being cuDNN's.
+
+    Args:
+      model: `model.attention` is the wish; `auto` leaves the choice to the rule.
+      compute: compute type of the run, as in the config.
+      platform: cpu or gpu.
+      documents: whether attention stays within documents (`data.reset_attention`, and BERT's padding).
+      capability: compute capability of the GPU.
+
+    Raises:
+      UsageError: cuDNN's was asked for by name and cannot do what the run needs.
+    """
+    obstacle = _cudnn_obstacle(model, compute, platform, documents, capability)
+    if model.attention == "cudnn" and obstacle:
+        raise UsageError(
+            f"--model.attention cudnn cannot be used: {obstacle}; change that, or use --model.attention xla"
+        )
+    if model.attention != "auto":
+        return model.attention, obstacle
+    if platform != "gpu":
+        return "xla_blocks", obstacle
+    return ("xla" if obstacle else "cudnn"), obstacle
+
+
+def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> str:
+    """The kernel that the rule gives `config` on an NVIDIA GPU.
+
+    Raises:
+      UsageError: as `choose_kernel`.
+    """
+    documents = "documents" in config.batch_arrays()
+    return choose_kernel(config.model, config.precision.compute, "gpu", documents, capability)[0]
+
+
+def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:
+    """`config` with that kernel in `model.attention`."""
+    return replace(config, model=replace(config.model, attention=attention_on_gpu(config, capability)))
+
+
+def capability_of(device) -> tuple[int, ...]:
+    """Compute capability of a device of JAX; where it has none, running the kernel shows whether it is able."""
+    number = getattr(device, "compute_capability", "")
+    return tuple(int(part) for part in number.split(".")) if number[:1].isdigit() else HOPPER
+
+
+def _cudnn_obstacle(
+    model: ModelConfig, compute: str, platform: str, documents: bool, capability: tuple[int, ...]
+) -> str | None:
+    if platform != "gpu":
+        return f"it needs an NVIDIA GPU and this process runs on {platform}"
+    if capability < AMPERE:
+        number = ".".join(map(str, capability))
+        return f"it needs compute capability 8.0 or more, as an A100 has, and the GPU has {number}"
+    if model.attention_dropout > 0:
+        return f"it has no dropout and --model.attention-dropout is {model.attention_dropout}"
+    if compute not in ("bf16", "fp16"):
+        return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
+    largest = "256" if capability >= HOPPER else "128 on GPUs before H100"
+    if model.head_size % 8 or model.head_size > int(largest[:3]):
+        return f"it needs a head size that is a multiple of 8 up to {largest} and hidden / heads is {model.head_size}"
+    alibi = model.positions == "alibi"
+    if (documents or alibi) and model.sequence % 2:
+        padded = "--data.reset-attention" if model.kind == "gpt" else "a BERT's padding"
+        cause = padded if documents else "--model.positions alibi"
+        return f"with {cause} it needs an even number of positions and --model.sequence is {model.sequence}"
+    return None
