@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_type_hints
@@ -21,6 +20,10 @@ from mjax.hardware import GPUS, Gpu
 FORMAT = "mjax calibration 1"
 # Rates that are fractions of a data sheet, and the largest that is believed: some GPUs run a little above their sheet.
 FRACTIONS, LARGEST = ("matmul", "attention", "memory", "node", "network"), 1.2
+# No number here is negative; above this there is none, and these may be 0.
+MOST = 1e15
+MAY_BE_ZERO = ("half", "launch", "collective", "error", "error_elsewhere", "score_bytes", "kernels", "repeated_sums",
+               "accumulate_bytes")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,7 @@ def read_calibration(file: Path) -> Calibration:
         values = json.loads(file.read_text())
     except OSError as error:
         raise UsageError(f"--calibration {file} cannot be read ({error.strerror}); {again}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError(f"--calibration {file} is not JSON; {again}") from None
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
         raise UsageError(f"--calibration {file} is not a calibration of this version of mjax; {again}")
@@ -263,7 +266,9 @@ def read_calibration(file: Path) -> Calibration:
 
 def _build(cls: type, values, where: str):
     if not isinstance(values, dict):
-        raise UsageError(f"{where} must be an object, not {values!r}; measure it again with benchmarks/calibrate.py")
+        raise UsageError(
+            f"{where} must be an object, not {values!r:.40}; measure it again with benchmarks/calibrate.py"
+        )
     known = [f.name for f in dataclasses.fields(cls)]
     kinds = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
     for name, kind in get_type_hints(cls).items():
@@ -271,10 +276,19 @@ def _build(cls: type, values, where: str):
             raise UsageError(f"{where} has no {name!r}; measure it again with benchmarks/calibrate.py")
         value, allowed = values[name], kinds.get(kind)
         if allowed and (not isinstance(value, allowed) or (kind is not bool and isinstance(value, bool))):
-            raise UsageError(f"{where}: {name} is {value!r}, which is not a {kind.__name__}")
+            raise UsageError(f"{where}: {name} is {value!r:.40}, which is not a {kind.__name__}")
+        if kind in (int, float) and not (_positive(value) or (value == 0 and name in MAY_BE_ZERO)):
+            least = "at least" if name in MAY_BE_ZERO else "above"
+            raise UsageError(
+                f"{where}: {name} is {value!r:.40} and must be {least} 0 and at most {MOST:g}; measure it again"
+            )
     for name in values.keys() - set(known):
         raise UsageError(f"{where}: unknown field {name!r}{suggestion(name, known)}")
     return cls(**values)
+
+
+def _positive(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST
 
 
 def _check(calibration: Calibration, file: Path) -> None:
@@ -283,13 +297,12 @@ def _check(calibration: Calibration, file: Path) -> None:
         value = getattr(calibration, name)
         if not 0 < value <= LARGEST:
             raise UsageError(f"{file}: {name} is {value:g}, and a fraction of what a GPU promises lies in 0 to 1")
-    for name in ("half", "launch", "collective", "error", "error_elsewhere"):
-        value = getattr(calibration, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise UsageError(f"{file}: {name} is {value:g} and cannot be negative; measure it again")
     for name in ("parameters", "devices"):
         value = getattr(calibration, name)
-        if not (isinstance(value, tuple) and len(value) == 2 and all(isinstance(x, int | float) for x in value)):
-            raise UsageError(f"{file}: {name} is {value!r}; it holds two numbers, the smallest and the largest")
+        if not (isinstance(value, tuple) and len(value) == 2 and all(map(_positive, value)) and value[0] <= value[1]):
+            raise UsageError(f"{file}: {name} is {value!r:.40}; it holds two numbers, the smallest and the largest")
+    versions = calibration.versions
+    if not (isinstance(versions, dict) and all(isinstance(version, str) for version in versions.values())):
+        raise UsageError(f'{file}: versions is {versions!r:.40}; it holds one for each package: {{"jax": "0.10"}}')
     if calibration.gpu not in names:
         raise UsageError(f"{file}: gpu {calibration.gpu!r} is not known; mjax/hardware.py says how to add it")

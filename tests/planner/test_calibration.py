@@ -1,12 +1,13 @@
 """The file of a calibration: what is written is read again, and what is wrong with a file is said."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
 from mjax.errors import UsageError
-from mjax.planner.calibration import MEGATRON_V100, MJAX_FROM_PAPERS, read_calibration, write_calibration
+from mjax.planner.calibration import FORMAT, MEGATRON_V100, MJAX_FROM_PAPERS, read_calibration, write_calibration
 
 
 def test_a_calibration_comes_back_from_its_file(tmp_path):
@@ -22,12 +23,21 @@ def test_a_calibration_comes_back_from_its_file(tmp_path):
         ({"format": "other"}, "is not a calibration of this version of mjax; write one with: python benchmarks"),
         ({"matmul": 40.0}, "matmul is 40, and a fraction of what a GPU promises lies in 0 to 1"),
         ({"matmul": "fast"}, "matmul is 'fast', which is not a float"),
-        ({"launch": -1.0}, "launch is -1 and cannot be negative; measure it again"),
+        ({"launch": -1.0}, "launch is -1.0 and must be at least 0 and at most 1e[+]15; measure it again"),
+        ({"error": math.nan}, "error is nan and must be at least 0"),
+        ({"half": 10**400}, "half is 1000000000000000000000000000000000000000 and must be at least 0"),
+        ({"matmul": 0}, "matmul is 0 and must be above 0"),
+        ({"software": {"kernels": -3}}, "software: kernels is -3 and must be at least 0"),
+        ({"software": {"stream_bytes": math.inf}}, "software: stream_bytes is inf and must be above 0"),
+        ({"software": {"gradient_bytes": 0}}, "software: gradient_bytes is 0 and must be above 0"),
         ({"gpu": "h1000"}, "gpu 'h1000' is not known; mjax/hardware.py says how to add it"),
         ({"devices": [8]}, r"devices is \(8,\); it holds two numbers"),
+        ({"devices": [8, 1]}, r"devices is \(8, 1\); it holds two numbers, the smallest and the largest"),
+        ({"parameters": [1e9, math.nan]}, r"parameters is \(1000000000.0, nan\); it holds two numbers"),
+        ({"versions": {"jax": 10}}, "versions is {'jax': 10}; it holds one for each package"),
         ({"speed": 1.0}, "unknown field 'speed'"),
         ({"half": None}, "half is None, which is not a float"),
-        ({"software": {"name": "x"}}, "software has no 'stream_bytes'; measure it again"),
+        ({"software": {"speed": 1.0}}, "software: unknown field 'speed'"),
         ({"software": 3}, "software must be an object, not 3"),
     ],
     ids=str,
@@ -35,13 +45,25 @@ def test_a_calibration_comes_back_from_its_file(tmp_path):
 def test_a_file_that_is_wrong_is_refused_with_what_is_wrong_in_it(tmp_path, change, sentence):
     file = tmp_path / "rates.json"
     write_calibration(MJAX_FROM_PAPERS, file)
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    values = json.loads(file.read_text())
+    if isinstance(change.get("software"), dict):
+        change = {"software": values["software"] | change["software"]}
+    file.write_text(json.dumps(values | change))
     with pytest.raises(UsageError, match=sentence):
         read_calibration(file)
 
 
+def test_a_program_of_which_something_is_missing_is_refused(tmp_path):
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps({"format": FORMAT, "software": {"name": "x"}}))
+    with pytest.raises(UsageError, match="software has no 'stream_bytes'; measure it again"):
+        read_calibration(file)
+
+
 @pytest.mark.parametrize(
-    ("text", "sentence"), [("{", "is not JSON"), ("[1]", "is not a calibration"), (None, "cannot")]
+    ("text", "sentence"),
+    [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[1]", "is not a calibration"), (None, "cannot")],
+    ids=["damaged", "deep", "list", "missing"],
 )
 def test_a_file_that_is_none_is_refused(tmp_path, text, sentence):
     file = tmp_path / "rates.json"
