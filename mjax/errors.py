@@ -5,6 +5,7 @@ And what such sentences are often made of.
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UsageError(ValueError):
@@ -16,6 +17,16 @@ class UsageError(ValueError):
 
 class RunError(RuntimeError):
     """A run that had started cannot go on (a full disk, a damaged checkpoint with none before it): exit code 1."""
+
+
+def check_folder(flag: str, file: Path) -> None:
+    """Refuse a file that could not be written at the end, because its folder is not there.
+
+    Raises:
+      UsageError: there is no such folder.
+    """
+    if not file.parent.is_dir():
+        raise UsageError(f"{flag} {file}: there is no folder {file.parent}; make it, or name another file")
 
 
 def suggestion(word: str, known: list[str]) -> str:

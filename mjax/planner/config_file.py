@@ -8,8 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from mjax.config import Config
-from mjax.errors import UsageError
+from mjax.config import Config, load_config
+from mjax.errors import UsageError, check_folder
 
 WIDTH = 120
 
@@ -24,12 +24,11 @@ def check_new(file: Path, flag: str = "--write") -> None:
         raise UsageError(f"{flag} {file} is no Python file; let its name end in .py")
     if file.exists():
         raise UsageError(f"{flag} {file} is there already and stays as it is; name another file, or move it away")
-    if not file.parent.is_dir():
-        raise UsageError(f"{flag} {file}: there is no folder {file.parent}; make it, or name another file")
+    check_folder(flag, file)
 
 
 def write_config(config: Config, file: Path, about: str) -> None:
-    """Write `config` into the new file `file`; `load_config` gives back exactly this config.
+    """Write `config` into the new file `file`, whole or not at all; `load_config` gives back exactly this config.
 
     Args:
       config: what to write.
@@ -40,12 +39,14 @@ def write_config(config: Config, file: Path, about: str) -> None:
       UsageError: the file is there already, or has no folder.
     """
     check_new(file)
-    source = config_source(config, about)
-    written: dict[str, Any] = {}
-    exec(compile(source, file.name, "exec"), written)
-    assert written["config"] == config, f"{file} would not give back the config that it is written for"
-    with file.open("x") as stream:  # never over a file that has come in the meantime
-        stream.write(source)
+    temporary = file.with_name(f"{file.stem}.tmp.py")
+    try:
+        temporary.write_text(config_source(config, about))
+        assert load_config(str(temporary)) == config, f"{file} would not give back the config that it is written for"
+        check_new(file)  # nothing is written over a file that has come in the meantime
+        temporary.rename(file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def config_source(config: Config, about: str) -> str:

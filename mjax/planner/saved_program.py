@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from mjax.config import Config
-from mjax.errors import UsageError
+from mjax.errors import UsageError, check_folder
 
 FORMAT = 1
+# Bytes that are unpacked at most: a step holds no weights, and is some megabytes.
+LARGEST = 2**28
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,7 @@ def check_save(file: Path) -> None:
     """
     if file.is_dir():
         raise UsageError(f"--save-program {file} is a folder; name a file, such as {file / 'step.mjax'}")
-    if not file.parent.is_dir():
-        raise UsageError(f"--save-program {file}: there is no folder {file.parent}; make it, or name another file")
+    check_folder("--save-program", file)
     if importlib.util.find_spec("flatbuffers") is None:
         raise UsageError(
             "--save-program needs the package in whose format JAX writes programs; type: pip install flatbuffers"
@@ -121,10 +122,10 @@ def open_program(file: Path) -> SavedProgram:
 
     try:
         with zipfile.ZipFile(file) as archive:
-            manifest, step = json.loads(archive.read("manifest.json")), archive.read("step.stablehlo")
+            manifest, step = json.loads(_unpacked(archive, "manifest.json")), _unpacked(archive, "step.stablehlo")
         if not isinstance(manifest, dict):
             raise ValueError("its manifest is no object")
-    except (OSError, zipfile.BadZipFile, zlib.error, KeyError, ValueError, NotImplementedError) as error:
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"{file} is no program that mjax plan --save-program wrote, or it is damaged ({error})"
         ) from error
@@ -137,3 +138,12 @@ def open_program(file: Path) -> SavedProgram:
         return SavedProgram(manifest, export.deserialize(bytearray(step)))
     except Exception as error:  # flatbuffers says of damaged bytes whatever they lead it to
         raise UsageError(f"{file}: the step in it is damaged ({error}); write it anew") from error
+
+
+def _unpacked(archive: zipfile.ZipFile, name: str) -> bytes:
+    """A file of the archive; no more than LARGEST is unpacked, since a small archive can hold more than a memory."""
+    with archive.open(name) as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise ValueError(f"its {name} has more than {LARGEST:,} bytes")
+    return content

@@ -9,6 +9,7 @@ import pytest
 
 from mjax.config import available_configs, load_config
 from mjax.errors import UsageError
+from mjax.planner import config_file
 from mjax.planner.config_file import check_new, config_source, write_config
 
 
@@ -31,6 +32,28 @@ def test_words_with_quotes_and_line_ends_survive(tmp_path):
     write_config(config, file, 'Quotes """ and \\ backslashes\n\nas they come.')
     assert load_config(str(file)) == config
     assert "Quotes ''' and" in file.read_text()
+
+
+def test_a_file_that_would_not_give_the_config_back_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        config_file, "config_source", lambda config, about: "from mjax.config import Config\nconfig = 3"
+    )
+    with pytest.raises(UsageError, match="defines no `config = Config"):
+        write_config(load_config("gpt_8b"), tmp_path / "written.py", "A.\n\nB.")
+    assert not list(tmp_path.glob("*.py"))
+
+
+def test_a_file_that_came_in_the_meantime_stays_as_it_is(tmp_path, monkeypatch):
+    file, source = tmp_path / "written.py", config_file.config_source
+
+    def late(config, about):
+        file.write_text("theirs")
+        return source(config, about)
+
+    monkeypatch.setattr(config_file, "config_source", late)
+    with pytest.raises(UsageError, match="is there already and stays as it is"):
+        write_config(load_config("gpt_8b"), file, "A.\n\nB.")
+    assert file.read_text() == "theirs"
 
 
 def test_only_what_differs_from_the_defaults_is_written():

@@ -15,6 +15,7 @@ from mjax.parallel import mappings
 from mjax.parallel.mappings import DATA
 from mjax.parallel.mesh import make_mesh, sharded_shapes
 from mjax.planner import compile as ahead
+from mjax.planner import saved_program
 from mjax.planner.saved_program import check_save, open_program, save_program
 from tests.small import small_config
 
@@ -84,13 +85,29 @@ def test_a_file_that_could_not_be_written_is_refused_before_anything_is_compiled
     assert "add --compile" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "step.stablehlo"])
+def test_a_small_file_that_would_unpack_to_a_large_one_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(saved_program, "LARGEST", 10_000)
+    file = tmp_path / "step.mjax"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for each in ("manifest.json", "step.stablehlo"):
+            archive.writestr(each, b" " * 10_001 if each == name else b"{}")
+    assert file.stat().st_size < 500
+    with pytest.raises(UsageError, match=f"it is damaged .its {name} has more than 10,000 bytes"):
+        open_program(file)
+
+
 def test_a_damaged_program_is_refused_in_one_sentence(tmp_path):
     file = tmp_path / "step.mjax"
     with pytest.raises(UsageError, match="is no program that mjax plan --save-program wrote"):
         open_program(file)  # there is no such file
-    for manifest, words in (([], "its manifest is no object"), ({"format": 1}, "the step in it is damaged")):
+    for manifest, words in (
+        ("[]", "its manifest is no object"),
+        ("[" * 100_000, "or it is damaged .maximum recursion"),
+        ('{"format": 1}', "the step in it is damaged"),
+    ):
         with zipfile.ZipFile(file, "w") as archive:
-            archive.writestr("manifest.json", json.dumps(manifest))
+            archive.writestr("manifest.json", manifest)
             archive.writestr("step.stablehlo", b"")
         with pytest.raises(UsageError, match=words):
             open_program(file)
