@@ -17,13 +17,13 @@ from rich.progress import (
 
 @contextmanager
 def progress(
-    verb: str, total: int, *figures: ProgressColumn, console: Console | None = None, transient: bool = False
+    verb: str, total: int | None, *figures: ProgressColumn, console: Console | None = None, transient: bool = False
 ) -> Iterator[Callable[..., None]]:
     """Show a bar; gives a function to call with how much of `total` was done since the last call.
 
     Args:
       verb: what is done; in front of the bar.
-      total: how much there is to do.
+      total: how much there is to do; None where nobody knows: the bar only moves.
       figures: what stands behind the bar; the share that is done and the time so far when not given. Where they show
         the task's description, which is empty at first, the function takes a new one as `description`.
       console: stderr when not given; who prints while the bar is shown must use the same.

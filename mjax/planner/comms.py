@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Literal
 
@@ -166,8 +167,9 @@ def ledger(config: Config) -> Ledger:
     attention as XLA's kernel, which every machine can trace, and no dropout, whose masks are a third of the equations.
     """
     config = replace(config, model=replace(config.model, attention="xla", hidden_dropout=0.0, attention_dropout=0.0))
-    program = build_program(config, abstract_mesh(config.mesh))
-    step = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr
+    with jax.enable_x64(config.precision.compute == "fp64"):
+        program = build_program(config, abstract_mesh(config.mesh))
+        step = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr
     return Ledger(read_collectives(step, schedule_of(config) if config.mesh.pipe > 1 else None))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mjax.config import Config
+from mjax.hardware import GIB
 from mjax.planner.compile import Compilation, check_compile, compile_step, versions
 from mjax.planner.hlo import ScheduledCollective
 from mjax.planner.memory import predict_memory
@@ -19,8 +20,6 @@ from mjax.planner.section import Section, named_rows, table
 
 if TYPE_CHECKING:
     from mjax.planner.comms import Collective  # imports JAX
-
-GIB = 2**30
 
 Key = tuple[tuple[str, ...], str, str]
 """Axes, kind and type of collectives."""
@@ -48,7 +47,7 @@ def compile_and_tell(config: Config, gpu: str, per_server: int, file: Path | Non
     """
     from mjax.planner.comms import ledger
 
-    with progress() as announce:
+    with announcing() as announce:
         compiled = compile_step(config, gpu, per_server, announce)
         section = compile_section(compiled, totals(ledger(config).records), predict_memory(config).total)
         if file is not None:
@@ -126,20 +125,18 @@ def compile_section(compiled: Compilation, expected: Counts, formula: float) -> 
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
+def announcing() -> Iterator[Callable[[str], None]]:
     """Tell on the error stream what is being done, and on a terminal that it is still being done."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import TextColumn, TimeElapsedColumn
 
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
+    from mjax.progress import progress
+
+    if not sys.stderr.isatty():
         yield lambda what: print(f"mjax: {what} …", file=sys.stderr, flush=True)
         return
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
-    ) as shown:
-        task = shown.add_task("")
-        yield lambda what: shown.update(task, description=what)
+    figures = TimeElapsedColumn(), TextColumn("{task.description}")
+    with progress("compiling", None, *figures, transient=True) as advance:
+        yield lambda what: advance(0, description=what)
 
 
 def totals(records: Iterable[Collective]) -> Counts:

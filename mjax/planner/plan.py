@@ -15,8 +15,9 @@ from typing import Annotated
 import tyro
 
 from mjax.config import Config
-from mjax.errors import UsageError
+from mjax.errors import UsageError, check_folder
 from mjax.hardware import Gpu, gpu_named
+from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration, default_calibration, read_calibration
 from mjax.planner.config_file import write_config
 from mjax.planner.search_command import SearchArguments, check_search, run_search
@@ -69,8 +70,11 @@ def run_plan(arguments: PlanArguments) -> int:
         if (file := getattr(arguments, name)) is not None:
             _check_figure(f"--{name.replace('_', '-')}", file)
     check_search(arguments.search, arguments.gpu)
-    if arguments.save_program is not None and not arguments.compile:
-        raise UsageError("--save-program writes what --compile compiles; add --compile --gpu h100")
+    if not arguments.compile:
+        if arguments.save_program is not None:
+            raise UsageError("--save-program writes what --compile compiles; add --compile --gpu h100")
+        if arguments.devices_per_node != PlanArguments.devices_per_node:
+            raise UsageError("--devices-per-node is the server that --compile compiles for; add --compile --gpu h100")
     if arguments.gpu is not None:
         arguments = replace(arguments, gpu=gpu_named(arguments.gpu).name)  # it may be given as JAX calls the device
     about = ""
@@ -190,7 +194,12 @@ def _time(arguments: PlanArguments) -> Section | None:
     """The time of a step and of the run, for a GPU that was named."""
     if arguments.gpu is None:
         return None
-    return time_section(arguments.settings, *_predictions(arguments))
+    gpu, calibration = _predictions(arguments)
+    try:
+        Rates(gpu, calibration, arguments.settings.precision.compute)
+    except UsageError as error:  # memory and communication need no peak
+        return Section(f"Time on {gpu.name}", {"gpu": gpu.name, "seconds": None, "why": str(error)}, [str(error)])
+    return time_section(arguments.settings, gpu, calibration)
 
 
 def _compile(arguments: PlanArguments) -> Section | None:
@@ -205,6 +214,7 @@ def _compile(arguments: PlanArguments) -> Section | None:
 def _with_the_fastest(arguments: PlanArguments) -> tuple[PlanArguments, str]:
     """What is planned with --devices: the fastest way to run the config on so many; and words about it."""
     gpu, calibration = _predictions(arguments)
+    Rates(gpu, calibration, arguments.settings.precision.compute)  # refuses a type of which no time can be said
     fastest, section, about = run_search(arguments.search, arguments.config, arguments.settings, gpu, calibration)
     return replace(arguments, settings=fastest, searched=section), about
 
@@ -236,25 +246,25 @@ def _check_pipeline(arguments: PlanArguments) -> None:
 
 
 def _check_gpu(arguments: PlanArguments) -> None:
-    """Refuse before anything is computed what the section on time would refuse after it."""
-    gpu, file = arguments.gpu, arguments.calibration
-    if file is not None and gpu is None:
+    """Refuse before anything is computed what the sections would refuse after it."""
+    file = arguments.calibration
+    if arguments.gpu is not None:
+        gpu, _ = _predictions(arguments)
+        attention_on_gpu(arguments.settings, gpu.compute_capability)
+        return
+    if file is not None:
         raise UsageError(f"--calibration {file} is for a GPU; add --gpu, such as --gpu h100")
-    if gpu is not None:
-        _predictions(arguments)
+    attention_on_gpu(arguments.settings)
 
 
 def _predictions(arguments: PlanArguments) -> tuple[Gpu, Calibration]:
     """The GPU and its rates, checked."""
     file = arguments.calibration
     calibration = default_calibration() if file is None else read_calibration(file)
-    gpu = gpu_named(arguments.gpu)
-    Rates(gpu, calibration, arguments.settings.precision.compute)  # refuses a type that the GPU has no peak of
-    return gpu, calibration
+    return gpu_named(arguments.gpu), calibration
 
 
 def _check_figure(flag: str, file: Path) -> None:
     if file.suffix not in (".png", ".pdf", ".svg"):
         raise UsageError(f"{flag} {file} is no picture; let its name end in .png, .pdf or .svg")
-    if not file.parent.is_dir():
-        raise UsageError(f"{flag} {file}: there is no folder {file.parent}; make it, or name another file")
+    check_folder(flag, file)

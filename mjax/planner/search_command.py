@@ -6,23 +6,24 @@ import math
 import textwrap
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
 from mjax.config import Config
 from mjax.errors import UsageError
-from mjax.hardware import Gpu
+from mjax.hardware import GIB, Gpu
+from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration
 from mjax.planner.config_file import WIDTH, check_new
-from mjax.planner.memory import attention_on_gpu, predict_memory
+from mjax.planner.memory import predict_memory
 from mjax.planner.search import Found, describe, search
 from mjax.planner.search_limits import check_searchable, refuse_too_big
-from mjax.planner.search_report import GIB, Question, cost, report, tokens
+from mjax.planner.search_report import Question, cost, report
 from mjax.planner.section import Section
 from mjax.planner.target_batch import with_batch
 from mjax.planner.time import predict_time
-from mjax.planner.time_section import run_time
+from mjax.planner.time_section import run_time, run_tokens
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,10 @@ def check_search(arguments: SearchArguments, gpu: str | None) -> None:
     if arguments.devices is not None and gpu is None:
         raise UsageError(f"--devices {arguments.devices} needs to know of what kind; add --gpu, such as --gpu h100")
     if arguments.devices is None:
-        for flag in ("target_batch", "keep", "price", "write"):
-            if getattr(arguments, flag) not in (None, ()):
-                raise UsageError(f"--{flag.replace('_', '-')} is for the search; add --devices, such as --devices 8")
+        for flag in fields(SearchArguments):
+            if getattr(arguments, flag.name) != flag.default:
+                name = flag.name.replace("_", "-")
+                raise UsageError(f"--{name} is for the search; add --devices, such as --devices 8")
         return
     if arguments.top < 1:
         raise UsageError(f"--top is {arguments.top}; it must be at least 1")
@@ -89,14 +91,16 @@ def run_search(
         config = with_batch(config, arguments.target_batch)
     check_searchable(config, devices, gpu.gpus_per_node, keep)
     time_of = partial(predict_time, gpu=gpu, calibration=calibration)
+    kernel_of = partial(attention_on_gpu, capability=gpu.compute_capability)
+    memory_of = partial(predict_memory, capability=gpu.compute_capability)
 
     began = time.perf_counter()
-    found = search(config, devices, predict_memory, time_of, gpu.usable_bytes, keep, _showing)
+    found = search(config, devices, memory_of, time_of, gpu.usable_bytes, keep, _showing)
     seconds = time.perf_counter() - began
-    refuse_too_big(found, config, name, gpu.name, predict_memory, gpu.gpus_per_node, keep)
+    refuse_too_big(found, config, name, gpu.name, memory_of, gpu.gpus_per_node, keep)
 
     run_of = partial(run_time, gpu=gpu, calibration=calibration)
-    question = Question(name, config, gpu.name, arguments.price, arguments.top, time_of, run_of, attention_on_gpu)
+    question = Question(name, config, gpu.name, arguments.price, arguments.top, time_of, run_of, kernel_of)
     best, file = found.ranked[0].config, arguments.write
     return best, report(found, question, seconds, None if file is None else str(file)), _about(found, question)
 
@@ -127,7 +131,7 @@ def _about(found: Found, question: Question) -> str:
         "hardware": f"{found.devices:,} × {question.gpu}: {describe(best.config)}",
         "predicted": f"{best.time.total:.3g} s a step (±{best.time.error:.0%}), {best.time.model_tflops:.0f} model "
         f"TFLOP/s a GPU{mfu}; {best.memory.total / GIB:.1f} of {found.capacity / GIB:.1f} GiB a GPU",
-        "cost": f"{tokens(config):,} tokens in {spent.days:.3g} days, {spent.gpu_hours:,.0f} GPU-hours",
+        "cost": f"{run_tokens(config):,} tokens in {spent.days:.3g} days, {spent.gpu_hours:,.0f} GPU-hours",
         "chosen": f"by `mjax plan`: the fastest of {len(found.ranked):,} ways that fit, of {found.tried:,} to run "
         f"{question.name} at a global batch of {config.train.global_batch:,}; model and learning rate are its own",
     }

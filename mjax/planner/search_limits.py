@@ -11,6 +11,7 @@ from typing import Any
 
 from mjax.config import Config, MeshConfig
 from mjax.errors import UsageError
+from mjax.hardware import GIB
 from mjax.planner.search import Found, MemoryOf, describe
 from mjax.planner.space import batch_unit, candidates, check_kept
 from mjax.validation import validate
@@ -61,7 +62,7 @@ def refuse_too_big(
     advice = f"use --devices {enough}, where it fits" if enough else f"no count up to {LARGEST:,} is enough either"
     raise UsageError(
         f"none of {found.tried:,} ways to run {name} on {found.devices} × {gpu} fits: the smallest, "
-        f"{describe(nearest)}, takes {least / 2**30:.1f} GiB of {found.capacity / 2**30:.1f}; {advice}"
+        f"{describe(nearest)}, takes {least / GIB:.1f} GiB of {found.capacity / GIB:.1f}; {advice}"
     )
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mjax.batch_size import BatchSizes
 from mjax.config import Config
+from mjax.hardware import GIB
 from mjax.planner.search import Alternative, Candidate, Found, TimeOf, alternatives, describe, value_of, word
 from mjax.planner.section import Section, table
 from mjax.planner.space import SEARCHED
+from mjax.planner.time_section import run_tokens
 
-GIB = 2**30
 # With less of the memory free than this, the error of the prediction decides whether it fits.
 TIGHT = 0.05
 
@@ -61,7 +61,7 @@ def report(found: Found, question: Question, seconds: float, written: str | None
             "gpu": question.gpu,
             "devices": found.devices,
             "global_batch": question.config.train.global_batch,
-            "tokens": tokens(question.config),
+            "tokens": run_tokens(question.config),
             "usable_bytes": found.capacity,
             "tried": found.tried,
             "too_big": len(found.too_big),
@@ -101,12 +101,6 @@ def cost(config: Config, devices: int, question: Question) -> Cost:
     """What all steps of a config cost."""
     hours = question.run_of(config) / 3600
     return Cost(hours / 24, hours * devices, None if question.price is None else hours * devices * question.price)
-
-
-def tokens(config: Config) -> int:
-    """Tokens of all steps."""
-    samples = BatchSizes.of(config).samples_before(config.train.steps)
-    return samples * config.model.choices * config.model.sequence
 
 
 # --- Lines ------------------------------------------------------------------------------------------------------------
@@ -172,7 +166,7 @@ def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
     best, config = found.ranked[0], question.config
     money = "" if spent.money is None else f", {spent.money:,.0f} at {question.price:g} a GPU-hour"
     lines = [
-        f"{tokens(config):,} tokens in {config.train.steps:,} steps: {spent.days:.3g} days, "
+        f"{run_tokens(config):,} tokens in {config.train.steps:,} steps: {spent.days:.3g} days, "
         f"{spent.gpu_hours:,.0f} GPU-hours{money}; the prediction is good to ±{best.time.error:.0%}",
         *best.time.caveats,
     ]

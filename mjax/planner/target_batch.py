@@ -16,7 +16,8 @@ def with_batch(config: Config, batch: int) -> Config:
     The learning rate stays; what it should be at another batch is for the user to say.
 
     Raises:
-      UsageError: batch is below 1, or the config's ramp-up or schedule does not end in it.
+      UsageError: batch is below 1 or above the samples of the run, or the config's ramp-up or schedule does not end in
+        it.
     """
     if batch < 1:
         raise UsageError(f"--target-batch is {batch}; it must be at least 1")
@@ -24,6 +25,11 @@ def with_batch(config: Config, batch: int) -> Config:
     changed = replace(config, train=train)
     validate(replace(changed, mesh=MeshConfig(), train=replace(train, micro_batch=1), data=DataConfig(mock=True)))
     before, after = BatchSizes.of(config), BatchSizes.of(changed)
+    samples = before.samples_before(config.train.steps)
+    if _steps_of(after, samples) < 1:
+        raise UsageError(
+            f"--target-batch {batch} is more than the {samples:,} samples of the run; use {samples} or less"
+        )
 
     def rescaled(steps: int, least: int = 1) -> int:
         """The most steps that take no more samples than `steps` did."""

@@ -39,12 +39,12 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     """
     calibration = calibration or default_calibration()
     step = predict_time(config, gpu, calibration)
-    devices, tokens = config.mesh.devices, config.train.global_batch * config.model.choices * config.model.sequence
-    compute = config.precision.compute
+    devices, compute = config.mesh.devices, config.precision.compute
+    step_tokens = config.train.global_batch * config.model.choices * config.model.sequence
     peak = gpu.peak(compute) * devices * step.total
     hardware = hardware_flops(config) / step.total / devices / 1e12
     causal = model_flops(config, causal=True) / peak
-    run_seconds, run_tokens = run_time(config, gpu, calibration), _run_tokens(config)
+    run_seconds, tokens = run_time(config, gpu, calibration), run_tokens(config)
     values = {
         "gpu": gpu.name,
         "seconds": step.total,
@@ -58,8 +58,8 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "peak_tflops": gpu.peak_tflops[compute],
         "mfu": step.mfu,
         "mfu_causal": causal,
-        "tokens_per_second": tokens / step.total,
-        "run": {"tokens": run_tokens, "seconds": run_seconds},
+        "tokens_per_second": step_tokens / step.total,
+        "run": {"tokens": tokens, "seconds": run_seconds},
         "calibration": asdict(calibration),
     }
     parts = [
@@ -72,8 +72,8 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "a GPU": f"{step.model_tflops:,.1f} model TFLOP/s, {hardware:,.1f} with what is recomputed",
         "MFU": f"{step.mfu:.1%} of {gpu.peak_tflops[compute]:,g} TFLOP/s: nothing recomputed counts, attention over "
         f"s × s" + (f" ({causal:.1%} if its masked half is left out)" if config.model.causal else ""),
-        "tokens/s": f"{tokens / step.total:,.0f}",
-        "the run": f"{_duration(run_seconds)} for {run_tokens:,} tokens in {config.train.steps:,} steps, "
+        "tokens/s": f"{step_tokens / step.total:,.0f}",
+        "the run": f"{_duration(run_seconds)} for {tokens:,} tokens in {config.train.steps:,} steps, "
         f"{run_seconds * devices / 3600:,.0f} GPU-hours",
     }
     if step.caveats:
@@ -95,7 +95,8 @@ def run_time(config: Config, gpu: Gpu, calibration: Calibration | None = None) -
     return seconds
 
 
-def _run_tokens(config: Config) -> int:
+def run_tokens(config: Config) -> int:
+    """Tokens of all steps of the run."""
     return BatchSizes.of(config).samples_before(config.train.steps) * config.model.choices * config.model.sequence
 
 

@@ -111,6 +111,12 @@ def test_the_written_config_trains(tmp_path, capsys):
         (["--devices", "8", "--gpu", "h100", "--top", "0"], "--top is 0; it must be at least 1"),
         (["--devices", "8", "--gpu", "h100", "--price", "-1"], "--price is -1; it must be 0 or more"),
         (["--price", "2"], "--price is for the search; add --devices, such as --devices 8"),
+        (["--top", "0"], "--top is for the search; add --devices, such as --devices 8"),
+        (["--devices-per-node", "0"], "--devices-per-node is the server that --compile compiles for; add --compile"),
+        (
+            ["--devices", "8", "--gpu", "h100", "--target-batch", "200_000_000"],
+            "--target-batch 200000000 is more than the 153,600,000 samples of the run; use 153600000 or less",
+        ),
         (["--write", "plan.py"], "--write is for the search; add --devices, such as --devices 8"),
         (["--devices", "8", "--gpu", "v100"], "bf16"),
         (["--devices", "8", "--gpu", "h100", "--keep", "mesh.zeros"], "did you mean 'mesh.zero'?"),

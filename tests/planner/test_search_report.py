@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mjax.config import load_config
+from mjax.hardware import GIB
 from mjax.planner.search import Candidate, search
-from mjax.planner.search_report import Question, cost, faster_by, held_back_by, report, tokens
-
-GIB = 2**30
+from mjax.planner.search_report import Question, cost, faster_by, held_back_by, report
+from mjax.planner.time_section import run_tokens
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def test_the_cost_is_that_of_all_steps_of_the_run(found):
     assert spent.days == pytest.approx(hours / 24)
     assert spent.gpu_hours == pytest.approx(64 * hours)
     assert spent.money == pytest.approx(2.5 * 64 * hours)
-    assert tokens(config) == 300_000 * 512 * 1024
+    assert run_tokens(config) == 300_000 * 512 * 1024
     text = report(found, question(price=2.5), 1.5).text
     assert f"157,286,400,000 tokens in 300,000 steps: {spent.days:.3g} days, {spent.gpu_hours:,.0f} GPU-hours, " in text
     row = next(line for line in text.splitlines() if line.startswith("1 ")).split()

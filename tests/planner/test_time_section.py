@@ -72,11 +72,27 @@ def test_a_calibration_of_the_users_own_is_used(capsys, tmp_path):
     assert slow["seconds"] > 1.5 * predict_time(load_config("gpt_145b"), gpu_named("h100")).total
 
 
+@pytest.mark.parametrize(("gpu", "compute"), [("v100", "bf16"), ("h100", "fp64")])
+def test_without_a_peak_only_the_time_is_not_said(capsys, gpu, compute):
+    assert cli.main(["plan", "--config", "gpt_8b", "--gpu", gpu, "--precision.compute", compute, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["memory"]["gpu"] == gpu
+    assert plan["communication"]["collectives"] == 310
+    widths = {record["dtype"] for record in plan["communication"]["records"] if record["axes"] == ["data"]}
+    assert widths == {"float64" if compute == "fp64" else "float32"}
+    sentence = f"no {compute} peak is known for {gpu}, so its time cannot be predicted; use --precision.compute "
+    assert plan["time"]["seconds"] is None
+    assert plan["time"]["why"].startswith(sentence)
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         (["--gpu", "h10"], "--gpu h10 is not known, did you mean 'h100'?"),
-        (["--gpu", "v100"], "use --precision.compute fp16 or fp32"),
+        (
+            ["--gpu", "v100", "--model.attention", "cudnn", "--model.attention-dropout", "0"],
+            "--model.attention cudnn cannot be used: it needs compute capability 8.0 or more",
+        ),
         (["--calibration", "x.json"], "--calibration x.json is for a GPU; add --gpu, such as --gpu h100"),
         (["--gpu", "h100", "--calibration", "none.json"], "--calibration none.json cannot be read"),
     ],
