@@ -14,6 +14,7 @@ import pytest
 from mjax import cli
 from mjax.config import load_config
 from mjax.errors import UsageError
+from mjax.hardware import gpu_named
 from mjax.packages import cuda_build
 from mjax.planner import compile as ahead
 from mjax.planner.comms import ledger
@@ -132,6 +133,7 @@ def test_every_sheet_names_its_gpu_its_sources_and_its_memory():
         text = (ahead.SHEETS / f"{name}.txtpb").read_text()
         assert re.findall(r'^  name: "(.*)"$', text, flags=re.M) == [kind]
         assert f'device_description_str: "{kind}"' in text
+        assert f"cuda_compute_capability {{ major: {gpu_named(name).compute_capability[0]} " in text
         assert "# read off a device" in text
         assert "# from documents" in text
         assert 1.0 < ahead.memory_of(name) / (gigabytes[name] * 1e9) < 1.07
