@@ -33,6 +33,7 @@ def test_a_calibration_comes_back_from_its_file(tmp_path):
         ({"gpu": "h1000"}, "gpu 'h1000' is not known; mjax/hardware.py says how to add it"),
         ({"devices": [8]}, r"devices is \(8,\); it holds two numbers"),
         ({"devices": [8, 1]}, r"devices is \(8, 1\); it holds two numbers, the smallest and the largest"),
+        ({"devices": [0, 8]}, r"devices is \(0, 8\); it holds two numbers"),
         ({"parameters": [1e9, math.nan]}, r"parameters is \(1000000000.0, nan\); it holds two numbers"),
         ({"versions": {"jax": 10}}, "versions is {'jax': 10}; it holds one for each package"),
         ({"speed": 1.0}, "unknown field 'speed'"),

@@ -12,7 +12,7 @@ from mjax.errors import UsageError
 from mjax.hardware import GIB, USABLE_FRACTION, gpu_named
 from mjax.launch import MEMORY_FRACTIONS, claim_gpu_memory
 from mjax.planner import fit
-from mjax.planner.fit import changes_that_fit, check_memory, memory_of
+from mjax.planner.fit import changes_that_fit, check_gpu_at_hand, check_memory, memory_of
 from mjax.planner.memory import predict_memory
 from mjax.planner.memory_section import memory_section
 from mjax.validation import validate
@@ -126,6 +126,18 @@ def test_force_goes_on_and_says_so(monkeypatch, tmp_path, capsys):
     assert cli.main([*TINY, *SIXTEEN, "--runs", str(tmp_path), "--force"]) == 0
     assert "tried all the same, because of --force" in capsys.readouterr().out
     assert begun
+
+
+def test_the_gpu_at_hand_is_asked_for_its_attention_kernel(monkeypatch):
+    config = load_config("gpt_345m")
+    config = replace(
+        config, model=replace(config.model, attention_dropout=0.0), mesh=replace(config.mesh, data=jax.device_count())
+    )
+    monkeypatch.setattr(fit, "memory_of", lambda device: (predict_memory(config).total, "a GPU"))
+    check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
+    monkeypatch.setattr(fit, "capability_of", lambda device: (7, 0))
+    with pytest.raises(UsageError, match="gpt_345m needs"):
+        check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
 
 
 @pytest.mark.parametrize(("usable", "mesh"), [(1e12, SIXTEEN), (1e5, ["--mesh.data", "4"])])
