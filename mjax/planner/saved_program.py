@@ -26,7 +26,7 @@ from mjax.config import Config
 from mjax.errors import UsageError, check_folder
 
 FORMAT = 1
-# Bytes that are unpacked at most: a step holds no weights, and is some megabytes.
+# Bytes that are unpacked at most. A step holds no weights: that of gpt_8b in a pipeline takes 144 kB.
 LARGEST = 2**28
 
 
@@ -116,7 +116,7 @@ def open_program(file: Path) -> SavedProgram:
     """Read what `save_program` wrote. Nothing in the file is executed before its step is called.
 
     Raises:
-      UsageError: it is no such file, is damaged, or was written in a later format.
+      UsageError: it is no such file, is damaged or far too large, or was written in a later format.
     """
     from jax import export
 
