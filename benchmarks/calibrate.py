@@ -30,7 +30,7 @@ import tyro
 
 from benchmarks.command import check_counts, check_output, in_one_sentence
 from mjax.config import ModelConfig
-from mjax.errors import UsageError, either
+from mjax.errors import UsageError
 from mjax.hardware import Gpu, gpu_named, gpu_of
 from mjax.planner.calibration import Calibration, write_calibration
 from mjax.planner.fitting import SETTLES, Measurement, calibrate
@@ -247,10 +247,9 @@ def main() -> int:
         raise UsageError(
             f"no data sheet of {kind} is known; add it to mjax/hardware.py, or name one to compare with: --gpu h100"
         )
-    able = [compute for compute in ("bf16", "fp16") if gpu.peak(compute)]
-    compute = arguments.compute or able[0]
-    if compute not in able:
-        raise UsageError(f"--compute {compute}: {gpu.name} has no {compute}; use --compute {either(able)}")
+    compute = arguments.compute or gpu.sixteen_bits
+    if not gpu.peak(compute):
+        raise UsageError(f"--compute {compute}: {gpu.name} has no {compute}; use --compute {gpu.sixteen_bits}")
     measurements = list(measure(arguments, compute))
     if not measurements:
         raise UsageError(f"--kinds {' '.join(arguments.kinds)} is nothing that can be measured on {kind}; leave it out")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 
-from mjax.errors import RunError, UsageError
+from mjax.errors import RunError, UsageError, check_folder
 
 
 def in_one_sentence(main: Callable[[], int]) -> Callable[[], int]:
@@ -46,8 +46,7 @@ def check_output(flag: str, file: Path) -> None:
     """
     if file.is_dir():
         raise UsageError(f"{flag} {file} is a folder; name a file")
-    if not file.parent.is_dir():
-        raise UsageError(f"{flag} {file}: there is no folder {file.parent}; make it, or name another file")
+    check_folder(flag, file)
 
 
 def check_peers(*packages: str) -> None:

@@ -255,7 +255,8 @@ class PrecisionConfig:
     float32."""
 
     compute: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
-    """Type of activations and matrix products. fp16 brings loss scaling; fp64 (parameters too) is for tests."""
+    """Type of activations and matrix products. fp16 brings loss scaling; fp64 (parameters too) is for tests,
+    and needs JAX_ENABLE_X64=1 in the environment."""
     loss_scale: float | None = None
     """fp16 only: a constant loss scale instead of the dynamic one."""
     initial_loss_scale: float = 2.0**32

@@ -65,6 +65,11 @@ class Gpu:
         tflops = self.peak_tflops.get(compute)
         return None if tflops is None else tflops * 1e12
 
+    @property
+    def sixteen_bits(self) -> str:
+        """The compute type of 16 bits that it is used with: bf16, or fp16 where there is no bf16."""
+        return "bf16" if "bf16" in self.peak_tflops else "fp16"
+
 
 def _peaks(sixteen_bit: float | None, fp32: float, bf16: bool = True) -> dict[str, float]:
     """Peaks by compute type; V100 has no bf16."""

@@ -172,6 +172,7 @@ WRONG = {
     ),
     "nonsense split": (_reading("data/foreign", "--data.split", "all"), 2, "--data.split"),
     "cuDNN on a CPU": (_train("--model.attention", "cudnn"), 2, "it needs an NVIDIA GPU"),
+    "float64 that JAX has not been told of": (_train("--precision.compute", "fp64"), 2, "set JAX_ENABLE_X64=1"),
     "no devices to simulate": (_train("--simulate", "0"), 2, "--simulate is 0"),
     "resuming nothing": (lambda p: ["train", "--resume", str(p)], 2, "holds no checkpoint"),
     "checkpoint of another model": (_continuing("--model.hidden", "64"), 2, "model (model.hidden 32, now 64)"),

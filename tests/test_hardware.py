@@ -32,3 +32,7 @@ def test_a_peak_is_dense_and_in_flops():
         assert 100 <= gpu.peak_tflops["fp16"] <= 2500, gpu.name  # with sparsity it would be twice as much
         assert gpu.node_bandwidth * 4 < gpu.memory_bandwidth
         assert 14 * 2**30 < gpu.usable_bytes < gpu.memory_bytes
+
+
+def test_a_gpu_without_bf16_is_used_with_fp16():
+    assert {gpu.name for gpu in GPUS if gpu.sixteen_bits == "fp16"} == {"v100-16gb", "v100", "v100-dgx2h", "v100-dgx2"}

@@ -52,7 +52,8 @@ def _multiply(device: jax.Device) -> tuple[float, str, int]:
     16 bits on a GPU, float32 on a CPU, which has none fast.
     """
     on_gpu = device.platform == "gpu"
-    compute = sixteen_bits(device.device_kind) if on_gpu else "fp32"
+    gpu = gpu_of(device.device_kind)
+    compute = (gpu.sixteen_bits if gpu else "bf16") if on_gpu else "fp32"
     size = 8192 if on_gpu else 1024
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}[compute]
     multiply = jax.jit(jnp.matmul)
@@ -61,12 +62,6 @@ def _multiply(device: jax.Device) -> tuple[float, str, int]:
         weight = x / size**0.5  # products keep their size, however many follow
         seconds = seconds_of(lambda x: multiply(x, weight), x)
     return 2 * size**3 / seconds, compute, size
-
-
-def sixteen_bits(device_kind: str) -> str:
-    """bf16, or fp16 on a GPU that has no bf16."""
-    gpu = gpu_of(device_kind)
-    return "fp16" if gpu is not None and gpu.peak("bf16") is None else "bf16"
 
 
 def judge_matmul(flops: float, compute: str, size: int, device_kind: str, which: str = "") -> list[Finding]:

@@ -14,12 +14,21 @@ import jax.numpy as jnp
 from jax import Array
 
 from mjax.config import PrecisionConfig
+from mjax.errors import UsageError
 
 COMPUTE_TYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp64": jnp.float64}
 
 
 def parameter_type(compute: str):
-    """Type of the master weights: float32, or float64 for tests in fp64."""
+    """Type of the master weights: float32, or float64 for tests in fp64.
+
+    Raises:
+      UsageError: fp64 where JAX makes float32 of it.
+    """
+    if compute == "fp64" and not jax.config.jax_enable_x64:
+        raise UsageError(
+            "--precision.compute fp64: JAX would compute in float32; set JAX_ENABLE_X64=1 before the command"
+        )
     return jnp.float64 if compute == "fp64" else jnp.float32
 
 

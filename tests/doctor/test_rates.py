@@ -27,11 +27,6 @@ def test_a_product_is_judged_by_the_devices_own_peak_or_not_at_all(tflops, kind,
     assert words in finding.found
 
 
-def test_a_gpu_without_bf16_is_measured_in_fp16():
-    assert rates.sixteen_bits("Tesla V100-SXM2-32GB") == "fp16"
-    assert rates.sixteen_bits(H100) == rates.sixteen_bits("NVIDIA Z9") == "bf16"
-
-
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 def test_of_each_kind_of_device_the_slowest_is_judged(monkeypatch):
     first, second, *_ = jax.local_devices()
