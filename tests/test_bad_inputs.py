@@ -245,12 +245,12 @@ def test_a_full_disk_stops_the_run_with_its_reason_and_keeps_what_was_saved(tmp_
         pytest.skip("only root can mount the small disk that this fills")
     disk = tmp_path / "disk"
     disk.mkdir()
-    # Room for one checkpoint of 1.5 MB and the small files, not for two.
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", str(disk)], capture_output=True)
+    # Room for one checkpoint of 0.7 MB and the small files, not for two.
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1100k", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode != 0:
         pytest.skip("mounting is not allowed here")
     try:
-        flags = ["--model.hidden", "64", "--checkpoint.interval", "4", "--checkpoint.keep-last", "3"]
+        flags = ["--checkpoint.interval", "4", "--checkpoint.keep-last", "3"]
         result = subprocess.run(command(disk, *flags), env=environment(), capture_output=True, text=True)
         assert result.returncode == 1, result.stdout + result.stderr
         assert "No space left on device" in result.stderr
