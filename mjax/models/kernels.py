@@ -74,9 +74,10 @@ def _cudnn_obstacle(
         return f"it has no dropout and --model.attention-dropout is {model.attention_dropout}"
     if compute not in ("bf16", "fp16"):
         return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
-    largest = "256" if capability >= HOPPER else "128 on GPUs before H100"
-    if model.head_size % 8 or model.head_size > int(largest[:3]):
-        return f"it needs a head size that is a multiple of 8 up to {largest} and hidden / heads is {model.head_size}"
+    largest, where = (256, "") if capability >= HOPPER else (128, " on GPUs before H100")
+    if model.head_size % 8 or model.head_size > largest:
+        allowed = f"a multiple of 8 up to {largest}{where}"
+        return f"it needs a head size that is {allowed} and hidden / heads is {model.head_size}"
     alibi = model.positions == "alibi"
     if (documents or alibi) and model.sequence % 2:
         padded = "--data.reset-attention" if model.kind == "gpt" else "a BERT's padding"
