@@ -14,7 +14,8 @@ from nbclient import NotebookClient
 from tests.conftest import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-LONG = ("04_from_and_to_hugging_face", "05_bert_depth")  # train for a minute and more; the first fetches 90 MB
+# Compile or train for a minute and more; 04 fetches 90 MB.
+LONG = ("02_pipeline", "03_data", "04_from_and_to_hugging_face", "05_bert_depth")
 LARGEST = 400_000  # bytes of a notebook, pictures included
 
 

@@ -72,7 +72,7 @@ def test_tokens_and_rates_follow_the_samples(ramped):
     assert per_token == pytest.approx([per_token[0]] * len(SIZES))
 
 
-@pytest.mark.parametrize("steps", [3, 5])
+@pytest.mark.parametrize("steps", [3, pytest.param(5, marks=pytest.mark.long)])
 def test_a_run_that_stops_in_the_middle_of_a_ramp_continues_bit_for_bit(ramped, tmp_path, steps, capsys):
     folder = tmp_path / "run"
     loop.train(_config(steps), folder)

@@ -38,7 +38,9 @@ FULL = {"micro_batch": 4, "activation": "gelu_erf"}
         ("pre", 2, 2, "full", SP, {**FULL, "attention": "xla_blocks"}),
         pytest.param("post", 2, 2, "full", SP, FULL, marks=LONG),
         pytest.param("pre", 2, 2, "none", {**SP, "zero": 3}, {"micro_batch": 2}, marks=LONG),
-        ("post", 2, 2, "none", {**SP, "zero": 3}, {"micro_batch": 4, "mlm_activation": "gelu_erf"}),
+        pytest.param(
+            "post", 2, 2, "none", {**SP, "zero": 3}, {"micro_batch": 4, "mlm_activation": "gelu_erf"}, marks=LONG
+        ),
         ("pre", 2, 2, "selective", {"pipe": 2, **SP}, PIPE),
         pytest.param("post", 2, 2, "selective", {"pipe": 2, **SP}, PIPE, marks=LONG),
     ],
