@@ -10,15 +10,13 @@ def installed() -> dict[str, str]:
     """Version of each package by its name, in lower case with hyphens; of two, that which Python would import."""
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
-        name = distribution.metadata["Name"]
-        if name and distribution.version:  # an installation that was broken off leaves a folder without them
-            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.version)
+        name, version = distribution.metadata.get("Name"), distribution.metadata.get("Version")
+        if name and version:  # an installation that was broken off leaves a folder without them
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
     return found
 
 
 def cuda_build() -> int | None:
     """Major version of CUDA that the installed jax is built for; None: it can use the CPU only."""
-    builds = (
-        re.fullmatch(r"jax-cuda(\d+)-pjrt", name) for name in installed()
-    )  # XLA and its compiler are in this half
-    return max((int(match[1]) for match in builds if match), default=None)
+    builds = map(re.compile(r"jax-cuda(\d+)-pjrt").fullmatch, installed())  # the half with XLA and its compiler
+    return max((int(build[1]) for build in builds if build), default=None)
