@@ -60,15 +60,8 @@ def check_numerics(
                 # A bad compiler shows on any GPU, and a bad chip either way: the others take half of the time.
                 modes = operation.modes if device is devices[0] else operation.modes[:1]
                 by_mode = {mode: relative_error(operation.result(mode), operation.truth) for mode in modes}
-                worst = max(by_mode.values())
-                errors[operation.name] = max(worst, errors.get(operation.name, 0.0))
-                modes = [mode for mode, error in by_mode.items() if not error < operation.bound]
-                if modes:
-                    found = (
-                        f"{operation.name} is wrong on {called(device)} ({listed(modes)}): off by {worst:.1e} of the "
-                        f"largest, {operation.bound:.0e} is allowed"
-                    )
-                    wrong.append(Finding("numerics", RED, found, WRONG, {"error_relative": worst}))
+                errors[operation.name] = max(*by_mode.values(), errors.get(operation.name, 0.0))
+                wrong += _wrong(operation, by_mode, device)
             default = max(default, default_error())
     figures = {f"{name.replace(' ', '_')}_relative": error for name, error in errors.items()}
     if wrong:
@@ -80,6 +73,19 @@ def check_numerics(
     return [
         Finding("numerics", GREEN, f"off NumPy by {parts}; float32 products are {kind} by default", figures=figures)
     ]
+
+
+def _wrong(operation: Operation, by_mode: dict[str, float], device: jax.Device) -> list[Finding]:
+    """The finding of an operation that is off by more than its bound; none where it is right."""
+    modes = [mode for mode, error in by_mode.items() if not error < operation.bound]
+    if not modes:
+        return []
+    worst = max(by_mode.values())
+    found = (
+        f"{operation.name} is wrong on {called(device)} ({listed(modes)}): off by {worst:.1e} of the largest, "
+        f"{operation.bound:.0e} is allowed"
+    )
+    return [Finding("numerics", RED, found, WRONG, {"error_relative": worst})]
 
 
 def standard_operations(device: jax.Device) -> list[Operation]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mjax.config import Config
-from mjax.hardware import GIB
+from mjax.hardware import GIB, gpu_named
 from mjax.planner.compile import Compilation, check_compile, compile_step, versions
 from mjax.planner.hlo import ScheduledCollective
 from mjax.planner.memory import predict_memory
@@ -49,7 +49,8 @@ def compile_and_tell(config: Config, gpu: str, per_server: int, file: Path | Non
 
     with announcing() as announce:
         compiled = compile_step(config, gpu, per_server, announce)
-        section = compile_section(compiled, totals(ledger(config).records), predict_memory(config).total)
+        formula = predict_memory(config, gpu_named(gpu).compute_capability).total
+        section = compile_section(compiled, totals(ledger(config).records), formula)
         if file is not None:
             announce(f"writing {file}")
             facts = {
