@@ -88,6 +88,12 @@ class BatchSizes:
         first_step, first_sample, size = self._piece(step)
         return first_sample + (step - first_step) * size
 
+    def stretches(self, steps: int) -> list[tuple[int, int]]:
+        """(steps, size) of each stretch of the first `steps` steps."""
+        ends = [first for first, _, _ in self.pieces[1:]] + [steps]
+        found = ((min(end, steps) - first, size) for (first, _, size), end in zip(self.pieces, ends, strict=True))
+        return [(count, size) for count, size in found if count > 0]
+
     def sizes(self) -> list[int]:
         """The distinct sizes, in the order in which they come."""
         return list(dict.fromkeys(size for _, _, size in self.pieces))

@@ -1,16 +1,18 @@
 """The command line: `mjax COMMAND …`, and `train.py`, which is `mjax train`.
 
-Exit codes: 0 success · 2 a usage or config error, one sentence, nothing was started · 75 stopped after saving, run me
-again · 1 anything else.
+Exit codes: 0 success · 2 a usage or config error, one sentence, nothing was started · 3 the run is unhealthy, a person
+must look before it goes on · 75 stopped after saving, run me again · 141 nobody reads the output any more
+(`mjax plan | head`) · 1 anything else.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +20,11 @@ import tyro
 
 from mjax import __version__, launch
 from mjax.config import Config, available_configs, load_config, read_config, suggestion
-from mjax.errors import RunError, UsageError
+from mjax.errors import RunError, UsageError, either, exit_code
+from mjax.flags import parse, typed_flags
 from mjax.launch import Distributed
+from mjax.pipes import UNREAD, flushed_output, output_is_unread
+from mjax.resolve import resolve
 from mjax.validation import validate
 
 
@@ -34,10 +39,15 @@ class TrainArguments:
     continued."""
     runs: Path = Path("runs")
     """Folder of run folders."""
-    resume: Path | None = None
+    resume: Annotated[Path | None, tyro.conf.arg(aliases=["--run"])] = None
     """Continue the run in this folder with the config saved there."""
+    step: int | None = None
+    """With --resume: continue from this checkpoint, and set later ones aside; the newest when not given."""
     simulate: int | None = None
     """Run on this many simulated devices of the CPU, in each process."""
+    allow_change: bool = False
+    """Continue a run although a setting that changes what it learns (optimizer, data, seed, batch, precision, model) is
+    another one. Steps, mesh, intervals and logging change without it."""
     force: bool = False
     """Train even where the memory of the GPUs is predicted not to suffice."""
     distributed: Distributed = field(default_factory=Distributed)
@@ -46,50 +56,118 @@ class TrainArguments:
 
 def train(argv: Sequence[str]) -> int:
     """`mjax train`."""
-    chosen = _choose_config(argv)
-    arguments = tyro.cli(TrainArguments, args=argv, prog="train.py", default=chosen)
-    config = arguments.settings
-    folder = arguments.resume or arguments.runs / (arguments.name or Path(arguments.config).stem)
-    label = arguments.config if arguments.resume is None else str(folder)
-
-    # Everything that can be refused without a device is refused before jax is imported.
-    validate(config, label)
-    from mjax.training.runs import changes_since
-
-    changes = changes_since(folder, config)
-    if arguments.simulate is not None:
-        launch.simulate_devices(arguments.simulate)
+    try:
+        arguments, label, changes = _train_arguments(argv)
+    except UsageError as error:
+        _tell_the_others(argv, error)
+        raise
 
     from mjax.parallel import processes
     from mjax.planner.fit import check_gpu_at_hand
     from mjax.training import loop
-    from mjax.training.metrics import check_wandb
     from mjax.training.watchdog import watching
 
-    check_wandb(config.log.wandb)
+    config = arguments.settings
     processes.start(arguments.distributed)
-    if processes.is_first():
-        for line in changes:
-            print(line)
-    check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
     with watching(arguments.distributed, explain) as watchdog:
-        result = loop.train(config, folder, label, watchdog)
+        if processes.is_first():
+            for line in changes:
+                print(line)
+        check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
+        result = loop.train(config, arguments.resume, label, watchdog, arguments.step)
     return result.exit_code
 
 
+def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, list[str]]:
+    """What `mjax train` is asked for, with the run folder in `resume`; what to call the config; and what it takes
+    from its data and changes in its run.
+
+    Everything that can be refused without a device is refused here, before jax is imported.
+    """
+    chosen = _choose_config(argv)
+    arguments = parse(TrainArguments, argv, "mjax train", chosen)
+    folder = arguments.resume or arguments.runs / (arguments.name or _name_of(arguments.config))
+    label = arguments.config if arguments.resume is None else str(folder)
+    if arguments.step is not None:
+        _check_step(arguments, folder)
+    taken: list[str] = []
+    if arguments.resume is None:
+        settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), label, folder)
+        arguments = replace(arguments, settings=settings)
+    validate(arguments.settings, label)
+    from mjax.training.continuing import changes_since
+
+    changes = changes_since(folder, arguments.settings, arguments.allow_change, resumed=arguments.resume is not None)
+    if arguments.simulate is not None:
+        launch.simulate_devices(arguments.simulate)
+    from mjax.training.metrics import check_wandb
+
+    check_wandb(arguments.settings.log.wandb)
+    return replace(arguments, resume=folder), label, [*taken, *changes]
+
+
+def _check_step(arguments: TrainArguments, folder: Path) -> None:
+    """That --step names a checkpoint of the run that is resumed."""
+    from mjax.training.runs import checkpoint_steps
+
+    if arguments.resume is None:
+        raise UsageError(f"--step {arguments.step} goes with --resume; add --resume {folder}")
+    if arguments.step not in (steps := checkpoint_steps(folder)):
+        raise UsageError(f"--step {arguments.step}: {folder} holds no such checkpoint; use {either(steps)}")
+
+
+def _tell_the_others(argv: Sequence[str], error: UsageError) -> None:
+    """Where this is one of several processes, say why it does not train and join the others to tell them: they would
+    wait for it."""
+    needed = ("--distributed.", "--simulate")  # others may be what is wrong
+    words = [
+        word
+        for before, word in zip(["", *argv], argv, strict=False)
+        if word.startswith(needed) or (before.startswith(needed) and "=" not in before)
+    ]
+    if not words and launch.launched_by() is None:
+        return
+    arguments = parse(TrainArguments, words, "mjax train", TrainArguments())
+    if not arguments.distributed.several:
+        return
+    explain(error)  # at once: the others may come late
+    if arguments.simulate is not None and "jax" not in sys.modules:
+        launch.simulate_devices(arguments.simulate)
+    from mjax.parallel import processes
+    from mjax.training.watchdog import watching
+
+    processes.start(arguments.distributed)
+    with watching(arguments.distributed, exit_code):
+        raise error
+
+
+def _name_of(config: str) -> str:
+    """The name of a run when none is given: that of its config, or of the run whose config.json it is."""
+    file = Path(config)
+    return file.resolve().parent.name if file.name == "config.json" else file.stem
+
+
 def _choose_config(argv: Sequence[str]) -> TrainArguments:
-    """The defaults of the other flags: from --resume's run folder, or from --config's file."""
+    """The defaults of the other flags: from --run's folder, or from --config's file."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default="gpt_demo")
-    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--config", nargs="?")
+    parser.add_argument("--run", "--resume", dest="resume", type=Path, nargs="?")
+    parser.add_argument("--name", nargs="?")
     first, _ = parser.parse_known_args(argv)
     if first.resume is not None:
+        for flag in ("config", "name"):
+            if (value := getattr(first, flag)) is not None:
+                raise UsageError(
+                    f"--{flag} {value} does nothing beside --run {first.resume}, which continues that run; leave one "
+                    f"out, or type --config {first.resume}/config.json --name NEW for a new run with its settings"
+                )
         from mjax.training.runs import has_checkpoint
 
         if not has_checkpoint(first.resume):
-            raise UsageError(f"--resume {first.resume} holds no checkpoint; give a run folder such as runs/gpt_demo")
+            raise UsageError(f"--run {first.resume} holds no checkpoint; give a run folder such as runs/gpt_demo")
         return TrainArguments(resume=first.resume, settings=read_config(first.resume / "config.json"))
-    return TrainArguments(config=first.config, settings=load_config(first.config))
+    config = first.config or TrainArguments.config
+    return TrainArguments(config=config, settings=load_config(config))
 
 
 def prepare(argv: Sequence[str]) -> int:
@@ -97,7 +175,7 @@ def prepare(argv: Sequence[str]) -> int:
     from mjax.data.prepare import PrepareArguments
     from mjax.data.prepare import prepare as run
 
-    run(tyro.cli(PrepareArguments, args=argv, prog="mjax prepare"))
+    run(parse(PrepareArguments, argv, "mjax prepare"))
     return 0
 
 
@@ -106,7 +184,7 @@ def dedup(argv: Sequence[str]) -> int:
     from mjax.data.dedup import DedupArguments
     from mjax.data.dedup import dedup as run
 
-    run(tyro.cli(DedupArguments, args=argv, prog="mjax dedup"))
+    run(parse(DedupArguments, argv, "mjax dedup"))
     return 0
 
 
@@ -115,7 +193,7 @@ def clean(argv: Sequence[str]) -> int:
     from mjax.data.clean import CleanArguments
     from mjax.data.clean import clean as run
 
-    run(tyro.cli(CleanArguments, args=argv, prog="mjax clean"))
+    run(parse(CleanArguments, argv, "mjax clean"))
     return 0
 
 
@@ -123,7 +201,7 @@ def generate(argv: Sequence[str]) -> int:
     """`mjax generate`."""
     from mjax.generation import GenerateArguments, run_generate
 
-    return run_generate(tyro.cli(GenerateArguments, args=argv, prog="mjax generate"))
+    return run_generate(parse(GenerateArguments, argv, "mjax generate"))
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -131,7 +209,7 @@ def evaluate(argv: Sequence[str]) -> int:
     from mjax.tasks.evaluate import EvaluateArguments
     from mjax.tasks.evaluate import evaluate as run
 
-    return run(tyro.cli(EvaluateArguments, args=argv, prog="mjax evaluate"))
+    return run(parse(EvaluateArguments, argv, "mjax evaluate"))
 
 
 def finetune(argv: Sequence[str]) -> int:
@@ -139,7 +217,7 @@ def finetune(argv: Sequence[str]) -> int:
     from mjax.finetuning.command import FinetuneArguments
     from mjax.finetuning.command import finetune as run
 
-    return run(tyro.cli(FinetuneArguments, args=argv, prog="mjax finetune"), explain)
+    return run(parse(FinetuneArguments, argv, "mjax finetune"), explain)
 
 
 def lm_eval(argv: Sequence[str]) -> int:
@@ -155,15 +233,23 @@ def plan(argv: Sequence[str]) -> int:
     from mjax.planner.plan import PlanArguments, run_plan
 
     chosen = _choose_config(argv)
-    default = PlanArguments(config=chosen.config, settings=chosen.settings)
-    return run_plan(tyro.cli(PlanArguments, args=argv, prog="mjax plan", default=default))
+    config = chosen.config if chosen.resume is None else str(chosen.resume)
+    default = PlanArguments(config=config, run=chosen.resume, settings=chosen.settings)
+    arguments = parse(PlanArguments, argv, "mjax plan", default)
+    if chosen.resume is None:
+        folder = TrainArguments.runs / _name_of(config)
+        settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), config, folder)
+        arguments = replace(arguments, settings=settings)
+        for line in taken:
+            print(line, file=sys.stderr)
+    return run_plan(arguments)
 
 
 def doctor(argv: Sequence[str]) -> int:
     """`mjax doctor`."""
     from mjax.doctor.command import DoctorArguments, run_doctor
 
-    return run_doctor(tyro.cli(DoctorArguments, args=argv, prog="mjax doctor"))
+    return run_doctor(parse(DoctorArguments, argv, "mjax doctor"))
 
 
 def merge(argv: Sequence[str]) -> int:
@@ -171,7 +257,7 @@ def merge(argv: Sequence[str]) -> int:
     from mjax.data.merge import MergeArguments
     from mjax.data.merge import merge as run
 
-    run(tyro.cli(MergeArguments, args=argv, prog="mjax data merge"))
+    run(parse(MergeArguments, argv, "mjax data merge"))
     return 0
 
 
@@ -180,7 +266,7 @@ def inspect(argv: Sequence[str]) -> int:
     from mjax.data.inspection import InspectArguments
     from mjax.data.inspection import inspect as run
 
-    run(tyro.cli(InspectArguments, args=argv, prog="mjax data inspect"))
+    run(parse(InspectArguments, argv, "mjax data inspect"))
     return 0
 
 
@@ -195,7 +281,7 @@ def from_hf(argv: Sequence[str]) -> int:
     from mjax.interop.convert import FromHfArguments
     from mjax.interop.convert import from_hf as run
 
-    return run(tyro.cli(FromHfArguments, args=argv, prog="mjax convert from-hf"))
+    return run(parse(FromHfArguments, argv, "mjax convert from-hf"))
 
 
 def to_hf(argv: Sequence[str]) -> int:
@@ -204,7 +290,10 @@ def to_hf(argv: Sequence[str]) -> int:
     from mjax.interop.convert import ToHfArguments
     from mjax.interop.convert import to_hf as run
 
-    return run(tyro.cli(ToHfArguments, args=argv, prog="mjax convert to-hf"))
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--run", "--checkpoint", nargs="?")
+    named, rest = own.parse_known_args(argv)
+    return run(parse(ToHfArguments, rest if named.run is None else [named.run, *rest], "mjax convert to-hf"))
 
 
 def from_megatron(argv: Sequence[str]) -> int:
@@ -213,12 +302,42 @@ def from_megatron(argv: Sequence[str]) -> int:
     from mjax.interop.megatron.command import FromMegatronArguments
     from mjax.interop.megatron.command import from_megatron as run
 
-    return run(tyro.cli(FromMegatronArguments, args=argv, prog="mjax convert from-megatron"))
+    return run(parse(FromMegatronArguments, argv, "mjax convert from-megatron"))
 
 
 def convert(argv: Sequence[str]) -> int:
     """`mjax convert`, a group of commands."""
     return _run("mjax convert", CONVERT_COMMANDS, argv)
+
+
+def list_runs(argv: Sequence[str]) -> int:
+    """`mjax runs list`, and `mjax runs` alone."""
+    from mjax.runs_command import ListArguments
+    from mjax.runs_command import list_runs as run
+
+    return run(parse(ListArguments, argv, "mjax runs"))
+
+
+def compare_runs(argv: Sequence[str]) -> int:
+    """`mjax runs compare`."""
+    from mjax.runs_command import CompareArguments
+    from mjax.runs_command import compare_runs as run
+
+    return run(parse(CompareArguments, argv, "mjax runs compare"))
+
+
+def remove_runs(argv: Sequence[str]) -> int:
+    """`mjax runs remove`."""
+    from mjax.runs_command import RemoveArguments
+    from mjax.runs_command import remove_runs as run
+
+    return run(parse(RemoveArguments, argv, "mjax runs remove"))
+
+
+def runs(argv: Sequence[str]) -> int:
+    """`mjax runs`, a group of commands, the first of which needs no name."""
+    listing = not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help"))
+    return list_runs(argv) if listing else _run("mjax runs", RUNS_COMMANDS, argv)
 
 
 Commands = dict[str, tuple[Callable[[Sequence[str]], int], str]]
@@ -234,12 +353,19 @@ CONVERT_COMMANDS: Commands = {
     "to-hf": (to_hf, "turn a run's checkpoint into a model folder that transformers opens"),
 }
 
+RUNS_COMMANDS: Commands = {
+    "list": (list_runs, "show a line for each run; so does `mjax runs` alone"),
+    "compare": (compare_runs, "compare runs: results, settings that differ, one picture of the curves"),
+    "remove": (remove_runs, "remove runs, after a question"),
+}
+
 COMMANDS: Commands = {
     "train": (train, "train a model; the same as train.py"),
     "prepare": (prepare, "turn text into an indexed dataset and its tokenizer"),
     "dedup": (dedup, "remove exact and near-duplicate documents from text"),
     "clean": (clean, "repair text, cut evaluation sets out of it, remove short and unwanted documents"),
     "data": (data, "inspect or merge datasets"),
+    "runs": (runs, "list, compare or remove runs"),
     "evaluate": (evaluate, "measure a trained model: WikiText103, LAMBADA, perplexity; fine-tuned, its task"),
     "lm-eval": (lm_eval, "run tasks of EleutherAI's lm-evaluation-harness on a trained model"),
     "finetune": (finetune, "train a BERT further for a task: MNLI, QQP, RACE, SQuAD"),
@@ -253,11 +379,12 @@ COMMANDS: Commands = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors a person can mend are printed as one sentence."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0] in ("-V", "--version"):
-        print(f"mjax {__version__}")
-        return 0
     try:
-        return _run("mjax", COMMANDS, argv)
+        with flushed_output():
+            if argv and argv[0] in ("-V", "--version"):
+                print(f"mjax {__version__}")
+                return 0
+            return _run("mjax", COMMANDS, argv)
     except (UsageError, RunError, OSError, KeyboardInterrupt) as error:
         return explain(error)
 
@@ -279,6 +406,10 @@ def explain(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         print("mjax: stopped at once; what was written whole before is intact", file=sys.stderr)
         return 130
+    if isinstance(error, BrokenPipeError) and output_is_unread():
+        return UNREAD
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        error = UsageError(f"{error.filename} is a name longer than the file system takes; choose a shorter one")
     if isinstance(error, OSError):
         print(
             f"mjax: error: {error}; what was saved before is intact, the same command continues from it",
@@ -288,7 +419,7 @@ def explain(error: BaseException) -> int:
         print(f"mjax: error: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
-    return 2 if isinstance(error, UsageError) else 1
+    return exit_code(error)
 
 
 def _usage(group: str, commands: Commands) -> str:

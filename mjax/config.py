@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mjax.batch_size import BatchSizes
+from mjax.data.atomic import write_whole
 from mjax.errors import UsageError, suggestion
+from mjax.json_files import read_json
 from mjax.plain_values import build
 
 
@@ -251,8 +253,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Types of the computation. Parameters and moments are float32; LayerNorm, softmax and cross entropy reduce in
-    float32."""
+    """Types of the computation. Parameters and moments are float32, and so are the sums of LayerNorm, softmax, cross
+    entropy and gradients."""
 
     compute: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     """Type of activations and matrix products. fp16 brings loss scaling; fp64 (parameters too) is for tests,
@@ -308,6 +310,34 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class HealthConfig:
+    """When a run counts as unhealthy, and what happens then. Unhealthy steps are skipped because a value is not finite,
+    or have a loss far above its running mean."""
+
+    spike: Literal["announce", "skip", "rewind"] = "announce"
+    """What a loss spike does: announce only says so; skip drops the update of that batch; rewind goes back to the last
+    good checkpoint and passes over the batches that led to the spike."""
+    spike_deviations: float = 6.0
+    """A loss this many standard deviations above its running mean is a spike; 0 for no spikes."""
+    window: int = 100
+    """Steps that mean, standard deviation and the share of unhealthy steps are taken over."""
+    rewind_batches: int = 10
+    """With rewind: batches that are passed over, up to and including that of the spike."""
+    good_after: int = 10
+    """Healthy steps after a checkpoint (fewer where the next one comes earlier) that make it the last good one, which
+    stays whatever keep_last says until another is good."""
+    skipped_in_a_row: int = 20
+    """Skipped steps in a row that end the run with exit code 3. Those in which fp16's dynamic loss scale still falls do
+    not count."""
+    unhealthy_share: float = 0.5
+    """Share of unhealthy steps in a window, or in a whole run shorter than one, above which the run ends with exit code
+    3."""
+    replica_interval: int = 100
+    """Steps between two comparisons of the weights of all replicas, bit for bit; one comes before each checkpoint too.
+    Replicas that differ end the run with exit code 3. 0: never."""
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """What is shown and recorded."""
 
@@ -335,6 +365,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     @property
@@ -396,25 +427,14 @@ def available_configs() -> list[str]:
 
 
 def load_config(name: str) -> Config:
-    """Load `configs/NAME.py`, or the file itself when `name` ends in .py, and return its `config`.
+    """Load `configs/NAME.py` or NAME.py, or the file itself when `name` ends in .py or .json, and return its `config`.
 
     Raises:
-      UsageError: there is no such config, or the file defines no `config`.
+      UsageError: there is no such config, there are two, or the file defines no `config`.
     """
-    if name.endswith(".py"):
-        file = Path(name)
-        if not file.is_file():
-            raise UsageError(
-                f"there is no config file {name}; give a path to a .py file or one of: {', '.join(available_configs())}"
-            )
-    else:
-        found = [folder / f"{name}.py" for folder in config_folders() if (folder / f"{name}.py").is_file()]
-        if not found:
-            raise UsageError(
-                f"there is no config {name!r}{suggestion(name, available_configs())}; "
-                f"there are: {', '.join(available_configs())}"
-            )
-        file = found[0]
+    if name.endswith(".json"):  # that of a run
+        return read_config(Path(name))
+    file = _config_file(name)
     spec = importlib.util.spec_from_file_location(f"mjax_config_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -423,6 +443,25 @@ def load_config(name: str) -> Config:
     if not isinstance(config, Config):
         raise UsageError(f"{file} defines no `config = Config(...)`; see configs/gpt_demo.py for the form")
     return config
+
+
+def _config_file(name: str) -> Path:
+    """The Python file that `--config NAME` means."""
+    if name.endswith(".py"):
+        if Path(name).is_file():
+            return Path(name)
+        known = ", ".join(available_configs())
+        raise UsageError(f"there is no config file {name}; give a path to a .py file or one of: {known}")
+    own = Path(f"{name}.py")
+    found = [file for folder in config_folders() if (file := folder / own).is_file()]
+    if own.is_file() and found and not own.samefile(found[0]):
+        raise UsageError(f"--config {name} is {found[0]} or ./{own}; type --config ./{own} for the one that is here")
+    if not found and not own.is_file():
+        raise UsageError(
+            f"there is no config {name!r}{suggestion(name, available_configs())}; "
+            f"there are: {', '.join(available_configs())}"
+        )
+    return found[0] if found else own
 
 
 # --- As plain values --------------------------------------------------------------------------------------------------
@@ -444,9 +483,7 @@ def from_dict(values: dict[str, Any], source: str = "config.json") -> Config:
 
 def save_config(config: Config, file: Path) -> None:
     """Write `config` as JSON, atomically."""
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(json.dumps(to_dict(config), indent=2) + "\n")
-    temporary.replace(file)
+    write_whole(file, json.dumps(to_dict(config), indent=2) + "\n")
 
 
 def read_config(file: Path) -> Config:
@@ -455,13 +492,8 @@ def read_config(file: Path) -> Config:
     Raises:
       UsageError: the file is missing, is not JSON, or does not describe a config.
     """
-    try:
-        values = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise UsageError(f"{file} does not exist; a run folder holds the config.json that train.py wrote") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} is not JSON ({error}); restore it, or start a new run with --name") from None
-    return from_dict(values, str(file))
+    missing = "a run folder holds the config.json that train.py wrote"
+    return from_dict(read_json(file, "restore it, or start a new run with --name", missing), str(file))
 
 
 def differences(ours: Config, theirs: Config) -> dict[str, tuple[Any, Any]]:

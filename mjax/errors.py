@@ -1,4 +1,4 @@
-"""The two ways mjax tells a person that something cannot go on; the command line turns them into exit codes.
+"""The ways mjax tells a person that something cannot go on; the command line turns them into exit codes.
 
 And what such sentences are often made of.
 """
@@ -7,6 +7,22 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
+LONGEST = 1500  # characters of a sentence; more than a path can take on any system is shown of nothing
+
+
+def one_sentence(message: str) -> str:
+    """`message` on one line that can be printed, without the middle of a very long one: files may hold anything."""
+    if len(message) > LONGEST:
+        message = f"{message[: LONGEST // 2]} […] {message[-LONGEST // 3 :]}"
+    if message.isprintable():
+        return message
+    return "".join(
+        letter
+        if letter.isprintable() or (letter.isspace() and letter not in "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029")
+        else letter.encode("unicode_escape").decode()
+        for letter in message
+    )
+
 
 class UsageError(ValueError):
     """A flag, file or shape that cannot work: exit code 2, nothing was started and nothing was lost.
@@ -14,9 +30,26 @@ class UsageError(ValueError):
     The message is one sentence that says what was given, what is allowed and what to type.
     """
 
+    def __init__(self, message: object = ""):
+        super().__init__(one_sentence(str(message)))
+
 
 class RunError(RuntimeError):
     """A run that had started cannot go on (a full disk, a damaged checkpoint with none before it): exit code 1."""
+
+    def __init__(self, message: object = ""):
+        super().__init__(one_sentence(str(message)))
+
+
+class UnhealthyError(RunError):
+    """A run that skips its steps or whose loss has left its course, and that would do so again: exit code 3."""
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code of a command that ends with `error`."""
+    if isinstance(error, UnhealthyError):
+        return 3
+    return 2 if isinstance(error, UsageError) else 1
 
 
 def check_folder(flag: str, file: Path) -> None:

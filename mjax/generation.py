@@ -276,13 +276,15 @@ def print_samples(samples: Sequence[Sample], console: Console) -> None:
 class GenerateArguments:
     """Continue prompts with a trained model."""
 
-    checkpoint: Path
+    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
     """Folder of the run, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; may be given several times."""
-    sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     step: int | None = None
     """Checkpoint to use; the newest that is not damaged when not given."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
+    """The tokenizer the model was trained with, as in `mjax prepare`; that of the run when not given."""
     model_parallel: Annotated[int, tyro.conf.arg(name="mesh.model")] = 1
     """Devices that share every layer's matrices; it need not be what the run was trained with."""
     json: bool = False
@@ -304,7 +306,7 @@ def run_generate(arguments: GenerateArguments) -> int:
     config = inference_config(read_config(run / "config.json"), MeshConfig(model=arguments.model_parallel))
     if config.model.kind != "gpt":
         raise UsageError(f"{run} holds a BERT, which continues no text; give the run folder of a GPT with --checkpoint")
-    tokenizer = run_tokenizer(run, config.model)
+    tokenizer = run_tokenizer(run, config.model, arguments.tokenizer)
 
     generator = Generator(config, make_mesh(config.mesh))
     say = lambda line: notices.print(line, markup=False)  # noqa: E731

@@ -4,8 +4,8 @@ Everything here is what the maker says of the hardware. What a program reaches o
 (`mjax/planner/calibration.py`). The table stands outside `training`, which divides by the peaks, and `planner`, which
 predicts with all of it, because both read it. No JAX is imported.
 
-A server is described as NVIDIA builds it: its GPUs, the link between them, and the network cards that they share. For a
-cluster with other cards add a row of its own.
+A server is described as NVIDIA builds it: its GPUs, the link between them, and the network cards that they share. Of
+other servers `mjax plan` is told with --devices-per-node and --network.
 
 To add a GPU, add a `Gpu` to `GPUS`: its name in `device_kinds` is what `python -c "import jax;
 print(jax.devices()[0].device_kind)"` prints, and its peaks are the dense ones, without sparsity.
@@ -13,7 +13,7 @@ print(jax.devices()[0].device_kind)"` prints, and its peaks are the dense ones, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mjax.config import suggestion
 from mjax.errors import UsageError
@@ -59,6 +59,18 @@ class Gpu:
     def usable_bytes(self) -> float:
         """What XLA may allocate, unless the environment gives it another share."""
         return USABLE_FRACTION * self.memory_bytes
+
+    def in_server(self, gpus: int | None = None, network: float | None = None) -> Gpu:
+        """The same GPU in another server.
+
+        Args:
+          gpus: of a server; as it comes when not given.
+          network: gigabits a second of all network cards of a server; in proportion to its GPUs when not given.
+        """
+        gpus = gpus or self.gpus_per_node
+        share = self.network_bandwidth_per_node * gpus / self.gpus_per_node
+        bandwidth = share if network is None else network * GB / 8
+        return replace(self, gpus_per_node=gpus, network_bandwidth_per_node=bandwidth)
 
     def peak(self, compute: str) -> float | None:
         """Peak in FLOP/s of a compute type of the config, or None where there is none in the table."""

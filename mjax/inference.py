@@ -9,10 +9,11 @@ from pathlib import Path
 import jax
 
 from mjax.config import Config, DataConfig, MeshConfig, ModelConfig
-from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
+from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.models.build import Model
 from mjax.training.checkpoint import Checkpoints
+from mjax.training.runs import checkpoint_steps
 from mjax.validation import validate
 
 MICRO_BATCHES_A_STAGE = 4  # where there is a pipeline: its bubble is then a fifth at most
@@ -77,19 +78,33 @@ def check_enough_devices(mesh: MeshConfig) -> None:
         raise UsageError(f"{given} needs {mesh.devices} devices; {found} found: use {fewer}")
 
 
-def run_tokenizer(run: Path, model: ModelConfig) -> Tokenizer:
-    """The tokenizer of the run in folder `run`.
+def run_tokenizer(
+    run: Path, model: ModelConfig, given: str | None = None, flag: str | None = "--tokenizer KIND:FILES"
+) -> Tokenizer:
+    """The tokenizer of the run in folder `run`, or the one that is given.
+
+    Args:
+      run: folder of the run.
+      model: of the run.
+      given: KIND:FILES, as in `mjax prepare`.
+      flag: how it is given to the command, for the sentence; None: the command takes none.
 
     Raises:
-      UsageError: it has none, or one with more ids than its `model` has embeddings.
+      UsageError: there is none, or one with more ids than `model` has embeddings.
     """
-    if not (run / "tokenizer").is_dir():
-        raise UsageError(f"{run} has no folder tokenizer; copy the one the model was trained with to {run}/tokenizer")
-    tokenizer = tokenizer_from_folder(run / "tokenizer")
+    ways = [f"name the one its model was trained with: {flag}"] if flag is not None else []
+    if 0 in checkpoint_steps(run):
+        ways.append("convert the model again with --tokenizer KIND:FILES, which keeps it in the run")
+    remedy = ", or ".join(ways) or "give a run that was trained on data of mjax prepare, which keeps theirs"
+    if given is not None:
+        tokenizer, named = load_tokenizer(given), f"--tokenizer {given}"
+    elif (run / "tokenizer").is_dir():
+        tokenizer, named = tokenizer_from_folder(run / "tokenizer"), f"the tokenizer of {run}"
+    else:
+        raise UsageError(f"{run} has no tokenizer; {remedy}")
     if tokenizer.vocabulary > model.vocabulary:
         raise UsageError(
-            f"the tokenizer of {run} has {tokenizer.vocabulary:,} ids and its model {model.vocabulary:,}; "
-            f"copy the one the model was trained with to {run}/tokenizer"
+            f"{named} has {tokenizer.vocabulary:,} ids and the model of {run} {model.vocabulary:,}; {remedy}"
         )
     return tokenizer
 

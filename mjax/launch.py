@@ -89,6 +89,14 @@ class Distributed:
     watchdog: float | None = None
     """Seconds without a finished step after which process 0 says who is behind; 0: never. When not given: a minute or
     ten median steps, whichever is longer."""
+    hang_limit: float | None = None
+    """Seconds without a finished step after which the run ends with exit code 1, for a launcher to start it again; ten
+    times as many while it compiles, or all evaluate or save. When not given: never."""
+
+    @property
+    def several(self) -> bool:
+        """Whether a launcher or the flags say that this process is one of several."""
+        return launched_by() is not None or None not in (self.coordinator, self.processes, self.process)
 
 
 def leave_accelerators_alone() -> None:

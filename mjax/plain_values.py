@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from mjax.errors import UsageError, suggestion
 
 T = TypeVar("T")
+WHOLE = 2**63  # above any number of anything here, and below what JSON can spell
 
 
 def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
@@ -20,7 +22,7 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
       prefix: of the names of fields in messages, such as `mesh.`.
 
     Raises:
-      UsageError: a field is unknown or holds a value of another type.
+      UsageError: a field is unknown or missing, or holds a value of another type.
     """
     if not isinstance(values, dict):
         raise UsageError(f"{source}: {prefix or 'the config'} must be an object, not {values!r}")
@@ -33,9 +35,13 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
         if dataclasses.is_dataclass(hints[name]):
             arguments[name] = build(hints[name], value, source, f"{prefix}{name}.")
         elif _fits(value, hints[name]):
-            arguments[name] = tuple(value) if isinstance(value, list) else value
+            listed = isinstance(value, list) and get_origin(hints[name]) is not list
+            arguments[name] = tuple(value) if listed else value
         else:
             raise UsageError(f"{source}: {prefix}{name} is {value!r}, which is not {_describe(hints[name])}")
+    for f in dataclasses.fields(cls):
+        if f.name not in arguments and f.default is f.default_factory is dataclasses.MISSING:
+            raise UsageError(f"{source}: there is no {prefix}{f.name}")
     return cls(**arguments)
 
 
@@ -45,23 +51,28 @@ def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is tuple:  # JSON has lists
         kinds = get_args(kind)
         if kinds[1:] == (...,):
-            if value is None or isinstance(value, str):
-                return True  # one or none, as it was before there were several (`DataConfig`)
+            if value is None or isinstance(value, str):  # none or one, as before there were several (`DataConfig`)
+                return value is None or _fits(value, kinds[0])
             kinds = kinds[:1] * len(value) if isinstance(value, (list, tuple)) else ()
         return isinstance(value, (list, tuple)) and len(value) == len(kinds) and all(map(_fits, value, kinds))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(part, *get_args(kind)) for part in value)
     if get_args(kind):
         return any(_fits(value, option) for option in get_args(kind))
     if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        in_range = not isinstance(value, int) or abs(value) <= sys.float_info.max
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and in_range
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < WHOLE
+    if kind is str:  # as any path or name can be
+        return isinstance(value, str) and "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
     return isinstance(value, kind)
 
 
 def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
-    if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
+    if get_origin(kind) is list or (get_origin(kind) is tuple and get_args(kind)[1:] == (...,)):
         return f"a list of {_describe(get_args(kind)[0])}"
     if get_origin(kind) is tuple:
         return "[" + ", ".join(_describe(part) for part in get_args(kind)) + "]"

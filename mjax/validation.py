@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 from mjax.batch_size import BatchSizes, parse_schedule
@@ -10,6 +12,8 @@ from mjax.data.blend import parse_blend
 from mjax.data.samples import split_sequences
 from mjax.errors import UsageError, either
 from mjax.parallel.schedules import check_counts
+
+LARGEST_SUGGESTED = 2**16  # a config.json may hold any number: nobody waits for its divisors
 
 
 def validate(config: Config, name: str = "this config") -> None:
@@ -151,23 +155,26 @@ def _check_data(config: Config, name: str) -> None:
 def _check_batch_sizes(config: Config) -> None:
     """The ramp-up or the schedule of the batch, and that each of its sizes makes whole micro-batches."""
     train, mesh = config.train, config.mesh
+    if train.batch_rampup is None and train.batch_schedule is None:
+        return
     if train.batch_rampup is not None and train.batch_schedule is not None:
         raise UsageError("--train.batch-rampup and --train.batch-schedule both set the batch; leave one of them out")
+    unit, of = mesh.data * train.micro_batch, f"data {mesh.data} × micro-batch {train.micro_batch}"
+    if mesh.chunks > 1:
+        unit, of = unit * mesh.pipe, f"{of} × pipe {mesh.pipe}, for the interleaved pipeline"
     if train.batch_rampup is not None:
         flag = f"--train.batch-rampup {' '.join(map(str, train.batch_rampup))}"
         start, increment, samples = train.batch_rampup
+        fitting = _fitting_rampup(config, unit)
         if min(start, increment, samples) < 1:
-            raise UsageError(f"{flag}: START, INCREMENT and SAMPLES must each be at least 1")
+            raise UsageError(f"{flag}: START, INCREMENT and SAMPLES must each be at least 1; {fitting}")
         if start >= train.global_batch:
-            raise UsageError(
-                f"{flag} does not start below --train.global-batch {train.global_batch}; lower START, or leave it out"
-            )
+            raise UsageError(f"{flag} does not start below --train.global-batch {train.global_batch}; {fitting}")
         if (train.global_batch - start) % increment:
             raise UsageError(
-                f"{flag} does not reach --train.global-batch {train.global_batch} in whole increments; "
-                f"use an increment of {_listed(_divisors(train.global_batch - start))}"
+                f"{flag} does not reach --train.global-batch {train.global_batch} in whole increments; {fitting}"
             )
-    elif train.batch_schedule is not None:
+    else:
         flag = f"--train.batch-schedule {train.batch_schedule!r}"
         last = parse_schedule(train.batch_schedule)[-1][1]
         if last != train.global_batch:
@@ -175,17 +182,31 @@ def _check_batch_sizes(config: Config) -> None:
                 f"{flag} ends with {last} and --train.global-batch is {train.global_batch}; "
                 f"use --train.global-batch {last}"
             )
-    else:
-        return
-    unit, of = mesh.data * train.micro_batch, f"data {mesh.data} × micro-batch {train.micro_batch}"
-    if mesh.chunks > 1:
-        unit, of = unit * mesh.pipe, f"{of} × pipe {mesh.pipe}, for the interleaved pipeline"
+        starts = [(entry.partition(":")[0], int(entry.partition(":")[2])) for entry in train.batch_schedule.split()]
+        fitting = "type --train.batch-schedule " + repr(
+            " ".join(f"{start}:{_nearest_multiple(size, unit)}" for start, size in starts)
+        )
+        if train.global_batch % unit:
+            fitting += f" --train.global-batch {_nearest_multiple(train.global_batch, unit)}"
     for first_step, _, size in BatchSizes.of(config).pieces:
         if size % unit:
             raise UsageError(
                 f"{flag} has a batch of {size} from step {first_step + 1} on, which is not a multiple of {unit} "
-                f"({of}); use multiples of {unit} only, such as {_nearest_multiple(size, unit)}"
+                f"({of}); {fitting}"
             )
+
+
+def _fitting_rampup(config: Config, unit: int) -> str:
+    """What to type for the ramp-up nearest to that of `config` whose sizes are multiples of `unit`."""
+    (start, increment, samples), end = config.train.batch_rampup, config.train.global_batch
+    changed = "" if end % unit == 0 else f" --train.global-batch {_nearest_multiple(end, unit)}"
+    end = _nearest_multiple(end, unit)
+    if end == unit:
+        return f"leave it out, or type --train.global-batch {2 * unit} or more"
+    start = min(_nearest_multiple(start, unit), end - unit)
+    increments = [unit * count for count in _divisors((end - start) // unit)]
+    increment = min(increments, key=lambda size: abs(size - increment))
+    return f"type --train.batch-rampup {start} {increment} {max(samples, 1)}{changed}"
 
 
 def check_devices(config: Config, found: int, name: str = "this config") -> None:
@@ -232,17 +253,30 @@ _AT_LEAST_ONE = (
     "optimizer.decay_steps", "optimizer.wsd_decay_steps", "precision.loss_scale", "precision.initial_loss_scale",
     "precision.min_loss_scale", "precision.loss_scale_window", "precision.hysteresis", "train.steps",
     "train.global_batch", "train.micro_batch", "train.eval_batches", "checkpoint.keep_last",
-    "checkpoint.keep_every", "log.interval",
+    "checkpoint.keep_every", "log.interval", "health.rewind_batches", "health.good_after", "health.skipped_in_a_row",
 )  # fmt: skip
 _AT_LEAST_ZERO = (
     "optimizer.learning_rate", "optimizer.min_learning_rate", "optimizer.warmup_steps", "optimizer.weight_decay",
     "optimizer.epsilon", "optimizer.clip_norm", "train.seed", "train.eval_interval", "checkpoint.interval",
-    "log.sample_tokens", "model.layernorm_epsilon", "model.init_std", "data.eod",
+    "log.sample_tokens", "health.spike_deviations", "health.replica_interval", "model.layernorm_epsilon",
+    "model.init_std", "data.eod",
 )  # fmt: skip
 _BELOW_ONE = ("model.hidden_dropout", "model.attention_dropout", "optimizer.beta1", "optimizer.beta2")
 
 
+def _check_finite(config: Config) -> None:
+    """That no number of any section is infinite or NaN, which every other check would let pass or explain badly."""
+    for section in dataclasses.fields(config):
+        for knob in dataclasses.fields(getattr(config, section.name)):
+            value = getattr(getattr(config, section.name), knob.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                flag = f"--{section.name}.{knob.name}".replace("_", "-")
+                raise UsageError(f"{flag} is {value}; it must be a finite number")
+
+
 def _check_ranges(config: Config) -> None:
+    _check_finite(config)
+
     def flag(dotted: str) -> tuple[str, Any]:
         section, knob = dotted.split(".")
         return "--" + dotted.replace("_", "-"), getattr(getattr(config, section), knob)
@@ -267,12 +301,27 @@ def _check_ranges(config: Config) -> None:
         raise UsageError(
             f"--data.short-probability is {config.data.short_probability}; it must be at least 0 and at most 1"
         )
+    if config.optimizer.epsilon == 0:
+        raise UsageError(
+            "--optimizer.epsilon is 0; it must be above 0, such as 1e-8; a weight without a gradient becomes 0 / 0"
+        )
+    if config.health.window < 2:
+        raise UsageError(f"--health.window is {config.health.window}; it must be at least 2")
+    if not 0 < config.health.unhealthy_share <= 1:
+        raise UsageError(
+            f"--health.unhealthy-share is {config.health.unhealthy_share}; it must be above 0 and at most 1"
+        )
+    if config.health.spike != "announce" and config.health.spike_deviations == 0:
+        raise UsageError(
+            f"--health.spike {config.health.spike} needs --health.spike-deviations above 0, such as 6; "
+            "leave one of them out"
+        )
     if config.train.seed >= 2**32:
         raise UsageError(f"--train.seed is {config.train.seed}; it must be below 2^32")
 
 
 def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]
+    return [k for k in range(1, min(n, LARGEST_SUGGESTED) + 1) if n % k == 0]
 
 
 def _listed(numbers: list[int]) -> str:

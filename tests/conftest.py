@@ -1,6 +1,7 @@
 """Every test runs on simulated devices, with compiled programs kept between runs."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,11 +12,23 @@ sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = os.environ.get("MJAX_TEST_PLATFORM", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=16".strip()
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+hypothesis.settings.register_profile("patient", deadline=None)  # the machine may be busy
+hypothesis.settings.load_profile("patient")
+
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@pytest.fixture(autouse=True)
+def sigterm_as_before():
+    """A run that was told to stop ignores SIGTERM until its process ends; here the process goes on."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def pytest_addoption(parser):

@@ -132,12 +132,18 @@ WRONG = {
     "unknown command of a group": (
         lambda p: ["data", "inspct"], 2, "mjax data has no command 'inspct', did you mean 'inspect'?",
     ),
-    "misspelt flag": (_train("--mesh.dta", "2"), 2, "Perhaps you meant"),
+    "misspelt flag": (_train("--mesh.dta", "2"), 2, "mjax train has no --mesh.dta, did you mean --mesh.data?"),
+    "flag of another trainer": (
+        _train("--tensor-model-parallel-size", "2"), 2, "no --tensor-model-parallel-size; type --mesh.model 2",
+    ),
+    "run and config": (
+        lambda p: ["train", "--run", str(p / "runs" / "done"), *TINY], 2, "does nothing beside --run",
+    ),
     "value of another type": (_train("--train.steps", "many"), 2, "many"),
     "negative batch": (_train("--train.global-batch", "-8"), 2, "--train.global-batch is -8; it must be at least 1"),
     "batch that does not divide": (_train("--train.global-batch", "12"), 2, "does not divide over --mesh.data 8"),
     "ramp-up that does not divide": (
-        _train("--train.batch-rampup", "4", "4", "100"), 2, "has a batch of 4 from step 1 on, which is not a multiple",
+        _train("--train.batch-rampup", "4", "4", "100"), 2, "from step 1 on, which is not a multiple of 8",
     ),
     "ramp-up past the batch": (_train("--train.batch-rampup", "8", "8", "100"), 2, "does not start below"),
     "ramp-up of two numbers": (_train("--train.batch-rampup", "8", "8"), 2, "INT INT INT"),
@@ -178,6 +184,14 @@ WRONG = {
     "checkpoint of another model": (_continuing("--model.hidden", "64"), 2, "model (model.hidden 32, now 64)"),
     "another GELU": (_continuing("--model.activation", "gelu_erf"), 2, "(model.activation gelu_tanh, now gelu_erf)"),
     "another kind of positions": (_continuing("--model.positions", "alibi"), 2, "(model.positions learned, now alibi)"),
+    "another learning rate in a run": (
+        _continuing("--optimizer.learning-rate", "2e-3"), 2,
+        "was trained with other settings (optimizer.learning_rate 0.01, now 0.002)",
+    ),
+    "another seed in a run named by its folder": (
+        lambda p: ["train", "--resume", str(p / "runs" / "done"), "--train.seed", "1"], 2,
+        "config.json --name NEW in place of --run, and to continue this one with the change --allow-change",
+    ),
     "config.json that is not JSON": (
         _copy_of_run("not_json", lambda run: (run / "config.json").write_text("{")), 2, "is not JSON",
     ),
@@ -234,7 +248,7 @@ def test_wandb_that_is_not_installed_is_said_before_anything_starts(place, capsy
 def test_two_processes_cannot_train_in_one_folder(place, tmp_path):
     from mjax.training.runs import locked
 
-    with locked(tmp_path / "run"):
+    with locked(tmp_path / "run", print):
         result = subprocess.run(command(tmp_path), env=environment(), capture_output=True, text=True)
     assert result.returncode == 2
     assert "is in use by another process" in result.stderr

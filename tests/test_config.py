@@ -1,7 +1,7 @@
 """Configs: the published models, plain values and back, and what is refused before a device is touched."""
 
 import ast
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import pytest
@@ -224,17 +224,30 @@ def _with(**sections):
         (_with(model={"heads": 7}), "--model.heads 7 does not divide hidden size 1024; use 1, 2, 4, 8"),
         (_with(mesh={"data": 3}), "--train.global-batch 512 does not divide over --mesh.data 3"),
         (_with(train={"micro_batch": 3}), "--train.micro-batch 3 does not divide the 512 sequences"),
-        (_with(train={"batch_rampup": (0, 8, 100)}), "START, INCREMENT and SAMPLES must each be at least 1"),
-        (_with(train={"batch_rampup": (512, 8, 100)}), "does not start below --train.global-batch 512"),
-        (_with(train={"batch_rampup": (504, 5, 100)}), "in whole increments; use an increment of 1, 2, 4 or 8"),
-        (_with(train={"batch_rampup": (4, 4, 100)}), "has a batch of 4 from step 1 on, which is not a multiple of 8"),
+        (_with(train={"batch_rampup": (0, 8, 100)}), "must each be at least 1; type --train.batch-rampup 8 8 100"),
+        (
+            _with(train={"batch_rampup": (512, 8, 100)}),
+            "below --train.global-batch 512; type --train.batch-rampup 504 8 100",
+        ),
+        (_with(train={"batch_rampup": (504, 5, 100)}), "in whole increments; type --train.batch-rampup 504 8 100"),
+        (
+            _with(train={"batch_rampup": (4, 4, 100)}),
+            "not a multiple of 8 (data 1 × micro-batch 8); type --train.batch-rampup 8 8",
+        ),
         (
             _with(mesh={"pipe": 4, "chunks": 2}, train={"batch_rampup": (256, 16, 100_000)}),
             "a batch of 272 from step 26 on, which is not a multiple of 32 (data 1 × micro-batch 8 × pipe 4, for the "
-            "interleaved pipeline); use multiples of 32 only, such as 256",
+            "interleaved pipeline); type --train.batch-rampup 256 32 100000",
+        ),
+        (
+            _with(train={"batch_rampup": (4, 4, 9), "global_batch": 8}),
+            "leave it out, or type --train.global-batch 16",
         ),
         (_with(train={"batch_schedule": "0:8 1K:16"}), "ends with 16 and --train.global-batch is 512; use"),
-        (_with(train={"batch_schedule": "0:20 1M:512"}), "has a batch of 20 from step 1 on"),
+        (
+            _with(train={"batch_schedule": "0:20 1M:512"}),
+            "type --train.batch-schedule '0:16 1M:512'",
+        ),
         (_with(train={"global_batch": -8}), "--train.global-batch is -8; it must be at least 1"),
         (_with(train={"seed": -1}), "--train.seed is -1; it must be 0 or more"),
         (_with(train={"seed": 2**32}), "it must be below 2^32"),
@@ -253,6 +266,16 @@ def _with(**sections):
         (_with(model={"layers": 1}, mesh={"pipe": 2}), "use --model.layers 2, or --mesh.pipe 1"),
         (_with(mesh={"chunks": 2}), "--mesh.chunks 2 needs a pipeline"),
         (_with(optimizer={"learning_rate": float("nan")}), "--optimizer.learning-rate is nan"),
+        (_with(optimizer={"epsilon": 0.0}), "--optimizer.epsilon is 0; it must be above 0, such as 1e-8"),
+        (_with(health={"replica_interval": -1}), "--health.replica-interval is -1; it must be 0 or more"),
+        (_with(health={"window": 1}), "--health.window is 1; it must be at least 2"),
+        (_with(health={"unhealthy_share": 0.0}), "--health.unhealthy-share is 0.0; it must be above 0 and at most 1"),
+        (_with(health={"skipped_in_a_row": 0}), "--health.skipped-in-a-row is 0; it must be at least 1"),
+        (_with(health={"spike_deviations": -1.0}), "--health.spike-deviations is -1.0; it must be 0 or more"),
+        (
+            _with(health={"spike": "skip", "spike_deviations": 0.0}),
+            "--health.spike skip needs --health.spike-deviations above 0",
+        ),
         (_with(model={"layernorm": "post"}), "--model.layernorm post is for --model.kind bert"),
         (_with(model={"mlm_activation": "gelu_erf"}), "--model.mlm-activation is for --model.kind bert"),
         (
@@ -290,12 +313,41 @@ def test_what_cannot_run_is_refused_in_one_sentence(config, words):
     assert "\n" not in str(error.value)
 
 
+def _float_fields():
+    return [
+        (section.name, knob.name)
+        for section in fields(Config)
+        for knob in fields(getattr(Config(), section.name))
+        if "float" in str(knob.type)
+    ]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_no_number_of_a_config_may_be_infinite_or_nan(value):
+    assert len(_float_fields()) > 15
+    for section, knob in _float_fields():
+        flag = f"--{section}.{knob}".replace("_", "-")
+        with pytest.raises(UsageError, match=f"{flag} is {value}; it must be a finite number"):
+            validate(_with(**{section: {knob: value}}))
+
+
 def test_a_mesh_of_another_size_than_the_machine_says_what_to_type():
     with pytest.raises(UsageError) as error:
         check_devices(load_config("gpt_8b"), 1, "gpt_8b")
     assert str(error.value) == (
         "gpt_8b needs 512 devices (data 64 × model 8); 1 found: set --mesh.data and --mesh.model, or --simulate 512"
     )
+
+
+def test_a_config_is_found_where_one_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_gpt.py").write_text("from mjax.config import *\nconfig = Config(train=TrainConfig(7))")
+    assert load_config("my_gpt").train.steps == 7
+    assert load_config("./my_gpt").train.steps == 7
+    (tmp_path / "my_gpt.py").rename(tmp_path / "gpt_8b.py")
+    with pytest.raises(UsageError, match=r"or \./gpt_8b\.py; type --config \./gpt_8b\.py for the one that is here"):
+        load_config("gpt_8b")
+    assert load_config("./gpt_8b.py").train.steps == 7
 
 
 def test_an_unknown_config_suggests_the_nearest():

@@ -394,9 +394,26 @@ def test_a_flag_that_cannot_work_is_answered_with_a_sentence(run_folder, flags, 
     assert sentence in str(refused.value)
 
 
+def test_a_run_without_a_tokenizer_continues_text_with_the_one_that_is_given(run_folder, tmp_path, capsys):
+    (tmp_path / "config.json").write_text((run_folder / "config.json").read_text())
+    (tmp_path / "checkpoints").symlink_to(run_folder / "checkpoints")
+    flags = ("--temperature", 0, "--tokens", 12, "--prompt", "The", "--prompt", "In [1]", "--json")
+    printed = []
+    for folder, given in ((run_folder, ()), (tmp_path, ("--tokenizer", "bytes"))):
+        assert run_generate(arguments_of("--checkpoint", folder, *flags, *given)) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    (tmp_path / "tokenizer").mkdir()  # as one that is copied from elsewhere
+    with pytest.raises(UsageError, match=r"mjax_tokenizer\.json does not exist, .* --tokenizer KIND:FILES"):
+        run_generate(arguments_of("--checkpoint", tmp_path, *flags))
+    save_config(small_config(vocabulary=60), tmp_path / "config.json")
+    with pytest.raises(UsageError, match=r"--tokenizer bytes has 257 ids and the model of .* 60; name the one"):
+        run_generate(arguments_of("--checkpoint", tmp_path, *flags, "--tokenizer", "bytes"))
+
+
 def test_a_run_without_tokenizer_or_checkpoint_is_named(run_folder, tmp_path):
     (tmp_path / "config.json").write_text((run_folder / "config.json").read_text())
-    with pytest.raises(UsageError, match="has no folder tokenizer; copy"):
+    with pytest.raises(UsageError, match=r"has no tokenizer; name the one .* trained with: --tokenizer KIND:FILES$"):
         run_generate(arguments_of("--checkpoint", tmp_path, "--prompt", "x"))
     ByteTokenizer().save(tmp_path / "tokenizer")
     with pytest.raises(UsageError, match="holds no checkpoint; give a run that has saved one"):

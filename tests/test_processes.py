@@ -14,6 +14,7 @@ import time
 import pytest
 
 from mjax.training.metrics import read_metrics
+from tests.conftest import ROOT
 from tests.test_train_command import command, environment, losses
 
 MESH = ["--mesh.data", "2", "--mesh.model", "2"]
@@ -35,7 +36,8 @@ def _alone(folder, *flags):
 class Group:
     """The processes of one run; whatever happens, none outlives the test."""
 
-    def __init__(self, folder, *flags, count=4, host="127.0.0.1", prefixes=None):
+    def __init__(self, folder, *flags, count=4, host="127.0.0.1", prefixes=None, only=None, differing=None):
+        """`count` processes with `flags`, or of these `only` some, with the flags that `differing` has for each."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"{host}:{probe.getsockname()[1]}"
@@ -43,11 +45,12 @@ class Group:
         where += ["--simulate", str(4 // count)]
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        self.logs = [folder / f"{index}.log" for index in range(count)]
+        self.logs = [folder / f"{index}.log" for index in only or range(count)]
         self.processes = []
-        for index, log in enumerate(self.logs):
+        for index, log in zip(only or range(count), self.logs, strict=True):
             prefix = prefixes[index] if prefixes else []
-            argv = [*prefix, *command(folder, *MESH, *where, "--distributed.process", str(index), *flags)]
+            own = ["--distributed.process", str(index), *(differing or {}).get(index, [])]
+            argv = [*prefix, *command(folder, *MESH, *where, *flags, *own)]
             with log.open("w") as file:
                 self.processes.append(subprocess.Popen(argv, env=_environment(), stdout=file, stderr=subprocess.STDOUT))
 
@@ -95,10 +98,9 @@ def test_two_processes_train_and_save_what_one_does(tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / "two" / "run" / "metrics.jsonl")] == list(range(1, 15))
 
 
-def test_sigterm_to_one_process_stops_both_after_the_same_saved_step(tmp_path):
-    with Group(tmp_path, *LONG, count=2) as group:
-        group.wait_for_step(5)
-        group.processes[1].send_signal(signal.SIGTERM)
+def test_sigterm_sent_again_and_again_to_one_process_stops_both_after_the_same_saved_step(tmp_path):
+    impatient = str(ROOT / "tests" / "impatient_launcher.py")
+    with Group(tmp_path, *LONG, "--config", impatient, count=2) as group:
         first, _ = group.finish(code=75)
     assert "stopped by SIGTERM after step" in first
     assert f"checkpoint {max(losses(tmp_path))} saved" in first
@@ -206,6 +208,50 @@ def test_processes_on_two_hosts_meet_and_a_cut_cable_ends_both(hosts, tmp_path):
     assert took < 20
     assert re.search(rf"mjax: error: process 1 on {hosts[1]} \(pid \d+\) has not been heard of for \d s", first)
     assert re.search(rf"mjax: error: process 0 on {hosts[0]} \(pid \d+\) has not been heard of for \d s", second)
+
+
+def test_processes_that_nobody_joins_end_after_the_start_timeout_with_a_sentence(tmp_path):
+    """One that waits for another, and one that waits for process 0: JAX's client would abort both."""
+    short = ["--distributed.start-timeout", "5"]
+    with Group(tmp_path / "a", *short, count=2, only=[0]) as first, Group(tmp_path / "b", *short, only=[1]) as other:
+        (waiting,), (alone,) = first.finish(code=2), other.finish(code=2)
+    late = "mjax: error: the processes of this run did not come together within --distributed.start-timeout 5 s: "
+    assert re.fullmatch(rf"{late}process 0 listens at 127.0.0.1:\d+, and not all of 2 are there; see .*\n", waiting)
+    assert re.fullmatch(
+        rf"{late}this one on \S+ cannot reach process 0 at 127.0.0.1:\d+ \(Connection refused\); .*\n", alone
+    )
+
+
+def test_processes_that_disagree_end_before_the_first_step_and_say_in_what(tmp_path):
+    """Unnoticed, another learning rate is trained on with, and other steps hang."""
+    with Group(tmp_path, count=2, differing={1: ["--optimizer.learning-rate", "0.02", "--train.steps", "9"]}) as group:
+        outputs = group.finish(code=2)
+    differences = (
+        r"--optimizer.learning-rate 0.01 on process 0 on \S+, 0.02 on process 1 on \S+; "
+        r"--train.steps 12 on process 0 on \S+, 9 on process 1 on \S+; start all with the same"
+    )
+    for output in outputs:
+        assert re.search(rf"^mjax: error: the processes of this run do not agree: {differences}", output, re.MULTILINE)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_a_run_folder_that_two_processes_do_not_share_is_found_at_the_start(tmp_path):
+    with Group(tmp_path, count=2, differing={1: ["--runs", str(tmp_path / "elsewhere")]}) as group:
+        outputs = group.finish(code=2)
+    for output in outputs:
+        assert f"process 0 on {socket.gethostname()} has its run folder at {tmp_path / 'run'}, and process 1" in output
+        assert f"cannot see it at {tmp_path / 'elsewhere' / 'run'}; name a folder" in output
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.long
+def test_what_one_process_refuses_before_it_starts_ends_the_others_with_its_words(tmp_path):
+    with Group(tmp_path, count=2, differing={1: ["--train.stepz", "9"]}) as group:
+        first, second = group.finish(code=2)
+    sentence = "mjax train has no --train.stepz"
+    assert second.count(sentence) == 1
+    assert re.search(rf"mjax: error: process 1 on \S+ \(pid \d+\) ended at step 0 with an error: {sentence}", first)
 
 
 def test_flags_that_go_together_are_asked_for_together(tmp_path, capsys):

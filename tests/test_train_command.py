@@ -2,8 +2,8 @@
 
 import json
 import os
+import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -67,7 +67,7 @@ def test_a_run_leaves_what_the_readme_says(uninterrupted):
     assert start["attention"] == "xla_blocks"
     assert start["mesh"] == {"pipe": 1, "data": 1, "model": 1}
     assert (left / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(entry.name for entry in (left / "checkpoints").iterdir()) == ["12", "8"]
+    assert sorted(entry.name for entry in (left / "checkpoints").iterdir()) == ["12", "8", "good.json"]
     assert "validation loss" in output
 
 
@@ -101,16 +101,14 @@ def test_a_run_killed_in_the_middle_continues_bit_for_bit(uninterrupted, tmp_pat
     assert losses(tmp_path) == uninterrupted[2]
 
 
-def test_sigterm_saves_exits_75_and_the_same_command_continues_bit_for_bit(uninterrupted, tmp_path):
-    process = _start(tmp_path)
-    _wait_for_step(process, tmp_path, 5)
-    process.send_signal(signal.SIGTERM)
-    code = process.wait(timeout=60)
-    steps_done = max(losses(tmp_path))
-    if code == 0:
-        pytest.skip("the run was faster than the signal")
-    assert code == 75
-    assert str(steps_done) in os.listdir(tmp_path / "run" / "checkpoints")
+def test_sigterm_sent_again_and_again_saves_exits_75_and_the_same_command_continues_bit_for_bit(
+    uninterrupted, tmp_path
+):
+    output = run(tmp_path, "--config", str(ROOT / "tests" / "impatient_launcher.py"), code=75)
+    [done] = re.findall(r"stopped by SIGTERM after step (\d+), which is saved", output.stdout)
+    assert max(losses(tmp_path)) == int(done)
+    assert done in os.listdir(tmp_path / "run" / "checkpoints")
+    assert output.stderr.count("SIGTERM: saving after the steps under way") == 1
     run(tmp_path)
     assert losses(tmp_path) == uninterrupted[2]
 

@@ -31,6 +31,7 @@ from mjax.data.cache import IndexCache
 from mjax.data.indexed import IndexedDataset
 from mjax.data.masking import WordPieces, create_masked_lm_predictions
 from mjax.data.sentence_pairs import LONG_SENTENCE, build_pair_index
+from mjax.data.splitting import advice
 from mjax.errors import UsageError
 
 SPECIAL = 3  # [CLS] and two [SEP]
@@ -95,7 +96,11 @@ class BertDataset:
         if not documents:
             raise UsageError(
                 f"the {name} of {indexed.prefix} has none of its {indexed.documents:,} documents; "
-                "give it a larger share with --data.split, or prepare more text"
+                + (
+                    f"use --data.split {indexed.documents - 1},1,0"
+                    if indexed.documents > 1
+                    else advice(indexed.tokens, sequence)
+                )
             )
         if cache is None:
             arrays = build()

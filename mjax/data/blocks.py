@@ -4,9 +4,12 @@ Reading is the part of `mjax prepare` that cannot be shared among workers: a com
 and lines have to be found before they can be counted. So it does nothing else. Lines are not parsed and text is not
 decoded here; a block carries raw lines and the number of the first one.
 
-    .jsonl .txt           as they are; a .txt file is one document and one block
+    .jsonl .txt           as they are; a .txt file is one block, and so is one of another ending of text (.md, .py, …)
     … .gz, .zst           unpacked on the way, in any number of members or frames
     .parquet              rows, of the text's column alone or of all columns
+
+A document that is too large, be it a line that never ends or kilobytes of .zst that unpack to gigabytes, is passed over
+as it is read, so that memory does not grow with it.
 """
 
 import gzip
@@ -26,8 +29,14 @@ else:
     from backports import zstd
 
 SIZE = 2**19  # bytes of lines in a block
+MOST_BYTES = 2**27  # of a document, when nothing is said: a book has one million, all of enwik8 a hundred
 ROWS = 256  # rows of a Parquet file in a block: a row may be a book
 KINDS = (".jsonl", ".txt", ".jsonl.gz", ".txt.gz", ".jsonl.zst", ".txt.zst", ".parquet")
+OTHER_TEXT = (
+    ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go",
+    ".rs", ".rb", ".sh", ".sql",
+)  # fmt: skip
+"""Endings of files that are read as .txt is; also with .gz or .zst behind."""
 
 
 @dataclass(frozen=True)
@@ -41,27 +50,41 @@ class Block:
     size: int
     """Bytes of the file it took; of a compressed file, of the compressed."""
     content: bytes | list[dict]
-    """Raw lines, the raw document, or rows."""
+    """Raw lines, the raw document, or rows; nothing where the block is one document that is too large."""
+    split: str | None = None
+    """Rule by which a raw document is several (`splitting.py`)."""
+    most: int = MOST_BYTES
+    """Bytes that a document may have."""
+    too_large: bool = False
+    """Whether the block is one document that is too large, whose bytes were not kept."""
 
 
 def kind_of(file: Path) -> str | None:
-    """The ending out of KINDS that `file` has; None where it has none of them."""
-    return next((kind for kind in KINDS if file.name.endswith(kind)), None)
+    """The ending out of KINDS or of other text that `file` has; None where it has none of them."""
+    text = (f"{ending}{packed}" for ending in OTHER_TEXT for packed in ("", ".gz", ".zst"))
+    return next((kind for kind in (*KINDS, *text) if file.name.endswith(kind)), None)
 
 
-def read_blocks(file: Path, key: str, all_fields: bool) -> Iterator[Block]:
-    """The blocks of a file in order; `key` and `all_fields` say which columns of a Parquet file are wanted.
+def read_blocks(file: Path, key: str, all_fields: bool, most: int = MOST_BYTES) -> Iterator[Block]:
+    """The blocks of a file in order.
+
+    Args:
+      file: any of KINDS.
+      key, all_fields: which columns of a Parquet file are wanted.
+      most: bytes that a document may have, a line of .jsonl with all of its fields.
 
     Raises:
       UsageError: the file is damaged or cut short, or, of Parquet, has no column `key` or needs a missing package.
     """
     kind = kind_of(file)
     if kind == ".parquet":
-        yield from _rows(file, key, all_fields)
+        yield from _rows(file, key, all_fields, most)
         return
     with file.open("rb") as raw:
+        if kind.endswith((".gz", ".zst")) and not file.stat().st_size:
+            raise UsageError(f"{file} is empty, not even compressed; fetch or compress it again")
         try:
-            yield from _raw_blocks(file, raw, _unpacked(raw, kind), lines=kind.startswith(".jsonl"))
+            yield from _raw_blocks(file, raw, _unpacked(raw, kind), kind.startswith(".jsonl"), most)
         except (EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError) as error:
             raise UsageError(f"{file} is damaged or cut short ({error}); fetch or compress it again") from None
 
@@ -74,15 +97,38 @@ def _unpacked(raw: BinaryIO, kind: str) -> BinaryIO:
     return raw
 
 
-def _raw_blocks(file: Path, raw: BinaryIO, stream: BinaryIO, lines: bool) -> Iterator[Block]:
+def _raw_blocks(file: Path, raw: BinaryIO, stream: BinaryIO, lines: bool, most: int) -> Iterator[Block]:
     if not lines:
-        yield Block(str(file), 0, file.stat().st_size, stream.read())
+        content = _at_most(stream, most + 1)
+        kept = b"" if len(content) > most else content
+        yield Block(str(file), 0, file.stat().st_size, kept, most=most, too_large=len(content) > most)
         return
     number, position = 1, 0
     while content := stream.read(SIZE):
-        content += stream.readline()  # up to the end of the line
-        yield Block(str(file), number, raw.tell() - position, content)
-        number, position = number + content.count(b"\n"), raw.tell()
+        rest = stream.readline(most + 1)  # up to the end of the line
+        too_large = len(rest) > most  # otherwise `parse` sees to it
+        content = content[: content.rfind(b"\n") + 1] if too_large else content + rest
+        ended = rest.endswith(b"\n")
+        del rest
+        if content:
+            yield Block(str(file), number, raw.tell() - position, content, most=most)
+            number, position = number + content.count(b"\n"), raw.tell()
+        if too_large:
+            yield Block(str(file), number, raw.tell() - position, b"", most=most, too_large=True)
+            position = raw.tell()
+            while not ended:
+                passed = stream.readline(SIZE)
+                ended = not passed or passed.endswith(b"\n")
+            number += 1
+
+
+def _at_most(stream: BinaryIO, size: int) -> bytes:
+    """The first `size` bytes of what is left; `read(size)` of some streams reserves as much however little there is."""
+    pieces, left = [], size
+    while left and (piece := stream.read(min(left, SIZE))):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
 
 
 def raw_lines(block: Block) -> Iterator[tuple[int, bytes]]:
@@ -95,7 +141,7 @@ def raw_lines(block: Block) -> Iterator[tuple[int, bytes]]:
 # --- Parquet ----------------------------------------------------------------------------------------------------------
 
 
-def _rows(file: Path, key: str, all_fields: bool) -> Iterator[Block]:
+def _rows(file: Path, key: str, all_fields: bool, most: int) -> Iterator[Block]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -105,7 +151,7 @@ def _rows(file: Path, key: str, all_fields: bool) -> Iterator[Block]:
         ) from None
     size, first, position = file.stat().st_size, 1, 0
     try:
-        with parquet.ParquetFile(file) as table:
+        with parquet.ParquetFile(file, page_checksum_verification=True) as table:
             names = table.schema_arrow.names
             if key not in names:
                 there = ", ".join(map(repr, names)) or "none"
@@ -115,7 +161,7 @@ def _rows(file: Path, key: str, all_fields: bool) -> Iterator[Block]:
             rows = table.metadata.num_rows
             for batch in table.iter_batches(ROWS, columns=None if all_fields else [key]):
                 end = size * (first - 1 + len(batch)) // rows
-                yield Block(str(file), first, end - position, batch.to_pylist())
+                yield Block(str(file), first, end - position, batch.to_pylist(), most=most)
                 first, position = first + len(batch), end
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]

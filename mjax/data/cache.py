@@ -26,9 +26,13 @@ from pathlib import Path
 
 import numpy as np
 
+from mjax.data.atomic import make_folder, put
+
 VERSION = 1  # of the way indices are built; a change to it makes every cache a new one
 WORTH_KEEPING = 2**20  # bytes; fewer are built as fast as they are found, and would only lie about
 STALE = 24 * 3600  # seconds after which a temporary file belongs to nobody
+DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)
+"""How files fail that are unreadable, of another size, no JSON, without a field or nested too deeply."""
 
 Arrays = dict[str, np.ndarray]
 
@@ -68,7 +72,7 @@ class IndexCache:
                 return _load(folder, key, source, names)
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            except (OSError, ValueError, KeyError, TypeError):  # unreadable, of another size, not JSON, without a field
+            except DAMAGED:
                 self.say(
                     f"{folder}/{key}.json and its arrays are damaged or cannot be read: the indices are built anew"
                 )
@@ -80,7 +84,7 @@ class IndexCache:
             try:
                 _store(folder, key, source, built)
                 arrays = _load(folder, key, source, names)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except DAMAGED as error:
                 problem = problem or f"{folder} cannot be used ({_reason(error)})"
                 continue
             if problem:
@@ -109,7 +113,7 @@ def _load(folder: Path, key: str, source: Mapping[str, object], names: Sequence[
 
 
 def _store(folder: Path, key: str, source: Mapping[str, object], arrays: Arrays) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     _sweep(folder)
     files = {}
     for name, array in arrays.items():
@@ -126,9 +130,7 @@ def _write(file: Path, write: Callable) -> None:
     try:
         with temporary.open("xb") as stream:
             write(stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(file)
+        put(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from mjax.data.blocks import Block
+from mjax.data.blocks import MOST_BYTES, Block
 from mjax.data.cleaning import (
     CUT,
     MORE_PIECES,
@@ -44,6 +44,8 @@ class CleanArguments:
     """Field of a JSON line or Parquet row that holds the text."""
     malformed: Literal["stop", "skip"] = "stop"
     """What to do with a line that is not JSON or has no text."""
+    max_document_bytes: int = MOST_BYTES
+    """Largest document that is read, in bytes: a .txt file or a line of .jsonl, unpacked. A larger one is malformed."""
     repair: bool = True
     """Mend broken Unicode with ftfy; it also straightens quotes and unfolds ligatures."""
     decontaminate: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILES …")] = ()
@@ -78,10 +80,10 @@ def clean(arguments: CleanArguments) -> dict[str, Any]:
     started = time.perf_counter()
     _check(arguments)
     inputs = find_files(arguments.inputs)
-    corpus = TextFiles(inputs, arguments.key, arguments.malformed)
+    corpus = TextFiles(inputs, arguments.key, arguments.malformed, most=arguments.max_document_bytes)
     evaluation = find_files(arguments.decontaminate)
     files = CleanedFiles(arguments.output, [*inputs, *evaluation], arguments.overwrite)
-    texts = TextFiles(evaluation, arguments.decontaminate_key, all_fields=False)
+    texts = TextFiles(evaluation, arguments.decontaminate_key, all_fields=False, most=arguments.max_document_bytes)
     grams = evaluation_grams(document.text for document in texts) if evaluation else None
     if grams == {}:
         raise UsageError(

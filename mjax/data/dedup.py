@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
+from mjax.data.blocks import MOST_BYTES
 from mjax.data.corpus import Corpus, TextFiles, find_files
 from mjax.data.duplicates import KEPT, NAMED, SHOWN, Duplicates, Method, find_duplicates, write_parts
 from mjax.data.minhash import HASHES, choose_bands
@@ -49,6 +50,8 @@ class DedupArguments:
     """Field of a JSON line or Parquet row that holds the text."""
     malformed: Literal["stop", "skip"] = "stop"
     """What to do with a line that is not JSON or has no text."""
+    max_document_bytes: int = MOST_BYTES
+    """Largest document that is read, in bytes: a .txt file or a line of .jsonl, unpacked. A larger one is malformed."""
     exact: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Only remove documents whose text is the same, byte for byte."""
     threshold: float = 0.7
@@ -80,7 +83,7 @@ def dedup(arguments: DedupArguments) -> dict[str, Any]:
     if arguments.shingle_size < 1:
         raise UsageError(f"--shingle-size {arguments.shingle_size} makes no shingle; use 1 or more, such as 5")
     inputs = find_files(arguments.inputs)
-    corpus = TextFiles(inputs, arguments.key, arguments.malformed)
+    corpus = TextFiles(inputs, arguments.key, arguments.malformed, most=arguments.max_document_bytes)
     bands = choose_bands(arguments.threshold)
     how = Method(arguments.key, arguments.exact, arguments.threshold, arguments.shingles, arguments.shingle_size, bands)
     files = CleanedFiles(arguments.output, inputs, arguments.overwrite)

@@ -12,8 +12,10 @@ PREFIX.bin holds the tokens of every sequence one after the other, without a hea
     8 S     where each sequence begins in PREFIX.bin, in bytes, int64
     8 D     the sequence at which each document begins, int64; the first is 0, the last S
 
-A document is one or more sequences: one for GPT, one per sentence for BERT. Both files are mapped into memory, so
-processes on one machine share the pages. The tokens are never read as a whole. The index is, once and piece by piece:
+A document is one or more sequences: one for GPT, one per sentence for BERT. The index is mapped into memory and tokens
+are read where they lie, so processes on one machine share the pages. A file that is cut short meanwhile is noticed
+before it is read: mapped pages that are gone would end the process. The tokens are never read as a whole. The index is,
+once and piece by piece:
 lengths, pointers and documents have to agree with each other and with the size of PREFIX.bin, so what is read later can
 be neither beyond a file nor another sequence's. That takes a second for a hundred million sequences; those of a
 terabyte of text are usually fewer.
@@ -24,13 +26,16 @@ Source: Megatron-LM, core/datasets/indexed_dataset.py.
 import array
 import functools
 import hashlib
+import mmap
+import os
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from mjax.data.atomic import lock, to_disk
+from mjax.data.atomic import lock, put, remove
 from mjax.errors import UsageError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -45,6 +50,7 @@ DTYPES = {
     8: np.uint16,
 }  # 6 and 7 are floats: not tokens
 PIECE = 2**16  # sequences whose index entries are checked at a time: they fit a core's cache
+SAMPLED, SAMPLED_TOKENS = 256, 512  # places of which a digest reads the tokens, and how many in each
 COPIED = 2**24  # bytes that a merge copies at a time
 
 
@@ -74,6 +80,7 @@ class IndexedDataset:
       pointers: byte at which each sequence begins, int64 [S].
       document_indices: sequence at which each document begins, then S, int64 [documents + 1].
       dtype: type of the tokens on disk.
+      tokens: number of tokens.
 
     Raises:
       UsageError: a file is missing, is not what it should be, is cut short, or holds no tokens.
@@ -86,7 +93,10 @@ class IndexedDataset:
                 raise UsageError(_missing(self.prefix, file))
         sequences, self.dtype = _read_header(index_file(prefix))
 
-        index = np.memmap(index_file(prefix), dtype=np.uint8, mode="r").view(np.ndarray)
+        with index_file(prefix).open("rb") as stream:
+            self._index = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self._index_size = len(self._index)
+        index = np.frombuffer(self._index, np.uint8)
         fields = np.split(index[HEADER.size :], np.cumsum([4 * sequences, 8 * sequences]))
         self.lengths = fields[0].view("<i4")
         self.pointers = fields[1].view("<i8")
@@ -101,7 +111,8 @@ class IndexedDataset:
             )
         if size == 0:
             raise UsageError(f"{token_file(prefix)} holds no tokens; prepare it again from files that hold text")
-        self._tokens = np.memmap(token_file(prefix), dtype=self.dtype, mode="r").view(np.ndarray)
+        self._stream = token_file(prefix).open("rb", buffering=0)
+        self.tokens = size // self.dtype.itemsize
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -111,24 +122,33 @@ class IndexedDataset:
         """Number of documents."""
         return len(self.document_indices) - 1
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens."""
-        return len(self._tokens)
-
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the sequences' lengths, in hexadecimal: what an order of samples depends on of the dataset."""
         return hashlib.sha256(self.lengths).hexdigest()
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of the index and of tokens from all over the file, in hexadecimal: which dataset this is.
+
+        The tokens are read in `SAMPLED` places, so that a terabyte takes a moment; a dataset of fewer bytes than these
+        hold is read whole.
+        """
+        digest = hashlib.sha256(f"{self.dtype.str} {self.fingerprint}".encode())
+        digest.update(self.document_indices)
+        starts = np.linspace(0, max(self.tokens - SAMPLED_TOKENS, 0), SAMPLED, dtype=np.int64)
+        for start in np.unique(starts).tolist():
+            digest.update(self._read([(start, min(start + SAMPLED_TOKENS, self.tokens))]))
+        return digest.hexdigest()
+
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens `offset` to `offset + length` of a sequence, to its end when `length` is None; type `dtype`, [length].
 
-        The result is a read-only view of the file, not a copy.
-
         Raises:
           IndexError: there is no such sequence, or it does not hold those tokens.
+          UsageError: a file has been cut short since it was opened.
         """
+        self._check_index()
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {self.prefix}, which holds {len(self)}")
         size = int(self.lengths[index])
@@ -138,7 +158,9 @@ class IndexedDataset:
                 f"tokens {offset} to {offset + length} of sequence {index} of {self.prefix}, which holds {size}"
             )
         begin = int(self.pointers[index]) // self.dtype.itemsize + offset
-        return self._tokens[begin : begin + length]
+        tokens = self._read([(begin, begin + length)])
+        tokens.flags.writeable = False  # what is written to it would not reach the file
+        return tokens
 
     def join(self, sequences: np.ndarray, begin: int, end: int) -> np.ndarray:
         """Tokens of sequences laid end to end, from token `begin` of the first up to token `end` of the last.
@@ -149,13 +171,47 @@ class IndexedDataset:
           end: the first token of the last sequence that is not.
 
         Returns:
-          A copy of type `dtype`.
+          Tokens of type `dtype`.
+
+        Raises:
+          UsageError: a file has been cut short since it was opened.
         """
+        self._check_index()
         starts = self.pointers[sequences] // self.dtype.itemsize  # [n], as tokens of the file
         stops = starts + self.lengths[sequences]
         stops[-1] = starts[-1] + end
         starts[0] += begin
-        return np.concatenate([self._tokens[i:j] for i, j in zip(starts.tolist(), stops.tolist(), strict=True)])
+        return self._read(list(zip(starts.tolist(), stops.tolist(), strict=True)))
+
+    def _read(self, ranges: list[tuple[int, int]]) -> np.ndarray:
+        """The tokens of the file in these ranges, one behind the other."""
+        joined: list[list[int]] = []  # sentences that follow each other are read at once
+        for begin, end in ranges:
+            if joined and joined[-1][1] == begin:
+                joined[-1][1] = end
+            else:
+                joined.append([begin, end])
+        size, done = self.dtype.itemsize, 0
+        out = np.empty(sum(end - begin for begin, end in joined), self.dtype)
+        room = memoryview(out.view(np.uint8))
+        for begin, end in joined:
+            place, stop = begin * size, done + (end - begin) * size
+            while done < stop:  # the system may give less at once
+                got = os.preadv(self._stream.fileno(), [room[done:stop]], place)
+                if not got:
+                    raise UsageError(_cut_short(token_file(self.prefix)))
+                done, place = done + got, place + got
+        return out
+
+    def _check_index(self) -> None:
+        if self._index.size() < self._index_size:
+            raise UsageError(_cut_short(index_file(self.prefix)))
+
+
+def _cut_short(file: Path) -> str:
+    return (
+        f"{file} has been cut short since it was opened; copy or prepare it again, and leave it alone while it is read"
+    )
 
 
 def _missing(prefix: str, file: Path) -> str:
@@ -261,7 +317,7 @@ class IndexedDatasetWriter:
     def __enter__(self) -> "IndexedDatasetWriter":
         token_file(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._stream = self._temporary[0].open("ab")
-        if not lock(self._stream, self._temporary[0]):
+        if not lock(self._stream, self._temporary[0], lambda line: print(line, file=sys.stderr)):
             self._stream.close()
             raise UsageError(
                 f"another process is writing {self.prefix} at this moment; wait for it, or choose another name"
@@ -313,11 +369,19 @@ class IndexedDatasetWriter:
         self._add_index(lengths, sequences)
 
     def add_dataset(self, dataset: IndexedDataset) -> Iterator[int]:
-        """Append all documents of another dataset of the same type; yields bytes of tokens as they are copied."""
+        """Append all documents of another dataset of the same type; yields bytes of tokens as they are copied.
+
+        Raises:
+          UsageError: its tokens have been cut short since it was opened.
+        """
+        left = dataset.tokens * dataset.dtype.itemsize
         with token_file(dataset.prefix).open("rb") as stream:
-            while piece := stream.read(COPIED):
+            while piece := stream.read(min(COPIED, left)):
                 self._stream.write(piece)
+                left -= len(piece)
                 yield len(piece)
+        if left:
+            raise UsageError(_cut_short(token_file(dataset.prefix)))
         self._add_index(dataset.lengths, np.diff(dataset.document_indices))
 
     def _add_index(self, lengths: np.ndarray, sequences: np.ndarray) -> None:
@@ -336,7 +400,7 @@ class IndexedDatasetWriter:
             self._stream.close()  # last, for it gives up the lock
 
     def _finish(self) -> None:
-        to_disk(self._stream)
+        self._stream.flush()
         lengths = np.asarray(self.lengths, dtype="<i4")
         ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
         code = next(code for code, dtype in DTYPES.items() if np.dtype(dtype) == self.dtype)
@@ -345,10 +409,9 @@ class IndexedDatasetWriter:
             stream.write(lengths.tobytes())
             stream.write((ends - lengths * np.int64(self.dtype.itemsize)).astype("<i8").tobytes())
             stream.write(np.asarray(self.document_indices, dtype="<i8").tobytes())
-            to_disk(stream)
-        index_file(self.prefix).unlink(missing_ok=True)  # an old index must never meet the new tokens
-        self._temporary[0].replace(token_file(self.prefix))
-        self._temporary[1].replace(index_file(self.prefix))
+        remove(index_file(self.prefix))  # an old index must never meet the new tokens
+        put(self._temporary[0], token_file(self.prefix))
+        put(self._temporary[1], index_file(self.prefix))
 
 
 def temporary_files(prefix: str | Path) -> list[Path]:

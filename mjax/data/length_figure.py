@@ -60,5 +60,7 @@ def draw_lengths(lengths: np.ndarray, name: str, file: Path) -> None:
 
     empty = len(lengths) - len(present)
     aside = f", {empty:,} of them without tokens" if empty else ""
-    axes.set_title(f"{name}: {len(lengths):,} documents{aside}, {present.sum():,} tokens", color=INK, fontsize=10)
+    axes.set_title(
+        f"{name}: {len(lengths):,} documents{aside}, {present.sum():,} tokens", color=INK, fontsize=10, parse_math=False
+    )
     figure.savefig(file)

@@ -9,9 +9,11 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mjax.data.atomic import to_disk, write_whole
+from mjax.data.atomic import put, remove, write_whole
 from mjax.data.indexed import index_file, temporary_files, token_file
 from mjax.errors import UsageError
+from mjax.json_files import read_json
+from mjax.plain_values import build
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,18 @@ def read_metadata(prefix: str | Path) -> DatasetMetadata | None:
     file = metadata_file(prefix)
     if not file.is_file():
         return None
+    fix = "prepare the data again, or delete it to do without"
+    values = read_json(file, fix)
+    names = [field.name for field in dataclasses.fields(DatasetMetadata)]
+    known = {name: values[name] for name in names if name in values} if isinstance(values, dict) else values
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        known = {
-            field.name: values[field.name] for field in dataclasses.fields(DatasetMetadata) if field.name in values
-        }
-        return DatasetMetadata(**known)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{file} is damaged ({error!r}); prepare the data again, or delete it to do without") from None
+        found = build(DatasetMetadata, known, str(file))
+    except UsageError as error:
+        raise UsageError(f"{error}; {fix}") from None
+    counts = (found.documents, found.text_bytes, found.sequences or 0, found.malformed)
+    if not 0 <= found.eod < found.vocabulary or found.tokens < 1 or min(counts) < 0:
+        raise UsageError(f"{file} is damaged: it counts what cannot be; {fix}")
+    return found
 
 
 # --- Putting a dataset in place ---------------------------------------------------------------------------------------
@@ -116,15 +122,12 @@ def put_beside(prefix: str | Path, metadata: DatasetMetadata | None) -> None:
     Call it when the tokens are written but not yet in place: from here on an old dataset is gone, and the index, which
     makes the new one readable, comes last. With None the new dataset has neither metadata nor tokenizer.
     """
-    index_file(prefix).unlink(missing_ok=True)
+    remove(index_file(prefix))
     shutil.rmtree(tokenizer_folder(prefix), ignore_errors=True)
     if metadata is None:
         metadata_file(prefix).unlink(missing_ok=True)
         return
-    for file in temporary_tokenizer(prefix).iterdir():
-        with file.open("rb") as stream:
-            to_disk(stream)
-    temporary_tokenizer(prefix).replace(tokenizer_folder(prefix))
+    put(temporary_tokenizer(prefix), tokenizer_folder(prefix))
     write_metadata(prefix, metadata)
 
 

@@ -11,7 +11,6 @@ same bytes, whatever the number of workers.
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mjax import __version__
+from mjax.data.atomic import put
 from mjax.data.blocks import Block
 from mjax.data.corpus import Corpus, Document
 from mjax.errors import RunError, UsageError
@@ -107,9 +107,7 @@ class CleanedFiles:
         for file in (self._kept, self._removed):
             file.close()
         for name, file in (("report", self.report_file), ("removed", self.removed_file), ("kept", self.output)):
-            with (self.folder / name).open("rb") as stream:
-                os.fsync(stream.fileno())
-            (self.folder / name).replace(file)
+            put(self.folder / name, file)
         return report
 
 

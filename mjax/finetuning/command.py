@@ -11,29 +11,35 @@ epoch ended, or where it was told to stop, and ends in the same bits.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import numpy as np
 import tyro
-from rich.console import Console
 
 from mjax import launch
 from mjax.config import MeshConfig, read_config
 from mjax.errors import UsageError
 from mjax.finetuning import recipe as recipes
 from mjax.launch import Distributed
-from mjax.tasks.labelled import open_task
+from mjax.tasks.labelled import LabelledTask, open_task
 from mjax.validation import validate
+
+if TYPE_CHECKING:  # they import jax, which has to see how many devices are simulated
+    from mjax.training.agreement import Facts
+    from mjax.training.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
 class FinetuneArguments:
     """Train a pre-trained BERT further for a task with labels, with several seeds, and keep the best checkpoint."""
 
-    checkpoint: Path
+    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
     """Folder of the pre-trained run, such as runs/bert_336m: its config.json, tokenizer and newest checkpoint are
     used. Its heads are left out."""
     task: str
@@ -96,21 +102,30 @@ def finetune(arguments: FinetuneArguments, explain: Callable[[BaseException], in
 
 
 def _finetune(arguments: FinetuneArguments, explain: Callable[[BaseException], int]) -> int:
+    from mjax.parallel import processes
+    from mjax.training.watchdog import watching
+
+    processes.start(arguments.distributed)
+    with watching(arguments.distributed, explain) as watchdog:
+        return _tune(arguments, watchdog)
+
+
+def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     from mjax.finetuning.tuning import Finetuning
     from mjax.inference import check_enough_devices, run_tokenizer
     from mjax.models.attention import with_kernel
     from mjax.parallel import processes
+    from mjax.training.agreement import agree, check_shared, facts_of
+    from mjax.training.display import lasting_console
     from mjax.training.runs import locked
-    from mjax.training.watchdog import watching
 
     # --- The run, the recipe and the files ----------------------------------------------------------------------------
-    processes.start(arguments.distributed)
-    console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not processes.is_first())
+    console = lasting_console(sys.stderr, processes.is_first())
     say = lambda line: console.print(line, markup=False)  # noqa: E731
     run, saved = arguments.checkpoint, read_config(arguments.checkpoint / "config.json")
     if saved.model.kind != "bert":
         raise UsageError(f"{run} holds a GPT, and tasks with labels are for a BERT; give the run folder of one")
-    tokenizer = run_tokenizer(run, saved.model)
+    tokenizer = run_tokenizer(run, saved.model, flag=None)
     recipe = recipes.recipe_of(arguments, saved, say)
     with console.status(f"reading the files of {arguments.task}"):
         task = open_task(arguments.task, arguments.train, arguments.validation, tokenizer, recipe.sequence)
@@ -128,10 +143,12 @@ def _finetune(arguments: FinetuneArguments, explain: Callable[[BaseException], i
     named = run if run.name else run.absolute()  # the current folder has no name
     output = arguments.output or named.with_name(f"{named.name}-{arguments.task}")
     request = recipes.Request.of(arguments, recipe, len(task.train.tokens), config.precision.compute)
+    if watchdog.count > 1:
+        agree(watchdog, {**facts_of(config), **_task_facts(arguments, task)})
+        check_shared(watchdog, output)
     with contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(watching(arguments.distributed, explain))
         if processes.is_first():
-            stack.enter_context(locked(output))
+            stack.enter_context(locked(output, say))
         request = request.continuing(output)
         tuning = Finetuning(config, saved, task, request, output, console, watchdog)
         for number in range(arguments.seeds):
@@ -141,3 +158,19 @@ def _finetune(arguments: FinetuneArguments, explain: Callable[[BaseException], i
     if processes.is_first():
         print(json.dumps(tuning.report())) if arguments.json else tuning.print_report()
     return 0
+
+
+def _task_facts(arguments: FinetuneArguments, task: LabelledTask) -> Facts:
+    """What the processes compare besides the config: the examples and where training starts from."""
+    from mjax.training.agreement import newest_checkpoint
+
+    digest = hashlib.sha256()
+    for examples in (task.train, *task.validation.values()):
+        for array in (examples.tokens, examples.token_types, *examples.labels.values()):
+            digest.update(np.ascontiguousarray(array))
+    words = {
+        **{f"--{name}": str(getattr(arguments, name)) for name in ("task", "seed", "seeds", "epochs", "step")},
+        "--train and --validation hold": digest.hexdigest()[:16],
+        "--checkpoint holds": newest_checkpoint(arguments.checkpoint),
+    }
+    return {name: (value, value) for name, value in words.items()}

@@ -40,7 +40,7 @@ def evaluate_labelled(arguments: EvaluateArguments, notices: Console) -> int:
             f"{run} has not been fine-tuned for {arguments.task}; type python -m mjax finetune --help, and give the "
             "folder best of what comes of it"
         )
-    tokenizer = run_tokenizer(run, saved.model)
+    tokenizer = run_tokenizer(run, saved.model, arguments.tokenizer)
     with notices.status(f"reading {arguments.data}"):
         task = open_task(arguments.task, (), (arguments.data,), tokenizer, saved.model.sequence)
     for note in task.notes:

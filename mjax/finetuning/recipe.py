@@ -8,14 +8,16 @@ dropout of pre-training.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mjax.config import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, TrainConfig
+from mjax.config import CheckpointConfig, Config, DataConfig, HealthConfig, LogConfig, OptimizerConfig, TrainConfig
 from mjax.data.atomic import write_whole
 from mjax.errors import UsageError, either, suggestion
+from mjax.json_files import read_json
 from mjax.tasks.labelled import DEFAULTS, LabelledTask, Recipe
 
 if TYPE_CHECKING:
@@ -39,8 +41,8 @@ def check(arguments: FinetuneArguments) -> None:
         raise UsageError(f"--train.micro-batch is {arguments.micro_batch}; it must be at least 1")
     for name in ("seed", "learning_rate", "weight_decay"):
         value = getattr(arguments, name)
-        if value is not None and not value >= 0:
-            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be 0 or more")
+        if value is not None and not 0 <= value < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be 0 or more, and finite")
     if arguments.warmup is not None and not 0 <= arguments.warmup < 1:
         raise UsageError(f"--warmup is {arguments.warmup}; it is a share of the steps, at least 0 and below 1")
     if arguments.seed + arguments.seeds > 2**32:
@@ -133,7 +135,8 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
             seed=0,
             eval_interval=steps_of_epoch,
         ),
-        checkpoint=CheckpointConfig(interval=steps_of_epoch, keep_last=1),
+        checkpoint=CheckpointConfig(interval=steps_of_epoch, keep_last=2),
+        health=HealthConfig(spike_deviations=0.0),  # the loss of a few examples jumps without anything being wrong
         log=LogConfig(tensorboard=False, sample_tokens=0),
     )
 
@@ -180,11 +183,8 @@ class Request:
         file = output / "request.json"
         if not file.exists():
             return self
-        try:
-            before = json.loads(file.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UsageError(f"{file} is damaged ({error}); choose another --output") from None
-        if not isinstance(before, dict) or not isinstance(before.get("step"), int):
+        before = read_json(file, "choose another --output")
+        if not isinstance(before, dict) or type(before.get("step")) is not int:
             raise UsageError(f"{file} is damaged (no step is in it); choose another --output")
         if self.step is None:
             return replace(self, step=before["step"]).continuing(output)
@@ -209,4 +209,4 @@ class Request:
 
 
 def _words(value) -> str:
-    return " ".join(value) if isinstance(value, list) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

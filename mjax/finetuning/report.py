@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mjax.data.atomic import put
 from mjax.finetuning.seed import best_of
 
 Epochs = Mapping[int, list[dict]]  # what `SeedRun.epochs` holds, by seed
@@ -69,10 +70,11 @@ def draw(metric: str, epochs: Epochs, file: Path, title: str) -> None:
     if len(highest) > 1:
         median = statistics.median(highest)
         axes.axhline(median, color="grey", linestyle=":", label=f"median of the best, {median:.4f}")
-    axes.set(xlabel="epoch", ylabel=metric.replace("_", " "), title=title)
+    axes.set(xlabel="epoch", ylabel=metric.replace("_", " "))
+    axes.set_title(title, parse_math=False)  # a name may hold dollars
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     temporary = file.with_suffix(".tmp.png")
     figure.savefig(temporary)
-    temporary.replace(file)
+    put(temporary, file)

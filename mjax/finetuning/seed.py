@@ -3,8 +3,9 @@
     seed-1234/
       config.json, metrics.jsonl   as in any run
       epochs.json                  after each epoch the loss and the task's figures of the validation files
-      checkpoints/STEP/            the whole state after the last epoch, to continue from
-      best/                        a run folder of its own: config, tokenizer and the weights after the best epoch
+      checkpoints/STEP/            the whole state after each of the last two epochs, to continue from
+      best/                        a run folder of its own: config, tokenizer and the weights after the best epoch, and
+                                   after the best one before it, should the newer ones ever be damaged
         predictions/               of the validation files, in the task's official format
 
 An epoch is better than those before it if the task's metric is higher; of equal ones the first stays.
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mjax.data.atomic import write_whole
-from mjax.errors import UsageError
+from mjax.errors import UnhealthyError, UsageError
 from mjax.finetuning.scores import TaskScorer
+from mjax.json_files import read_json
 from mjax.models.heads import TaskBERT
 from mjax.parallel.processes import is_first
 from mjax.tasks.labelled import Examples, LabelledTask
@@ -43,7 +46,7 @@ class SeedRun(Run):
           folder: seed-N.
           task: whose validation files measure.
           scorer: of the run's config.
-          best: checkpoints of the folder's best/, keeping one.
+          best: checkpoints of the folder's best/.
           start: the step the run continues from.
         """
         super().__init__(*arguments)
@@ -65,6 +68,14 @@ class SeedRun(Run):
             write_whole(self.folder / "epochs.json", json.dumps(self.epochs, indent=1) + "\n")
         return loss, {name: value for name, value in figures.items() if isinstance(value, float)}
 
+    def give_up(self, problem: str) -> None:
+        """End an unhealthy seed.
+
+        Raises:
+          UnhealthyError: always; the seeds before it are intact.
+        """
+        raise UnhealthyError(f"{problem}; fine-tune with a lower --learning-rate, into another --output")
+
     def _write_predictions(self, scores: dict[str, np.ndarray]) -> None:
         if not is_first():
             return
@@ -83,10 +94,22 @@ def read_epochs(folder: Path) -> list[dict]:
     file = folder / "epochs.json"
     if not file.exists():
         return []
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} is damaged ({error}); remove {folder}, and this seed is trained anew") from None
+    fix = f"remove {folder}, and this seed is trained from scratch"
+    epochs = read_json(file, fix)
+    if not isinstance(epochs, list) or not all(map(_is_epoch, epochs)):
+        raise UsageError(f"{file} is not a list of epochs with their steps and figures; {fix}")
+    return epochs
+
+
+def _is_epoch(values: Any) -> bool:
+    """Whether `values` are what `SeedRun.evaluate` keeps of an epoch."""
+    numbers = [values.get(name) for name in ("epoch", "step", "loss")] if isinstance(values, dict) else [None]
+    figures = values.get("figures") if isinstance(values, dict) else None
+    return (
+        all(type(number) in (int, float) for number in numbers)
+        and isinstance(figures, dict)
+        and all(type(figure) in (int, float) for figure in figures.values())
+    )
 
 
 def best_of(epochs: list[dict], metric: str) -> dict:

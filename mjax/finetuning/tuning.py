@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from mjax.config import Config, save_config
-from mjax.data.atomic import write_whole
+from mjax.data.atomic import rename, write_whole
 from mjax.finetuning.batches import EpochBatches
 from mjax.finetuning.recipe import Request
 from mjax.finetuning.report import draw, print_table, summary
@@ -38,7 +37,7 @@ from mjax.training import environment
 from mjax.training.checkpoint import Checkpoints
 from mjax.training.display import Display
 from mjax.training.loop import PREEMPTED
-from mjax.training.metrics import MetricsLog
+from mjax.training.metrics import Announced, MetricsLog
 from mjax.training.state import TrainState
 from mjax.training.step import build_program
 from mjax.training.watchdog import Watchdog
@@ -80,8 +79,9 @@ class Finetuning:
         self.start = Start(Path(request.checkpoint), saved, config, self.mesh, self.program)
         self.epochs: dict[int, list[dict]] = {}
         self._steps_before = 0
+        self._announced = Announced(self._say)
         if is_first():
-            environment.write(config, output)
+            environment.write(config, output, self._say)
         self._say(f"new     {', '.join(self.start.new)}; all other weights are those of {request.checkpoint}")
         recipe, steps = request.recipe, config.train.eval_interval
         self._say(f"plan    {recipe.epochs} epochs of {steps:,} steps of {recipe.batch} examples")
@@ -95,14 +95,14 @@ class Finetuning:
             return self._conclude()
         with contextlib.ExitStack() as stack:
             checkpoints, best = (
-                stack.enter_context(Checkpoints(place / "checkpoints", keep_last=1, on_notice=notice))
-                for place, notice in ((folder, self._say), (folder / "best", lambda line: None))
+                stack.enter_context(Checkpoints(place / "checkpoints", keep_last=2, on_notice=notice))
+                for place, notice in ((folder, self._say), (folder / "best", lambda line: self._say(f"best: {line}")))
             )
             start, state = self._state(seed, checkpoints)
             log = None
             if is_first():
                 self._lay_out(seed, folder)
-                log = stack.enter_context(contextlib.closing(_Log(folder, start, self._redraw)))
+                log = stack.enter_context(contextlib.closing(_Log(folder, start, self._redraw, self._say)))
             display = Display(last, self.console, shown=is_first())
             run = SeedRun(
                 self.config, self.mesh, self.program, checkpoints, log, display, self.watchdog,
@@ -166,7 +166,8 @@ class Finetuning:
         measured = {seed: epochs for seed, epochs in self.epochs.items() if epochs}
         if measured:
             title = f"{self.request.task} from {self.request.checkpoint}"
-            draw(self.task.metric, measured, self.output / "report.png", title)
+            with self._announced("report.png"):
+                draw(self.task.metric, measured, self.output / "report.png", title)
 
     def _conclude(self) -> int:
         if not is_first():
@@ -176,7 +177,7 @@ class Finetuning:
         link = self.output / "best.tmp"
         link.unlink(missing_ok=True)
         link.symlink_to(f"seed-{report['best']['seed']}/best", target_is_directory=True)
-        os.replace(link, self.output / "best")
+        rename(link, self.output / "best")
         self._redraw()
         return 0
 
@@ -187,6 +188,6 @@ class Finetuning:
 class _Log(MetricsLog):
     """metrics.jsonl of a seed, which shares its picture with the others."""
 
-    def __init__(self, folder: Path, step: int, draw: Callable[[], None]):
-        super().__init__(folder, step, tensorboard=False)
+    def __init__(self, folder: Path, step: int, draw: Callable[[], None], say: Callable[[str], None]):
+        super().__init__(folder, step, tensorboard=False, say=say)
         self.draw = draw

@@ -23,11 +23,12 @@ from jax.numpy import bfloat16
 from rich.console import Console
 
 from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, read_config, save_config
-from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
+from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.interop.bert import BERT, MEGATRON_BERT, OF_TASKS
 from mjax.interop.bloom import BLOOM
 from mjax.interop.family import Family
+from mjax.interop.fast_tokenizer import fast_tokenizer
 from mjax.interop.gpt2 import GPT2
 from mjax.interop.model_folder import check_new, check_replaceable, new_folder, read_object, write_object
 from mjax.interop.places import shapes
@@ -73,7 +74,7 @@ class ToHfArguments:
     """Turn a run's checkpoint into a folder that transformers opens."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder, such as runs/demo."""
+    """Run folder, such as runs/demo; --run RUN says the same."""
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to make."""
     step: int | None = None
@@ -82,6 +83,8 @@ class ToHfArguments:
     """Type of the tensors; fp32 is what mjax stores, bf16 rounds it to half the size."""
     shard_size: str = "5GB"
     """Bytes of tensors in a file, such as 500MB; a larger model is cut into several files."""
+    tokenizer: str | None = None
+    """KIND:FILES as in `mjax prepare`, for a run that has none; none leaves that of the run out."""
     overwrite: bool = False
     """Replace the model that is in the folder."""
 
@@ -99,7 +102,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     if not source.is_dir():
         raise UsageError(f"{source} is not a folder; give one that holds config.json and model.safetensors")
     values = read_object(source / "config.json")
-    family = _family(values, source / "config.json")
+    family = find_family(values, source / "config.json")
     model = model_config(family.settings, values, str(source / "config.json"), arguments.vocabulary_multiple)
     config = import_config(model, str(source))
     tokenizer = find_tokenizer(source, arguments.tokenizer)
@@ -128,8 +131,8 @@ def to_hf(arguments: ToHfArguments) -> int:
     """`mjax convert to-hf`. Returns the exit code.
 
     Raises:
-      UsageError: the run holds no such checkpoint or a model for which transformers has no class, or the output is in
-        use; nothing was written.
+      UsageError: the run holds no such checkpoint, a model for which transformers has no class or a tokenizer of which
+        it has no equal, or the output is in use; nothing was written.
       RunError: the checkpoint is damaged.
     """
     run, output = arguments.run, arguments.output
@@ -141,9 +144,9 @@ def to_hf(arguments: ToHfArguments) -> int:
         check_new(output)
     config = read_config(run / "config.json")
     family = _family_of(config.model)
-    stored = run / "tokenizer"
-    tokenizer = tokenizer_from_folder(stored) if stored.is_dir() else None
+    tokenizer = _tokenizer_of(run, arguments.tokenizer)
     check_vocabulary(tokenizer, config.model)
+    library = None if tokenizer is None else fast_tokenizer(tokenizer, pairs=config.model.kind == "bert")
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     notices = Console(stderr=True, highlight=False)
@@ -164,8 +167,9 @@ def to_hf(arguments: ToHfArguments) -> int:
         }
         write_object(folder / "config.json", values)
         if family.generates:
-            write_object(folder / "generation_config.json", ids)
-        opens = tokenizer is None or write_tokenizer(tokenizer, stored, folder, config.model.sequence)
+            write_object(folder / "generation_config.json", ids | {"pad_token_id": eod})
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, library, folder, config.model)
         array = weight_arrays(family.naming, weights, config.model)
         total = sum(math.prod(shape) for shape in sizes.values()) * dtype.itemsize
         with progress("writing", total) as wrote:
@@ -173,10 +177,8 @@ def to_hf(arguments: ToHfArguments) -> int:
 
     print(f"{output}: checkpoint {step} of {run} as {family.naming.model}, {total / 1e6:,.1f} MB in {files[0]}", end="")
     print(f" and {len(files) - 2} more" if len(files) > 1 else "")
-    if tokenizer is None:
-        print(f"{run} has no tokenizer, so none is in {output}")
-    elif not opens:
-        print(f"its tokenizer is of kind {tokenizer.kind}, which transformers cannot open; mjax can")
+    if tokenizer is None and arguments.tokenizer is None:
+        print(f"{run} has no tokenizer, so {output} has none; to add it: --tokenizer KIND:FILES --overwrite")
     return 0
 
 
@@ -207,10 +209,13 @@ def write_run(output: Path, config: Config, tokenizer: Tokenizer | None, weights
 def print_next_steps(source: Path, output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
     """What to type after an import."""
     if tokenizer is None:
-        print(f"no tokenizer found in {source}; --tokenizer names one (whatever reads or writes text needs it)")
+        print(
+            f"no tokenizer found in {source}; convert again with --tokenizer KIND:FILES to keep one in the run, or "
+            "give it to generate and evaluate each time"
+        )
     elif model.kind == "gpt":
-        print(f'generate     python -m mjax generate --checkpoint {output} --prompt "…"')
-    print(f"train on     python train.py --resume {output} --data.path data/corpus")
+        print(f'generate     python -m mjax generate --run {output} --prompt "…"')
+    print(f"train on     python train.py --run {output} --data.path data/corpus")
 
 
 def abstract_weights(config: Config, mesh: MeshConfig | None = None) -> Model:
@@ -234,7 +239,7 @@ def draw_weights(config: Config, target: Model, names: tuple[str, ...]) -> dict[
     return jax.jit(lambda: chosen(initial_weights(config)), out_shardings=places)() if names else {}
 
 
-def _family(values: dict, file: Path) -> Family:
+def find_family(values: dict, file: Path) -> Family:
     """The family of the model that a config.json describes."""
     kind, families = values.get("model_type"), {family.model_type: family for family in FAMILIES}
     if not isinstance(kind, str) or kind not in families:
@@ -259,6 +264,16 @@ def _family_of(model: ModelConfig) -> Family:
         f"{model.activation}, feed-forward {model.mlp_width} and {layernorm} LayerNorm after the embedding; "
         "GPT2LMHeadModel has learned positions and none, BloomForCausalLM ALiBi, gelu_tanh, 4 × hidden and one"
     )
+
+
+def _tokenizer_of(run: Path, given: str | None) -> Tokenizer | None:
+    """The tokenizer of an export: that of the run, the one that is given, or none."""
+    stored = run / "tokenizer"
+    if given == "none":
+        return None
+    if given is None:
+        return tokenizer_from_folder(stored) if stored.is_dir() else None
+    return load_tokenizer(given)
 
 
 def _classes(model: ModelConfig) -> dict:

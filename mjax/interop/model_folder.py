@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mjax.data.atomic import to_disk
+from mjax.data.atomic import rename, to_disk
 from mjax.errors import UsageError
+from mjax.json_files import read_json
 
 
 def check_new(folder: Path) -> None:
@@ -54,16 +55,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                with file.open("rb") as stream:
-                    to_disk(stream)
+        to_disk(temporary)
         if folder.exists():
-            folder.rename(old)
-        temporary.rename(folder)
+            rename(folder, old)
+        rename(temporary, folder)
     finally:
         if old.exists() and not folder.exists():  # stopped between the two
-            old.rename(folder)
+            rename(old, folder)
         shutil.rmtree(holder, ignore_errors=True)
 
 
@@ -73,14 +71,10 @@ def read_object(file: Path) -> dict[str, Any]:
     Raises:
       UsageError: there is no such file, or it holds no JSON object.
     """
-    try:
-        values = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise UsageError(f"{file} does not exist; give a folder that save_pretrained wrote") from None
-    except (ValueError, RecursionError):
-        values = None
+    fix = "restore it, or download the model again"
+    values = read_json(file, fix, "give a folder that save_pretrained wrote")
     if not isinstance(values, dict):
-        raise UsageError(f"{file} holds no JSON object; restore it, or download the model again")
+        raise UsageError(f"{file} holds no JSON object; {fix}")
     return values
 
 

@@ -8,7 +8,6 @@ passing over it could change the model in silence.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,8 @@ ACTIVATIONS = {
     "gelu_python": "gelu_erf",
 }
 """transformers' name → ours; the first of each is written."""
+MOST_WHOLE, MOST = 2**31, 1e30
+"""Above any number in a config.json that means something."""
 ONLY = {"add_cross_attention": False, "is_encoder_decoder": False, "tie_word_embeddings": True}
 """Settings of every family that change what the model computes, and the only value of each that mjax knows."""
 # Of every family: who wrote it and how it was stored; heads of other tasks; how to generate and what to return.
@@ -96,7 +97,8 @@ def model_config(settings: Settings, values: dict[str, Any], file: str, vocabula
         value = values.get(name, default)
         if value is None and default is None:
             return None
-        if type(value) not in ((int,) if whole else (int, float)) or not (1 if whole else 0) <= value < math.inf:
+        kinds, least, most = ((int,), 1, MOST_WHOLE) if whole else ((int, float), 0, MOST)
+        if type(value) not in kinds or not least <= value < most:
             kind = "a whole number above 0" if whole else "a number from 0 on"
             raise UsageError(f"{file}: {name} is {value!r}, which is not {kind}; restore the file")
         return value

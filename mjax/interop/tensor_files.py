@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from jax.numpy import bfloat16  # NumPy knows the type from this import on, and safetensors relies on that
@@ -92,11 +93,11 @@ def _files(folder: Path, whole: str) -> dict[Path, list[str]]:
         raise UsageError(f"{index} has no weight_map that says which tensor is in which file; download it again")
     files: dict[Path, list[str]] = {}
     for tensor, name in places.items():
-        if Path(name).name != name:  # elsewhere is none of its business
+        if Path(name).name != name or "\0" in name:  # elsewhere is none of its business
             raise UsageError(f"{index} names {name!r}, which is not a file beside it; download it again")
         files.setdefault(folder / name, []).append(tensor)
     for file in files:
-        if not file.is_file():
+        if not os.path.isfile(file):  # False for a name that no file system takes, too
             raise UsageError(f"{file} does not exist, though {index.name} names it; download it too")
     return files
 
@@ -158,6 +159,7 @@ class PickledFiles:
         self._tensors: dict[str, Any] = {}
         for file, expected in files.items():
             try:
+                check_archive(file)
                 found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
             except Exception as error:  # of many kinds, for what is no pickle, cut off, or holds more than tensors
                 raise UsageError(
@@ -167,6 +169,8 @@ class PickledFiles:
                 isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in found.items()
             ):
                 raise UsageError(f"{file} holds something else than tensors by name; give the model's state_dict")
+            for name, tensor in found.items():
+                check_tensor(file, name, tensor)
             _take(file, found, expected, self.kinds)
             dtypes = {name: str(tensor.dtype) for name, tensor in found.items()}
             self.kinds |= {
@@ -177,6 +181,40 @@ class PickledFiles:
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         return as_array(self._tensors[name][rows])
+
+
+def check_archive(file: Path | BinaryIO) -> None:
+    """Compare what torch.save wrote with the checksums it wrote beside it: torch itself does not.
+
+    Files of torch before 1.6 are no archives and have none, nor have those of a torch that was told to leave them out.
+
+    Raises:
+      BadZipFile: a part of it is not what was written.
+    """
+    if not zipfile.is_zipfile(file):
+        return
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        if packed := [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]:
+            raise zipfile.BadZipFile(f"{packed[0]} in it is compressed")
+        if any(member.CRC for member in members) and (damaged := archive.testzip()):
+            raise zipfile.BadZipFile(f"{damaged} in it is not what was written (checksum)")
+
+
+def check_tensor(file: Path, name: str, tensor: Any) -> None:
+    """Refuse a tensor of torch that is larger than what is stored of it: strides of 0 make any size of one number.
+
+    Raises:
+      UsageError: it is, or is no plain tensor.
+    """
+    if tensor.layout != import_torch(str(file)).strided or tensor.is_quantized or tensor.device.type != "cpu":
+        raise UsageError(f"{file}: {name} is no plain tensor; save it as one, dense and on the CPU")
+    stored = tensor.untyped_storage().nbytes()
+    if tensor.numel() * tensor.element_size() > stored:
+        raise UsageError(
+            f"{file}: {name} has shape {tuple(tensor.shape)} and {stored:,} bytes stored of it, which do not suffice; "
+            "get the file again, or save it with contiguous tensors"
+        )
 
 
 def as_array(tensor: Any) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The tokenizer that travels with a model, between a run's folder and a model folder of Hugging Face.
 
-On its way out it takes along the files it was made from and `mjax_tokenizer.json`, so that it comes back as it was; a
-tokenizer_config.json tells `transformers.AutoTokenizer` how to open them, where it can.
+On its way out it takes along the files it was made from and `mjax_tokenizer.json`, so that it comes back as it was.
+What `transformers.AutoTokenizer` opens is a tokenizer.json that gives the same ids (`fast_tokenizer.py`).
 
 BERT's is a vocab.txt and a word on capitals; newer folders have both in a tokenizer.json. A tokenizer that only looks
 like BERT's, with other rules for accents or with tokens added, is opened by its tokenizer.json or not at all.
@@ -10,15 +10,14 @@ like BERT's, with other rules for accents or with tokens added, is opened by its
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Library
 
+from mjax.config import ModelConfig
 from mjax.data.tokenizers import (
     DESCRIPTION,
-    EOD_PIECE,
     BertTokenizer,
     CasedBertTokenizer,
     GPT2Tokenizer,
@@ -29,7 +28,10 @@ from mjax.data.tokenizers import (
     load_tokenizer,
     tokenizer_from_folder,
 )
-from mjax.data.tokenizers.bert import LONGEST_WORD
+from mjax.data.tokenizers.bert import LONGEST_WORD, SPECIAL
+from mjax.data.tokenizers.huggingface import check_sizes
+from mjax.data.tokenizers.library import library_errors
+from mjax.errors import UsageError
 from mjax.interop.model_folder import read_object, write_object
 
 FOUND_BY_FILES = (HuggingFaceTokenizer, GPT2Tokenizer, SentencePieceTokenizer)
@@ -60,8 +62,11 @@ def _find_bert(folder: Path) -> BertTokenizer | None:
     whole, pieces, said = (folder / name for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json"))
     if whole.is_file():
         try:
-            values = json.loads(Library.from_buffer(whole.read_bytes()).to_str())  # all that it leaves out is filled in
-        except Exception:  # it is a plain one; who reads it next says what is wrong with it
+            check_sizes(whole.read_bytes(), str(whole))
+            with library_errors(str(whole), ""):
+                # All that it leaves out is filled in.
+                values = json.loads(Library.from_buffer(whole.read_bytes()).to_str())
+        except UsageError:  # it is a plain one; who reads it next says what is wrong with it
             return None
         vocab, lowercase = _pieces(values), _says_lowercase(values["normalizer"], "lowercase", "handle_chinese_chars")
         name = whole
@@ -101,33 +106,33 @@ def _pieces(values: dict[str, Any]) -> bytes | None:
     return "".join(f"{piece}\n" for piece in pieces).encode()
 
 
-def write_tokenizer(tokenizer: Tokenizer, stored: Path, folder: Path, positions: int) -> bool:
-    """Copy the folder `stored` that `tokenizer` was read from into a model folder, and describe it to `transformers`.
+def write_tokenizer(tokenizer: Tokenizer, library: Library, folder: Path, model: ModelConfig) -> None:
+    """Put a tokenizer into a model folder: as it is, for mjax, and as a tokenizer.json, for `transformers`.
 
     Args:
       tokenizer: the tokenizer.
-      stored: its folder in a run.
+      library: the same as `fast_tokenizer` gives it.
       folder: the model folder.
-      positions: of the model.
-
-    Returns:
-      Whether `transformers` can open it: a vocabulary of sentencepiece or of bytes comes along for mjax alone.
+      model: what the folder holds. A GPT's tokenizer adds nothing to a text and finds no special token in it, as in
+        mjax. A BERT's puts [CLS] and [SEP] around it and reads a written [MASK] as one, as users of BERTs expect.
     """
-    for name in (*tokenizer.stored, DESCRIPTION):
-        shutil.copy(stored / name, folder / name)
-    values = {"model_max_length": positions, "clean_up_tokenization_spaces": False}
+    pairs = model.kind == "bert"
+    content = library.to_str(pretty=True).encode()
+    if isinstance(tokenizer, HuggingFaceTokenizer):  # whose own file has that name
+        tokenizer = HuggingFaceTokenizer(content, "tokenizer.json", tokenizer.eod)
+    tokenizer.save(folder)
+    (folder / "tokenizer.json").write_bytes(content)
+    end = library.id_to_token(tokenizer.eod)
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.sequence,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": not pairs,
+        "model_input_names": ["input_ids", *(["token_type_ids"] if pairs else []), "attention_mask"],
+    }
     if isinstance(tokenizer, BertTokenizer):
-        values |= {"tokenizer_class": "BertTokenizer", "do_lower_case": tokenizer.lowercase}
-        values |= {"tokenize_chinese_chars": True, "strip_accents": None}
-        values |= {f"{name.lower()}_token": f"[{name}]" for name in ("CLS", "SEP", "MASK", "PAD", "UNK")}
-        write_object(folder / "tokenizer_config.json", values)
-        return True
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        kind, eod = "PreTrainedTokenizerFast", tokenizer.library.id_to_token(tokenizer.eod)
-    elif isinstance(tokenizer, GPT2Tokenizer):
-        kind, eod = "GPT2Tokenizer", EOD_PIECE
-    else:
-        return False
-    values |= {"tokenizer_class": kind, "bos_token": eod, "eos_token": eod}
+        values |= {f"{token.strip('[]').lower()}_token": token for token in SPECIAL}
+        values |= {"do_lower_case": tokenizer.lowercase, "tokenize_chinese_chars": True, "strip_accents": None}
+    if not pairs:
+        values |= {"bos_token": end, "eos_token": end}
     write_object(folder / "tokenizer_config.json", values)
-    return True

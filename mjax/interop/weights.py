@@ -65,6 +65,11 @@ def find_tensors(
     Raises:
       UsageError: a tensor is missing, unknown, of another shape or of a type that holds no weights; or a copy is none.
     """
+    if model.layers > len(tensors.kinds):  # before there is a name for each
+        raise UsageError(
+            f"{naming.described_by} of {source} asks for {model.layers:,} layers, and its files hold "
+            f"{len(tensors.kinds):,} tensors; restore the one or download the others again"
+        )
     expected = shapes(naming.places, model)
     found, copies = {}, {}
     for name, kind in tensors.kinds.items():

@@ -44,6 +44,7 @@ from mjax.parallel.layers import (
 )
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.random import DropoutKey, dropout_tokens
+from mjax.parallel.sums import add_bias, lookup, tile_rows
 from mjax.parallel.tokens import Tokens
 
 TOKEN_TYPES = 2
@@ -60,7 +61,7 @@ class Linear(nnx.Module):
         self.bias = parameter(key, jax.nn.initializers.zeros, (out,), (None,), dtype)
 
     def __call__(self, x: Array) -> Array:
-        return linear(x, self.kernel[...], 1) + self.bias[...]
+        return add_bias(linear(x, self.kernel[...], 1), self.bias[...])
 
 
 class MLMHead(nnx.Module):
@@ -74,7 +75,7 @@ class MLMHead(nnx.Module):
 
     def __call__(self, x: Array, tokens: Tokens, embedding: VocabParallelEmbedding) -> Array:
         activation = recomputed(lambda x: gelu(x, self.tanh))
-        return embedding.logits(self.norm(activation(self.transform(x))), tokens) + self.bias[...]
+        return embedding.logits(self.norm(activation(self.transform(x))), tokens, self.bias[...])
 
 
 class Encoder(nnx.Module):
@@ -99,7 +100,7 @@ class Encoder(nnx.Module):
     def embed(self, ids: Array, token_types: Array, tokens: Tokens, key: DropoutKey | None = None) -> Array:
         """The stream before the first layer: `ids` and `token_types` int [b, s] → [t, h]."""
         x = self.embedding(ids, tokens)
-        x = x + tokens.mine(jnp.tile(self.positions[: tokens.positions], (tokens.sequences, 1)))
+        x = x + tokens.mine(tile_rows(self.positions[: tokens.positions], tokens.sequences))
         # A product rather than a lookup: its gradient adds up all rows of a type in float32, and in any order.
         x = x + jax.nn.one_hot(tokens.mine(token_types.reshape(-1)), TOKEN_TYPES, dtype=x.dtype) @ self.token_types[...]
         if self.config.layernorm == "post":
@@ -127,7 +128,7 @@ class Encoder(nnx.Module):
         """
         first = jnp.arange(tokens.sequences) * tokens.positions
         rows, owned = owned_rows(first, x.shape[0]) if tokens.split else (first, jnp.ones(first.shape, bool))
-        return jnp.tanh(self.pooler(x[rows])), owned
+        return jnp.tanh(self.pooler(lookup(x, rows))), owned
 
 
 class BERT(Encoder):

@@ -26,6 +26,7 @@ from mjax.parallel.layers import (
     vocab_parallel_cross_entropy,
 )
 from mjax.parallel.random import DropoutKey, dropout_tokens
+from mjax.parallel.sums import lookup, tile_rows
 from mjax.parallel.tokens import Tokens
 
 # (stacked layers, x, which tokens, cached keys and values, lengths) → (x, new keys and values)
@@ -86,9 +87,9 @@ class GPT(nnx.Module):
         if self.config.embedding_layernorm:
             x = self.embedding_norm(x)
         if self.config.positions == "learned" and positions is None:
-            x = x + tokens.mine(jnp.tile(self.positions[: tokens.positions], (tokens.sequences, 1)))
+            x = x + tokens.mine(tile_rows(self.positions[: tokens.positions], tokens.sequences))
         elif self.config.positions == "learned":
-            x = x + self.positions[tokens.mine(positions.reshape(-1))]
+            x = x + lookup(self.positions[...], tokens.mine(positions.reshape(-1)))
         place = None if key is None else key.fold(0).fold(random.EMBEDDING)
         return dropout_tokens(x, self.config.hidden_dropout, place, tokens)
 

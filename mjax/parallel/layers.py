@@ -24,6 +24,7 @@ from jax import Array
 
 from mjax.parallel import mappings
 from mjax.parallel.mappings import MODEL
+from mjax.parallel.sums import add_bias, lookup, sum_rows
 from mjax.parallel.tokens import Tokens
 
 
@@ -184,9 +185,7 @@ class ColumnParallelLinear(nnx.Module):
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:
         x = tokens.enter(x)  # the gradient of x needs every rank's columns
-        y = linear(x, self.kernel[...], 1)  # [b s, *out / p]
-        # Added as one row: on a GPU the product takes that in, but XLA would write out a bias of several dims first.
-        return (y.reshape(y.shape[0], -1) + self.bias[...].reshape(-1)).reshape(y.shape)
+        return add_bias(linear(x, self.kernel[...], 1), self.bias[...])  # [b s, *out / p]
 
 
 class RowParallelLinear(nnx.Module):
@@ -203,7 +202,7 @@ class RowParallelLinear(nnx.Module):
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:
         y = tokens.leave(linear(x, self.kernel[...], x.ndim - 1))
-        return y + self.bias[...]  # after the sum: before it, the bias would be added p times
+        return add_bias(y, self.bias[...])  # after the sum: before it, the bias would be added p times
 
 
 class VocabParallelEmbedding(nnx.Module):
@@ -223,11 +222,14 @@ class VocabParallelEmbedding(nnx.Module):
         """Embed `ids` int [b, s], the same on every rank of `model` → this rank's rows of the stream [t, h]."""
         table = self.table[...]
         local, owned = owned_rows(ids.reshape(-1), table.shape[0])
-        return tokens.leave(jnp.where(owned[:, None], table[local], 0))
+        return tokens.leave(jnp.where(owned[:, None], lookup(table, local), 0))
 
-    def logits(self, x: Array, tokens: Tokens) -> Array:
-        """Score this rank's rows `x` [t, h] against every row of the table → [b · s, v / p], varying over `model`."""
-        scores = _scores(tokens.enter(x), self.table[...])
+    def logits(self, x: Array, tokens: Tokens, bias: Array | None = None) -> Array:
+        """Score this rank's rows `x` [t, h] against every row of the table → [b · s, v / p], varying over `model`.
+
+        `bias` [v / p] is added to the scores, where there is one.
+        """
+        scores = _scores(tokens.enter(x), self.table[...], bias)
         if self.vocabulary == self.rows:
             return scores
         first = mappings.rank(MODEL) * scores.shape[-1]
@@ -236,19 +238,27 @@ class VocabParallelEmbedding(nnx.Module):
 
 
 # The backward pass is written out for its order. Left to itself XLA multiplies out the table's gradient only after the
-# backward pass of all layers, and the gradient of the logits, [t, v / p], stays in memory all the while.
+# backward pass of all layers, and the gradient of the logits, [t, v / p], stays in memory all the while. With a bias it
+# would compute that gradient twice, and keep the logits for the second time.
 @jax.custom_vjp
-def _scores(x: Array, table: Array) -> Array:
-    """x Eᵀ: x [t, h], table [v / p, h] → [t, v / p]."""
-    return x @ table.T
+def _scores(x: Array, table: Array, bias: Array | None) -> Array:
+    """x Eᵀ + b: x [t, h], table [v / p, h], bias [v / p] → [t, v / p]."""
+    scores = x @ table.T
+    return scores if bias is None else scores + bias
 
 
 def _scores_backward(residuals, gradient: Array):
-    x, table = residuals
-    return jax.lax.optimization_barrier((gradient @ table, gradient.T @ x))
+    x, table, *biased = residuals
+    if not biased:
+        return *jax.lax.optimization_barrier((gradient @ table, gradient.T @ x)), None
+    gradient = jax.lax.optimization_barrier(gradient)
+    return jax.lax.optimization_barrier((gradient @ table, gradient.T @ x, sum_rows(gradient)))
 
 
-_scores.defvjp(lambda x, table: (_scores(x, table), (x, table)), _scores_backward)
+_scores.defvjp(
+    lambda x, table, bias: (_scores(x, table, bias), (x, table) if bias is None else (x, table, ())),
+    _scores_backward,
+)
 
 
 def owned_rows(ids: Array, rows: int) -> tuple[Array, Array]:

@@ -12,10 +12,15 @@ process's place on its host, which is wrong where the launcher shows each proces
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import socket
 import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -26,6 +31,8 @@ from mjax.errors import UsageError
 from mjax.launch import Distributed, has_nvidia_gpu, launched_by
 
 MESSAGE_BYTES = 2048  # of bytes_from_first
+OURS_FIRST = 60  # seconds by which JAX's own limits are longer than ours, which have a sentence
+GIVE_EACH = "give each --distributed.coordinator HOST:PORT, --distributed.processes N and --distributed.process I"
 
 
 def start(where: Distributed) -> None:
@@ -54,22 +61,76 @@ def start(where: Distributed) -> None:
     if processes is None and "OMPI_COMM_WORLD_SIZE" in os.environ:  # JAX 0.10 does not know those of Open MPI 5
         processes, process = int(os.environ["OMPI_COMM_WORLD_SIZE"]), int(os.environ["OMPI_COMM_WORLD_RANK"])
     try:
-        jax.distributed.initialize(
-            where.coordinator,
-            processes,
-            process,
-            local_device_ids=local_devices(),
-            initialization_timeout=where.start_timeout,
-            # A second net under mjax/training/watchdog.py, which is to speak first: JAX may send one heartbeat in half
-            # of its time-out.
-            heartbeat_timeout_seconds=2 * where.heartbeat + 10,
-        )
+        with _at_most(where.start_timeout, lambda: _who_is_missing(where, processes, process)):
+            jax.distributed.initialize(
+                where.coordinator,
+                processes,
+                process,
+                local_device_ids=local_devices(),
+                initialization_timeout=where.start_timeout + OURS_FIRST,
+                # A second net under mjax/training/watchdog.py, which is to speak first: JAX may send one heartbeat in
+                # half of its time-out.
+                heartbeat_timeout_seconds=2 * where.heartbeat + 10,
+            )
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"the processes of this run could not find each other ({reason}); {GIVE_EACH}") from error
+    _check_devices_per_process()
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float, explain: Callable[[], str]) -> Iterator[None]:
+    """End this process with a sentence if what is inside takes longer. JAX's client would abort it with a stack of C++,
+    and nothing in Python can catch that."""
+
+    def end() -> None:
+        os.write(2, f"mjax: error: {explain()}\n".encode())
+        os._exit(2)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _who_is_missing(where: Distributed, count: int | None, process: int | None) -> str:
+    """Describe why the processes did not come together, as far as one of them can see it."""
+    late = f"the processes of this run did not come together within --distributed.start-timeout {where.start_timeout} s"
+    if where.coordinator is None:  # the launcher told JAX where process 0 is
+        return f"{late}; see the output of the others for one that ended, or {GIVE_EACH}"
+    if process == 0:
+        return (
+            f"{late}: process 0 listens at {where.coordinator}, and not all of {count} are there; see that all were "
+            "started with this address, and that the port is open between the hosts"
+        )
+    host, port = where.coordinator.rsplit(":", 1)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except OSError as error:
+        return (
+            f"{late}: this one on {socket.gethostname()} cannot reach process 0 at {where.coordinator} "
+            f"({error.strerror or error}); start process 0, or name a host and port that can be reached"
+        )
+    return f"{late}: this one reached process 0 at {where.coordinator}, another did not; see its output"
+
+
+def _check_devices_per_process() -> None:
+    """Refuse processes that own different numbers of devices: what all exchange is laid out in equal shares.
+
+    Raises:
+      UsageError: they do; in every process.
+    """
+    counts = Counter(device.process_index for device in jax.devices())
+    usual = Counter(counts.values()).most_common(1)[0][0]
+    other = [f"{count} on process {process}" for process, count in sorted(counts.items()) if count != usual]
+    if other:
         raise UsageError(
-            f"the processes of this run could not find each other ({reason}); give each "
-            "--distributed.coordinator HOST:PORT, --distributed.processes N and --distributed.process I"
-        ) from error
+            f"the processes of this run see different numbers of devices: {', '.join(other[:8])}, {usual} on the "
+            "others; give each the same with CUDA_VISIBLE_DEVICES, JAX_LOCAL_DEVICE_IDS or --simulate"
+        )
 
 
 def local_devices() -> list[int] | None:

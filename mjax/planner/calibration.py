@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import get_type_hints
 
 from mjax.config import Config, suggestion
+from mjax.data.atomic import write_whole
 from mjax.errors import UsageError
 from mjax.hardware import GPUS, Gpu
+from mjax.json_files import read_json
 
 FORMAT = "mjax calibration 1"
 # Rates that are fractions of a data sheet, and the largest that is believed: some GPUs run a little above their sheet.
@@ -236,8 +238,8 @@ def default_calibration() -> Calibration:
 
 
 def write_calibration(calibration: Calibration, file: Path) -> None:
-    """Write `calibration` as JSON."""
-    file.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(calibration)}, indent=2) + "\n")
+    """Write `calibration` as JSON, atomically."""
+    write_whole(file, json.dumps({"format": FORMAT, **dataclasses.asdict(calibration)}, indent=2) + "\n")
 
 
 def read_calibration(file: Path) -> Calibration:
@@ -247,12 +249,7 @@ def read_calibration(file: Path) -> Calibration:
       UsageError: there is no such file, it is no calibration, or a number in it cannot be.
     """
     again = "write one with: python benchmarks/calibrate.py --output calibration.json"
-    try:
-        values = json.loads(file.read_text())
-    except OSError as error:
-        raise UsageError(f"--calibration {file} cannot be read ({error.strerror}); {again}") from None
-    except (ValueError, RecursionError):
-        raise UsageError(f"--calibration {file} is not JSON; {again}") from None
+    values = read_json(file, again)
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
         raise UsageError(f"--calibration {file} is not a calibration of this version of mjax; {again}")
     values["software"] = _build(Software, values.get("software"), f"{file}: software")

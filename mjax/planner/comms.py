@@ -53,7 +53,7 @@ class Collective:
 
     Attributes:
       kind: all-reduce, all-gather, reduce-scatter, all-to-all or permute.
-      axes: the mesh axes it runs over, in the order of the mesh.
+      axes: the mesh axes of more than one rank that it runs over, in the order of the mesh.
       ranks: devices that take part in one.
       shape: of what a device puts in.
       dtype: its type.
@@ -343,7 +343,8 @@ class _Reader:
 
 def _records(equation, place: _Place) -> Iterator[Collective]:
     """A record for each operand of a collective."""
-    names = _axes(equation)
+    # An axis of one rank is crossed by nothing, and a compiled program does not show it.
+    names = [axis for axis in _axes(equation) if place.sizes[axis] > 1]
     axes = tuple(sorted(names, key=lambda axis: AXES.index(axis) if axis in AXES else len(AXES)))
     groups = equation.params.get("axis_index_groups")
     ranks = len(groups[0]) if groups else math.prod(place.sizes[axis] for axis in axes)

@@ -66,7 +66,7 @@ def draw_communication(ledger: Ledger, file: Path | BinaryIO, name: str = "") ->
     bars.spines[["top", "right", "left"]].set_visible(False)
     few = [f"{axes_name(axes)} {human_bytes(sent[axes])}" for axes in sent if axes not in drawn]
     title = f"Communication of a step{' of ' * bool(name)}{name}"
-    bars.set_title(title, loc="left", size=13, weight="bold", color=INK, pad=24 if few else 10)
+    bars.set_title(title, loc="left", size=13, weight="bold", color=INK, parse_math=False, pad=24 if few else 10)
     if few:
         bars.text(0, 1.03, f"not drawn: {', '.join(few)}", transform=bars.transAxes, size=9, color=SOFT_INK)
     handles = [Patch(**_style(*key)) for key in shown]

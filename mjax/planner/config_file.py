@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.config import Config, load_config
+from mjax.data.atomic import put
 from mjax.errors import UsageError, check_folder
 
 WIDTH = 120
@@ -44,7 +45,7 @@ def write_config(config: Config, file: Path, about: str) -> None:
         temporary.write_text(config_source(config, about))
         assert load_config(str(temporary)) == config, f"{file} would not give back the config that it is written for"
         check_new(file)  # nothing is written over a file that has come in the meantime
-        temporary.rename(file)
+        put(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -1,8 +1,9 @@
 """Whether a config fits into the memory of a GPU, and if not, what would make it fit, cheapest first.
 
-Every combination of the changes below is tried in numbers; one that runs (`validate`) and fits is proposed, unless a
-part of it alone would be enough. Prices only put the proposals in order: they are ranks, not times. What is free comes
-before what costs a little, that before what repeats a whole forward pass, and other GPUs come last.
+Every combination of the changes below is tried in numbers; one that runs (`validate`) and leaves HEADROOM of the memory
+free is proposed, unless a part of it alone would be enough. Prices only put the proposals in order: they are ranks, not
+times. What is free comes before what costs a little, that before what repeats a whole forward pass, and other GPUs come
+last.
 
     sequence parallelism    no more bytes cross, less is kept (arXiv 2205.05198, section 4.2.2)
     ZeRO-1                  weights and moments sharded over `data`: a gather in the place of half an all-reduce
@@ -26,7 +27,7 @@ from mjax.errors import UsageError
 from mjax.hardware import GIB, USABLE_FRACTION
 from mjax.launch import MEMORY_FRACTIONS
 from mjax.models.kernels import capability_of, resolved_on_gpu
-from mjax.planner.memory import Memory, predict_memory
+from mjax.planner.memory import HEADROOM, Memory, free_share, predict_memory
 from mjax.validation import validate
 
 # Ranks of what a change costs; a combination costs their sum.
@@ -63,15 +64,18 @@ class Change:
 
 
 def changes_that_fit(config: Config, usable: float, count: int = 3) -> list[Change]:
-    """The cheapest changes with which `config` needs no more than `usable` bytes, cheapest first.
+    """The cheapest changes with which `config` leaves HEADROOM of `usable` bytes free, cheapest first.
 
     None of them contains another one. The global batch, the model and its numbers stay as they are.
     """
     found: list[tuple[dict[str, str], Change]] = []
     for price, flags, changed in sorted(_candidates(config), key=lambda candidate: candidate[0]):
-        if any(other.items() <= flags.items() or _wider(other, flags) for other, _ in found):
+        if any(
+            other.items() <= flags.items() or flags.items() <= other.items() or _wider(other, flags)
+            for other, _ in found
+        ):
             continue
-        if not _runs(changed) or (memory := predict_memory(changed)).total > usable:
+        if not _runs(changed) or free_share((memory := predict_memory(changed)).total, usable) < HEADROOM:
             continue
         found.append((flags, Change(" ".join(f"{flag} {value}".strip() for flag, value in flags.items()),
                                     changed, memory, price)))  # fmt: skip
@@ -81,7 +85,7 @@ def changes_that_fit(config: Config, usable: float, count: int = 3) -> list[Chan
 
 
 def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str], None]) -> None:
-    """Refuse what does not fit on the GPUs of this process, before anything is compiled.
+    """Refuse what does not fit on the GPUs of this process, and warn of what hardly fits, before anything is compiled.
 
     On a CPU nothing is refused: its memory is shared with other processes and may be swapped. Nor where there are other
     devices than the mesh needs, which is refused elsewhere.
@@ -90,7 +94,7 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
       config: validated.
       name: what the config is called.
       force: go on, and only say so.
-      say: receives that sentence.
+      say: receives that sentence, or the warning.
 
     Raises:
       UsageError: the config does not fit, or asks for an attention kernel that cannot be.
@@ -103,14 +107,15 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
         return
     config = resolved_on_gpu(config, capability_of(device))
     try:
-        check_memory(config, *found, name)
+        if warning := check_memory(config, *found, name):
+            say(f"memory  {warning}")
     except UsageError as error:
         if not force:
             raise UsageError(f"{error}; --force tries it as it is") from None
         say(f"memory  {error}; tried all the same, because of --force")
 
 
-def check_memory(config: Config, usable: float, gpu: str, name: str = "this config") -> None:
+def check_memory(config: Config, usable: float, gpu: str, name: str = "this config") -> str:
     """Refuse what does not fit, with the numbers and what would.
 
     Args:
@@ -119,14 +124,24 @@ def check_memory(config: Config, usable: float, gpu: str, name: str = "this conf
       gpu: what the device is called.
       name: what the config is called.
 
+    Returns:
+      A warning where it fits and leaves less than HEADROOM free, else an empty text.
+
     Raises:
       UsageError: more is needed than `usable`.
     """
     memory = predict_memory(config)
-    if memory.total <= usable:
-        return
+    free = free_share(memory.total, usable)
+    if free >= HEADROOM:
+        return ""
     changes = changes_that_fit(config, usable)
     nearest = "; or ".join(f"{change.flags} ({change.needs(config)})" for change in changes)
+    if free >= 0:
+        advice = f"what leaves more, cheapest first: {nearest}" if changes else "no change of mesh leaves more"
+        return (
+            f"{name} is predicted to need {memory.total / GIB:.1f} of the {usable / GIB:.1f} GiB that are usable on "
+            f"{gpu}, which leaves {free:.1%}; the prediction may be off by {HEADROOM:.0%}, so it may not fit; {advice}"
+        )
     advice = f"what fits, cheapest first: {nearest}" if changes else "no change of mesh or recomputation makes it fit"
     raise UsageError(
         f"{name} needs {memory.total / GIB:.1f} GiB on each GPU ({describe_kinds(memory)}) and {usable / GIB:.1f} GiB "

@@ -21,7 +21,7 @@ import numpy as np
 
 from mjax.hardware import Gpu
 from mjax.planner.calibration import FRACTIONS, LARGEST, MJAX_FROM_PAPERS, Calibration
-from mjax.planner.time import Rates
+from mjax.planner.rates import Rates
 
 # Rates that a kind of measurement settles.
 SETTLES = {

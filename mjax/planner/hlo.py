@@ -36,7 +36,12 @@ BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
     "f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64,
 }  # fmt: skip
-NAMES = {"f32": "float32", "f64": "float64", "bf16": "bfloat16", "f16": "float16", "pred": "bool"}
+# What NumPy, and so the ledger, calls them.
+NAMES = {
+    "pred": "bool", "s4": "int4", "u4": "uint4", "s8": "int8", "u8": "uint8", "s16": "int16", "u16": "uint16",
+    "s32": "int32", "u32": "uint32", "s64": "int64", "u64": "uint64", "f8e4m3fn": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64",
+}  # fmt: skip
 # Lines that cost nothing: they name values, or move what is smaller than a kernel's start.
 FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all",
@@ -296,7 +301,7 @@ class _Module:
             {
                 "kind": kind,
                 "axes": axes,
-                "dtype": NAMES.get(dtype, dtype),
+                "dtype": NAMES[dtype],
                 "bytes": size,
                 "count": times,
                 "calls": times if index == 0 else 0,

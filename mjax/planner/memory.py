@@ -34,6 +34,8 @@ from mjax.planner.weights import Held, held_by
 
 # Bytes of a number of each type.
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+# Of the memory of a GPU, what has to stay free: predictions are off by up to this.
+HEADROOM = 0.05
 # Kinds of memory, in the order in which they are shown.
 KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
 
@@ -69,6 +71,11 @@ class Memory:
     def total(self) -> float:
         """All kinds together."""
         return self.parameters + self.optimizer + self.gradients + self.activations + self.logits + self.workspace
+
+
+def free_share(needed: float, usable: float) -> float:
+    """What `needed` bytes leave free of `usable` ones, as a fraction; below HEADROOM nobody knows whether they fit."""
+    return 1 - needed / usable
 
 
 def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memory:
@@ -180,7 +187,12 @@ def _kept(sizes: _Sizes, recompute: str) -> float:
     if sizes.kernel == "cudnn":
         # cuDNN keeps the context in its own shape, beside the one the projection keeps, and a float32 number a row.
         return kept + c * sizes.heads + 4 * sizes.heads / sizes.config.model.head_size
-    return kept + (4 + c) * sizes.scores  # softmax in float32, and as probabilities in the compute type
+    return kept + _kept_scores(sizes)
+
+
+def _kept_scores(sizes: _Sizes) -> float:
+    """Bytes of the softmax in float32, and as probabilities in the compute type, where a kernel writes them."""
+    return (4 + sizes.width) * sizes.scores
 
 
 def _in_flight(config: Config) -> tuple[int, int]:
@@ -264,16 +276,29 @@ def _layer_work(sizes: _Sizes) -> float:
     mlp = sizes.wide * (4 + c) + sizes.stream * (5 * c + masks)
     # LayerNorm: two arrays in float32, and the stream, its gradient and both branches.
     norm = sizes.stream * (2 * 4 + 9 * c + masks)
-    # Scores and their gradient in float32, probabilities, and what is masked.
-    scores = sizes.scores * (2 * 4 + c + 1) + sizes.stream * 5 * c
+    scores = _scores_in_hand(sizes) + (sizes.stream * 5 * c if sizes.scores else 0)
     if recompute == "selective":
         mlp += c * sizes.wide  # the output of GELU
     elif recompute == "full":
-        # All that `none` keeps is there again when the backward pass of the layer begins at its MLP.
-        again = _kept(sizes, "none") - c * sizes.stream
+        # What `none` keeps is there again when the backward pass of the layer begins at its MLP, but for scores: XLA
+        # computes these when it comes to attention.
+        again = _kept(sizes, "none") - _kept_scores(sizes) - c * sizes.stream
         mlp, norm, scores = mlp + again, 0, scores + again
     gathered = 2 * c * sizes.whole if split else 0  # rows of all ranks, of the layer's input and of a gradient
     return max(mlp, norm, scores) + gathered + _weights_in_hand(sizes)
+
+
+def _scores_in_hand(sizes: _Sizes) -> float:
+    """Bytes of attention's scores in its backward pass, where a kernel writes them."""
+    config, c, wide = sizes.config, sizes.width, sizes.master
+    if not sizes.scores:
+        return 0.0
+    mesh, recompute = config.mesh, config.train.recompute
+    # In float32 scores, or their gradient, and what it is made from; dropout's mask; probabilities where they are not
+    # kept, and once more where XLA begins to compute attention again early, beside a collective.
+    early = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and mesh.data > 1))
+    each = 2 * wide + (config.model.attention_dropout > 0) + c * (recompute != "none") + c * early
+    return each * sizes.scores + wide * config.model.sequence**2 * config.model.causal  # the causal mask, for all heads
 
 
 def _weights_in_hand(sizes: _Sizes) -> float:

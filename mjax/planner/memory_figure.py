@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from matplotlib.figure import Figure
 
 from mjax.config import Config
 from mjax.hardware import GIB, Gpu
-from mjax.planner.memory import Memory, predict_memory
+from mjax.models.kernels import HOPPER, resolved_on_gpu
+from mjax.planner.memory import HEADROOM, Memory, free_share, predict_memory
 
 # Okabe and Ito's palette: apart for every kind of colour vision.
 COLOURS = {
@@ -22,29 +24,53 @@ COLOURS = {
 }
 
 
+INK, SOFT_INK, TOO_MUCH = "#222222", "#666666", "#B00020"
+
+
 def draw_memory(config: Config, file: Path, gpu: Gpu | None = None) -> None:
-    """Bars of the bytes by kind, for the config and for the same with every kind of recomputation.
+    """Bars of the bytes by kind, for the config and for the same with every kind of recomputation, and their totals.
 
     Args:
       config: validated.
       file: .png, .pdf or .svg.
-      gpu: whose usable memory is drawn as a line.
+      gpu: whose memory is drawn as a limit: what is usable, and of that the last HEADROOM, in which a bar may not fit.
     """
+    config = resolved_on_gpu(config, HOPPER if gpu is None else gpu.compute_capability)
     bars = variants(config)
-    figure = Figure(figsize=(8, 1.2 + 0.45 * len(bars)), dpi=150, layout="constrained")
+    usable = math.inf if gpu is None else gpu.usable_bytes
+    figure = Figure(figsize=(8.5, 1.5 + 0.42 * len(bars)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     for row, memory in enumerate(bars.values()):
         start = 0.0
         for kind, size in memory.parts.items():
-            axes.barh(row, size / GIB, left=start, color=COLOURS[kind], label=kind if row == 0 else None)
+            axes.barh(row, size / GIB, left=start, color=COLOURS[kind], label=kind if row == 0 else None, zorder=2)
             start += size / GIB
-    if gpu is not None:
-        axes.axvline(gpu.usable_bytes / GIB, color="#222222", linestyle="--", label=f"usable on {gpu.name}")
+        free = free_share(memory.total, usable) if gpu is not None else 1.0
+        verdict = ", too much" if free < 0 else f", {free:.1%} free" if free < HEADROOM else ""
+        style = {"color": TOO_MUCH if verdict else INK, "weight": "bold", "size": 9}
+        axes.annotate(
+            f"{start:.1f}{verdict}", (start, row), (4, 0), textcoords="offset points", va="center", zorder=4, **style
+        )
+    longest = max(memory.total for memory in bars.values()) / GIB
+    if gpu is None:
+        axes.set_xlim(0, 1.1 * longest)
+    else:
+        limit = usable / GIB
+        axes.axvspan((1 - HEADROOM) * limit, limit, color=TOO_MUCH, alpha=0.12, linewidth=0, zorder=1)
+        axes.axvline(limit, color=INK, linestyle="--", zorder=3)
+        words = f"{gpu.name}: {limit:.1f} usable of {gpu.memory_bytes / GIB:.1f}"
+        axes.annotate(
+            words, (limit, 1), (0, 3), xycoords=("data", "axes fraction"), textcoords="offset points", ha="right",
+            va="bottom", size=9, color=INK,
+        )  # fmt: skip
+        axes.set_xlim(0, 1.16 * max(longest, 0.9 * limit))
+    mesh = config.mesh
+    name = f"pipe {mesh.pipe} × data {mesh.data} × model {mesh.model}, micro-batches of {config.train.micro_batch}"
+    axes.set_xlabel(f"GiB on each device; {name}, attention by {config.model.attention}", size=9, color=SOFT_INK)
     axes.set_yticks(range(len(bars)), list(bars))
     axes.invert_yaxis()
-    axes.set_xlabel("GiB on each device")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    figure.legend(loc="outside upper center", ncols=len(COLOURS), frameon=False, fontsize=9, columnspacing=1.2)
     figure.savefig(file)
 
 

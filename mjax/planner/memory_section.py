@@ -9,7 +9,7 @@ from mjax.config import Config
 from mjax.hardware import GIB, Gpu
 from mjax.models.kernels import HOPPER, resolved_on_gpu
 from mjax.planner.fit import changes_that_fit
-from mjax.planner.memory import predict_memory
+from mjax.planner.memory import HEADROOM, free_share, predict_memory
 from mjax.planner.section import Section, named_rows
 
 WHEN = {
@@ -41,24 +41,27 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     rows["attention"] = f"by {values['attention']}"
     lines = []
     if gpu is not None:
-        fits = memory.total <= gpu.usable_bytes
-        changes = [] if fits else changes_that_fit(config, gpu.usable_bytes)
+        free = free_share(memory.total, gpu.usable_bytes)
+        changes = [] if free >= HEADROOM else changes_that_fit(config, gpu.usable_bytes)
         values |= {
             "gpu": gpu.name,
             "usable": gpu.usable_bytes,
-            "fits": fits,
+            "fits": free >= 0,
+            "free": free,
             "changes": [
                 {"flags": change.flags, "total": change.memory.total, "devices": change.config.mesh.devices}
                 for change in changes
             ],
         }
-        verdict = "it fits" if fits else "it does not fit"
+        verdict = "it fits" if free >= HEADROOM else "it may not fit" if free >= 0 else "it does not fit"
         rows["verdict"] = f"{verdict} into the {gpu.usable_bytes / GIB:.1f} GiB that are usable on {gpu.name}"
+        if 0 <= free < HEADROOM:
+            rows["verdict"] += f": {free:.1%} are left free, and the prediction may be off by {HEADROOM:.0%}"
         lines = [f"{change.flags}  →  {change.needs(config)}" for change in changes]
         if lines:
-            lines = ["what fits, cheapest first:", *(f"  {line}" for line in lines)]
-        elif not fits:
-            lines = ["no change of mesh or recomputation makes it fit"]
+            lines = [f"what fits and leaves {HEADROOM:.0%}, cheapest first:", *(f"  {line}" for line in lines)]
+        elif free < HEADROOM:
+            lines = [f"no change of mesh or recomputation makes it fit and leaves {HEADROOM:.0%}"]
     if figure is not None:
         from mjax.planner.memory_figure import draw_memory
 

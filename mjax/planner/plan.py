@@ -7,6 +7,7 @@ config has nothing of it (no schedule without a pipeline) or where it was not as
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,9 +21,9 @@ from mjax.hardware import Gpu, gpu_named
 from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration, default_calibration, read_calibration
 from mjax.planner.config_file import write_config
+from mjax.planner.rates import Rates
 from mjax.planner.search_command import SearchArguments, check_search, run_search
 from mjax.planner.section import Section, named_rows
-from mjax.planner.time import Rates
 from mjax.planner.time_section import time_section
 from mjax.validation import validate
 
@@ -33,6 +34,8 @@ class PlanArguments:
 
     config: str = "gpt_demo"
     """Name of a file in configs/, or a path to a .py file that defines `config`."""
+    run: Annotated[Path | None, tyro.conf.arg(aliases=["--resume"])] = None
+    """In place of a config: that of the run in this folder."""
     schedule_figure: Path | None = None
     """Draw the pipeline's schedule into this file: .png, .pdf or .svg."""
     memory_figure: Path | None = None
@@ -47,8 +50,11 @@ class PlanArguments:
     compile: bool = False
     """Compile the step ahead of time for --gpu, which need not be here: memory as XLA allocates it, collectives as it
     schedules them. Takes from half a minute to some minutes, and JAX's CUDA wheels (requirements-cuda.txt)."""
-    devices_per_node: int = 8
-    """GPUs of a server; with --compile."""
+    devices_per_node: int | None = None
+    """GPUs of a server, for the search, for times and for --compile; as the GPU comes when not given, mostly 8."""
+    network: float | None = None
+    """Gigabits a second, one way, of all network cards of a server together, such as 1600 for four of 400; as the GPU
+    comes when not given, in proportion to --devices-per-node."""
     save_program: Path | None = None
     """With --compile: write the step into this file, for a cluster to compile and for people to read."""
     search: Annotated[SearchArguments, tyro.conf.arg(name="")] = field(default_factory=SearchArguments)
@@ -70,11 +76,9 @@ def run_plan(arguments: PlanArguments) -> int:
         if (file := getattr(arguments, name)) is not None:
             _check_figure(f"--{name.replace('_', '-')}", file)
     check_search(arguments.search, arguments.gpu)
-    if not arguments.compile:
-        if arguments.save_program is not None:
-            raise UsageError("--save-program writes what --compile compiles; add --compile --gpu h100")
-        if arguments.devices_per_node != PlanArguments.devices_per_node:
-            raise UsageError("--devices-per-node is the server that --compile compiles for; add --compile --gpu h100")
+    if arguments.save_program is not None and not arguments.compile:
+        raise UsageError("--save-program writes what --compile compiles; add --compile --gpu h100")
+    _check_server(arguments)
     if arguments.gpu is not None:
         arguments = replace(arguments, gpu=gpu_named(arguments.gpu).name)  # it may be given as JAX calls the device
     about = ""
@@ -89,7 +93,7 @@ def run_plan(arguments: PlanArguments) -> int:
     if arguments.compile:
         from mjax.planner.compile_section import check_arguments
 
-        check_arguments(config, arguments.gpu, arguments.devices_per_node, arguments.save_program)
+        check_arguments(config, arguments.gpu, _per_server(arguments), arguments.save_program)
     _check_gpu(arguments)
     if arguments.search.write is not None:  # after all that can be refused
         write_config(config, arguments.search.write, about)
@@ -174,7 +178,7 @@ def _memory(arguments: PlanArguments) -> Section:
     """Bytes on each device, by kind."""
     from mjax.planner.memory_section import memory_section
 
-    gpu = None if arguments.gpu is None else gpu_named(arguments.gpu)
+    gpu = None if arguments.gpu is None else _gpu(arguments)
     return memory_section(arguments.settings, gpu, arguments.memory_figure)
 
 
@@ -208,7 +212,7 @@ def _compile(arguments: PlanArguments) -> Section | None:
         return None
     from mjax.planner.compile_section import compile_and_tell
 
-    return compile_and_tell(arguments.settings, arguments.gpu, arguments.devices_per_node, arguments.save_program)
+    return compile_and_tell(arguments.settings, arguments.gpu, _per_server(arguments), arguments.save_program)
 
 
 def _with_the_fastest(arguments: PlanArguments) -> tuple[PlanArguments, str]:
@@ -245,6 +249,19 @@ def _check_pipeline(arguments: PlanArguments) -> None:
         )
 
 
+def _check_server(arguments: PlanArguments) -> None:
+    for flag, value, more in (
+        ("--devices-per-node", arguments.devices_per_node, "at least 1"),
+        ("--network", arguments.network, "above 0"),
+    ):
+        if value is None:
+            continue
+        if arguments.gpu is None:
+            raise UsageError(f"{flag} {value:g} describes the server of a GPU; add --gpu, such as --gpu h100")
+        if not 0 < value < math.inf:
+            raise UsageError(f"{flag} is {value:g}; it must be {more}")
+
+
 def _check_gpu(arguments: PlanArguments) -> None:
     """Refuse before anything is computed what the sections would refuse after it."""
     file = arguments.calibration
@@ -261,7 +278,17 @@ def _predictions(arguments: PlanArguments) -> tuple[Gpu, Calibration]:
     """The GPU and its rates, checked."""
     file = arguments.calibration
     calibration = default_calibration() if file is None else read_calibration(file)
-    return gpu_named(arguments.gpu), calibration
+    return _gpu(arguments), calibration
+
+
+def _gpu(arguments: PlanArguments) -> Gpu:
+    """The GPU that was named, in the server that was described."""
+    return gpu_named(arguments.gpu).in_server(arguments.devices_per_node, arguments.network)
+
+
+def _per_server(arguments: PlanArguments) -> int:
+    """GPUs of a server; 8 where no GPU is named, which is refused elsewhere."""
+    return 8 if arguments.gpu is None else _gpu(arguments).gpus_per_node
 
 
 def _check_figure(flag: str, file: Path) -> None:

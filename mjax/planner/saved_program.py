@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import zipfile
 import zlib
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.config import Config
+from mjax.data.atomic import put
 from mjax.errors import UsageError, check_folder
 
 FORMAT = 1
@@ -106,7 +106,7 @@ def save_program(file: Path, config: Config, program, platform: str, facts: dict
             archive.writestr("manifest.json", json.dumps(manifest, indent=1))
             archive.writestr("step.stablehlo", bytes(exported.serialize()))
             archive.writestr("scheduled.hlo", scheduled)
-        os.replace(temporary, file)
+        put(temporary, file)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -2,7 +2,8 @@
 
 The form is that of figures 3 and 4 of arXiv 2104.04473: two tones for forward and backward, darker for a stage's first
 chunk and lighter for its later ones, the micro-batch's number in the box, grey where a stage is idle. Time is that of
-the lock-step table: a tick lasts as long on every stage, its forwards begin together and so do its backwards.
+the lock-step table: a tick lasts as long on every stage, its forwards begin together and so do its backwards. Where all
+of it would be a barcode, the middle of the steady state is left out (`schedule_cut.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from mjax.parallel.schedules import Schedule, Slots
+from mjax.planner.schedule_cut import Timeline, timeline
 
 # Okabe and Ito's palette: apart for every kind of colour vision, and of different lightness too.
 COLOURS = {"forward": "#0072B2", "backward": "#E69F00", "weight gradient": "#009E73"}
@@ -28,6 +30,7 @@ IDLE, INK, SOFT_INK = "#DCDCDC", "#222222", "#666666"
 
 DPI, POINT = 150, 150 / 72  # pixels in an inch, and in a point
 MARGINS = 132, 150, 195, 98  # pixels to the left, to the right, above and below the rows
+PHASES = 36  # pixels more above the rows, where phases are named
 SMALLEST_NUMBER = 6.0  # points; numbers that would have to be smaller are left out
 
 
@@ -42,20 +45,26 @@ def draw_schedule(
       forward, backward, weight: time of F, B and W of one micro-batch through one chunk, in any one unit.
     """
     times = [forward, backward, weight]
-    span = schedule.makespan(*times)
+    passes, lengths = _passes(schedule, times)
+    line_of_time = timeline(schedule, lengths, forward)
+    span = line_of_time.span
     unit = _pixels_of_a_forward(span / forward)
     row = int(np.clip(1350 / schedule.stages, 21, 72))
     width, height = unit * span / forward, row * schedule.stages  # pixels of all rows
     scale = max(1.0, width / 2100)  # letters grow with what is too wide for a screen
     left, right, top, bottom = (scale * margin for margin in MARGINS)
+    top += scale * PHASES * bool(line_of_time.phases)
     size = np.array([left + width + right, bottom + height + top])
 
     figure = Figure(figsize=size / DPI, dpi=DPI)
     rows = figure.add_axes((left / size[0], bottom / size[1], width / size[0], height / size[1]))
     rows.set(xlim=(0, span), ylim=(schedule.stages, 0), facecolor=IDLE)
-    for kind, slots, begin, time in _passes(schedule, times):
-        _draw_boxes(rows, schedule, kind, slots, begin, time, (unit * time / forward, row))
+    for kind, slots, offset, time in passes:
+        boxes = line_of_time.shown, line_of_time.begin + offset, time
+        _draw_boxes(rows, schedule, kind, slots, boxes, (unit * time / forward, row))
+    _draw_gaps(rows, line_of_time, scale)
     _label_rows(rows, schedule, row, scale)
+    _label_time(rows, line_of_time)
 
     def line(pixels_from_top: float, text: str, **style) -> None:
         figure.text(left / size[0], 1 - scale * pixels_from_top / size[1], text, va="center", **style)
@@ -109,21 +118,26 @@ def _kinds(schedule: Schedule) -> list[tuple[str, Slots]]:
     return [(kind, slots) for kind, slots in every if slots is not None]
 
 
-def _passes(schedule: Schedule, times: list[float]) -> list[tuple[str, Slots, np.ndarray, float]]:
-    """Each kind of pass with its slots, the time at which its boxes of every tick begin [ticks], and its duration."""
+def _passes(schedule: Schedule, times: list[float]) -> tuple[list[tuple[str, Slots, np.ndarray, float]], np.ndarray]:
+    """Each kind of pass with its slots, when in a tick its boxes begin [ticks], and its duration; the length of all
+    ticks [ticks]."""
     kinds = [(*kind, time) for kind, time in zip(_kinds(schedule), times, strict=False)]
     lengths = np.stack([slots.on.any(axis=1) * time for _, slots, time in kinds])  # [kinds, ticks]
     if schedule.exclusive:
         ticks, offsets = lengths.max(axis=0), np.zeros_like(lengths)
     else:
         ticks, offsets = lengths.sum(axis=0), lengths.cumsum(axis=0) - lengths
-    begin = ticks.cumsum() - ticks
-    return [(name, slots, begin + offset, time) for (name, slots, time), offset in zip(kinds, offsets, strict=True)]
+    return [(name, slots, offset, time) for (name, slots, time), offset in zip(kinds, offsets, strict=True)], ticks
 
 
-def _draw_boxes(rows: Axes, schedule: Schedule, kind: str, slots: Slots, begin: np.ndarray, time: float, box) -> None:
-    """All boxes of one kind, each `box` = (width, height) pixels large, with their numbers where those fit."""
-    ticks, stages = np.nonzero(slots.on)
+def _draw_boxes(rows: Axes, schedule: Schedule, kind: str, slots: Slots, boxes, box) -> None:
+    """The boxes of one kind, each `box` = (width, height) pixels large, with their numbers where those fit.
+
+    Args:
+      boxes: which ticks are shown [ticks], where the boxes of each begin [ticks], and how long they are.
+    """
+    shown, begin, time = boxes
+    ticks, stages = np.nonzero(slots.on * shown[:, None])
     shades = _shades(kind, schedule.chunks)
     left, chunks = begin[ticks], slots.chunk[ticks, stages]
     corners = [[left, stages], [left + time, stages], [left + time, stages + 1], [left, stages + 1]]
@@ -158,7 +172,6 @@ def _label_rows(rows: Axes, schedule: Schedule, row: int, scale: float) -> None:
     rows.set_yticks([stage + 0.5 for stage in shown], [f"stage {stage}" for stage in shown])
     rows.tick_params(axis="y", length=0, pad=7 * scale, labelsize=10 * scale, labelcolor=INK)
     rows.tick_params(axis="x", length=3, color=SOFT_INK, labelsize=9 * scale, labelcolor=SOFT_INK)
-    rows.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     together = "each tick" if schedule.exclusive else "a tick's forwards, and its backwards,"
     unit = "forward passes" if schedule.chunks == 1 else "forward passes of one chunk"
     rows.set_xlabel(f"time, in {unit}; stages begin {together} together", size=9 * scale, color=SOFT_INK, loc="left")
@@ -169,6 +182,36 @@ def _label_rows(rows: Axes, schedule: Schedule, row: int, scale: float) -> None:
         for stage in shown:
             held = str(schedule.in_flight(stage))
             rows.annotate(held, (1, stage + 0.52), (8, 0), size=10 * scale, color=INK, va="center", **beside)
+
+
+def _draw_gaps(rows: Axes, time: Timeline, scale: float) -> None:
+    """White where ticks are left out, with their number, and the names of the phases above."""
+    stages, above = rows.get_ylim()[0], {"xycoords": ("data", "axes fraction"), "annotation_clip": False}
+    for begin, end, ticks in time.gaps:
+        rows.axvspan(begin, end, color="white", zorder=3)
+        text = f"{ticks:,} more ticks like these"
+        middle, size = ((begin + end) / 2, stages / 2), 9.5 * scale
+        rows.text(*middle, text, size=size, color=INK, rotation=90, ha="center", va="center", zorder=4, clip_on=False)
+    for name, begin, end in time.phases:
+        rows.annotate(
+            "", (begin, 1), (end, 1), xycoords=above["xycoords"], textcoords=above["xycoords"], annotation_clip=False,
+            arrowprops={"arrowstyle": "|-|, widthA=0.25, widthB=0.25", "color": SOFT_INK, "shrinkA": 1, "shrinkB": 1},
+        )  # fmt: skip
+        words = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
+        rows.annotate(name, ((begin + end) / 2, 1), (0, 5 * scale), size=9.5 * scale, color=INK, **words, **above)
+
+
+def _label_time(rows: Axes, time: Timeline) -> None:
+    """Numbers of the time that it is, on both sides of a gap."""
+    marks = {}
+    edges = [0.0, *(edge for begin, end, _ in time.gaps for edge in (begin, end)), time.span]
+    for begin, end in zip(edges[::2], edges[1::2], strict=True):
+        tick = int(np.searchsorted(time.begin, begin + 1e-9, side="right")) - 1
+        later = time.start[tick] - time.begin[tick]
+        count = max(2, round(12 * (end - begin) / time.span))
+        values = MaxNLocator(count, integer=True).tick_values(begin + later, end + later)
+        marks |= {value - later: f"{value:g}" for value in values if begin <= value - later <= end}
+    rows.set_xticks(list(marks), list(marks.values()))
 
 
 def _draw_legend(figure: Figure, schedule: Schedule, left_center: tuple[float, float], scale: float) -> None:

@@ -1,10 +1,12 @@
 """The planner's search: which mesh, micro-batch and recomputation run a config fastest on so many GPUs.
 
 Every candidate of `space.py` is asked for its memory; what does not fit is dropped, and what fits is asked for its time
-and ranked by it. There is no rule about what goes where: that `model` stays within a server and `pipe` goes across
-(arXiv 2104.04473, section 5) has to come out of the model of time, and does.
+and ranked by that of the whole run: where the batch grows, its small batches count too. There is no rule about what
+goes where: that `model` stays within a server and `pipe` goes across (arXiv 2104.04473, section 5) has to come out of
+the model of time, and does.
 
-Predictions are off by a few percent, so two of them that agree in four digits are a tie, and the simpler one wins.
+Predictions are off by a few percent. So two times that agree in four digits are a tie, and the simpler one wins; and
+what leaves less than HEADROOM of the memory free is ranked only where nothing leaves more.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mjax.config import Config
+from mjax.planner.memory import HEADROOM, free_share
 from mjax.planner.space import RECOMPUTE, SCHEDULES, SEARCHED, candidates
 
 if TYPE_CHECKING:
@@ -40,19 +43,30 @@ class Found:
     Attributes:
       devices: how many the candidates use.
       capacity: bytes that a device has for the program.
-      ranked: all that fit, the fastest first.
+      roomy: all that fit and leave HEADROOM of that free, the fastest first.
+      tight: those that fit and leave less, the fastest first.
       too_big: those that do not fit, with their bytes.
     """
 
     devices: int
     capacity: float
-    ranked: list[Candidate]
+    roomy: list[Candidate]
+    tight: list[Candidate]
     too_big: list[tuple[Config, float]]
+
+    @property
+    def ranked(self) -> list[Candidate]:
+        """The candidates to choose from, the fastest first."""
+        return self.roomy or self.tight
 
     @property
     def tried(self) -> int:
         """How many candidates there were."""
-        return len(self.ranked) + len(self.too_big)
+        return len(self.roomy) + len(self.tight) + len(self.too_big)
+
+    def free(self, candidate: Candidate) -> float:
+        """The fraction of the memory that a candidate leaves free."""
+        return free_share(candidate.memory.total, self.capacity)
 
 
 def search(
@@ -70,25 +84,25 @@ def search(
       config: valid but for its mesh, its micro-batch and its recomputation (`search_limits.check_searchable`).
       devices: how many there are.
       memory_of: bytes of a config on its busiest device.
-      time_of: seconds of its step; asked for what fits only.
+      time_of: seconds of its step, and of those of the run in the mean; asked for what fits only.
       capacity: bytes that a device has for the program.
       keep: those of `space.SEARCHED` that stay as they are in `config`.
       progress: hands the candidates on one after the other, and may show how far it is.
     """
-    ranked, too_big = [], []
+    roomy, tight, too_big = [], [], []
     for candidate in progress(list(candidates(config, devices, keep))):
         memory = memory_of(candidate)
         if memory.total > capacity:
             too_big.append((candidate, memory.total))
-        else:
-            ranked.append(Candidate(candidate, memory, time_of(candidate)))
-    ranked.sort(key=rank)
-    return Found(devices, capacity, ranked, too_big)
+            continue
+        fitting = roomy if free_share(memory.total, capacity) >= HEADROOM else tight
+        fitting.append(Candidate(candidate, memory, time_of(candidate)))
+    return Found(devices, capacity, sorted(roomy, key=rank), sorted(tight, key=rank), too_big)
 
 
 def rank(candidate: Candidate) -> tuple:
-    """What candidates are sorted by: seconds to four digits, then how much there is of each thing."""
-    return float(f"{candidate.time.total:.4g}"), complexity(candidate.config)
+    """What candidates are sorted by: seconds of the run to four digits, then how much there is of each thing."""
+    return float(f"{candidate.time.mean:.4g}"), complexity(candidate.config)
 
 
 def complexity(config: Config) -> tuple[int, ...]:
@@ -110,8 +124,8 @@ class Alternative:
       field: dotted name, one of `space.SEARCHED`.
       best: its value in the best candidate.
       value: its value here.
-      candidate: what it is, or None where everything with another value is too big.
-      least: bytes of the smallest of those, where all are too big.
+      candidate: what it is, or None where everything with another value is too big, or leaves too little free.
+      least: bytes of the smallest of those, where there is no candidate.
     """
 
     field: str
@@ -145,9 +159,10 @@ def alternatives(found: Found) -> list[Alternative]:
         if other is not None:
             listed.append(Alternative(name, value, value_of(other.config, name), other, None))
             continue
-        big = [(size, value_of(each, name)) for each, size in found.too_big if value_of(each, name) != value]
-        if big:
-            least, instead = min(big, key=lambda pair: pair[0])
+        others = [(each.config, each.memory.total) for each in found.tight] if found.roomy else []
+        sizes = [(size, value_of(each, name)) for each, size in others + found.too_big if value_of(each, name) != value]
+        if sizes:
+            least, instead = min(sizes, key=lambda pair: pair[0])
             listed.append(Alternative(name, value, instead, None, least))
     return listed
 

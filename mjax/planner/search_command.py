@@ -17,13 +17,14 @@ from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration
 from mjax.planner.config_file import WIDTH, check_new
 from mjax.planner.memory import predict_memory
+from mjax.planner.narrowed import narrowed
 from mjax.planner.search import Found, describe, search
 from mjax.planner.search_limits import check_searchable, refuse_too_big
-from mjax.planner.search_report import Question, cost, report
+from mjax.planner.search_report import Question, cost, report, tight_warning
 from mjax.planner.section import Section
 from mjax.planner.target_batch import with_batch
 from mjax.planner.time import predict_time
-from mjax.planner.time_section import run_time, run_tokens
+from mjax.planner.time_section import run_tokens
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,10 @@ def run_search(
     seconds = time.perf_counter() - began
     refuse_too_big(found, config, name, gpu.name, memory_of, gpu.gpus_per_node, keep)
 
-    run_of = partial(run_time, gpu=gpu, calibration=calibration)
-    question = Question(name, config, gpu.name, arguments.price, arguments.top, time_of, run_of, kernel_of)
+    question = Question(name, config, gpu, arguments.price, arguments.top, time_of, kernel_of)
     best, file = found.ranked[0].config, arguments.write
-    return best, report(found, question, seconds, None if file is None else str(file)), _about(found, question)
+    less = narrowed(found, config, memory_of, time_of, keep)
+    return best, report(found, question, seconds, None if file is None else str(file), less), _about(found, question)
 
 
 def _showing(every: list[Config]) -> Iterator[Config]:
@@ -124,19 +125,23 @@ def _showing(every: list[Config]) -> Iterator[Config]:
 def _about(found: Found, question: Question) -> str:
     """Docstring of the written config: what it is and how it was chosen."""
     best, config = found.ranked[0], question.config
-    spent = cost(best.config, found.devices, question)
+    spent = cost(best, found.devices, question)
     mfu = "" if best.time.mfu is None else f", {best.time.mfu:.1%} MFU"
     rows = {
         "parameters": f"{config.model.parameters:,}",
-        "hardware": f"{found.devices:,} × {question.gpu}: {describe(best.config)}",
+        "hardware": f"{found.devices:,} × {question.hardware}: {describe(best.config)}",
         "predicted": f"{best.time.total:.3g} s a step (±{best.time.error:.0%}), {best.time.model_tflops:.0f} model "
         f"TFLOP/s a GPU{mfu}; {best.memory.total / GIB:.1f} of {found.capacity / GIB:.1f} GiB a GPU",
         "cost": f"{run_tokens(config):,} tokens in {spent.days:.3g} days, {spent.gpu_hours:,.0f} GPU-hours",
         "chosen": f"by `mjax plan`: the fastest of {len(found.ranked):,} ways that fit, of {found.tried:,} to run "
         f"{question.name} at a global batch of {config.train.global_batch:,}; model and learning rate are its own",
     }
+    if warning := tight_warning(found):
+        rows["memory"] = warning
     lines = [
         textwrap.fill(text, WIDTH, initial_indent=f"{name:<13}", subsequent_indent=" " * 13)
         for name, text in rows.items()
     ]
-    return f"{question.name} for {found.devices:,} × {question.gpu}, as the planner found it.\n\n" + "\n".join(lines)
+    return f"{question.name} for {found.devices:,} × {question.hardware}, as the planner found it.\n\n" + "\n".join(
+        lines
+    )

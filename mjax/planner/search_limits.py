@@ -12,8 +12,9 @@ from typing import Any
 from mjax.config import Config, MeshConfig
 from mjax.errors import UsageError
 from mjax.hardware import GIB
+from mjax.planner.memory import HEADROOM, free_share
 from mjax.planner.search import Found, MemoryOf, describe
-from mjax.planner.space import batch_unit, candidates, check_kept
+from mjax.planner.space import batch_unit, candidates, check_kept, divisors
 from mjax.validation import validate
 
 LARGEST = 16_384
@@ -31,9 +32,11 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
         raise UsageError(f"--devices is {devices}; it must be at least 1")
     if devices > gpus_per_node and devices % gpus_per_node:
         below = devices // gpus_per_node * gpus_per_node
+        smaller = [n for n in divisors(devices) if 1 < n < gpus_per_node]
+        servers = f", or --devices-per-node {smaller[-1]} for servers of {smaller[-1]}" if smaller else ""
         raise UsageError(
-            f"--devices {devices} is no whole number of nodes of {gpus_per_node} GPUs; "
-            f"use {below} or {below + gpus_per_node}"
+            f"--devices {devices} is not a multiple of the {gpus_per_node} GPUs of a server; "
+            f"use {below} or {below + gpus_per_node}{servers}"
         )
     validate(_on_one_device(config))
     if not any(candidates(config, devices, keep)):
@@ -74,7 +77,7 @@ def enough_devices(
     gpus_per_node: int,
     keep: Collection[str] = (),
 ) -> int | None:
-    """The fewest GPUs above `devices` on which a thrifty candidate fits, or None where none was found.
+    """The fewest GPUs above `devices` on which a thrifty candidate leaves HEADROOM free, or None where none was found.
 
     Only candidates with one sequence in a micro-batch, full recomputation and one chunk are tried: those that take
     least. So the answer is enough; that fewer would not do is likely, not certain.
@@ -85,7 +88,8 @@ def enough_devices(
     free = {name: value for name, value in thrifty.items() if name not in keep}
     small = with_values(config, free)
     for count in _counts_above(max(devices, int(needed) - 1), gpus_per_node):
-        if any(memory_of(each).total <= capacity for each in candidates(small, count, {*keep, *free})):
+        needs = (memory_of(each).total for each in candidates(small, count, {*keep, *free}))
+        if any(free_share(each, capacity) >= HEADROOM for each in needs):
             return count
     return None
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mjax.config import Config
-from mjax.hardware import GIB
+from mjax.hardware import GIB, Gpu, gpu_named
+from mjax.planner.memory import HEADROOM
+from mjax.planner.narrowed import Narrowed
 from mjax.planner.search import Alternative, Candidate, Found, TimeOf, alternatives, describe, value_of, word
 from mjax.planner.section import Section, table
 from mjax.planner.space import SEARCHED
 from mjax.planner.time_section import run_tokens
-
-# With less of the memory free than this, the error of the prediction decides whether it fits.
-TIGHT = 0.05
 
 
 @dataclass(frozen=True)
@@ -25,25 +24,31 @@ class Question:
     Attributes:
       name: of the config.
       config: as it was given, with its own mesh.
-      gpu: name of the GPU.
+      gpu: the GPU and its server.
       price: of a GPU for an hour, or None.
       top: candidates to show.
       time_of: seconds of a step.
-      run_of: seconds of all steps.
       kernel_of: the attention kernel of a config on the GPU.
     """
 
     name: str
     config: Config
-    gpu: str
+    gpu: Gpu
     price: float | None
     top: int
     time_of: TimeOf
-    run_of: Callable[[Config], float]
     kernel_of: Callable[[Config], str]
 
+    @property
+    def hardware(self) -> str:
+        """The GPU, and its server where it is not the usual one."""
+        usual = gpu_named(self.gpu.name).gpus_per_node
+        return self.gpu.name + (f", {self.gpu.gpus_per_node} a server" * (self.gpu.gpus_per_node != usual))
 
-def report(found: Found, question: Question, seconds: float, written: str | None = None) -> Section:
+
+def report(
+    found: Found, question: Question, seconds: float, written: str | None = None, narrowed: Narrowed | None = None
+) -> Section:
     """The section `search` of a plan.
 
     Args:
@@ -51,35 +56,42 @@ def report(found: Found, question: Question, seconds: float, written: str | None
       question: what was asked.
       seconds: how long the search took.
       written: the file that the best was written into.
+      narrowed: what a batch that grows has left out.
     """
     shown = found.ranked[: question.top]
-    costs = [cost(each.config, found.devices, question) for each in shown]
+    costs = [cost(each, found.devices, question) for each in shown]
     others = alternatives(found)
     return Section(
-        title=f"Search: {question.name} on {found.devices:,} × {question.gpu}",
+        title=f"Search: {question.name} on {found.devices:,} × {question.hardware}",
         values={
-            "gpu": question.gpu,
+            "gpu": question.gpu.name,
+            "devices_per_node": question.gpu.gpus_per_node,
+            "network_bytes_per_second": question.gpu.network_bandwidth_per_node,
             "devices": found.devices,
             "global_batch": question.config.train.global_batch,
             "tokens": run_tokens(question.config),
             "usable_bytes": found.capacity,
             "tried": found.tried,
             "too_big": len(found.too_big),
+            "tight": len(found.tight),
             "seconds": seconds,
             "best": [_values(*each) for each in zip(shown, costs, strict=True)],
             "alternatives": [_alternative_values(each) for each in others],
             "own": _own_values(found, question.config),
+            "narrowed": None if narrowed is None else narrowed.values(),
             "written": written,
         },
         lines=[
             f"{found.tried:,} ways to run it: {len(found.too_big):,} are too big for {found.capacity / GIB:.1f} GiB, "
-            f"{len(found.ranked):,} fit ({seconds:.1f} s)",
+            f"{len(found.tight):,} leave less than {HEADROOM:.0%} of it free, {len(found.roomy):,} fit "
+            f"({seconds:.1f} s)",
             "",
             *_table(found, shown, costs, question.price),
             "",
             *_reasons(found, others),
             "",
             *_remarks(found, question, costs[0]),
+            *([] if narrowed is None else [narrowed.sentence]),
             *([f"written to {written}"] if written else []),
         ],
     )
@@ -97,9 +109,9 @@ class Cost:
     money: float | None
 
 
-def cost(config: Config, devices: int, question: Question) -> Cost:
-    """What all steps of a config cost."""
-    hours = question.run_of(config) / 3600
+def cost(candidate: Candidate, devices: int, question: Question) -> Cost:
+    """What all steps of a candidate cost."""
+    hours = candidate.time.mean * candidate.config.train.steps / 3600
     return Cost(hours / 24, hours * devices, None if question.price is None else hours * devices * question.price)
 
 
@@ -117,21 +129,21 @@ def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float
             [
                 number, mesh.pipe, mesh.data, mesh.model, f"{mesh.schedule}{chunks}" if mesh.pipe > 1 else "-",
                 train.micro_batch, train.recompute, "yes" if mesh.sequence_parallel else "-", mesh.zero or "-",
-                f"{time.total:.3g}", f"{time.model_tflops:.0f}", "-" if time.mfu is None else f"{time.mfu:.1%}",
+                f"{time.mean:.3g}", f"{time.model_tflops:.0f}", "-" if time.mfu is None else f"{time.mfu:.1%}",
                 f"{candidate.memory.total / GIB:.1f}", f"{spent.days:.3g}", f"{spent.gpu_hours:,.0f}",
-                *([f"{spent.money:,.0f}"] if price else []), held_back_by(candidate, found.capacity),
+                *([f"{spent.money:,.0f}"] if price else []), held_back_by(candidate, found),
             ]
         )  # fmt: skip
     return table(header, rows)
 
 
-def held_back_by(candidate: Candidate, capacity: float) -> str:
-    """What takes the most time beside the matrix products, and the memory where little is left of it."""
+def held_back_by(candidate: Candidate, found: Found) -> str:
+    """What takes the most time beside the matrix products, and the memory where too little is left of it."""
     parts = {name: seconds for name, seconds in candidate.time.parts.items() if name != "matmul"}
     largest = sorted(parts, key=parts.__getitem__, reverse=True)[:2]
     words = [f"{name} {parts[name] / candidate.time.total:.0%}" for name in largest if parts[name] > 0]
-    free = 1 - candidate.memory.total / capacity
-    return ", ".join([*words, *([f"memory, {free:.0%} free"] if free < TIGHT else [])])
+    free = found.free(candidate)
+    return ", ".join([*words, *([f"memory, {free:.1%} free"] if free < HEADROOM else [])])
 
 
 def _reasons(found: Found, others: list[Alternative]) -> list[str]:
@@ -142,24 +154,30 @@ def _reasons(found: Found, others: list[Alternative]) -> list[str]:
     rows = []
     for other in others:
         if other.candidate is None:
-            verdict = f"nothing fits: {other.least / GIB:.1f} GiB at least"
+            what = "nothing fits" if other.least > found.capacity else f"nothing leaves {HEADROOM:.0%} free"
+            verdict = f"{what}: {other.least / GIB:.1f} GiB at least"
         else:
-            percent = other.candidate.time.total / best.time.total - 1
-            verdict = f"{other.candidate.time.total:.3g} s, {percent:+.1%}"
+            verdict = _beside(other.candidate, best)
         with_it = ", ".join(other.others(best.config))
         rows.append([other.field, word(other.best), word(other.value), verdict, with_it])
     return lines + table(["what a choice is worth", "best", "else", "the fastest so", "which also has"], rows, left=5)
 
 
+def _beside(candidate: Candidate, best: Candidate) -> str:
+    """The seconds of a step of a candidate, and how many more they are than the best one's."""
+    return f"{candidate.time.mean:.3g} s, {candidate.time.mean / best.time.mean - 1:+.1%}"
+
+
 def faster_by(first: Candidate, second: Candidate) -> str:
     """Where the second of two candidates takes more time, and where less."""
-    change = second.time.total - first.time.total
-    if abs(change) < 1e-4 * first.time.total:
+    change = second.time.mean - first.time.mean
+    if abs(change) < 1e-4 * first.time.mean:
         return "the same time to four digits; the simpler one comes first"
     parts = {name: second.time.parts[name] - seconds for name, seconds in first.time.parts.items()}
     largest = sorted(parts, key=lambda name: -abs(parts[name]))[:3]
     words = [f"{name} {1e3 * parts[name]:+,.1f} ms" for name in largest if abs(parts[name]) > 0.05 * abs(change)]
-    return f"2 takes {1e3 * change:,.1f} ms more ({', '.join(words)})"
+    where = "" if first.time.mean == first.time.total else "at the whole batch: "
+    return f"2 takes {1e3 * change:,.1f} ms more ({where}{', '.join(words)})"
 
 
 def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
@@ -170,12 +188,20 @@ def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
         f"{spent.gpu_hours:,.0f} GPU-hours{money}; the prediction is good to ±{best.time.error:.0%}",
         *best.time.caveats,
     ]
+    if best.time.mean != best.time.total:
+        lines.append(
+            f"s/step is the mean of the run, whose batch grows; at the whole batch, of {config.train.global_batch:,}, "
+            f"the best takes {best.time.total:.3g} s"
+        )
     if config.mesh.devices == found.devices:
         lines.append(f"the config's own mesh, {describe(config)}: {_own_verdict(found, config)}")
-    free = 1 - best.memory.total / found.capacity
-    if free < TIGHT:
+    if warning := tight_warning(found):
+        lines.append(warning)
+    elif found.tight and found.tight[0].time.mean < best.time.mean:
+        fast = found.tight[0]
         lines.append(
-            f"the best leaves {free:.1%} of the memory free, less than the prediction may be off; {_roomier(found)}"
+            f"not ranked, because it leaves {found.free(fast):.1%} of the memory free and the prediction may be off by "
+            f"{HEADROOM:.0%}: {describe(fast.config)}, {_beside(fast, best)}"
         )
     without = replace(best.config, model=replace(best.config.model, attention_dropout=0.0))
     if question.kernel_of(best.config) != question.kernel_of(without):
@@ -188,20 +214,23 @@ def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
     return lines
 
 
-def _roomier(found: Found) -> str:
-    """The fastest candidate that leaves memory free."""
-    for rank, each in enumerate(found.ranked, 1):
-        if each.memory.total <= (1 - TIGHT) * found.capacity:
-            seconds = each.time.total
-            return f"the fastest that leaves {TIGHT:.0%} is {rank:,}, {describe(each.config)}, {seconds:.3g} s"
-    return f"none leaves {TIGHT:.0%}"
+def tight_warning(found: Found) -> str:
+    """What there is to say where nothing leaves enough of the memory free; else an empty text."""
+    if found.roomy:
+        return ""
+    return (
+        f"warning: no way to run it leaves {HEADROOM:.0%} of the memory free, by which the prediction may be off; the "
+        f"best leaves {found.free(found.ranked[0]):.1%} and may not fit"
+    )
 
 
 def _own_verdict(found: Found, config: Config) -> str:
-    rank = _own_rank(found, config)
+    best, rank = found.ranked[0], _own_rank(found, config)
     if rank is not None:
-        own, best = found.ranked[rank - 1], found.ranked[0]
-        return f"{own.time.total:.3g} s, {own.time.total / best.time.total - 1:+.1%}, rank {rank:,}"
+        return f"{_beside(found.ranked[rank - 1], best)}, rank {rank:,}"
+    tight = next((each for each in found.tight if each.config == config), None)
+    if tight is not None:
+        return f"{_beside(tight, best)}, not ranked: it leaves {found.free(tight):.1%} of the memory free"
     size = next((size for each, size in found.too_big if each == config), None)
     return "is not among those that were tried" if size is None else f"{size / GIB:.1f} GiB, which is too big"
 
@@ -219,7 +248,8 @@ def _values(candidate: Candidate, spent: Cost) -> dict[str, Any]:
     time, memory = candidate.time, candidate.memory
     return {
         **settings(candidate.config),
-        "seconds": time.total,
+        "seconds": time.mean,
+        "seconds_at_global_batch": time.total,
         "error": time.error,
         "parts": time.parts,
         "model_tflops": time.model_tflops,
@@ -234,7 +264,7 @@ def _alternative_values(other: Alternative) -> dict[str, Any]:
         "field": other.field,
         "best": other.best,
         "else": other.value,
-        "seconds": None if other.candidate is None else other.candidate.time.total,
+        "seconds": None if other.candidate is None else other.candidate.time.mean,
         "settings": None if other.candidate is None else settings(other.candidate.config),
         "bytes": other.least if other.candidate is None else other.candidate.memory.total,
     }
@@ -242,7 +272,7 @@ def _alternative_values(other: Alternative) -> dict[str, Any]:
 
 def _own_values(found: Found, config: Config) -> dict[str, Any] | None:
     rank = _own_rank(found, config)
-    return None if rank is None else {"rank": rank, "seconds": found.ranked[rank - 1].time.total}
+    return None if rank is None else {"rank": rank, "seconds": found.ranked[rank - 1].time.mean}
 
 
 def settings(config: Config) -> dict[str, Any]:

@@ -26,16 +26,16 @@ The pieces are those of arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198,
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-from mjax.config import Config
-from mjax.errors import UsageError, either
+from mjax.batch_size import BatchSizes
+from mjax.config import Config, MeshConfig
 from mjax.hardware import Gpu
 from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration, Software, default_calibration
 from mjax.planner.memory import WIDTHS
+from mjax.planner.rates import Rates
 from mjax.planner.weights import held_by
 from mjax.training.flops import model_flops
 
@@ -60,6 +60,7 @@ class StepTime:
       model_tflops: TFLOP/s of one GPU, as `model_flops` counts (nothing recomputed, attention whole).
       mfu: those over the peak.
       error: relative error bar of `total`.
+      mean: seconds of a step, the mean of the run: less than `total` where the batch grows.
       caveats: what of this run lies outside what the calibration was fitted on.
     """
 
@@ -75,6 +76,7 @@ class StepTime:
     model_tflops: float
     mfu: float
     error: float
+    mean: float
     caveats: tuple[str, ...] = ()
 
     @property
@@ -102,45 +104,51 @@ def predict_time(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     calibration = calibration or default_calibration()
     rates = Rates(gpu, calibration, config.precision.compute)
     step = _Step(config, rates)
-    mesh, m = config.mesh, config.micro_batches
-    layers = config.model.layers // mesh.pipe  # of a stage
-    passes = [step.forward(), step.backward_inputs(), step.backward_weights()]
-    seconds = {part: m * layers * sum(p.get(part, 0.0) for p in passes) for part in PARTS}
-    seconds["head"] += m * step.head()
-    seconds["model"] += m * step.head_sums()
-    seconds["data"] += step.sums_over_data()
-    seconds["optimizer"] += step.optimizer()
-    if mesh.pipe > 1:
-        message = step.message()
-        seconds["pipe"] += 2 * m * mesh.chunks * message  # one activation and one gradient
-        f, b, w = (layers / mesh.chunks * sum(p.values()) for p in passes)
-        seconds["bubble"] += _bubble(config, f, b, w) + _empty_messages(config, calibration.software) * message
+    seconds = step.seconds(config.micro_batches)
     total = sum(seconds.values())
-    tflops = model_flops(config) / total / mesh.devices / 1e12
+    tflops = model_flops(config) / total / config.mesh.devices / 1e12
     error, caveats = calibration.error_of(config, gpu)
-    return StepTime(**seconds, model_tflops=tflops, mfu=tflops * 1e12 / rates.peak, error=error, caveats=caveats)
+    return StepTime(
+        **seconds,
+        model_tflops=tflops,
+        mfu=tflops * 1e12 / rates.peak,
+        error=error,
+        mean=_mean(config, step, total),
+        caveats=caveats,
+    )
 
 
-def _bubble(config: Config, forward: float, inputs: float, weights: float) -> float:
-    """Seconds of a step in which the last stage waits, beyond the work of all micro-batches.
+def _mean(config: Config, step: _Step, total: float) -> float:
+    """Seconds of a step, the mean of the run; `total` is that of a step with the global batch."""
+    train, steps = config.train, config.train.steps
+    if (train.batch_rampup is None and train.batch_schedule is None) or steps < 1:
+        return total
+    seconds, sequences = 0.0, config.mesh.data * train.micro_batch
+    for count, size in BatchSizes.of(config).stretches(steps):
+        each = total if size == train.global_batch else sum(step.seconds(size // sequences).values())
+        seconds += count * each
+    return seconds / steps
+
+
+def _bubble(mesh: MeshConfig, m: int, forward: float, inputs: float, weights: float) -> float:
+    """Seconds of a step of `m` micro-batches in which the last stage waits, beyond their work.
 
     Closed forms of `Schedule.makespan`, since a table of thousands of micro-batches takes longer than a search has.
 
     Args:
+      mesh, m: the pipeline.
       forward, inputs, weights: seconds of F, and of the halves of a backward pass, of one chunk.
     """
-    mesh, m = config.mesh, config.micro_batches
     fill = mesh.pipe - 1
     if mesh.schedule != "zb-h1":
         return fill * (forward + inputs + weights)
     # A tick holds one operation on each stage and lasts as long as the longest of them.
     work = m * mesh.chunks
-    return _ticks(config) * max(forward, inputs, weights) - work * (forward + inputs + weights)
+    return _ticks(mesh, m) * max(forward, inputs, weights) - work * (forward + inputs + weights)
 
 
-def _ticks(config: Config) -> int:
-    """Length of the schedule's table."""
-    mesh, m = config.mesh, config.micro_batches
+def _ticks(mesh: MeshConfig, m: int) -> int:
+    """Length of the schedule's table for `m` micro-batches."""
     work, stages = m * mesh.chunks, mesh.pipe
     if mesh.schedule == "zb-h1":
         return 3 * work + stages - 1 + max(0, stages - m)
@@ -149,88 +157,11 @@ def _ticks(config: Config) -> int:
     return work + stages * mesh.chunks + stages - 2
 
 
-def _empty_messages(config: Config, software: Software) -> int:
+def _empty_messages(mesh: MeshConfig, m: int, software: Software) -> int:
     """Messages beyond two for each micro-batch and chunk: two for each stage to fill, or those of all ticks."""
-    work = config.micro_batches * config.mesh.chunks
     if software.sends_every_tick:
-        return 2 * (_ticks(config) - work)
-    return 2 * (config.mesh.pipe - 1)
-
-
-@dataclass(frozen=True)
-class Rates:
-    """How long a GPU takes for a kernel or a collective: the data sheet times the calibration. Seconds, bytes, FLOPs.
-
-    Attributes:
-      gpu, calibration: what it is made of.
-      compute: type of the products.
-      peak: FLOP/s.
-    """
-
-    gpu: Gpu
-    calibration: Calibration
-    compute: str
-    peak: float = field(init=False)
-
-    def __post_init__(self):
-        peak = self.gpu.peak(self.compute)
-        if peak is None:
-            known = either(self.gpu.peak_tflops)
-            raise UsageError(
-                f"no {self.compute} peak is known for {self.gpu.name}, so its time cannot be predicted; "
-                f"use --precision.compute {known}, or add the peak in mjax/hardware.py"
-            )
-        object.__setattr__(self, "peak", peak)
-
-    def product(self, m: float, n: float, k: float, batch: float = 1.0) -> float:
-        """[m, k] × [k, n], `batch` times in one kernel."""
-        half = self.calibration.half
-        rate = self.peak * self.calibration.matmul * (m / (m + half)) * (n / (n + half)) * (k / (k + half))
-        moved = batch * WIDTHS[self.compute] * (m * k + k * n + m * n)
-        return max(2 * batch * m * n * k / rate, self._bytes(moved)) + self.calibration.launch
-
-    def flash(self, flops: float) -> float:
-        """A kernel of flash attention."""
-        return flops / (self.peak * self.calibration.attention) + self.calibration.launch
-
-    def traffic(self, moved: float, kernels: float = 1) -> float:
-        """Memory-bound kernels that read and write `moved` bytes together."""
-        return self._bytes(moved) + kernels * self.calibration.launch
-
-    def gather(self, ranks: int, stride: int, whole: float) -> float:
-        """All-gather or reduce-scatter of `whole` bytes on a ring of `ranks` devices, `stride` apart."""
-        if ranks == 1:
-            return 0.0
-        bandwidth, latency = self._link(ranks, stride)
-        sent = (ranks - 1) / ranks * whole
-        return sent / bandwidth + latency * math.log2(ranks) + self.calibration.collective
-
-    def sum(self, ranks: int, stride: int, whole: float) -> float:
-        """All-reduce of `whole` bytes: a reduce-scatter and an all-gather in one kernel."""
-        if ranks == 1:
-            return 0.0
-        return 2 * self.gather(ranks, stride, whole) - self.calibration.collective
-
-    def send(self, ranks: int, stride: int, sent: float) -> float:
-        """Every device sends `sent` bytes to the one `stride` away, on an axis of `ranks`."""
-        bandwidth, latency = self._link(ranks, stride)
-        return sent / bandwidth + latency + self.calibration.collective
-
-    def _bytes(self, moved: float) -> float:
-        return moved / (self.gpu.memory_bandwidth * self.calibration.memory)
-
-    def _link(self, ranks: int, stride: int) -> tuple[float, float]:
-        """Bytes a second and latency of the slowest link of a ring.
-
-        A ring that leaves its server does so once in each direction, and `stride` rings lie side by side in a server:
-        they share its network cards.
-        """
-        gpu, inside = self.gpu, self.gpu.node_bandwidth * self.calibration.node
-        if ranks * stride <= gpu.gpus_per_node:
-            return inside, gpu.node_latency
-        rings = min(stride, gpu.gpus_per_node)
-        network = gpu.network_bandwidth_per_node * self.calibration.network / rings
-        return min(inside, network), gpu.network_latency
+        return 2 * (_ticks(mesh, m) - m * mesh.chunks)
+    return 2 * (mesh.pipe - 1)
 
 
 class _Step:
@@ -248,6 +179,42 @@ class _Step:
         self.products = ((3 * h / p, h), (h, h / p), (f / p, h), (h, f / p))  # (n, k) of QKV, projection, up, down
         self.held = held_by(model, mesh)
         self.layer_weights = self.held.layers * mesh.pipe / model.layers  # of one layer
+        self.layers = model.layers // mesh.pipe  # of a stage
+
+    def seconds(self, m: int) -> dict[str, float]:
+        """The parts of a step of `m` micro-batches on each replica."""
+        mesh = self.config.mesh
+        seconds = {part: m * each for part, each in self._micro_batch.items()}
+        seconds["data"] += self._sums_over_data
+        seconds["optimizer"] += self.optimizer(m)
+        if mesh.pipe > 1:
+            forward, inputs, weights = (self.layers / mesh.chunks * sum(p.values()) for p in self._passes)
+            empty = _empty_messages(mesh, m, self.software) * self._message
+            seconds["bubble"] += _bubble(mesh, m, forward, inputs, weights) + empty
+        return seconds
+
+    @cached_property
+    def _passes(self) -> list[dict[str, float]]:
+        return [self.forward(), self.backward_inputs(), self.backward_weights()]
+
+    @cached_property
+    def _micro_batch(self) -> dict[str, float]:
+        """What each micro-batch adds to a step, by part."""
+        mesh = self.config.mesh
+        seconds = {part: self.layers * sum(p.get(part, 0.0) for p in self._passes) for part in PARTS}
+        seconds["head"] += self.head()
+        seconds["model"] += self.head_sums()
+        if mesh.pipe > 1:
+            seconds["pipe"] += 2 * mesh.chunks * self._message  # one activation and one gradient
+        return seconds
+
+    @cached_property
+    def _message(self) -> float:
+        return self.message()
+
+    @cached_property
+    def _sums_over_data(self) -> float:
+        return self.sums_over_data()
 
     # --- A layer and a micro-batch ------------------------------------------------------------------------------------
 
@@ -400,14 +367,13 @@ class _Step:
             return seconds
         summed = rates.sum(mesh.data, mesh.model, software.gradient_bytes * weights)
         if software.hides_gradient_sums:  # beside the backward pass of the last micro-batch
-            last = self.config.model.layers / mesh.pipe
-            beside = last * (sum(self.backward_inputs().values()) + sum(self.backward_weights().values()))
+            beside = self.layers * (sum(self.backward_inputs().values()) + sum(self.backward_weights().values()))
             summed = max(0.0, summed - beside)
         return seconds + summed
 
-    def optimizer(self) -> float:
-        """Gradients added up, and the update of the weights that this device stores."""
-        mesh, m = self.config.mesh, self.config.micro_batches
+    def optimizer(self, m: int) -> float:
+        """Gradients of `m` micro-batches added up, and the update of the weights that this device stores."""
+        mesh = self.config.mesh
         weights = self.held.layers + self.held.shared / mesh.pipe
         added = m * weights / (mesh.data if mesh.zero == 3 else 1) if m > 1 else 0.0
         moved = self.software.optimizer_bytes * self.held.stored + self.software.accumulate_bytes * added

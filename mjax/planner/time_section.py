@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from mjax.batch_size import BatchSizes, at_batch
+from mjax.batch_size import BatchSizes
 from mjax.config import Config
 from mjax.hardware import Gpu
 from mjax.planner.calibration import Calibration, default_calibration
@@ -44,7 +44,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     peak = gpu.peak(compute) * devices * step.total
     hardware = hardware_flops(config) / step.total / devices / 1e12
     causal = model_flops(config, causal=True) / peak
-    run_seconds, tokens = run_time(config, gpu, calibration), run_tokens(config)
+    run_seconds, tokens = config.train.steps * step.mean, run_tokens(config)
     values = {
         "gpu": gpu.name,
         "seconds": step.total,
@@ -81,18 +81,6 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     total = ("a step", f"{1e3 * step.total:,.1f}", "100.0%")
     lines = [*table(("", "ms", "share"), [*parts, total]), *named_rows(rows)]
     return Section(f"Time on {gpu.name}, predicted", values, lines)
-
-
-def run_time(config: Config, gpu: Gpu, calibration: Calibration | None = None) -> float:
-    """Seconds of all steps of the run, each at its batch size; without validation and checkpoints."""
-    pieces = BatchSizes.of(config).pieces
-    ends = [first for first, _, _ in pieces[1:]] + [config.train.steps]
-    seconds = 0.0
-    for (first, _, size), end in zip(pieces, ends, strict=True):
-        steps = min(end, config.train.steps) - first
-        if steps > 0:
-            seconds += steps * predict_time(at_batch(config, size), gpu, calibration).total
-    return seconds
 
 
 def run_tokens(config: Config) -> int:

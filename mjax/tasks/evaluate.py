@@ -38,7 +38,7 @@ TASKS: dict[str, Callable[..., Task]] = {"wikitext103": WikiText103, "lambada": 
 class EvaluateArguments:
     """Measure a trained model: perplexity per word on WikiText103, last words of LAMBADA, perplexity of any text."""
 
-    checkpoint: Path
+    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
     """Folder of the run, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     task: str
     """wikitext103, lambada or perplexity; of a run of `mjax finetune` mnli, qqp, race, squad1.1 or squad2.0."""
@@ -47,6 +47,8 @@ class EvaluateArguments:
     prefix of an indexed dataset; of the other tasks a published file or folder."""
     step: int | None = None
     """Checkpoint to use; the newest that is not damaged when not given."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
+    """The tokenizer the model was trained with, as in `mjax prepare`; that of the run when not given."""
     overlap: int | None = None
     """Tokens by which a window moves on over a text that is longer than the model reads, and that it then counts; the
     rest is context. When not given: 32 for wikitext103, and for perplexity as many as the model has positions."""
@@ -103,7 +105,7 @@ def _evaluate(arguments: EvaluateArguments) -> int:
     run, saved = arguments.checkpoint, read_config(arguments.checkpoint / "config.json")
     if saved.model.kind != "gpt":
         raise UsageError(f"{run} holds a BERT, which predicts no next token; give the run folder of a GPT")
-    tokenizer = run_tokenizer(run, saved.model)
+    tokenizer = run_tokenizer(run, saved.model, arguments.tokenizer)
     with notices.status(f"reading {arguments.data}"):
         task = TASKS[arguments.task](arguments.data, tokenizer, saved.model.sequence, arguments.overlap)
 

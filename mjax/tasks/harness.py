@@ -1,6 +1,6 @@
 """The models of mjax in EleutherAI's lm-evaluation-harness: any of its tasks on a run folder.
 
-    python -m mjax lm-eval run --model mjax --model_args checkpoint=runs/gpt_345m --tasks hellaswag,arc_easy
+    python -m mjax lm-eval --run runs/gpt_345m --tasks hellaswag,arc_easy
 
 The harness asks three things of a model, and this is where the answers come from:
 
@@ -46,13 +46,14 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (key of the har
 class HarnessModel(TemplateLM):
     """`--model mjax`.
 
-    Args (`--model_args checkpoint=runs/x,model=8`):
-      checkpoint: folder of the run.
+    Args (`--model_args run=runs/x,model=8`):
+      run: its folder; checkpoint says the same.
       step: checkpoint to use; the newest that is not damaged when not given.
       pipe, data, model: the mesh, which need not be that of training.
       compute: bf16, fp16 or fp32; that of training when not given.
       attention: the kernel, as in training.
       batch_size: sequences a data replica takes through the model at once (`--batch_size`); auto: as in training.
+      tokenizer: KIND:FILE, of a run that has none.
       device: not looked at; the harness always gives one, and the devices are those of the mesh.
 
     Raises:
@@ -62,7 +63,7 @@ class HarnessModel(TemplateLM):
 
     def __init__(
         self,
-        checkpoint: str,
+        run: str | None = None,
         step: int | None = None,
         pipe: int = 1,
         data: int = 1,
@@ -72,19 +73,24 @@ class HarnessModel(TemplateLM):
         batch_size: int | str = "auto",
         max_batch_size: int | None = None,
         device: str | None = None,
+        checkpoint: str | None = None,
+        tokenizer: str | None = None,
     ):
         super().__init__()
+        if (folder := run or checkpoint) is None:
+            raise UsageError("--model mjax needs a run; add --run runs/NAME, or run=runs/NAME to --model_args")
         if max_batch_size is not None:
             raise UsageError(
                 f"--max_batch_size {max_batch_size} is not for --model mjax, which tries no batch sizes; leave it out "
                 "and use --batch_size"
             )
-        run, saved = Path(checkpoint), read_config(Path(checkpoint) / "config.json")
+        run, saved = Path(folder), read_config(Path(folder) / "config.json")
         if saved.model.kind != "gpt":
             raise UsageError(f"{run} holds a BERT, which predicts no next token; give the run folder of a GPT")
         if compute not in (None, "bf16", "fp16", "fp32"):
             raise UsageError(f"compute={compute} in --model_args is no type; use bf16, fp16 or fp32")
-        self.run, self.text = run, run_tokenizer(run, saved.model)
+        self.run = run
+        self.text = run_tokenizer(run, saved.model, tokenizer, "tokenizer=KIND:FILE in --model_args")
         micro_batch = None if batch_size == "auto" else int(batch_size)
         shape = MeshConfig(pipe=pipe, data=data, model=model)
         self.config = with_kernel(inference_config(saved, shape, attention, micro_batch, compute), tqdm.write)

@@ -1,5 +1,8 @@
 """`mjax lm-eval`: the harness's own command line, in which `--model mjax` is known.
 
+    mjax lm-eval --run runs/x --tasks hellaswag
+    mjax lm-eval run --model mjax --model_args run=runs/x --tasks hellaswag     the same
+
 The harness finds models in a registry of its process and looks nowhere else for them, so the process has to be one that
 has registered ours. Everything behind `lm-eval` is the harness's: `run`, `ls`, `validate` and all their flags.
 """
@@ -7,6 +10,7 @@ has registered ours. Everything behind `lm-eval` is the harness's: `run`, `ls`, 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +18,16 @@ from mjax import launch
 from mjax.errors import UsageError
 
 NAME, TARGET = "mjax", "mjax.tasks.harness:HarnessModel"
+
+HELP = """usage: mjax lm-eval [--run RUN] [--simulate N] [flags of lm-eval run]
+       mjax lm-eval [--simulate N] {run,ls,validate} [flags of lm-eval]
+
+  --run RUN       the run folder to measure; stands for: run --model mjax --model_args run=RUN
+  --simulate N    run on this many simulated devices of the CPU
+
+Everything else is the command line of EleutherAI's lm-evaluation-harness (pip install lm-eval); of --model_args mjax
+takes run, step, pipe, data, model, compute, attention and tokenizer.
+"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -25,7 +39,14 @@ def run(argv: Sequence[str]) -> int:
     """
     own = argparse.ArgumentParser(prog="mjax lm-eval", add_help=False, allow_abbrev=False)
     own.add_argument("--simulate", type=int)
+    own.add_argument("--run", "--checkpoint")
     arguments, rest = own.parse_known_args(argv)
+    if argv[:1] in (["-h"], ["--help"]):
+        print(HELP)
+        if importlib.util.find_spec("lm_eval") is None:
+            return 0
+    if arguments.run is not None:
+        rest = _with_run(arguments.run, rest)
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     try:
@@ -43,3 +64,11 @@ def run(argv: Sequence[str]) -> int:
     finally:
         sys.argv = before
     return 0
+
+
+def _with_run(folder: str, rest: Sequence[str]) -> list[str]:
+    """The harness's arguments for the run in `folder`, whose other --model_args stay."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model_args", "-a", nargs="+", default=[])
+    given, rest = parser.parse_known_args([word for word in rest if word != "run"])
+    return ["run", "--model", NAME, "--model_args", ",".join([f"run={folder}", *given.model_args]), *rest]

@@ -83,12 +83,13 @@ def deciding_windows(windows: Sequence[range], tokens: int) -> np.ndarray:
 
     As in Google's run_squad.py a hundredth of the window's length is added to that. Of equal ones the earlier is taken.
     """
-    place = np.arange(tokens)
-    shown = np.full((len(windows), tokens), -1.0)
-    for scores, window in zip(shown, windows, strict=True):
-        inside = slice(window.start, window.stop)
-        scores[inside] = np.minimum(place[inside] - window.start, window.stop - 1 - place[inside]) + 0.01 * len(window)
-    return shown.argmax(0)
+    deciding, best = np.zeros(tokens, np.int64), np.full(tokens, -1.0)
+    for number, window in enumerate(windows):
+        inside, place = slice(window.start, window.stop), np.arange(len(window))
+        shown = np.minimum(place, place[::-1]) + 0.01 * len(window)
+        better = shown > best[inside]
+        deciding[inside][better], best[inside][better] = number, shown[better]
+    return deciding
 
 
 def answer_position(span: Span | None, window: range, offset: int) -> tuple[int, int]:

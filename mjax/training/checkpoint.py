@@ -3,24 +3,33 @@
     runs/NAME/checkpoints/
       200/                     a folder a checkpoint, named by its step
         model/  optimizer/  …  a folder a field of the state, written by Orbax; inside, arrays by dotted path
-        manifest.json          every array's type and shape, every file's size and checksum
+        manifest.json          the step, every array's type and shape, every file's size and checksum, host values
       300.writing/             not a checkpoint yet
+      100.damaged/             set aside, for a person to look at and remove
+      400.abandoned/           so is this: the run went back to an earlier checkpoint and continued from there
+      good.json                the last good checkpoint, which stays until another is good
 
 **The layout knows neither classes nor meshes.** A state is stored as {dotted path: whole array}, such as
 `model.blocks.mlp.up.kernel`, and restored to the shardings of the mesh in use now. What mesh wrote it does not matter,
 nor into how many chunks a pipeline had cut the layers: they are always in their order.
 
 **A checkpoint appears by one rename.** `save` copies the arrays to host memory and returns, so training goes on (and
-may donate the buffers) while a thread writes `300.writing`, adds the manifest and renames it to `300`. A process killed
-before the rename leaves a folder that is no checkpoint; the next save removes it. Nothing is called saved before.
+may donate the buffers) while a thread writes `300.writing`, adds the manifest, brings all of it to the disk and
+renames it to `300`. A process killed before the rename leaves a folder that is no checkpoint; the next save removes it.
+Nothing is called saved before the rename is on the disk too.
 
 **Damage does not get through.** Orbax 0.12 notices a missing or truncated data file, but stores arrays as Zstandard
 frames without a checksum: a flipped byte in them comes back as other weights, without a word. So every file is compared
 with the manifest before Orbax reads it; if the newest checkpoint is damaged, the one before it is used, with a notice.
+
+**What is removed is ours and sound.** Rotation removes checkpoints whose manifest is there and has their step. A
+damaged one is set aside as `200.damaged`; one that could not be read, one that somebody renamed, and any other folder
+stay as they are. All of that is announced.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -36,13 +45,22 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
+from mjax.data.atomic import make_folder, put, rename, set_aside, write_whole
 from mjax.errors import RunError, UsageError
 from mjax.names import leaf_name
 from mjax.parallel.processes import from_first, is_first, wait_for_all
-from mjax.training.manifest import Damaged, check_files, read_manifest, reason, write_manifest
+from mjax.training.manifest import (
+    GOOD,
+    Damaged,
+    Unusable,
+    check_files,
+    read_manifest,
+    reason,
+    steps_in,
+    write_manifest,
+)
 
-MANIFEST = "manifest.json"
-READ_BYTES = 1 << 24
+SAVE_SECONDS = 4 * 3600  # Orbax gives up a save after 20 minutes: too few for a large state on a slow file system
 REPLICA_SLICE_BYTES = 1 << 20  # replicas share the writing of an array from this size each
 
 # Orbax reports on itself through absl's logger, with a stack trace for each of its threads that fails. What a person
@@ -77,9 +95,14 @@ class Checkpoints:
         # Orbax compiles a program for each shape whose writing replicas share: seconds, for arrays of a few bytes.
         self._saving = ocp.Context()
         self._saving.array.saving.min_slice_bytes_for_replica_parallel = REPLICA_SLICE_BYTES
-        self._damaged: set[int] = set()  # found by restore; a run that goes on from an earlier step writes them anew
+        # Made in the background, folders that cannot be made leave threads that wait for them for 300 s.
+        self._saving.async_options.create_directories_asynchronously = False
+        self._saving.async_options.timeout_secs = SAVE_SECONDS
+        # Found by restore, with the word for what is wrong; a run continued from an earlier step writes them again.
+        self._unusable: dict[int, str] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
+        self._pinning: Future | None = None
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -89,17 +112,20 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints there are, ascending. Their content has not been looked at."""
-        if not self.folder.is_dir():
-            return []
-        return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdecimal())
+        return steps_in(self.folder)
 
     # --- Saving -------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: Any) -> None:
+    def save(self, step: int, state: Any, host: dict[str, Any] | None = None, rotate: bool = True) -> None:
         """Save `state`, a pytree of jax arrays, as checkpoint `step`; nothing is done if that is there and sound.
 
         Returns as soon as the arrays are copied off the devices: they may be donated then. One save is under way at a
         time; a second waits for the first.
+
+        Args:
+          host: plain values to keep beside the arrays, the same in every process. A run that gives them says which
+            checkpoints are good (`confirm`), and as long as none is the oldest stays.
+          rotate: whether this checkpoint may take the place of an older one.
 
         Raises:
           RunError: this save could not start, or the one before it failed.
@@ -111,7 +137,7 @@ class Checkpoints:
         started = time.monotonic()
         try:
             if is_first():
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder)
                 self._remove_unfinished()
             wait_for_all(f"folder of checkpoint {step}")
             with self._saving, jax.transfer_guard("allow"):  # processes agree through the devices
@@ -119,7 +145,7 @@ class Checkpoints:
         except Exception as error:
             raise self._failure(step, error) from error
         kinds = {name: _kind(array) for name, array in arrays.items()}  # the thread must not keep the arrays alive
-        self._pending = self._writer.submit(self._commit, step, writing, kinds, started)
+        self._pending = self._writer.submit(self._commit, step, writing, kinds, started, host, rotate)
 
     def wait(self) -> None:
         """Return when nothing is being written.
@@ -127,6 +153,9 @@ class Checkpoints:
         Raises:
           RunError: the last save failed; the message has the system's reason. The checkpoints before it are intact.
         """
+        pinning, self._pinning = self._pinning, None
+        if pinning is not None:
+            pinning.result()
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -143,61 +172,132 @@ class Checkpoints:
         finally:
             self._writer.shutdown()
 
-    def _commit(self, step: int, writing: ocp.AsyncResponse, kinds: dict[str, list], started: float) -> None:
+    def _commit(
+        self,
+        step: int,
+        writing: ocp.AsyncResponse,
+        kinds: dict[str, list],
+        started: float,
+        host: dict[str, Any] | None,
+        rotate: bool,
+    ) -> None:
         """In the writing thread: wait for Orbax, add the manifest, make it a checkpoint by one rename."""
         folder = self._unfinished(step)
         try:
             writing.result()  # every process has written its part
             if not is_first():
                 return
-            size = write_manifest(folder, kinds)
-            if step in self._damaged:
-                self._remove(step)
-                self._damaged.discard(step)
-            folder.rename(self.folder / str(step))
+            size = write_manifest(folder, step, kinds, host)
+            self._set_aside(step)
+            put(folder, self.folder / str(step))
         except Exception as error:
             for left in self.folder.glob(f"{step}.writing*"):  # Orbax writes under a longer name of its own first
                 shutil.rmtree(left, ignore_errors=True)  # a full disk needs the space back; the next save tries again
             raise self._failure(step, error) from error
         self.on_notice(f"checkpoint {step} saved: {size / 1e6:,.1f} MB in {time.monotonic() - started:.1f} s")
-        self._remove_old(step)
+        if rotate:
+            self._remove_old(step, pins=host is not None)
 
-    def _remove_old(self, newest: int) -> None:
-        steps = self.steps()
-        stay = {newest, *self._sound()[-self.keep_last :]}
-        if self.keep_every is not None:
-            stay |= {step for step in steps if step % self.keep_every == 0}
-        for step in set(steps) - stay:
+    def _remove_old(self, newest: int, pins: bool) -> None:
+        for step in [step for step, word in self._unusable.items() if word == Damaged.word]:
+            self._attempt(self._set_aside, step, "set aside")
+        for step in self._sound():
             try:
-                self._remove(step)
-            except OSError as error:
-                self.on_notice(f"checkpoint {step} could not be removed: {reason(error)}")
+                read_manifest(self.folder / str(step), self.on_notice)
+            except Unusable as error:  # somebody renamed it, or is copying it here
+                self._unusable[step] = error.word
+                self.on_notice(f"checkpoint {step} is {error.word}, so it is not counted and stays: {error}")
+        sound = self._sound()
+        stay = {newest, *sound[-self.keep_last :]}
+        if pins:
+            good = self.good()
+            stay.add(sound[0] if good is None else good)
+        if self.keep_every is not None:
+            stay |= {step for step in sound if step % self.keep_every == 0}
+        for step in set(sound) - stay:
+            self._attempt(self._remove, step, "removed")
+
+    def _attempt(self, change: Callable[[int], None], step: int, done: str) -> None:
+        try:
+            change(step)
+        except OSError as error:
+            self.on_notice(f"checkpoint {step} could not be {done}: {reason(error)}")
 
     def _remove(self, step: int) -> None:
         # Renamed first: a process killed while it deletes must not leave half a checkpoint under a good name.
         doomed = self.folder / f"{step}.deleting"
-        (self.folder / str(step)).rename(doomed)
+        rename(self.folder / str(step), doomed)
         shutil.rmtree(doomed)
+
+    def _set_aside(self, step: int) -> None:
+        """Rename what bears the name of checkpoint `step` and is none, so that it is neither used nor lost."""
+        if not (self.folder / str(step)).exists():  # somebody was faster
+            return
+        aside = set_aside(self.folder / str(step), self._unusable.pop(step, "not-a-checkpoint"))
+        self.on_notice(f"renamed {step} to {aside.name} in {self.folder}; remove it when you do not need it")
 
     def _remove_unfinished(self) -> None:
         for entry in sorted(self.folder.iterdir()):
-            left = re.fullmatch(r"(\d+)\.(writing|deleting).*", entry.name)
-            if left:
-                shutil.rmtree(entry)
-            if left and left[2] == "writing":
+            left = re.fullmatch(r"(\d+)\.(deleting|writing(\.orbax-checkpoint-tmp.*)?)", entry.name)
+            if left is None or not entry.is_dir():
+                continue
+            shutil.rmtree(entry)
+            if left[2] != "deleting":
                 self.on_notice(f"removed {entry.name}: a save of checkpoint {left[1]} that did not finish")
 
     def _unfinished(self, step: int) -> Path:
         return self.folder / f"{step}.writing"
 
     def _sound(self) -> list[int]:
-        return [step for step in self.steps() if step not in self._damaged]
+        return [step for step in self.steps() if step not in self._unusable]
 
     def _failure(self, step: int, error: Exception) -> RunError:
         intact = ", ".join(map(str, self._sound())) or "none"
         return RunError(
             f"checkpoint {step} could not be saved in {self.folder}: {reason(error)}; earlier ones, intact: {intact}"
         )
+
+    # --- Good ones, and the values beside them ------------------------------------------------------------------------
+
+    def confirm(self, step: int) -> None:
+        """Call checkpoint `step` good, as soon as it is written: it is pinned, and the one that was before is not."""
+        if is_first():
+            self._pinning = self._writer.submit(self._pin, step)
+
+    def _pin(self, step: int) -> None:
+        if step not in self._sound():
+            return  # its save failed
+        try:
+            write_whole(self.folder / GOOD, json.dumps({"step": step}) + "\n")
+        except OSError as error:
+            self.on_notice(f"checkpoint {step} could not be pinned: {reason(error)}")
+            return
+        self._remove_old(step, pins=True)
+
+    def good(self) -> int | None:
+        """The last checkpoint that was called good; None where none was or it is not there any more."""
+        try:
+            step = json.loads((self.folder / GOOD).read_text(encoding="utf-8"))["step"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return step if step in self._sound() else None
+
+    def host_values(self, step: int) -> dict[str, Any]:
+        """What `save` was given beside the arrays of checkpoint `step`; nothing of one written without, or damaged."""
+        try:
+            return read_manifest(self.folder / str(step), self.on_notice).get("host") or {}
+        except Unusable:
+            return {}
+
+    def abandon(self, after: int) -> None:
+        """Set the checkpoints after step `after` aside, so that the run goes on from there; in every process."""
+        self.wait()
+        later = [step for step in self.steps() if step > after]
+        wait_for_all(f"checkpoints after {after}")  # all have seen them
+        if later and is_first():
+            names = ", ".join(set_aside(self.folder / str(step), "abandoned").name for step in later)
+            self.on_notice(f"set aside the checkpoints after {after} as {names}; remove them when you do not need them")
+        wait_for_all(f"checkpoints before {after}")
 
     # --- Restoring ----------------------------------------------------------------------------------------------------
 
@@ -255,22 +355,22 @@ class Checkpoints:
             raise UsageError(f"{self.folder} holds no checkpoint; give a run that has saved one")
         if step is not None and step not in there:
             raise UsageError(f"{self.folder} holds no checkpoint {step}; there are {', '.join(map(str, there))}")
-        damage: dict[int, str] = {}
+        unusable: dict[int, Unusable] = {}
         for candidate in [step] if step is not None else reversed(there):
             folder = self.folder / str(candidate)
             try:
-                manifest = read_manifest(folder)
+                manifest = read_manifest(folder, self.on_notice)
                 _check_fits(candidate, manifest["arrays"], wanted, field)
-                check_files(folder, manifest["files"], field)
-            except Damaged as error:
-                damage[candidate] = str(error)
+                check_files(folder, manifest["files"], field, self.on_notice)
+            except Unusable as error:
+                unusable[candidate] = error
                 continue
-            for other, what in damage.items():
-                self.on_notice(f"checkpoint {other} is damaged: {what}; using {candidate}")
-            self._damaged |= set(damage)
+            for other, what in unusable.items():
+                self.on_notice(f"checkpoint {other} is {what.word}: {what}; using {candidate}")
+            self._unusable |= {other: what.word for other, what in unusable.items()}
             return candidate
-        what = "; ".join(f"checkpoint {known} is damaged: {what}" for known, what in damage.items())
-        others = ", ".join(str(known) for known in there if known not in damage)
+        what = "; ".join(f"checkpoint {known} is {what.word}: {what}" for known, what in unusable.items())
+        others = ", ".join(str(known) for known in there if known not in unusable)
         raise RunError(f"{self.folder}: {what}; {f'there are also {others}' if others else 'there is no other'}")
 
 

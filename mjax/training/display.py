@@ -5,15 +5,73 @@ On a terminal it is redrawn in place; elsewhere (a log file, a CI run) a line is
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import sys
 import time
+from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
 
 from mjax.training.metrics import Record
 
 SECONDS_BETWEEN_LINES = 10.0
+BAR = 24
+
+
+class Lasting:
+    """A stream that outlives its reader: a failure is announced once, on stderr, and never ends what is shown on it.
+
+    It is written to again and again: a disk that was full may have room later.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream, self._failed = stream, False
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="replace")  # of a terminal that knows no … or →
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write `text`, or nothing of it."""
+        try:
+            self._stream.write(text)
+        except (OSError, ValueError) as error:  # ValueError: it is closed
+            self._fail(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, if that is possible."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        suppressed = contextlib.suppress(OSError, ValueError)
+        with suppressed, open(os.devnull, "wb") as nowhere:  # what it still holds would fail again, at the exit too
+            descriptor = self._stream.fileno()
+            kept = os.dup(descriptor)
+            try:
+                os.dup2(nowhere.fileno(), descriptor)
+                self._stream.flush()
+            finally:
+                os.dup2(kept, descriptor)
+                os.close(kept)
+        if not self._failed:
+            self._failed = True
+            with suppressed:
+                os.write(2, f"{self._stream.name} cannot be written ({error}): going on without it\n".encode())
+
+
+def lasting_console(stream: TextIO | None, shown: bool = True) -> Console:
+    """A console on `stream` that never ends a run; None, where a process was started without one, shows nothing."""
+    return Console(file=stream and Lasting(stream), highlight=False, soft_wrap=True, quiet=not shown or stream is None)
 
 
 class Display:
@@ -23,7 +81,7 @@ class Display:
     """
 
     def __init__(self, steps: int, console: Console | None = None, shown: bool = True):
-        self.console = console or Console(highlight=False, soft_wrap=True, quiet=not shown)
+        self.console = console or lasting_console(sys.stdout, shown)
         self.steps = steps
         self._progress = None
 
@@ -32,15 +90,15 @@ class Display:
         self._start, self._last_line = start, -math.inf
         self._timed_from: tuple[int, float] | None = None
         if self.console.is_terminal:
-            bar = [BarColumn(bar_width=24)] if self.console.width >= 120 else []
+            bar = [BarColumn(bar_width=BAR)] if self.console.width >= 120 else []
             self._progress = Progress(
-                TextColumn("step {task.completed}/{task.total}"),
+                TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
                 *bar,
-                TextColumn("{task.fields[figures]}"),
-                TimeRemainingColumn(compact=True),
+                FittingColumn(self.console, table_column=Column(no_wrap=True)),
+                TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
                 console=self.console,
             )
-            self._task = self._progress.add_task("train", total=self.steps, completed=start, figures="compiling …")
+            self._task = self._progress.add_task("train", total=self.steps, completed=start, figures=["compiling …"])
         return self
 
     def __enter__(self) -> Display:
@@ -59,7 +117,7 @@ class Display:
     def show(self, record: Record) -> None:
         """Move the line on to `record`."""
         if self._progress:
-            self._progress.update(self._task, completed=record.step, figures=figures(record))
+            self._progress.update(self._task, completed=record.step, figures=parts(record))
             return
         now = time.monotonic()
         if now - self._last_line >= SECONDS_BETWEEN_LINES or record.step in (self._start + 1, self.steps):
@@ -74,17 +132,50 @@ class Display:
         return f"  {duration((now - began) / (step - first) * (self.steps - step))} left"
 
 
+class FittingColumn(ProgressColumn):
+    """The figures of a step, of which a narrow terminal shows only the first.
+
+    rich would shorten every column alike, and the number of the step and the time left with them.
+    """
+
+    def __init__(self, console: Console, **column):
+        super().__init__(**column)
+        self.console = console
+        self.left = TimeRemainingColumn(compact=True)
+
+    def render(self, task: Task) -> Text:
+        """The figures that have room beside the number of the step and the time left."""
+        others = [f"step {task.completed}/{task.total}", self.left.render(task).plain]
+        if self.console.width >= 120:
+            others.append(" " * BAR)
+        return Text(fitting(task.fields["figures"], self.console.width - sum(len(other) + 1 for other in others)))
+
+
+def fitting(figures: list[str], width: int) -> str:
+    """The most important of `figures`, which are in that order, joined in at most `width` columns."""
+    shown = ""
+    for figure in figures:
+        longer = f"{shown}  {figure}" if shown else figure
+        if len(longer) > width:
+            break
+        shown = longer
+    return shown
+
+
+def parts(record: Record) -> list[str]:
+    """The figures of a step, the most important first."""
+    found = losses(record.loss, record.figures).split("  ") if record.loss is not None else ["loss not finite"]
+    if record.loss_scale != 1.0:
+        found.append(f"scale {record.loss_scale:g}")
+    found += [f"lr {record.learning_rate:.2e}", f"{record.tokens_per_second:,.0f} tok/s"]
+    if record.mfu is not None:
+        found.append(f"MFU {record.mfu:.1%}")
+    return [*found, f"{record.tflops:.3g} TFLOP/s"]
+
+
 def figures(record: Record) -> str:
     """The figures of a step on one line."""
-    parts = [losses(record.loss, record.figures) if record.loss is not None else "loss not finite"]
-    parts.append(f"lr {record.learning_rate:.2e}")
-    if record.loss_scale != 1.0:
-        parts.append(f"scale {record.loss_scale:g}")
-    parts.append(f"{record.tokens_per_second:,.0f} tok/s")
-    parts.append(f"{record.tflops:.3g} TFLOP/s")
-    if record.mfu is not None:
-        parts.append(f"MFU {record.mfu:.1%}")
-    return "  ".join(parts)
+    return "  ".join(parts(record))
 
 
 def losses(loss: float, figures: dict[str, float]) -> str:

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -15,19 +16,19 @@ import jax
 
 import mjax
 from mjax.config import Config
-from mjax.data.atomic import write_whole
+from mjax.data.atomic import set_aside, write_whole
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
 
 
-def describe(config: Config) -> dict:
+def describe(config: Config, say: Callable[[str], None]) -> dict:
     """Versions, devices, mesh, the attention kernel in use, flags, and the source's commit."""
     devices = jax.devices()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "mjax": mjax.__version__,
-        "git_commit": _git_commit(),
+        "git_commit": _git_commit(say),
         "python": platform.python_version(),
         "packages": {name: metadata.version(name) for name in PACKAGES},
         "platform": devices[0].platform,
@@ -43,19 +44,30 @@ def describe(config: Config) -> dict:
     }
 
 
-def write(config: Config, folder: Path) -> None:
-    """Append this start of the run to environment.json, a list with one entry a start."""
+def write(config: Config, folder: Path, say: Callable[[str], None]) -> None:
+    """Append this start of the run to environment.json, a list with one entry a start.
+
+    A file that is not such a list is kept under another name; `say` is told that, and what else could not be done.
+    """
     file = folder / "environment.json"
-    starts = json.loads(file.read_text()) if file.exists() else []
-    write_whole(file, json.dumps([*starts, describe(config)], indent=2) + "\n")
+    starts = []
+    if file.exists():
+        try:
+            starts = json.loads(file.read_bytes())
+        except (ValueError, RecursionError, IsADirectoryError):  # torn, or not UTF-8
+            starts = None
+        if not isinstance(starts, list):
+            aside = set_aside(file)
+            say(f"{file} is damaged: kept as {aside.name}, and begun again")
+            starts = []
+    write_whole(file, json.dumps([*starts, describe(config, say)], indent=2) + "\n")
 
 
-def _git_commit() -> str | None:
-    result = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-        cwd=Path(mjax.__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return result.stdout.strip() or None
+def _git_commit(say: Callable[[str], None]) -> str | None:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        result = subprocess.run(command, cwd=Path(mjax.__file__).parent, capture_output=True, check=False)
+    except OSError as error:
+        say(f"environment.json has no commit of the source: git cannot be run ({error.strerror})")
+        return None
+    return result.stdout.decode(errors="replace").strip() or None

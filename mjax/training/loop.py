@@ -8,21 +8,20 @@ The host stays one step ahead of the devices: the figures of a step are fetched 
 from __future__ import annotations
 
 import contextlib
-import math
 import shutil
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.batch_size import BatchSizes
 from mjax.config import Config, save_config
 from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import TrainingData, open_data
 from mjax.data.tokenizers import tokenizer_from_folder
-from mjax.errors import RunError
 from mjax.generation import Generator, continue_texts, print_samples
 from mjax.launch import Distributed
 from mjax.models.attention import with_kernel
@@ -30,14 +29,18 @@ from mjax.models.build import Model
 from mjax.names import leaf_name
 from mjax.parallel.mappings import PIPE
 from mjax.parallel.mesh import make_mesh
-from mjax.parallel.processes import is_first, told_to_stop
+from mjax.parallel.processes import from_first, is_first, told_to_stop
 from mjax.parallel.schedules import schedule_of, slot_times
 from mjax.sampling import Sampling
 from mjax.training import environment
+from mjax.training.agreement import agree, check_shared, facts_of
 from mjax.training.checkpoint import Checkpoints
+from mjax.training.continuing import save_digests
 from mjax.training.display import Display, losses, verdict
 from mjax.training.flops import model_flops, peak_tflops
+from mjax.training.guard import Guard, check_start, continue_from, not_finite
 from mjax.training.metrics import MetricsLog, Record, finite_or_none
+from mjax.training.replicas import Replicas
 from mjax.training.runs import locked
 from mjax.training.state import StepMetrics, TrainState, mean_of
 from mjax.training.step import TrainProgram, build_program
@@ -46,7 +49,6 @@ from mjax.training.watchdog import COMPILING, Watchdog
 from mjax.validation import check_devices
 
 PREEMPTED = 75  # exit code: saved, run me again
-MOST_SKIPPED_IN_A_ROW = 100  # fp16's scale falls from 2^32 to 1 in 33 skipped steps
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,13 @@ class Result:
     stopped: bool = False
 
 
-def train(config: Config, folder: Path, name: str = "this config", watchdog: Watchdog | None = None) -> Result:
+def train(
+    config: Config,
+    folder: Path,
+    name: str = "this config",
+    watchdog: Watchdog | None = None,
+    step: int | None = None,
+) -> Result:
     """Train `config` in the run folder `folder`, continuing from its newest checkpoint if it has one.
 
     Args:
@@ -79,10 +87,12 @@ def train(config: Config, folder: Path, name: str = "this config", watchdog: Wat
       folder: runs/NAME; made if it does not exist.
       name: what to call the config in messages.
       watchdog: over the processes of this run; None: there are no others.
+      step: the checkpoint to continue from, while later ones are set aside; None: the newest.
 
     Raises:
       UsageError: data, devices or an existing run do not fit the config; nothing was changed.
       RunError: the run cannot go on; what was saved is intact.
+      UnhealthyError: too many of its steps were unhealthy, now or when it last ended.
     """
     # --- Data: whatever is wrong with a file is found before a device is touched --------------------------------------
     data = open_data(config)
@@ -92,17 +102,25 @@ def train(config: Config, folder: Path, name: str = "this config", watchdog: Wat
     resolved = with_kernel(config)
     mesh = make_mesh(config.mesh)
 
+    # --- Processes: all of them run this program on these data --------------------------------------------------------
+    watchdog = watchdog or Watchdog(Distributed())
+    if watchdog.count > 1:
+        agree(watchdog, facts_of(resolved, data))
+        check_shared(watchdog, folder)
+    check_start(folder, step)
+
     # --- Program and state --------------------------------------------------------------------------------------------
     program = build_program(resolved, mesh)
     display = Display(config.train.steps, shown=is_first())
-    watchdog = watchdog or Watchdog(Distributed())
     watchdog.say = display.say
     with contextlib.ExitStack() as stack:
         if is_first():
-            stack.enter_context(locked(folder))
+            stack.enter_context(locked(folder, display.say))
         checkpoints = stack.enter_context(
             Checkpoints(folder / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every, display.say)
         )
+        if (step := from_first(-1 if step is None else step)) >= 0:
+            continue_from(checkpoints, step, display.say)
         if checkpoints.steps() == [0]:
             start, state = 0, _with_weights_alone(checkpoints, program)
             display.say("weights of checkpoint 0, which holds nothing else: the optimizer begins afresh")
@@ -121,14 +139,16 @@ def train(config: Config, folder: Path, name: str = "this config", watchdog: Wat
         log = None
         if is_first():
             save_config(config, folder / "config.json")
-            environment.write(resolved, folder)
+            save_digests(folder, config.data)
+            environment.write(resolved, folder, display.say)
             if data.tokenizer is not None:
                 shutil.copytree(data.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
-            log = MetricsLog(folder, start, config.log.tensorboard, config.log.wandb)
+            log = MetricsLog(folder, start, config.log.tensorboard, config.log.wandb, display.say)
             stack.enter_context(contextlib.closing(log))
 
         # --- Steps ----------------------------------------------------------------------------------------------------
         run = Run(resolved, mesh, program, checkpoints, log, display, watchdog)
+        run.guard.continued_from = step if step >= 0 else None
         result = run.steps(state, start, data.training, data.validation)
         checkpoints.wait()
         if result.exit_code == 0:
@@ -212,7 +232,7 @@ def _say_what_is_left(display: Display, result: Result, folder: Path, config: Co
     display.say(f"curve       {folder / 'loss.png'}")
     display.say(f"checkpoint  {folder / 'checkpoints' / str(result.step)}")
     if config.model.kind == "gpt" and (folder / "tokenizer").is_dir():
-        display.say(f'more text   python -m mjax generate --checkpoint {folder} --prompt "…"')
+        display.say(f'more text   python -m mjax generate --run {folder} --prompt "…"')
 
 
 class Run:
@@ -231,16 +251,40 @@ class Run:
         self.config, self.mesh, self.program, self.checkpoints = config, mesh, program, checkpoints
         self.log, self.display, self.watchdog = log, display, watchdog
         self.sizes = BatchSizes.of(config)
+        self.replicas = Replicas(program.abstract_state.model, mesh)
         self.programs: dict[int, TrainProgram] = {}  # by batch size, as steps come to it
         self.flops = model_flops(config)
         self.peak = peak_tflops(jax.devices()[0].device_kind, config.precision.compute)
         self.clock = 0.0
-        self.skipped_in_a_row = 0
+        self.guard = Guard(config, checkpoints, display.say if display else print)
         self.steps_before = 0  # of other runs in this process: processes agree to stop by a number that only grows
         self.entropy: float | None = None  # of the masked tokens of an evaluation, which are the same each time
 
     def steps(self, state: TrainState, start: int, training: Batches, validation: Batches | None) -> Result:
-        """Take the steps from `start` on, until all are done or the run is told to stop."""
+        """Take the steps from `start` on, until all are done or the run is told to stop.
+
+        Raises:
+          UnhealthyError: too many of them were unhealthy.
+        """
+        self.guard.begin(start)
+        while True:
+            result = self._steps(state, start, training, validation)
+            if self.guard.spike is None:
+                return result
+            self.steps_before += result.step
+            good = self.guard.go_back()
+            if result.stopped:
+                self.display.say("stopped; run the same command again to continue")
+                return replace(result, exit_code=PREEMPTED)
+            del state, result  # room for what is read
+            self.steps_before -= good
+            start, state = self.checkpoints.restore(self.program.abstract_state, good)
+            self.guard.begin(start)
+            if self.log:
+                self.log.go_back(start)
+
+    def _steps(self, state: TrainState, start: int, training: Batches, validation: Batches | None) -> Result:
+        """As `steps`, and until the loss spikes where the run is to go back then (`Guard.spike`)."""
         config, last = self.config, self.config.train.steps
         validation_loss, figures, done = None, {}, start
         fetch = prefetch(lambda step: self._to_devices(training, step), range(start, last))
@@ -265,7 +309,7 @@ class Run:
                     program = self._program_of(size, step)
                 else:
                     self.watchdog.at(step)
-                state, metrics = program.train_step(state, batch)
+                state, metrics = program.train_step(state, batch, *self._limit(step))
                 self.watchdog.at(step)
                 if waiting is not None:
                     self._write(self._record(*waiting))  # while the devices work on `step`
@@ -274,7 +318,10 @@ class Run:
                     stop.name = "SIGTERM"
                 ends = step == last or stop.requested
                 evaluates = validation is not None and (step == last or step % config.train.eval_interval == 0)
-                saves = ends or (config.checkpoint.interval and step % config.checkpoint.interval == 0)
+                saves = ends or self.guard.saves(step)
+                every = config.health.replica_interval
+                if every and (saves or step % every == 0):
+                    self.replicas.check(step, state.model)
                 if evaluates or saves:
                     record = self._record(*waiting)
                     if evaluates and not stop.requested:
@@ -285,17 +332,17 @@ class Run:
                     self._write(record)
                     if saves:
                         self.watchdog.at(step, "saving")
-                        self.checkpoints.save(step, state)
+                        self.guard.save(step, state, ends)
                     if self.log:
                         self.log.draw()
                     waiting = None
                     self.clock = time.perf_counter()
                 done = step
-                if ends:
+                if ends or self.guard.spike is not None:
                     break
                 self.watchdog.at(step, "waiting for its batch")
-        if done < last:
-            self.checkpoints.wait()
+            self.checkpoints.wait()  # in here, where no second SIGTERM ends the process before the save is committed
+        if stop.requested and done < last and self.guard.spike is None:
             display.say(
                 f"stopped by {stop.name} after step {done}, which is saved; run the same command again to continue"
             )
@@ -364,35 +411,40 @@ class Run:
             learning_rate=float(metrics.learning_rate),
             loss_scale=float(metrics.loss_scale),
             skipped=bool(metrics.skipped),
+            broken=bool(metrics.broken),
             tokens=self.sizes.samples_before(step) * config.model.choices * config.model.sequence,
             seconds=seconds,
             tokens_per_second=tokens / seconds,
             tflops=tflops,
             mfu=tflops / self.peak if self.peak else None,
-            nonfinite=self._nonfinite(metrics) if metrics.skipped else None,
+            nonfinite=not_finite(metrics, self.program.gradient_names),
             figures={name: finite_or_none(float(value)) for name, value in metrics.figures.items()},
         )
 
-    def _nonfinite(self, metrics: StepMetrics) -> str:
-        if not metrics.nonfinite:
-            return "the norm of all gradients together"
-        first = self.program.gradient_names[int(metrics.first_nonfinite)]
-        where = "" if math.isfinite(float(metrics.loss)) else "; the loss was not finite before them"
-        return f"{first} first, {int(metrics.nonfinite)} of {len(self.program.gradient_names)}{where}"
+    def _limit(self, step: int) -> tuple[jax.Array, ...]:
+        """The argument of the train step for the limit of the loss of `step`, if there is any."""
+        limit = self.guard.limit(step)
+        if limit is None:
+            return ()
+        with jax.transfer_guard("allow"):
+            everywhere = NamedSharding(self.mesh, PartitionSpec())
+            return (jax.make_array_from_callback((), everywhere, lambda _: np.float32(limit)),)
 
     def _write(self, record: Record) -> None:
-        due = record.step % self.config.log.interval == 0 or record.skipped or record.val_loss is not None
+        record.unhealthy = self.guard.observe(record)
+        due = record.step % self.config.log.interval == 0 or record.unhealthy or record.val_loss is not None
         if self.log and due:
             self.log.write(record)
         self.display.show(record)
-        if not record.skipped:
-            self.skipped_in_a_row = 0
-            return
-        self.skipped_in_a_row += 1
-        scale = f" at loss scale {record.loss_scale:g}" if self.config.precision.compute == "fp16" else ""
-        self.display.say(f"step {record.step} skipped{scale}: gradients are not finite ({record.nonfinite})")
-        if self.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
-            raise RunError(
-                f"{MOST_SKIPPED_IN_A_ROW} steps in a row had gradients that are not finite ({record.nonfinite}); "
-                "continue from the last checkpoint with a lower --optimizer.learning-rate or --precision.compute fp32"
-            )
+        if record.unhealthy:
+            self.display.say(f"step {record.step} {record.unhealthy}")
+        if problem := self.guard.health.problem(ended=record.step == self.config.train.steps):
+            self.give_up(problem)
+
+    def give_up(self, problem: str) -> None:
+        """End an unhealthy run.
+
+        Raises:
+          UnhealthyError: always; it says how to go on.
+        """
+        self.guard.give_up(problem)

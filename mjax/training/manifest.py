@@ -1,6 +1,9 @@
 """The manifest of a checkpoint: what was written, so that damage is seen before it becomes other weights.
 
-manifest.json lists every array's type and shape and every file's size and CRC-32, and carries a checksum of itself.
+manifest.json has the step, every array's type and shape, every file's size and CRC-32, what the host knew besides, and
+a checksum of itself.
+
+A file that cannot be read is not damaged: reading is tried again, and what stays unreadable is left alone.
 """
 
 from __future__ import annotations
@@ -8,21 +11,68 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from mjax.errors import one_sentence
+
 MANIFEST = "manifest.json"
+GOOD = "good.json"  # beside the checkpoints: which is the last good one
+MADE_BY_ORBAX = "_CHECKPOINT_METADATA"  # what a checkpoint holds besides, even if its manifest is lost
 READ_BYTES = 1 << 24
+READS = 3  # of a file before it counts as unreadable
+PAUSE = 1.0  # seconds before a file is read again
 
 
-class Damaged(Exception):
-    """What is wrong with a checkpoint, as half a sentence."""
+class Unusable(Exception):
+    """What is wrong with a checkpoint, as half a sentence.
+
+    Attributes:
+      word: names its kind, and the folder when it is set aside.
+    """
+
+    word = "unusable"
+
+    def __init__(self, message: str):
+        super().__init__(one_sentence(message))
 
 
-def write_manifest(folder: Path, kinds: dict[str, list]) -> int:
-    """Describe what Orbax wrote, as read back from the files. Returns their bytes."""
+class Damaged(Unusable):
+    """The content is not what was written, or a part of it is missing."""
+
+    word = "damaged"
+
+
+class Unreadable(Unusable):
+    """The system could not read it; the content may be sound."""
+
+    word = "unreadable"
+
+
+class Misnamed(Unusable):
+    """It is the checkpoint of another step."""
+
+    word = "misnamed"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a run's `checkpoints` folder, ascending, sound or not.
+
+    A folder of a person's own there, such as `2024`, is none.
+    """
+    if not folder.is_dir():
+        return []
+    named = [entry for entry in folder.iterdir() if re.fullmatch(r"0|[1-9][0-9]*", entry.name)]
+    return sorted(int(at.name) for at in named if (at / MANIFEST).exists() or (at / MADE_BY_ORBAX).exists())
+
+
+def write_manifest(folder: Path, step: int, kinds: dict[str, list], host: dict[str, Any] | None = None) -> int:
+    """Describe what Orbax wrote at `step`, as read back from the files, and keep `host`. Returns the files' bytes."""
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     with ThreadPoolExecutor() as readers:
         checksums = readers.map(_checksum, files)
@@ -30,56 +80,82 @@ def write_manifest(folder: Path, kinds: dict[str, list]) -> int:
             file.relative_to(folder).as_posix(): [file.stat().st_size, checksum]
             for file, checksum in zip(files, checksums, strict=True)
         }
-    content = {"arrays": kinds, "files": described}
+    content = {"step": step, "arrays": kinds, "files": described} | ({} if host is None else {"host": host})
     (folder / MANIFEST).write_text(json.dumps({"checksum": _checksum_json(content), **content}, indent=1))
     return sum(size for size, _ in described.values())
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint: 'arrays' {name: [type, shape]} and 'files' {path: [bytes, CRC-32]}.
+def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """The manifest of the checkpoint in `folder`, which is named by its step.
+
+    Returns:
+      'step' (not in older ones), 'arrays' {name: [type, shape]}, 'files' {path: [bytes, CRC-32]} and, of a training
+      run, 'host' {name: plain value}.
 
     Raises:
       Damaged: it is missing or is not what was written.
+      Unreadable: the system could not read it, `READS` times; `say` is told of each.
+      Misnamed: it is that of another step.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = json.loads(_retried(folder / MANIFEST, Path.read_bytes, say))
         checksum = manifest.pop("checksum")
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing, so it was never finished or not copied whole") from None
     except OSError as error:
-        raise Damaged(f"{MANIFEST} cannot be read: {reason(error)}") from error
-    except (ValueError, KeyError, AttributeError, TypeError):  # not JSON any more, or not the object that was written
+        raise Unreadable(f"{MANIFEST} cannot be read: {reason(error)}") from error
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # not JSON, or not what was written
         checksum, manifest = None, None
     if checksum != _checksum_json(manifest):
         raise Damaged(f"{MANIFEST} is not what was written")
+    if folder.name.isdecimal() and manifest.get("step", int(folder.name)) != int(folder.name):
+        raise Misnamed(
+            f"{MANIFEST} says that it is checkpoint {manifest['step']}; type: "
+            f"mv {shlex.quote(str(folder))} {shlex.quote(str(folder.with_name(str(manifest['step']))))}"
+        )
     return manifest
 
 
-def check_files(folder: Path, files: dict[str, list], field: str | None) -> None:
+def check_files(folder: Path, files: dict[str, list], field: str | None, say: Callable[[str], None] = print) -> None:
     """Compare size and checksum of each file, or of those that `field` needs, with the manifest's.
 
     Raises:
       Damaged: one is missing, of another size, or of another content.
+      Unreadable: the system could not read one, `READS` times; `say` is told of each.
     """
     needed = {
         name: said for name, said in files.items() if field is None or name.split("/")[0] == field or "/" not in name
     }
     try:
         for name, (size, _) in needed.items():
-            found = (folder / name).stat().st_size
+            found = _retried(folder / name, Path.stat, say).st_size
             if found != size:
                 raise Damaged(f"{name} has {found} bytes of {size}")
         with ThreadPoolExecutor() as readers:
-            checksums = readers.map(_checksum, [folder / name for name in needed])
+            checksums = readers.map(lambda name: _retried(folder / name, _checksum, say), needed)
             for (name, (_, checksum)), found in zip(needed.items(), checksums, strict=True):
                 if found != checksum:
                     raise Damaged(f"{name} is not what was written (checksum)")
     except FileNotFoundError as error:
         raise Damaged(f"{Path(error.filename).relative_to(folder)} is missing") from error
     except OSError as error:
-        raise Damaged(
+        raise Unreadable(
             f"{Path(error.filename or folder).relative_to(folder)} cannot be read: {reason(error)}"
         ) from error
+
+
+def _retried(file: Path, read: Callable[[Path], Any], say: Callable[[str], None]) -> Any:
+    """`read(file)`, tried again when the system cannot: a network file system may fail once."""
+    for attempt in range(1, READS + 1):
+        try:
+            return read(file)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            say(f"reading {file} failed, attempt {attempt} of {READS}: {reason(error)}")
+            if attempt == READS:
+                raise OSError(error.errno, error.strerror, str(file)) from error
+            time.sleep(PAUSE)
 
 
 def _checksum(file: Path) -> int:

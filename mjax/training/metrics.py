@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
-from collections.abc import Iterable
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mjax.data.atomic import write_whole
+from mjax.data.atomic import free_name, make_folder, put, to_disk, write_whole
 from mjax.errors import UsageError
 
 if TYPE_CHECKING:  # matplotlib takes a second to import
     from matplotlib.axes import Axes
+
+
+FLUSH = 10.0  # seconds that TensorBoard may be behind
 
 
 @dataclass
@@ -26,14 +34,17 @@ class Record:
       grad_norm: global norm before clipping; null where it is not finite.
       learning_rate: as applied.
       loss_scale: fp16's; 1 otherwise.
-      skipped: whether nothing was updated because a gradient was not finite.
+      skipped: whether nothing was updated.
       tokens: tokens read since the beginning of training.
       seconds: wall-clock time of the step.
       tokens_per_second: over all devices.
       tflops: model TFLOP/s of one device (see `flops.py` for the formula).
       mfu: tflops over the device's peak; null where the peak is not known.
-      nonfinite: which gradient was not finite, and how many; null where all were finite.
-      val_loss: mean cross entropy on the validation batches after this step, where it was measured.
+      nonfinite: which gradient, weight or moment was not finite, and how many; null where all were finite.
+      unhealthy: what is wrong with the step, as on the screen; only where something is.
+      broken: whether a weight or a moment was not finite; not a line of the record.
+      val_loss: mean cross entropy on the validation batches after this step, where it was measured; null in the record
+        where it is not finite.
       figures, val_figures: of a BERT its two losses and how often it finds the order; lines of their own in the record,
         such as mlm_loss and val_mlm_loss. In an evaluation also what guessing masked tokens by their frequency costs,
         val_unigram_entropy.
@@ -51,16 +62,22 @@ class Record:
     tflops: float
     mfu: float | None
     nonfinite: str | None = None
+    unhealthy: str | None = None
+    broken: bool = False
     val_loss: float | None = None
     figures: dict[str, float | None] = field(default_factory=dict)
     val_figures: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; `val_loss` only where it was measured."""
+        """Plain values; `val_loss` and `unhealthy` only where there is one."""
         values = asdict(self)
-        if self.val_loss is None:
-            del values["val_loss"]
-        of_validation = {f"val_{name}": value for name, value in values.pop("val_figures").items()}
+        del values["broken"]
+        for name in ("val_loss", "unhealthy"):
+            if values[name] is None:
+                del values[name]
+        if self.val_loss is not None:
+            values["val_loss"] = finite_or_none(self.val_loss)
+        of_validation = {f"val_{name}": finite_or_none(value) for name, value in values.pop("val_figures").items()}
         return values | values.pop("figures") | of_validation
 
 
@@ -70,62 +87,172 @@ def finite_or_none(x: float) -> float | None:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line that a crash cut short is left out."""
-    records = []
-    if file.exists():
-        for line in file.read_text().splitlines():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-    return records
+    """The records of a metrics.jsonl; lines that are none, such as a last one that a crash cut short, are left out."""
+    return _read(file)[0]
+
+
+def _read(file: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The records, and the numbers of the lines that are none; a last one without its end is not counted."""
+    records, damaged = [], []
+    try:
+        lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
+    except OSError as error:  # a folder, a disk that fails
+        raise UsageError(f"{file} cannot be read ({error.strerror}); move it away to begin a new one") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line.decode())
+        except (ValueError, RecursionError):  # blank, torn, zeros after a power failure, not UTF-8
+            record = None
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            records.append(record)
+        elif number < len(lines):
+            damaged.append(number)
+    return records, damaged
+
+
+class Announced:
+    """Lets what only records or shows fail without ending the run, and says so the first time.
+
+    Attributes:
+      failed: what has failed.
+    """
+
+    def __init__(self, say: Callable[[str], None]):
+        self.say = say
+        self.failed: set[str] = set()
+
+    @contextlib.contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Do something for `what`, such as a file, and go on if it fails."""
+        try:
+            yield
+        except Exception as error:  # whatever goes wrong in matplotlib, tensorboardX or wandb
+            if what not in self.failed:
+                self.failed.add(what)
+                self.say(f"{what} cannot be written ({str(error) or type(error).__name__}): the training goes on")
 
 
 class MetricsLog:
     """Appends to metrics.jsonl, TensorBoard and W&B, and draws loss.png.
+
+    None of them ends a run: what fails is announced once. TensorBoard and W&B are then off until the next start.
 
     Args:
       folder: the run's.
       step: the step the run continues from; lines after it belong to a future that did not happen and are dropped.
       tensorboard: whether to write TensorBoard scalars.
       wandb: Weights & Biases project, or None.
+      say: is told what is damaged or fails, a line each.
     """
 
-    def __init__(self, folder: Path, step: int, tensorboard: bool = True, wandb: str | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        tensorboard: bool = True,
+        wandb: str | None = None,
+        say: Callable[[str], None] = print,
+    ):
         self.folder = folder
-        self.records = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] <= step]
-        write_whole(folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in self.records))
-        self._file = (folder / "metrics.jsonl").open("a", buffering=1)
-        self._tensorboard = None
+        self._announced = Announced(say)
+        file = folder / "metrics.jsonl"
+        found, damaged = _read(file)
+        if damaged:
+            aside = free_name(file, "damaged")
+            shutil.copyfile(file, aside)
+            to_disk(aside)
+            lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first at {damaged[0]},"
+            say(f"{file}: left out {lines} that cannot be read; kept the file as {aside.name}")
+        self._begin_with([record for record in found if record["step"] <= step])
+        self._tensorboard = self._wandb = None
         if tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-        self._wandb = _start_wandb(wandb, folder) if wandb else None
+            with self._announced("TensorBoard"):
+                self._tensorboard = _Scalars(folder / "tensorboard", step + 1)
+        if wandb:
+            with self._announced("W&B"):
+                self._wandb = _start_wandb(wandb, folder)
 
     def write(self, record: Record) -> None:
         """Record one step."""
         values = record.as_dict()
         self.records.append(values)
-        self._file.write(json.dumps(values) + "\n")
+        with self._announced("metrics.jsonl"):
+            self._append(json.dumps(values).encode() + b"\n")
         scalars = {name: value for name, value in values.items() if isinstance(value, (int, float)) and name != "step"}
-        if self._tensorboard:
-            for name, value in scalars.items():
-                self._tensorboard.add_scalar(name, value, record.step)
-        if self._wandb:
-            self._wandb.log(scalars, step=record.step)
+        if self._tensorboard and "TensorBoard" not in self._announced.failed:
+            with self._announced("TensorBoard"):
+                self._tensorboard.write(scalars, record.step)
+        if self._wandb and "W&B" not in self._announced.failed:
+            with self._announced("W&B"):
+                self._wandb.log(scalars, step=record.step)
+
+    def go_back(self, step: int) -> None:
+        """Drop the lines after `step`: the run goes back to it. TensorBoard and W&B show both ways."""
+        self._file.close()
+        self._begin_with([record for record in self.records if record["step"] <= step])
+
+    def _begin_with(self, records: list[dict[str, Any]]) -> None:
+        file = self.folder / "metrics.jsonl"
+        write_whole(file, "".join(json.dumps(record) + "\n" for record in records))
+        self.records, self._file, self._torn = records, file.open("ab", buffering=0), False
 
     def draw(self) -> None:
         """Redraw loss.png."""
-        draw_loss(self.records, self.folder / "loss.png", self.folder.name)
+        with self._announced("loss.png"):
+            draw_loss(self.records, self.folder / "loss.png", self.folder.name)
 
     def close(self) -> None:
         """Finish all files."""
-        self._file.close()
+        with self._announced("metrics.jsonl"):
+            self._file.close()
         if self._tensorboard:
-            self._tensorboard.close()
+            with self._announced("TensorBoard"):
+                self._tensorboard.close()
         if self._wandb:
-            self._wandb.finish()
+            with self._announced("W&B"):
+                self._wandb.finish()
+
+    def _append(self, line: bytes) -> None:
+        if self._torn:  # a full disk took a part of a line: what follows stands on its own
+            line = b"\n" + line
+        written = self._file.write(line)
+        self._torn = written < len(line)
+        if self._torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class _Scalars:
+    """TensorBoard's file of events, written at once.
+
+    tensorboardX's SummaryWriter has a thread for it, which dies of a full disk without a word; ten scalars later the
+    run would wait for it for ever.
+    """
+
+    def __init__(self, folder: Path, first: int):
+        """Make a file in `folder`; TensorBoard hides what older ones there have of the steps from `first` on."""
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        make_folder(folder)
+        self._events = EventsWriter(str(folder / "events"))
+        start = Event(step=first, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
+        self._events.write_event(start)
+        self._flushed = time.monotonic()
+
+    def write(self, scalars: Mapping[str, float], step: int) -> None:
+        """Add the scalars of a step; they are in the file within `FLUSH` seconds."""
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._events.write_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+        if time.monotonic() - self._flushed > FLUSH:
+            self._events.flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._events.close()
 
 
 def check_wandb(project: str | None) -> None:
@@ -148,7 +275,7 @@ def _start_wandb(project: str, folder: Path):
 
 
 def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None:
-    """Training loss (thin as measured, thick as a moving average) and validation loss over steps, as a PNG.
+    """Training loss (thin as measured, thick as a centred average) and validation loss over steps, as a PNG.
 
     Of a BERT it is that of the masked tokens, with what guessing by frequency costs; and beside it the share of pairs
     whose order is found.
@@ -160,7 +287,8 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None
     figure = Figure(figsize=(12 if bert else 8, 4.5), dpi=120, layout="constrained")
     axes, *beside = figure.subplots(1, 2 if bert else 1, squeeze=False)[0]
     _draw_curves(axes, records, "mlm_loss" if bert else "loss", "{:.3f}")
-    axes.set(xlabel="step", ylabel="loss (nats per masked token)" if bert else "loss (nats per token)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats per masked token)" if bert else "loss (nats per token)")
+    axes.set_title(title, parse_math=False)  # a name may hold dollars
     entropy = next((record["val_unigram_entropy"] for record in records if "val_unigram_entropy" in record), None)
     if entropy is not None:
         axes.axhline(entropy, color="0.4", linestyle="--", linewidth=1, label=f"by frequency alone, {entropy:.3f}")
@@ -180,7 +308,7 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None
             panel.legend(frameon=False)
     temporary = file.with_suffix(".tmp.png")
     figure.savefig(temporary)
-    temporary.replace(file)
+    put(temporary, file)
 
 
 def _draw_curves(axes: Axes, records: list[dict[str, Any]], name: str, form: str) -> None:
@@ -191,20 +319,21 @@ def _draw_curves(axes: Axes, records: list[dict[str, Any]], name: str, form: str
 
     if training := curve(name):
         steps, values = zip(*training, strict=True)
-        smoothed = _smoothed(values)
+        averaged = smoothed(values)
         axes.plot(steps, values, color="tab:blue", alpha=0.3, linewidth=0.8)
-        axes.plot(steps, smoothed, color="tab:blue", linewidth=1.8, label=f"training, {form.format(smoothed[-1])}")
+        axes.plot(steps, averaged, color="tab:blue", linewidth=1.8, label=f"training, {form.format(averaged[-1])}")
     if validation := curve(f"val_{name}"):
         steps, values = zip(*validation, strict=True)
         axes.plot(steps, values, "o-", color="tab:orange", markersize=4, label=f"validation, {form.format(values[-1])}")
 
 
-def _smoothed(values: tuple[float, ...]) -> list[float]:
-    """Moving average over about a thirtieth of the run, 50 steps at most, without the bias of its start."""
-    decay = 1.0 - 1.0 / max(1.0, min(50.0, len(values) / 30))
-    smoothed, average, weight = [], 0.0, 0.0
-    for value in values:
-        average = decay * average + (1 - decay) * value
-        weight = decay * weight + (1 - decay)
-        smoothed.append(average / weight)
-    return smoothed
+def smoothed(values: Sequence[float]) -> Sequence[float]:
+    """Average over a window of about a thirtieth of the run, 51 steps at most, with each step in its middle.
+
+    Behind a falling loss an average of the steps before would run late and lie above it. Where the window reaches over
+    an end of the run, the line is taken that fits the steps there best (Savitzky and Golay, order 1).
+    """
+    from scipy.signal import savgol_filter
+
+    half = min(50, len(values) // 30) // 2
+    return savgol_filter(values, 2 * half + 1, polyorder=1).tolist() if half else values

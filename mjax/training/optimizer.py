@@ -16,6 +16,8 @@ from mjax.parallel import scopes
 from mjax.parallel.mappings import PIPE, rank, sum_over, varying_axes
 from mjax.parallel.zero import is_layer, layer_dims
 
+LARGEST = 1e20  # no weight or first moment of a sound run comes near it
+
 
 def is_decayed(name: str) -> bool:
     """Whether weight decay applies: to matrices and embeddings, not to biases and LayerNorm.
@@ -79,30 +81,55 @@ def _decay(shape: str, part: Array) -> Array:
 
 
 @jax.named_scope(scopes.OPTIMIZER)
-def squared_norms(gradients, mesh: MeshConfig) -> Array:
-    """Squared L2 norm of each parameter's gradient, layer by layer: float32 [parameters of `gradient_names`].
+def squares_and_broken(gradients, model, moments: optax.ScaleByAdamState, mesh: MeshConfig) -> list[Array]:
+    """By parameter, layer by layer: the squared L2 norm of its gradient, and how many of its elements have a weight or
+    moments that cannot be right; float32 [parameters of `gradient_names`] each, the same on every device.
 
-    Inside `shard_map` each device holds shards: the squares of a gradient are summed over exactly the axes it varies
-    over, so the square root of their sum is the global norm, the same on every device. `optax.global_norm` would give
-    every rank its own.
+    The square root of the sum of squares is the global norm; `optax.global_norm` would give every rank its own.
+
+    Weights and moments are checked before Adam uses them rather than after: then its results are written in place of
+    them, and known to be finite. A norm that is finite in float32 has no element above 2e19; so neither has a first
+    moment, and the second is finite.
+    """
+
+    def squares(gradient):
+        return jnp.square(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)))
+
+    def broken(weight, mu, nu):
+        sound = (jnp.abs(weight) <= LARGEST) & (jnp.abs(mu) <= LARGEST) & (nu >= 0) & jnp.isfinite(nu)
+        return (~sound).astype(jnp.promote_types(weight.dtype, jnp.float32))
+
+    flags = jax.tree.map(broken, model, moments.mu, moments.nu)
+    return sums_by_parameter([jax.tree.map(squares, gradients), flags], mesh)
+
+
+@jax.named_scope(scopes.OPTIMIZER)
+def sums_by_parameter(trees: list, mesh: MeshConfig) -> list[Array]:
+    """Sums of the elements of each parameter, layer by layer: for each tree [parameters of `gradient_names`].
+
+    Inside `shard_map` each device holds shards: a parameter is summed over exactly the axes it varies over, and all
+    that vary over the same axes in one collective.
+
+    Args:
+      trees: of the model's structure; their leaves are split alike.
     """
     parts: dict[frozenset[str], list[tuple[int, Array]]] = {}
     sizes = []
-    for path, gradient in jax.tree_util.tree_flatten_with_path(gradients)[0]:
-        wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+    for path, leaf in [leaf for tree in trees for leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]:
         layers = layer_dims(mesh) if is_layer(leaf_name(path)) else 0
-        squares = jnp.square(wide).sum(range(layers, wide.ndim))
-        squares = _of_all_stages(squares, mesh) if layers and mesh.pipe > 1 else squares.reshape(-1)
-        parts.setdefault(varying_axes(squares), []).append((len(sizes), squares))
-        sizes.append(squares.shape[0])
+        sums = leaf.sum(range(layers, leaf.ndim))
+        sums = _of_all_stages(sums, mesh) if layers and mesh.pipe > 1 else sums.reshape(-1)
+        parts.setdefault(varying_axes(sums), []).append((len(sizes), sums))
+        sizes.append(sums.shape[0])
     ordered: list[Array | None] = [None] * len(sizes)
     for axes, members in parts.items():
-        total = sum_over(jnp.concatenate([squares for _, squares in members]), axes)
+        total = sum_over(jnp.concatenate([sums for _, sums in members]), axes)
         start = 0
-        for index, squares in members:
-            ordered[index] = total[start : start + squares.shape[0]]
-            start += squares.shape[0]
-    return jnp.concatenate(ordered)
+        for index, sums in members:
+            ordered[index] = total[start : start + sums.shape[0]]
+            start += sums.shape[0]
+    of_tree = len(ordered) // len(trees)
+    return [jnp.concatenate(ordered[i : i + of_tree]) for i in range(0, len(ordered), of_tree)]
 
 
 def _of_all_stages(squares: Array, mesh: MeshConfig) -> Array:
@@ -113,7 +140,7 @@ def _of_all_stages(squares: Array, mesh: MeshConfig) -> Array:
 
 
 def gradient_names(model, mesh: MeshConfig) -> list[str]:
-    """The names of the entries of `squared_norms`: 'embedding.table', …, 'blocks.mlp.up.kernel of layer 3', …"""
+    """The names of the entries of `squares_and_broken`: 'embedding.table', …, 'blocks.mlp.up.kernel of layer 3', …"""
     names = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(model)[0]:
         name = leaf_name(path)

@@ -1,8 +1,8 @@
 """Compute types, and Megatron's dynamic loss scale.
 
-Parameters and optimizer moments are float32; a step casts the parameters to the compute type once and accumulates
-gradients in float32. fp16 cannot hold small gradients, so the loss is multiplied by a scale and the gradients divided
-by it; an overflow skips the step.
+Parameters and optimizer moments are float32; a step casts the parameters to the compute type once. Gradients are added
+up in float32, over the tokens of a micro-batch (`parallel/sums.py`), over micro-batches and over replicas. fp16 cannot
+hold small gradients, so the loss is multiplied by a scale and the gradients divided by it; an overflow skips the step.
 """
 
 from __future__ import annotations

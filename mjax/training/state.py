@@ -46,7 +46,10 @@ class StepMetrics:
       grad_norm: float32 [], global L2 norm of the unscaled gradient before clipping.
       learning_rate: float32 [].
       loss_scale: float32 [], the one this step was computed with.
-      skipped: bool [], whether the gradient was not finite and nothing was updated.
+      skipped: bool [], whether nothing was updated: a gradient, weight or moment was not finite, or the loss was above
+        the limit.
+      broken: int32 [], number of parameters whose weights or moments were not finite, or beyond all bounds, before it.
+      first_broken: int32 [], index into `TrainProgram.gradient_names` of the first of them.
       nonfinite: int32 [], number of gradients that are not finite.
       first_nonfinite: int32 [], index into `TrainProgram.gradient_names` of the one the backward pass reached first.
       figures: of a BERT its losses one by one, and how often the order is found (`bert.FIGURES`); with the head of a
@@ -58,6 +61,8 @@ class StepMetrics:
     learning_rate: Array
     loss_scale: Array
     skipped: Array
+    broken: Array
+    first_broken: Array
     nonfinite: Array
     first_nonfinite: Array
     figures: dict[str, Array] = field(default_factory=dict)

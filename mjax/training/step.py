@@ -5,13 +5,14 @@ or in the layers.
     count the labels of the global batch, where some do not count
     scan over micro-batches, or over the ticks of a pipeline: loss and gradient, accumulated in float32
     one sum, or reduce-scatter, over `data`
-    unscale, global norm, clip; skip the update if the norm is not finite
+    unscale, global norm, clip; skip the update if the norm, a weight or a moment is not finite, or the loss too large
     Adam on the float32 masters
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +46,7 @@ from mjax.parallel.zero import (
 )
 from mjax.training.layout import initial_weights, lay_out
 from mjax.training.losses import count_labels, named, no_loss, share
-from mjax.training.optimizer import adamw, backward_order, gradient_names, learning_rate, squared_norms
+from mjax.training.optimizer import adamw, backward_order, gradient_names, learning_rate, squares_and_broken
 from mjax.training.precision import COMPUTE_TYPES, LossScale, parameter_type
 from mjax.training.state import EvalMetrics, StepMetrics, TrainState
 
@@ -59,7 +60,8 @@ class TrainProgram:
       abstract_batch: what a training step takes beside the state, the arrays of `Config.batch_arrays`.
       batch_sharding: where every array of a batch goes.
       initialize: () → TrainState, already sharded; the same weights on every mesh.
-      train_step: (TrainState, batch) → (TrainState, StepMetrics); the old state is donated.
+      train_step: (TrainState, batch[, limit]) → (TrainState, StepMetrics); the old state is donated. The update is
+        dropped where the loss is above `limit`, float32 []; there is no limit when not given.
       eval_step: (model, batch) → EvalMetrics; the batch may have a loss mask that those of training have not.
       gradient_names: what `StepMetrics.first_nonfinite` points into.
     """
@@ -68,7 +70,7 @@ class TrainProgram:
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     batch_sharding: NamedSharding
     initialize: Callable[[], TrainState]
-    train_step: Callable[[TrainState, dict[str, Array]], tuple[TrainState, StepMetrics]]
+    train_step: Callable[..., tuple[TrainState, StepMetrics]]
     eval_step: Callable[[Model, dict[str, Array]], EvalMetrics]
     gradient_names: list[str]
 
@@ -104,11 +106,15 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None =
     training, evaluation = config.batch_arrays(), config.batch_arrays(evaluation=True)
     names = gradient_names(shapes.model, config.mesh)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
-    train_step = shard_map(
+    on_devices = shard_map(
         partial(_train_step, config, transform, rate_after, layout.plan, np.array(backward_order(names))),
-        in_specs=(specs, dict.fromkeys(training, P(DATA))),
+        in_specs=(specs, dict.fromkeys(training, P(DATA)), P()),
         out_specs=(specs, P()),
     )
+
+    def train_step(state, batch, limit=math.inf):
+        return on_devices(state, batch, jnp.float32(limit))
+
     eval_step = shard_map(
         partial(_eval_step, config, layout.plan),
         in_specs=(specs.model, dict.fromkeys(evaluation, P(DATA))),
@@ -152,14 +158,23 @@ def first_state(
 
 
 def _train_step(
-    config: Config, transform, rate_after, plan, order: np.ndarray, state: TrainState, batch: dict[str, Array]
+    config: Config,
+    transform,
+    rate_after,
+    plan,
+    order: np.ndarray,
+    state: TrainState,
+    batch: dict[str, Array],
+    limit: Array,
 ):
     """One step as a single device sees it: its shards of `state`, its replica's rows of `batch` [B / data, …]."""
     scale = state.loss_scale.scale
     loss, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale)
-    squares = squared_norms(gradients, config.mesh)
+    loss, figures = named(config, loss)
+    squares, broken = squares_and_broken(gradients, state.model, state.optimizer[0], config.mesh)
     norm = jnp.sqrt(squares.sum())
-    finite = jnp.isfinite(norm)  # every device holds the same norm, so all of them agree
+    finite = jnp.isfinite(norm)
+    applied = finite & (broken.sum() == 0) & (loss <= limit)  # the same values on every device, so all of them agree
     if config.optimizer.clip_norm > 0:
         coefficient = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
         gradients = jax.tree.map(lambda g: g * coefficient, gradients)
@@ -169,26 +184,27 @@ def _train_step(
     model = jax.tree.map(lambda p, u: p - rate * u, state.model, updates)
 
     def keep_if_skipped(new, old):
-        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+        return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
 
     new_state = TrainState(
         model=keep_if_skipped(model, state.model),
         optimizer=keep_if_skipped(optimizer, state.optimizer),
         loss_scale=state.loss_scale.update(finite, config.precision),
         step=state.step + 1,
-        samples=state.samples + jnp.where(finite, config.train.global_batch, 0).astype(jnp.int32),
+        samples=state.samples + jnp.where(applied, config.train.global_batch, 0).astype(jnp.int32),
     )
-    broken = ~jnp.isfinite(squares)[order]
-    loss, figures = named(config, loss)
+    nonfinite = ~jnp.isfinite(squares)[order]
     metrics = StepMetrics(
         loss=loss,
         figures=figures,
         grad_norm=norm,
         learning_rate=rate,
         loss_scale=scale,
-        skipped=~finite,
-        nonfinite=broken.sum(dtype=jnp.int32),
-        first_nonfinite=jnp.asarray(order)[jnp.argmax(broken)].astype(jnp.int32),
+        skipped=~applied,
+        broken=(broken > 0).sum(dtype=jnp.int32),
+        first_broken=jnp.argmax(broken > 0).astype(jnp.int32),
+        nonfinite=nonfinite.sum(dtype=jnp.int32),
+        first_nonfinite=jnp.asarray(order)[jnp.argmax(nonfinite)].astype(jnp.int32),
     )
     return new_state, metrics
 

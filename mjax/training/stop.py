@@ -1,4 +1,4 @@
-"""How a run is told to stop: it ends its step, saves and goes."""
+"""How a run is told to stop: it ends the steps under way, saves and goes, however often SIGTERM comes meanwhile."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import jax
 
 
 class StopSignal:
-    """Turns SIGTERM and the first Ctrl-C into a request to stop after the step; a second Ctrl-C stops at once.
+    """Turns SIGTERM and Ctrl-C into a request to stop after the steps under way; a second Ctrl-C stops at once.
 
     Several processes have to agree on the step, so there SIGTERM is JAX's (`processes.told_to_stop`) and Ctrl-C
     stops at once.
+
+    Leave the context when the save is committed. If a stop was asked for, SIGTERM is ignored from then on: launchers
+    send it again, and the exit code that says "saved" must reach them.
 
     Attributes:
       name: of what asked for it; "" as long as nothing has.
@@ -22,10 +25,11 @@ class StopSignal:
     def __init__(self):
         self.name = ""
         self._before: dict[int, object] = {}
+        self._interrupts = 0
 
     @property
     def requested(self) -> bool:
-        """Whether the run is to end after this step."""
+        """Whether the run is to end after the step that was dispatched last."""
         return bool(self.name)
 
     def __enter__(self) -> StopSignal:
@@ -36,13 +40,25 @@ class StopSignal:
                 self._before[number] = signal.signal(number, self._stop)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, *_) -> None:
+        saved = self.requested and kind is None
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if number != signal.SIGTERM or not saved:
+                signal.signal(number, handler)
+        if saved:
+            with contextlib.suppress(ValueError):  # not in the main thread
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _stop(self, number: int, frame) -> None:
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        # Written directly: a handler may run while the console is in the middle of a line.
-        os.write(2, f"\n{self.name}: saving after this step; Ctrl-C once more stops at once\n".encode())
+        again = self.requested
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+        self.name = self.name or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+        # The host dispatches a step while the one before it runs, so up to two more lines of steps follow.
+        said = "still saving" if again else f"{self.name}: saving after the steps under way, two at most"
+        left = "once more" if self._interrupts else "twice"
+        with contextlib.suppress(OSError):  # nobody may read stderr any more
+            # Written directly: a handler may run while the console is in the middle of a line.
+            os.write(2, f"\n{said}; Ctrl-C {left} stops at once\n".encode())

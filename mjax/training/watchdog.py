@@ -15,16 +15,17 @@ thread is stuck. Silence is measured by the clock of the one who waits, so the c
 JAX's own heartbeat stays as a second net under this one; it ends a process with a stack of C++.
 
 Process 0 also watches the steps. When none has been finished for long, it says which processes are behind, where they
-are and since when. That is a report: only a lost process ends a run.
+are and since when. That is a report, unless `--distributed.hang-limit` says after how long the run is to end.
+
+The same connections carry what the processes compare before the first step (mjax/training/agreement.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import secrets
+import queue
 import selectors
 import socket
 import statistics
@@ -34,18 +35,19 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
-from mjax.errors import UsageError
+from mjax.errors import UnhealthyError, UsageError, exit_code
 from mjax.launch import Distributed
 from mjax.parallel.processes import bytes_from_first
+from mjax.training import meeting
 
 BEAT = 0.5  # seconds between two messages
 GRACE = 5.0  # seconds in which a failed collective may turn out to be the death of another process
 SUSPECT = 3.0  # seconds of silence that prove a loss once something has failed here
 FAREWELL = 3.0  # seconds that process 0 stays to let the others go first
-STALL = 5.0  # seconds for one message to go through
 STEP, COMPILING = "running the step", "compiling"
 CONTINUES = "what was saved is intact, the same command continues from it"
 
@@ -67,7 +69,7 @@ class Place:
 
 
 class Watchdog:
-    """Watches over the processes of a run while its context is open; with a single process it does nothing.
+    """Watches over the processes of a run while its context is open; over a single one only for a hang limit.
 
     Attributes:
       say: called with a line of text by process 0; the loop puts its display here.
@@ -99,6 +101,7 @@ class Watchdog:
         self.place = Place(f"process {index} on {socket.gethostname()} (pid {os.getpid()})")
         self._seconds: deque[float] = deque(maxlen=99)  # of the last steps
         self._began = time.monotonic()  # the step that this process is at
+        self._heard: queue.SimpleQueue = queue.SimpleQueue()  # what `ask_first` waits for
         self._farewell: dict | None = None  # what to tell the others at the end; set by the main thread
         self._failing = False  # the main thread has an error, which a lost process may have caused
         self._certain = False  # … which is this process's own
@@ -114,8 +117,23 @@ class Watchdog:
             self._began = now
         self.place.move(step, doing)
 
+    def ask_first(self, mine: Any, judge: Callable[[list[Any]], Any]) -> Any:
+        """What process 0's `judge` makes of what every process gives, in order, the same in all. JSON both ways."""
+        if self._thread is None:
+            return judge([mine])
+        if self.index > 0:
+            self._line.send(mine=mine)
+            return self._heard.get()
+        given = {0: mine}
+        while len(given) < self.count:  # who dies meanwhile ends the run
+            index, theirs = self._heard.get()
+            given[index] = theirs
+        answer = judge([given[index] for index in range(self.count)])
+        self._tell_all({"answer": answer})
+        return answer
+
     def __enter__(self) -> Watchdog:
-        if self.count > 1:
+        if self.count > 1 or self.where.hang_limit is not None:
             self._selector = selectors.DefaultSelector()
             try:
                 run = self._listen() if self.index == 0 else self._connect()
@@ -129,7 +147,7 @@ class Watchdog:
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         if self._thread is None:
             return
-        if error is not None:
+        if error is not None and self.count > 1:
             self._fail(error)
         self._farewell = self._farewell or {"bye": True}
         self._thread.join()
@@ -143,17 +161,17 @@ class Watchdog:
         try:
             yield
         except BaseException as error:
-            if self._thread is not None:
+            if self._thread is not None and self.count > 1:
                 self._fail(error)
             raise
 
     def _fail(self, error: BaseException) -> None:
         """Tell the others, explain the error and leave; if it was caused by a lost process, the thread leaves first."""
-        self._certain = isinstance(error, UsageError | KeyboardInterrupt)
+        self._certain = isinstance(error, UsageError | UnhealthyError | KeyboardInterrupt)
         self._failing = True
         self._thread.join(BEAT if self._certain else GRACE)
         lines = str(error).strip().splitlines()
-        self._farewell = {"failed": lines[0] if lines else type(error).__name__}
+        self._farewell = {"failed": lines[0] if lines else type(error).__name__, "code": exit_code(error)}
         self._thread.join()
         self._leave(self._explain(error))
 
@@ -161,67 +179,18 @@ class Watchdog:
 
     def _listen(self) -> Callable[[], None]:
         """In process 0: wait for all others, then watch over them."""
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        server = socket.create_server(
-            ("", 0), family=family, backlog=self.count, dualstack_ipv6=socket.has_dualstack_ipv6()
-        )
-        token = secrets.token_hex(16)
-        port = server.getsockname()[1]
-        there = {"hosts": self._addresses(), "port": port, "token": token, "name": self.place.name}
-        self._share(json.dumps(there).encode())
-        self._peers: dict[int, tuple[_Line, Place]] = {}
-        deadline = time.monotonic() + self.where.start_timeout
-        while len(self._peers) < self.count - 1:
-            server.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                line = _Line(server.accept()[0])
-            except TimeoutError:
-                missing = ", ".join(str(i) for i in range(1, self.count) if i not in self._peers)
-                raise UsageError(
-                    f"processes {missing} did not reach process 0 at port {port} of {' or '.join(there['hosts'])} "
-                    f"within {self.where.start_timeout} s; open the port range between the hosts"
-                ) from None
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a stranger, such as a port scan
-                hello = line.receive()[0]
-                if secrets.compare_digest(hello["token"], token):
-                    line.send(token=token)
-                    self._peers[hello["index"]] = line, Place(hello["name"])
-                    self._selector.register(line, selectors.EVENT_READ, hello["index"])
-                    continue
-            line.close()
-        server.close()
+        met = meeting.listen(self.where, self.count, self.place.name, self._share) if self.count > 1 else {}
+        self._peers = {index: (line, Place(name)) for index, (line, name) in met.items()}
+        for index, (line, _) in self._peers.items():
+            self._selector.register(line, selectors.EVENT_READ, index)
         return self._lead
 
     def _connect(self) -> Callable[[], None]:
         """In the others: connect to process 0."""
-        there = json.loads(self._share(b""))
-        self._first = Place(there["name"], heard=math.inf)  # until it has met all others
-        deadline = time.monotonic() + self.where.start_timeout
-        while time.monotonic() < deadline:
-            for host in there["hosts"]:
-                with contextlib.suppress(OSError, ValueError, KeyError, IndexError):  # another address of it may do
-                    line = _Line(socket.create_connection((host, there["port"]), timeout=STALL))
-                    line.send(token=there["token"], index=self.index, name=self.place.name)
-                    if line.receive()[0]["token"] == there["token"]:
-                        self._line = line
-                        self._selector.register(line, selectors.EVENT_READ)
-                        return self._follow
-            time.sleep(BEAT)
-        raise UsageError(
-            f"process {self.index} on {socket.gethostname()} cannot reach process 0 at port {there['port']} of "
-            f"{' or '.join(there['hosts'])}; name a host that it can reach in --distributed.coordinator"
-        )
-
-    def _addresses(self) -> list[str]:
-        """Where the others may reach process 0, best first."""
-        hosts = [self.where.coordinator.rsplit(":", 1)[0].strip("[]")] if self.where.coordinator else []
-        hosts.append(socket.gethostname())
-        with contextlib.suppress(OSError):
-            hosts += [info[4][0] for info in socket.getaddrinfo(hosts[-1], None, type=socket.SOCK_STREAM)]
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: asks for the address of the default route
-            hosts.append(probe.getsockname()[0])
-        return list(dict.fromkeys(hosts))[:8]
+        self._line, name = meeting.connect(self.where, self.index, self.place.name, self._share)
+        self._first = Place(name, heard=math.inf)  # until it has met all others
+        self._selector.register(self._line, selectors.EVENT_READ)
+        return self._follow
 
     # --- The thread of process 0 --------------------------------------------------------------------------------------
 
@@ -230,9 +199,9 @@ class Watchdog:
         self._slowest, self._progress, self._reported = -1, time.monotonic(), 0.0
         while self._farewell is None:
             for key, _ in self._selector.select(max(0.0, beat - time.monotonic())):
-                sentence = self._hear(key.data)
-                if sentence and not self._certain:
-                    return self._end(sentence)
+                end = self._hear(key.data)
+                if end and not self._certain:
+                    return self._end(*end)
             now = time.monotonic()
             if now < beat:
                 continue
@@ -242,19 +211,20 @@ class Watchdog:
             for index, (_, peer) in self._peers.items():
                 if self._gone(peer, index, now):
                     return self._end(_silence(peer, now))
-            self._report(now)
+            if end := self._report(now):
+                return self._end(end)
         if "failed" in self._farewell:
-            return self._end(_error(self.place, self._farewell["failed"]))
+            return self._end(*_error(self.place, self._farewell))
         return self._tell_all(self._farewell)
 
-    def _hear(self, index: int) -> str:
-        """Read what process `index` has sent; returns the sentence that ends the run, or nothing."""
+    def _hear(self, index: int) -> tuple | None:
+        """Read what process `index` has sent; returns the sentence that ends the run, with its exit code, or None."""
         line, peer = self._peers[index]
         try:
             messages = line.receive()
         except (OSError, ValueError):
             self._forget(index)
-            return _death(peer)
+            return (_death(peer),)
         now = peer.heard = time.monotonic()
         for message in messages:
             if "bye" in message:
@@ -262,9 +232,12 @@ class Watchdog:
                 break
             if "failed" in message:  # by itself, or because of one that has fallen silent
                 silent = (other for _, other in self._peers.values() if now - other.heard > SUSPECT)
-                return next((_silence(other, now) for other in silent), _error(peer, message["failed"]))
+                return next(((_silence(other, now),) for other in silent), _error(peer, message))
+            if "mine" in message:
+                self._heard.put((index, message["mine"]))
+                continue
             peer.move(message["step"], message["doing"])
-        return ""
+        return None
 
     def _forget(self, index: int) -> None:
         line, _ = self._peers.pop(index)
@@ -272,14 +245,14 @@ class Watchdog:
         line.close()
 
     def _tell_all(self, message: dict) -> None:
-        for line, _ in self._peers.values():
+        for line, _ in list(self._peers.values()):
             with contextlib.suppress(OSError):  # found when it is read
                 line.send(**message)
 
-    def _end(self, sentence: str) -> None:
+    def _end(self, sentence: str, code: int = 1) -> None:
         """Tell the others, let them go first, and leave unless the main thread does."""
         speaks = self._farewell is None
-        self._tell_all({"end": sentence})
+        self._tell_all({"end": sentence, "code": code})
         deadline = time.monotonic() + FAREWELL
         while self._peers and time.monotonic() < deadline:
             for key, _ in self._selector.select(BEAT):
@@ -288,7 +261,7 @@ class Watchdog:
                 except (OSError, ValueError):
                     self._forget(key.data)
         if speaks:
-            self._leave_with(sentence)
+            self._leave_with(sentence, code)
 
     # --- The thread of the others -------------------------------------------------------------------------------------
 
@@ -319,8 +292,11 @@ class Watchdog:
             if "step" in message:
                 self._first.move(message["step"], message["doing"])
                 continue
+            if "answer" in message:
+                self._heard.put(message["answer"])
+                continue
             if "end" in message and not self._certain:
-                self._leave_with(message["end"])
+                self._leave_with(message["end"], message["code"])
             self._line.close()
             return True
         return False
@@ -335,16 +311,19 @@ class Watchdog:
         patience = min(SUSPECT, self.where.heartbeat) if self._failing else self.where.heartbeat
         return now - place.heard > patience and all(key.data != index for key, _ in self._selector.select(0))
 
-    def _leave_with(self, sentence: str) -> None:
+    def _leave_with(self, sentence: str, code: int = 1) -> None:
         # Written directly: the main thread may hold the lock of sys.stderr. A terminal gets its cursor back.
         start = "\n\x1b[?25h" if sys.stderr.isatty() else ""
-        os.write(2, f"{start}mjax: error: {sentence}; {CONTINUES}\n".encode())
-        self._leave(1)
+        advice = f"; {CONTINUES}" if code == 1 else ""  # another says itself what to do
+        with contextlib.suppress(OSError):  # whether or not somebody reads it, the process ends
+            os.write(2, f"{start}mjax: error: {sentence}{advice}\n".encode())
+        self._leave(code)
 
     # --- Reports ------------------------------------------------------------------------------------------------------
 
-    def _report(self, now: float) -> None:
-        """Say who is silent, and who is behind when no step has been finished for long."""
+    def _report(self, now: float) -> str:
+        """Say who is silent, and who is behind when no step has been finished for long; returns the sentence that ends
+        the run, or nothing."""
         for index, (_, peer) in self._peers.items():
             silent = now - peer.heard > self.where.heartbeat / 2
             if silent and index not in self._silent:
@@ -359,20 +338,31 @@ class Watchdog:
             if self._reported:
                 self.say(f"going on: step {slowest} after {now - self._progress:.0f} s")
             self._slowest, self._progress, self._reported = slowest, now, 0.0
-        waited = now - self._progress
-        if 0 < self._limit(places) <= waited and waited >= 2 * self._reported:
-            self._reported = waited
-            self.say(f"no step has been finished for {waited:.0f} s: {self._standing(now)}")
+        waited, patience = now - self._progress, self._patience(places)
+        limit = self.where.hang_limit
+        ends = limit is not None and waited >= limit * patience
+        speaks = 0 < self._limit() * patience <= waited and waited >= 2 * self._reported
+        if not (ends or speaks):
+            return ""
+        self._reported = waited
+        standing = f"no step has been finished for {waited:.0f} s: {self._standing(now)}"
+        if ends:
+            return f"{standing}; --distributed.hang-limit is {limit:g} s"
+        self.say(standing)
+        return ""
 
-    def _limit(self, places: list[Place]) -> float:
+    def _limit(self) -> float:
         """Seconds without a step after which to speak; 0: never."""
-        limit = self.where.watchdog
-        if limit is None:
-            limit = max(60.0, 10.0 * statistics.median(self._seconds or [0.0]))
-        # Compiling takes as long as it takes, and so do evaluating and saving as long as all are at it.
+        if self.where.watchdog is not None:
+            return self.where.watchdog
+        return max(60.0, 10.0 * statistics.median(self._seconds or [0.0]))
+
+    def _patience(self, places: list[Place]) -> float:
+        """How many times longer to wait: compiling takes as long as it takes, and so do evaluating and saving as long
+        as all are at it."""
         compiling = any(place.doing == COMPILING for place in places)
         same = len({(place.step, place.doing) for place in places}) == 1 and self.place.doing != STEP
-        return 10.0 * limit if compiling or same else limit
+        return 10.0 if compiling or same else 1.0
 
     def _standing(self, now: float) -> str:
         """Where everyone is: those behind by name, the largest group of the foremost by number."""
@@ -402,42 +392,13 @@ def _silence(place: Place, now: float) -> str:
     return f"{place.name} has not been heard of for {now - place.heard:.0f} s, since step {place.step}"
 
 
-def _error(place: Place, what: str) -> str:
-    return f"{place.name} ended at step {place.step} with an error: {what}"
+def _error(place: Place, farewell: dict) -> tuple[str, int]:
+    return f"{place.name} ended at step {place.step} with an error: {farewell['failed']}", farewell["code"]
 
 
 def _unheard(place: Place, now: float) -> str:
     silence = now - place.heard
     return f", not heard of for {silence:.0f} s" if silence > SUSPECT else ""
-
-
-class _Line:
-    """A connection that carries one JSON object a line."""
-
-    def __init__(self, connection: socket.socket):
-        connection.settimeout(STALL)
-        self.connection, self._rest = connection, b""
-
-    def fileno(self) -> int:
-        return self.connection.fileno()
-
-    def send(self, **message) -> None:
-        self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> list[dict]:
-        """The messages that have come, at least one unless a part of one has.
-
-        Raises:
-          OSError: the other end is gone.
-        """
-        data = self.connection.recv(1 << 16)
-        if not data:
-            raise ConnectionResetError("closed")
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def close(self) -> None:
-        self.connection.close()
 
 
 def watching(where: Distributed, explain: Callable[[BaseException], int]) -> Watchdog:

@@ -1,5 +1,5 @@
+import os
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -177,14 +177,14 @@ def test_an_exception_leaves_nothing_new_and_keeps_what_was_there(tmp_path):
 
 def test_new_tokens_never_stand_beside_an_old_index(tmp_path, monkeypatch):
     prefix = write(tmp_path / "d")
-    replace = Path.replace
+    replace = os.replace
 
-    def stopped_before_the_index(self, target):
+    def stopped_before_the_index(file, target):
         if target == index_file(prefix):
             raise KeyboardInterrupt
-        return replace(self, target)
+        return replace(file, target)
 
-    monkeypatch.setattr(Path, "replace", stopped_before_the_index)
+    monkeypatch.setattr(os, "replace", stopped_before_the_index)
     with pytest.raises(KeyboardInterrupt):
         write(prefix, [[6, 5, 4], [3], [2, 1]])
     assert not index_file(prefix).exists()

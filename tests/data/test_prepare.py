@@ -1,6 +1,9 @@
+import errno
+import gzip
 import itertools
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +71,7 @@ def test_the_summary_ends_with_the_command_to_type_next(lines, tmp_path, capsys)
     run(lines, output=tmp_path / "d", tokenizer="bytes")
     shown = capsys.readouterr().out
     assert "257  bytes" in shown
-    command = f"python train.py --config gpt_demo --data.path {tmp_path}/d --model.vocabulary 257"
+    command = f"python train.py --config gpt_demo --data.path {tmp_path}/d"
     assert shown.rstrip().endswith(command)
 
 
@@ -84,6 +87,44 @@ def test_a_text_file_is_one_document_without_its_byte_order_mark_and_carriage_re
     (tmp_path / "b.txt").write_bytes("naïve\n".encode())
     run(tmp_path / "b.txt", tmp_path / "a.txt", output=tmp_path / "d", tokenizer="bytes", append_eod=False)
     assert documents_of(tmp_path / "d") == ["naïve\n", "Chapter 1\n\nCall me Ishmael.\n"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "documents"),
+    [
+        ("blank-line", ["One.\nTwo.", "  Three.", "Four."]),
+        ("2", ["One.\nTwo.", "\n \t", "\n  Three.", "\nFour."]),
+        ("100", ["One.\nTwo.\n\n \t\n\n  Three.\n\nFour.\n"]),
+    ],
+)
+def test_a_text_file_is_cut_into_documents_by_a_rule(tmp_path, rule, documents):
+    (tmp_path / "a.txt").write_bytes(b"One.\r\nTwo.\r\n\r\n \t\r\n\r\n  Three.\r\n\r\nFour.\r\n")
+    (tmp_path / "b.jsonl").write_text('{"text": "a\\n\\nb"}')
+    run(
+        tmp_path / "a.txt", tmp_path / "b.jsonl",
+        output=tmp_path / "d", tokenizer="bytes", append_eod=False, split_documents=rule,
+    )  # fmt: skip
+    assert documents_of(tmp_path / "d") == [*(text for text in documents if text.strip()), "a\n\nb"]
+
+
+def test_other_text_is_read_as_text_and_of_a_folder_only_where_there_is_nothing_else(tmp_path):
+    for name in ("b.md", "a.py", "c.tex", "d.csv"):
+        (tmp_path / name).write_text(name)
+    with gzip.open(tmp_path / "e.rst.gz", "wt") as file:
+        file.write("e.rst")
+    run(tmp_path, output=tmp_path / "d", tokenizer="bytes", append_eod=False)
+    assert documents_of(tmp_path / "d") == ["a.py", "b.md", "c.tex", "e.rst"]
+    (tmp_path / "z.txt").write_text("z.txt")
+    run(tmp_path, tmp_path / "b.md", output=tmp_path / "both", tokenizer="bytes", append_eod=False)
+    assert documents_of(tmp_path / "both") == ["z.txt", "b.md"]
+
+
+def test_of_too_few_documents_for_a_validation_part_the_summary_says_what_to_type(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("One.\n\nTwo.\n\nThree.\n")
+    run(tmp_path / "a.txt", output=tmp_path / "d", tokenizer="bytes")
+    assert "Next: for one document, prepare it again with --split-documents 1 --overwrite (a" in capsys.readouterr().out
+    run(tmp_path / "a.txt", output=tmp_path / "d", tokenizer="bytes", split_documents="blank-line", overwrite=True)
+    assert capsys.readouterr().out.rstrip().endswith("--data.split 2,1,0")
 
 
 def test_a_document_without_text_stays_as_an_empty_one(tmp_path):
@@ -127,7 +168,7 @@ def test_the_metadata_of_an_older_version_is_read(lines, tmp_path):
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"tokenizer": "bytes"}'])
 def test_damaged_metadata_is_named(tmp_path, content):
     (tmp_path / "d.json").write_text(content)
-    with pytest.raises(UsageError, match=r"d\.json is damaged"):
+    with pytest.raises(UsageError, match=r"d\.json"):
         read_metadata(tmp_path / "d")
 
 
@@ -166,6 +207,10 @@ def test_a_malformed_line_is_named_and_leaves_nothing(tmp_path, content, message
             {"split_sentences": True, "language": "klingon"},
             "the sentence rules of 'klingon' are not there",
         ),
+        (["here.txt"], {"split_documents": "sentence"}, "sentence is neither blank-line nor a number of lines; use"),
+        (["here.txt"], {"split_documents": "0"}, "0 is neither blank-line nor a number of lines; use"),
+        (["here.jsonl"], {"split_documents": "10"}, "for files of text, and here.jsonl has its own documents"),
+        ([], {"demo": True, "split_documents": "10"}, "--demo brings its own documents; leave out --split-documents"),
         (["here.txt"], {"demo": True}, "--demo brings its own text; leave out here.txt"),
         (["nowhere.txt"], {}, "there is no file nowhere.txt"),
         (["here.csv"], {}, r"here.csv is neither .txt \(one document\) nor .jsonl"),
@@ -188,12 +233,13 @@ def test_what_cannot_be_prepared_says_what_to_change(tmp_path, monkeypatch, inpu
     monkeypatch.chdir(tmp_path)
     Path("here.txt").write_text("a little text")
     Path("here.csv").write_text("a,b")
+    Path("here.jsonl").write_text('{"text": "a"}')
     Path("latin.txt").write_bytes(b"caf\xe9")
     Path("empty.txt").write_text("")
     Path("folder").mkdir()
     with pytest.raises(UsageError, match=message):
         run(*map(Path, inputs), **{"output": "d", **options})
-    assert nothing_but(tmp_path, "here.txt", "here.csv", "latin.txt", "empty.txt", "folder")
+    assert nothing_but(tmp_path, "here.txt", "here.csv", "here.jsonl", "latin.txt", "empty.txt", "folder")
 
 
 @pytest.mark.parametrize("ending", ["bin", "idx", "json", "tokenizer"])
@@ -235,6 +281,20 @@ def test_a_disk_that_fills_up_leaves_nothing(lines, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="stopped: No space left on device; nothing was left"):
         run(lines, output=tmp_path / "out" / "d", tokenizer="bytes")
     assert nothing_but(tmp_path / "out")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_loses_what_was_written_is_an_error_and_nothing_is_called_ready(
+    lines, tmp_path, monkeypatch, capsys, number
+):
+    def fsync(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(RunError, match=rf"preparing .* stopped: .*{os.strerror(number)}"):
+        run(lines, output=f"{tmp_path}/corpus", tokenizer="bytes")
+    assert "is ready" not in capsys.readouterr().out
+    assert not (tmp_path / "corpus.idx").exists()
 
 
 def test_an_output_that_cannot_be_written_stops_the_run(lines, tmp_path):

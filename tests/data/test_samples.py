@@ -181,7 +181,7 @@ def test_a_part_without_documents_says_what_to_change(indexed):
 def test_a_part_too_small_for_one_sample_says_the_counts_and_what_to_change(tmp_path):
     data = dataset_of(tmp_path, [10, 11])
     assert len(GPTDataset(data, range(2), 1, 20, 0)) == 1
-    with pytest.raises(UsageError, match=r"21 tokens in 2 documents and one sample needs 22; lower --model\.sequence"):
+    with pytest.raises(UsageError, match=r"21 tokens in 2 documents and one sample needs 22; use --model\.sequence"):
         GPTDataset(data, range(2), 1, 21, 0)
 
 

@@ -24,7 +24,7 @@ def test_generation_finds_the_tokenizer_of_the_data_in_the_run(tmp_path, capsys,
 
     assert cli.main(["prepare", str(lines), "--tokenizer", spec, "--output", str(prefix)]) == 0
     pairs = "prepare it again with --split-sentences --no-append-eod"  # what a BERT's tokenizer is most often for
-    suggestion = pairs if kind.startswith("bert") else f"--model.vocabulary {tokenizer.vocabulary}"
+    suggestion = pairs if kind.startswith("bert") else f"python train.py --config gpt_demo --data.path {prefix}"
     assert suggestion in capsys.readouterr().out
     data = ["--data.path", str(prefix), "--data.split", "50,50,0", "--model.vocabulary", "384"]  # enough for each kind
     assert cli.main(["train", *CONFIG, *OPTIONS, *data, "--runs", str(runs), "--name", "it"]) == 0

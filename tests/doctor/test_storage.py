@@ -89,6 +89,7 @@ def test_checkpoints_that_a_run_has_written_need_no_room_a_second_time(tmp_path,
     config = load_config("gpt_8b")
     for name, status in (("200", RED), ("300.writing", RED), ("300", GREEN), ("400", GREEN)):
         (tmp_path / "gpt_8b/checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "gpt_8b/checkpoints" / name / "manifest.json").touch()
         (finding,) = check_storage(tmp_path, config, "gpt_8b")
         assert finding.status == status
         assert status == GREEN or "185.9 GiB are needed for 2 of them, besides the 1 that lie there" in finding.found

@@ -26,6 +26,7 @@ from tests.small import named
 from tests.tasks.synthetic import write_task
 from tests.test_bad_inputs import fingerprint
 from tests.test_train_command import environment
+from tests.training.saved import data_file
 
 RECIPE = ("--batch", 16, "--learning-rate", 3e-3, "--warmup", 0.1)
 MNLI = (*RECIPE, "--epochs", 5, "--seeds", 2)
@@ -90,8 +91,11 @@ def test_every_epoch_is_measured_and_the_first_of_the_best_is_kept(done):
         assert [(epoch["epoch"], epoch["step"]) for epoch in epochs] == [(n, 20 * n) for n in range(1, 6)]
         values = [epoch["figures"]["accuracy"] for epoch in epochs]
         assert seed["epoch"] == values.index(max(values)) + 1
+        bests = [20 * n for n in range(1, 6) if values[n - 1] > max(values[: n - 1], default=-1)]
         kept = done / f"seed-{seed['seed']}" / "best" / "checkpoints"
-        assert [entry.name for entry in kept.iterdir()] == [str(seed["step"])]
+        assert sorted(int(entry.name) for entry in kept.iterdir()) == bests[-2:]
+        states = done / f"seed-{seed['seed']}" / "checkpoints"
+        assert sorted(entry.name for entry in states.iterdir()) == ["100", "80", "good.json"]  # one to fall back to
         records = read_metrics(done / f"seed-{seed['seed']}" / "metrics.jsonl")
         assert [record["step"] for record in records] == list(range(1, 101))
         rates = [record["learning_rate"] for record in records]
@@ -165,10 +169,13 @@ def test_a_folder_is_continued_only_with_what_it_was_begun_with(run, mnli, done,
     assert fingerprint(done) == before
 
 
-@pytest.mark.parametrize("stop", [40, *(pytest.param(step, marks=pytest.mark.long) for step in (51, 100))])
-def test_one_that_is_told_to_stop_continues_bit_for_bit(run, mnli, done, monkeypatch, capsys, tmp_path, stop):
-    """Step 40 ends an epoch, which is measured when the command runs again; 51 is in the middle of one,
-    100 is the last of all."""
+@pytest.mark.parametrize(
+    ("stop", "damaged"),
+    [(40, False), *(pytest.param(*case, marks=pytest.mark.long) for case in ((40, True), (51, False), (100, False)))],
+)
+def test_one_that_is_told_to_stop_continues_bit_for_bit(run, mnli, done, monkeypatch, capsys, tmp_path, stop, damaged):
+    """Step 40 ends an epoch, which is measured when the command runs again, or continued from the epoch before where
+    its checkpoint is damaged; 51 is in the middle of one, 100 is the last of all."""
     flags = (*MNLI, "--seeds", 1, "--seed", 1235, "--output", tmp_path / "again")
     write = SeedRun._write
 
@@ -181,6 +188,8 @@ def test_one_that_is_told_to_stop_continues_bit_for_bit(run, mnli, done, monkeyp
     assert finetune(arguments_of(run, "mnli", mnli, *flags)) == 75
     assert len(read_epochs(tmp_path / "again" / "seed-1235")) == {40: 1, 51: 2, 100: 4}[stop]
     monkeypatch.setattr(SeedRun, "_write", write)
+    if damaged:
+        data_file(tmp_path / "again" / "seed-1235" / "checkpoints" / str(stop)).unlink()
     capsys.readouterr()
     assert tuned(capsys, run, "mnli", mnli, *flags)["seeds"] == report_of(done)["seeds"][1:]
     expected, found = done / "seed-1235", tmp_path / "again" / "seed-1235"

@@ -1,6 +1,7 @@
 """`mjax convert` both ways: what becomes of every tensor, every setting and the tokenizer."""
 
 import json
+import os
 import shutil
 import weakref
 from dataclasses import replace
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax import cli
 from mjax.config import MeshConfig, read_config, save_config
-from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
+from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.interop import convert
 from mjax.interop.convert import abstract_weights
 from mjax.interop.gpt2 import GPT2
@@ -22,13 +23,14 @@ from mjax.interop.model_folder import new_folder
 from mjax.interop.places import shapes
 from mjax.interop.settings import model_config
 from mjax.interop.tensor_files import SafetensorsFiles, open_tensors
+from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import find_tensors, read_weights, weight_arrays
 from mjax.parallel.mappings import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.training.checkpoint import Checkpoints
 from mjax.training.metrics import read_metrics
 from mjax.training.step import build_program
-from tests.data.vocabularies import gpt2_files, hf_unigram
+from tests.data.vocabularies import foreign_model, gpt2_files, hf_unigram
 from tests.interop.folders import CONFIG, read_folder, tensors_of, write_folder
 from tests.small import named
 from tests.tiny_config import config as tiny
@@ -297,10 +299,13 @@ def test_the_tokenizer_travels_along_both_ways(tmp_path):
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == given.eod
     described = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    assert (described["tokenizer_class"], described["model_max_length"]) == ("GPT2Tokenizer", 16)
+    assert (described["tokenizer_class"], described["model_max_length"]) == (
+        "PreTrainedTokenizerFast",
+        16,
+    )
 
 
-def test_a_tokenizer_json_is_preferred_and_one_that_transformers_cannot_open_is_announced(tmp_path, run, capsys):
+def test_a_tokenizer_json_is_preferred_and_comes_back_as_it_went(tmp_path):
     library = hf_unigram()
     config = {**CONFIG, "vocab_size": 300}
     source = write_folder(tmp_path / "in", config, tensors_of(config))
@@ -309,10 +314,49 @@ def test_a_tokenizer_json_is_preferred_and_one_that_transformers_cannot_open_is_
         shutil.copy(file, source)
     assert cli.main(["convert", "from-hf", str(source), str(tmp_path / "run")]) == 0
     assert tokenizer_from_folder(tmp_path / "run" / "tokenizer").kind == "hf"
-    capsys.readouterr()
-    assert cli.main(["convert", "to-hf", str(run), str(tmp_path / "bytes")]) == 0
-    assert "kind bytes, which transformers cannot open" in capsys.readouterr().out
-    assert not (tmp_path / "bytes" / "tokenizer_config.json").exists()
+    given = tokenizer_from_folder(tmp_path / "run" / "tokenizer")
+    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    for description in (True, False):  # of mjax, or as it comes from elsewhere
+        if not description:
+            (tmp_path / "out" / "mjax_tokenizer.json").unlink()
+        found = find_tokenizer(tmp_path / "out", None)
+        assert (found.kind, found.eod, found.encode("a</s> worst")) == ("hf", given.eod, given.encode("a</s> worst"))
+
+
+def test_a_run_without_a_tokenizer_is_given_one_on_its_way_out(source, tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert cli.main(["convert", "from-hf", str(source), str(run)]) == 0
+    assert "convert again with --tokenizer KIND:FILES" in capsys.readouterr().out
+    assert cli.main(["generate", "--checkpoint", str(run), "--prompt", "The"]) == 2
+    ways = (
+        "has no tokenizer; name the one its model was trained with: --tokenizer KIND:FILES, or convert the model again"
+    )
+    assert ways in capsys.readouterr().err
+    assert cli.main(["convert", "to-hf", str(run), str(out)]) == 0
+    assert "has no tokenizer" in capsys.readouterr().out
+    assert not (out / "tokenizer.json").exists()
+    assert cli.main(["convert", "to-hf", str(run), str(out), "--tokenizer", "bytes", "--overwrite"]) == 0
+    assert find_tokenizer(out, None).kind == "bytes"
+    assert json.loads((out / "generation_config.json").read_text())["pad_token_id"] == 256
+
+
+def test_a_tokenizer_that_transformers_cannot_have_stops_an_export_before_the_weights(
+    tmp_path, run, capsys, monkeypatch
+):
+    stranger, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(run, stranger)
+    SentencePieceTokenizer(foreign_model(), "x.model").save(stranger / "tokenizer")
+    monkeypatch.setattr(convert.Checkpoints, "restore", lambda *_, **__: pytest.fail("the weights were read"))
+    assert cli.main(["convert", "to-hf", str(stranger), str(out)]) == 2
+    assert "--tokenizer none" in capsys.readouterr().err
+    assert not out.exists()
+    monkeypatch.undo()
+    assert cli.main(["convert", "to-hf", str(stranger), str(out), "--tokenizer", "none"]) == 0
+    assert sorted(file.name for file in out.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
 
 
 # --- Whole or not at all ----------------------------------------------------------------------------------------------
@@ -339,14 +383,14 @@ def test_a_model_is_there_again_when_its_replacement_is_stopped_between_the_rena
     for folder in (out, beside):
         folder.mkdir()
         (folder / "mine").touch()
-    rename = Path.rename
+    rename = os.replace
 
     def stopped(path, target):
         if Path(target) == out and path.name == "new":
             raise KeyboardInterrupt
         return rename(path, target)
 
-    monkeypatch.setattr(Path, "rename", stopped)
+    monkeypatch.setattr(os, "replace", stopped)
     with pytest.raises(KeyboardInterrupt), new_folder(out) as folder:
         (folder / "theirs").touch()
     assert {str(entry.relative_to(tmp_path)) for entry in tmp_path.rglob("*")} == {

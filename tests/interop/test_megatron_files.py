@@ -32,7 +32,7 @@ class _InMemory(DistributedTensors):
 def stacked(tmp_path):
     """A tensor [3, 8, 6] in four parts, cut along layers and along its last dim."""
     whole = np.arange(3 * 8 * 6, dtype=np.float32).reshape(3, 8, 6)
-    (tmp_path / "__0_0.distcp").touch()
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(1000))
     chunks, parts = [], {}
     for number, (layers, columns) in enumerate(
         [((0, 1), (0, 6)), ((1, 3), (0, 2)), ((1, 2), (2, 6)), ((2, 3), (2, 6))]
@@ -40,7 +40,7 @@ def stacked(tmp_path):
         offsets, ends = (layers[0], 0, columns[0]), (layers[1], 8, columns[1])
         parts[number] = whole[layers[0] : layers[1], :, columns[0] : columns[1]]
         chunks.append(
-            Chunk(offsets, tuple(e - o for o, e in zip(offsets, ends, strict=True)), "__0_0.distcp", number, 1)
+            Chunk(offsets, tuple(e - o for o, e in zip(offsets, ends, strict=True)), "__0_0.distcp", number, 600)
         )
     stored = {"decoder.layers.mlp.linear_fc2.weight": Stored("float32", (3, 8, 6), tuple(chunks))}
     return whole, tmp_path, stored, parts

@@ -96,7 +96,7 @@ MISTAKES = {
     "no layer": (_config(n_layer=0), "n_layer is 0"),
     "true as a number": (_config(n_head=True), "n_head is True"),
     "a width that is none": (_config(n_inner=-4), "n_inner is -4"),
-    "config.json that is not JSON": (_bytes("config.json", lambda _: b"{"), "config.json holds no JSON object"),
+    "config.json that is not JSON": (_bytes("config.json", lambda _: b"{"), "config.json is not JSON"),
     "config.json that is a list": (_bytes("config.json", lambda _: b"[]"), "config.json holds no JSON object"),
     # tensors
     "a missing tensor": (_tensors(lambda tensors: tensors.pop(BIAS)), f"lacks the tensor {BIAS};"),

@@ -1,5 +1,7 @@
 """How a process finds out what it is: the environments of launchers, with JAX's own start replaced by a recorder."""
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
@@ -38,7 +40,7 @@ def test_a_process_that_nobody_launched_with_others_is_alone(started):
 def test_under_slurm_jax_finds_the_others(started):
     (coordinator, count, index), named = started(SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"})
     assert (coordinator, count, index) == (None, None, None)
-    assert named == {"local_device_ids": [3], "initialization_timeout": 300, "heartbeat_timeout_seconds": 60}
+    assert named == {"local_device_ids": [3], "initialization_timeout": 360, "heartbeat_timeout_seconds": 60}
 
 
 def test_open_mpi_says_count_and_index_and_a_flag_may_say_where(started):
@@ -85,6 +87,13 @@ def test_a_process_owns_its_share_of_the_gpus_it_sees(environment, devices, star
 def test_what_cannot_start_is_refused(environment, where, words, started):
     with pytest.raises(UsageError, match=words):
         started(environment, **where)
+
+
+def test_processes_that_own_different_numbers_of_devices_are_refused(started, monkeypatch):
+    devices = [SimpleNamespace(process_index=index) for index in (0, 0, 1, 1, 2)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    with pytest.raises(UsageError, match="different numbers of devices: 1 on process 2, 2 on the others; give each"):
+        started(SLURM | {"CUDA_VISIBLE_DEVICES": "3"})
 
 
 def test_processes_that_find_nobody_say_what_to_give(started, monkeypatch):

@@ -169,6 +169,11 @@ def test_the_tokenizer_of_an_export_opens_and_one_saved_by_transformers_comes_in
         assert theirs(text, add_special_tokens=False)["input_ids"] == ids
         assert theirs(text)["input_ids"] == [ours.cls, *ids, ours.sep]
         assert found.encode(text) == ids
+        assert theirs.decode(ids) == ours.decode(ids)
+    assert theirs("a [MASK]")["input_ids"] == [ours.cls, *ours.encode("a"), ours.mask, ours.sep], (
+        "as fill-mask needs it"
+    )
+    assert len(theirs) == ours.vocabulary
 
 
 # --- Published models -------------------------------------------------------------------------------------------------

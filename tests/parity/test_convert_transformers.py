@@ -9,8 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from mjax import cli
-from mjax.config import MeshConfig
-from mjax.data.tokenizers import tokenizer_from_folder
+from mjax.config import MeshConfig, PrecisionConfig, read_config, save_config
+from mjax.data.tokenizers import tokenizer_from_folder, train_sentencepiece
+from mjax.generation import Generator
+from mjax.inference import inference_config, restore_weights
 from mjax.interop.bloom import BLOOM
 from mjax.interop.convert import abstract_weights
 from mjax.interop.gpt2 import GPT2
@@ -19,7 +21,8 @@ from mjax.interop.tensor_files import FLOATS, Kind, open_tensors
 from mjax.interop.weights import weight_arrays
 from mjax.parallel.mappings import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
-from tests.data.vocabularies import TEXTS, gpt2_files, hf_byte_pairs
+from mjax.sampling import Sampling
+from tests.data.vocabularies import NAMES, NASTY, TEXTS, specs
 from tests.interop.folders import read_folder
 from tests.parity.peers import imported, perturbed, rate_of_megatron
 from tests.small import gradient_program
@@ -136,22 +139,62 @@ def test_an_export_in_bf16_opens_as_bf16(tmp_path):
     assert opened.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "hf"])
-def test_the_tokenizer_of_an_export_opens_and_gives_the_same_tokens(kind, tmp_path):
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """By name what to type after --tokenizer; "trained" is what `mjax prepare` learns where none is given."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    train_sentencepiece(TEXTS, 380).save(folder / "trained")
+    return specs(folder) | {"trained": f"sentencepiece:{folder}/trained/tokenizer.model"}
+
+
+def _exported(spec, folder):
+    """A run folder that computes in float32, and its export with the tokenizer."""
+    run, out = folder / "run", folder / "out"
     peer = _peer(SHAPES["four heads"] | {"vocab_size": 400})
-    peer.save_pretrained(tmp_path / "hf")
-    spec = "gpt2:" + ",".join(map(str, gpt2_files(tmp_path)))
-    if kind == "hf":
-        hf_byte_pairs().save(str(tmp_path / "tokenizer.json"))
-        spec = f"hf:{tmp_path / 'tokenizer.json'}"
-    run, out = tmp_path / "run", tmp_path / "out"
-    assert cli.main(["convert", "from-hf", str(tmp_path / "hf"), str(run), "--tokenizer", spec]) == 0
+    with torch.no_grad():
+        peer.transformer.wpe.weight.mul_(20)  # so that it does not write the same token over and over
+    peer.save_pretrained(folder / "hf")
+    assert cli.main(["convert", "from-hf", str(folder / "hf"), str(run), "--tokenizer", spec]) == 0
+    config = read_config(run / "config.json")
+    save_config(replace(config, precision=PrecisionConfig(compute="fp32")), run / "config.json")
     assert cli.main(["convert", "to-hf", str(run), str(out)]) == 0
+    return run, out
+
+
+EXACT = [*(name for name in NAMES if name not in ("sentencepiece, unigram", "sentencepiece, as T5")), "trained"]
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_the_tokenizer_of_an_export_opens_and_gives_the_same_tokens_and_texts(kind, tokenizers, tmp_path):
+    run, out = _exported(tokenizers[kind], tmp_path)
     ours, theirs = tokenizer_from_folder(run / "tokenizer"), transformers.AutoTokenizer.from_pretrained(out)
     assert theirs.eos_token_id == ours.eod
-    assert theirs.model_max_length == 24
-    for text in TEXTS:
-        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
+    assert (len(theirs), theirs.model_max_length) == (ours.vocabulary, 24)
+    for text in [*TEXTS[:3], *NASTY.values()]:
+        ids = ours.encode(text)
+        inputs = theirs(text)
+        assert sorted(inputs) == ["attention_mask", "input_ids"], "GPT-2 would take token types for tokens"
+        assert inputs["input_ids"] == ids
+        assert theirs.decode(ids) == ours.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["trained", "bytes", "gpt2"])
+def test_transformers_alone_generates_from_an_export_what_mjax_generates(kind, tokenizers, tmp_path):
+    run, out = _exported(tokenizers[kind], tmp_path)
+    config = inference_config(read_config(run / "config.json"), MeshConfig())
+    generator, tokenizer = Generator(config, make_mesh(config.mesh)), tokenizer_from_folder(run / "tokenizer")
+    _, weights = restore_weights(run, generator.abstract_model, None, print)
+    prompt = tokenizer.encode("It  was\n")
+    (ours,) = generator.generate(weights, [prompt], Sampling(tokens=12, temperature=0.0), tokenizer.eod)
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    inputs = theirs("It  was\n", return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0].tolist()
+    assert tokens[: len(prompt)] == prompt
+    written = tokens[len(prompt) :]
+    assert (written[:-1] if written[-1] == theirs.eos_token_id else written) == ours.tokens
+    assert len(set(ours.tokens)) > 2, "one token over and over says little"
 
 
 # --- pytorch_model.bin ------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_a_program_of_which_something_is_missing_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[1]", "is not a calibration"), (None, "cannot")],
+    [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[1]", "is not a calibration"), (None, "does not exist")],
     ids=["damaged", "deep", "list", "missing"],
 )
 def test_a_file_that_is_none_is_refused(tmp_path, text, sentence):

@@ -75,8 +75,9 @@ def test_tensor_parallelism_costs_a_layer_two_all_reduces_each_way_and_one_to_co
     found = summed(ledger(gpt_8b(recompute=recompute, micro_batch=micro_batch)).over("model"))
     cross_entropy = found.pop(("head forward", "all-reduce"))  # maximum; sum of exponentials and the label's logit
     assert cross_entropy == (2 * m, m * on_a_ring("all-reduce", p, 3 * 4 * tokens))
-    # Squared norms of the gradients that are split: six of a layer (QKV, MLP up, two kernels back), and the embedding.
-    assert found.pop(("optimizer", "all-reduce")) == (1, on_a_ring("all-reduce", p, 4 * (6 * L + 1)))
+    # Squared norms of the gradients that are split: six of a layer (QKV, MLP up, two kernels back), and the embedding;
+    # and as many counts of broken weights and moments.
+    assert found.pop(("optimizer", "all-reduce")) == (1, on_a_ring("all-reduce", p, 2 * 4 * (6 * L + 1)))
     assert found == expected(rows, p)
 
 
@@ -292,6 +293,17 @@ def test_one_rank_alone_sends_nothing():
     assert read_collectives(traced(send, {"data": 8, "model": 1})) == ()
     assert ledger(small_config()).records == ()
     assert ledger(small_config()).sent == ledger(small_config()).count == 0
+
+
+def test_an_axis_of_one_rank_is_none_that_bytes_cross_as_a_compiled_program_has_none():
+    def step(x):
+        from mjax.parallel import mappings
+
+        both = ("data", "model")
+        return jax.lax.psum(mappings.vary(x, frozenset(both)), both) + send(x)
+
+    (record,) = read_collectives(traced(step, {"data": 1, "model": 4}))
+    assert (record.axes, record.ranks, record.count) == (("model",), 4, 2)
 
 
 def test_what_cannot_be_counted_is_refused(monkeypatch):

@@ -43,15 +43,19 @@ MODES = {
     "full recomputation, micro-batches": lambda: config_of({"data": 2, "model": 4}, 1, "full"),
     "ZeRO-1": lambda: config_of({"data": 4, "model": 2, "zero": 1}),
     "FSDP": lambda: config_of({"data": 4, "model": 2, "zero": 3}),
+    # Counts of labels are int32, and `model` has one rank.
+    "BERT, data parallel": lambda: config_of({"data": 4, "model": 1}, kind="bert"),
     "pipe, data and model": lambda: config_of({"pipe": 2, "data": 2, "model": 2}, 1),
 }
 
 
 @needs_compiler
 @pytest.mark.parametrize("mode", MODES)
-def test_the_ledger_counts_the_bytes_that_the_compiled_step_sends(mode, tmp_path):
-    config = MODES[mode]()
+def test_the_ledger_counts_the_bytes_that_the_compiled_step_sends(mode, tmp_path, monkeypatch):
+    config, texts, read = MODES[mode](), [], ahead._read
+    monkeypatch.setattr(ahead, "_read", lambda text, mesh: [texts.append(text), read(text, mesh)][1])
     compiled = compile_step(config, "h100")
+    assert not re.findall(r"= (?:bf16|f16)\[\S* (?:reduce|scatter)\(.*", texts[0])  # sums over tokens are float32
     assert compiled.attention == "cudnn"
     expected = totals(ledger(config).records)
     assert compiled.program.bytes_by() == {key: size for key, (_, size) in expected.items()}

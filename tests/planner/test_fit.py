@@ -64,7 +64,21 @@ def test_a_refusal_is_one_sentence_with_numbers():
     assert "22.0 GiB of NVIDIA H100 80GB HBM3 are usable" in message
     assert "cheapest first: --mesh.sequence-parallel (" in message
     assert "\n" not in message
-    check_memory(load_config("gpt_8b"), 27 * GIB, "NVIDIA H100 80GB HBM3")
+    assert check_memory(load_config("gpt_8b"), 28 * GIB, "NVIDIA H100 80GB HBM3") == ""
+
+
+def test_what_fits_and_leaves_under_five_percent_is_warned_of_with_what_leaves_more():
+    config, total = load_config("gpt_8b"), predict_memory(load_config("gpt_8b")).total
+    warning = check_memory(config, total / 0.99, "NVIDIA H100 80GB HBM3", "gpt_8b")
+    assert warning.startswith("gpt_8b is predicted to need 26.3 of the 26.6 GiB that are usable on NVIDIA H100 80GB")
+    assert "which leaves 1.0%; the prediction may be off by 5%, so it may not fit; " in warning
+    assert "cheapest first: --mesh.sequence-parallel (" in warning
+    assert check_memory(config, total / 0.949, "a GPU") == ""
+    small = replace(gpu_named("h100"), memory_bytes=total / 0.99 / USABLE_FRACTION)
+    section = memory_section(config, small)
+    assert "it may not fit into the 26.6 GiB that are usable on h100: 1.0% are left free, and the " in section.text
+    assert (section.values["fits"], section.values["free"]) == (True, pytest.approx(0.01))
+    assert section.values["changes"][0]["flags"] == "--mesh.sequence-parallel"
 
 
 def test_memory_that_jax_was_not_told_to_take_is_pointed_at(monkeypatch):
@@ -133,11 +147,21 @@ def test_the_gpu_at_hand_is_asked_for_its_attention_kernel(monkeypatch):
     config = replace(
         config, model=replace(config.model, attention_dropout=0.0), mesh=replace(config.mesh, data=jax.device_count())
     )
-    monkeypatch.setattr(fit, "memory_of", lambda device: (predict_memory(config).total, "a GPU"))
+    monkeypatch.setattr(fit, "memory_of", lambda device: (predict_memory(config).total / 0.94, "a GPU"))
     check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
     monkeypatch.setattr(fit, "capability_of", lambda device: (7, 0))
     with pytest.raises(UsageError, match="gpt_345m needs"):
         check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
+
+
+def test_training_that_hardly_fits_begins_with_a_warning(monkeypatch, tmp_path, capsys):
+    config = load_config(TINY[-1])
+    config = replace(config, mesh=replace(config.mesh, data=8, model=2), train=replace(config.train, micro_batch=1))
+    begun = planted(monkeypatch, predict_memory(config).total / 0.98)
+    assert cli.main([*TINY, *SIXTEEN, "--runs", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "which leaves 2.0%; the prediction may be off by 5%, so it may not fit; " in printed
+    assert begun
 
 
 @pytest.mark.parametrize(("usable", "mesh"), [(1e12, SIXTEEN), (1e5, ["--mesh.data", "4"])])

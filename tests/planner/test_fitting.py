@@ -10,7 +10,7 @@ import pytest
 from mjax.hardware import gpu_named
 from mjax.planner.calibration import MJAX_FROM_PAPERS, read_calibration
 from mjax.planner.fitting import Measurement, calibrate
-from mjax.planner.time import Rates
+from mjax.planner.rates import Rates
 from tests.conftest import ROOT
 
 H100 = gpu_named("h100")

@@ -1,9 +1,11 @@
 """Scheduled GPU HLO is read: short programs in the words of XLA 0.10.2, whose collectives one can count by hand."""
 # ruff: noqa: E501 (HLO has long lines)
 
+import ml_dtypes  # noqa: F401 (NumPy knows bfloat16 and the 8-bit floats with it)
+import numpy as np
 import pytest
 
-from mjax.planner.hlo import Beside, HloError, read_program
+from mjax.planner.hlo import BITS, NAMES, Beside, HloError, read_program
 
 MESH = {"pipe": 2, "data": 2, "model": 2}
 
@@ -99,6 +101,17 @@ def test_what_runs_beside_a_collective_is_what_stands_between_its_start_and_the_
 def test_a_group_of_one_device_sends_nothing():
     assert "f32[16]{0} all-reduce(" in PROGRAM
     assert all(c.dtype != "float32" for c in found())
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("s32", "int32"), ("u32", "uint32"), ("pred", "bool"), ("f16", "float16")])
+def test_types_are_named_as_the_ledger_names_them(kind, dtype):
+    program = PROGRAM.replace("%bias = f32", f"%bias = {kind}").replace("{{0},{1},{2},{3},{4},{5},{6},{7}}", "{}")
+    assert [c.dtype for c in found(program) if c.axes == ("pipe", "data", "model")] == [dtype]
+
+
+def test_every_type_has_the_width_that_numpy_gives_its_name():
+    whole = {kind: bits for kind, bits in BITS.items() if bits >= 8}
+    assert {kind: 8 * np.dtype(NAMES[kind]).itemsize for kind in whole} == whole
 
 
 def test_kernels_are_counted_by_kind_and_loops_multiply_their_launches():

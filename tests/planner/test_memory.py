@@ -6,13 +6,15 @@ import sys
 from dataclasses import replace
 
 import pytest
+from matplotlib import rc_context
 
 from mjax import cli
 from mjax.config import from_dict, load_config, to_dict
-from mjax.hardware import gpu_named
+from mjax.hardware import USABLE_FRACTION, gpu_named
 from mjax.models.kernels import attention_on_gpu
 from mjax.parallel.schedules import build_schedule
 from mjax.planner.memory import _in_flight, kept_by_layer, predict_memory
+from mjax.planner.memory_figure import draw_memory, variants
 from mjax.planner.memory_section import memory_section
 from mjax.planner.time import predict_time
 from tests.conftest import ROOT
@@ -61,6 +63,14 @@ def test_configs_that_the_formula_was_not_written_with_are_predicted_as_well():
     held_out = [abs(error(row)) for row in ROWS if row["held_out"]]
     assert len(held_out) >= 4
     assert max(held_out) < 0.05
+
+
+def test_attention_that_writes_its_scores_is_not_predicted_too_low_where_they_are_most_of_the_memory():
+    rows = [row for row in ROWS if row["flags"].get("model.sequence", 0) >= 4096]
+    assert len(rows) >= 8
+    assert all(attention_on_gpu(config_of(row)) == "xla" for row in rows)
+    assert {config_of(row).train.recompute for row in rows} == {"selective", "full"}
+    assert min(map(error, rows)) > -0.01
 
 
 def test_predictions_are_off_by_less_than_one_percent_on_average():
@@ -129,6 +139,25 @@ def test_a_prediction_takes_no_jax():
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_picture_has_totals_the_limit_of_the_gpu_and_says_what_is_too_much(tmp_path):
+    config, file = load_config("gpt_8b"), tmp_path / "memory.svg"
+    config = replace(config, model=replace(config.model, attention_dropout=0.0))
+    totals = {name: memory.total / 2**30 for name, memory in variants(config).items()}
+    tight = replace(gpu_named("h100"), memory_bytes=totals["selective"] / 0.98 * 2**30 / USABLE_FRACTION)
+    with rc_context({"svg.fonttype": "none"}):
+        draw_memory(config, file, tight)
+        picture = file.read_text()
+        draw_memory(config, file)
+    assert ">26.3, 2.0% free<" in picture
+    assert ">35.2, too much<" in picture
+    assert f">{totals['full']:.1f}<" in picture
+    assert ">h100: 26.8 usable of 29.8<" in picture
+    assert "attention by cudnn" in picture
+    without = file.read_text()
+    assert all(f">{total:.1f}<" in without for total in totals.values())
+    assert "usable" not in without
 
 
 def test_the_plan_shows_bytes_by_kind_that_add_up(capsys, tmp_path):

@@ -14,7 +14,8 @@ from matplotlib.image import imread
 from mjax import cli
 from mjax.config import Config
 from mjax.parallel.schedules import build_schedule, forward_only, slot_times
-from mjax.planner.schedule_figure import COLOURS, IDLE, MARGINS, describe_bubble, draw_schedule
+from mjax.planner.schedule_cut import timeline
+from mjax.planner.schedule_figure import COLOURS, IDLE, MARGINS, PHASES, _passes, describe_bubble, draw_schedule
 from tests.conftest import ROOT
 
 # 72 layers; data 1 and micro-batches of 1, so the global batch is M. It has no data.
@@ -214,6 +215,59 @@ def test_pictures_are_of_a_size_one_can_look_at_and_hold_every_kind_of_pass(sche
     kinds = (schedule.forward, schedule.backward, schedule.weight)
     for colour, slots in zip(COLOURS.values(), kinds, strict=True):
         assert (int(colour[1:], 16) in shown) == (slots is not None)
+
+
+LONG = [("1f1b", 8, 96, 1), ("1f1b", 4, 96, 2), ("gpipe", 4, 96, 1), ("zb-h1", 4, 96, 1), ("1f1b", 16, 192, 1)]
+
+
+@pytest.mark.parametrize("arguments", LONG, ids=str)
+def test_of_a_long_schedule_only_the_middle_of_the_steady_state_is_left_out(arguments):
+    schedule = build_schedule(*arguments)
+    lengths = _passes(schedule, [1, 2, 0] if schedule.weight is None else [1, 1, 1])[1]
+    time = timeline(schedule, lengths, 1.0)
+    assert lengths.sum() > 2 * time.span
+    assert time.span < 250
+    ran = sum(slots.on for slots in (schedule.forward, schedule.backward, schedule.weight) if slots is not None)
+    assert (ran[~time.shown].min(axis=0) > 0).all()  # no stage is idle in what is left out
+    assert time.shown[: schedule.stages - 1].all()
+    assert time.shown[1 - schedule.stages :].all()
+    assert sum(ticks for _, _, ticks in time.gaps) == (~time.shown).sum() > 0
+    assert [name for name, _, _ in time.phases][:2] == ["warm-up", "steady state"]
+    ends = [edge for _, *edges in time.phases for edge in edges]
+    assert (ends[0], ends[-1]) == (0, time.span)
+    assert ends[1:-1:2] == ends[2::2]
+    assert (np.diff(time.begin) >= 0).all()
+
+
+def test_in_the_picture_of_a_long_schedule_boxes_and_gap_are_where_the_timeline_says():
+    schedule = build_schedule("1f1b", 8, 96)
+    time = timeline(schedule, _passes(schedule, [1, 2, 0])[1], 1.0)
+    image = picture(schedule)
+    left, right, top, bottom = MARGINS
+    scale = max(1.0, (image.shape[1] - left - right) / 2100)
+    width = image.shape[1] - scale * (left + right)
+    height = image.shape[0] - scale * (top + PHASES + bottom)
+
+    def shown_at(drawn):
+        x = round(scale * left + width * drawn / time.span)
+        y = [round(scale * (top + PHASES) + height * (stage + 0.15) / 8) for stage in range(8)]
+        names = {"idle": IDLE, "gap": "#FFFFFF"} | COLOURS
+        return [min(names, key=lambda name: np.abs(image[row, x] - to_rgb(names[name])).sum()) for row in y]
+
+    ((begin, end, _),) = time.gaps
+    assert shown_at(0.5) == ["forward", *["idle"] * 7]
+    assert shown_at(begin + 0.2) == shown_at(end - 0.2) == ["gap"] * 8
+    assert shown_at(begin - 1) == ["backward"] * 8
+    assert shown_at(end + 0.5) == ["forward"] * 8
+    assert shown_at(time.span - 1) == ["backward", *["idle"] * 7]
+
+
+def test_a_schedule_that_can_be_seen_whole_is_drawn_whole():
+    schedule = build_schedule("1f1b", 4, 24)
+    time = timeline(schedule, _passes(schedule, [1, 2, 0])[1], 1.0)
+    assert time.shown.all()
+    assert (time.gaps, time.phases, time.span) == ([], [], schedule.makespan(1, 2))
+    assert (time.begin == time.start).all()
 
 
 def test_the_formula_of_the_bubble_is_named_only_where_it_holds():

@@ -32,6 +32,10 @@ class Bytes:
 class Seconds:
     total: float
 
+    @property
+    def mean(self):
+        return self.total
+
 
 def changed(config, **sections):
     """The config with other fields: changed(config, train={"steps": 3})."""
@@ -127,16 +131,35 @@ def time_of(config):
     return Seconds(1 + drawn(config, "time"))
 
 
-@pytest.mark.parametrize("capacity", [3.0, 50.0, 100.0])
+@pytest.mark.parametrize("capacity", [3.0, 50.0, 100.0, 120.0])
 def test_the_search_finds_what_trying_everything_finds(capacity):
     found = search(SMALL, 4, memory_of, time_of, capacity)
     every = [each for each in everything(SMALL, 4) if is_simplest(each) and runs(each)]
-    fitting = [each for each in every if memory_of(each).total <= capacity]
-    assert 0 < len(fitting) <= len(every)
-    assert found.ranked[0].config == min(fitting, key=lambda each: time_of(each).total)
-    assert (found.tried, len(found.too_big)) == (len(every), len(every) - len(fitting))
+    sizes = [memory_of(each).total for each in every]
+    roomy = [each for each, size in zip(every, sizes, strict=True) if size <= 0.95 * capacity]
+    assert 0 < len(roomy) <= len(every)
+    assert found.ranked[0].config == min(roomy, key=lambda each: time_of(each).total)
+    assert (found.tried, len(found.roomy)) == (len(every), len(roomy))
+    assert len(found.too_big) == sum(size > capacity for size in sizes)
+    assert {each.config for each in found.tight}.isdisjoint(roomy)
     seconds = [float(f"{each.time.total:.4g}") for each in found.ranked]
     assert seconds == sorted(seconds)
+
+
+def test_what_leaves_under_five_percent_free_is_ranked_only_where_nothing_leaves_more():
+    def tight(config):
+        return Bytes(96 if config.mesh.model == 1 else 50)
+
+    def faster_on_one(config):
+        return Seconds(config.mesh.model + drawn(config, "time"))
+
+    found = search(SMALL, 4, tight, faster_on_one, 100)
+    assert found.ranked[0].config.mesh.model == 2
+    assert found.tight[0].config.mesh.model == 1
+    assert found.free(found.tight[0]) == pytest.approx(0.04)
+    assert {other.field: (other.value, other.least) for other in alternatives(found)}["mesh.model"] == (4, None)
+    found = search(SMALL, 4, tight, faster_on_one, 100, ["mesh.model"])
+    assert found.ranked == found.tight
 
 
 def test_of_candidates_that_take_the_same_time_the_simplest_comes_first():
@@ -153,7 +176,7 @@ def test_an_alternative_is_the_fastest_with_another_value_or_says_what_it_would_
     def seconds_of(config):
         return Seconds(1 + config.mesh.pipe + 0.25 * (config.train.recompute == "full"))
 
-    found = search(SMALL, 4, bytes_of, seconds_of, 6)
+    found = search(SMALL, 4, bytes_of, seconds_of, 6.5)
     others = {other.field: other for other in alternatives(found)}
     best = found.ranked[0].config
     assert (best.mesh, best.train.recompute, best.train.micro_batch) == (MeshConfig(data=4), "selective", 1)
@@ -167,11 +190,11 @@ def test_an_alternative_is_the_fastest_with_another_value_or_says_what_it_would_
     }
     assert slower.others(best) == [f"data {slower.candidate.config.mesh.data}"]
 
-    found = search(SMALL, 4, bytes_of, seconds_of, 6, ["train.recompute", "mesh.zero"])
+    found = search(SMALL, 4, bytes_of, seconds_of, 6.5, ["train.recompute", "mesh.zero"])
     assert found.ranked == []  # the config's own recomputation is none
     own = changed(SMALL, train={"recompute": "selective"})
     others = {
-        other.field: other for other in alternatives(search(own, 4, bytes_of, seconds_of, 6, ["train.recompute"]))
+        other.field: other for other in alternatives(search(own, 4, bytes_of, seconds_of, 6.5, ["train.recompute"]))
     }
     assert "train.recompute" not in others
     assert others["train.micro_batch"].candidate is None
@@ -210,7 +233,8 @@ def test_a_batch_that_cannot_be_is_refused(config, batch, message):
     [
         (0, [], "--devices is 0; it must be at least 1"),
         (-8, [], "--devices is -8; it must be at least 1"),
-        (12, [], "--devices 12 is no whole number of nodes of 8 GPUs; use 8 or 16"),
+        (12, [], "--devices 12 is not a multiple of the 8 GPUs of a server; use 8 or 16, or --devices-per-node 6 for"),
+        (13, [], "--devices 13 is not a multiple of the 8 GPUs of a server; use 8 or 16$"),
         (7, [], "--devices 7 cannot be shared among 4 layers, 4 heads and a global batch of 8; use --devices 4 or 8"),
         (1024, [], "cannot be shared among .*; use --devices 128$"),
         (8, ["mesh.pipes"], "--keep mesh.pipes: the search does not change it, did you mean 'mesh.pipe'"),

@@ -10,9 +10,11 @@ import pytest
 
 from mjax import cli
 from mjax.config import load_config
-from mjax.hardware import gpu_named
+from mjax.hardware import USABLE_FRACTION, gpu_named
 from mjax.planner.memory import predict_memory
 from mjax.planner.search import search
+from mjax.planner.search_command import SearchArguments, run_search
+from mjax.planner.space import SEARCHED
 from mjax.planner.time import predict_time
 from mjax.training.metrics import read_metrics
 from tests.conftest import ROOT
@@ -107,12 +109,22 @@ def test_the_written_config_trains(tmp_path, capsys):
         (["--devices", "8"], "--devices 8 needs to know of what kind; add --gpu, such as --gpu h100"),
         (["--devices", "8", "--gpu", "h10"], "--gpu h10 is not known, did you mean 'h100'?"),
         (["--devices", "0", "--gpu", "h100"], "--devices is 0; it must be at least 1"),
-        (["--devices", "12", "--gpu", "h100"], "--devices 12 is no whole number of nodes of 8 GPUs; use 8 or 16"),
+        (
+            ["--devices", "12", "--gpu", "h100"],
+            "--devices 12 is not a multiple of the 8 GPUs of a server; use 8 or 16, or --devices-per-node 6",
+        ),
         (["--devices", "8", "--gpu", "h100", "--top", "0"], "--top is 0; it must be at least 1"),
         (["--devices", "8", "--gpu", "h100", "--price", "-1"], "--price is -1; it must be 0 or more"),
         (["--price", "2"], "--price is for the search; add --devices, such as --devices 8"),
         (["--top", "0"], "--top is for the search; add --devices, such as --devices 8"),
-        (["--devices-per-node", "0"], "--devices-per-node is the server that --compile compiles for; add --compile"),
+        (
+            ["--devices-per-node", "4"],
+            "--devices-per-node 4 describes the server of a GPU; add --gpu, such as --gpu h100",
+        ),
+        (["--devices-per-node", "0", "--gpu", "h100"], "--devices-per-node is 0; it must be at least 1"),
+        (["--network", "400"], "--network 400 describes the server of a GPU; add --gpu, such as --gpu h100"),
+        (["--network", "-1", "--gpu", "h100"], "--network is -1; it must be above 0"),
+        (["--network", "inf", "--gpu", "h100"], "--network is inf; it must be above 0"),
         (
             ["--devices", "8", "--gpu", "h100", "--target-batch", "200_000_000"],
             "--target-batch 200000000 is more than the 153,600,000 samples of the run; use 153600000 or less",
@@ -129,6 +141,93 @@ def test_what_cannot_be_searched_is_one_sentence_and_exit_code_2(capsys, flags, 
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_servers_of_four_gpus_are_searched_and_their_network_counts(capsys):
+    flags = ["--train.global-batch", "24", "--gpu", "a100", "--devices", "12", "--devices-per-node", "4"]
+    assert cli.main(["plan", *TINY, *flags, "--network", "800", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["search"]["devices"] == plan["run"]["devices"] == 12
+    assert (plan["search"]["devices_per_node"], plan["search"]["network_bytes_per_second"]) == (4, 100e9)
+    assert plan["time"]["seconds"] == pytest.approx(plan["search"]["best"][0]["seconds"])
+
+    config = load_config(TINY[-1])
+    config = replace(config, train=replace(config.train, global_batch=24))
+
+    def seconds(gpu):
+        return asked(config, gpu, 12).values["best"][0]["seconds"]
+
+    four = A100.in_server(4)
+    assert (
+        four.network_bandwidth_per_node == A100.network_bandwidth_per_node / 2
+    )  # a card a GPU, as in the usual server
+    assert seconds(four) == seconds(A100.in_server(4, 800)) == plan["search"]["best"][0]["seconds"]
+    assert seconds(A100.in_server(12)) < seconds(four) < seconds(A100.in_server(4, 8))
+    assert asked(config, four, 12).title.endswith("on 12 × a100, 4 a server")
+
+
+def asked(config, gpu, devices, keep=(), top=10):
+    """The section of a search."""
+    return run_search(SearchArguments(devices=devices, keep=keep, top=top), "small", config, gpu)[1]
+
+
+def test_thirty_billion_on_forty_gigabytes_leave_five_percent_free_or_a_warning(tmp_path):
+    config = load_config("gpt_8b")
+    model = replace(config.model, layers=48, hidden=7168, heads=56, sequence=2048)
+    config, gpu = replace(config, model=model), gpu_named("a100-40gb")
+    assert model.parameters > 29e9
+    best, section, about = run_search(SearchArguments(devices=64), "30B", config, gpu)
+    assert section.values["tight"] > 0
+    assert all(each["memory"]["total"] <= 0.95 * gpu.usable_bytes for each in section.values["best"])
+    assert "warning" not in section.text + about
+    # With settings of which all leave less, what is written says so.
+    needed = predict_memory(best, gpu.compute_capability).total
+    tight = replace(gpu, memory_bytes=needed / 0.97 / USABLE_FRACTION)
+    _, section, about = run_search(SearchArguments(devices=64, keep=SEARCHED), "30B", best, tight)
+    for text in (section.text, " ".join(about.split())):
+        assert "warning: no way to run it leaves 5% of the memory free" in text
+        assert "the best leaves 3.0% and may not fit" in text
+
+
+def test_where_the_batch_grows_seconds_and_days_rank_alike_and_what_is_left_out_is_named():
+    config = load_config("gpt_175b")  # from 16 to 1,536 sequences
+    config = replace(
+        config,
+        model=replace(config.model, attention_dropout=0.0),
+        mesh=replace(config.mesh, zero=1, sequence_parallel=True),
+        train=replace(config.train, recompute="selective"),
+    )
+    keep = ("mesh.zero", "mesh.schedule", "mesh.sequence_parallel", "train.recompute")
+    section = asked(config, gpu_named("h200"), 256, keep, 1000)
+    names = ("seconds", "days", "seconds_at_global_batch")
+    seconds, days, whole = ([each[name] for each in section.values["best"]] for name in names)
+    rounded = [float(f"{each:.4g}") for each in seconds]
+    assert rounded == sorted(rounded)
+    assert days == pytest.approx([each * 111_355 / 86_400 for each in seconds])
+    assert whole != sorted(whole)  # the whole batch alone would rank them otherwise
+
+    left_out = section.values["narrowed"]
+    assert left_out["unit"] == 16
+    assert left_out["seconds"] < 0.95 * whole[0]
+    sentence = next(line for line in section.lines if "narrows the search" in line)
+    assert sentence.startswith("--train.batch-rampup 16 16 5859375 narrows the search: ")
+    assert f"It leaves out {left_out['left_out']}: " in sentence
+    assert " chunks, " in left_out["left_out"]
+    # The ramp-up that is proposed finds what was left out.
+    wider = tuple(map(int, sentence.rsplit(": --train.batch-rampup ", 1)[1].split()))
+    config = replace(config, train=replace(config.train, batch_rampup=wider))
+    config = replace(config, mesh=replace(config.mesh, model=4))
+    again = asked(config, gpu_named("h200"), 256, (*keep, "mesh.model"), 1000)
+    assert left_out["seconds"] in [each["seconds_at_global_batch"] for each in again.values["best"]]
+
+
+def test_a_batch_that_stays_narrows_nothing():
+    config = load_config(TINY[-1])
+    assert asked(config, A100, 2).values["narrowed"] is None
+    grows = replace(config, train=replace(config.train, batch_rampup=(2, 2, 20), micro_batch=1))
+    section = asked(grows, A100, 1, ["train.micro_batch"])  # where nothing is left out that is faster
+    assert section.values["narrowed"]["seconds"] is None
+    assert "nothing like the best would be faster without it" in section.text
 
 
 def test_how_many_gpus_are_enough_is_true(capsys):

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mjax.config import load_config
-from mjax.hardware import GIB
-from mjax.planner.search import Candidate, search
+from mjax.hardware import GIB, gpu_named
+from mjax.planner.search import Candidate, Found, search
 from mjax.planner.search_report import Question, cost, faster_by, held_back_by, report
 from mjax.planner.time_section import run_tokens
 
@@ -40,6 +40,10 @@ class Seconds:
     def total(self):
         return sum(self.parts.values())
 
+    @property
+    def mean(self):
+        return self.total
+
 
 def memory_of(config):
     held = {"none": 60, "selective": 30, "full": 3}[config.train.recompute] * config.train.micro_batch
@@ -54,10 +58,6 @@ def time_of(config):
     return Seconds(products, 0.01 * mesh.model * mesh.data / mesh.devices * 512, bubble)
 
 
-def run_of(config):
-    return config.train.steps * time_of(config).total
-
-
 def kernel_of(config):
     return "cudnn" if config.model.attention_dropout == 0 and config.precision.compute != "fp32" else "xla"
 
@@ -69,7 +69,7 @@ def found():
 
 
 def question(**changes):
-    return replace(Question("gpt_8b", load_config("gpt_8b"), "h100", None, 3, time_of, run_of, kernel_of), **changes)
+    return replace(Question("gpt_8b", load_config("gpt_8b"), gpu_named("h100"), None, 3, time_of, kernel_of), **changes)
 
 
 def test_the_report_says_what_was_tried_and_shows_the_fastest(found):
@@ -77,8 +77,8 @@ def test_the_report_says_what_was_tried_and_shows_the_fastest(found):
     first, tried, *_ = text.splitlines()
     assert first == "--- Search: gpt_8b on 64 × h100 ---"
     assert tried == (
-        f"{found.tried:,} ways to run it: {len(found.too_big):,} are too big for 71.0 GiB, {len(found.ranked):,} fit "
-        "(1.5 s)"
+        f"{found.tried:,} ways to run it: {len(found.too_big):,} are too big for 71.0 GiB, "
+        f"{len(found.tight):,} leave less than 5% of it free, {len(found.roomy):,} fit (1.5 s)"
     )
     best = found.ranked[0]
     rows = [line.split() for line in text.splitlines() if line[:2] in ("1 ", "2 ", "3 ") and "before" not in line]
@@ -91,7 +91,7 @@ def test_the_report_says_what_was_tried_and_shows_the_fastest(found):
 
 def test_the_cost_is_that_of_all_steps_of_the_run(found):
     config = load_config("gpt_8b")
-    spent = cost(found.ranked[0].config, 64, question(price=2.5))
+    spent = cost(found.ranked[0], 64, question(price=2.5))
     hours = 300_000 * found.ranked[0].time.total / 3600
     assert spent.days == pytest.approx(hours / 24)
     assert spent.gpu_hours == pytest.approx(64 * hours)
@@ -102,7 +102,7 @@ def test_the_cost_is_that_of_all_steps_of_the_run(found):
     row = next(line for line in text.splitlines() if line.startswith("1 ")).split()
     assert {f"{spent.days:.3g}", f"{spent.gpu_hours:,.0f}", f"{spent.money:,.0f}"} < set(row)
     assert f"{spent.money:,.0f} at 2.5 a GPU-hour" in text
-    assert cost(found.ranked[0].config, 64, question()).money is None
+    assert cost(found.ranked[0], 64, question()).money is None
 
 
 def test_json_holds_the_same_as_plain_values(found):
@@ -129,23 +129,30 @@ def test_the_config_itself_is_placed_among_the_candidates(found):
     assert f"{size / GIB:.1f} GiB, which is too big" in report(found, question(config=big), 1.5).text
 
 
-def test_a_memory_that_is_almost_full_is_said_with_the_fastest_that_leaves_some(found):
-    total = found.ranked[0].memory.total
-    full = replace(found, capacity=1.01 * total)
-    smaller = next(n for n, each in enumerate(found.ranked) if each.memory.total < 0.95 * full.capacity)
-    words = report(full, question(), 1.5).text
-    assert "the best leaves 1.0% of the memory free, less than the prediction may be off; " in words
-    assert f"the fastest that leaves 5% is {smaller + 1:,}, " in words
-    assert "of the memory free" not in report(replace(found, capacity=2 * total), question(), 1.5).text
-    tight = replace(full, ranked=found.ranked[:1])
-    assert "none leaves 5%" in report(tight, question(), 1.5).text
+def test_what_leaves_little_memory_free_is_never_first_without_a_warning(found):
+    other, _ = found.too_big[0]
+    fast = Candidate(other, Bytes(0, 0.98 * found.capacity), Seconds(0.1, 0, 0))
+    words = report(replace(found, tight=[fast]), question(), 1.5).text
+    assert "not ranked, because it leaves 2.0% of the memory free and the prediction may be off by 5%: pipe " in words
+    assert "warning" not in words
+    assert "not ranked" not in report(replace(found, tight=[]), question(), 1.5).text
+    own = report(replace(found, tight=[fast]), question(config=fast.config), 1.5)
+    assert "not ranked: it leaves 2.0% of the memory free" in own.text
+
+    nothing_else = replace(found, roomy=[], tight=[fast])
+    section = report(nothing_else, question(), 1.5)
+    assert section.values["tight"] == 1
+    assert "warning: no way to run it leaves 5% of the memory free, by which the prediction may be off" in section.text
+    assert "the best leaves 2.0% and may not fit" in section.text
+    assert "memory, 2.0% free" in section.text
 
 
 def test_what_holds_a_candidate_back_is_its_largest_parts_and_memory_that_is_almost_full():
     candidate = Candidate(load_config("gpt_8b"), Bytes(50, 48), Seconds(6, 3, 1))
-    assert held_back_by(candidate, 200) == "model 30%, bubble 10%"
-    assert held_back_by(candidate, 100) == "model 30%, bubble 10%, memory, 2% free"
-    assert held_back_by(replace(candidate, time=Seconds(6, 0, 2)), 200) == "bubble 25%"
+    roomy, tight = (Found(1, capacity, [candidate], [], []) for capacity in (200, 100))
+    assert held_back_by(candidate, roomy) == "model 30%, bubble 10%"
+    assert held_back_by(candidate, tight) == "model 30%, bubble 10%, memory, 2.0% free"
+    assert held_back_by(replace(candidate, time=Seconds(6, 0, 2)), roomy) == "bubble 25%"
 
 
 def test_the_first_is_compared_with_the_second_part_by_part():

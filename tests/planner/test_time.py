@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mjax.batch_size import BatchSizes, at_batch
 from mjax.config import Config, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig, load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
@@ -16,7 +17,8 @@ from mjax.parallel.schedules import build_schedule
 from mjax.planner.calibration import MEGATRON_A100, MEGATRON_V100, MJAX_FROM_PAPERS
 from mjax.planner.comms import ledger
 from mjax.planner.published import errors, fit, table_1, table_5, v100_scaling
-from mjax.planner.time import PARTS, Rates, _bubble, _ticks, predict_time
+from mjax.planner.rates import Rates
+from mjax.planner.time import PARTS, _bubble, _ticks, predict_time
 from tests.conftest import ROOT
 
 # --- What was published -----------------------------------------------------------------------------------------------
@@ -222,14 +224,29 @@ def test_the_bubble_is_that_of_the_schedule(stages, micro_batches, chunks):
         )
         if chunks > 1 and micro_batches % stages:
             continue
-        assert _ticks(config) == build_schedule(name, stages, micro_batches, chunks).ticks
-        found = work + _bubble(config, f, b, w)
+        assert _ticks(config.mesh, micro_batches) == build_schedule(name, stages, micro_batches, chunks).ticks
+        found = work + _bubble(config.mesh, micro_batches, f, b, w)
         if name == "zb-h1":  # exact where the three take the same time, else at most so much
             schedule = build_schedule(name, stages, micro_batches, chunks)
-            assert 3 * micro_batches * chunks + _bubble(config, 1, 1, 1) == schedule.makespan(1, 1, 1)
+            alike = 3 * micro_batches * chunks + _bubble(config.mesh, micro_batches, 1, 1, 1)
+            assert alike == schedule.makespan(1, 1, 1)
             assert schedule.makespan(f, b, w) <= found < 1.2 * schedule.makespan(f, b, w)
         else:
             assert found == pytest.approx(build_schedule(name, stages, micro_batches, chunks).makespan(f, b + w))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_the_mean_of_a_run_whose_batch_grows_is_that_of_the_steps_at_each_of_their_batches(schedule):
+    grows = {"batch_rampup": (8, 8, 2_000), "global_batch": 64, "micro_batch": 2, "steps": 100}
+    config = _config(mesh={"data": 2, "pipe": 4, "schedule": schedule}, train=grows)
+    sizes = [BatchSizes.of(config).size(step) for step in range(100)]
+    assert len(set(sizes)) == 8
+    assert {size // 4 for size in sizes} > {2, 4, 16}  # fewer micro-batches than stages, and more
+    each = {size: predict_time(at_batch(config, size), H100) for size in set(sizes)}
+    found = predict_time(config, H100)
+    assert found.mean == pytest.approx(sum(each[size].total for size in sizes) / 100, rel=1e-12)
+    assert found.total == each[64].total > found.mean
+    assert all(step.mean == step.total for step in each.values())
 
 
 def test_a_gpu_without_the_compute_type_is_refused():

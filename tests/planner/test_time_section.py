@@ -10,7 +10,7 @@ from mjax.config import load_config
 from mjax.hardware import gpu_named
 from mjax.planner.calibration import MJAX_FROM_PAPERS, write_calibration
 from mjax.planner.time import predict_time
-from mjax.planner.time_section import run_time, time_section
+from mjax.planner.time_section import time_section
 
 A100 = gpu_named("a100")
 
@@ -46,7 +46,7 @@ def test_a_run_whose_batch_grows_takes_each_step_at_its_own_batch():
     begun = -(-10_000_000 // 1024 // 256)  # steps of 256 until 10M tokens
     expected = begun * predict_time(small, A100).total + (100 - begun) * predict_time(large, A100).total
     assert 0 < begun < 100
-    assert run_time(config, A100) == pytest.approx(expected, rel=1e-3)
+    assert time_section(config, A100).values["run"]["seconds"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_plan_has_a_section_on_time_where_a_gpu_is_named(capsys):
@@ -94,7 +94,7 @@ def test_without_a_peak_only_the_time_is_not_said(capsys, gpu, compute):
             "--model.attention cudnn cannot be used: it needs compute capability 8.0 or more",
         ),
         (["--calibration", "x.json"], "--calibration x.json is for a GPU; add --gpu, such as --gpu h100"),
-        (["--gpu", "h100", "--calibration", "none.json"], "--calibration none.json cannot be read"),
+        (["--gpu", "h100", "--calibration", "none.json"], "none.json does not exist; write one with"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_in_a_sentence(capsys, flags, sentence):

@@ -134,13 +134,15 @@ def test_a_run_without_config_tokenizer_or_checkpoint_is_named(folder, tmp_path)
     with pytest.raises(UsageError, match=r"config\.json does not exist; a run folder holds"):
         evaluate(arguments)
     (tmp_path / "run" / "config.json").write_text((folder / "run" / "config.json").read_text())
-    with pytest.raises(UsageError, match="has no folder tokenizer; copy"):
+    with pytest.raises(UsageError, match=r"has no tokenizer; name the one .* trained with: --tokenizer KIND:FILES$"):
         evaluate(arguments)
+    with pytest.raises(UsageError, match="holds no checkpoint; give a run that has saved one"):
+        evaluate(arguments_of(tmp_path, "perplexity", "--tokenizer", "bytes", data=folder / "poem.txt"))
     ByteTokenizer().save(tmp_path / "run" / "tokenizer")
     with pytest.raises(UsageError, match="holds no checkpoint; give a run that has saved one"):
         evaluate(arguments)
     save_config(small_config(vocabulary=60), tmp_path / "run" / "config.json")
-    with pytest.raises(UsageError, match="has 257 ids and its model 60; copy the one"):
+    with pytest.raises(UsageError, match=r"has 257 ids and the model of .* 60; name the one"):
         evaluate(arguments)
 
 

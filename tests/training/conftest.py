@@ -1,7 +1,8 @@
-"""An open folder of checkpoints, and what it said."""
+"""An open folder of checkpoints and what it said; and watchdogs that do not wait."""
 
 import pytest
 
+from mjax.training import watchdog
 from mjax.training.checkpoint import Checkpoints
 
 
@@ -14,3 +15,9 @@ def notices():
 def checkpoints(tmp_path, notices):
     with Checkpoints(tmp_path / "checkpoints", on_notice=notices.append) as opened:
         yield opened
+
+
+@pytest.fixture
+def fast_watchdogs(monkeypatch):
+    for name, seconds in {"BEAT": 0.02, "GRACE": 0.5, "SUSPECT": 0.2, "FAREWELL": 0.5}.items():
+        monkeypatch.setattr(watchdog, name, seconds)

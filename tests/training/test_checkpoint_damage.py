@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import shutil
 
 import pytest
 
@@ -40,12 +39,6 @@ def remove_the_manifest(folder):
     return "manifest.json is missing, so it was never finished or not copied whole"
 
 
-def empty_the_folder(folder):
-    shutil.rmtree(folder)
-    folder.mkdir()
-    return "manifest.json is missing, so it was never finished or not copied whole"
-
-
 def rename_an_array_in_the_manifest(folder):
     manifest = folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"model":', '"modem":'))
@@ -63,7 +56,6 @@ KINDS_OF_DAMAGE = [
     remove_a_file,
     remove_the_metadata,
     remove_the_manifest,
-    empty_the_folder,
     rename_an_array_in_the_manifest,
     cut_the_manifest,
 ]

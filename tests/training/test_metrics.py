@@ -6,12 +6,13 @@ import math
 from dataclasses import replace
 
 import pytest
+import rich.progress
 from rich.console import Console
 
 from mjax.config import load_config
 from mjax.training.display import Display, duration, verdict
 from mjax.training.flops import hardware_flops, model_flops, peak_tflops
-from mjax.training.metrics import MetricsLog, Record, draw_loss, read_metrics
+from mjax.training.metrics import MetricsLog, Record, draw_loss, read_metrics, smoothed
 
 
 @pytest.mark.parametrize("name", ["gpt_345m", "gpt_1b", "gpt_8b"])
@@ -185,6 +186,39 @@ def test_the_line_shows_what_a_person_watches_for(terminal):
     ):
         assert word in text
     assert "a message" in text
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (140, ["loss 8.9000", "ppl 7332", "scale 4096", "lr 1.00e-03", "200 tok/s", "MFU 50.0%", "0.1 TFLOP/s"]),
+        (80, ["loss 8.9000", "ppl 7332", "scale 4096", "lr 1.00e-03", "200 tok/s"]),
+        (60, ["loss 8.9000", "ppl 7332", "scale 4096"]),
+        (40, ["loss 8.9000"]),
+        (24, []),
+    ],
+)
+def test_a_narrow_terminal_keeps_the_step_and_the_time_left_and_drops_what_matters_least(width, shown, monkeypatch):
+    monkeypatch.setattr(rich.progress.Task, "time_remaining", 3723.0)
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=width, color_system=None)
+    with Display(300_000, console).begin(0) as display:
+        for step in (1, 2, 3):
+            display.show(_record(step, loss=8.9, mfu=0.5, loss_scale=4096.0))
+    line = output.getvalue().replace("\x1b[2K", "").replace("\r", "\n").split("\n")
+    (last,) = {text.strip() for text in line if text.startswith("step 3/300000")}
+    figures, _, left = last.removeprefix("step 3/300000").strip().rpartition(" ")
+    assert figures.strip().split("  ") == (shown or [""])
+    assert left == "1:02:03"
+    assert len(last) <= width
+
+
+def test_the_averaged_curve_of_a_ramp_is_the_ramp():
+    ramp = [10 - i / 100 for i in range(600)]
+    assert smoothed(ramp) == pytest.approx(ramp, abs=1e-9)
+    noisy = [x + (-1) ** i for i, x in enumerate(ramp)]
+    assert smoothed(noisy) == pytest.approx(ramp, abs=0.3)
+    assert smoothed(ramp[:20]) == ramp[:20]
 
 
 def test_durations_are_read_at_a_glance():

@@ -13,7 +13,7 @@ from mjax.config import PrecisionConfig
 from mjax.models.build import build_model
 from mjax.names import leaf_name
 from mjax.parallel.mesh import make_mesh
-from mjax.training.optimizer import backward_order, gradient_names, is_decayed, learning_rate, squared_norms
+from mjax.training.optimizer import backward_order, gradient_names, is_decayed, learning_rate, sums_by_parameter
 from mjax.training.precision import LossScale
 from mjax.training.step import build_program
 from tests.against_reference import in_layer_order
@@ -149,6 +149,58 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_step_and_names_its_gr
             np.testing.assert_array_equal(new[key], value, err_msg=key)
 
 
+def _changed(tree, name, value):
+    """`tree` with `value` in one element of layer 2 of a parameter."""
+
+    def change(path, leaf):
+        return leaf.at[1, 0, 0].set(value) if leaf_name(path) == name else leaf
+
+    shardings = jax.tree.map(lambda x: x.sharding, tree)
+    return jax.jit(lambda t: jax.tree_util.tree_map_with_path(change, t), out_shardings=shardings)(tree)
+
+
+def test_a_weight_or_a_moment_that_cannot_be_right_skips_the_step_and_is_named():
+    config = small_config(2, 2, micro_batch=4)
+    program = build_program(config, make_mesh(config.mesh))
+    batch = jax.device_put(batch_of(config), program.batch_sharding)
+    name = "blocks.mlp.up.kernel"
+
+    def poisoned(field, value):
+        state = program.initialize()
+        if field == "weight":
+            return replace(state, model=_changed(state.model, name, value))
+        adam, *rest = state.optimizer
+        return replace(state, optimizer=(adam._replace(**{field: _changed(getattr(adam, field), name, value)}), *rest))
+
+    before = named(program.initialize().model)
+    for field, value in [("weight", 1e30), ("mu", math.nan), ("mu", 1e30), ("nu", math.nan), ("nu", -1e-9)]:
+        state, metrics = program.train_step(poisoned(field, value), batch)
+        assert bool(metrics.skipped), (field, value)
+        assert int(metrics.broken) == 1
+        assert program.gradient_names[int(metrics.first_broken)] == f"{name} of layer 2"
+        if field != "weight":
+            assert int(metrics.nonfinite) == 0
+            for key, weight in named(state.model).items():
+                np.testing.assert_array_equal(weight, before[key], err_msg=key)
+    _, metrics = program.train_step(program.initialize(), batch)
+    assert (bool(metrics.skipped), int(metrics.broken)) == (False, 0)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"pipe": 2, "zero": 1}])
+def test_the_update_of_a_batch_whose_loss_is_above_the_limit_is_dropped(mesh):
+    config = small_config(2, 2, micro_batch=2, mesh=mesh)
+    program = build_program(config, make_mesh(config.mesh))
+    batch = jax.device_put(batch_of(config), program.batch_sharding)
+    before = named(program.initialize().model)
+    for limit, skipped in ((3.0, True), (np.inf, False), (-np.inf, True)):
+        state, metrics = program.train_step(program.initialize(), batch, np.float32(limit))
+        assert 3.5 < float(metrics.loss) < 5
+        assert (bool(metrics.skipped), int(metrics.broken), int(metrics.nonfinite)) == (skipped, 0, 0)
+        assert (int(state.step), int(state.samples)) == (1, 0 if skipped else config.train.global_batch)
+        same = [np.array_equal(weight, before[key]) for key, weight in named(state.model).items()]
+        assert all(same) if skipped else not all(same)
+
+
 def test_fp16_overflows_halve_the_scale_until_a_step_succeeds():
     config = small_config(2, 2, micro_batch=2, compute="fp16")
     program = build_program(config, make_mesh(config.mesh))
@@ -185,7 +237,7 @@ def test_each_gradient_has_its_own_squared_norm_on_a_pipeline(mesh):
     drawn = np.random.default_rng(0)
     whole = jax.tree.map(lambda leaf: drawn.normal(size=leaf.shape).astype(np.float32), program.abstract_state.model)
     norms = jax.shard_map(
-        lambda gradients: squared_norms(gradients, config.mesh),
+        lambda gradients: sums_by_parameter([jax.tree.map(jnp.square, gradients)], config.mesh)[0],
         mesh=make_mesh(config.mesh),
         in_specs=(jax.tree.map(lambda sharding: sharding.spec, shardings),),
         out_specs=P(),

@@ -1,5 +1,10 @@
-"""Heartbeats between watchdogs that share this process: one thread per process of a run, and no JAX between them."""
+"""Heartbeats between watchdogs that share this process, and what they do about those that are missing or behind."""
 
+import contextlib
+import dataclasses
+import json
+import re
+import socket
 import threading
 import time
 
@@ -9,65 +14,9 @@ from mjax.errors import RunError, UsageError
 from mjax.launch import Distributed
 from mjax.training import watchdog
 from mjax.training.watchdog import COMPILING, Watchdog
+from tests.training.watchdogs import Run
 
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch):
-    for name, seconds in {"BEAT": 0.02, "GRACE": 0.5, "SUSPECT": 0.2, "FAREWELL": 0.5}.items():
-        monkeypatch.setattr(watchdog, name, seconds)
-
-
-class Run:
-    """Watchdogs of `count` processes; what they say and with which codes they leave."""
-
-    def __init__(self, count=3, heartbeat=5.0, limit=0.0):
-        self.message, self.there = b"", threading.Event()
-        self.left, self.said, self.explained = {}, [], {}
-        where = Distributed(coordinator="127.0.0.1:1", heartbeat=heartbeat, watchdog=limit, start_timeout=5)
-        self.all = [
-            Watchdog(
-                where,
-                lambda error, index=index: self.explained.setdefault(index, str(error)) and 7,
-                index=index,
-                count=count,
-                share=self._share,
-                leave=lambda code, index=index: self.left.setdefault(index, code),
-            )
-            for index in range(count)
-        ]
-        self.all[0].say = self.said.append
-
-    def _share(self, message):
-        if message:
-            self.message = message
-            self.there.set()
-        assert self.there.wait(5)
-        return self.message
-
-    def __enter__(self):
-        entering = [threading.Thread(target=one.__enter__) for one in self.all]
-        for thread in entering:
-            thread.start()
-        for thread in entering:
-            thread.join()
-        return self
-
-    def __exit__(self, *_):
-        leaving = [threading.Thread(target=one.__exit__, args=(None, None, None)) for one in self.all]
-        for thread in leaving:
-            thread.start()
-        for thread in leaving:
-            thread.join()
-
-    def freeze(self, index):
-        """Let a process fall silent, its connection open."""
-        self.all[index]._obey = lambda: threading.Event().wait(2.0)
-
-    def wait_for(self, condition):
-        deadline = time.monotonic() + 5
-        while not condition():
-            assert time.monotonic() < deadline, (self.left, self.said)
-            time.sleep(0.01)
+pytestmark = pytest.mark.usefixtures("fast_watchdogs")
 
 
 def test_processes_that_end_well_say_nothing(capfd):
@@ -124,7 +73,8 @@ def test_one_that_falls_silent_for_a_moment_is_heard_again():
     assert run.left == {}
 
 
-def test_an_error_is_told_to_the_others_and_its_own_process_explains_it(capfd):
+def test_an_error_is_told_to_the_others_and_its_own_process_explains_it(capfd, monkeypatch):
+    monkeypatch.setattr(watchdog, "SUSPECT", 60.0)  # a thread of a busy machine stands still for longer than 0.2 s
     with Run() as run:
         with pytest.raises(RunError), run.all[1].or_end():
             raise RunError("the disk is full")
@@ -184,27 +134,84 @@ def test_nobody_is_reported_while_all_compile_or_save(doing):
     assert run.said == []
 
 
-def test_a_stranger_on_the_port_is_sent_away():
+TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(range(150, 250))
+STRANGERS = {
+    "a web browser": b"GET / HTTP/1.0\r\n\r\n",
+    "a guess": b'{"token": "guess", "index": 1, "name": "x"}\n',
+    "TLS": TLS_HELLO,
+    "TLS with the end of a line": TLS_HELLO + b"\n",
+    "JSON too deep": b"[" * 60000 + b"\n",
+    "JSON that is no object": b"[1]\n7\n",
+    "a token that is no text": b'{"token": [1]}\n',
+    "an empty line": b"\n",
+}
+
+
+def test_strangers_on_the_port_are_sent_away_and_one_that_is_silent_holds_up_nobody():
     run = Run(count=2)
 
     def scan():
-        import json
-        import socket
-
         there = json.loads(run._share(b""))
-        for noise in (b"GET / HTTP/1.0\r\n\r\n", b'{"token": "guess", "index": 1, "name": "x"}\n'):
-            with socket.create_connection(("127.0.0.1", there["port"])) as stranger:
+        address = "127.0.0.1", there["port"]
+        silent.append(socket.create_connection(address))
+        for name, noise in STRANGERS.items():
+            with socket.create_connection(address, timeout=60) as stranger:
                 stranger.sendall(noise)
-                assert stranger.recv(100) == b""
+                with contextlib.suppress(ConnectionResetError):  # it was sent away before all was read
+                    assert stranger.recv(100) == b"", name
         scanned.set()
 
-    scanned, connect = threading.Event(), run.all[1]._connect
-    run.all[1]._connect = lambda: scanned.wait(5) and connect()
+    silent, scanned, connect = [], threading.Event(), run.all[1]._connect
+    run.all[1]._connect = lambda: scanned.wait(60) and connect()
     threading.Thread(target=scan).start()
     with run:
-        assert run.all[0]._peers[1][1].name == run.all[1].place.name
         assert scanned.is_set()
+        assert run.all[0]._peers[1][1].name == run.all[1].place.name
+    silent[0].close()
     assert run.left == {}
+
+
+def test_all_get_what_process_0_makes_of_what_each_gives():
+    with Run() as run:
+        for _ in range(2):  # more than goes into one packet
+            answers = run.ask(
+                lambda one, index: one.ask_first(f"{index} " * 20000, lambda given: [x[0] for x in given])
+            )
+            assert answers == [["0", "1", "2"]] * 3
+
+
+def test_a_usage_error_of_one_process_ends_the_others_with_its_exit_code_and_words(capfd):
+    with Run() as run:
+        with pytest.raises(UsageError), run.all[2].or_end():
+            raise UsageError("data/x.idx does not exist")
+        run.wait_for(lambda: run.left.keys() >= {0, 1, 2})
+    assert run.left == {0: 2, 1: 2, 2: 7}
+    sentence = f"{run.all[2].place.name} ended at step 0 with an error: data/x.idx does not exist\n"
+    assert capfd.readouterr().err.count(sentence) == 2
+
+
+def test_a_hang_limit_ends_the_run_and_says_who_is_behind(capfd):
+    with Run() as run:
+        run.all[0].at(7)
+        run.all[1].at(6, "waiting for its batch")
+        run.all[2].at(7)
+        run.wait_for(lambda: {peer.step for _, peer in run.all[0]._peers.values()} == {6, 7})
+        run.all[0].where = dataclasses.replace(run.all[0].where, hang_limit=0.1)
+        run.wait_for(lambda: run.left.keys() >= {0, 1, 2})
+    error = capfd.readouterr().err
+    behind = re.escape(f"{run.all[1].place.name} is at step 6, waiting for its batch for ")
+    assert re.search(
+        rf"{behind}\d+ s; all others are at step 7, running the step; --distributed.hang-limit is 0", error
+    )
+    assert set(run.left.values()) == {1}
+
+
+def test_a_hang_limit_holds_for_a_single_process_too(capfd):
+    with Run(count=1, hang_limit=0.2) as run:
+        run.all[0].at(3)
+        run.wait_for(lambda: run.left)
+    assert run.left == {0: 1}
+    assert "all 1 processes are at step 3, running the step; --distributed.hang-limit is" in capfd.readouterr().err
 
 
 def test_one_process_has_no_thread():

@@ -18,8 +18,9 @@ from typing import Self
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mjax.data.tokenizers.interface import EOD_PIECE, read_given, utf8_lines
-from mjax.data.tokenizers.library import LibraryTokenizer
+from mjax.data.tokenizers.library import LibraryTokenizer, library_errors
 from mjax.errors import UsageError
+from mjax.json_files import parse_json
 
 
 class GPT2Tokenizer(LibraryTokenizer):
@@ -32,10 +33,8 @@ class GPT2Tokenizer(LibraryTokenizer):
     def __init__(self, vocab: bytes, merges: bytes, vocab_name: str, merges_name: str):
         ids = _parse_vocab(vocab, vocab_name)
         pairs = _parse_merges(merges, merges_name)
-        try:
+        with library_errors(f"{merges_name} does not belong to {vocab_name}", "give a matching pair"):
             model = models.BPE(ids, pairs)
-        except Exception as error:  # the library raises nothing more special
-            raise UsageError(f"{merges_name} does not belong to {vocab_name} ({error}); give a matching pair") from None
         self.library = Tokenizer(model)
         self.library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self.library.decoder = decoders.ByteLevel()
@@ -70,15 +69,12 @@ def _is_json(content: bytes) -> bool:
 
 def _parse_vocab(content: bytes, name: str) -> dict[str, int]:
     expected = 'a JSON object such as {"!": 0, "\\"": 1, …} is expected: GPT-2\'s vocab.json, also called encoder.json'
-    try:
-        ids = json.loads(content)
-    except (ValueError, RecursionError):
-        ids = None
+    ids = parse_json(content, name, expected)
     if not isinstance(ids, dict) or not all(type(number) is int for number in ids.values()):
         raise UsageError(f"{name} is no vocabulary; {expected}")
     if sorted(ids.values()) != list(range(len(ids))):
         raise UsageError(f"the ids in {name} are not 0 to {len(ids) - 1}, each once; {expected}")
-    if missing := [character for character in _characters() if character not in ids]:
+    if missing := [character for character in byte_characters() if character not in ids]:
         raise UsageError(f"{name} has no token for {len(missing)} of the 256 bytes; {expected}")
     if EOD_PIECE not in ids:
         raise UsageError(f"{name} has no token {EOD_PIECE} to end documents with; {expected}")
@@ -132,7 +128,7 @@ def _parse_ranks(content: bytes, name: str) -> dict[bytes, int]:
 
 def _from_ranks(ranks: dict[bytes, int], name: str) -> tuple[bytes, bytes]:
     """The vocab.json and merges.txt of a tiktoken file; `<|endoftext|>`, which it leaves out, gets the next id."""
-    characters = _characters()
+    characters = byte_characters()
 
     def written(token: bytes) -> str:
         return "".join(characters[byte] for byte in token)
@@ -163,7 +159,7 @@ def _merge(token: bytes, ranks: dict[bytes, int], below: int) -> list[bytes]:
 
 
 @cache
-def _characters() -> list[str]:
+def byte_characters() -> list[str]:
     """How GPT-2's files write each of the 256 bytes: itself where it is printable in Latin-1, else from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))

@@ -5,15 +5,18 @@ owner's back is switched off: truncation and padding (some files cut at 128 toke
 random merges (BPE dropout), and special tokens recognised inside the text, one of which ends documents.
 """
 
+import base64
 import re
-from typing import Self
+from collections.abc import Iterator
+from typing import Any, Self
 
 import tokenizers
 from tokenizers import AddedToken, pre_tokenizers
 
 from mjax.data.tokenizers.interface import read_given
-from mjax.data.tokenizers.library import LibraryTokenizer
+from mjax.data.tokenizers.library import LibraryTokenizer, library_errors
 from mjax.errors import UsageError
+from mjax.json_files import parse_json
 
 ENDS = (
     "<|endoftext|>",  # GPT-2, GPT-NeoX, Phi, Qwen, Falcon
@@ -34,19 +37,16 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     stored = ("tokenizer.json",)
 
     def __init__(self, content: bytes, name: str, eod: str | int | None = None):
-        try:
+        check_sizes(content, name)
+        with library_errors(f"{name} is not a tokenizer.json of Hugging Face", "give one that save_pretrained wrote"):
             self.library = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as error:  # the library raises nothing more special
-            raise UsageError(
-                f"{name} is not a tokenizer.json of Hugging Face ({error}); give one that save_pretrained wrote"
-            ) from None
-        self.library.no_truncation()
-        self.library.no_padding()
-        if hasattr(self.library.model, "dropout"):
-            self.library.model.dropout = None
-        self.library.encode_special_tokens = True  # as ordinary text
+            self.library.no_truncation()
+            self.library.no_padding()
+            if hasattr(self.library.model, "dropout"):
+                self.library.model.dropout = None
+            self.library.encode_special_tokens = True  # as ordinary text
+            vocabulary = self.library.get_vocab(with_added_tokens=True)
         self.contents = (content,)
-        vocabulary = self.library.get_vocab(with_added_tokens=True)
         self.vocabulary = max(vocabulary.values(), default=-1) + 1
         token = self._find_eod(name, eod)
         self.eod = self.library.token_to_id(token)
@@ -97,3 +97,34 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
     def _is_in_text(self, token: str) -> bool:
         return any(self.eod in ids for ids in self.encode_batch([token, f"a {token} b", f"a{token}b"]))
+
+
+def check_sizes(content: bytes, name: str) -> None:
+    """Refuse a tokenizer.json that asks for more than is in it: the library makes room before it looks.
+
+    Raises:
+      UsageError: it has an id beyond its own bytes, or a table of characters that is cut off, or is no JSON.
+    """
+    values = parse_json(content, name, "give a tokenizer.json that save_pretrained wrote")
+    objects = list(_objects(values))
+    numbers = [part.get("id") for part in objects]
+    numbers += [number for part in objects if isinstance(part.get("vocab"), dict) for number in part["vocab"].values()]
+    largest = max((number for number in numbers if isinstance(number, int)), default=0)
+    if largest > len(content):
+        raise UsageError(f"{name} has the id {largest:,} in {len(content):,} bytes; get the file again, it is damaged")
+    for table in [part.get("precompiled_charsmap") for part in objects]:
+        if isinstance(table, str):
+            with library_errors(f"{name} has a table of characters that is none", "get the file again"):
+                size = int.from_bytes(base64.b64decode(table[:8])[:4], "little")  # of the first of its two parts
+            if size > len(table):
+                raise UsageError(f"{name} has a table of characters that is cut off; get the file again")
+
+
+def _objects(value: Any) -> Iterator[dict]:
+    """All objects in a JSON value, but for those in vocabularies."""
+    if isinstance(value, dict):
+        yield value
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        if key not in ("vocab", "merges"):
+            yield from _objects(part)

@@ -1,6 +1,5 @@
 """From a name on the command line, or from the folder beside the data, to a tokenizer."""
 
-import json
 from pathlib import Path
 
 from mjax.data.tokenizers.bert import CasedBertTokenizer, UncasedBertTokenizer
@@ -10,6 +9,7 @@ from mjax.data.tokenizers.interface import DESCRIPTION, StoredTokenizer, Tokeniz
 from mjax.data.tokenizers.pieces import SentencePieceTokenizer
 from mjax.data.tokenizers.utf8_bytes import ByteTokenizer
 from mjax.errors import UsageError
+from mjax.json_files import read_json
 
 KINDS: dict[str, type[StoredTokenizer]] = {
     tokenizer.kind: tokenizer
@@ -46,13 +46,16 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     folder = Path(folder)
     description = folder / DESCRIPTION
     if not description.is_file():
-        raise UsageError(f"{description} does not exist; `python -m mjax prepare` writes it beside the data")
+        raise UsageError(
+            f"{description} does not exist, which `python -m mjax prepare` writes beside the files of a tokenizer; "
+            "name these files with --tokenizer KIND:FILES, such as gpt2:vocab.json,merges.txt"
+        )
+    values = read_json(description, "prepare the data again")
     try:
-        values = json.loads(description.read_text(encoding="utf-8"))
         kind, stated, sums = values["kind"], (values["vocabulary"], values["eod"]), values["sha256"]
         if not (isinstance(kind, str) and isinstance(sums, dict) and all(type(number) is int for number in stated)):
             raise TypeError
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (KeyError, TypeError):
         raise UsageError(f"{description} does not describe a tokenizer; prepare the data again") from None
     if kind not in KINDS:
         raise UsageError(f"{description} is of kind {kind!r}; this mjax knows {', '.join(KINDS)}")

@@ -45,7 +45,9 @@ class SentencePieceTokenizer(StoredTokenizer):
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(model)
-        except RuntimeError:
+            for number in range(self._processor.vocab_size()):
+                self._processor.id_to_piece(number)  # a piece that is not UTF-8 fails here, not in the middle of a text
+        except (RuntimeError, UnicodeDecodeError):
             raise UsageError(f"{source} is not a sentencepiece model; give the .model file of one") from None
         self.contents = (model,)
         self.vocabulary = self._processor.vocab_size()

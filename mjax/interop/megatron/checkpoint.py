@@ -90,8 +90,9 @@ def find_folder(source: Path, step: int | None) -> Path:
     if step is not None:
         name = f"iter_{step:07d}"
     elif tracker.is_file():
-        word = tracker.read_text(errors="replace").strip()
-        if not re.fullmatch(r"release|[0-9]+", word):
+        with tracker.open(errors="replace") as stream:
+            word = stream.read(100).strip()
+        if not re.fullmatch(r"release|[0-9]{1,18}", word):
             raise UsageError(f"{tracker} says {word[:40]!r}, which is no step; write the step to convert into it")
         name = word if word == "release" else f"iter_{int(word):07d}"
     elif len(there) == 1:

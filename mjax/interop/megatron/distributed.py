@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from mjax.errors import UsageError
 from mjax.interop.megatron.pickles import Chunk, Stored, megatron_torch
-from mjax.interop.tensor_files import FLOATS, WORDS, Kind, as_array, first_line
+from mjax.interop.tensor_files import FLOATS, WORDS, Kind, as_array, check_archive, check_tensor, first_line
 
 STACKED = ".layers."
 
@@ -42,10 +43,11 @@ class DistributedTensors:
         self._places: dict[str, tuple[Stored, tuple[int, ...]]] = {}
         self.kinds: dict[str, Kind] = {}
         for name, tensor in stored.items():
-            for file in {chunk.file for chunk in tensor.chunks}:
-                if not (folder / file).is_file():
-                    raise UsageError(f"{folder / file} does not exist, though .metadata names it; copy it too")
-            if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
+            for chunk in tensor.chunks:
+                if not os.path.isfile(folder / chunk.file):  # False for a name that no file system takes, too
+                    raise UsageError(f"{folder / chunk.file} does not exist, though .metadata names it; copy it too")
+                _check_size(folder / chunk.file, name, tensor, chunk)
+            if 0 in tensor.shape or sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
                 raise UsageError(f"{folder / '.metadata'} lists other parts of {name} than the whole; copy it again")
             dtype = WORDS.get(tensor.dtype, tensor.dtype)
             before, _, behind = name.partition(STACKED)
@@ -84,8 +86,11 @@ class DistributedTensors:
             try:
                 with file.open("rb") as stream:
                     stream.seek(chunk.start)
-                    content = stream.read(chunk.length)
-                tensor = megatron_torch().load(io.BytesIO(content), map_location="cpu", weights_only=True)
+                    content = io.BytesIO(stream.read(chunk.length))
+                check_archive(content)
+                content.seek(0)
+                tensor = megatron_torch().load(content, map_location="cpu", weights_only=True)
+                check_tensor(file, "a part", tensor)
                 array = as_array(tensor)
             except UsageError:
                 raise
@@ -95,3 +100,15 @@ class DistributedTensors:
                 raise UsageError(f"{file} holds another part than .metadata says; copy the whole checkpoint again")
             self._last = (chunk, array)
         return self._last[1]
+
+
+def _check_size(file: Path, name: str, tensor: Stored, chunk: Chunk) -> None:
+    """Refuse a part that would be larger than its bytes in the file, before there is memory for it."""
+    itemsize = FLOATS[WORDS[tensor.dtype]].itemsize if tensor.dtype in WORDS else 1
+    size = file.stat().st_size
+    if chunk.start + chunk.length > size or math.prod(chunk.sizes) * itemsize > chunk.length:
+        raise UsageError(
+            f"{file.parent / '.metadata'} lists {chunk.sizes} numbers of {name} in {chunk.length:,} bytes of the "
+            f"{size:,} of {file.name}, where they have no room: one of the two is cut off or damaged; "
+            "copy the whole checkpoint again"
+        )

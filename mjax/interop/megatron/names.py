@@ -26,6 +26,8 @@ from mjax.errors import UsageError
 from mjax.interop.places import linear, norm
 from mjax.interop.weights import Naming
 
+DEEPEST = 30  # dots in a name
+
 # --- Layout -----------------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +163,8 @@ def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     found = {}
     for name, value in tree.items():
         nested = isinstance(value, Mapping)
+        if above.count(".") > DEEPEST:  # a pickle can hold itself
+            raise UsageError(f"{above}{name} is nested too deeply for a checkpoint of Megatron; convert another")
         found |= flat(value, f"{above}{name}.") if nested else {f"{above}{name}": value}
     return found
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 import pickletools
 import re
+import reprlib
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mjax.errors import UsageError
-from mjax.interop.tensor_files import first_line, import_torch
+from mjax.interop.tensor_files import check_archive, first_line, import_torch
 
 OF_MEGATRON = ("megatron.", "fp16.")
 """How the names begin that Megatron gives to classes of its own: modes, schedulers, loss scalers."""
@@ -41,6 +42,9 @@ BESIDE_TENSORS = {
     "numpy.dtypes.UInt32DType",
 }
 """What Megatron stores of other libraries: arguments, paths, states of random numbers, states of kernels."""
+
+
+MOST = 2**62  # above any number of bytes or elements
 
 
 class StandIn:
@@ -65,7 +69,7 @@ class StandIn:
             self.__dict__.update(state)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(repr, self.arguments))})"
+        return f"{type(self).__name__}({', '.join(map(reprlib.repr, self.arguments))})"
 
 
 # --- Files of torch.save ----------------------------------------------------------------------------------------------
@@ -81,6 +85,7 @@ def load(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UsageError(f"{file} does not exist; copy the whole checkpoint")
     try:
+        check_archive(file)
         inert = [(type(name, (StandIn,), {}), name) for name in _names_in(file) if _may_stand_in(name)]
         with _nothing_allowed_but(inert, torch):
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
@@ -220,6 +225,7 @@ def read_metadata(file: Path) -> dict[str, Stored]:
         raise UsageError(f"{file} does not exist; copy the whole checkpoint, hidden files too")
     try:
         with file.open("rb") as stream:
+            _check_memo(stream, file.stat().st_size)
             found = _MetadataReader(stream).load()
         places = {
             (index.fqn, tuple(index.offset)): info
@@ -240,13 +246,34 @@ def read_metadata(file: Path) -> dict[str, Stored]:
         ) from None
 
 
+def _check_memo(stream: BinaryIO, size: int) -> None:
+    """Refuse a pickle that numbers an object beyond its own bytes: the reader makes room for as many."""
+    for code, value, _ in pickletools.genops(stream):
+        if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and value > size:
+            raise ValueError(f"object {value:,} of {size:,} bytes")
+    stream.seek(0)
+
+
+def _whole_numbers(values: Any) -> tuple[int, ...]:
+    found = tuple(values)
+    if not all(type(value) is int and 0 <= value < MOST for value in found):
+        raise ValueError("not whole numbers")
+    return found
+
+
 def _stored(name: str, kind: StandIn, places: dict) -> Stored:
     chunks = []
     for chunk in kind.chunks:
         place = places[name, tuple(chunk.offsets)]
-        if Path(place.relative_path).name != place.relative_path:  # elsewhere is none of its business
+        # Elsewhere is none of its business.
+        if "\0" in place.relative_path or Path(place.relative_path).name != place.relative_path:
             raise UsageError(f"it names {place.relative_path!r}, which is not a file beside it")
         if vars(place).get("transform_descriptors"):
             raise UsageError(f"{name} is stored as {place.transform_descriptors}, and mjax reads plain tensors only")
-        chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length))
-    return Stored(kind.properties.dtype, tuple(kind.size), tuple(chunks))
+        start, length = _whole_numbers([place.offset, place.length])
+        offsets, sizes = _whole_numbers(chunk.offsets), _whole_numbers(chunk.sizes)
+        chunks.append(Chunk(offsets, sizes, place.relative_path, start, length))
+    dtype, shape = kind.properties.dtype, _whole_numbers(kind.size)
+    if type(dtype) is not str or any(len(c.offsets) != len(shape) or len(c.sizes) != len(shape) for c in chunks):
+        raise ValueError("parts of other dims than the whole")
+    return Stored(dtype, shape, tuple(chunks))

@@ -1,0 +1,221 @@
+"""Flags: read by tyro, and what to type in place of one that a command does not have.
+
+Who comes from Megatron-LM, nanoGPT or Hugging Face types their names. Each is known here (`ELSEWHERE`) and leads to
+ours in one sentence, as does a field without its section (--learning-rate), in another one (--train.learning-rate) or
+misspelt.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+from collections.abc import Iterator, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+
+from mjax.errors import UsageError, either, suggestion
+
+T = TypeVar("T")
+
+ELSEWHERE = {
+    # --- model
+    "num-layers": "model.layers", "n-layer": "model.layers", "n-layers": "model.layers",
+    "num-hidden-layers": "model.layers", "hidden-size": "model.hidden", "n-embd": "model.hidden",
+    "d-model": "model.hidden", "dim": "model.hidden", "num-attention-heads": "model.heads", "n-head": "model.heads",
+    "n-heads": "model.heads", "num-heads": "model.heads", "ffn-hidden-size": "model.feed-forward",
+    "intermediate-size": "model.feed-forward", "n-inner": "model.feed-forward", "d-ff": "model.feed-forward",
+    "seq-length": "model.sequence sequence", "seq-len": "model.sequence sequence",
+    "sequence-length": "model.sequence sequence", "max-seq-length": "model.sequence sequence",
+    "max-seq-len": "model.sequence sequence", "max-length": "model.sequence sequence tokens",
+    "block-size": "model.sequence", "context-length": "model.sequence", "encoder-seq-length": "model.sequence",
+    "max-position-embeddings": "model.sequence", "n-positions": "model.sequence", "vocab-size": "model.vocabulary",
+    "padded-vocab-size": "model.vocabulary", "make-vocab-size-divisible-by": "model.vocabulary-multiple",
+    "position-embedding-type": "model.positions", "dropout": "model.hidden-dropout model.attention-dropout",
+    "resid-pdrop": "model.hidden-dropout", "embd-pdrop": "model.hidden-dropout",
+    "attn-pdrop": "model.attention-dropout", "init-method-std": "model.init-std",
+    "initializer-range": "model.init-std", "norm-epsilon": "model.layernorm-epsilon",
+    "layer-norm-epsilon": "model.layernorm-epsilon", "layer-norm-eps": "model.layernorm-epsilon",
+    "use-flash-attn": "model.attention", "attention-backend": "model.attention",
+    "attn-implementation": "model.attention", "activation-function": "model.activation",
+    # --- mesh
+    "tensor-model-parallel-size": "mesh.model", "tensor-parallel-size": "mesh.model", "tp": "mesh.model",
+    "tp-size": "mesh.model", "model-parallel-size": "mesh.model", "pipeline-model-parallel-size": "mesh.pipe",
+    "pipeline-parallel-size": "mesh.pipe", "pp": "mesh.pipe", "pp-size": "mesh.pipe",
+    "data-parallel-size": "mesh.data", "dp": "mesh.data", "dp-size": "mesh.data", "num-gpus": "mesh.data",
+    "gpus": "mesh.data", "nproc-per-node": "mesh.data", "sp": "mesh.sequence-parallel",
+    "use-distributed-optimizer": "mesh.zero", "zero-stage": "mesh.zero", "use-megatron-fsdp": "mesh.zero",
+    "fsdp": "mesh.zero", "num-virtual-stages-per-pipeline-rank": "mesh.chunks",
+    "num-layers-per-virtual-pipeline-stage": "mesh.chunks",
+    # --- optimizer
+    "lr": "optimizer.learning-rate learning-rate", "peak-lr": "optimizer.learning-rate",
+    "max-lr": "optimizer.learning-rate", "min-lr": "optimizer.min-learning-rate",
+    "lr-decay-style": "optimizer.schedule", "lr-scheduler": "optimizer.schedule",
+    "lr-scheduler-type": "optimizer.schedule", "lr-schedule": "optimizer.schedule", "decay-lr": "optimizer.schedule",
+    "lr-warmup-iters": "optimizer.warmup-steps", "warmup-iters": "optimizer.warmup-steps",
+    "lr-warmup-steps": "optimizer.warmup-steps", "num-warmup-steps": "optimizer.warmup-steps",
+    "warmup": "optimizer.warmup-steps", "lr-warmup-fraction": "optimizer.warmup-steps warmup",
+    "warmup-ratio": "optimizer.warmup-steps warmup", "lr-decay-iters": "optimizer.decay-steps",
+    "lr-decay-steps": "optimizer.decay-steps", "lr-wsd-decay-iters": "optimizer.wsd-decay-steps",
+    "lr-wsd-decay-style": "optimizer.wsd-decay", "wd": "optimizer.weight-decay weight-decay",
+    "adam-beta1": "optimizer.beta1", "adam-beta2": "optimizer.beta2", "adam-eps": "optimizer.epsilon",
+    "adam-epsilon": "optimizer.epsilon", "eps": "optimizer.epsilon", "clip-grad": "optimizer.clip-norm",
+    "grad-clip": "optimizer.clip-norm", "gradient-clip-val": "optimizer.clip-norm",
+    "max-grad-norm": "optimizer.clip-norm",
+    # --- length and batch
+    "train-iters": "train.steps", "max-iters": "train.steps", "max-steps": "train.steps", "iters": "train.steps",
+    "num-steps": "train.steps", "train-steps": "train.steps", "iterations": "train.steps",
+    "total-steps": "train.steps", "train-samples": "train.steps", "epochs": "train.steps",
+    "num-epochs": "train.steps epochs", "num-train-epochs": "train.steps epochs", "max-epochs": "train.steps epochs",
+    "batch-size": "train.global-batch batch train.micro-batch", "global-batch-size": "train.global-batch batch",
+    "train-batch-size": "train.global-batch batch", "micro-batch-size": "train.micro-batch",
+    "device-batch-size": "train.micro-batch", "per-device-train-batch-size": "train.micro-batch",
+    "per-device-eval-batch-size": "train.micro-batch", "train-micro-batch-size-per-gpu": "train.micro-batch",
+    "gradient-accumulation-steps": "train.global-batch train.micro-batch",
+    "rampup-batch-size": "train.batch-rampup", "recompute-activations": "train.recompute",
+    "recompute-granularity": "train.recompute", "gradient-checkpointing": "train.recompute",
+    "activation-checkpointing": "train.recompute", "checkpoint-activations": "train.recompute",
+    "random-seed": "train.seed seed", "eval-iters": "train.eval-batches", "eval-steps": "train.eval-interval",
+    "val-check-interval": "train.eval-interval",
+    # --- precision
+    "fp16": "precision.compute", "bf16": "precision.compute", "dtype": "precision.compute",
+    "mixed-precision": "precision.compute", "initial-loss-scale": "precision.initial-loss-scale",
+    # --- data
+    "data": "data.path", "dataset": "data.path data", "data-dir": "data.path data", "data-file": "data.path data",
+    "train-file": "data.path train", "train-data": "data.train-path train", "train-data-path": "data.train-path",
+    "valid-data-path": "data.valid-path", "val-data": "data.valid-path validation",
+    "validation-file": "data.valid-path validation", "test-data-path": "data.test-path",
+    "reset-position-ids": "data.reset-positions", "reset-attention-mask": "data.reset-attention",
+    "eod-mask-loss": "data.mask-eod-loss", "mask-prob": "data.mask-probability",
+    "short-seq-prob": "data.short-probability", "data-cache-path": "data.cache", "mock-data": "data.mock",
+    # --- checkpoints, logging, the run
+    "save-interval": "checkpoint.interval", "save-steps": "checkpoint.interval",
+    "save-total-limit": "checkpoint.keep-last",
+    "checkpoint-interval": "checkpoint.interval", "log-interval": "log.interval", "logging-steps": "log.interval",
+    "wandb-project": "log.wandb", "wandb": "log.wandb", "tensorboard-dir": "log.tensorboard", "save": "runs output",
+    "output-dir": "runs output", "out-dir": "runs output", "save-dir": "runs output", "run-name": "name",
+    "wandb-run-name": "name", "load": "run", "ckpt": "run", "checkpoint-path": "run", "model-path": "run",
+    "model-name-or-path": "run", "pretrained": "run", "resume-from-checkpoint": "run", "init-from": "run",
+    "continue": "run", "checkpoint": "run", "resume": "run",
+    # --- text
+    "max-new-tokens": "tokens", "max-tokens": "tokens", "num-tokens": "tokens", "temp": "temperature",
+    "text": "prompt", "start": "prompt",
+}  # fmt: skip
+"""A name that is used elsewhere → ours; of several, those that the command has."""
+
+EPOCHS = "mjax counts steps, and an epoch has tokens of the data / (global batch × sequence) of them"
+NOTES = {
+    "epochs": EPOCHS, "num-epochs": EPOCHS, "num-train-epochs": EPOCHS, "max-epochs": EPOCHS,
+    "train-samples": "steps are samples / global batch",
+    "gradient-accumulation-steps": "it follows as global batch / (data replicas × micro-batch)",
+    "num-layers-per-virtual-pipeline-stage": "it counts the virtual stages of a device",
+    "eval-steps": "the steps between two validations; --train.eval-batches is how long one takes",
+    "fp16": "with the value fp16", "bf16": "with the value bf16, which is the default",
+    "recompute-activations": "with the value selective", "gradient-checkpointing": "with the value full",
+    "checkpoint-activations": "with the value full", "activation-checkpointing": "with the value full",
+    "use-distributed-optimizer": "with the value 1", "fsdp": "with the value 3",
+    "use-megatron-fsdp": "with the value 3",
+    "lr-warmup-fraction": "it counts steps", "warmup-ratio": "it counts steps",
+    "mock-data": "it takes no value", "decay-lr": "constant does not decay", "save": "the folder is RUNS/NAME",
+    "output-dir": "the folder is RUNS/NAME", "out-dir": "the folder is RUNS/NAME",
+}  # fmt: skip
+"""What else there is to say of a name, whose value does not mean the same as ours."""
+UNITS = {
+    "train.global-batch": "sequences a step over all devices", "train.micro-batch": "sequences a replica takes at once",
+}  # fmt: skip
+
+
+def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
+    """The dataclass `cls` from the command line; `--help` and values of another type end the process, as in tyro.
+
+    Raises:
+      UsageError: there is a flag that `cls` does not have.
+    """
+    if {"-h", "--help"} & set(argv):
+        _join_lines_of_help(cls)
+    else:
+        _check_names(argv, set(flags_of(cls)), prog)
+    return tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
+
+
+def typed_flags(argv: Sequence[str]) -> set[str]:
+    """Names of the flags in a command line, without dashes in front: 'config', 'train.steps'."""
+    return {word[2:].partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
+
+
+def flags_of(cls: type, prefix: str = "") -> Iterator[str]:
+    """Names of the flags of `cls`, without dashes in front: 'config', 'mesh.data'."""
+    for name, kind, marks in _fields(cls):
+        settings = [mark for mark in marks if hasattr(mark, "aliases")]
+        own = next((mark.name for mark in settings if mark.name is not None), name)
+        if dataclasses.is_dataclass(kind):
+            yield from flags_of(kind, f"{prefix}{own}." if own else prefix)
+        elif tyro.conf.Positional not in marks:
+            yield (prefix + own).replace("_", "-")
+            yield from (alias.lstrip("-") for mark in settings for alias in mark.aliases or ())
+
+
+def _fields(cls: type) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Name, type and annotations of each field."""
+    hints = get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        yield field.name, kind, tuple(marks)
+
+
+# --- Flags that are not there -----------------------------------------------------------------------------------------
+
+
+def _check_names(argv: Sequence[str], known: set[str], prog: str) -> None:
+    for word, after in itertools.pairwise([*argv, "--"]):
+        if not word.startswith("--") or word == "--":
+            continue
+        name, _, value = word[2:].partition("=")
+        name = name.replace("_", "-")
+        if name not in known and _positive(name) not in known:
+            value = value or ("" if after.startswith("--") else after)
+            raise UsageError(f"{prog} has no --{name}{_instead(name, value, known, prog)}")
+
+
+def _positive(name: str) -> str:
+    """'data.no-mock' → 'data.mock'."""
+    section, dot, knob = name.rpartition(".")
+    return section + dot + knob.removeprefix("no-")
+
+
+def _instead(name: str, value: str, known: set[str], prog: str) -> str:
+    """What to type in place of a flag that is not known."""
+    last = name.lower().rpartition(".")[2]
+    ours = [flag for flag in ELSEWHERE.get(last, "").split() if flag in known]
+    ours = ours or sorted(flag for flag in known if flag.rpartition(".")[2] == last)
+    if ours:
+        note = NOTES.get(last)
+        given = f" {value}" if value and note is None else ""
+        said = [f"--{flag}{given}" + (f" ({UNITS[flag]})" if len(ours) > 1 and flag in UNITS else "") for flag in ours]
+        return f"; type {either(said)}" + (f" ({note})" if note else "")
+    close = suggestion(name, sorted(known)).replace("'", "--", 1).replace("'", "")
+    return f"{close or f'; `{prog} --help` lists its flags'}"
+
+
+# --- Help -------------------------------------------------------------------------------------------------------------
+
+
+def _join_lines_of_help(cls: type) -> None:
+    """Give tyro each field's docstring as one line, which it wraps to the terminal; by itself it keeps our lines."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+    texts = {}
+    for assignment, text in itertools.pairwise(source):
+        match assignment, text:
+            case ast.AnnAssign(), ast.Expr(ast.Constant(str(words))):
+                texts[assignment.target.id] = " ".join(words.split())
+    for field in dataclasses.fields(cls):
+        if field.name in texts:
+            field.metadata = MappingProxyType({"help": texts[field.name]})
+    for _, kind, _ in _fields(cls):
+        if dataclasses.is_dataclass(kind):
+            _join_lines_of_help(kind)

@@ -1,0 +1,68 @@
+"""JSON from files: whatever is wrong with one ends in a sentence, and none takes more memory than its size allows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mjax.errors import UsageError
+
+LARGEST = 2**26  # bytes; the largest tokenizer.json of a published model has half of that
+DEEPEST = 64  # objects and lists within each other
+
+
+def read_json(file: Path, fix: str, missing: str | None = None) -> Any:
+    """The value in a JSON file.
+
+    Args:
+      file: in UTF-8.
+      fix: ends the sentence about a damaged file: what to do.
+      missing: ends the one about a file that is not there.
+
+    Raises:
+      UsageError: the file is missing, unreadable, too large or no JSON.
+    """
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(LARGEST + 1)
+    except FileNotFoundError:
+        raise UsageError(f"{file} does not exist; {missing or fix}") from None
+    except (OSError, ValueError) as error:  # a folder, a name that cannot be
+        raise UsageError(f"{file} cannot be read ({getattr(error, 'strerror', error)}); {fix}") from None
+    if len(content) > LARGEST:
+        raise UsageError(f"{file} has more than {LARGEST:,} bytes, too many for such a file; {fix}")
+    return parse_json(content, str(file), fix)
+
+
+def parse_json(content: bytes | str, source: str, fix: str) -> Any:
+    """The value that `content` is JSON of; `source` and `fix` begin and end the sentence where it is none.
+
+    Raises:
+      UsageError: it is no JSON in UTF-8, or is nested too deeply.
+    """
+    try:
+        value = json.loads(content if isinstance(content, str) else content.decode("utf-8"))
+        if not _is_deep(value):
+            return value
+        problem = "too many objects and lists are nested"
+    except RecursionError:
+        problem = "too many objects and lists are nested"
+    except ValueError as error:  # also what is not UTF-8, and numbers of thousands of digits
+        problem = str(error)
+    raise UsageError(f"{source} is not JSON ({problem}); {fix}")
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether parts of `value` are nested deeper than `DEEPEST`, of which later a `repr` would fail."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            part
+            for parts in level
+            if isinstance(parts, dict | list)
+            for part in (parts.values() if isinstance(parts, dict) else parts)
+        ]
+        if not level:
+            return False
+    return True

@@ -1,0 +1,74 @@
+"""What a config takes from its data and from its length, where the command line does not say it.
+
+    vocabulary   that of the tokenizer the data were prepared with; a config file has that of another, often GPT-2's
+    warm-up      shortened in proportion where --train.steps leaves no room for it
+
+Both are said in a line, and config.json of the run has the numbers that were taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import replace
+from pathlib import Path
+
+from mjax.config import Config, read_config
+from mjax.data.blend import parse_blend
+from mjax.data.metadata import read_metadata
+
+
+def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Path) -> tuple[Config, list[str]]:
+    """The config of a run, and what was taken from elsewhere, a line each.
+
+    Args:
+      config: with the flags of the command line in it.
+      chosen: without them.
+      typed: names of these flags, such as "train.steps".
+      label: what to call the config.
+      run: folder of the run, which may hold one already: the vocabulary that its weights have stays.
+
+    Raises:
+      UsageError: the data or the run there are damaged.
+    """
+    lines = []
+    noted = {} if "model.vocabulary" in typed else _vocabularies(config)
+    prefix, vocabulary = next(iter(noted.items()), (None, config.model.vocabulary))
+    if vocabulary != config.model.vocabulary and not _goes_on(run, config.model.vocabulary):
+        model = replace(config.model, vocabulary=vocabulary)
+        rows = "" if model.padded_vocabulary == vocabulary else f", {model.padded_vocabulary:,} rows of the embedding"
+        lines.append(f"vocabulary {vocabulary:,} as in {prefix}{rows} ({label} has {config.model.vocabulary:,})")
+        config = replace(config, model=model)
+    warmup = None if "optimizer.warmup-steps" in typed else _shorter_warmup(config, chosen)
+    if warmup is not None:
+        steps = f"{warmup} step{'s' * (warmup != 1)}"
+        lines.append(
+            f"warm-up of {steps} instead of {config.optimizer.warmup_steps:,}, in proportion to the run's length"
+        )
+        config = replace(config, optimizer=replace(config.optimizer, warmup_steps=warmup))
+    return config, lines
+
+
+def _vocabularies(config: Config) -> dict[str, int]:
+    """By dataset the vocabulary that `mjax prepare` noted, which Megatron's tools do not.
+
+    Of several they are equal, or `open_data` refuses them.
+    """
+    field = "path" if config.data.path else "train_path"
+    values = () if config.data.mock else getattr(config.data, field)
+    prefixes = parse_blend(values, f"--data.{field.replace('_', '-')}").prefixes if values else ()
+    return {prefix: noted.vocabulary for prefix in prefixes if (noted := read_metadata(prefix)) is not None}
+
+
+def _goes_on(run: Path, vocabulary: int) -> bool:
+    """Whether a run that is there has this vocabulary."""
+    file = run / "config.json"
+    return file.is_file() and read_config(file).model.vocabulary == vocabulary
+
+
+def _shorter_warmup(config: Config, chosen: Config) -> int | None:
+    """A warm-up that fits, where the config file's does not fit the length that was typed; else None."""
+    before, now = (one.optimizer.decay_steps or one.train.steps for one in (chosen, config))
+    warmup = config.optimizer.warmup_steps
+    if config.optimizer.schedule == "constant" or warmup < now or warmup >= before or now < 1:
+        return None
+    return min(max(round(warmup * now / before), 1), now - 1)

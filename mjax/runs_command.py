@@ -1,0 +1,403 @@
+"""`mjax runs`: what is in the folder of runs, how runs differ, and removing them.
+
+    mjax runs                        a line for each run
+    mjax runs compare NAME NAME …    results, the settings that differ, and one picture of the curves
+    mjax runs remove NAME …          asks first
+
+A run is given by its folder, or by its name in --runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.prompt import Confirm
+from rich.table import Table
+
+from mjax.config import Config, differences, read_config
+from mjax.data.atomic import rename, take_lock
+from mjax.errors import UsageError, check_folder, suggestion
+from mjax.runs_figure import draw_runs
+from mjax.training.manifest import GOOD, MANIFEST
+from mjax.training.metrics import finite_or_none, read_metrics, smoothed
+from mjax.training.runs import checkpoint_steps, locked
+
+TAIL = 2**22  # bytes at the end of metrics.jsonl that a listing reads: ten thousand steps
+LAST = 100  # steps of which a listing says how many were skipped
+OF_A_RUN = {
+    ".lock", "checkpoints", "config.json", "data.json", "environment.json", "loss.png", "metrics.jsonl",
+    "passed_over.json", "tensorboard", "tokenizer", "unhealthy.json", "wandb",
+}  # fmt: skip
+"""What training leaves in a run folder for good."""
+LEFT_BY_A_RUN = re.compile(r"\.tmp$|\.damaged(\.\d+)?$|^\.shared-")
+"""Temporary files, what was set aside, and what a start that was killed has left."""
+
+
+@dataclass(frozen=True)
+class ListArguments:
+    """Show a line for each run: model, parameters, steps, losses, date and state."""
+
+    runs: Path = Path("runs")
+    """Folder of run folders."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object a run, on a line of its own."""
+
+
+@dataclass(frozen=True)
+class CompareArguments:
+    """Compare runs: their results, what differs in their settings, and their curves in one picture."""
+
+    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN RUN …")]
+    """Names or folders of two runs or more."""
+    runs: Path = Path("runs")
+    """Folder of run folders."""
+    figure: Path | None = None
+    """The picture, .png, .pdf or .svg; compare.png in the folder of runs when not given."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object instead of tables."""
+
+
+@dataclass(frozen=True)
+class RemoveArguments:
+    """Remove runs with their checkpoints, after a question. A run in use, a link and any other folder are refused."""
+
+    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN …")]
+    """Names or folders of runs."""
+    runs: Path = Path("runs")
+    """Folder of run folders."""
+    yes: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Do not ask."""
+
+
+# --- Listing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in the list; None where something is not known.
+
+    Attributes:
+      state: running, done, stopped or without a checkpoint; and how many of the last steps were skipped.
+      date: of the last step, or of the last start.
+    """
+
+    name: str
+    model: str | None = None
+    parameters: int | None = None
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    val_loss: float | None = None
+    date: str | None = None
+    state: str = ""
+
+
+def list_runs(arguments: ListArguments) -> int:
+    """`mjax runs`. Returns the exit code.
+
+    Raises:
+      UsageError: there is no such folder.
+    """
+    if not arguments.runs.is_dir():
+        raise UsageError(f"there is no folder {arguments.runs}; train something, or name another with --runs")
+    rows = [row_of(folder) for folder in _run_folders(arguments.runs)]
+    if arguments.json:
+        for row in rows:
+            print(json.dumps(asdict(row), ensure_ascii=False))
+        return 0
+    if not rows:
+        print(f"no runs in {arguments.runs}")
+        return 0
+    console = Console(highlight=False, markup=False)
+    columns = [(title, cells) for title, cells, width in _columns(rows) if console.width >= width]
+    table = Table(box=None, pad_edge=False)
+    for title, _ in columns:
+        right = title in ("parameters", "step", "loss", "val loss")
+        table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=title != "state")
+    for cells in zip(*(cells for _, cells in columns), strict=True):
+        table.add_row(*cells)
+    console.print(table)
+    return 0
+
+
+def _columns(rows: Sequence[Row]) -> list[tuple[str, list[str], int]]:
+    """Title and cells of each column of the list, and the width of a terminal that has room for it."""
+    return [
+        ("run", [row.name for row in rows], 0),
+        ("model", [row.model or "" for row in rows], 110),
+        ("parameters", ["" if row.parameters is None else f"{row.parameters:,}" for row in rows], 100),
+        ("step", ["" if row.steps is None else f"{row.step}/{row.steps}" for row in rows], 0),
+        ("loss", [_number(row.loss) for row in rows], 0),
+        ("val loss", [_number(row.val_loss) for row in rows], 60),
+        ("last step", [(row.date or "")[:16].replace("T", " ") for row in rows], 80),
+        ("state", [row.state for row in rows], 0),
+    ]
+
+
+def _run_folders(runs: Path) -> list[Path]:
+    return sorted(
+        entry for entry in runs.iterdir() if not entry.name.startswith(".") and (entry / "config.json").is_file()
+    )
+
+
+def row_of(folder: Path) -> Row:
+    """What the list says of the run in `folder`."""
+    try:
+        config = read_config(folder / "config.json")
+        checkpoints, records = checkpoint_steps(folder), _last_records(folder / "metrics.jsonl")
+    except (UsageError, OSError, ValueError) as error:
+        return Row(folder.name, state=f"cannot be read: {error}")
+    file = next(file for name in ("metrics.jsonl", "config.json") if (file := folder / name).is_file())
+    step = max([*(record["step"] for record in records[-1:]), *checkpoints], default=0)
+    skipped = sum(bool(record.get("skipped")) for record in records[-LAST:])
+    if _in_use(folder):
+        state = "running"
+    else:
+        state = ("done" if step >= config.train.steps else "stopped") if checkpoints else "no checkpoint"
+    return Row(
+        name=folder.name,
+        model=f"{config.model.kind} {config.model.layers} × {config.model.hidden}",
+        parameters=config.model.parameters,
+        step=step,
+        steps=config.train.steps,
+        loss=_last(records, "loss"),
+        val_loss=_last(records, "val_loss"),
+        date=datetime.fromtimestamp(file.stat().st_mtime).astimezone().isoformat(timespec="seconds"),
+        state=state + (f", {skipped} of the last {len(records[-LAST:])} steps skipped" if skipped else ""),
+    )
+
+
+def _last_records(file: Path) -> list[dict[str, Any]]:
+    """The records at the end of a metrics.jsonl, whatever its length; lines that are not records are left out."""
+    if not file.is_file():
+        return []
+    with file.open("rb") as stream:
+        start = max(0, os.fstat(stream.fileno()).st_size - TAIL)
+        stream.seek(start)
+        lines = stream.read().split(b"\n")[1 if start else 0 :]
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records
+
+
+def _last(records: Sequence[dict[str, Any]], name: str) -> float | None:
+    return next((record[name] for record in reversed(records) if record.get(name) is not None), None)
+
+
+def _in_use(folder: Path) -> bool:
+    """Whether a process holds the run; nothing is written to find out."""
+    try:
+        with (folder / ".lock").open("rb") as file:
+            return not take_lock(file, lambda line: None)
+    except OSError:
+        return False
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+# --- Comparing --------------------------------------------------------------------------------------------------------
+
+
+def compare_runs(arguments: CompareArguments) -> int:
+    """`mjax runs compare`. Returns the exit code.
+
+    Raises:
+      UsageError: a name is of no run, there are fewer than two, or the picture cannot be written where it should go.
+    """
+    folders = [_find(name, arguments.runs) for name in arguments.names]
+    if len(set(folders)) < 2:
+        raise UsageError("mjax runs compare takes two runs or more, such as mjax runs compare one two")
+    figure = arguments.figure or folders[0].parent / "compare.png"
+    check_folder("--figure", figure)
+    if figure.suffix not in (".png", ".pdf", ".svg"):
+        raise UsageError(f"--figure {figure} ends in {figure.suffix or 'nothing'}; use .png, .pdf or .svg")
+    names = _names(folders)
+    configs = dict(zip(names, (read_config(folder / "config.json") for folder in folders), strict=True))
+    records = dict(zip(names, (read_metrics(folder / "metrics.jsonl") for folder in folders), strict=True))
+    if empty := [name for name in names if not any(record.get("loss") is not None for record in records[name])]:
+        raise UsageError(f"{empty[0]} has no losses to compare; leave it out, or train it first")
+
+    results = {name: results_of(configs[name], records[name], _common_step(records)) for name in names}
+    settings = _settings(configs)
+    draw_runs(records, figure, by_tokens=len({_batch(config) for config in configs.values()}) > 1)
+    if arguments.json:
+        print(json.dumps({"runs": results, "settings": settings, "figure": str(figure)}, ensure_ascii=False))
+        return 0
+    table = Table(box=None, pad_edge=False)
+    for title in ("", *names):
+        table.add_column(title, justify="right" if title else "left", overflow="fold")
+    for result in results[names[0]]:
+        table.add_row(result, *(_shown(results[name][result]) for name in names))
+    table.add_section()
+    for setting, values in settings.items():
+        table.add_row(setting, *(_shown(values[name]) for name in names))
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    console.print(f"\n{len(settings) or 'no'} settings differ; curves in {figure}", soft_wrap=True)
+    return 0
+
+
+def results_of(config: Config, records: list[dict[str, Any]], common: int) -> dict[str, float | int | None]:
+    """What a comparison says of a run; losses are averaged as the curve is.
+
+    Args:
+      config: of the run.
+      records: its metrics, some of them with a loss.
+      common: the last step that every run has taken.
+    """
+    measured = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
+    steps, values = zip(*measured, strict=True)
+    averaged = smoothed(values)
+    validation = [record["val_loss"] for record in records if record.get("val_loss") is not None]
+    speeds = sorted(record["tokens_per_second"] for record in records[1:]) or [records[0]["tokens_per_second"]]
+    at_common = [loss for step, loss in zip(steps, averaged, strict=True) if step <= common]
+    return {
+        "parameters": config.model.parameters,
+        "steps": records[-1]["step"],
+        "tokens": records[-1]["tokens"],
+        f"loss at step {common}": finite_or_none(at_common[-1]) if at_common else None,
+        "loss": finite_or_none(averaged[-1]),
+        "val loss": validation[-1] if validation else None,
+        "best val loss": min(validation, default=None),
+        "tokens/s": speeds[len(speeds) // 2],
+        "skipped steps": sum(bool(record.get("skipped")) for record in records),
+    }
+
+
+def _common_step(records: dict[str, list[dict[str, Any]]]) -> int:
+    return min(of_run[-1]["step"] for of_run in records.values())
+
+
+def _batch(config: Config) -> tuple[Any, ...]:
+    train = config.train
+    return train.global_batch, train.batch_rampup, train.batch_schedule, config.model.sequence
+
+
+def _settings(configs: dict[str, Config]) -> dict[str, dict[str, Any]]:
+    """The fields in which the runs are not all alike, with the value of each run."""
+    first, *others = configs.values()
+    fields = sorted({field for other in others for field in differences(first, other)})
+
+    def value(config: Config, field: str) -> Any:
+        section, knob = field.split(".")
+        return getattr(getattr(config, section), knob)
+
+    return {field: {name: value(config, field) for name, config in configs.items()} for field in fields}
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case None:
+            return "–"
+        case bool() | str():
+            return str(value)
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
+        case _:
+            return " ".join(map(str, value))
+
+
+# --- Removing ---------------------------------------------------------------------------------------------------------
+
+
+def remove_runs(arguments: RemoveArguments) -> int:
+    """`mjax runs remove`. Returns the exit code.
+
+    Raises:
+      UsageError: one of the names is of no run, a link, in use, or a folder that holds something else too; nothing was
+        removed. Or there is nobody to ask.
+    """
+    folders = list(dict.fromkeys(_find(name, arguments.runs) for name in arguments.names))
+    if not folders:
+        raise UsageError("mjax runs remove takes the names of runs, such as mjax runs remove try1")
+    for folder in folders:
+        _check_removable(folder)
+    for folder in folders:
+        if not arguments.yes:
+            if not sys.stdin.isatty():
+                raise UsageError(f"nobody is there to ask whether {folder} may go; add --yes")
+            row = row_of(folder)
+            about = f"step {row.step}/{row.steps}, {len(checkpoint_steps(folder))} checkpoints, {_size(folder)}"
+            if not Confirm.ask(f"remove {folder} ({about})?", default=False):
+                print(f"kept {folder}")
+                continue
+        with locked(folder, print):
+            # Out of sight first: whatever ends this process, no half of a run is taken for one.
+            gone = folder.with_name(f".{folder.name}.removed")
+            rename(folder, gone)
+            shutil.rmtree(gone)  # a link inside goes, and what it leads to stays
+        print(f"removed {folder}")
+    return 0
+
+
+def _check_removable(folder: Path) -> None:
+    if folder.is_symlink():
+        raise UsageError(f"{folder} is a link to {folder.readlink()}; name that folder, or remove the link with rm")
+    foreign = [
+        entry.name for entry in folder.iterdir() if entry.name not in OF_A_RUN and not LEFT_BY_A_RUN.search(entry.name)
+    ]
+    checkpoints = folder / "checkpoints"
+    if checkpoints.is_dir() and not checkpoints.is_symlink():
+        foreign += [f"checkpoints/{entry.name}" for entry in checkpoints.iterdir() if not _is_of_a_save(entry)]
+    if foreign:
+        raise UsageError(f"{folder} holds {foreign[0]}, which no run writes; move it away, or remove all with rm")
+    if _in_use(folder):
+        raise UsageError(f"{folder} is in use by another process; stop it first")
+
+
+def _is_of_a_save(entry: Path) -> bool:
+    """Whether a checkpoint, damaged or half written ones among them, and not a folder of somebody's own."""
+    if entry.name.isdigit():
+        return (entry / MANIFEST).is_file()
+    return entry.name.startswith(GOOD) or re.fullmatch(r"[0-9]+\.(writing|damaged).*", entry.name) is not None
+
+
+def _size(folder: Path) -> str:
+    size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
+    exponent = min(int(math.log(max(size, 1), 1000)), 4)
+    return f"{size / 1000**exponent:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[exponent]}"
+
+
+# --- Names ------------------------------------------------------------------------------------------------------------
+
+
+def _find(name: str, runs: Path) -> Path:
+    """The folder of the run that is called `name`, or is there."""
+    for folder in (runs / name, Path(name)):
+        if (folder / "config.json").is_file():
+            return folder if folder.name not in ("", "..") else folder.resolve()
+    known = [folder.name for folder in _run_folders(runs)] if runs.is_dir() else []
+    there = (
+        " and is not a run folder, which holds a config.json" if (runs / name).exists() or Path(name).exists() else ""
+    )
+    raise UsageError(
+        f"there is no run {name!r} in {runs}{suggestion(name, known)}{there}; `mjax runs --runs {runs}` lists them"
+    )
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The names of runs, as folders where two have the same."""
+    names = [folder.name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]

@@ -1,0 +1,61 @@
+"""The curves of several runs in one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mjax.data.atomic import put
+from mjax.training.metrics import smoothed
+
+COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:cyan")
+
+
+def draw_runs(runs: Mapping[str, Sequence[dict[str, Any]]], file: Path, by_tokens: bool = False) -> None:
+    """Losses of runs: of training, averaged and as measured, and of validation; below, their distance from the first.
+
+    Args:
+      runs: records of metrics.jsonl by name.
+      file: .png, .pdf or .svg.
+      by_tokens: whether steps of the runs hold different numbers of tokens, so that tokens are the common measure.
+    """
+    from matplotlib.figure import Figure
+
+    x = "tokens" if by_tokens else "step"
+    measured = {
+        name: {record[x]: record["loss"] for record in records if record.get("loss") is not None}
+        for name, records in runs.items()
+    }
+    (first, reference), *others = measured.items()
+    common = {name: [at for at in values if at in reference] for name, values in others}
+    apart = any(common.values())
+    figure = Figure(figsize=(8, 6.5 if apart else 4.5), dpi=120, layout="constrained")
+    axes, *below = figure.subplots(
+        2 if apart else 1, 1, squeeze=False, sharex=True, height_ratios=(2, 1) if apart else None
+    )[:, 0]
+    for number, (name, values) in enumerate(measured.items()):
+        colour, width = COLOURS[number % len(COLOURS)], 1.2 + 4.5 * (len(measured) - 1 - number) / len(measured)
+        averaged = smoothed(list(values.values()))
+        # Where curves lie on each other, each shows at the sides of the next.
+        axes.plot(values.keys(), averaged, color=colour, linewidth=width, label=f"{name}, {averaged[-1]:.4f}")
+        axes.plot(values.keys(), values.values(), color=colour, alpha=0.25, linewidth=0.7)
+        validation = [(record[x], record["val_loss"]) for record in runs[name] if record.get("val_loss") is not None]
+        if validation:
+            axes.plot(*zip(*validation, strict=True), "o", color=colour, markersize=4)
+        if below and name != first:
+            distance = [values[at] - reference[at] for at in common[name]]
+            below[0].plot(common[name], distance, color=colour, linewidth=1)
+    axes.set(ylabel="loss (nats per token)", title="training (lines) and validation (dots)")
+    if below:
+        below[0].axhline(0, color=COLOURS[0], linewidth=1)
+        below[0].set_ylabel(f"loss − that of {first}", parse_math=False)  # a name may hold dollars
+    (*_, last) = (axes, *below)
+    last.set(xlabel=x)
+    for panel in (axes, *below):
+        panel.grid(alpha=0.25)
+    for text in axes.legend(frameon=False).get_texts():
+        text.set_parse_math(False)
+    temporary = file.with_name(f"{file.stem}.tmp{file.suffix}")
+    figure.savefig(temporary)
+    put(temporary, file)

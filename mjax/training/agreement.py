@@ -1,0 +1,222 @@
+"""What the processes of a run compare before the first step.
+
+Many processes train one model only if all run the same program on the same data: another learning rate, seed, data file
+or line of code in one of them makes a checkpoint that belongs to nobody, without an error. So each describes itself in
+facts, process 0 compares them, and all end with one sentence that names who differs in what. The facts travel over the
+connections of the watchdog: a collective would need the agreement that is only to be checked.
+
+    config     every field, but for those that only process 0 or nobody else uses (`OWN`)
+    data       digests of the datasets and of the tokenizer, wherever each process has them
+    software   a hash of each of mjax's source files, versions of packages, settings of JAX and XLA
+    folder     a token that process 0 puts into the run folder, and the newest checkpoint there
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import secrets
+import socket
+import sys
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import mjax
+from mjax.config import Config
+from mjax.data.blend import parse_blend
+from mjax.data.indexed import IndexedDataset
+from mjax.data.sources import TrainingData, digest_of_folder
+from mjax.errors import UsageError
+from mjax.packages import installed
+from mjax.training.manifest import MANIFEST
+from mjax.training.runs import checkpoint_steps
+from mjax.training.watchdog import Watchdog
+
+OWN = {"data.cache", "log.tensorboard", "log.wandb"}
+PATHS = ("path", "train_path", "valid_path", "test_path")
+PACKAGES = re.compile(
+    r"(jax|nvidia).*|flax|optax|orbax-checkpoint|tensorstore|ml-dtypes|numpy|sentencepiece|tokenizers"
+)
+JAX_SETTINGS = (
+    "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
+)  # fmt: skip
+PATIENCE = 15.0  # seconds in which a file is visible on all hosts that share a folder
+MOST_SHOWN = 6  # differences, and processes of one kind
+
+Facts = dict[str, tuple[str, str]]  # by name: what is compared, and how it is shown
+
+
+def agree(watchdog: Watchdog, facts: Facts) -> None:
+    """Compare the facts of all processes.
+
+    Raises:
+      UsageError: there are differences; in every process.
+    """
+    refusal = watchdog.ask_first({"host": socket.gethostname(), "facts": facts}, disagreement)
+    if refusal:
+        raise UsageError(refusal)
+
+
+def facts_of(config: Config, data: TrainingData | None = None) -> Facts:
+    """What has to be the same in every process.
+
+    Args:
+      config: of the run, with `model.attention` resolved to a kernel.
+      data: as opened; None: it is not of the config.
+    """
+    return {**config_facts(config), **(data_facts(config, data) if data else {}), **software_facts()}
+
+
+def disagreement(given: Sequence[dict[str, Any]]) -> str:
+    """The sentence that names who differs in what, or nothing.
+
+    Args:
+      given: of each process, in order, its 'host' and its 'facts'.
+    """
+    hosts = [one["host"] for one in given]
+    found = []
+    for name in dict.fromkeys(name for one in given for name in one["facts"]):
+        groups, shown = defaultdict(list), {}
+        for index, one in enumerate(given):
+            value, words = one["facts"].get(name, ("", "absent"))
+            groups[value].append(index)
+            shown[value] = words
+        if len(groups) == 1:
+            continue
+        # The smallest groups first: whoever differs from most is named, and the others are the others.
+        *few, (most, others) = sorted(groups.items(), key=lambda group: (len(group[1]), group[1]))
+        parts = [f"{shown[value]} on {_processes(indices, hosts)}" for value, indices in few]
+        rest = "the others" if len(others) > len(few[-1][1]) else _processes(others, hosts)
+        found.append(f"{name} {', '.join(parts)}, {shown[most]} on {rest}")
+    if not found:
+        return ""
+    if len(found) > MOST_SHOWN:
+        found[MOST_SHOWN:] = [f"and {len(found) - MOST_SHOWN} more differences"]
+    return (
+        f"the processes of this run do not agree: {'; '.join(found)}; start all with the same flags, files and software"
+    )
+
+
+def _processes(indices: Sequence[int], hosts: Sequence[str]) -> str:
+    """`process 2 on node7`, `processes 2 on node7 and 5 on node9`, …"""
+    named = [f"{index} on {hosts[index]}" for index in indices[:MOST_SHOWN]]
+    if len(indices) > MOST_SHOWN:
+        named.append(f"{len(indices) - MOST_SHOWN} more")
+    return f"process{'es' * (len(indices) > 1)} {' and '.join(named)}"
+
+
+# --- Facts ------------------------------------------------------------------------------------------------------------
+
+
+def config_facts(config: Config) -> Facts:
+    """Every field but those of `OWN` and the paths of data."""
+    facts = {}
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        for knob in dataclasses.fields(values):
+            name, value = f"{section.name}.{knob.name}", getattr(values, knob.name)
+            if name not in OWN and not (section.name == "data" and knob.name in PATHS):
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                facts["--" + name.replace("_", "-")] = json.dumps(value), shown
+    return facts
+
+
+def data_facts(config: Config, data: TrainingData) -> Facts:
+    """Digests of what the paths hold: a process may have its copy elsewhere, such as on a disk of its own."""
+    facts = {}
+    if data.tokenizer is not None:
+        digest = digest_of_folder(data.tokenizer)
+        facts["tokenizer"] = digest, f"{data.tokenizer} ({digest[:8]})"
+    for field in () if config.data.mock else PATHS:
+        if values := getattr(config.data, field):
+            flag = f"--data.{field.replace('_', '-')}"
+            blend = parse_blend(values, flag)
+            digests = [IndexedDataset(prefix).digest for prefix in blend.prefixes]
+            shown = " ".join(values) + f" (tokens {'+'.join(digest[:8] for digest in digests)})"
+            facts[flag] = json.dumps([blend.weights, digests]), shown
+    return facts
+
+
+def software_facts() -> Facts:
+    """mjax's source file by file, what it is built on, and the settings that change what is computed."""
+    facts = {"Python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    facts |= {name: version for name, version in sorted(installed().items()) if PACKAGES.fullmatch(name)}
+    facts |= {name: str(getattr(jax.config, name, None)) for name in JAX_SETTINGS}  # a version may lack one
+    # Where a process writes its dumps is its own business.
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_dump")]
+    facts["XLA_FLAGS"] = " ".join(sorted(flags)) or "none"
+    package = Path(mjax.__file__).parent
+    for file in sorted(package.rglob("*.py")):
+        facts[f"mjax/{file.relative_to(package).as_posix()}"] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    return {name: (value, value) for name, value in facts.items()}
+
+
+# --- The run folder ---------------------------------------------------------------------------------------------------
+
+
+def check_shared(watchdog: Watchdog, folder: Path) -> None:
+    """See that all processes see one run folder, with the same checkpoints.
+
+    Raises:
+      UsageError: they do not; in every process.
+      OSError: this one, as process 0, cannot write there.
+    """
+
+    def put_token(_) -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f".shared-{secrets.token_hex(8)}"
+        file.touch()
+        return file.name
+
+    token = folder / watchdog.ask_first(None, put_token)
+    mine = {"host": socket.gethostname(), "folder": str(folder), "sees": _sees(token)}
+    mine["facts"] = {"the newest checkpoint is": (newest_checkpoint(folder),) * 2}
+    try:
+        refusal = watchdog.ask_first(mine, _not_shared)
+    finally:
+        if watchdog.index == 0:
+            token.unlink(missing_ok=True)
+    if refusal:
+        raise UsageError(refusal)
+
+
+def _sees(file: Path) -> bool:
+    """Whether `file` is there, or comes soon: a network file system may hold what it knew of a folder for a while."""
+    deadline = time.monotonic() + PATIENCE
+    while not file.exists():
+        if time.monotonic() > deadline:
+            return False
+        for folder in (file.parent.parent, file.parent):  # listing one makes the system ask for what is new in it
+            if folder.is_dir():
+                os.listdir(folder)
+        time.sleep(0.2)
+    return True
+
+
+def newest_checkpoint(folder: Path) -> str:
+    """The newest checkpoint in a run folder, with a checksum of its manifest."""
+    steps = checkpoint_steps(folder)
+    if not steps:
+        return "none"
+    manifest = folder / "checkpoints" / str(steps[-1]) / MANIFEST
+    return f"{steps[-1]} ({zlib.crc32(manifest.read_bytes()):08x})" if manifest.is_file() else str(steps[-1])
+
+
+def _not_shared(given: Sequence[dict[str, Any]]) -> str:
+    blind = [index for index, one in enumerate(given) if not one["sees"]]
+    if not blind:
+        return disagreement(given)
+    hosts = [one["host"] for one in given]
+    return (
+        f"process 0 on {hosts[0]} has its run folder at {given[0]['folder']}, and {_processes(blind, hosts)} "
+        f"cannot see it at {given[blind[0]]['folder']}; name a folder on a file system that all share with --runs"
+    )

@@ -1,0 +1,201 @@
+"""What may change between two starts of a run.
+
+A run folder holds one experiment. Each field of the config is in one of three classes, and what is not is refused:
+
+    FIXED     the weights would not fit, or would mean something else: another run
+    LEARNED   what is learned changes: refused, unless --allow-change says that it is meant
+    FREE      the same is learned: how long, on which devices, in which portions, and what is saved, shown or watched
+
+A field that is derived from another when it is not given is compared by what it amounts to (`_meaning`), and the data
+by their digests: other tokens under the same name are other data, and the same tokens under another name are not.
+A longer run is the same run. Its schedule of the learning rate and Megatron's order of samples depend on the number of
+steps, so notes say how to keep the former ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from mjax.config import CheckpointConfig, Config, DataConfig, HealthConfig, LogConfig, differences, read_config
+from mjax.data.atomic import write_whole
+from mjax.data.blend import parse_blend
+from mjax.data.indexed import IndexedDataset
+from mjax.errors import UsageError
+from mjax.training.runs import checkpoint_steps
+
+
+def _every_field(section: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(section))
+
+
+FIXED = {
+    "model": (
+        "kind", "layers", "hidden", "heads", "feed_forward", "sequence", "positions", "vocabulary",
+        "vocabulary_multiple", "layernorm", "embedding_layernorm", "head", "answers",
+    ),
+}  # fmt: skip
+LEARNED = {
+    "model": (
+        "activation", "mlm_activation", "hidden_dropout", "attention_dropout", "layernorm_epsilon", "init_std",
+    ),
+    "data": (
+        "path", "split", "train_path", "valid_path", "mock", "samples", "reset_positions", "reset_attention",
+        "mask_eod_loss", "validation_tail", "mask_probability", "short_probability", "eod",
+    ),
+    "optimizer": (
+        "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "decay_steps", "wsd_decay_steps", "wsd_decay",
+        "weight_decay", "beta1", "beta2", "epsilon", "clip_norm",
+    ),
+    "precision": (
+        "compute", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
+    ),
+    "train": ("global_batch", "batch_rampup", "batch_schedule", "seed"),
+}  # fmt: skip
+FREE = {
+    "model": ("attention",),
+    "mesh": ("pipe", "data", "model", "sequence_parallel", "schedule", "chunks", "zero"),
+    "data": ("test_path", "cache"),
+    "train": ("steps", "micro_batch", "recompute", "eval_interval", "eval_batches"),
+    # Whole sections: none of their fields says what is learned from which samples.
+    "checkpoint": _every_field(CheckpointConfig),
+    "health": _every_field(HealthConfig),
+    "log": _every_field(LogConfig),
+}  # fmt: skip
+
+PATHS = ("path", "train_path", "valid_path")
+DIGESTS = "data.json"
+
+
+def changes_since(folder: Path, config: Config, allow: bool = False, resumed: bool = False) -> list[str]:
+    """What `config` changes in the run that `folder` holds, one line each; nothing where it holds none.
+
+    Args:
+      folder: of the run.
+      config: of this start.
+      allow: whether to continue with settings that change what is learned.
+      resumed: whether the run was named by its folder, for the sentence.
+
+    Raises:
+      UsageError: the run is of another model, was trained with other settings or on other data.
+    """
+    steps = checkpoint_steps(folder)
+    if not steps:
+        return []
+    before = read_config(folder / "config.json")
+    changed = differences(before, config)
+    for name, (old, new) in changed.items():
+        if _is_in(FIXED, name):
+            raise UsageError(
+                f"{folder} holds a run of another model ({name} {old}, now {new}); "
+                "choose another --name, or leave the model as it was"
+            )
+    if not allow and steps != [0]:  # checkpoint 0 holds weights that no step of this run has made
+        refused = [
+            f"{name} {_shown(old)}, now {_shown(new)}"
+            for name, (old, new) in changed.items()
+            if not _is_in(FREE, name) and _meaning(before, name) != _meaning(config, name)
+        ]
+        refused = [*refused, *_changed_data(folder, before.data, config.data)]
+        if refused:
+            other = f"--config {folder}/config.json --name NEW in place of --run" if resumed else "--name NEW"
+            raise UsageError(
+                f"{folder} was trained with other settings ({'; '.join(refused)}); "
+                f"for a new run type {other}, and to continue this one with the change --allow-change"
+            )
+    return [f"changed {name}: {old} → {new}" for name, (old, new) in changed.items()] + _notes(before, config)
+
+
+def save_digests(folder: Path, data: DataConfig) -> None:
+    """Keep in the run folder what the data of the run are."""
+    write_whole(folder / DIGESTS, json.dumps(_digests(data), indent=2) + "\n")
+
+
+def _is_in(fields: dict[str, tuple[str, ...]], name: str) -> bool:
+    section, knob = name.split(".")
+    return knob in fields.get(section, ())
+
+
+def _meaning(config: Config, name: str) -> Any:
+    """What a field amounts to, where another field gives it its value when it has none; the data have their digests."""
+    optimizer = config.optimizer
+    decay_steps = optimizer.decay_steps or config.train.steps
+    match name.split("."):
+        case "model", "mlm_activation":
+            return config.model.mlm_activation or config.model.activation
+        case "data", "samples":
+            return config.training_samples
+        case "data", knob if knob in PATHS:
+            return None
+        case "optimizer", "decay_steps":
+            return decay_steps
+        case "optimizer", "wsd_decay_steps":
+            return optimizer.wsd_decay_steps or decay_steps // 10
+        case section, knob:
+            return getattr(getattr(config, section), knob)
+
+
+def _notes(before: Config, config: Config) -> list[str]:
+    """What a longer or shorter run changes besides its number of steps."""
+    notes, old, new = [], before.optimizer, config.optimizer
+    if before.training_samples != config.training_samples and not config.data.mock:
+        notes.append(
+            "note: Megatron's order of samples depends on their number, so it differs from the one before; "
+            f"--data.samples {before.training_samples} keeps it where that many are enough"
+        )
+    decays = new.schedule in ("cosine", "linear", "wsd")
+    if decays and old.decay_steps is None and new.decay_steps is None and before.train.steps != config.train.steps:
+        notes.append(
+            f"note: the learning rate follows --train.steps: its decay ends at step {config.train.steps} instead of "
+            f"{before.train.steps}; --optimizer.decay-steps {before.train.steps} keeps it as it was"
+        )
+    return notes
+
+
+# --- Data -------------------------------------------------------------------------------------------------------------
+
+
+def _digests(data: DataConfig) -> dict[str, list[str]]:
+    """Digests of the datasets of each blend, in its order: {'path': ['5d41…']}."""
+    blends = {} if data.mock else {name: getattr(data, name) for name in PATHS if getattr(data, name)}
+    return {
+        name: [IndexedDataset(prefix).digest for prefix in parse_blend(values, f"--data.{name}").prefixes]
+        for name, values in blends.items()
+    }
+
+
+def _changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str]:
+    """The datasets that are not those of the run; none where the same tokens lie elsewhere."""
+    kept, found = _kept_digests(folder / DIGESTS), {}
+    if kept is not None and not now.mock:
+        found = _digests(now)
+    changed = []
+    for name in PATHS:
+        old, new = getattr(before, name), getattr(now, name)
+        if not kept or name not in kept or name not in found:  # a run of an older version, or made-up tokens
+            if old != new:
+                changed.append(f"data.{name} {_shown(old)}, now {_shown(new)}")
+        elif kept[name] != found[name]:
+            tokens = "with other tokens than before" if old == new else f"now {_shown(new)}"
+            changed.append(f"data.{name} {_shown(old)}, {tokens}")
+        elif parse_blend(old).weights != parse_blend(new).weights:
+            changed.append(f"data.{name} {_shown(old)}, now {_shown(new)}")
+    return changed
+
+
+def _kept_digests(file: Path) -> dict[str, list[str]] | None:
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        kept = None
+    if not isinstance(kept, dict):
+        raise UsageError(f"{file} is damaged; remove it to continue without comparing the data with those of the run")
+    return kept
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)

@@ -1,0 +1,274 @@
+"""What a run does about its health (`health.py`): so that a broken run never destroys what a sound one has saved.
+
+- A checkpoint is *good* once training has gone on healthily after it. The last good one is pinned (`good.json`): no
+  other checkpoint takes its place before it is good itself.
+- While the run is unhealthy, checkpoints that are due are put off. What has to be saved then, because the run is
+  stopped or done, is marked in its manifest, never good, and removes no other.
+- A spike of the loss is announced; with `skip` the compiled step drops the update; with `rewind` the run goes back to
+  the last good checkpoint and passes over the batches that led to the spike. Steps keep their numbers and batches, so
+  the order of samples stays a function of the step: `passed_over.json` lists the steps that train on nothing.
+- Beyond the limits the run ends with exit code 3, and `unhealthy.json` says so to the next start, which goes on from
+  the poisoned state only where a person says from which checkpoint (`--step`).
+
+All is decided from metrics that are the same in every process; process 0 alone writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mjax.config import Config
+from mjax.data.atomic import write_whole
+from mjax.errors import UnhealthyError, UsageError
+from mjax.parallel.processes import from_first, is_first
+from mjax.training.checkpoint import Checkpoints
+from mjax.training.health import HEALTHY, SKIPPED, SPIKE, Health
+from mjax.training.metrics import Record
+from mjax.training.state import StepMetrics
+
+MOST_REWINDS = 3  # to one checkpoint
+PASSED_OVER, UNHEALTHY = "passed_over.json", "unhealthy.json"
+
+
+class Guard:
+    """The health of one run, and its checkpoints as far as they depend on it.
+
+    Attributes:
+      health: of the last step that was observed.
+      passed_over: what was rewound: [{"steps": [first, last], "spike": step, "loss": …, "from": checkpoint}, …].
+      good: the last good checkpoint; None: none is known to be.
+      continued_from: the checkpoint that a person chose to continue from, if any.
+      spike: the step and the loss that the run has to go back from; None: it goes on.
+    """
+
+    def __init__(self, config: Config, checkpoints: Checkpoints | None, say: Callable[[str], None]):
+        """Nothing is read before `begin`; a run without checkpoints only judges its steps."""
+        self.config, self.checkpoints, self.say = config, checkpoints, say
+        self.folder = checkpoints.folder.parent if checkpoints else Path()
+        self.health = Health(config.health)
+        self.passed_over: list[dict[str, Any]] = []
+        self.good: int | None = None
+        self.continued_from: int | None = None
+        self.spike: tuple[int, float] | None = None
+        self._candidate: int | None = None  # a checkpoint that may turn out to be good
+        self._healthy_since = 0  # steps, healthy ones after the candidate
+        self._put_off = False
+
+    def begin(self, start: int) -> None:
+        """Take up what checkpoint `start` knows; where there is none, a run begins."""
+        there = self.checkpoints is not None and start in self.checkpoints.steps()
+        known = self.checkpoints.host_values(start) if there else {}
+        self.health = Health(self.config.health, start, known.get("health"))
+        if self.continued_from is None:
+            self.continued_from = known.get("continued_from")
+        if self.checkpoints is not None:
+            self.good = self.checkpoints.good()
+            self.passed_over = _read(self.folder / PASSED_OVER, known.get("passed_over", []))
+        self.spike, self._put_off, self._healthy_since = None, False, 0
+        self._candidate = start if there and start > 0 and not known.get("suspect") else None
+        if known.get("suspect"):
+            self.say(f"checkpoint {start} was saved while the run was unhealthy; {self._last_good()}")
+        for entry in self.passed_over:
+            if entry["steps"][1] > start:
+                self.say(_told(entry))
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    def limit(self, step: int) -> float | None:
+        """The loss above which the compiled step drops the update of `step`; None where no step needs a limit."""
+        if self._passes_over(step):
+            return -math.inf
+        if self.config.health.spike == "skip":
+            return self.health.limit(step)
+        return math.inf if self.passed_over or self.config.health.spike == "rewind" else None
+
+    def observe(self, record: Record) -> str | None:
+        """Judge a step: None where it is healthy, otherwise what is wrong, to follow 'step N'."""
+        passed_over = self._passes_over(record.step)
+        settling = bool(passed_over) or self._scale_settles(record)
+        limit = self.health.limit(record.step)
+        found = self.health.observe(record.step, record.loss, record.nonfinite is not None, settling)
+        wrong = None
+        if passed_over:
+            wrong = f"passed over: {_told(passed_over)}"
+        elif record.nonfinite is not None:
+            scale = f" at loss scale {record.loss_scale:g}" if self.config.precision.compute == "fp16" else ""
+            wrong = f"skipped{scale}: {record.nonfinite}"
+        elif found == SPIKE:
+            dropped = "; its update was dropped" if record.skipped else ""
+            far = self.health.deviations(record.loss)
+            wrong = f"loss spike: {record.loss:.4f} is {far} (limit {limit:.4f}){dropped}"
+            if self.config.health.spike == "rewind" and self.good is None:
+                wrong += "; there is no good checkpoint to go back to yet"
+            elif self.config.health.spike == "rewind" and self.spike is None:
+                self.spike = record.step, record.loss
+        if record.val_loss is not None and not self.health.observe_validation(record.val_loss):
+            found, wrong = SKIPPED, f"leaves weights with which the validation loss is {record.val_loss:g}"
+        self._follow(found)
+        return wrong
+
+    def _passes_over(self, step: int) -> dict[str, Any] | None:
+        return next((e for e in self.passed_over if e["steps"][0] <= step <= e["steps"][1]), None)
+
+    def _scale_settles(self, record: Record) -> bool:
+        """Whether the step was skipped because fp16's dynamic loss scale is too large, and it can still fall."""
+        precision = self.config.precision
+        dynamic = precision.compute == "fp16" and precision.loss_scale is None
+        overflow = record.nonfinite is not None and not record.broken
+        return overflow and dynamic and record.loss_scale > precision.min_loss_scale
+
+    def _follow(self, found: str) -> None:
+        """What a step says about the checkpoint before it."""
+        if found in (SKIPPED, SPIKE):
+            self._candidate = None
+        if found == HEALTHY and self._candidate is not None:
+            self._healthy_since += 1
+            if self._healthy_since >= self.config.health.good_after:
+                self._confirm()
+
+    def _confirm(self) -> None:
+        self.checkpoints.confirm(self._candidate)
+        self.good, self._candidate = self._candidate, None
+
+    # --- Checkpoints --------------------------------------------------------------------------------------------------
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step`, or was put off."""
+        interval = self.config.checkpoint.interval
+        return self._put_off or bool(interval and step % interval == 0)
+
+    def save(self, step: int, state: Any, ends: bool) -> None:
+        """Save a checkpoint, or put it off while the run is unhealthy and does not end."""
+        if self.spike is not None:
+            return  # what follows the last good checkpoint has no future
+        suspect = self.health.suspect
+        if suspect and not ends:
+            if not self._put_off:
+                self.say(f"checkpoint {step} is put off until the run is healthy; {self._last_good()}")
+            self._put_off = True
+            return
+        if self._candidate is not None and self._healthy_since > 0:
+            self._confirm()
+        host = {
+            "health": self.health.as_dict(),
+            "suspect": suspect,
+            "passed_over": self.passed_over,
+            "continued_from": self.continued_from,
+        }
+        self.checkpoints.save(step, state, host, rotate=not suspect)
+        self._put_off, self._healthy_since, self._candidate = False, 0, None if suspect else step
+
+    def _last_good(self) -> str:
+        return "none is known to be good" if self.good is None else f"the last good one is {self.good}"
+
+    # --- Back, or out -------------------------------------------------------------------------------------------------
+
+    def go_back(self) -> int:
+        """Prepare to continue from the last good checkpoint, whose step is returned, without the batches that led to
+        the spike.
+
+        Raises:
+          UnhealthyError: it was tried too often from there.
+        """
+        (step, loss), good = self.spike, self.good
+        if sum(entry["from"] == good for entry in self.passed_over) >= MOST_REWINDS:
+            self.give_up(f"the loss spiked again after {MOST_REWINDS} rewinds to checkpoint {good}")
+        self.checkpoints.abandon(after=good)
+        first = max(good + 1, step - self.config.health.rewind_batches + 1)
+        entry = {"steps": [first, step], "spike": step, "loss": loss, "from": good}
+        if is_first():
+            write_whole(self.folder / PASSED_OVER, json.dumps([*self.passed_over, entry], indent=1) + "\n")
+        self.say(f"rewinding to checkpoint {good}")
+        self.passed_over = [*self.passed_over, entry]
+        return good
+
+    def give_up(self, problem: str) -> None:
+        """End the run, and have the next start ask for a checkpoint to continue from.
+
+        Raises:
+          UnhealthyError: always; it names the command that continues from the last good checkpoint.
+        """
+        self.checkpoints.wait()
+        steps, good = self.checkpoints.steps(), self.good
+        if not steps:
+            raise UnhealthyError(
+                f"{problem}, and nothing is saved; start again with a lower --optimizer.learning-rate or "
+                "--precision.compute fp32"
+            )
+        which = "the last good checkpoint" if good is not None else f"checkpoint {steps[0]} (none is known to be good)"
+        rate = self.config.optimizer.learning_rate / 2
+        command = (
+            f"python train.py --resume {self.folder} --step {steps[0] if good is None else good} "
+            f"--optimizer.learning-rate {rate:g} --allow-change"
+        )
+        way_out = f"look at {self.folder / 'metrics.jsonl'}, then continue from {which}: {command}"
+        if is_first():
+            write_whole(self.folder / UNHEALTHY, json.dumps({"problem": problem, "way_out": way_out}, indent=1) + "\n")
+        raise UnhealthyError(f"{problem}; {way_out}")
+
+
+def _told(entry: dict[str, Any]) -> str:
+    first, last = entry["steps"]
+    return (
+        f"steps {first} to {last} train on nothing, because the loss spiked at step {entry['spike']} "
+        f"({entry['loss']:.4f}) on the way from checkpoint {entry['from']}"
+    )
+
+
+def _read(file: Path, otherwise: Any) -> Any:
+    """A file of this module; `write_whole` wrote it, so it is there whole or not at all."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return otherwise
+    except ValueError as error:
+        raise UsageError(f"{file} is damaged ({error}); restore it, or remove it") from None
+
+
+def not_finite(metrics: StepMetrics, names: list[str]) -> str | None:
+    """What was not finite in a step, so that nothing was updated; None where all was.
+
+    Args:
+      names: `TrainProgram.gradient_names`.
+    """
+    if metrics.broken:
+        first = f"{names[int(metrics.first_broken)]} first, {int(metrics.broken)} of {len(names)}"
+        return f"weights or Adam moments are not finite, or above 1e20 ({first})"
+    finite_loss = math.isfinite(float(metrics.loss))
+    where = "" if finite_loss else "; the loss was not finite before them"
+    if metrics.nonfinite:
+        first = f"{names[int(metrics.first_nonfinite)]} first, {int(metrics.nonfinite)} of {len(names)}"
+        return f"gradients are not finite ({first}{where})"
+    if not math.isfinite(float(metrics.grad_norm)):
+        return f"gradients are not finite (the norm of all together{where})"
+    return None if finite_loss else "the loss is not finite"
+
+
+def check_start(folder: Path, step: int | None) -> None:
+    """Refuse to go on in silence with a run that ended unhealthy.
+
+    Raises:
+      UnhealthyError: it did, and no checkpoint was named to continue from.
+    """
+    if step is None and (marked := _read(folder / UNHEALTHY, None)):
+        raise UnhealthyError(f"{folder} ended unhealthy ({marked['problem']}); {marked['way_out']}")
+
+
+def continue_from(checkpoints: Checkpoints, step: int, say: Callable[[str], None]) -> None:
+    """Make checkpoint `step`, one that is there, the newest, and take the mark of an unhealthy end from the run.
+
+    Later checkpoints are set aside. A command that is run again does not go back a second time: the checkpoints that
+    it has saved since say that they follow from `step`.
+    """
+    steps, marker = checkpoints.steps(), checkpoints.folder.parent / UNHEALTHY
+    again = not marker.exists() and checkpoints.host_values(steps[-1]).get("continued_from") == step
+    if from_first(again):  # process 0 removes the marker
+        say(f"checkpoint {steps[-1]} continues from {step} already; to go back again, move the later ones away")
+        return
+    checkpoints.abandon(after=step)
+    if is_first():
+        marker.unlink(missing_ok=True)

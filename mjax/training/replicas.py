@@ -1,0 +1,105 @@
+"""Replicas hold the same weights, bit for bit; this is how a run finds out when one does not.
+
+Every rank of `data` keeps its own copy of the weights and updates it with the same summed gradient, so the copies stay
+equal without ever being compared. A bit that flips in the memory of one device, a device that computes wrongly, or a
+process that runs something else stays in its copy, and through its gradients spoils all others slowly.
+
+So each device hashes the shards it holds, and the hashes, four bytes an array, are gathered and compared on the host of
+every process, which all come to the same result. What ZeRO splits over `data` exists once: nothing is there to compare.
+
+The hash of an array of words x_i is Σ (2i + 1) x_i modulo 2^32. Odd numbers have inverses, so a change of any one
+element is always seen, and any other change missed once in 2^32 times.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mjax.errors import UnhealthyError
+from mjax.names import leaf_name
+from mjax.parallel import mappings
+from mjax.parallel.mappings import DATA, MODEL, PIPE
+
+MOST_SHOWN = 4  # devices
+
+
+class Replicas:
+    """The copies of one model on the ranks of `data`.
+
+    Args:
+      model: abstract weights with shardings.
+      mesh: the mesh they are on.
+    """
+
+    def __init__(self, model: Any, mesh: Mesh):
+        leaves = jax.tree_util.tree_leaves_with_path(model)
+        copied = [DATA not in jax.tree.leaves(tuple(leaf.sharding.spec)) for _, leaf in leaves]
+        self.mesh = mesh
+        self._copied = np.flatnonzero(copied) if mesh.shape[DATA] > 1 else []
+        self._names = [leaf_name(leaves[index][0]) for index in self._copied]
+        specs = [leaves[index][1].sharding.spec for index in self._copied]
+        self._hash = jax.jit(jax.shard_map(_hashes, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=True))
+
+    def check(self, step: int, model: Any) -> None:
+        """Compare the copies of the weights after `step`. Every process calls this.
+
+        Raises:
+          UnhealthyError: they differ; in every process.
+        """
+        if not self._names:
+            return
+        leaves = jax.tree.leaves(model)
+        hashes = jax.device_get(self._hash([leaves[index] for index in self._copied]))
+        odd: dict[tuple[int, int, int], list[str]] = defaultdict(list)  # by place on the mesh, what differs there
+        for pipe, model_rank, leaf in np.ndindex(hashes.shape[0], *hashes.shape[2:]):
+            copies = hashes[pipe, :, model_rank, leaf].tolist()
+            (usual, most), *others = Counter(copies).most_common()
+            if not others:
+                continue
+            tied = others[0][1] == most  # nobody can say who is right
+            for rank, copy in enumerate(copies):
+                if tied or copy != usual:
+                    odd[pipe, rank, model_rank].append(self._names[leaf])
+        if odd:
+            raise UnhealthyError(self._sentence(step, odd))
+
+    def _sentence(self, step: int, odd: dict[tuple[int, int, int], list[str]]) -> str:
+        names = list(dict.fromkeys(name for of_device in odd.values() for name in of_device))
+        places = [f"{self._place(*place)}" for place in sorted(odd, key=lambda place: place[1])]
+        if len(places) > MOST_SHOWN:
+            places[MOST_SHOWN:] = [f"{len(places) - MOST_SHOWN} more"]
+        what = names[0] + (f" and {len(names) - 1} more arrays" if len(names) > 1 else "")
+        differ = "holds other bits than the others" if len(places) == 1 else "hold different bits"
+        return (
+            f"after step {step} the replicas' weights are not the same: {' and '.join(places)} {differ} in {what}; "
+            "a device or its memory is faulty, or a process computes something else; nothing was saved since the last "
+            "comparison: find out which, leave that host out, and type the same command to continue"
+        )
+
+    def _place(self, pipe: int, rank: int, model_rank: int) -> str:
+        device = self.mesh.devices[pipe, rank, model_rank]
+        return f"replica {rank} (device {device.id} of process {device.process_index})"
+
+
+def _hashes(shards: list[Array]) -> Array:
+    """A hash of each shard of each device: uint32 [pipe, data, model, arrays], the same everywhere."""
+    everywhere = frozenset((PIPE, DATA, MODEL))
+    own = jnp.stack([_hash_of(mappings.vary(shard, everywhere)) for shard in shards])[None, None, None]
+    for dim, axis in enumerate((PIPE, DATA, MODEL)):
+        own = mappings.gather_whole(own, axis, dim)
+    return own
+
+
+def _hash_of(shard: Array) -> Array:
+    """uint32 []; also of 64-bit numbers, which are two words."""
+    words = jax.lax.bitcast_convert_type(shard, jnp.uint32).reshape(-1)
+    odd = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
+    return (words * odd).sum(dtype=jnp.uint32)

@@ -1,0 +1,55 @@
+"""The tiny run under a launcher that sends SIGTERM at step 5, again and again while that is saved, and at the exit."""
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+
+from tests.tiny_config import config  # noqa: F401
+
+told = threading.Event()  # the first SIGTERM was sent
+waiting = threading.Event()  # the main thread waits for the save
+
+
+def terminate():
+    if told.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def change_the_run():
+    """Have the run send itself signals; JAX must not be imported before the command line does so."""
+    while "mjax.training.loop" not in sys.modules:
+        time.sleep(0.01)
+    import jax
+
+    from mjax.training.checkpoint import Checkpoints
+    from mjax.training.loop import Display
+
+    commit, wait, show = Checkpoints._commit, Checkpoints.wait, Display.show
+
+    def terminated_at_5(self, record):
+        show(self, record)
+        if record.step == 5 and jax.process_index() == 0:  # one process of several
+            told.set()
+            terminate()
+
+    def terminated_while_writing(self, *arguments):
+        if told.is_set():
+            waiting.wait(60)
+            terminate()
+        commit(self, *arguments)
+
+    def terminated_while_waiting(self):
+        if self._pending is not None and told.is_set():
+            waiting.set()
+            terminate()
+        wait(self)
+
+    Checkpoints._commit, Checkpoints.wait = terminated_while_writing, terminated_while_waiting
+    Display.show = terminated_at_5
+
+
+threading.Thread(target=change_the_run, daemon=True).start()
+atexit.register(terminate)

@@ -1,0 +1,199 @@
+"""Runs that are poisoned on the way, under a launcher that starts them again: what is saved, and how they end."""
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mjax import cli
+from mjax.names import leaf_name
+from mjax.training import loop
+from mjax.training.metrics import MetricsLog, read_metrics
+from tests.conftest import ROOT
+from tests.training.test_health import record
+
+FLAGS = [
+    "--config", str(ROOT / "tests" / "tiny_config.py"), "--name", "run", "--train.steps", "20",
+    "--train.eval-interval", "0", "--health.window", "8", "--health.good-after", "2", "--health.skipped-in-a-row", "5",
+]  # fmt: skip
+
+
+def set_in_second_layer(tree, value):
+    """One element of layer 2 of the weights of the MLP."""
+    name = "blocks.mlp.up.kernel"
+    return jax.tree_util.tree_map_with_path(lambda p, x: x.at[1, 0, 0].set(value) if leaf_name(p) == name else x, tree)
+
+
+def moment(value):
+    def poison(state):
+        adam, *rest = state.optimizer
+        return replace(state, optimizer=(adam._replace(mu=set_in_second_layer(adam.mu, value)), *rest))
+
+    return poison
+
+
+def weights(factor):
+    return lambda state: replace(state, model=jax.tree.map(lambda x: x * jnp.float32(factor), state.model))
+
+
+@pytest.fixture(scope="module")
+def build():
+    """`build_program`, once for all runs here: what differs between them is not in the program."""
+    programs, original = [], loop.build_program
+
+    def build(config, mesh):
+        if not programs:
+            programs.append(original(config, mesh))
+        return programs[0]
+
+    return build
+
+
+class Launcher:
+    """Starts one run again and again, as `train.py` and its flags would; poisons its state before a step."""
+
+    def __init__(self, build, folder, monkeypatch):
+        self.build, self.folder, self.poisons, self.stop_at = build, folder, {}, None
+        self.run_folder = folder / "run"
+        monkeypatch.setattr(loop, "build_program", self._build)
+        monkeypatch.setattr(loop, "check_devices", lambda *_: None)  # one of the test's sixteen is enough
+        monkeypatch.setattr(MetricsLog, "draw", lambda _: None)  # takes longer than all steps
+
+    def _build(self, config, mesh):
+        program = self.build(config, mesh)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state)
+
+        def step(state, batch, *limit):
+            with jax.transfer_guard("allow"):
+                coming = int(state.step) + 1
+                if poison := self.poisons.pop(coming, None):
+                    state = jax.jit(poison, out_shardings=shardings)(state)
+            if coming == self.stop_at:
+                self.stop_at = None
+                os.kill(os.getpid(), signal.SIGTERM)
+            return program.train_step(state, batch, *limit)
+
+        return replace(program, train_step=step)
+
+    def __call__(self, *flags):
+        return cli.main(["train", *FLAGS, "--runs", str(self.folder), *flags])
+
+    def resume(self, *flags):
+        return cli.main(["train", "--resume", str(self.run_folder), *flags])
+
+    def saved(self):
+        return sorted(entry.name for entry in (self.run_folder / "checkpoints").iterdir() if entry.is_dir())
+
+    def losses(self):
+        return {record["step"]: record["loss"] for record in read_metrics(self.run_folder / "metrics.jsonl")}
+
+
+@pytest.fixture
+def launcher(build, tmp_path, monkeypatch):
+    return Launcher(build, tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def healthy(build, tmp_path_factory):
+    """The losses of the run that nothing happens to."""
+    with pytest.MonkeyPatch.context() as patch:
+        launcher = Launcher(build, tmp_path_factory.mktemp("healthy"), patch)
+        assert launcher() == 0
+        assert launcher.saved() == ["16", "20"]
+        return launcher.losses()
+
+
+@pytest.mark.parametrize("poison", [moment(jnp.nan), weights(1e30), weights(1e12)], ids=["moment", "1e30", "1e12"])
+def test_a_poisoned_run_ends_with_3_and_keeps_its_last_good_checkpoint(launcher, healthy, capfd, poison):
+    launcher.poisons = {12: poison}
+    assert launcher("--checkpoint.keep-last", "1") == 3
+    captured = capfd.readouterr()
+    command = f"python train.py --resume {launcher.run_folder} --step 8 --optimizer.learning-rate 0.005 --allow-change"
+    assert captured.err.strip().endswith(f"then continue from the last good checkpoint: {command}")
+    assert "checkpoint 12 is put off until the run is healthy; the last good one is 8" in captured.out
+    for _ in range(3):  # a launcher that takes no hint
+        assert launcher("--checkpoint.keep-last", "1") == 3
+        assert "ended unhealthy (" in capfd.readouterr().err
+        assert launcher.saved() == ["8"]
+    assert launcher.resume("--step", "8") == 0
+    assert launcher.losses() == healthy
+
+
+def test_steps_skipped_for_a_moment_name_it(launcher, capfd):
+    launcher.poisons = {2: moment(jnp.nan)}
+    assert launcher() == 3
+    captured = capfd.readouterr()
+    first = "blocks.mlp.up.kernel of layer 2 first, 1 of 28"
+    assert f"step 2 skipped: weights or Adam moments are not finite, or above 1e20 ({first})" in captured.out
+    assert "5 steps in a row were skipped, and nothing is saved; start again with a lower" in captured.err
+    assert launcher() == 0
+
+
+def test_a_run_that_skips_18_of_20_steps_does_not_end_with_0(launcher, capfd):
+    launcher.poisons = {3: moment(jnp.nan)}
+    assert launcher("--health.skipped-in-a-row", "100", "--health.window", "100") == 3
+    assert "18 of the last 20 steps were skipped" in capfd.readouterr().err
+
+
+def test_a_run_stopped_while_its_steps_are_skipped_says_so_and_ends_all_the_same(launcher, healthy, capfd):
+    launcher.poisons, launcher.stop_at = {10: moment(jnp.nan)}, 12
+    assert launcher() == 75
+    assert launcher.saved() == ["12", "4", "8"]
+    assert launcher() == 3  # two more steps, which make five
+    captured = capfd.readouterr()
+    assert "checkpoint 12 was saved while the run was unhealthy; the last good one is 4" in captured.out
+    assert "5 steps in a row were skipped" in captured.err
+    assert {"4", "8"} < set(launcher.saved())
+    assert launcher.resume("--step", "4") == 0
+    assert "set aside the checkpoints after 4 as 8.abandoned, 12.abandoned" in capfd.readouterr().out
+    assert launcher.losses() == healthy
+
+
+def test_a_command_that_goes_back_does_so_once(launcher, capfd):
+    launcher.stop_at = 10
+    assert launcher("--checkpoint.keep-last", "3") == 75
+    launcher.stop_at = 7
+    assert launcher.resume("--step", "4") == 75
+    assert launcher.saved() == ["10.abandoned", "4", "7", "8.abandoned"]
+    capfd.readouterr()
+    launcher.stop_at = 8
+    assert launcher.resume("--step", "4") == 75
+    assert "checkpoint 7 continues from 4 already" in capfd.readouterr().out
+    assert launcher.resume("--step", "5") == 2
+    assert "holds no such checkpoint; use 4, 7 or 8" in capfd.readouterr().err
+    assert launcher("--step", "8") == 2
+    assert "--step 8 goes with --resume" in capfd.readouterr().err
+
+
+def test_a_spike_is_rewound_and_its_batches_are_passed_over_the_same_way_after_a_restart(launcher, capfd):
+    launcher.poisons = {13: weights(30.0)}
+    assert launcher("--health.spike", "rewind", "--health.rewind-batches", "2") == 0
+    captured = capfd.readouterr()
+    assert "step 13 loss spike: " in captured.out
+    assert "rewinding to checkpoint 8" in captured.out
+    told = "steps 12 to 13 train on nothing, because the loss spiked at step 13"
+    records = read_metrics(launcher.run_folder / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 21))
+    assert [record["step"] for record in records if record["skipped"]] == [12, 13]
+    assert all(told in record["unhealthy"] for record in records if record["skipped"])
+    assert json.loads((launcher.run_folder / "passed_over.json").read_text())[0]["steps"] == [12, 13]
+    found = launcher.losses()
+    assert launcher.resume("--step", "16") == 0
+    assert launcher.losses() == found
+    shutil.rmtree(launcher.run_folder / "checkpoints")
+    assert launcher("--health.spike", "rewind") == 0
+    assert launcher.losses() == found
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_the_loss_of_an_evaluation_that_is_not_finite_is_null(loss, tmp_path):
+    log = MetricsLog(tmp_path, 0, tensorboard=False)
+    log.write(record(1, val_loss=loss))
+    log.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line["val_loss"] is None
