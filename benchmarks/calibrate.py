@@ -34,8 +34,8 @@ from mjax.errors import UsageError
 from mjax.hardware import Gpu, gpu_named, gpu_of
 from mjax.planner.calibration import Calibration, write_calibration
 from mjax.planner.fitting import SETTLES, Measurement, calibrate
+from mjax.planner.rates import Rates
 from mjax.planner.section import table
-from mjax.planner.time import Rates
 
 # m, n, k of the layers of 345M to 8B parameters, split or not, and of their logits: forward, for inputs, for weights.
 PRODUCTS = (

@@ -36,6 +36,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from mjax.data.atomic import write_whole
+
 PAGE = 4000  # characters: dictionary entries are gathered into documents of about this size
 
 
@@ -184,7 +186,7 @@ def build(folder: Path) -> tuple[list[str], list[str]]:
             absent.append(f"{name}: {reason}")
             continue
         lines = [json.dumps({"text": text, "source": name}, ensure_ascii=False) + "\n" for text in texts]
-        write(folder / f"{name}.jsonl", lines)
+        write_whole(folder / f"{name}.jsonl", "".join(lines))
         there.append(name)
         report(name, texts)
     return there, absent
@@ -197,14 +199,8 @@ def mix(folder: Path, names: list[str]) -> None:
         with (folder / f"{name}.jsonl").open(encoding="utf-8", newline="\n") as stream:
             lines += stream
     lines.sort(key=lambda line: hashlib.sha256(line.encode()).digest())
-    write(folder / "mixture.jsonl", lines)
+    write_whole(folder / "mixture.jsonl", "".join(lines))
     report("mixture", [json.loads(line)["text"] for line in lines])
-
-
-def write(file: Path, lines: list[str]) -> None:
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text("".join(lines), encoding="utf-8", newline="\n")
-    temporary.replace(file)
 
 
 def report(name: str, texts: list[str]) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import jax
 import pytest
 
+from benchmarks import fault_runs
 from benchmarks.command import check_peers
+from benchmarks.fault_runs import Ended, Outcome, Place
 from mjax.config import DataConfig, load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
@@ -196,7 +198,7 @@ def test_measured_steps_stand_beside_their_predictions_and_a_rate_is_fitted_to_t
         (["--fit", "speed"], "--fit speed is no rate that steps on one GPU show; use matmul, half, attention"),
         (["--fit", "node"], "--fit node is no rate that steps on one GPU show; use matmul, half, attention"),
         (["--fit", "matmul", "memory"], "--fit matmul memory needs more than 2 configs, not 2"),
-        (["--calibration", "none.json"], "--calibration none.json cannot be read"),
+        (["--calibration", "none.json"], "none.json does not exist; write one with"),
         (["--write", "none/rates.json"], "--write none/rates.json: there is no folder none; make it"),
         (["--rounds", "0"], "--rounds is 0; it must be at least 1"),
         (["--configs", "gpt_345m", "--gpu", "v100"], "no bf16 peak is known for v100"),
@@ -238,3 +240,46 @@ def test_the_five_models_of_the_comparison_can_run_on_one_device(gpu, compute):
         assert config.precision.compute == compute
         step = predict_time(config, gpu_named(gpu))
         assert 0.01 < step.total < 30
+
+
+# --- Faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "broken"),
+    [
+        (0, "all is well", ""),
+        (1, "mjax: error: no", "exit code 1, not 0"),
+        (None, "step 5", "exit code None, not 0"),
+        (0, "Traceback (most recent call last):\nValueError: x", "traceback: ValueError: x"),
+    ],
+)
+def test_the_campaign_of_faults_sees_what_a_process_must_not_do(code, output, broken):
+    outcome = Outcome("killed")
+    Ended(code, output).judge(outcome, 0)
+    assert outcome.words.startswith(broken)
+    assert outcome.sound == (not broken)
+    assert (outcome.hang, outcome.traceback) == (code is None, "Traceback" in output)
+
+
+def test_the_campaign_of_faults_sees_other_losses_and_other_weights(tmp_path, monkeypatch):
+    place = Place(tmp_path, tmp_path, 0.0, {fault_runs.STEPS: (1.5, None)}, {fault_runs.STEPS: {"weight": b"1"}})
+    checkpoint = tmp_path / "run" / "checkpoints" / str(fault_runs.STEPS)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    for loss, weight, words in ((1.5, b"1", ""), (1.5000001, b"1", "other losses; "), (1.5, b"2", "other weights; ")):
+        (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": fault_runs.STEPS, "loss": loss}) + "\n")
+        monkeypatch.setattr(fault_runs, "arrays_of", lambda *_, weight=weight: {"weight": weight})
+        outcome = Outcome("killed")
+        place.compare("run", outcome)
+        assert (outcome.silent, outcome.words) == (bool(words), words)
+
+
+@pytest.mark.long
+def test_the_campaign_of_faults_ends_with_its_table():
+    flags = ["--only", "damage,poisonings", "--tries", "1", "--workers", "1", "--markdown"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "faults.py"), *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "| damage | 1 | 1 | 0 | 0 | 0 | 0 |" in result.stdout
+    assert "| poisonings | 1 | 1 | 0 | 0 | 0 | 0 |" in result.stdout

@@ -1,0 +1,255 @@
+"""The small run of the faults: its place, its processes, and how it is held against the run nothing happened to."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mjax.data.indexed import IndexedDatasetWriter
+from mjax.errors import RunError
+from mjax.training.manifest import read_manifest
+from mjax.training.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS, SAVES, EVALUATES = 60, 5, 4
+PATIENCE = 240  # seconds for a process that takes ten
+CONFIG = f"""
+from mjax.config import *
+
+config = Config(
+    model=ModelConfig(layers=2, hidden=32, heads=4, sequence=16, vocabulary=257, vocabulary_multiple=64),
+    data=DataConfig(path=("{{data}}",), split="80,20,0"),
+    optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3, warmup_steps=2),
+    precision=PrecisionConfig(compute="fp32"),
+    train=TrainConfig(steps={STEPS}, global_batch=8, micro_batch=4, eval_interval={EVALUATES}, eval_batches=1),
+    checkpoint=CheckpointConfig(interval={SAVES}, keep_last=3),
+    log=LogConfig(tensorboard=False, sample_tokens=0),
+)
+"""
+
+
+@dataclass
+class Outcome:
+    """What became of one try.
+
+    Attributes:
+      note: what was done, for the table; such as 'while saving'.
+      lost: committed steps that had to be taken again.
+      silent: whether it ended as if all were well, with other numbers.
+      traceback, hang: whether a process ended with one; had to be given up.
+      words: what was seen, where it is not as promised.
+    """
+
+    note: str
+    lost: int = 0
+    silent: bool = False
+    traceback: bool = False
+    hang: bool = False
+    words: str = ""
+
+    @property
+    def sound(self) -> bool:
+        """Whether every promise was kept."""
+        return not (self.lost or self.silent or self.traceback or self.hang or self.words)
+
+
+@dataclass
+class Ended:
+    """A process that has ended: its exit code, None where it had to be given up, and all it printed."""
+
+    code: int | None
+    output: str
+
+    def judge(self, outcome: Outcome, *codes: int) -> bool:
+        """Note what is not as promised; whether the exit code is one of `codes`."""
+        last = self.output.strip().splitlines()[-1:] or ["nothing was printed"]
+        outcome.hang |= self.code is None
+        outcome.traceback |= "Traceback (most recent call last)" in self.output
+        if self.code not in codes:
+            outcome.words += f"exit code {self.code}, not {' or '.join(map(str, codes))}: {last[0]}; "
+        elif outcome.traceback:
+            outcome.words += f"traceback: {last[0]}; "
+        return self.code in codes
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with the config, the data and the reference run of all tries.
+
+    Attributes:
+      folder: where tries make folders of their own.
+      config: of the small run.
+      seconds: that the reference run took until its first step.
+      losses: of the reference run, {step: (loss, validation loss or None)}.
+      checkpoints: of the reference run, all of them, {step: what its arrays hold}.
+    """
+
+    folder: Path
+    config: Path
+    seconds: float
+    losses: dict[int, tuple]
+    checkpoints: dict[int, dict[str, bytes]]
+
+    @classmethod
+    def prepare(cls, folder: Path) -> Place:
+        """Write the data and take the steps that nothing disturbs."""
+        for name, seed in (("data", 0), ("other", 1)):
+            random = np.random.default_rng(seed)
+            with IndexedDatasetWriter(folder / name, 257) as writer:
+                for _ in range(60):  # counting, which is learned at once: broken weights show in the loss
+                    writer.add_document((random.integers(0, 257) + np.arange(50)) % 257)
+        config = folder / "config.py"
+        config.write_text(CONFIG.format(data=folder / "data"))
+        cls(folder, config, 0.0, {}, {}).start("warm-up").wait()  # fills the cache of compiled programs
+        began = time.monotonic()
+        process = cls(folder, config, 0.0, {}, {}).start("reference", "--checkpoint.keep-last", "1000")
+        process.until(lambda: bool(losses_of(folder / "reference")))
+        place = cls(folder, config, time.monotonic() - began, {}, {})
+        ended = process.wait()
+        if ended.code != 0:
+            raise RunError(f"the undisturbed run ended with exit code {ended.code}: {ended.output[-2000:]}")
+        place.losses.update(losses_of(folder / "reference"))
+        for step in committed(folder / "reference"):
+            place.checkpoints[step] = arrays_of(folder / "reference", step)
+        return place
+
+    def start(self, name: str, *flags: str, program: list[str] | None = None, log: str = "", **changes: str) -> Process:
+        """`train.py` on the run folder `name`.
+
+        Args:
+          flags: further ones of train.py.
+          program: what to run in the place of train.py.
+          log: name of the file its output goes to, where several processes share a run.
+          changes: to the environment.
+        """
+        program = program or [str(ROOT / "train.py")]
+        run = self.folder / name
+        argv = [sys.executable, *program, "--config", str(self.config), "--runs", str(run.parent), "--name", run.name]
+        file = self.folder / f"{(log or name).replace('/', '_')}.log"
+        return Process([*argv, *flags], self.environment() | changes, file)
+
+    def environment(self) -> dict[str, str]:
+        """For a process on one CPU device, with a cache of compiled programs."""
+        kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PYTHONPATH")}
+        return kept | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def compare(self, name: str, outcome: Outcome) -> None:
+        """Hold a run that is done against the reference: every loss and every array of the last checkpoint."""
+        run = self.folder / name
+        if committed(run)[-1:] != [STEPS]:
+            outcome.words += f"the last checkpoint is {committed(run)[-1:]}, not {STEPS}; "
+            return
+        if losses_of(run) != self.losses:
+            outcome.silent = True
+            outcome.words += "other losses; "
+        elif arrays_of(run, STEPS) != self.checkpoints[STEPS]:
+            outcome.silent = True
+            outcome.words += "other weights; "
+
+    def forget(self, *names: str) -> None:
+        """Remove what a try has left."""
+        for name in names:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
+
+class Process:
+    """A running process whose output goes to a file."""
+
+    def __init__(self, argv: list[str], environment: dict[str, str], log: Path):
+        self.log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(argv, env=environment, stdout=file, stderr=subprocess.STDOUT)
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal; nothing happens where the process has ended."""
+        self.process.send_signal(number)
+
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.poll() is None
+
+    def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
+        """Wait for a condition; whether it came true before the process ended or the time was over."""
+        end = time.monotonic() + seconds
+        while not condition():
+            if not self.running() or time.monotonic() > end:
+                return condition()
+            time.sleep(0.002)
+        return True
+
+    def wait(self, seconds: float = PATIENCE) -> Ended:
+        """Wait for its end; one that does not end is killed."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            code = None
+        return Ended(code, self.output())
+
+
+def committed(run: Path) -> list[int]:
+    """Steps of the checkpoints of a run that are whole."""
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        return []
+    names = [entry.name for entry in folder.iterdir() if entry.name.isdecimal()]
+    return sorted(int(name) for name in names if (folder / name / "manifest.json").exists())
+
+
+def saving(run: Path) -> bool:
+    """Whether a checkpoint is being written."""
+    folder = run / "checkpoints"
+    return folder.is_dir() and any(".writing" in entry.name for entry in folder.iterdir())
+
+
+def losses_of(run: Path) -> dict[int, tuple]:
+    """{step: (loss, validation loss or None)} of metrics.jsonl."""
+    return {record["step"]: (record["loss"], record.get("val_loss")) for record in read_metrics(run / "metrics.jsonl")}
+
+
+def arrays_of(run: Path, step: int) -> dict[str, bytes]:
+    """The bytes of every array of a checkpoint, as Orbax reads them."""
+    import jax
+    from orbax.checkpoint import v1 as ocp
+
+    folder = run / "checkpoints" / str(step)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted: dict[str, dict] = {}
+    for name, (dtype, shape) in read_manifest(folder)["arrays"].items():
+        wanted.setdefault(name.split(".")[0], {})[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+    found = ocp.load_checkpointables(folder, wanted)
+    return {name: np.asarray(array).tobytes() for part in found.values() for name, array in part.items()}
+
+
+def resumed_from(output: str) -> int:
+    """The step after which a process has continued, as it says; 0 where it began."""
+    found = re.search(r"continued after step (\d+)", output)
+    return int(found[1]) if found else 0
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
