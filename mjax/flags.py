@@ -216,6 +216,6 @@ def _join_lines_of_help(cls: type) -> None:
     for field in dataclasses.fields(cls):
         if field.name in texts:
             field.metadata = MappingProxyType({"help": texts[field.name]})
-    for _, kind, _ in _fields(cls):
+    for kind in [*cls.__bases__, *(kind for _, kind, _ in _fields(cls))]:
         if dataclasses.is_dataclass(kind):
             _join_lines_of_help(kind)

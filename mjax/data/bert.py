@@ -30,8 +30,8 @@ import numpy as np
 from mjax.data.cache import IndexCache
 from mjax.data.indexed import IndexedDataset
 from mjax.data.masking import WordPieces, create_masked_lm_predictions
+from mjax.data.samples import advice
 from mjax.data.sentence_pairs import LONG_SENTENCE, build_pair_index
-from mjax.data.splitting import advice
 from mjax.errors import UsageError
 
 SPECIAL = 3  # [CLS] and two [SEP]

@@ -52,7 +52,7 @@ class Block:
     content: bytes | list[dict]
     """Raw lines, the raw document, or rows; nothing where the block is one document that is too large."""
     split: str | None = None
-    """Rule by which a raw document is several (`splitting.py`)."""
+    """Rule by which a raw document is several (`--split-documents`)."""
     most: int = MOST_BYTES
     """Bytes that a document may have."""
     too_large: bool = False

@@ -1,53 +1,69 @@
 """`mjax clean`: documents in, the documents worth training on out, and a report of what went and why.
 
-cleaning.py has the steps and says why they come in this order. The corpus is read once; where evaluation text is to be
-cut out, it is read once more before, to count which of its runs of words are common phrases.
+The steps are the filters of the papers, one after the other, over every document:
+
+    repair          broken Unicode is repaired with ftfy: "donâ€™t" → "don't"        as Megatron's cleanup_dataset.py
+    decontaminate   text of evaluation sets is cut out (decontaminate.py)           as Megatron's filter_ngrams.py
+    short           what has fewer than 128 tokens by now is removed                arXiv 1909.08053, section 4
+    keep            the user's own functions say what stays: language, quality
+
+The order makes what is written true of the output: every document in it is long enough and was accepted as it stands.
+The corpus is read once; where evaluation text is to be cut out, it is read once more before, to count which of its runs
+of words are common phrases. Documents are streamed; memory holds the evaluation sets' runs of words, 8 bytes a word, in
+each worker.
 """
 
+import importlib
+import importlib.util
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
+import ftfy
+import numpy as np
 import tyro
 
-from mjax.data.blocks import MOST_BYTES, Block
-from mjax.data.cleaning import (
-    CUT,
-    MORE_PIECES,
-    NOTHING_LEFT,
-    REPAIRED,
-    TOO_MANY_PIECES,
-    Cleaner,
-    CleanMethod,
-    CleanPart,
+from mjax.data.blocks import Block
+from mjax.data.corpus import Document, TextFiles, find_files, parse
+from mjax.data.decontaminate import (
+    GRAM,
+    MOST_PIECES,
+    SHORTEST_GRAM,
+    Grams,
+    count_matches,
+    cut,
+    evaluation_grams,
+    without_common,
 )
-from mjax.data.corpus import Corpus, TextFiles, find_files
-from mjax.data.decontaminate import GRAM, SHORTEST_GRAM, evaluation_grams, without_common
-from mjax.data.outputs import CleanedFiles, Tally, report_text, show, watched_blocks
+from mjax.data.outputs import (
+    CleanedFiles,
+    FilterArguments,
+    Tally,
+    document_line,
+    excerpt,
+    first_reading,
+    json_line,
+    watched_blocks,
+    where_they_differ,
+)
+from mjax.data.tokenizers import load_tokenizer
 from mjax.data.workers import Workers, useful_workers
-from mjax.errors import UsageError
+from mjax.errors import RunError, UsageError
+
+REPAIRED, CUT, MORE_PIECES = "repaired", "cut at evaluation text", "more pieces by that"
+NOTHING_LEFT, TOO_MANY_PIECES = "nothing left beside evaluation text", f"cut into more than {MOST_PIECES} pieces"
+AHEAD = 16  # characters a token, at most, in text whose beginning alone shows that it is long enough
 
 
-@dataclass(frozen=True)
-class CleanArguments:
+@dataclass(frozen=True, kw_only=True)
+class CleanArguments(FilterArguments):
     """Repair broken Unicode, cut out evaluation text, and remove documents that are short or not wanted."""
 
-    output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
-    """Where to write what stays; FILE.removed.jsonl lists what went, and FILE.report.json says how much and why."""
-    inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES …")] = ()
-    """Text as `mjax prepare` reads it: .txt, .jsonl, both also .gz or .zst, .parquet, folders and quoted patterns."""
-    key: str = "text"
-    """Field of a JSON line or Parquet row that holds the text."""
-    malformed: Literal["stop", "skip"] = "stop"
-    """What to do with a line that is not JSON or has no text."""
-    max_document_bytes: int = MOST_BYTES
-    """Largest document that is read, in bytes: a .txt file or a line of .jsonl, unpacked. A larger one is malformed."""
     repair: bool = True
-    """Mend broken Unicode with ftfy; it also straightens quotes and unfolds ligatures."""
+    """Repair broken Unicode with ftfy; it also straightens quotes and unfolds ligatures."""
     decontaminate: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILES …")] = ()
     """Evaluation sets, as text files: 13 words in a row that a document shares with one are cut out of it, with 200
     characters on either side."""
@@ -61,13 +77,11 @@ class CleanArguments:
     """What counts tokens, as in `mjax prepare`; when not given, words between white space are counted."""
     keep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION …")] = ()
     """Functions of yours that take a document's text and say, True or False, whether it stays; also MODULE:FUNCTION."""
-    workers: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Processes that clean; as many as there are cores when not given, fewer where there is little text. The result
-    is the same with any number."""
-    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Replace an existing output."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the report as JSON instead of a table."""
+
+    @property
+    def short(self) -> str:
+        """Why a short document is removed."""
+        return f"fewer than {self.minimum_tokens} {'tokens' if self.tokenizer else 'words'}"
 
 
 def clean(arguments: CleanArguments) -> dict[str, Any]:
@@ -77,40 +91,41 @@ def clean(arguments: CleanArguments) -> dict[str, Any]:
       UsageError: arguments that cannot work, an input that cannot be read, or an output that exists.
       RunError: the output cannot be written, a worker was killed, or a function of --keep fails.
     """
-    started = time.perf_counter()
     _check(arguments)
-    inputs = find_files(arguments.inputs)
-    corpus = TextFiles(inputs, arguments.key, arguments.malformed, most=arguments.max_document_bytes)
+    corpus = arguments.open()
     evaluation = find_files(arguments.decontaminate)
-    files = CleanedFiles(arguments.output, [*inputs, *evaluation], arguments.overwrite)
-    texts = TextFiles(evaluation, arguments.decontaminate_key, all_fields=False, most=arguments.max_document_bytes)
+    files = CleanedFiles(arguments, [*corpus.files, *evaluation])
+    most = arguments.max_document_bytes
+    texts = TextFiles(evaluation, arguments.decontaminate_key, all_fields=False, most=most)
     grams = evaluation_grams(document.text for document in texts) if evaluation else None
     if grams == {}:
         raise UsageError(
             f"--decontaminate {evaluation[0]} has no text of {SHORTEST_GRAM} words or more; "
             "give evaluation sets as text, or name their field with --decontaminate-key"
         )
-    how = CleanMethod(
-        arguments.key,
-        arguments.repair,
-        grams,
-        arguments.minimum_tokens,
-        arguments.tokenizer,
-        arguments.keep,
-    )
-    Cleaner(how)  # what cannot be loaded is refused before anything is read
+    Cleaner(arguments, grams)  # what cannot be loaded is refused before anything is read
+    workers = useful_workers(arguments.workers, corpus.size)
     with files:
-        settings = {"minimum_tokens": arguments.minimum_tokens, "tokenizer": arguments.tokenizer or "words"}
-        if grams is not None:
-            how, settings["decontaminate"] = _count(corpus, how, arguments, texts.names)
-        with Workers(useful_workers(arguments.workers, corpus.size), _set_up, (how,)) as workers:
-            tallies = _clean(corpus, workers, files)
-        report = {"command": "clean", "inputs": corpus.names, **settings, **_in_order(tallies, how)}
-        report = files.finish(report, corpus)
-    if arguments.json:
-        print(report_text(report), end="")
-    else:
-        show(arguments.output, report, time.perf_counter() - started, _remarks(arguments, report))
+        report = {"command": "clean", "inputs": corpus.names}
+        report |= {"minimum_tokens": arguments.minimum_tokens, "tokenizer": arguments.tokenizer or "words"}
+        if grams is not None:  # common phrases are left out of it
+            counts: Counter[int] = Counter()
+            with Workers(workers, Cleaner, (arguments, grams)) as pool:
+                for part in pool.map(Cleaner.count_block, watched_blocks(corpus, "counting")):
+                    counts.update(part)
+            grams, all_grams = without_common(grams, counts, arguments.common), grams
+            runs, left = (sum(map(len, each.values())) for each in (all_grams, grams))
+            found = {"files": texts.names, "words": GRAM, "runs": runs, "runs_met": len(counts)}
+            report["decontaminate"] = found | {"common": arguments.common, "common_runs": runs - left}
+        tallies = {name: Tally(name) for name in ("read", "kept")}
+        with Workers(workers, Cleaner, (arguments, grams)) as pool:
+            for part in first_reading(corpus, "cleaning", pool, Cleaner.clean_block):
+                files.keep(part.kept)
+                files.remove(part.removed)
+                for name, tally in part.tallies.items():
+                    tallies.setdefault(name, Tally(name)).merge(tally)
+        report = files.finish(report | _in_order(tallies, arguments), corpus)
+    files.show(report, _remarks(arguments, report))
     return report
 
 
@@ -125,63 +140,14 @@ def _check(arguments: CleanArguments) -> None:
         sys.path.insert(0, str(Path.cwd()))  # --keep MODULE:FUNCTION looks here too
 
 
-def _count(
-    corpus: Corpus, how: CleanMethod, arguments: CleanArguments, names: list[str]
-) -> tuple[CleanMethod, dict[str, Any]]:
-    """Leave common phrases out of the evaluation text; returns the method without them, and what the report says."""
-    counts: Counter[int] = Counter()
-    with Workers(useful_workers(arguments.workers, corpus.size), _set_up, (how,)) as workers:
-        for part in workers.map(_count_block, watched_blocks(corpus, "counting")):
-            counts.update(part)
-    grams = without_common(how.grams, counts, arguments.common)
-    runs, left = (sum(map(len, each.values())) for each in (how.grams, grams))
-    settings = {"files": names, "words": GRAM, "runs": runs, "runs_met": len(counts)}
-    return replace(how, grams=grams), settings | {"common": arguments.common, "common_runs": runs - left}
-
-
-def _clean(corpus: Corpus, workers: Workers, files: CleanedFiles) -> dict[str, Tally]:
-    """Clean all blocks and write what they give; returns the tallies."""
-    tallies = {name: Tally(name) for name in ("read", "kept")}
-    corpus.malformed.clear()
-    for part in workers.map(_clean_block, watched_blocks(corpus, "cleaning")):
-        for line in part.malformed:
-            corpus.malformed.add(line)
-        files.keep(part.kept)
-        files.remove(part.removed)
-        for name, tally in part.tallies.items():
-            tallies.setdefault(name, Tally(name)).merge(tally)
-    return tallies
-
-
-def _in_order(tallies: dict[str, Tally], how: CleanMethod) -> dict[str, Any]:
+def _in_order(tallies: dict[str, Tally], how: CleanArguments) -> dict[str, Any]:
     """The tallies as the report has them: every step that was asked for, in its order, even if it took nothing."""
-    cutting = how.grams is not None
+    cutting = bool(how.decontaminate)
     changed = [REPAIRED] * how.repair + [CUT, MORE_PIECES] * cutting
     removed = [NOTHING_LEFT, TOO_MANY_PIECES] * cutting + [how.short] * (how.minimum_tokens > 0)
     removed += [f"--keep {spec}" for spec in how.keep]
     of = lambda names: [tallies.get(name, Tally(name)) for name in names]  # noqa: E731
     return {"read": tallies["read"], "changed": of(changed), "removed": of(removed), "kept": tallies["kept"]}
-
-
-# --- In a worker ------------------------------------------------------------------------------------------------------
-
-_cleaner: Cleaner
-
-
-def _set_up(how: CleanMethod) -> None:
-    global _cleaner
-    _cleaner = Cleaner(how)
-
-
-def _clean_block(block: Block) -> CleanPart:
-    return _cleaner.clean_block(block)
-
-
-def _count_block(block: Block) -> Counter[int]:
-    return _cleaner.count_block(block)
-
-
-# --- What a person sees -----------------------------------------------------------------------------------------------
 
 
 def _remarks(arguments: CleanArguments, report: dict[str, Any]) -> Iterator[str]:
@@ -193,3 +159,140 @@ def _remarks(arguments: CleanArguments, report: dict[str, Any]) -> Iterator[str]
         )
     if arguments.minimum_tokens and not arguments.tokenizer:
         yield "Lengths are in words between white space; --tokenizer counts tokens."
+
+
+# --- In a worker ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CleanPart:
+    """What one block has given.
+
+    Attributes:
+      kept: lines of the documents that stay.
+      removed: lines of the story of those that went.
+      malformed: lines that hold no document.
+      tallies: documents read, changed, removed and kept, by the names above.
+    """
+
+    kept: bytearray = field(default_factory=bytearray)
+    removed: bytearray = field(default_factory=bytearray)
+    malformed: list[str] = field(default_factory=list)
+    tallies: dict[str, Tally] = field(default_factory=dict)
+
+    def count(self, name: str, text: str, /, **example: Any) -> None:
+        """Add a document to the tally `name`."""
+        self.tallies.setdefault(name, Tally(name)).add(text, **example)
+
+    def remove(self, reason: str, text: str, source: str, /, **details: Any) -> None:
+        """Note that a document went."""
+        self.removed += json_line({"source": source, "reason": reason, **details})
+        self.count(reason, text, source=source, text=excerpt(text), **details)
+
+
+class Cleaner:
+    """Takes documents through all steps; `grams` are evaluation text to cut out, None: nothing is searched for.
+
+    Raises:
+      UsageError: the tokenizer or a function cannot be loaded.
+      RunError: a function fails on a document, or gives something else than True or False.
+    """
+
+    def __init__(self, how: CleanArguments, grams: Grams | None):
+        self.how, self.grams = how, grams
+        self._encode = load_tokenizer(how.tokenizer).encode if how.tokenizer else str.split
+        self._keep = [(spec, load_function(spec)) for spec in how.keep]
+
+    def clean_block(self, block: Block) -> CleanPart:
+        """Clean all documents of a block."""
+        documents, malformed = parse(block, self.how.key)
+        part = CleanPart(malformed=malformed)
+        for document in documents:
+            part.count("read", document.text)
+            self._clean(document, part)
+        return part
+
+    def count_block(self, block: Block) -> Counter[int]:
+        """How often each run of evaluation text occurs in a block."""
+        counts: Counter[int] = Counter()
+        for document in parse(block, self.how.key)[0]:
+            counts.update(count_matches(document.text, self.grams))
+        return counts
+
+    def _clean(self, document: Document, part: CleanPart) -> None:
+        text, source = document.text, document.source
+        if self.how.repair:
+            repaired = ftfy.fix_text(text)
+            if repaired != text:
+                before, after = where_they_differ(text, repaired)
+                part.count(REPAIRED, text, source=source, before=before, after=after)
+            text = repaired
+        pieces, runs = cut(text, self.grams) if self.grams else ([text], [])
+        if not pieces:
+            part.remove(NOTHING_LEFT, text, source, evaluation_text=runs[0])
+        elif len(pieces) > MOST_PIECES:
+            part.remove(TOO_MANY_PIECES, text, source, pieces=len(pieces), evaluation_text=runs[0])
+        elif runs:
+            part.count(CUT, text, source=source, pieces=len(pieces), evaluation_text=runs[0])
+            for number, piece in enumerate(pieces):
+                if number:
+                    part.count(MORE_PIECES, piece)
+                self._judge(document._replace(text=piece), part, {"split_id": f"{source}-{number:04}"})
+        else:
+            self._judge(document._replace(text=text), part, {})
+
+    def _judge(self, document: Document, part: CleanPart, split: dict[str, str]) -> None:
+        """Keep a document or remove it; `split` names it where it is a piece of one."""
+        text, source = document.text, document.source
+        if self._is_short(text):
+            part.remove(self.how.short, text, source, **split)
+            return
+        for spec, function in self._keep:
+            if not _verdict(spec, function, document):
+                part.remove(f"--keep {spec}", text, source, **split)
+                return
+        part.kept += document_line(document, self.how.key, **split)
+        part.count("kept", text)
+
+    def _is_short(self, text: str) -> bool:
+        minimum = self.how.minimum_tokens
+        # The beginning of a long text is enough, if it has twice the tokens: a cut changes only those next to it.
+        beginning = text[: AHEAD * minimum]
+        if len(beginning) < len(text) and len(self._encode(beginning)) >= 2 * minimum:
+            return False
+        return len(self._encode(text)) < minimum if minimum else False
+
+
+def load_function(spec: str) -> Callable[[str], bool]:
+    """The function that --keep SPEC names: FILE.py:FUNCTION, or MODULE:FUNCTION of an installed module.
+
+    Raises:
+      UsageError: there is none, or its file fails.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise UsageError(f"--keep {spec} names no function; use FILE.py:FUNCTION or MODULE:FUNCTION")
+    try:
+        if place.endswith(".py"):
+            found = importlib.util.spec_from_file_location(Path(place).stem, place)
+            module = importlib.util.module_from_spec(found)
+            found.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+    except Exception as error:
+        raise UsageError(f"--keep {spec}: {place} cannot be loaded: {error!r}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = ", ".join(each for each in vars(module) if callable(getattr(module, each)) and each[0] != "_")
+        raise UsageError(f"--keep {spec}: {place} has no function {name!r}; it has {there or 'none'}")
+    return function
+
+
+def _verdict(spec: str, function: Callable[[str], bool], document: Document) -> bool:
+    try:
+        verdict = function(document.text)
+    except Exception as error:
+        raise RunError(f"--keep {spec} failed on {document.source}: {error!r}") from error
+    if not isinstance(verdict, bool | np.bool_):
+        raise RunError(f"--keep {spec} gave {verdict!r} for {document.source}; it has to give True or False")
+    return bool(verdict)

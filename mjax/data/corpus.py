@@ -1,6 +1,6 @@
 """Where text comes from: files of the user's, read document by document.
 
-- A .txt file is one document (a book, a speech) in UTF-8, or several by a rule (`splitting.py`); line ends become
+- A .txt file is one document (a book, a speech) in UTF-8, or several by a rule (`--split-documents`); line ends become
   "\\n". It is read whole. So are .md, .py and other files of text.
 - A .jsonl file is one document a line, `{"text": "…"}`, and is read block by block however large it is.
 - Both may be compressed: .gz and .zst.
@@ -11,46 +11,42 @@ A line that is not what it should be stops the reading, or is skipped and counte
 
 import glob
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple
+
+import tyro
 
 from mjax.data.blocks import KINDS, MOST_BYTES, OTHER_TEXT, Block, kind_of, raw_lines, read_blocks
-from mjax.data.splitting import check_rule, split_documents
 from mjax.errors import UsageError
 
 EXAMPLES = 5  # malformed lines that are kept to show
+BLANK_LINE = "blank-line"
 
 
 class Document(NamedTuple):
-    """One text and where it came from."""
+    """One text and where it came from.
+
+    Attributes:
+      text: the text.
+      size: bytes of the input file it took; of a compressed file, its share of the compressed.
+      source: FILE:LINE, or FILE where the file is the document; of one that is cut into several, the first line.
+      fields: the JSON object or the Parquet row; None for a .txt file.
+    """
 
     text: str
     size: int
-    """Bytes of the input file it took; of a compressed file, its share of the compressed."""
     source: str
-    """FILE:LINE, or FILE where the file is the document; of one that is cut into several, the first line."""
     fields: dict[str, Any] | None
-    """The JSON object or the Parquet row; None for a .txt file."""
-
-
-class Malformed(NamedTuple):
-    """A line, row or file that holds no text."""
-
-    source: str
-    """FILE:LINE, or FILE."""
-    reason: str
-    """What is wrong with it and what is expected."""
-
-    def __str__(self) -> str:
-        return f"{self.source}: {self.reason}"
 
 
 @dataclass
 class MalformedLines:
-    """What to do with malformed lines, and what was met.
+    """What to do with malformed lines, and those met: their number, and the first ones as FILE:LINE: reason.
 
     Raises:
       UsageError: on adding one where they are to stop the reading: names file and line.
@@ -59,40 +55,47 @@ class MalformedLines:
     policy: Literal["stop", "skip"]
     count: int = 0
     examples: list[str] = field(default_factory=list)
-    """The first ones, as FILE:LINE: reason."""
 
-    def add(self, message: str) -> None:
-        """Note one malformed line."""
-        if self.policy == "stop":
-            raise UsageError(f"{message}; mend it, or leave such lines out with --malformed skip")
-        self.count += 1
-        self.examples += [message] if len(self.examples) < EXAMPLES else []
+    def add(self, messages: Sequence[str]) -> None:
+        """Note malformed lines."""
+        if messages and self.policy == "stop":
+            raise UsageError(f"{messages[0]}; fix it, or leave such lines out with --malformed skip")
+        self.count += len(messages)
+        self.examples += messages[: EXAMPLES - len(self.examples)]
 
     def clear(self) -> None:
-        """Begin to count again, as each reading of a corpus does."""
+        """Start counting from zero, as each reading of a corpus does."""
         self.count, self.examples = 0, []
 
 
-class Corpus(Protocol):
-    """Documents that can be read again and again, in the same order."""
+class Corpus:
+    """Documents that can be read again and again, in the same order.
+
+    Attributes:
+      names: what is read, for the record.
+      size: bytes of input in all.
+      key: field that holds the text.
+      malformed: filled by each iteration.
+    """
 
     names: list[str]
-    """What is read, for the record."""
     size: int
-    """Bytes of input in all."""
     key: str
-    """Field that holds the text."""
     malformed: MalformedLines
-    """Filled anew by each iteration."""
 
     def blocks(self) -> Iterator[Block]:
         """The input as raw pieces, which `parse` turns into documents."""
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[Document]:
-        """All documents."""
+        self.malformed.clear()
+        for block in self.blocks():
+            documents, malformed = parse(block, self.key)
+            self.malformed.add(malformed)
+            yield from documents
 
 
-class TextFiles:
+class TextFiles(Corpus):
     """The documents of files, in the order given; `key` names the text of a JSON line or a Parquet row.
 
     With `all_fields` a Parquet file's documents carry all of their row, else the text alone. `malformed` says whether a
@@ -139,22 +142,37 @@ class TextFiles:
             for block in read_blocks(file, self.key, self.all_fields, self.most):
                 yield replace(block, split=self.split)
 
-    def __iter__(self) -> Iterator[Document]:
-        return documents_of(self)
-
-
-def documents_of(corpus: Corpus) -> Iterator[Document]:
-    """All documents of a corpus; its malformed lines are counted, or stop the reading."""
-    corpus.malformed.clear()
-    for block in corpus.blocks():
-        for item in parse(block, corpus.key):
-            if isinstance(item, Malformed):
-                corpus.malformed.add(str(item))
-            else:
-                yield item
-
 
 # --- Naming files -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextArguments:
+    """The flags of all commands that read text: `mjax prepare`, `dedup` and `clean`."""
+
+    output: Any
+    """Where to write."""
+    inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES …")] = ()
+    """Text in UTF-8: .txt, .md, .py and the like are one document a file, .jsonl one a line, all plain, .gz or .zst;
+    .parquet is one a row. Folders and quoted patterns such as 'data/*.jsonl' stand for their files in the order of
+    their names."""
+    key: str = "text"
+    """Field of a .jsonl line or column of a .parquet file that holds the text."""
+    malformed: Literal["stop", "skip"] = "stop"
+    """What a malformed line does: stop, naming it, or be skipped and counted."""
+    max_document_bytes: int = MOST_BYTES
+    """Largest document that is read, in bytes: a .txt file or a line of .jsonl, unpacked. A larger one is malformed."""
+    workers: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Worker processes; as many as there are cores when not given, fewer where there is little text. The result is the
+    same with any number."""
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace an existing output."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object instead of a table."""
+
+    def open(self, **options: Any) -> TextFiles:
+        """The text of the inputs; `options` as in `TextFiles`."""
+        return TextFiles(find_files(self.inputs), self.key, self.malformed, most=self.max_document_bytes, **options)
 
 
 def find_files(inputs: Sequence[Path]) -> list[Path]:
@@ -194,78 +212,113 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
 # --- From raw pieces to documents -------------------------------------------------------------------------------------
 
 
-def parse(block: Block, key: str) -> Iterator[Document | Malformed]:
-    """The documents of a block, and what is malformed in it."""
-    if block.too_large:
+class _Malformed(Exception):
+    """Why a line, row or file holds no text, and what is expected."""
+
+
+def parse(block: Block, key: str) -> tuple[list[Document], list[str]]:
+    """The documents of a block, and what is malformed in it, each as FILE:LINE: reason."""
+    documents, malformed = [], []
+    for source, size, content in _pieces(block):
+        try:
+            documents.append(_document(content, key, source, size, block))
+        except _Malformed as error:
+            malformed.append(f"{source}: {error}")
+    if block.split is not None and block.first == 0 and documents:
+        parts = split_documents(documents[0].text, block.split)
+        size = block.size // max(len(parts), 1)
+        documents = [Document(text, size, f"{block.file}:{line}", None) for line, text in parts]
+    return documents, malformed
+
+
+def _pieces(block: Block) -> Iterator[tuple[str, int, bytes | dict | None]]:
+    """Source, bytes of the input file and raw content of each document; None: its content was too large to keep."""
+    if block.first == 0 or block.too_large:
         source = f"{block.file}:{block.first}" if block.first else block.file
-        yield Malformed(source, _too_large(block.most))
+        yield source, block.size, None if block.too_large else block.content
     elif isinstance(block.content, list):
         share = block.size / max(len(block.content), 1)
         for number, row in enumerate(block.content, start=block.first):
-            found = _from_fields(row, key, f"{block.file}:{number}", round(share))
-            large = isinstance(found, Document) and len(found.text) > block.most
-            yield Malformed(found.source, _too_large(block.most)) if large else found
-    elif block.first == 0:
-        document = _from_text(block)
-        if block.split is None or isinstance(document, Malformed):
-            yield document
-            return
-        parts = split_documents(document.text, block.split)
-        for line, text in parts:
-            yield Document(text, block.size // len(parts), f"{block.file}:{line}", None)
+            yield f"{block.file}:{number}", round(share), row
     else:
         share = block.size / len(block.content)  # 1 but for compressed files
         for number, line in raw_lines(block):
-            source = f"{block.file}:{number}"
-            if len(line) > block.most:
-                yield Malformed(source, _too_large(block.most))
-            else:
-                yield _from_line(line, key, source, round(len(line) * share))
+            yield f"{block.file}:{number}", round(len(line) * share), line
 
 
-def _from_line(line: bytes, key: str, source: str, size: int) -> Document | Malformed:
-    expected = _expected(key)
-    try:
-        values = json.loads(line)
-    except ValueError as error:  # malformed JSON or UTF-8
-        return Malformed(source, f"{error}; {expected}")
-    except RecursionError:
-        return Malformed(source, f"brackets are nested too deeply; {expected}")
-    if not isinstance(values, dict):
-        shown = line[:40].decode(errors="replace").strip()
-        return Malformed(source, f"{shown} is not an object; {expected}")
-    return _from_fields(values, key, source, size)
-
-
-def _from_fields(values: dict[str, Any], key: str, source: str, size: int) -> Document | Malformed:
-    if key not in values:
-        there = ", ".join(map(repr, values)) or "none"
-        return Malformed(source, f"there is no key {key!r}, only {there}; name the one that holds the text with --key")
-    text = values[key]
+def _document(content: bytes | dict | None, key: str, source: str, size: int, block: Block) -> Document:
+    if content is None or (block.first and isinstance(content, bytes) and len(content) > block.most):
+        raise _too_large(block)
+    if block.first == 0:
+        try:
+            text = content.decode("utf-8-sig")  # old Gutenberg files begin with a byte order mark
+        except UnicodeDecodeError as error:
+            raise _Malformed(f"it is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
+        return Document(text.replace("\r\n", "\n").replace("\r", "\n"), size, source, None)
+    fields = _parse_line(content, key) if isinstance(content, bytes) else content
+    if key not in fields:
+        there = ", ".join(map(repr, fields)) or "none"
+        raise _Malformed(f"there is no key {key!r}, only {there}; name the one that holds the text with --key")
+    text = fields[key]
     if not isinstance(text, str):
-        return Malformed(source, f"{key!r} holds {text!r:.40}, which is not text; {_expected(key)}")
+        raise _Malformed(f"{key!r} holds {text!r:.40}, which is not text; {_expected(key)}")
     if not text.isascii():
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            return Malformed(source, f"character {error.start} is half of a surrogate pair; replace or drop it")
-    return Document(text, size, source, values)
+            raise _Malformed(f"character {error.start} is half of a surrogate pair; replace or drop it") from None
+    if len(text) > block.most:
+        raise _too_large(block)
+    return Document(text, size, source, fields)
 
 
-def _from_text(block: Block) -> Document | Malformed:
+def _parse_line(line: bytes, key: str) -> dict[str, Any]:
     try:
-        text = block.content.decode("utf-8-sig")  # old Gutenberg files begin with a byte order mark
-    except UnicodeDecodeError as error:
-        return Malformed(block.file, f"it is not UTF-8 (byte {error.start}); convert it, for example with iconv")
-    return Document(text.replace("\r\n", "\n").replace("\r", "\n"), block.size, block.file, None)
+        fields = json.loads(line)
+    except ValueError as error:  # malformed JSON or UTF-8
+        raise _Malformed(f"{error}; {_expected(key)}") from None
+    except RecursionError:
+        raise _Malformed(f"brackets are nested too deeply; {_expected(key)}") from None
+    if not isinstance(fields, dict):
+        shown = line[:40].decode(errors="replace").strip()
+        raise _Malformed(f"{shown} is not an object; {_expected(key)}")
+    return fields
 
 
-def _too_large(most: int) -> str:
-    return (
-        f"a document has more than {most:,} bytes; cut it into several, or allow more with the --max-document-bytes of "
-        "prepare, dedup and clean"
+def _too_large(block: Block) -> _Malformed:
+    return _Malformed(
+        f"a document has more than {block.most:,} bytes; cut it into several, or allow more with the "
+        "--max-document-bytes of prepare, dedup and clean"
     )
 
 
 def _expected(key: str) -> str:
     return f'a JSON object such as {{"{key}": "Once upon a time"}} is expected'
+
+
+# --- One text file as many documents: `mjax prepare --split-documents RULE` -------------------------------------------
+
+
+def check_rule(rule: str) -> None:
+    """Check a rule: `blank-line` (a document ends where blank lines follow), or N (a document is N lines).
+
+    Raises:
+      UsageError: it is neither.
+    """
+    if rule != BLANK_LINE and not (re.fullmatch(r"[0-9]+", rule) and int(rule) > 0):
+        raise UsageError(
+            f"--split-documents {rule} is neither {BLANK_LINE} nor a number of lines; use {BLANK_LINE} for a document "
+            "a paragraph, or a number such as 100 for one every 100 lines"
+        )
+
+
+def split_documents(text: str, rule: str) -> list[tuple[int, str]]:
+    """The documents in a text, each with the number of its first line, from 1; those without text are left out."""
+    lines = text.split("\n")
+    if rule == BLANK_LINE:
+        blank = [-1, *(number for number, line in enumerate(lines) if not line.strip()), len(lines)]
+        parts = [range(before + 1, after) for before, after in pairwise(blank)]
+    else:
+        parts = [range(first, min(first + int(rule), len(lines))) for first in range(0, len(lines), int(rule))]
+    documents = [(part.start + 1, "\n".join(lines[part.start : part.stop])) for part in parts]
+    return [(line, document) for line, document in documents if document.strip()]

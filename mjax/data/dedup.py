@@ -6,8 +6,8 @@ found, near_duplicates.py how they are compared. Similar pairs are joined into c
 document that comes first in the input stays. So a document that went is at least as similar as the threshold to some
 other document of its cluster, which need not be the one that stayed.
 
-The corpus is read three times, and memory holds about 100 bytes a document, however long it is, and the names of those
-that are removed:
+The corpus is read three times, by worker processes that get raw blocks of it, so that the main process has only to read
+and write. Memory holds about 100 bytes a document, however long it is, and the names of those that are removed:
 
     1. every text    → its digest, its signature, its bands           files of 600 to 950 bytes a document
     2. candidates    → their shingles                                 a file of 8 bytes a word
@@ -16,42 +16,45 @@ that are removed:
 The files lie beside the output while it is made.
 """
 
-import time
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import tyro
 
-from mjax.data.blocks import MOST_BYTES
-from mjax.data.corpus import Corpus, TextFiles, find_files
-from mjax.data.duplicates import KEPT, NAMED, SHOWN, Duplicates, Method, find_duplicates, write_parts
-from mjax.data.minhash import HASHES, choose_bands
-from mjax.data.outputs import EXAMPLES, CleanedFiles, Tally, json_line, report_text, show, where_they_differ
-from mjax.data.shingles import Unit
+from mjax.data.blocks import Block
+from mjax.data.corpus import Corpus, Document, parse
+from mjax.data.minhash import HASHES, Bands, Sketches, choose_bands, sketch
+from mjax.data.near_duplicates import Clusters, ShingleFile, SketchFiles, candidates, find_clusters
+from mjax.data.outputs import (
+    EXAMPLES,
+    CleanedFiles,
+    FilterArguments,
+    Tally,
+    document_line,
+    first_reading,
+    json_line,
+    watched_blocks,
+    where_they_differ,
+)
+from mjax.data.shingles import Unit, shingle_hashes, shingle_set
 from mjax.data.workers import Workers, useful_workers
-from mjax.errors import UsageError
+from mjax.errors import RunError, UsageError
+from mjax.progress import progress
 
 EXACT, NEAR = "exact duplicate", "near-duplicate"
+KEPT, NAMED, SHOWN = 1, 2, 4  # what is asked of a document: its line for the output, where it came from, its text
 
 
-@dataclass(frozen=True)
-class DedupArguments:
-    """Remove exact and near-duplicate documents: of each group of similar ones the first stays."""
+@dataclass(frozen=True, kw_only=True)
+class DedupArguments(FilterArguments):
+    """Remove exact and near-duplicate documents: of each group of similar ones the first in the input stays."""
 
-    output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
-    """Where to write what stays; FILE.removed.jsonl lists what went, and FILE.report.json says how much and why."""
-    inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES …")] = ()
-    """Text as `mjax prepare` reads it: .txt, .jsonl, both also .gz or .zst, .parquet, folders and patterns. Their order
-    decides which document is first."""
-    key: str = "text"
-    """Field of a JSON line or Parquet row that holds the text."""
-    malformed: Literal["stop", "skip"] = "stop"
-    """What to do with a line that is not JSON or has no text."""
-    max_document_bytes: int = MOST_BYTES
-    """Largest document that is read, in bytes: a .txt file or a line of .jsonl, unpacked. A larger one is malformed."""
     exact: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Only remove documents whose text is the same, byte for byte."""
     threshold: float = 0.7
@@ -61,13 +64,6 @@ class DedupArguments:
     put no spaces between words)."""
     shingle_size: int = 5
     """Words or characters a shingle. Megatron's tools took 5 characters."""
-    workers: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Processes that hash and compare; as many as there are cores when not given, fewer where there is little text. The
-    result is the same with any number."""
-    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Replace an existing output."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the report as JSON instead of a table."""
 
 
 def dedup(arguments: DedupArguments) -> dict[str, Any]:
@@ -77,36 +73,151 @@ def dedup(arguments: DedupArguments) -> dict[str, Any]:
       UsageError: arguments that cannot work, an input that cannot be read, or an output that exists.
       RunError: the output cannot be written, a worker was killed, or the input changed while it was read.
     """
-    started = time.perf_counter()
     if not arguments.inputs:
         raise UsageError("there is nothing to deduplicate; give files such as corpus.jsonl")
     if arguments.shingle_size < 1:
         raise UsageError(f"--shingle-size {arguments.shingle_size} makes no shingle; use 1 or more, such as 5")
-    inputs = find_files(arguments.inputs)
-    corpus = TextFiles(inputs, arguments.key, arguments.malformed, most=arguments.max_document_bytes)
-    bands = choose_bands(arguments.threshold)
-    how = Method(arguments.key, arguments.exact, arguments.threshold, arguments.shingles, arguments.shingle_size, bands)
-    files = CleanedFiles(arguments.output, inputs, arguments.overwrite)
+    corpus, bands = arguments.open(), choose_bands(arguments.threshold)
+    files = CleanedFiles(arguments, corpus.files)
     with files, Workers(useful_workers(arguments.workers, corpus.size)) as workers:
-        found = find_duplicates(corpus, how, files.folder, workers)
-        report = {"command": "dedup", "inputs": corpus.names, **_write(corpus, how, files, found, workers)}
+        found = find_duplicates(corpus, arguments, bands, files.folder, workers)
+        report = {"command": "dedup", "inputs": corpus.names, **_write(corpus, arguments, files, found, workers)}
+        if found.clusters is not None:
+            report["near_duplicates"] = _near_report(arguments, bands, found)
         report = files.finish(report, corpus)
-    if arguments.json:
-        print(report_text(report), end="")
-    else:
-        show(arguments.output, report, time.perf_counter() - started, _remarks(arguments, report))
+    files.show(report, _remarks(arguments, report))
     return report
 
 
-# --- Writing ----------------------------------------------------------------------------------------------------------
+def _remarks(arguments: DedupArguments, report: dict[str, Any]) -> Iterator[str]:
+    """What there is to say beside the table."""
+    if near := report.get("near_duplicates"):
+        recall = near["expected_recall"][f"{arguments.threshold:.3g}"]
+        yield (
+            f"{near['clusters']:,} clusters of near-duplicates, the largest of {near['largest_cluster']:,}; "
+            f"{near['pairs_compared']:,} pairs compared, {near['pairs_confirmed']:,} of them similar.\n"
+            f"{near['bands']} bands of {near['rows']} hashes are expected to find {recall:.1%} of the pairs at "
+            f"{near['threshold']:g}, and more of those above."
+        )
 
 
-def _write(corpus: Corpus, how: Method, files: CleanedFiles, found: Duplicates, workers: Workers) -> dict[str, Any]:
+# --- Finding: the first two readings ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Duplicates:
+    """What was found out about every document of a corpus, in the order in which they come.
+
+    Attributes:
+      same: the first document with the same text, itself where there is none before it; int64 [documents].
+      blocks: documents of each block of the corpus.
+      clusters: near-duplicates among those that come first; None where only exact ones were looked for.
+      candidates: documents whose shingles were compared with others'.
+    """
+
+    same: np.ndarray
+    blocks: list[int]
+    clusters: Clusters | None = None
+    candidates: int = 0
+
+    @property
+    def instead(self) -> np.ndarray:
+        """int64 [documents]: the document that stays for each, itself where it stays."""
+        return self.same if self.clusters is None else self.clusters.first[self.same]
+
+    @property
+    def near(self) -> np.ndarray:
+        """bool [documents]: whether it goes although no document before it has the same text."""
+        numbers = np.arange(len(self.same))
+        return (self.instead != numbers) & (self.same == numbers)
+
+    def again(self, corpus: Corpus, verb: str, values: np.ndarray) -> Iterator[tuple[Block, np.ndarray]]:
+        """The blocks of the corpus once more, each with its part of `values` [documents]."""
+        parts = np.split(values, np.cumsum(self.blocks)[:-1]) if self.blocks else []
+        for block, part in zip_longest(watched_blocks(corpus, verb), parts):
+            if block is None or part is None:
+                raise RunError(f"{corpus.names[-1]} has changed while it was read; run the same command again")
+            yield block, part
+
+
+def find_duplicates(corpus: Corpus, how: DedupArguments, bands: Bands, folder: Path, workers: Workers) -> Duplicates:
+    """Read `corpus` once, or twice where near-duplicates are looked for; `folder` takes the files in between."""
+    sketches = SketchFiles(folder, bands.count)
+    digests = [np.empty((0, 2), np.uint64)]
+    for part in first_reading(corpus, "reading", workers, partial(_read_block, how, bands)):
+        digests.append(part.digests)
+        if part.sketches is not None:
+            sketches.append(part.sketches)
+    sketches.close()
+    same = _first_with_the_same(np.concatenate(digests))
+    found = Duplicates(same, [len(part) for part in digests[1:]])
+    if how.exact or len(same) == 0:
+        return found
+
+    distinct = same == np.arange(len(same))
+    chosen = candidates(sketches, distinct)
+    found.candidates = len(chosen)
+    wanted = np.zeros(len(same), bool)
+    wanted[chosen] = True
+    shingles = ShingleFile(folder / "shingles", chosen)
+    tasks = (task for task in found.again(corpus, "shingling", wanted) if task[1].any())
+    shingles.write(workers.map(partial(_shingle_block, how), tasks))
+    with progress("comparing", bands.count) as advance:
+        found.clusters = find_clusters(sketches, distinct, shingles, how.threshold, workers, lambda: advance(1))
+    return found
+
+
+class _Reading(NamedTuple):
+    """Of a block: digests of its documents, uint64 [documents, 2], their sketches, and malformed lines."""
+
+    digests: np.ndarray
+    sketches: Sketches | None
+    malformed: list[str]
+
+
+def _read_block(how: DedupArguments, bands: Bands, block: Block) -> _Reading:
+    documents, malformed = parse(block, how.key)
+    texts = [document.text for document in documents]
+    digests = b"".join(hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
+    sketched = None if how.exact or not texts else sketch(texts, how.shingle_size, how.shingles, bands)
+    return _Reading(np.frombuffer(digests, np.uint64).reshape(-1, 2), sketched, malformed)
+
+
+def _shingle_block(how: DedupArguments, task: tuple[Block, np.ndarray]) -> list[np.ndarray]:
+    """Distinct shingles of those documents of a block that are wanted."""
+    texts = [document.text for document, want in zip(_documents(how, *task), task[1], strict=True) if want]
+    hashes, offsets = shingle_hashes(texts, how.shingle_size, how.shingles)
+    return [shingle_set(hashes[begin:end]) for begin, end in pairwise(offsets)]
+
+
+def _documents(how: DedupArguments, block: Block, values: np.ndarray) -> list[Document]:
+    """The documents of a block, for each of which there is one of `values`."""
+    documents, _ = parse(block, how.key)
+    if len(documents) != len(values):
+        raise RunError(f"{block.file} has changed while it was read; run the same command again")
+    return documents
+
+
+def _first_with_the_same(digests: np.ndarray) -> np.ndarray:
+    """The first document with the same digest as each: uint64 [documents, 2] → int64 [documents]."""
+    order = np.lexsort(digests.T)  # stable: within a group by number
+    begins = np.ones(len(order), bool)
+    begins[1:] = (digests[order[1:]] != digests[order[:-1]]).any(axis=1)
+    same = np.empty(len(order), np.int64)
+    same[order] = order[begins][np.cumsum(begins) - 1]
+    return same
+
+
+# --- Writing: the third reading ---------------------------------------------------------------------------------------
+
+
+def _write(
+    corpus: Corpus, how: DedupArguments, files: CleanedFiles, found: Duplicates, workers: Workers
+) -> dict[str, Any]:
     """Write what stays, what went and why; returns the steps of the report."""
     numbers = np.arange(len(found.same))
     instead, similar, similarity = found.instead, found.same.copy(), np.ones(len(numbers))
-    stays, exact = instead == numbers, found.same != numbers
-    near = ~(stays | exact)
+    stays, exact, near = instead == numbers, found.same != numbers, found.near
     if found.clusters is not None:
         similar[near], similarity[near] = found.clusters.similar[near], found.clusters.similarity[near]
     removed = np.flatnonzero(~stays)
@@ -119,7 +230,7 @@ def _write(corpus: Corpus, how: Method, files: CleanedFiles, found: Duplicates, 
     for shown in examples.values():
         asked[np.concatenate((shown, similar[shown]))] |= SHOWN
     sizes, sources, texts, first = [np.empty(0, np.int64)], {}, {}, 0
-    for part in write_parts(corpus, how, found, asked, workers):
+    for part in workers.map(partial(_write_block, how), found.again(corpus, "writing", asked)):
         files.keep(part.lines)
         sizes.append(part.sizes)
         sources |= {first + number: source for number, source in part.sources.items()}
@@ -147,43 +258,49 @@ def _write(corpus: Corpus, how: Method, files: CleanedFiles, found: Duplicates, 
         shown = [example(number) for number in examples.get(name, np.empty(0, int)).tolist()]
         return Tally(name, int(which.sum()), int(size[which].sum()), shown)
 
-    steps = {"read": tally("read", stays | ~stays), "removed": [tally(EXACT, exact)], "kept": tally("kept", stays)}
-    if found.clusters is not None:
-        steps["removed"].append(tally(NEAR, near))
-        steps["near_duplicates"] = _near_report(how, found, similarity[near])
-    return steps
+    steps = [tally(EXACT, exact)] + ([] if found.clusters is None else [tally(NEAR, near)])
+    return {"read": tally("read", stays | ~stays), "removed": steps, "kept": tally("kept", stays)}
 
 
-def _near_report(how: Method, found: Duplicates, similarities: np.ndarray) -> dict[str, Any]:
+class _Part(NamedTuple):
+    """Of a block: the documents that stay, as lines of JSON; bytes of text in UTF-8, int64 [documents]; and by their
+    number in the block the sources of the documents that are NAMED, and the texts of those that are SHOWN."""
+
+    lines: bytes
+    sizes: np.ndarray
+    sources: dict[int, str]
+    texts: dict[int, str]
+
+
+def _write_block(how: DedupArguments, task: tuple[Block, np.ndarray]) -> _Part:
+    documents, asked = _documents(how, *task), task[1]
+    return _Part(
+        lines=b"".join(document_line(one, how.key) for one, ask in zip(documents, asked, strict=True) if ask & KEPT),
+        sizes=np.fromiter((len(one.text.encode()) for one in documents), np.int64, len(documents)),
+        sources={number: documents[number].source for number in np.flatnonzero(asked & NAMED).tolist()},
+        texts={number: documents[number].text for number in np.flatnonzero(asked & SHOWN).tolist()},
+    )
+
+
+def _near_report(how: DedupArguments, bands: Bands, found: Duplicates) -> dict[str, Any]:
     """How near-duplicates were looked for and found."""
-    sizes = np.unique(found.clusters.first[found.same == np.arange(len(found.same))], return_counts=True)[1]
+    clusters, near = found.clusters, found.near
+    sizes = np.unique(clusters.first[found.same == np.arange(len(near))], return_counts=True)[1]
     edges = np.linspace(how.threshold, 1, 7)
+    counts = np.histogram(clusters.similarity[near], edges)[0].tolist()
     return {
         "threshold": how.threshold,
         "shingles": f"{how.shingle_size} {how.shingles}",
         "hashes": HASHES,
-        "bands": how.bands.count,
-        "rows": how.bands.rows,
-        "expected_recall": {f"{edge:.3g}": round(how.bands.recall(edge), 5) for edge in edges},
+        "bands": bands.count,
+        "rows": bands.rows,
+        "expected_recall": {f"{edge:.3g}": round(bands.recall(edge), 5) for edge in edges},
         "candidates": found.candidates,
-        "pairs_compared": found.clusters.compared,
-        "pairs_confirmed": found.clusters.confirmed,
+        "pairs_compared": clusters.compared,
+        "pairs_confirmed": clusters.confirmed,
         "clusters": int((sizes > 1).sum()),
         "largest_cluster": int(sizes.max(initial=0)),
         "removed_by_jaccard": {
-            f"{low:.3g} to {high:.3g}": int(count)
-            for low, high, count in zip(edges, edges[1:], np.histogram(similarities, edges)[0], strict=False)
+            f"{low:.3g} to {high:.3g}": count for (low, high), count in zip(pairwise(edges), counts, strict=True)
         },
     }
-
-
-def _remarks(arguments: DedupArguments, report: dict[str, Any]) -> Iterator[str]:
-    """What there is to say beside the table."""
-    if near := report.get("near_duplicates"):
-        recall = near["expected_recall"][f"{arguments.threshold:.3g}"]
-        yield (
-            f"{near['clusters']:,} clusters of near-duplicates, the largest of {near['largest_cluster']:,}; "
-            f"{near['pairs_compared']:,} pairs compared, {near['pairs_confirmed']:,} of them similar.\n"
-            f"{near['bands']} bands of {near['rows']} hashes are expected to find {recall:.1%} of the pairs at "
-            f"{near['threshold']:g}, and more of those above."
-        )

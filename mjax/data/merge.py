@@ -19,7 +19,7 @@ from rich import filesize
 
 from mjax import __version__
 from mjax.data.corpus import EXAMPLES
-from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
+from mjax.data.indexed import IndexedDataset
 from mjax.data.metadata import (
     DatasetMetadata,
     check_output,
@@ -28,9 +28,10 @@ from mjax.data.metadata import (
     read_metadata,
     temporary_tokenizer,
     tokenizer_folder,
+    writing,
 )
 from mjax.data.progress import showing
-from mjax.errors import RunError, UsageError
+from mjax.errors import UsageError
 
 AGREEING = ("tokenizer", "vocabulary", "eod", "append_eod", "sentences")  # fields of the metadata
 
@@ -65,14 +66,20 @@ def merge(arguments: MergeArguments) -> None:
     _check_types(datasets)
     known = [read_metadata(part) for part in parts]
     metadata = None if None in known else _merged(parts, known)
-    try:
-        _write(output, datasets, metadata)
-    except OSError as error:
-        raise RunError(f"merging into {output} stopped: {error}; nothing was left under that name") from error
+    dtype = datasets[0].dtype
+    with writing(output, "merging into", int(np.iinfo(dtype).max) + 1, dtype) as writer:
+        with showing("copying", sum(dataset.tokens for dataset in datasets) * dtype.itemsize) as advance:
+            for dataset in datasets:
+                for copied in writer.add_dataset(dataset):
+                    advance(copied, 0, copied)
+                advance(0, dataset.documents, 0)
+        if metadata is not None:
+            shutil.copytree(tokenizer_folder(parts[0]), temporary_tokenizer(output))
+        put_beside(output, metadata)
 
     tokens = sum(dataset.tokens for dataset in datasets)
     documents = sum(dataset.documents for dataset in datasets)
-    size = filesize.decimal(tokens * datasets[0].dtype.itemsize)
+    size = filesize.decimal(tokens * dtype.itemsize)
     print(f"{output} is ready after {time.perf_counter() - began:.1f} s")
     print(f"{documents:,} documents, {tokens:,} tokens, {size}")
     if metadata is None:
@@ -128,21 +135,3 @@ def _tokenizer_bytes(part: str) -> dict[str, bytes]:
     if not folder.is_dir():
         raise UsageError(f"there is no {folder} beside {metadata_file(part)}; copy it along, or prepare {part} again")
     return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def _write(output: str, datasets: Sequence[IndexedDataset], metadata: DatasetMetadata | None) -> None:
-    dtype, tokenizer = datasets[0].dtype, temporary_tokenizer(output)
-    size = sum(dataset.tokens * dtype.itemsize for dataset in datasets)
-    with IndexedDatasetWriter(output, int(np.iinfo(dtype).max) + 1, dtype) as writer:
-        try:
-            with showing("copying", size) as advance:
-                for dataset in datasets:
-                    for copied in writer.add_dataset(dataset):
-                        advance(copied, 0, copied)
-                    advance(0, dataset.documents, 0)
-            if metadata is not None:
-                shutil.rmtree(tokenizer, ignore_errors=True)  # of a run that was killed
-                shutil.copytree(tokenizer_folder(datasets[0].prefix), tokenizer)
-            put_beside(output, metadata)
-        finally:
-            shutil.rmtree(tokenizer, ignore_errors=True)

@@ -6,12 +6,16 @@ Megatron's datasets have neither; mjax trains on them all the same, but cannot s
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from mjax.data.atomic import put, remove, write_whole
-from mjax.data.indexed import index_file, temporary_files, token_file
-from mjax.errors import UsageError
+from mjax.data.indexed import IndexedDatasetWriter, index_file, temporary_files, token_file
+from mjax.errors import RunError, UsageError
 from mjax.json_files import read_json
 from mjax.plain_values import build
 
@@ -114,6 +118,25 @@ def check_output(prefix: str, overwrite: bool) -> None:
     existing = [str(file) for file in dataset_files(prefix) if file.exists()]
     if existing and not overwrite and not unfinished:
         raise UsageError(f"{existing[0]} exists; choose another name, or add --overwrite to replace the dataset")
+
+
+@contextmanager
+def writing(prefix: str, verb: str, vocabulary: int, dtype: np.dtype | None = None) -> Iterator[IndexedDatasetWriter]:
+    """Write the dataset `prefix`; `temporary_tokenizer(prefix)` is free meanwhile and is gone afterwards.
+
+    Raises:
+      RunError: it cannot be written; `verb` says what was done.
+    """
+    tokenizer = temporary_tokenizer(prefix)
+    try:
+        with IndexedDatasetWriter(prefix, vocabulary, dtype) as writer:
+            try:
+                shutil.rmtree(tokenizer, ignore_errors=True)  # of a run that was killed
+                yield writer
+            finally:
+                shutil.rmtree(tokenizer, ignore_errors=True)
+    except OSError as error:
+        raise RunError(f"{verb} {prefix} stopped: {error}; nothing was left under that name") from error
 
 
 def put_beside(prefix: str | Path, metadata: DatasetMetadata | None) -> None:

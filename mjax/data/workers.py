@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from mjax.errors import RunError, UsageError
 
@@ -33,45 +34,46 @@ def useful_workers(asked: int | None, size: int) -> int:
 
 
 class Workers:
-    """A pool of `count` processes; `setup(*arguments)` runs once in each. Use as a context.
+    """A pool of `count` processes, in each of which `make(*arguments)` is made once. Use as a context.
 
     Raises:
       UsageError: `count` is below 1.
     """
 
-    def __init__(self, count: int, setup: Callable[..., None] | None = None, arguments: tuple = ()):
+    def __init__(self, count: int, make: Callable[..., Any] | None = None, arguments: tuple = ()):
         if count < 1:
             raise UsageError(f"--workers is {count}; it must be at least 1")
-        self.count = count
-        self._setup, self._arguments = setup, arguments
+        self.count, self._starting = count, (make, arguments)
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> "Workers":
         if self.count > 1:
             context = multiprocessing.get_context("spawn")
-            starting = (self._setup, self._arguments)
-            self._pool = ProcessPoolExecutor(self.count, context, initializer=_start, initargs=starting)
-        elif self._setup:
-            self._setup(*self._arguments)
+            self._pool = ProcessPoolExecutor(self.count, context, initializer=_start, initargs=self._starting)
+        else:
+            _make(*self._starting)
         return self
 
     def __exit__(self, *_) -> None:
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
+        _make(None, ())
 
-    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-        """`function(item)` of each item, in order. Items are drawn as workers become free.
+    def map(self, function: Callable[..., Result], items: Iterable[Item]) -> Iterator[Result]:
+        """`function(item)` of each item, in order, or `function(made, item)` with what `make` has made in the process.
+
+        Items are drawn as workers become free.
 
         Raises:
           RunError: a worker was killed; what the function itself raises is raised here.
         """
         if self._pool is None:
-            yield from map(function, items)
+            yield from map(partial(_call, function), items)
             return
         running = deque()
         try:
             for item in items:
-                running.append(self._pool.submit(function, item))
+                running.append(self._pool.submit(_call, function, item))
                 if len(running) >= WAITING * self.count:
                     yield running.popleft().result()
             while running:
@@ -82,11 +84,22 @@ class Workers:
             ) from None
 
 
-def _start(setup: Callable[..., None] | None, arguments: tuple) -> None:
+_made: Any = None  # in this process
+
+
+def _make(make: Callable[..., Any] | None, arguments: tuple) -> None:
+    global _made
+    _made = make(*arguments) if make else None
+
+
+def _call(function: Callable[..., Result], item: Item) -> Result:
+    return function(item) if _made is None else function(_made, item)
+
+
+def _start(*starting: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is answered by the parent alone
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    if setup:
-        setup(*arguments)
+    _make(*starting)
 
 
 def _leave_with_parent() -> None:

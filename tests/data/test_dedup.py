@@ -233,8 +233,8 @@ def test_an_input_that_changes_while_it_is_read_is_noticed(mixed, tmp_path, monk
         lines(mixed[0], ["only one"])
         return candidates(*arguments)
 
-    candidates = dedup_module.find_duplicates.__globals__["candidates"]
-    monkeypatch.setattr("mjax.data.duplicates.candidates", changing)
+    candidates = dedup_module.candidates
+    monkeypatch.setattr("mjax.data.dedup.candidates", changing)
     with pytest.raises(RunError, match=r"a\.jsonl has changed while it was read; run the same command again"):
         run(*mixed, output=tmp_path / "out.jsonl")
 

@@ -7,9 +7,9 @@ import tyro
 
 from mjax.cli import TrainArguments
 from mjax.config import Config, DataConfig, ModelConfig, TrainConfig
+from mjax.data.corpus import split_documents
 from mjax.data.prepare import PrepareArguments, prepare
 from mjax.data.sources import open_data
-from mjax.data.splitting import split_documents
 from mjax.errors import UsageError
 
 PARAGRAPH = "It was the best of times,\nit was the worst of times.\n"
