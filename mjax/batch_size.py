@@ -23,12 +23,9 @@ import re
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
+from mjax.config import Config
 from mjax.errors import UsageError
-
-if TYPE_CHECKING:
-    from mjax.config import Config
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -100,6 +97,11 @@ class BatchSizes:
 
     def _piece(self, step: int) -> tuple[int, int, int]:
         return self.pieces[max(bisect_right(self.pieces, step, key=lambda piece: piece[0]) - 1, 0)]
+
+
+def training_samples(config: Config) -> int:
+    """Samples the order of training is drawn for."""
+    return config.data.samples or BatchSizes.of(config).samples_before(config.train.steps)
 
 
 def at_batch(config: Config, size: int) -> Config:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mjax.batch_size import BatchSizes
 from mjax.data.atomic import write_whole
 from mjax.errors import UsageError, suggestion
 from mjax.json_files import read_json
@@ -372,11 +371,6 @@ class Config:
     def micro_batches(self) -> int:
         """Micro-batches a data replica accumulates in one step, m."""
         return self.train.global_batch // (self.mesh.data * self.train.micro_batch)
-
-    @property
-    def training_samples(self) -> int:
-        """Samples the order of training is drawn for."""
-        return self.data.samples or BatchSizes.of(self).samples_before(self.train.steps)
 
     def batch_arrays(self, evaluation: bool = False) -> dict[str, tuple[tuple[int, ...], str]]:
         """The arrays of a batch: for each the shape that one sample has in it, [s] or [], and its type.

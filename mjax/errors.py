@@ -4,8 +4,13 @@ And what such sentences are often made of.
 """
 
 import difflib
+import errno
+import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
+
+from mjax.pipes import UNREAD, output_is_unread
 
 LONGEST = 1500  # characters of a sentence; more than a path can take on any system is shown of nothing
 
@@ -50,6 +55,27 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, UnhealthyError):
         return 3
     return 2 if isinstance(error, UsageError) else 1
+
+
+def explain(error: BaseException) -> int:
+    """Print what went wrong, in one sentence where a person can fix it, and return the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        print("mjax: interrupted; completed files are intact", file=sys.stderr)
+        return 130
+    if isinstance(error, BrokenPipeError) and output_is_unread():
+        return UNREAD
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        error = UsageError(f"{error.filename} is a name longer than the file system takes; choose a shorter one")
+    if isinstance(error, OSError):
+        print(
+            f"mjax: error: {error}; what was saved before is intact, the same command continues from it",
+            file=sys.stderr,
+        )
+    elif isinstance(error, UsageError | RunError):
+        print(f"mjax: error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    return exit_code(error)
 
 
 def check_folder(flag: str, file: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mjax.batch_size import BatchSizes, at_batch, parse_schedule
+from mjax.batch_size import BatchSizes, at_batch, parse_schedule, training_samples
 from mjax.config import from_dict, to_dict
 from mjax.errors import UsageError
 from tests.small import small_config
@@ -114,7 +114,7 @@ def test_the_size_of_any_of_a_million_steps_takes_a_few_calls():
 def test_training_samples_are_the_exact_sum():
     config = _config(6, rampup=(2, 2, 8))
     config = replace(config, train=replace(config.train, steps=5))
-    assert config.training_samples == 2 + 2 + 4 + 6 + 6
+    assert training_samples(config) == 2 + 2 + 4 + 6 + 6
 
 
 def test_a_ramp_up_survives_json():

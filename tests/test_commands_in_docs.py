@@ -8,8 +8,9 @@ import pytest
 import tyro
 
 from mjax import cli
+from mjax.commands import lm_eval as harness_command
+from mjax.commands.train import TrainArguments, choose_config
 from mjax.config import DataConfig
-from mjax.tasks import harness_command
 from mjax.validation import validate
 from tests.conftest import ROOT
 
@@ -43,11 +44,11 @@ def test_a_command_in_the_docs_is_understood(page, words, monkeypatch):
     if command != "train":
         monkeypatch.setattr(tyro, "cli", _parse_only(tyro.cli))
         with pytest.raises(_Parsed):
-            cli.COMMANDS[command][0](argv)
+            cli.main([command, *argv])
         return
     if "--run" in argv:
         return
-    arguments = tyro.cli(cli.TrainArguments, args=argv, default=cli._choose_config(argv))
+    arguments = tyro.cli(TrainArguments, args=argv, default=choose_config(argv))
     validate(replace(arguments.settings, data=DataConfig(mock=True)), page)
 
 

@@ -9,14 +9,14 @@ import pytest
 import tyro
 
 from mjax import cli
-from mjax.cli import TrainArguments
+from mjax.commands import lm_eval as harness_command
+from mjax.commands.convert import ToHfArguments
+from mjax.commands.evaluate import EvaluateArguments
+from mjax.commands.finetune import FinetuneArguments
+from mjax.commands.generate import GenerateArguments
+from mjax.commands.train import TrainArguments
 from mjax.errors import UsageError
-from mjax.finetuning.command import FinetuneArguments
 from mjax.flags import ELSEWHERE, NOTES, flags_of, parse
-from mjax.generation import GenerateArguments
-from mjax.interop.convert import ToHfArguments
-from mjax.tasks import harness_command
-from mjax.tasks.evaluate import EvaluateArguments
 
 TYPED = {
     ("train", "--lr", "3e-4"): "mjax train has no --lr; type --optimizer.learning-rate 3e-4",
@@ -108,8 +108,8 @@ def test_the_run_has_one_name_in_every_command_and_its_old_one(arguments, spelli
 @pytest.mark.parametrize("argv", [["runs/x", "out"], ["--run", "runs/x", "out"], ["out", "--run", "runs/x"]])
 def test_to_hf_takes_the_run_by_place_or_by_name(argv, monkeypatch):
     taken = []
-    monkeypatch.setattr("mjax.interop.convert.to_hf", lambda arguments: taken.append(arguments) or 0)
-    assert cli.to_hf(argv) == 0
+    monkeypatch.setattr("mjax.commands.convert.to_hf", lambda arguments: taken.append(arguments) or 0)
+    assert cli.main(["convert", "to-hf", *argv]) == 0
     assert taken == [ToHfArguments(Path("runs/x"), Path("out"))]
 
 

@@ -13,10 +13,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax import generation
+from mjax.commands.generate import GenerateArguments
+from mjax.commands.generate import generate as run_generate
 from mjax.config import MeshConfig, read_config, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
-from mjax.generation import GenerateArguments, Generator, continue_texts, run_generate
+from mjax.generation import Generator, continue_texts
 from mjax.inference import inference_config
 from mjax.models.build import build_model
 from mjax.models.gpt import GPT

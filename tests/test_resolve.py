@@ -2,14 +2,16 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from mjax import cli
+from mjax.commands.train import TrainArguments
 from mjax.config import DataConfig, OptimizerConfig, load_config, save_config
 from mjax.data.metadata import DatasetMetadata, write_metadata
-from mjax.flags import typed_flags
+from mjax.flags import parse, typed_flags
 from mjax.resolve import resolve
 
 GPT = load_config("gpt_345m")
@@ -27,7 +29,7 @@ def data(tmp_path, monkeypatch):
 
 def resolved(*argv, config=GPT, run="runs/it", **data):
     given = replace(config, data=DataConfig(**data))
-    return resolve(given, config, typed_flags(argv), "gpt_345m", cli.Path(run))
+    return resolve(given, config, typed_flags(argv), "gpt_345m", Path(run))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_a_warm_up_of_the_file_is_shortened_in_proportion_to_the_length_that_is_
 ):
     given = replace(GPT, optimizer=replace(OptimizerConfig(warmup_steps=3000), **changes))
     assert given.train.steps == 300_000
-    arguments = cli.parse(cli.TrainArguments, flags, "mjax train", cli.TrainArguments(settings=given))
+    arguments = parse(TrainArguments, flags, "mjax train", TrainArguments(settings=given))
     config, lines = resolve(arguments.settings, given, typed_flags(flags), "gpt_345m", data)
     assert config.optimizer.warmup_steps == warmup
     fits = warmup == given.optimizer.warmup_steps
@@ -99,7 +101,7 @@ def started(monkeypatch):
     monkeypatch.setattr(
         "mjax.training.loop.train", lambda config, *_: found.append(config) or SimpleNamespace(exit_code=0)
     )
-    monkeypatch.setattr("mjax.planner.plan.run_plan", lambda arguments: found.append(arguments.settings) or 0)
+    monkeypatch.setattr("mjax.commands.plan.run_plan", lambda arguments: found.append(arguments.settings) or 0)
     return found
 
 

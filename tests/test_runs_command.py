@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from mjax import cli, runs_command
+from mjax import cli
+from mjax.commands import runs as runs_command
 from mjax.config import save_config
 from mjax.runs_figure import draw_runs
 from mjax.training.runs import locked

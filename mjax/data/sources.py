@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from mjax.batch_size import BatchSizes
+from mjax.batch_size import BatchSizes, training_samples
 from mjax.config import Config
 from mjax.data.batches import Batches, Samples
 from mjax.data.bert import BertDataset
@@ -135,7 +135,7 @@ def open_data(config: Config) -> TrainingData:
             blends[part], samples, one, IndexCache(cache_folders(prefixes[0], data.cache), notes.setdefault)
         )
 
-    training = draw("training", config.training_samples)
+    training = draw("training", training_samples(config))
     validation = draw("validation", train.eval_batches * train.global_batch) if evaluates else None
     summary = _summary(blends["training"], training)
     return _bundle(config, training, validation, eod, tokenizer, summary, tuple(notes))

@@ -10,18 +10,77 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated, Literal
 
-from mjax.config import CheckpointConfig, Config, DataConfig, HealthConfig, LogConfig, OptimizerConfig, TrainConfig
+import tyro
+
+from mjax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    HealthConfig,
+    LogConfig,
+    MeshConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from mjax.data.atomic import write_whole
 from mjax.errors import UsageError, either, suggestion
 from mjax.json_files import read_json
+from mjax.launch import Distributed
 from mjax.tasks.labelled import DEFAULTS, LabelledTask, Recipe
 
-if TYPE_CHECKING:
-    from mjax.finetuning.command import FinetuneArguments
+
+@dataclass(frozen=True)
+class FinetuneArguments:
+    """Train a pre-trained BERT further for a task with labels, with several seeds, and keep the best checkpoint."""
+
+    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
+    """Folder of the pre-trained run, such as runs/bert_336m: its config.json, tokenizer and newest checkpoint are
+    used. Its heads are left out."""
+    task: str
+    """mnli, qqp, race, squad1.1 or squad2.0."""
+    train: tuple[str, ...]
+    """Files to train on, as published: a .tsv of GLUE, a folder of RACE, a .json of SQuAD."""
+    validation: tuple[str, ...]
+    """Files to measure by after each epoch, and to choose the best one."""
+    output: Path | None = None
+    """Folder of the results; CHECKPOINT-TASK when not given. One that is there is continued."""
+    step: int | None = None
+    """Checkpoint to start from; the newest that is not damaged when not given."""
+    seeds: int = 1
+    """Times the task is trained, each with another head, order of examples and dropout. The papers report the median of
+    five."""
+    seed: int = 1234
+    """The first seed; the others follow it."""
+    epochs: int | None = None
+    """Times the examples are seen; as in the paper's recipe for the task when not given, like all that follow."""
+    batch: int | None = None
+    """Examples a step, over all devices."""
+    learning_rate: float | None = None
+    """Peak learning rate, which falls linearly to 0."""
+    warmup: float | None = None
+    """Share of the steps in which the learning rate rises from 0."""
+    weight_decay: float | None = None
+    """Decoupled weight decay, of matrices and embeddings."""
+    sequence: int | None = None
+    """Tokens of a row; what is longer is cut as the task says."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    micro_batch: Annotated[int | None, tyro.conf.arg(name="train.micro-batch")] = None
+    """Examples a data replica takes through the model at once; when not given all of its share, in a pipeline one."""
+    recompute: Annotated[Literal["none", "selective", "full"], tyro.conf.arg(name="train.recompute")] = "none"
+    """What the backward pass recomputes, as in training."""
+    compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
+    """Type of activations and matrix products; that of pre-training when not given."""
+    attention: Annotated[Literal["auto", "cudnn", "xla", "xla_blocks"], tyro.conf.arg(name="model.attention")] = "auto"
+    """Attention kernel, as in training."""
+    simulate: int | None = None
+    """Run on this many simulated devices of the CPU, in each process."""
+    distributed: Distributed = field(default_factory=Distributed)
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the report as one JSON object."""
 
 
 def check(arguments: FinetuneArguments) -> None:

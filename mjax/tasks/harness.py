@@ -12,7 +12,7 @@ So they run on the mesh of training. What the harness leaves to a model is done 
 together with its context and cut where the context's tokens end; what is too long loses tokens on its left; the
 end-of-document token stands in front of a text without context; nothing else is added.
 
-This module needs the package lm-eval; `mjax.tasks.harness_command` says so where it is missing.
+This module needs the package lm-eval; `mjax lm-eval` says so where it is missing.
 """
 
 from __future__ import annotations

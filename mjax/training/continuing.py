@@ -19,6 +19,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mjax.batch_size import training_samples
 from mjax.config import CheckpointConfig, Config, DataConfig, HealthConfig, LogConfig, differences, read_config
 from mjax.data.atomic import write_whole
 from mjax.data.blend import parse_blend
@@ -126,7 +127,7 @@ def _meaning(config: Config, name: str) -> Any:
         case "model", "mlm_activation":
             return config.model.mlm_activation or config.model.activation
         case "data", "samples":
-            return config.training_samples
+            return training_samples(config)
         case "data", knob if knob in PATHS:
             return None
         case "optimizer", "decay_steps":
@@ -140,10 +141,10 @@ def _meaning(config: Config, name: str) -> Any:
 def _notes(before: Config, config: Config) -> list[str]:
     """What a longer or shorter run changes besides its number of steps."""
     notes, old, new = [], before.optimizer, config.optimizer
-    if before.training_samples != config.training_samples and not config.data.mock:
+    if training_samples(before) != training_samples(config) and not config.data.mock:
         notes.append(
             "note: Megatron's order of samples depends on their number, so it differs from the one before; "
-            f"--data.samples {before.training_samples} keeps it where that many are enough"
+            f"--data.samples {training_samples(before)} keeps it where that many are enough"
         )
     decays = new.schedule in ("cosine", "linear", "wsd")
     if decays and old.decay_steps is None and new.decay_steps is None and before.train.steps != config.train.steps:

@@ -10,8 +10,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from mjax.data.clean import CleanArguments, clean
-from mjax.data.dedup import DedupArguments, dedup
+from mjax.commands.clean import CleanArguments, clean
+from mjax.commands.dedup import DedupArguments, dedup
 from mjax.data.shingles import word_hashes
 from tests.data.kill_points import contents, deaths, in_a_copy
 

@@ -17,9 +17,9 @@ from contextlib import redirect_stdout
 from itertools import count
 from pathlib import Path
 
+from mjax.commands.merge import MergeArguments, merge
+from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.indexed import IndexedDataset
-from mjax.data.merge import MergeArguments, merge
-from mjax.data.prepare import PrepareArguments, prepare
 from mjax.errors import UsageError
 
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree"}

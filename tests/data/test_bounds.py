@@ -101,7 +101,7 @@ def test_the_largest_document_can_be_chosen(command, tmp_path, capsys):
 LIMITED = """
 import resource, sys
 from mjax import cli
-import mjax.data.prepare
+import mjax.commands.prepare
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))
 sys.exit(cli.main(sys.argv[1:]))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mjax import cli
-from mjax.data.clean import CleanArguments, clean
+from mjax.commands.clean import CleanArguments, clean
 from mjax.errors import RunError, UsageError
 
 QUESTION = "which of these fifteen words in a row belongs to no language that anybody living speaks"

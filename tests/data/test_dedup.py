@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mjax import cli
-from mjax.data import dedup as dedup_module
-from mjax.data.dedup import DedupArguments, dedup
+from mjax.commands import dedup as dedup_module
+from mjax.commands.dedup import DedupArguments, dedup
 from mjax.errors import RunError, UsageError
 from tests.conftest import ROOT
 
@@ -234,7 +234,7 @@ def test_an_input_that_changes_while_it_is_read_is_noticed(mixed, tmp_path, monk
         return candidates(*arguments)
 
     candidates = dedup_module.candidates
-    monkeypatch.setattr("mjax.data.dedup.candidates", changing)
+    monkeypatch.setattr("mjax.commands.dedup.candidates", changing)
     with pytest.raises(RunError, match=r"a\.jsonl has changed while it was read; run the same command again"):
         run(*mixed, output=tmp_path / "out.jsonl")
 
@@ -295,5 +295,5 @@ def test_an_output_that_cannot_be_written_stops_the_run(mixed, tmp_path):
 
 
 def test_text_is_deduplicated_and_cleaned_without_jax():
-    code = "import sys, mjax.data.dedup, mjax.data.clean; sys.exit('jax' in sys.modules)"
+    code = "import sys, mjax.commands.dedup, mjax.commands.clean; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

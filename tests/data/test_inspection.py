@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mjax import cli
+from mjax.commands.inspect import document_lengths
+from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.inspection import document_lengths
 from mjax.data.length_figure import bin_edges
-from mjax.data.prepare import PrepareArguments, prepare
 
 PNG, PDF = b"\x89PNG", b"%PDF"
 

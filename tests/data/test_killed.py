@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.indexed import IndexedDatasetWriter
-from mjax.data.prepare import PrepareArguments, prepare
 from mjax.errors import UsageError
 from tests.conftest import ROOT
 
@@ -32,7 +32,7 @@ STALLED = """
 import sys, time
 from pathlib import Path
 import mjax.data.blocks, mjax.data.corpus
-from mjax.data.prepare import PrepareArguments, prepare
+from mjax.commands.prepare import PrepareArguments, prepare
 
 def three_blocks(*arguments, read=mjax.data.corpus.read_blocks):
     for number, block in enumerate(read(*arguments)):

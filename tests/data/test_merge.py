@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from mjax import cli
+from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.metadata import metadata_file, read_metadata, tokenizer_folder
-from mjax.data.prepare import PrepareArguments, prepare
 from mjax.data.tokenizers import tokenizer_from_folder
 
 

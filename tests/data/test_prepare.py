@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import tyro
 
+from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.blocks import read_blocks
 from mjax.data.indexed import IndexedDataset
 from mjax.data.metadata import read_metadata, tokenizer_folder
-from mjax.data.prepare import PrepareArguments, prepare
 from mjax.data.tokenizers import tokenizer_from_folder, train_sentencepiece
 from mjax.errors import RunError, UsageError
 
@@ -136,14 +136,14 @@ def test_a_document_without_text_stays_as_an_empty_one(tmp_path):
 
 
 def test_a_tokenizer_is_trained_on_a_sample_of_a_large_corpus(tmp_path, lines, monkeypatch):
-    monkeypatch.setattr("mjax.data.prepare.TRAINING_CHARACTERS", lines.stat().st_size // 2)
+    monkeypatch.setattr("mjax.commands.prepare.TRAINING_CHARACTERS", lines.stat().st_size // 2)
     sampled = []
 
     def watched(texts, vocabulary):
         sampled.extend(texts)
         return train_sentencepiece(sampled, vocabulary)
 
-    monkeypatch.setattr("mjax.data.prepare.train_sentencepiece", watched)
+    monkeypatch.setattr("mjax.commands.prepare.train_sentencepiece", watched)
     run(lines, output=tmp_path / "d", vocabulary=320)
     assert 10 <= len(sampled) <= 30
     assert set(sampled) < set(TEXTS)
@@ -304,7 +304,7 @@ def test_an_output_that_cannot_be_written_stops_the_run(lines, tmp_path):
 
 
 def test_data_is_prepared_without_jax():
-    code = "import sys, mjax.data.prepare, mjax.data.samples, mjax.data.batches; sys.exit('jax' in sys.modules)"
+    code = "import sys, mjax.commands.prepare, mjax.data.samples, mjax.data.batches; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

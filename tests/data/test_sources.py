@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tyro
 
-from mjax.cli import TrainArguments
+from mjax.commands.train import TrainArguments
 from mjax.config import Config, DataConfig, ModelConfig, TrainConfig, from_dict, to_dict
 from mjax.data import cache
 from mjax.data.indexed import IndexedDatasetWriter

@@ -5,10 +5,10 @@ import re
 import pytest
 import tyro
 
-from mjax.cli import TrainArguments
+from mjax.commands.prepare import PrepareArguments, prepare
+from mjax.commands.train import TrainArguments
 from mjax.config import Config, DataConfig, ModelConfig, TrainConfig
 from mjax.data.corpus import split_documents
-from mjax.data.prepare import PrepareArguments, prepare
 from mjax.data.sources import open_data
 from mjax.errors import UsageError
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from mjax import cli
-from mjax.doctor import command
+from mjax.commands import doctor as command
 from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding
 from mjax.doctor.report import Report
 from tests.conftest import ROOT
@@ -79,7 +79,7 @@ def test_a_config_that_is_not_there_is_a_usage_error(capsys):
 
 
 def test_the_command_line_asks_nothing_of_jax():
-    code = "import sys; import mjax.doctor.command; sys.exit('jax' in sys.modules)"
+    code = "import sys; import mjax.commands.doctor; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
@@ -124,7 +124,7 @@ def test_json_stays_json_where_a_figure_is_infinite(capsys, monkeypatch):
         "numerics", RED, "off NumPy", "report it", {"error": float("inf"), "worst": float("nan"), "rate": 2.0}
     )
     monkeypatch.setattr(command, "examine", lambda *_: iter([broken]))
-    assert command.run_doctor(command.DoctorArguments(json=True)) == 1
+    assert command.doctor(command.DoctorArguments(json=True)) == 1
     printed = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert printed["findings"][0]["figures"] == {"error": None, "worst": None, "rate": 2.0}
 
@@ -138,11 +138,11 @@ def test_a_limit_that_no_clock_can_wait_for_is_refused(capsys):
 # A doctor whose one check sleeps in a child, which writes its number into the file first.
 ASLEEP = """
 import os, sys
-from mjax.doctor import command
+from mjax.commands import doctor as command
 from mjax.doctor.child import run_in_child
 child = (sys.executable, "-c", "import os, time; print(os.getpid(), file=open(%r, 'w'), flush=True); time.sleep(600)")
 command.examine = lambda *_: run_in_child(("sleep",), {}, os.environ, 600, command=child)
-command.run_doctor(command.DoctorArguments())
+command.doctor(command.DoctorArguments())
 """
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import tyro
 
+from mjax.commands.finetune import FinetuneArguments, finetune
 from mjax.config import save_config
-from mjax.finetuning.command import FinetuneArguments, finetune
 from mjax.models.build import build_model
 from mjax.training.checkpoint import Checkpoints
 from tests.small import QUICKLY, small_config

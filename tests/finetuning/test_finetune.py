@@ -12,12 +12,12 @@ import pytest
 import tyro
 
 from mjax import cli
+from mjax.commands.evaluate import EvaluateArguments, evaluate
+from mjax.commands.finetune import finetune
 from mjax.config import read_config
-from mjax.finetuning.command import finetune
 from mjax.finetuning.seed import SeedRun, read_epochs
 from mjax.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
-from mjax.tasks.evaluate import EvaluateArguments, evaluate
 from mjax.training.layout import lay_out
 from mjax.training.metrics import read_metrics
 from tests.conftest import ROOT

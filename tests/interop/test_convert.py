@@ -14,9 +14,9 @@ from jax.numpy import bfloat16
 from jax.sharding import PartitionSpec as P
 
 from mjax import cli
+from mjax.commands import convert
 from mjax.config import MeshConfig, read_config, save_config
 from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, tokenizer_from_folder
-from mjax.interop import convert
 from mjax.interop.convert import abstract_weights
 from mjax.interop.gpt2 import GPT2
 from mjax.interop.model_folder import new_folder

@@ -1,7 +1,12 @@
 """Laws of what may communicate, and the step of 8.3 billion parameters compiled for 512 devices."""
 
+import ast
+import collections
+import graphlib
 import subprocess
 import sys
+
+import pytest
 
 from mjax.config import load_config
 from tests.conftest import ROOT
@@ -17,18 +22,68 @@ def test_every_collective_of_jax_is_named_in_mappings_only():
     assert files == {"mjax/parallel/mappings.py"}
 
 
+PACKAGES_BELOW = {
+    "parallel": set(),
+    "models": {"parallel"},
+    "data": set(),
+    "training": {"data", "models", "parallel"},
+    "interop": {"data", "models", "parallel", "training"},
+    "planner": {"data", "models", "parallel", "training"},
+    "tasks": {"data", "models", "parallel", "training"},
+    "finetuning": {"data", "models", "parallel", "tasks", "training"},
+    "doctor": {"models", "parallel", "training"},
+    "commands": {"data", "doctor", "finetuning", "interop", "models", "parallel", "planner", "tasks", "training"},
+}
+"""What a package of mjax may import from, besides itself and the modules at the root."""
+
+MODULES_BELOW = {
+    "parallel": {"config", "errors", "launch", "names"},
+    "models": {"config", "errors", "names"},
+    "data": {"batch_size", "config", "errors", "json_files", "names", "plain_values", "progress"},
+}
+"""Packages that may import these modules of the root only."""
+
+
+def _imports():
+    """(file, imported file) of every import in mjax, also of those inside functions; paths relative to mjax/."""
+    modules = {file.relative_to(ROOT).with_suffix("").parts: file for file in (ROOT / "mjax").rglob("*.py")}
+    modules |= {parts[:-1]: file for parts, file in modules.items() if parts[-1] == "__init__"}
+    for file in set(modules.values()):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [tuple(alias.name.split(".")) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{file}: a relative import"
+                names = [(*node.module.split("."), alias.name) for alias in node.names]
+            for name in names:
+                found = modules.get(name) or modules.get(name[:-1])
+                assert found or name[0] != "mjax", f"{file} imports {'.'.join(name)}, which is not there"
+                if found and found != ROOT / "mjax" / "__init__.py":
+                    yield file.relative_to(ROOT / "mjax"), found.relative_to(ROOT / "mjax")
+
+
 def test_imports_run_downward():
-    below = {
-        "parallel": {"config", "errors", "launch", "names", "parallel"},
-        "models": {"config", "errors", "names", "parallel", "models"},
-        "data": {"batch_size", "config", "errors", "json_files", "names", "plain_values", "progress", "data"},
-    }
-    for package, allowed in below.items():
-        for file in (ROOT / "mjax" / package).glob("*.py"):
-            for line in file.read_text().splitlines():
-                words = line.split()
-                if words[:1] in (["from"], ["import"]) and words[1].startswith("mjax."):
-                    assert words[1].split(".")[1] in allowed, f"{file.name}: {line}"
+    packages = {file.parts[0] for file, _ in _imports() if len(file.parts) > 1}
+    assert packages == set(PACKAGES_BELOW)
+    for file, imported in _imports():
+        importer, package = file.parts[0], imported.parts[0]
+        if len(file.parts) == 1:  # modules at the root: the command line finds a command by its name
+            assert package != "commands", f"{file} imports {imported}"
+        elif len(imported.parts) > 1:
+            assert package in {importer, *PACKAGES_BELOW[importer]}, f"{file} imports {imported}"
+        elif importer in MODULES_BELOW:
+            assert imported.stem in MODULES_BELOW[importer], f"{file} imports {imported}"
+
+
+def test_no_imports_run_in_a_circle():
+    graph = collections.defaultdict(set)
+    for file, imported in _imports():
+        graph[file].add(imported)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" → ".join(map(str, error.args[1])))
 
 
 COMPILE_512 = """

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from mjax import cli
+from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.corpus import TextFiles
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.prepare import PrepareArguments, prepare
 from mjax.data.tokenizers import KINDS, ByteTokenizer, load_tokenizer
 from tests.conftest import ROOT
 from tests.data.vocabularies import NAMES, NASTY, specs

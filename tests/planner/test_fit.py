@@ -48,7 +48,7 @@ def test_what_costs_nothing_is_proposed_first():
 
 def test_the_flags_of_a_proposal_make_its_config(monkeypatch):
     seen = []
-    monkeypatch.setattr("mjax.planner.plan.run_plan", lambda arguments: seen.append(arguments.settings) or 0)
+    monkeypatch.setattr("mjax.commands.plan.run_plan", lambda arguments: seen.append(arguments.settings) or 0)
     changes = changes_that_fit(load_config("gpt_1b"), 12 * GIB)
     for change in changes:
         assert cli.main(["plan", "--config", "gpt_1b", *change.flags.split()]) == 0

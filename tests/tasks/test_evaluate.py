@@ -14,13 +14,13 @@ import pytest
 import tyro
 
 from mjax import cli
+from mjax.commands.evaluate import EvaluateArguments, evaluate
 from mjax.config import MeshConfig, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.inference import inference_config
 from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
-from mjax.tasks.evaluate import EvaluateArguments, evaluate
 from mjax.tasks.perplexity import Perplexity
 from mjax.tasks.scoring import Scorer
 from mjax.training.checkpoint import Checkpoints

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from mjax.data.prepare import PrepareArguments, prepare
+from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import RunError, UsageError
 from mjax.tasks.interface import Score

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import mjax
+from mjax.commands.finetune import FinetuneArguments, _task_facts
 from mjax.config import Config
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError
-from mjax.finetuning.command import FinetuneArguments, _task_facts
 from mjax.tasks.rows import Examples
 from mjax.training import agreement
 from mjax.training.agreement import agree, check_shared, config_facts, data_facts, disagreement, software_facts

@@ -47,7 +47,7 @@ class DoctorArguments:
     """Print one JSON object."""
 
 
-def run_doctor(arguments: DoctorArguments) -> int:
+def doctor(arguments: DoctorArguments) -> int:
     """Check, print, and return the exit code.
 
     Raises:

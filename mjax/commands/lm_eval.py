@@ -30,7 +30,7 @@ takes run, step, pipe, data, model, compute, attention and tokenizer.
 """
 
 
-def run(argv: Sequence[str]) -> int:
+def lm_eval(argv: Sequence[str]) -> int:
     """Run the harness's command line. Returns the exit code.
 
     Raises:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from mjax.commands.train import TrainArguments, choose_config, name_of
 from mjax.config import Config
 from mjax.errors import UsageError, check_folder
+from mjax.flags import parse, typed_flags
 from mjax.hardware import Gpu, gpu_named
 from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration, default_calibration, read_calibration
@@ -25,6 +28,7 @@ from mjax.planner.rates import Rates
 from mjax.planner.search_command import SearchArguments, check_search, run_search
 from mjax.planner.section import Section, named_rows
 from mjax.planner.time_section import time_section
+from mjax.resolve import resolve
 from mjax.validation import validate
 
 
@@ -63,6 +67,21 @@ class PlanArguments:
     json: bool = False
     """Print one JSON object instead of tables."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def plan(argv: Sequence[str]) -> int:
+    """`mjax plan`; returns the exit code."""
+    chosen = choose_config(argv)
+    config = chosen.config if chosen.resume is None else str(chosen.resume)
+    default = PlanArguments(config=config, run=chosen.resume, settings=chosen.settings)
+    arguments = parse(PlanArguments, argv, "mjax plan", default)
+    if chosen.resume is None:
+        folder = TrainArguments.runs / name_of(config)
+        settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), config, folder)
+        arguments = replace(arguments, settings=settings)
+        for line in taken:
+            print(line, file=sys.stderr)
+    return run_plan(arguments)
 
 
 def run_plan(arguments: PlanArguments) -> int:

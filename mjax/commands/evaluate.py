@@ -20,12 +20,13 @@ from rich.progress import MofNCompleteColumn, TextColumn
 from rich.table import Table
 
 from mjax import launch
-from mjax.config import MeshConfig, read_config
+from mjax.config import MeshConfig, ModelConfig, read_config
+from mjax.data.atomic import write_whole
 from mjax.errors import UsageError, either, suggestion
 from mjax.launch import Distributed
 from mjax.progress import progress
 from mjax.tasks.interface import Figure, Task
-from mjax.tasks.labelled import DEFAULTS
+from mjax.tasks.labelled import DEFAULTS, LabelledTask, open_task
 from mjax.tasks.lambada import Lambada
 from mjax.tasks.perplexity import Perplexity
 from mjax.tasks.wikitext import WikiText103
@@ -99,9 +100,7 @@ def _evaluate(arguments: EvaluateArguments) -> int:
     notices = Console(stderr=True, highlight=False, quiet=not processes.is_first())
     say = lambda line: notices.print(line, markup=False)  # noqa: E731
     if arguments.task in DEFAULTS:
-        from mjax.finetuning.evaluation import evaluate_labelled
-
-        return evaluate_labelled(arguments, notices)
+        return _evaluate_labelled(arguments, notices)
     run, saved = arguments.checkpoint, read_config(arguments.checkpoint / "config.json")
     if saved.model.kind != "gpt":
         raise UsageError(f"{run} holds a BERT, which predicts no next token; give the run folder of a GPT")
@@ -123,6 +122,69 @@ def _evaluate(arguments: EvaluateArguments) -> int:
     if processes.is_first():
         report(arguments, step, figures)
     return 0
+
+
+def _evaluate_labelled(arguments: EvaluateArguments, notices: Console) -> int:
+    """The command for a run that was fine-tuned: metrics of another file, and predictions for it.
+
+    A file without labels, such as a benchmark's test set, gives predictions alone.
+    """
+    from mjax.finetuning.scores import TaskScorer
+    from mjax.inference import inference_config, restore_weights, run_tokenizer
+    from mjax.models.attention import with_kernel
+    from mjax.parallel.mesh import make_mesh
+    from mjax.parallel.processes import is_first
+
+    say = lambda line: notices.print(line, markup=False)  # noqa: E731
+
+    # --- The run and the file -----------------------------------------------------------------------------------------
+    run, saved = arguments.checkpoint, read_config(arguments.checkpoint / "config.json")
+    if saved.model.head == "pretraining":
+        raise UsageError(
+            f"{run} has not been fine-tuned for {arguments.task}; type python -m mjax finetune --help, and give the "
+            "folder best of what comes of it"
+        )
+    tokenizer = run_tokenizer(run, saved.model, arguments.tokenizer)
+    with notices.status(f"reading {arguments.data}"):
+        task = open_task(arguments.task, (), (arguments.data,), tokenizer, saved.model.sequence)
+    for note in task.notes:
+        say(note)
+    _check_head(saved.model, task, arguments)
+    labelled = any(examples.labels for examples in task.validation.values())
+    if not labelled and arguments.predictions is None:
+        raise UsageError(f"{arguments.data} has no labels to measure by; add --predictions FOLDER for what it predicts")
+
+    # --- The mesh and the weights -------------------------------------------------------------------------------------
+    config = inference_config(saved, arguments.mesh, arguments.attention, arguments.micro_batch, arguments.compute)
+    config = with_kernel(config, say)
+    scorer = TaskScorer(config, make_mesh(config.mesh))
+    step, model = restore_weights(run, scorer.abstract_model, arguments.step, say)
+
+    # --- Scores, figures, predictions ---------------------------------------------------------------------------------
+    count = sum(len(examples.tokens) for examples in task.validation.values())
+    columns = (MofNCompleteColumn(), TextColumn("rows"))
+    with progress(arguments.task, count, *columns, console=notices, transient=True) as advance:
+        scores = {name: scorer(model, examples, advance) for name, examples in task.validation.items()}
+    if not is_first():
+        return 0
+    if arguments.predictions is not None:
+        arguments.predictions.mkdir(parents=True, exist_ok=True)
+        for name, contents in task.predictions(scores).items():
+            write_whole(arguments.predictions / name, contents)
+            say(f"predictions  {arguments.predictions / name}")
+    report(arguments, step, task.figures(scores))
+    return 0
+
+
+def _check_head(model: ModelConfig, task: LabelledTask, arguments: EvaluateArguments) -> None:
+    """That the model was fine-tuned for a task of this form."""
+    answers = {"classification": task.classes, "multiple_choice": task.choices, "span": model.answers}[task.head]
+    if (model.head, model.answers) != (task.head, answers):
+        kinds = {"classification": f"{model.answers} classes", "multiple_choice": f"{model.answers} choices"}
+        raise UsageError(
+            f"the model in {arguments.checkpoint} tells {kinds.get(model.head, 'where an answer is')} and was not "
+            f"fine-tuned for {arguments.task}; give a run of python -m mjax finetune --task {arguments.task}"
+        )
 
 
 def report(arguments: EvaluateArguments, step: int, figures: Sequence[Figure]) -> None:

@@ -14,19 +14,15 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
-import tyro
 
 from mjax import launch
-from mjax.config import MeshConfig, read_config
-from mjax.errors import UsageError
+from mjax.config import read_config
+from mjax.errors import UsageError, explain
 from mjax.finetuning import recipe as recipes
-from mjax.launch import Distributed
+from mjax.finetuning.recipe import FinetuneArguments
 from mjax.tasks.labelled import LabelledTask, open_task
 from mjax.validation import validate
 
@@ -35,61 +31,8 @@ if TYPE_CHECKING:  # they import jax, which has to see how many devices are simu
     from mjax.training.watchdog import Watchdog
 
 
-@dataclass(frozen=True)
-class FinetuneArguments:
-    """Train a pre-trained BERT further for a task with labels, with several seeds, and keep the best checkpoint."""
-
-    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
-    """Folder of the pre-trained run, such as runs/bert_336m: its config.json, tokenizer and newest checkpoint are
-    used. Its heads are left out."""
-    task: str
-    """mnli, qqp, race, squad1.1 or squad2.0."""
-    train: tuple[str, ...]
-    """Files to train on, as published: a .tsv of GLUE, a folder of RACE, a .json of SQuAD."""
-    validation: tuple[str, ...]
-    """Files to measure by after each epoch, and to choose the best one."""
-    output: Path | None = None
-    """Folder of the results; CHECKPOINT-TASK when not given. One that is there is continued."""
-    step: int | None = None
-    """Checkpoint to start from; the newest that is not damaged when not given."""
-    seeds: int = 1
-    """Times the task is trained, each with another head, order of examples and dropout. The papers report the median of
-    five."""
-    seed: int = 1234
-    """The first seed; the others follow it."""
-    epochs: int | None = None
-    """Times the examples are seen; as in the paper's recipe for the task when not given, like all that follow."""
-    batch: int | None = None
-    """Examples a step, over all devices."""
-    learning_rate: float | None = None
-    """Peak learning rate, which falls linearly to 0."""
-    warmup: float | None = None
-    """Share of the steps in which the learning rate rises from 0."""
-    weight_decay: float | None = None
-    """Decoupled weight decay, of matrices and embeddings."""
-    sequence: int | None = None
-    """Tokens of a row; what is longer is cut as the task says."""
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    micro_batch: Annotated[int | None, tyro.conf.arg(name="train.micro-batch")] = None
-    """Examples a data replica takes through the model at once; when not given all of its share, in a pipeline one."""
-    recompute: Annotated[Literal["none", "selective", "full"], tyro.conf.arg(name="train.recompute")] = "none"
-    """What the backward pass recomputes, as in training."""
-    compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
-    """Type of activations and matrix products; that of pre-training when not given."""
-    attention: Annotated[Literal["auto", "cudnn", "xla", "xla_blocks"], tyro.conf.arg(name="model.attention")] = "auto"
-    """Attention kernel, as in training."""
-    simulate: int | None = None
-    """Run on this many simulated devices of the CPU, in each process."""
-    distributed: Distributed = field(default_factory=Distributed)
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the report as one JSON object."""
-
-
-def finetune(arguments: FinetuneArguments, explain: Callable[[BaseException], int] = lambda error: 1) -> int:
+def finetune(arguments: FinetuneArguments) -> int:
     """Run the command; progress and notices go to stderr. Returns the exit code.
-
-    Args:
-      explain: prints an error and returns its exit code, where one process of several has to end by itself.
 
     Raises:
       UsageError: a flag or a file cannot be used, or the run folder lacks a config, a tokenizer or a checkpoint.
@@ -98,10 +41,6 @@ def finetune(arguments: FinetuneArguments, explain: Callable[[BaseException], in
     recipes.check(arguments)
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
-    return _finetune(arguments, explain)
-
-
-def _finetune(arguments: FinetuneArguments, explain: Callable[[BaseException], int]) -> int:
     from mjax.parallel import processes
     from mjax.training.watchdog import watching
 

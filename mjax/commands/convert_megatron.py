@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from mjax.commands.convert import print_next_steps
 from mjax.config import ModelConfig
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
@@ -17,7 +18,6 @@ from mjax.interop.convert import (
     check_import,
     check_vocabulary,
     import_config,
-    print_next_steps,
     write_run,
 )
 from mjax.interop.megatron.arguments import Activation, model_config

@@ -1,0 +1,75 @@
+"""`mjax generate`: a run continues prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from mjax.config import MeshConfig, read_config
+from mjax.errors import UsageError
+from mjax.generation import Generator, continue_texts, print_samples
+from mjax.inference import inference_config, restore_weights, run_tokenizer
+from mjax.parallel.mesh import make_mesh
+from mjax.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class GenerateArguments:
+    """Continue prompts with a trained model."""
+
+    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
+    """Folder of the run, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to continue; may be given several times."""
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
+    step: int | None = None
+    """Checkpoint to use; the newest that is not damaged when not given."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
+    """The tokenizer the model was trained with, as in `mjax prepare`; that of the run when not given."""
+    model_parallel: Annotated[int, tyro.conf.arg(name="mesh.model")] = 1
+    """Devices that share every layer's matrices; it need not be what the run was trained with."""
+    json: bool = False
+    """Print a JSON object per prompt, on a line of its own."""
+
+
+def generate(arguments: GenerateArguments) -> int:
+    """`mjax generate`: print prompts and continuations; notices go to stderr. Returns the exit code.
+
+    Raises:
+      UsageError: a flag is out of range, or the run folder lacks a config, a tokenizer or a checkpoint.
+      RunError: the checkpoint is damaged.
+    """
+    console, notices = Console(), Console(stderr=True, highlight=False)
+    arguments.sampling.check()
+    if not arguments.prompt:
+        raise UsageError("there is no prompt; add --prompt TEXT")
+    run = arguments.checkpoint
+    config = inference_config(read_config(run / "config.json"), MeshConfig(model=arguments.model_parallel))
+    if config.model.kind != "gpt":
+        raise UsageError(f"{run} holds a BERT, which continues no text; give the run folder of a GPT with --checkpoint")
+    tokenizer = run_tokenizer(run, config.model, arguments.tokenizer)
+
+    generator = Generator(config, make_mesh(config.mesh))
+    say = lambda line: notices.print(line, markup=False)  # noqa: E731
+    step, model = restore_weights(run, generator.abstract_model, arguments.step, say)
+    with notices.status(f"checkpoint {step}: writing up to {arguments.sampling.tokens} tokens"):
+        samples = continue_texts(generator, model, tokenizer, arguments.prompt, arguments.sampling)
+
+    if arguments.json:
+        for sample in samples:
+            print(json.dumps({"step": step, **dataclasses.asdict(sample)}))
+    else:
+        print_samples(samples, console)
+    for number, sample in enumerate(samples, start=1):
+        if sample.ended == "positions":
+            notices.print(
+                f"prompt {number}: stopped after {sample.tokens} of {arguments.sampling.tokens} tokens, "
+                f"because the model has {config.model.sequence} positions"
+            )
+    return 0

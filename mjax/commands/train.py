@@ -1,0 +1,162 @@
+"""`mjax train`, which is train.py: flags become a checked config, then the run starts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from mjax import launch
+from mjax.config import Config, load_config, read_config
+from mjax.errors import UsageError, either, exit_code, explain
+from mjax.flags import parse, typed_flags
+from mjax.launch import Distributed
+from mjax.resolve import resolve
+from mjax.validation import validate
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """Train a model. Any field of the config can be changed by a flag, such as --mesh.data 8 or --train.steps 1000."""
+
+    config: str = "gpt_demo"
+    """Name of a file in configs/, or a path to a .py file that defines `config`."""
+    name: str | None = None
+    """Name of the run, whose folder is RUNS/NAME; that of the config when not given. A run that is there is
+    continued."""
+    runs: Path = Path("runs")
+    """Folder of run folders."""
+    resume: Annotated[Path | None, tyro.conf.arg(aliases=["--run"])] = None
+    """Continue the run in this folder with the config saved there."""
+    step: int | None = None
+    """With --resume: continue from this checkpoint, and set later ones aside; the newest when not given."""
+    simulate: int | None = None
+    """Run on this many simulated devices of the CPU, in each process."""
+    allow_change: bool = False
+    """Continue a run although a setting that changes what it learns (optimizer, data, seed, batch, precision, model) is
+    another one. Steps, mesh, intervals and logging change without it."""
+    force: bool = False
+    """Train even where the memory of the GPUs is predicted not to suffice."""
+    distributed: Distributed = field(default_factory=Distributed)
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def train(argv: Sequence[str]) -> int:
+    """`mjax train`; returns the exit code."""
+    try:
+        arguments, label, changes = _train_arguments(argv)
+    except UsageError as error:
+        _tell_the_others(argv, error)
+        raise
+
+    from mjax.parallel import processes
+    from mjax.planner.fit import check_gpu_at_hand
+    from mjax.training import loop
+    from mjax.training.watchdog import watching
+
+    config = arguments.settings
+    processes.start(arguments.distributed)
+    with watching(arguments.distributed, explain) as watchdog:
+        if processes.is_first():
+            for line in changes:
+                print(line)
+        check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
+        result = loop.train(config, arguments.resume, label, watchdog, arguments.step)
+    return result.exit_code
+
+
+def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, list[str]]:
+    """What `mjax train` is asked for, with the run folder in `resume`; what to call the config; and what it takes
+    from its data and changes in its run.
+
+    Everything that can be refused without a device is refused here, before jax is imported.
+    """
+    chosen = choose_config(argv)
+    arguments = parse(TrainArguments, argv, "mjax train", chosen)
+    folder = arguments.resume or arguments.runs / (arguments.name or name_of(arguments.config))
+    label = arguments.config if arguments.resume is None else str(folder)
+    if arguments.step is not None:
+        _check_step(arguments, folder)
+    taken: list[str] = []
+    if arguments.resume is None:
+        settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), label, folder)
+        arguments = replace(arguments, settings=settings)
+    validate(arguments.settings, label)
+    from mjax.training.continuing import changes_since
+
+    changes = changes_since(folder, arguments.settings, arguments.allow_change, resumed=arguments.resume is not None)
+    if arguments.simulate is not None:
+        launch.simulate_devices(arguments.simulate)
+    from mjax.training.metrics import check_wandb
+
+    check_wandb(arguments.settings.log.wandb)
+    return replace(arguments, resume=folder), label, [*taken, *changes]
+
+
+def _check_step(arguments: TrainArguments, folder: Path) -> None:
+    """That --step names a checkpoint of the run that is resumed."""
+    from mjax.training.runs import checkpoint_steps
+
+    if arguments.resume is None:
+        raise UsageError(f"--step {arguments.step} goes with --resume; add --resume {folder}")
+    if arguments.step not in (steps := checkpoint_steps(folder)):
+        raise UsageError(f"--step {arguments.step}: {folder} holds no such checkpoint; use {either(steps)}")
+
+
+def _tell_the_others(argv: Sequence[str], error: UsageError) -> None:
+    """Where this is one of several processes, say why it does not train and join the others to tell them: they would
+    wait for it."""
+    needed = ("--distributed.", "--simulate")  # others may be what is wrong
+    words = [
+        word
+        for before, word in zip(["", *argv], argv, strict=False)
+        if word.startswith(needed) or (before.startswith(needed) and "=" not in before)
+    ]
+    if not words and launch.launched_by() is None:
+        return
+    arguments = parse(TrainArguments, words, "mjax train", TrainArguments())
+    if not arguments.distributed.several:
+        return
+    explain(error)  # at once: the others may come late
+    if arguments.simulate is not None and "jax" not in sys.modules:
+        launch.simulate_devices(arguments.simulate)
+    from mjax.parallel import processes
+    from mjax.training.watchdog import watching
+
+    processes.start(arguments.distributed)
+    with watching(arguments.distributed, exit_code):
+        raise error
+
+
+def name_of(config: str) -> str:
+    """The name of a run when none is given: that of its config, or of the run whose config.json it is."""
+    file = Path(config)
+    return file.resolve().parent.name if file.name == "config.json" else file.stem
+
+
+def choose_config(argv: Sequence[str]) -> TrainArguments:
+    """The defaults of the other flags: from --run's folder, or from --config's file."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?")
+    parser.add_argument("--run", "--resume", dest="resume", type=Path, nargs="?")
+    parser.add_argument("--name", nargs="?")
+    first, _ = parser.parse_known_args(argv)
+    if first.resume is not None:
+        for flag in ("config", "name"):
+            if (value := getattr(first, flag)) is not None:
+                raise UsageError(
+                    f"--{flag} {value} does nothing beside --run {first.resume}, which continues that run; leave one "
+                    f"out, or type --config {first.resume}/config.json --name NEW for a new run with its settings"
+                )
+        from mjax.training.runs import has_checkpoint
+
+        if not has_checkpoint(first.resume):
+            raise UsageError(f"--run {first.resume} holds no checkpoint; give a run folder such as runs/gpt_demo")
+        return TrainArguments(resume=first.resume, settings=read_config(first.resume / "config.json"))
+    config = first.config or TrainArguments.config
+    return TrainArguments(config=config, settings=load_config(config))
