@@ -14,14 +14,16 @@ adds nothing that is not in the text. A tokenizer is saved beside the data as a 
 run, so that it is named once, on the command line of `mjax prepare`.
 """
 
+from pathlib import Path
+
 from mjax.data.tokenizers.bert import BertTokenizer, CasedBertTokenizer, UncasedBertTokenizer
 from mjax.data.tokenizers.gpt2 import GPT2Tokenizer
 from mjax.data.tokenizers.huggingface import HuggingFaceTokenizer
-from mjax.data.tokenizers.interface import DESCRIPTION, EOD_PIECE, Tokenizer
-from mjax.data.tokenizers.opening import KINDS, load_tokenizer, tokenizer_from_folder
+from mjax.data.tokenizers.library import DESCRIPTION, EOD_PIECE, ByteTokenizer, Tokenizer, sha256
 from mjax.data.tokenizers.pieces import SentencePieceTokenizer, train_sentencepiece
-from mjax.data.tokenizers.utf8_bytes import ByteTokenizer
 from mjax.data.tokenizers.wordpiece import train_wordpiece
+from mjax.errors import UsageError
+from mjax.json_files import read_json
 
 __all__ = [
     "DESCRIPTION",
@@ -40,3 +42,72 @@ __all__ = [
     "train_sentencepiece",
     "train_wordpiece",
 ]
+
+KINDS: dict[str, type[Tokenizer]] = {
+    tokenizer.kind: tokenizer
+    for tokenizer in (
+        GPT2Tokenizer,
+        UncasedBertTokenizer,
+        CasedBertTokenizer,
+        SentencePieceTokenizer,
+        HuggingFaceTokenizer,
+        ByteTokenizer,
+    )
+}
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer that `--tokenizer SPEC` names, SPEC being KIND or KIND:FILES.
+
+    Raises:
+      UsageError: the kind is unknown, or a file is missing or not what the kind needs.
+    """
+    kind, _, files = spec.partition(":")
+    if kind not in KINDS:
+        forms = ", ".join(tokenizer.form for tokenizer in KINDS.values())
+        raise UsageError(f"--tokenizer {spec} is of no known kind; use {forms}")
+    return KINDS[kind].from_files(files)
+
+
+def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
+    """The tokenizer that `Tokenizer.save` wrote into `folder`.
+
+    Raises:
+      UsageError: the folder holds none, or one that is damaged or of an unknown kind.
+    """
+    folder = Path(folder)
+    description = folder / DESCRIPTION
+    if not description.is_file():
+        raise UsageError(
+            f"{description} does not exist, which `python -m mjax prepare` writes beside the files of a tokenizer; "
+            "name these files with --tokenizer KIND:FILES, such as gpt2:vocab.json,merges.txt"
+        )
+    values = read_json(description, "prepare the data again")
+    try:
+        kind, stated, sums = values["kind"], (values["vocabulary"], values["eod"]), values["sha256"]
+        if not (isinstance(kind, str) and isinstance(sums, dict) and all(type(number) is int for number in stated)):
+            raise TypeError
+    except (KeyError, TypeError):
+        raise UsageError(f"{description} does not describe a tokenizer; prepare the data again") from None
+    if kind not in KINDS:
+        raise UsageError(f"{description} is of kind {kind!r}; this mjax knows {', '.join(KINDS)}")
+
+    contents = []
+    for name in KINDS[kind].stored:
+        file = folder / name
+        if not file.is_file():
+            raise UsageError(f"{file} does not exist, though {description} asks for it; prepare the data again")
+        contents.append(file.read_bytes())
+        if sha256(contents[-1]) != sums.get(name):
+            raise UsageError(
+                f"{file} is not the file that {description} was written with; restore the folder or prepare the data "
+                "again"
+            )
+    names = [str(folder / name) for name in KINDS[kind].stored]
+    tokenizer = KINDS[kind].from_contents(contents, names, stated[1])
+    if (tokenizer.vocabulary, tokenizer.eod) != stated:
+        raise UsageError(
+            f"{description} states vocabulary and end of document {stated}, but the files beside it give "
+            f"{(tokenizer.vocabulary, tokenizer.eod)}; restore the folder or prepare the data again"
+        )
+    return tokenizer

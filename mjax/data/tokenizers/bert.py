@@ -10,12 +10,11 @@ because its brackets are punctuation: `[MASK]` in a text is `[`, `mask`, `]`, as
 """
 
 import string
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from mjax.data.tokenizers.interface import read_given, utf8, utf8_lines
-from mjax.data.tokenizers.library import LibraryTokenizer
+from mjax.data.tokenizers.library import LibraryTokenizer, utf8, utf8_lines
 from mjax.errors import UsageError
 
 LONGEST_WORD = 100  # characters
@@ -26,12 +25,12 @@ class BertTokenizer(LibraryTokenizer):
     """WordPiece; [SEP] ends documents.
 
     Attributes:
+      lowercase: whether capitals become small letters and accents are dropped.
       cls, sep, mask, pad, unk: ids of [CLS], [SEP], [MASK], [PAD] and [UNK].
     """
 
     stored = ("vocab.txt",)
     lowercase: ClassVar[bool]
-    """Whether capitals become small letters and accents are dropped."""
 
     def __init__(self, vocab: bytes, name: str):
         # As in Google's code the line is the id, and of a piece that is there twice the last counts.
@@ -49,11 +48,6 @@ class BertTokenizer(LibraryTokenizer):
         self.vocabulary = len(pieces)
         self.cls, self.sep, self.mask, self.pad, self.unk = (ids[piece] for piece in SPECIAL)
         self.eod = self.sep
-
-    @classmethod
-    def from_files(cls, files: str) -> Self:
-        """From what follows the kind on the command line: a vocab.txt."""
-        return cls(read_given(cls, files, files), files)
 
     def _check_case(self, ids: dict[str, int], name: str) -> None:
         """Refuse a vocabulary of the other case: half of the words would be [UNK], or half of the pieces in vain."""

@@ -17,8 +17,7 @@ from typing import Self
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from mjax.data.tokenizers.interface import EOD_PIECE, read_given, utf8_lines
-from mjax.data.tokenizers.library import LibraryTokenizer, library_errors
+from mjax.data.tokenizers.library import EOD_PIECE, LibraryTokenizer, library_errors, read_given, utf8_lines
 from mjax.errors import UsageError
 from mjax.json_files import parse_json
 

@@ -13,8 +13,7 @@ from typing import Any, Self
 import tokenizers
 from tokenizers import AddedToken, pre_tokenizers
 
-from mjax.data.tokenizers.interface import read_given
-from mjax.data.tokenizers.library import LibraryTokenizer, library_errors
+from mjax.data.tokenizers.library import LibraryTokenizer, library_errors, read_given
 from mjax.errors import UsageError
 from mjax.json_files import parse_json
 

@@ -1,22 +1,167 @@
-"""Tokenizers that the `tokenizers` library runs: its Rust core splits, merges and looks up; mjax keeps eod apart.
+"""What mjax asks of a tokenizer, what all kinds of them share, and those that the `tokenizers` library runs.
 
 In Hugging Face's tokenizers a text that contains `<|endoftext|>` or `[SEP]` encodes to that very token. In Megatron's
 it does not, nor here: otherwise a web page about GPT-2 would end in the middle.
+
+A saved tokenizer is a folder with the files it was made from, byte for byte, and `mjax_tokenizer.json`:
+
+    {"kind": "gpt2", "vocabulary": 50257, "eod": 50256, "sha256": {"vocab.json": "…", "merges.txt": "…"}}
+
+Reading one back parses these files and nothing else: there is nothing to execute or unpickle, and a file that is not
+the one that was saved is refused, because other merges would give other tokens without a word.
 """
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar, Self
 
 import tokenizers
 
-from mjax.data.tokenizers.interface import StoredTokenizer, decode_around, utf8
 from mjax.errors import UsageError
 
 # One thread each: workers are processes. The library reads this when it encodes, and a user's own setting wins.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+DESCRIPTION = "mjax_tokenizer.json"
+EOD_PIECE = "<|endoftext|>"
 WHOLE_FILES = "get its files again, they may be damaged"
+
+
+class Tokenizer:
+    """Text to token ids and back; rebuilt from the very files it was made from.
+
+    Attributes:
+      kind: name on the command line and in `mjax_tokenizer.json`.
+      form: how it is written on the command line.
+      stored: names of its files in a folder.
+      contents: what is in them, in the same order.
+      vocabulary: ids run from 0 to vocabulary - 1.
+      eod: id that ends a document; no text encodes to it.
+    """
+
+    kind: ClassVar[str]
+    form: ClassVar[str]
+    stored: ClassVar[tuple[str, ...]] = ()
+    contents: tuple[bytes, ...] = ()
+    vocabulary: int
+    eod: int
+
+    @classmethod
+    def from_files(cls, files: str) -> Self:
+        """From what follows the kind on the command line: one file, where the kind says nothing else.
+
+        Raises:
+          UsageError: a file is missing or not what the kind needs.
+        """
+        return cls(read_given(cls, files, files), files)
+
+    @classmethod
+    def from_contents(cls, contents: Sequence[bytes], names: Sequence[str], eod: int) -> Self:
+        """From the files of a folder that `save` wrote: what is in them, and their names, to complain with.
+
+        Raises:
+          UsageError: a file is not what the kind needs.
+        """
+        return cls(*contents, *names)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without an end-of-document id or any other that is not in the text.
+
+        Raises:
+          UsageError: the text holds half of a surrogate pair, which is no character.
+        """
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, faster where the library has a way; in one thread."""
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; an end-of-document id becomes `<|endoftext|>`, bytes that are not UTF-8 become "�".
+
+        So does an id from `vocabulary` on, which a model with a larger vocabulary may draw.
+        """
+        text, run = [], []
+        for token in ids:
+            if token != self.eod and 0 <= token < self.vocabulary:
+                run.append(int(token))  # sentencepiece takes no NumPy integers
+            else:
+                text += [self._text(run), EOD_PIECE if token == self.eod else "\ufffd"]
+                run = []
+        return "".join([*text, self._text(run)])
+
+    def _text(self, ids: list[int]) -> str:
+        """Text of ids of which each has a token and none ends a document."""
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> None:
+        """Write the files, and last the description, without which a folder is not taken for a tokenizer."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in zip(self.stored, self.contents, strict=True):
+            (folder / name).write_bytes(content)
+        values = {
+            "kind": self.kind,
+            "vocabulary": self.vocabulary,
+            "eod": self.eod,
+            "sha256": {name: sha256(content) for name, content in zip(self.stored, self.contents, strict=True)},
+        }
+        (folder / DESCRIPTION).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8 and an end-of-document id: nothing to find or to train, but four times as many tokens."""
+
+    kind = "bytes"
+    form = "bytes"
+    vocabulary = 257
+    eod = 256
+
+    @classmethod
+    def from_files(cls, files: str) -> Self:
+        """From what follows the kind on the command line: nothing."""
+        if files:
+            raise UsageError(f"--tokenizer bytes:{files} names a file, but bytes need none; use --tokenizer bytes")
+        return cls()
+
+    def encode(self, text: str) -> list[int]:
+        """Bytes of `text` in UTF-8."""
+        return list(utf8(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Bytes of each text."""
+        return [self.encode(text) for text in texts]
+
+    def _text(self, ids: list[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+class LibraryTokenizer(Tokenizer):
+    """Encodes and decodes with a `tokenizers.Tokenizer`, without ever adding a token that is not in the text."""
+
+    library: tokenizers.Tokenizer
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of the tokens of each text; special tokens written out in it are text like any other."""
+        # The fast one keeps no track of which token came from which characters.
+        return [found.ids for found in self._encoded(texts, self.library.encode_batch_fast)]
+
+    def encode_with_characters(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Ids of the tokens of each text, and the characters text[begin:end] that each token was made of."""
+        return [(found.ids, found.offsets) for found in self._encoded(texts, self.library.encode_batch)]
+
+    def _encoded(self, texts: Sequence[str], encode: Callable) -> list[tokenizers.Encoding]:
+        for text in texts:
+            utf8(text)
+        with library_errors(f"the {self.kind} tokenizer cannot encode a text", WHOLE_FILES):
+            return encode(list(texts), add_special_tokens=False)
+
+    def _text(self, ids: list[int]) -> str:
+        with library_errors(f"the {self.kind} tokenizer cannot decode these ids", WHOLE_FILES):
+            return self.library.decode(ids, skip_special_tokens=False)
 
 
 @contextmanager
@@ -30,32 +175,56 @@ def library_errors(before: str, after: str) -> Iterator[None]:
         raise UsageError(f"{before} ({error}); {after}") from None
 
 
-class LibraryTokenizer(StoredTokenizer):
-    """Encodes and decodes with a `tokenizers.Tokenizer`, without ever adding a token that is not in the text."""
+def sha256(content: bytes) -> str:
+    """Checksum of a file's content, in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
 
-    library: tokenizers.Tokenizer
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of the tokens of `text`; special tokens written out in it are text like any other."""
-        return self.encode_batch([text])[0]
+def utf8(text: str) -> bytes:
+    """The bytes of `text`; called by every `encode`, so that the libraries only see text that is whole.
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of the tokens of each text."""
-        for text in texts:
-            utf8(text)
-        # The fast one keeps no track of which token came from which characters.
-        with library_errors(f"the {self.kind} tokenizer cannot encode a text", WHOLE_FILES):
-            return [found.ids for found in self.library.encode_batch_fast(list(texts), add_special_tokens=False)]
+    Raises:
+      UsageError: it holds half of a surrogate pair, which JSON can spell (`"\\ud83d"`) and UTF-8 cannot.
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise UsageError(
+            f"character {error.start} of the text is {half}, half of a surrogate pair; replace or drop it"
+        ) from None
 
-    def encode_with_characters(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids of the tokens of each text, and the characters text[begin:end] that each token was made of."""
-        for text in texts:
-            utf8(text)
-        with library_errors(f"the {self.kind} tokenizer cannot encode a text", WHOLE_FILES):
-            found = self.library.encode_batch(list(texts), add_special_tokens=False)
-        return [(one.ids, one.offsets) for one in found]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of tokens; see `Tokenizer`."""
-        with library_errors(f"the {self.kind} tokenizer cannot decode these ids", WHOLE_FILES):
-            return decode_around(self, ids, lambda part: self.library.decode(part, skip_special_tokens=False))
+def read_given(tokenizer: type[Tokenizer], files: str, file: str) -> bytes:
+    """What is in `file`, one of the `files` given on the command line.
+
+    Raises:
+      UsageError: none is named, or it cannot be read.
+    """
+    if not file:
+        raise UsageError(f"--tokenizer {tokenizer.kind} names no file; use --tokenizer {tokenizer.form}")
+    if not Path(file).is_file():
+        raise UsageError(
+            f"--tokenizer {tokenizer.kind}:{files}: there is no file {file}; use --tokenizer {tokenizer.form}"
+        )
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"--tokenizer {tokenizer.kind}:{files}: {file} cannot be read ({error.strerror}); check its permissions"
+        ) from None
+
+
+def utf8_lines(content: bytes, name: str) -> list[str]:
+    """Lines of a text file that may come from Windows.
+
+    Only a line feed ends a line: to `str.splitlines` U+2028 and U+0085 do too, and vocabularies hold them as tokens.
+
+    Raises:
+      UsageError: it is not UTF-8.
+    """
+    try:
+        lines = content.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not a text file in UTF-8 (byte {error.start}); give the right file") from None
+    return [line.removesuffix("\r") for line in (lines[:-1] if not lines[-1] else lines)]

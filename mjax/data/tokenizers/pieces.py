@@ -8,33 +8,24 @@ A foreign model does what it was trained to do: most put a space in front, many 
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Self
 
 import sentencepiece
 
-from mjax.data.tokenizers.interface import EOD_PIECE, StoredTokenizer, decode_around, read_given, utf8
+from mjax.data.tokenizers.library import EOD_PIECE, Tokenizer, utf8
 from mjax.errors import UsageError
 
 CHUNK = 2**14  # characters given to sentencepiece at once in training
 
 
-class TooLarge(Exception):
-    """A vocabulary of more pieces than come of a text; `most` do."""
+class WrongSize(Exception):
+    """A vocabulary size that does not fit a text: it yields `most` pieces, or needs `least` for its letters."""
 
-    def __init__(self, most: int):
-        super().__init__(most)
-        self.most = most
-
-
-class TooSmall(Exception):
-    """A vocabulary of fewer pieces than a text needs to have one for each character; `least` do."""
-
-    def __init__(self, least: int):
-        super().__init__(least)
-        self.least = least
+    def __init__(self, most: int | None = None, least: int | None = None):
+        super().__init__(most, least)
+        self.most, self.least = most, least
 
 
-class SentencePieceTokenizer(StoredTokenizer):
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model; its end-of-sentence piece, or a control piece `<|endoftext|>`, ends documents."""
 
     kind = "sentencepiece"
@@ -65,24 +56,14 @@ class SentencePieceTokenizer(StoredTokenizer):
                 "so text can hold it; use a model trained with it among --control_symbols"
             )
 
-    @classmethod
-    def from_files(cls, files: str) -> Self:
-        """From what follows the kind on the command line: a .model file."""
-        return cls(read_given(cls, files, files), files)
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of the pieces of `text`; a `<|endoftext|>` in it is spelled out and ends no document."""
-        return self.encode_batch([text])[0]
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of the pieces of each text."""
+        """Ids of the pieces of each text; a `<|endoftext|>` in it is spelled out and ends no document."""
         for text in texts:
             utf8(text)
         return self._processor.encode(list(texts), num_threads=1)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of pieces; see `Tokenizer`."""
-        return decode_around(self, ids, self._processor.decode)
+    def _text(self, ids: list[int]) -> str:
+        return self._processor.decode(ids)
 
 
 # --- Training ---------------------------------------------------------------------------------------------------------
@@ -108,12 +89,12 @@ def train_sentencepiece(texts: Iterable[str], vocabulary: int) -> SentencePieceT
             eos_id=1,
             eos_piece=EOD_PIECE,
         )
-    except TooLarge as error:
-        raise UsageError(
-            f"--vocabulary {vocabulary} is too large for this little text, which yields {error.most} pieces; "
-            f"use --vocabulary {error.most} or less, give more text, or use --tokenizer bytes"
-        ) from None
-    except TooSmall as error:
+    except WrongSize as error:
+        if error.most is not None:
+            raise UsageError(
+                f"--vocabulary {vocabulary} is too large for this little text, which yields {error.most} pieces; "
+                f"use --vocabulary {error.most} or less, give more text, or use --tokenizer bytes"
+            ) from None
         raise UsageError(
             f"--vocabulary {vocabulary} is too small: bytes and characters of this text alone are {error.least} "
             f"pieces; use --vocabulary {error.least} or more, or --tokenizer bytes"
@@ -129,7 +110,7 @@ def learned(texts: Iterable[str], vocabulary: int, **settings) -> bytes:
 
     Raises:
       UsageError: there is no text.
-      TooLarge, TooSmall: this size and this text do not fit.
+      WrongSize: this size and this text do not fit.
     """
     model, interruption = io.BytesIO(), []
 
@@ -166,9 +147,9 @@ def _explained(error: RuntimeError) -> Exception:
     """What sentencepiece's message means."""
     message = str(error)
     if found := re.search(r"too high.*<= (\d+)", message):
-        return TooLarge(int(found[1]))
+        return WrongSize(most=int(found[1]))
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        return TooSmall(int(found[1]))
+        return WrongSize(least=int(found[1]))
     if "sentences_.empty()" in message or "all_chars_count" in message:
         return UsageError("there is no text to train a tokenizer on; give files that hold text")
     return error

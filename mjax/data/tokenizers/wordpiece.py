@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 import sentencepiece
 
 from mjax.data.tokenizers.bert import BertTokenizer, CasedBertTokenizer, UncasedBertTokenizer, words_of
-from mjax.data.tokenizers.pieces import CHUNK, TooLarge, TooSmall, learned
+from mjax.data.tokenizers.pieces import CHUNK, WrongSize, learned
 from mjax.errors import UsageError
 
 TRAINABLE = {tokenizer.kind: tokenizer for tokenizer in (UncasedBertTokenizer, CasedBertTokenizer)}
@@ -57,9 +57,10 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, kind: str) -> BertTok
             split_by_number=False,
             eos_id=-1,
         )
-    except TooLarge as error:
-        least = _size(len(met.union(always)))
-        if error.most < least:
+    except WrongSize as error:
+        if error.least is not None:
+            raise too_small(error.least - 2 + len(always)) from None  # but for the unknown piece and the space
+        if error.most < (least := _size(len(met.union(always)))):
             raise UsageError(
                 f"this text is too little to learn a vocabulary from: {error.most} pieces come of its words, and its "
                 f"letters alone are {least}; give more text, or the file of a vocabulary, --tokenizer {kind}:vocab.txt"
@@ -68,8 +69,6 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, kind: str) -> BertTok
             f"--vocabulary {vocabulary} is too large for this little text, which yields {error.most} pieces; "
             f"use --vocabulary {error.most} or less, or give more text"
         ) from None
-    except TooSmall as error:
-        raise too_small(error.least - 2 + len(always)) from None  # but for the unknown piece and the space
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
     found = [pieces.id_to_piece(number) for number in range(1, pieces.vocab_size())]  # 0 is the unknown piece
     letters = sorted({piece for piece in found if len(piece) == 1} - {SPACE} | set(always))
@@ -89,9 +88,8 @@ def _size(letters: int) -> int:
 def _spaced(texts: Iterable[str], lowercase: bool, met: set[str]) -> Iterator[str]:
     """The words of the texts with a space between two, in chunks that end with a word; their letters go to `met`."""
     for text in texts:
-        words = words_of(text, lowercase)
         line, size = [], 0
-        for word in words:
+        for word in words_of(text, lowercase):
             line.append(word)
             met.update(word)
             size += len(word) + 1
