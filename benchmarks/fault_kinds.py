@@ -102,7 +102,7 @@ def stops(place: Place, random: Random, number: int) -> Iterator[Outcome]:
     again = place.start(name).wait()
     if again.judge(outcome, 0):
         _check_resumed(again, before[0], outcome)
-        place.compare(name, outcome)
+        place.compare(name, outcome, stopped_at=before[0])
     place.forget(name)
     yield outcome
 
