@@ -280,7 +280,7 @@ def damage(place: Place, random: Random, number: int) -> Iterator[Outcome]:
     outcome = Outcome(what)
     again = place.start(name, "--checkpoint.keep-last", "3").wait()
     if again.judge(outcome, 0):
-        if "damaged" not in again.output and resumed_from(again.output) != newest:
+        if not re.search("damaged|unreadable|misnamed", again.output) and resumed_from(again.output) != newest:
             outcome.words += f"continued after {resumed_from(again.output)} without a word; "
         place.compare(name, outcome)
     place.forget(name)

@@ -18,7 +18,7 @@ import numpy as np
 
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.errors import RunError
-from mjax.training.manifest import read_manifest
+from mjax.training.manifest import Unusable, read_manifest
 from mjax.training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -216,12 +216,19 @@ class Process:
 
 
 def committed(run: Path) -> list[int]:
-    """Steps of the checkpoints of a run that are whole."""
+    """Steps of the checkpoints of a run that are whole and bear their own number."""
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
-    names = [entry.name for entry in folder.iterdir() if entry.name.isdecimal()]
-    return sorted(int(name) for name in names if (folder / name / "manifest.json").exists())
+    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal() and _has_manifest(entry))
+
+
+def _has_manifest(checkpoint: Path) -> bool:
+    try:
+        read_manifest(checkpoint)
+    except Unusable:
+        return False
+    return True
 
 
 def saving(run: Path) -> bool:
