@@ -329,9 +329,10 @@ def disagreeing(place: Place, random: Random, number: int) -> Iterator[Outcome]:
         place.start(name, *where, "--distributed.process", "0", log=f"{name}-0"),
         place.start(name, *where, "--distributed.process", "1", *flags, program=program, log=f"{name}-1"),
     ]
-    for process in pair:
+    for index, process in enumerate(pair):
         ended = process.wait()
-        if ended.judge(outcome, 2) and "process" not in ended.output.lower():
+        own = index == 1 and "nothing.bin does not exist" in "".join(ended.output.split("\n"))  # names its own file
+        if ended.judge(outcome, 2) and "process" not in ended.output.lower() and not own:
             outcome.words += f"nobody is named: {ended.output.strip().splitlines()[-1:]}; "
     if losses_of(place.folder / name):
         outcome.words += "steps were taken; "
