@@ -8,7 +8,8 @@ import numpy as np
 
 from mjax.config import Config, ModelConfig
 from mjax.doctor.devices import called
-from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, advice_on
+from mjax.doctor.finding import GREEN, RED, YELLOW, Found, advice_on, check
+from mjax.doctor.numerics import relative_error
 from mjax.errors import UsageError
 from mjax.models import attention
 from mjax.models.alibi import alibi_slopes
@@ -18,7 +19,8 @@ from mjax.models.alibi import alibi_slopes
 BOUNDS = {"bf16": 3e-2, "fp16": 5e-3, "fp32": 1e-4, "fp64": 1e-4}
 
 
-def check_attention(config: Config | None = None) -> list[Finding]:
+@check("attention")
+def check_attention(config: Config | None = None) -> Found:
     """Which kernel `auto`, or the config, takes here, and whether its output and gradients are right.
 
     Without a config: bf16, head size 64, no dropout.
@@ -32,7 +34,7 @@ def check_attention(config: Config | None = None) -> list[Finding]:
         kernel = attention.resolve_attention(model, compute, platform, notices.append, documents)
     except UsageError as error:
         found, _, advice = str(error).rpartition("; ")
-        return [Finding("attention", RED, found, advice_on(found, advice))]
+        return RED, found, advice_on(found, advice)
     error = largest_error(kernel, model, compute, documents)
     figures = {"largest_error_relative": error}
     tried = compute if compute in ("bf16", "fp16") else "fp32"
@@ -45,16 +47,14 @@ def check_attention(config: Config | None = None) -> list[Finding]:
         allowed = f"{BOUNDS[compute]:.0e} is allowed"
         found = f"{kernel} gives wrong numbers in {tried}: off by {error:.1e} of the largest, {allowed}"
         other = "xla" if kernel != "xla" else "xla_blocks"
-        return [
-            Finding("attention", RED, found, f"--model.attention {other}, and report it with jax's version", figures)
-        ]
+        return RED, found, f"--model.attention {other}, and report it with jax's version", figures
     if notices:  # `auto` took a slower kernel, and says why
         why = notices[0].removeprefix("attention: ")
         advice = "--model.attention-dropout 0" if model.attention_dropout > 0 else None
-        return [Finding("attention", YELLOW, f"{found}; {why}", advice, figures)]
+        return YELLOW, f"{found}; {why}", advice, figures
     if config is None and kernel == "cudnn":
         found += "; with --model.attention-dropout above 0, as the papers' configs have it, the slower xla"
-    return [Finding("attention", GREEN, found, figures=figures)]
+    return GREEN, found, None, figures
 
 
 def largest_error(kernel: str, model: ModelConfig, compute: str, documents: bool) -> float:
@@ -77,10 +77,7 @@ def largest_error(kernel: str, model: ModelConfig, compute: str, documents: bool
 
     gradients, output = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(*inputs)
     expected = reference(*(np.asarray(x, np.float64) for x in inputs), model.causal, numbers, slopes)
-    errors = []
-    for found, right in zip((output, *gradients), expected, strict=True):
-        errors.append(np.abs(np.asarray(found, np.float64) - right).max() / np.abs(right).max())
-    return float(max(errors, key=lambda error: error if error == error else np.inf))  # not a number is the worst
+    return relative_error((output, *gradients), expected)
 
 
 def reference(q, k, v, causal: bool, documents=None, slopes=None) -> tuple[np.ndarray, ...]:

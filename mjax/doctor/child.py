@@ -7,7 +7,6 @@ too long, or ends before its time, the check that it was at is red, and another 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import queue
@@ -51,7 +50,7 @@ def run_in_child(
             yield from findings
             if name == foundation and any(finding.status == RED for finding in findings):
                 if names:
-                    yield Finding("not checked", YELLOW, listed(names), f"mend the line {foundation} first")
+                    yield Finding("not checked", YELLOW, listed(names), f"fix the line {foundation} first")
                 return
 
 
@@ -71,9 +70,8 @@ def _one_child(names, settings, environment, limit, begin, command) -> Iterator[
         return
     lines: queue.Queue[bytes] = queue.Queue()
     said: deque[bytes] = deque(maxlen=LAST_WORDS)
-    threading.Thread(target=_forward, args=(child.stdout, lines), daemon=True).start()
-    listener = threading.Thread(target=_keep, args=(child.stderr, said), daemon=True)
-    listener.start()
+    _forward(child.stdout, lines.put)
+    listener = _forward(child.stderr, said.append)
     try:
         for name in names:
             begin(name)
@@ -88,25 +86,27 @@ def _one_child(names, settings, environment, limit, begin, command) -> Iterator[
                 except subprocess.TimeoutExpired:
                     found = f"the process that checked it does not end in {limit:g} s"
                     yield name, [Finding(name, RED, found, SILENT)]
-                else:
-                    listener.join(timeout=5)  # a process that the child left behind may hold the pipe
-                    yield name, [_lost(name, code, b"".join(said).decode(errors="replace"))]
+                    return
+                listener.join(timeout=5)  # a process that the child left behind may hold the pipe
+                yield name, [_lost(name, code, b"".join(said).decode(errors="replace"))]
                 return
             yield name, [Finding(**finding) for finding in json.loads(line)]
     finally:
         _end(child)
 
 
-def _forward(stream, lines: queue.Queue[bytes]) -> None:
-    with stream:
-        for line in stream:
-            lines.put(line)
-    lines.put(b"")
+def _forward(stream, put: Callable[[bytes], None]) -> threading.Thread:
+    """Hand on the lines of a pipe, and nothing at its end, from a thread."""
 
+    def read() -> None:
+        with stream:
+            for line in stream:
+                put(line)
+        put(b"")
 
-def _keep(stream, said: deque[bytes]) -> None:
-    with stream:
-        said.extend(stream)
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    return thread
 
 
 def _lost(name: str, code: int, errors: str) -> Finding:
@@ -126,8 +126,3 @@ def _end(child: subprocess.Popen) -> None:
             os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, where no signal reaches it
             child.wait(timeout=5)
-
-
-def answer(findings: list[Finding]) -> str:
-    """A check's findings as the child writes them: one line."""
-    return json.dumps([dataclasses.asdict(finding) for finding in findings])

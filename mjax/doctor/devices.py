@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
 from mjax.doctor.driver import Driver, visible_gpus
-from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding, advice_on, first_line, gibibytes, listed
+from mjax.doctor.finding import (
+    FIGURE,
+    GREEN,
+    RED,
+    YELLOW,
+    Finding,
+    Found,
+    advice_on,
+    check,
+    first_line,
+    gibibytes,
+    listed,
+)
 from mjax.hardware import USABLE_FRACTION
 from mjax.launch import MEMORY_FRACTIONS
 
@@ -29,9 +41,10 @@ def called(device: jax.Device) -> str:
     return f"{device.platform.upper()} {device.id}"
 
 
+@check("devices")
 def check_devices(
     driver: Driver, cuda: int | None, complaints: Sequence[str] = (), environment: Mapping[str, str] = os.environ
-) -> list[Finding]:
+) -> Found:
     """Whether JAX starts, and on what; compared with the GPUs that the driver shows.
 
     Args:
@@ -45,11 +58,9 @@ def check_devices(
         reason = (list(complaints) or [first_line(error)])[-1]
         if platforms:
             found = f"JAX has no device with JAX_PLATFORMS={platforms} ({reason})"
-            mend = "unset JAX_PLATFORMS to train on the CPU; for a GPU, see the line driver"
-            return [Finding("devices", RED, found, advice_on(reason, mend))]
-        return [
-            Finding("devices", RED, f"JAX has no device: {reason}", advice_on(reason, "mend the lines above first"))
-        ]
+            advice = "unset JAX_PLATFORMS to train on the CPU; for a GPU, see the line driver"
+            return RED, found, advice_on(reason, advice)
+        return RED, f"JAX has no device: {reason}", advice_on(reason, "fix the lines above first")
     kinds = [device.device_kind for device in devices]
     counts = {kind: kinds.count(kind) for kind in kinds}
     if devices[0].platform == "cpu":
@@ -57,53 +68,51 @@ def check_devices(
         what = f"the CPU, {cores} cores" if len(devices) == 1 else f"{len(devices)} simulated devices of the CPU"
         if driver.gpus and not platforms and visible_gpus(driver, environment):
             if cuda is None:
-                return [Finding("devices", YELLOW, f"{what}; the GPU cannot be used", "mend the line driver")]
+                return YELLOW, f"{what}; the GPU cannot be used", "fix the line driver"
             why = f": {complaints[-1]}" if complaints else ""
             found = f"{what}, although {len(driver.gpus)} GPU{'s are' if len(driver.gpus) > 1 else ' is'} here{why}"
-            return [Finding("devices", RED, found, f'pip install --upgrade --force-reinstall "jax[cuda{cuda}]"')]
-        return [Finding("devices", GREEN, f"{what}{f', by JAX_PLATFORMS={platforms}' if platforms else ''}")]
+            return RED, found, f'pip install --upgrade --force-reinstall "jax[cuda{cuda}]"'
+        return GREEN, f"{what}{f', by JAX_PLATFORMS={platforms}' if platforms else ''}"
     found = listed([f"{count} × {kind}" for kind, count in counts.items()])
     if any(" MIG " in kind for kind in kinds):  # the driver counts whole GPUs
-        return [Finding("devices", GREEN, f"{found}, a slice of a GPU")]
+        return GREEN, f"{found}, a slice of a GPU"
     expected = visible_gpus(driver, environment)
     if len(devices) < expected:
-        return [
-            Finding("devices", YELLOW, f"{found}; the driver shows {expected}", "nvidia-smi; sudo dmesg | grep -i xid")
-        ]
+        return YELLOW, f"{found}; the driver shows {expected}", "nvidia-smi; sudo dmesg | grep -i xid"
     if len(counts) > 1:
         advice = "choose those of one kind with CUDA_VISIBLE_DEVICES; a step waits for the slowest"
-        return [Finding("devices", YELLOW, f"{found}: of different kinds", advice)]
-    return [Finding("devices", GREEN, found)]
+        return YELLOW, f"{found}: of different kinds", advice
+    return GREEN, found
 
 
-def check_device_memory(driver: Driver, environment: Mapping[str, str] = os.environ) -> list[Finding]:
+@check("device memory")
+def check_device_memory(driver: Driver, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """How much of a GPU's memory JAX takes; nothing on a CPU."""
     totals = dict(zip(driver.gpus, driver.memory, strict=False))  # of a slice of a GPU the driver does not say it
-    findings = []
     for kind, devices in by_kind().items():
         if devices[0].platform == "gpu":
             limit = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in devices)
-            findings += judge_device_memory(limit, totals.get(kind, 0.0), environment, kind)
-    return findings
+            yield from judge_device_memory(limit, totals.get(kind, 0.0), environment, kind)
 
 
-def judge_device_memory(limit: float, total: float, environment: Mapping[str, str], kind: str) -> list[Finding]:
+@check("device memory")
+def judge_device_memory(limit: float, total: float, environment: Mapping[str, str], kind: str) -> Found:
     """Findings from the bytes that JAX allows itself and those that a GPU has; 0 where they are not known."""
     allocator = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
     if allocator == "platform":
         found = "XLA_PYTHON_CLIENT_ALLOCATOR=platform asks the driver for every array, which is slow"
-        return [Finding("device memory", YELLOW, found, "unset XLA_PYTHON_CLIENT_ALLOCATOR")]
+        return YELLOW, found, "unset XLA_PYTHON_CLIENT_ALLOCATOR"
     if not limit or not total:
         usable = f"JAX may use {gibibytes(limit)} of" if limit else "JAX does not say how much it may use of"
         what = f"{usable} {kind}{'' if total else '; the driver does not say how much that has'}"
-        return [Finding("device memory", FIGURE, what)]
+        return FIGURE, what
     figures = {"usable_gib": limit / 2**30, "total_gib": total / 2**30}
     found = f"JAX may use {gibibytes(limit)} of {gibibytes(total)} of {kind}"
     if environment.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0"):
         found += ", piece by piece (XLA_PYTHON_CLIENT_PREALLOCATE), so that it may break into parts too small to use"
-        return [Finding("device memory", YELLOW, found, "unset XLA_PYTHON_CLIENT_PREALLOCATE", figures)]
+        return YELLOW, found, "unset XLA_PYTHON_CLIENT_PREALLOCATE", figures
     if limit < ENOUGH * total:
         named = next((name for name in MEMORY_FRACTIONS if name in environment), MEMORY_FRACTIONS[0])
         advice = f"export {named}={USABLE_FRACTION}"
-        return [Finding("device memory", YELLOW, f"{found}, {limit / total:.0%}", advice, figures)]
-    return [Finding("device memory", GREEN, found, figures=figures)]
+        return YELLOW, f"{found}, {limit / total:.0%}", advice, figures
+    return GREEN, found, None, figures

@@ -7,10 +7,10 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, gibibytes
+from mjax.doctor.finding import GREEN, RED, YELLOW, Found, check, gibibytes
 
 # The oldest Linux driver that runs programs built for a major version of CUDA (NVIDIA's "CUDA Compatibility", minor
 # version compatibility).
@@ -42,33 +42,30 @@ class Driver:
 
 def read_driver(root: Path = Path("/"), ask: Callable[[list[str]], str] | None = None) -> Driver:
     """Ask this machine; `root` is where /proc and /sys are, `ask` runs a command and returns what it printed."""
-    on_bus = _on_bus(root)
     loaded = re.search(r"Module\s+(?:for\s+\S+\s+)?(\d+(?:\.\d+)+)", _text(root / "proc/driver/nvidia/version"))
-    version = loaded[1] if loaded else None
+    known = Driver(loaded[1] if loaded else None, on_bus=_on_bus(root))
     if ask is None and shutil.which("nvidia-smi") is None:
         information = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
         models = [re.search(r"Model:\s+(.+)", _text(file)) for file in information]
-        return Driver(version, tuple(match[1].strip() for match in models if match), on_bus=on_bus)
+        return replace(known, gpus=tuple(match[1].strip() for match in models if match))
     try:
         rows = (ask or _ask)(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"])
     except subprocess.TimeoutExpired:
-        return Driver(version, on_bus=on_bus, problem=f"nvidia-smi gave no answer in {ANSWER_SECONDS:.0f} s")
+        return replace(known, problem=f"nvidia-smi gave no answer in {ANSWER_SECONDS:.0f} s")
     except (subprocess.CalledProcessError, OSError) as error:
         said = f"{getattr(error, 'stdout', None) or ''}{getattr(error, 'stderr', None) or ''}".strip() or str(error)
-        return Driver(version, on_bus=on_bus, problem=f"nvidia-smi fails: {said.splitlines()[0]}")
+        return replace(known, problem=f"nvidia-smi fails: {said.splitlines()[0]}")
     cells = [[cell.strip() for cell in row.split(",")] for row in rows.splitlines() if row.strip()]
     if any(len(row) != 4 for row in cells):
-        return Driver(version, on_bus=on_bus, problem=f"nvidia-smi says: {rows.strip().splitlines()[0]}")
-    return Driver(
-        version=cells[0][1] if cells else version,
-        gpus=tuple(row[0] for row in cells),
-        memory=tuple(_mebibytes(row[2]) for row in cells),
-        used=tuple(_mebibytes(row[3]) for row in cells),
-        on_bus=on_bus,
-    )
+        return replace(known, problem=f"nvidia-smi says: {rows.strip().splitlines()[0]}")
+    if not cells:
+        return known
+    gpus, versions, memory, used = zip(*cells, strict=True)
+    return Driver(versions[0], gpus, tuple(map(_mebibytes, memory)), tuple(map(_mebibytes, used)), known.on_bus)
 
 
-def check_driver(driver: Driver, cuda: int | None) -> list[Finding]:
+@check("driver")
+def check_driver(driver: Driver, cuda: int | None) -> Found:
     """Whether driver and jax fit together; `cuda` is the major version that jax's plugin is built for, if it has one.
 
     nvidia-smi's problems come first: a driver that hangs would hang everything after it.
@@ -78,16 +75,16 @@ def check_driver(driver: Driver, cuda: int | None) -> list[Finding]:
     if bare and not driver.on_bus:
         found = f"NVIDIA's driver or its tools, and no NVIDIA GPU on the PCI bus: a login node perhaps{said}"
         advice = "to train on GPUs, ask on a node that has some: srun --gpus-per-node 1 python -m mjax doctor"
-        return [Finding("driver", YELLOW, found, advice)]
+        return YELLOW, found, advice
     if driver.problem:
         advice = (
             "reboot: the driver was updated while its old version was running"
             if "mismatch" in driver.problem
             else "sudo dmesg | grep -iE 'xid|nvrm'; then reload the driver or reboot"
         )
-        return [Finding("driver", RED, driver.problem, advice)]
+        return RED, driver.problem, advice
     if driver.version is None:
-        return [_without_driver(driver, cuda)]
+        return _without_driver(driver, cuda)
     names = {name: driver.gpus.count(name) for name in driver.gpus}
     gpus = ", ".join(f"{count} × {name}" for name, count in names.items()) or "no GPU listed"
     oldest, branch = OLDEST_DRIVER.get(cuda or 13, 0), int(driver.version.split(".")[0])
@@ -97,67 +94,56 @@ def check_driver(driver: Driver, cuda: int | None) -> list[Finding]:
     if cuda is None:
         found = f"driver {driver.version} with {gpus} is here, and jax is the build for CPUs: it cannot use them"
         install = "pip install -r requirements-cuda.txt"
-        return [Finding("driver", RED, found, f"{newer} and {install}" if branch < oldest else install)]
+        return RED, found, f"{newer} and {install}" if branch < oldest else install
     if branch < oldest:
         found = f"driver {driver.version} is too old for jax's CUDA {cuda}, which needs {oldest} or newer"
-        return [Finding("driver", RED, found, newer)]
+        return RED, found, newer
     taken = [f"{gibibytes(used)} of GPU {i}" for i, used in enumerate(driver.used) if used > USED_BY_OTHERS]
     if taken:
-        return [
-            Finding(
-                "driver",
-                YELLOW,
-                f"driver {driver.version}, {gpus}; other processes hold {', '.join(taken)}",
-                "nvidia-smi shows who; training takes most of a GPU's memory when it starts",
-            )
-        ]
-    return [Finding("driver", GREEN, f"driver {driver.version}, {gpus}")]
+        found = f"driver {driver.version}, {gpus}; other processes hold {', '.join(taken)}"
+        return YELLOW, found, "nvidia-smi shows who; training takes most of a GPU's memory when it starts"
+    return GREEN, f"driver {driver.version}, {gpus}"
 
 
-def _without_driver(driver: Driver, cuda: int | None) -> Finding:
+def _without_driver(driver: Driver, cuda: int | None) -> Found:
     install = "install NVIDIA driver 580 or newer; a container has to be started with --gpus all"
     if driver.on_bus:
         status = YELLOW if cuda is None else RED
         what = f"{driver.on_bus} NVIDIA GPU{'s' * (driver.on_bus > 1)} on the PCI bus, and no driver in reach"
-        return Finding("driver", status, f"{what}: no GPU can be used", install)
+        return status, f"{what}: no GPU can be used", install
     if cuda is None:
-        return Finding("driver", GREEN, "no NVIDIA GPU on this machine, and jax is the build for CPUs")
+        return GREEN, "no NVIDIA GPU on this machine, and jax is the build for CPUs"
     found = f"jax is the build for CUDA {cuda}, and no NVIDIA driver is in reach: no GPU can be used"
-    return Finding("driver", YELLOW, found, f"to train on a GPU, {install}; mjax plan needs none")
+    return YELLOW, found, f"to train on a GPU, {install}; mjax plan needs none"
 
 
-def check_visible(driver: Driver, environment: Mapping[str, str] = os.environ) -> list[Finding]:
+@check("visible")
+def check_visible(driver: Driver, environment: Mapping[str, str] = os.environ) -> Found | None:
     """Whether an environment variable keeps GPUs that are there from JAX; nothing where there is no GPU to hide."""
     if not driver.gpus:
-        return []
+        return None
     platforms, devices = environment.get("JAX_PLATFORMS"), environment.get("CUDA_VISIBLE_DEVICES")
     count = len(driver.gpus)
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        return [Finding("visible", YELLOW, f"JAX_PLATFORMS={platforms} hides the GPUs", "unset JAX_PLATFORMS")]
+        return YELLOW, f"JAX_PLATFORMS={platforms} hides the GPUs", "unset JAX_PLATFORMS"
     if devices is None:
-        return [Finding("visible", GREEN, f"all {count} GPUs" if count > 1 else "the GPU")]
+        return GREEN, f"all {count} GPUs" if count > 1 else "the GPU"
     shown = visible_gpus(driver, environment)
     if devices == "NoDevFiles":
         advice = "ask for some: srun --gpus-per-node 1 python -m mjax doctor"
-        return [
-            Finding("visible", YELLOW, "Slurm gave this job none of the GPUs (CUDA_VISIBLE_DEVICES=NoDevFiles)", advice)
-        ]
+        return YELLOW, "Slurm gave this job none of the GPUs (CUDA_VISIBLE_DEVICES=NoDevFiles)", advice
     if shown == 0:
-        return [Finding("visible", YELLOW, f"CUDA_VISIBLE_DEVICES={devices!r} hides all {count} GPUs",
-                        "unset CUDA_VISIBLE_DEVICES")]  # fmt: skip
+        return YELLOW, f"CUDA_VISIBLE_DEVICES={devices!r} hides all {count} GPUs", "unset CUDA_VISIBLE_DEVICES"
     asked = len([name for name in devices.split(",") if name.strip()])
     if shown < asked:
-        return [
-            Finding(
-                "visible",
-                YELLOW,
-                f"CUDA_VISIBLE_DEVICES={devices} names a GPU that is not there, which hides it and those after it: "
-                f"{shown} of {count} are left",
-                f"number them from 0 to {count - 1}, or unset CUDA_VISIBLE_DEVICES",
-            )
-        ]
+        return (
+            YELLOW,
+            f"CUDA_VISIBLE_DEVICES={devices} names a GPU that is not there, which hides it and those after it: "
+            f"{shown} of {count} are left",
+            f"number them from 0 to {count - 1}, or unset CUDA_VISIBLE_DEVICES",
+        )
     what = f"{shown} of {count} GPUs" if "MIG-" not in devices else "a slice of a GPU"
-    return [Finding("visible", GREEN, f"{what}, by CUDA_VISIBLE_DEVICES={devices}")]
+    return GREEN, f"{what}, by CUDA_VISIBLE_DEVICES={devices}"
 
 
 def visible_gpus(driver: Driver, environment: Mapping[str, str] = os.environ) -> int:
@@ -174,16 +160,17 @@ def visible_gpus(driver: Driver, environment: Mapping[str, str] = os.environ) ->
     return shown
 
 
-def check_libraries(environment: Mapping[str, str] = os.environ, cuda: int | None = None) -> list[Finding]:
+@check("libraries")
+def check_libraries(environment: Mapping[str, str] = os.environ, cuda: int | None = None) -> Found | None:
     """Whether LD_LIBRARY_PATH puts another CUDA in front of the one that jax's wheels bring; silent where not."""
-    if cuda is None:
-        return []
-    for folder in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
+    for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if cuda is not None else ():
+        if not folder:
+            continue
         found = [name for name in ("libcudnn.so", "libcublas.so", "libnccl.so") if list(Path(folder).glob(f"{name}*"))]
         if found:
             what = f"LD_LIBRARY_PATH puts {folder}/{found[0]} before the one that belongs to jax"
-            return [Finding("libraries", YELLOW, what, "unset LD_LIBRARY_PATH")]
-    return []
+            return YELLOW, what, "unset LD_LIBRARY_PATH"
+    return None
 
 
 def _on_bus(root: Path) -> int:

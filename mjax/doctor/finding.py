@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 GREEN, YELLOW, RED, FIGURE = "green", "yellow", "red", "figure"
@@ -31,22 +32,34 @@ class Finding:
     """Numbers that were measured, by a name that ends in their unit; for --json."""
 
 
-def guarded(check: str, run: Callable[[], list[Finding]]) -> list[Finding]:
+Found = tuple
+"""The rest of a finding: (status, found), and where there is more to say (…, advice) or (…, advice, figures)."""
+
+
+def check(name: str) -> Callable[[Callable[..., Found | Iterable[Found] | None]], Callable[..., list[Finding]]]:
+    """Make the check `name` of a function that returns what it found, yields several of it, or returns None."""
+
+    def decorate(look: Callable[..., Found | Iterable[Found] | None]) -> Callable[..., list[Finding]]:
+        @functools.wraps(look)
+        def findings(*arguments, **named) -> list[Finding]:
+            found = look(*arguments, **named)
+            several = [] if found is None else [found] if isinstance(found, tuple) else found
+            return [each if isinstance(each, Finding) else Finding(name, *each) for each in several]
+
+        return findings
+
+    return decorate
+
+
+def guarded(name: str, run: Callable[[], list[Finding]]) -> list[Finding]:
     """The findings of `run`; one that is red where it fails itself, so that it never hides the others."""
     try:
         return run()
     except Exception as error:  # whatever it is, it is about this check alone
         place = traceback.extract_tb(error.__traceback__)[-1]
-        return [
-            Finding(
-                check,
-                RED,
-                f"could not be checked: {type(error).__name__}: {first_line(error)}",
-                advice_on(
-                    str(error), f"look at {place.filename}, line {place.lineno}; if it is mjax's own fault, report it"
-                ),
-            )
-        ]
+        advice = f"look at {place.filename}, line {place.lineno}; if it is mjax's own fault, report it"
+        found = f"could not be checked: {type(error).__name__}: {first_line(error)}"
+        return [Finding(name, RED, found, advice_on(str(error), advice))]
 
 
 def advice_on(said: str, otherwise: str) -> str:

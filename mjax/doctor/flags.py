@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mjax.doctor.child import SILENT
-from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, listed
+from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, Found, listed
 
 # Flags are read when the first backend starts; the CPU's starts soonest and reads all of them.
 READ_FLAGS = "import jax; jax.devices()"
@@ -31,19 +31,21 @@ def check_flags(environment: Mapping[str, str], limit: float) -> tuple[list[Find
     Returns:
       The findings, and an environment in which it does: the one given, without the flags that would end the process.
     """
-    flags = environment.get("XLA_FLAGS", "").strip()
-    if not flags:
-        return [Finding("flags", GREEN, "XLA_FLAGS is not set")], dict(environment)
+    repaired = dict(environment)
     try:
-        return _judge(flags, dict(environment), limit)
+        return [Finding("flags", *_judge(repaired, limit))], repaired
     except subprocess.TimeoutExpired:
         return [Finding("flags", RED, f"JAX gave no answer in {limit:g} s", SILENT)], dict(environment)
 
 
-def _judge(flags: str, environment: dict[str, str], limit: float) -> tuple[list[Finding], dict[str, str]]:
+def _judge(environment: dict[str, str], limit: float) -> Found:
+    """What is found; flags that would end the process are taken out of `environment`."""
+    flags = environment.get("XLA_FLAGS", "").strip()
+    if not flags:
+        return GREEN, "XLA_FLAGS is not set"
     said = refusal(flags, environment, limit)
     if said is None:
-        return [Finding("flags", GREEN, f"XLA takes XLA_FLAGS={flags}")], environment
+        return GREEN, f"XLA takes XLA_FLAGS={flags}"
     words = shlex.split(flags)
     unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", said)
     value = re.search(r"Couldn't interpret value (.*) for flag (\w+)", said)
@@ -61,15 +63,15 @@ def _judge(flags: str, environment: dict[str, str], limit: float) -> tuple[list[
         what = f"XLA takes {words[0]!r} in XLA_FLAGS for the name of a file, and cannot open it"
     elif refusal("", environment, limit) is not None:
         found = f"not tried: JAX does not start without XLA_FLAGS either: {said.splitlines()[-1]}"
-        return [Finding("flags", YELLOW, found, "mend the line devices first")], environment
+        return YELLOW, found, "fix the line devices first"
     else:
         wrong, advice = None, "unset XLA_FLAGS"
         what = f"XLA does not start with XLA_FLAGS={flags}: {said.splitlines()[-1]}"
     left = "" if wrong is None else " ".join(word for word in words if word.split("=")[0] not in wrong)
     if left and refusal(left, environment, limit) is not None:
         left = ""
-    repaired = {**environment, "XLA_FLAGS": left}
-    return [Finding("flags", RED, what, advice)], repaired
+    environment["XLA_FLAGS"] = left
+    return RED, what, advice
 
 
 def known_flags() -> list[str]:
@@ -99,14 +101,6 @@ def refusal(flags: str, environment: Mapping[str, str], limit: float) -> str | N
       subprocess.TimeoutExpired: it does neither in `limit` seconds.
     """
     variables = {**environment, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    child = subprocess.run(
-        [sys.executable, "-c", READ_FLAGS],
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=limit,
-    )
-    if child.returncode == 0:
-        return None
-    return child.stderr.strip() or f"it ended with {child.returncode}"
+    command = [sys.executable, "-c", READ_FLAGS]
+    child = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=limit)
+    return (child.stderr.strip() or f"it ended with {child.returncode}") if child.returncode else None

@@ -11,13 +11,14 @@ from pathlib import Path, PurePosixPath
 
 from mjax import launch
 from mjax.config import Config
-from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, gibibytes
+from mjax.doctor.finding import GREEN, RED, YELLOW, Found, check, gibibytes
 
 LEAST_SHARED = 2**30  # bytes of /dev/shm; NCCL's processes on one host talk through it
 LEAST_FILES = 4096  # a checkpoint of many arrays, the data and the connections to the other processes together
 
 
-def check_memory(config: Config | None = None, root: Path = Path("/")) -> list[Finding]:
+@check("memory")
+def check_memory(config: Config | None = None, root: Path = Path("/")) -> Found:
     """Host memory that is free, within the limits of container and job; beside a checkpoint's copy, given a config.
 
     A checkpoint is copied to host memory before it is written. How many of a mesh's devices are this host's is not
@@ -31,15 +32,13 @@ def check_memory(config: Config | None = None, root: Path = Path("/")) -> list[F
             total, available, within = limit, max(0, limit - used), ", the limit of this container or job"
     figures = {"total_gib": total / 2**30, "available_gib": available / 2**30}
     found = f"{gibibytes(available)} of {gibibytes(total)} free{within}"
-    if config is None:
-        return [Finding("memory", GREEN, found, figures=figures)]
-    devices = config.mesh.devices
-    copy = state_bytes(config) * min(8, devices) / devices  # replicas share the writing of what they have in common
-    found += f"; a checkpoint's copy takes {gibibytes(copy)} of a host with {min(8, devices)} of its {devices} GPUs"
-    if copy > available:
-        advice = "use hosts with more memory, or more of them"
-        return [Finding("memory", YELLOW, found, advice, figures)]
-    return [Finding("memory", GREEN, found, figures=figures)]
+    if config is not None:
+        devices, here = config.mesh.devices, min(8, config.mesh.devices)
+        copy = state_bytes(config) * here / devices  # replicas share the writing of what they have in common
+        found += f"; a checkpoint's copy takes {gibibytes(copy)} of a host with {here} of its {devices} GPUs"
+        if copy > available:
+            return YELLOW, found, "use hosts with more memory, or more of them", figures
+    return GREEN, found, None, figures
 
 
 def state_bytes(config: Config) -> int:
@@ -75,47 +74,48 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
             yield limit, used - (int(given_back[1]) if given_back else 0)
 
 
-def check_shared_memory(devices: int, folder: Path = Path("/dev/shm")) -> list[Finding]:
+@check("shared memory")
+def check_shared_memory(devices: int, folder: Path = Path("/dev/shm")) -> Found | None:
     """Whether /dev/shm has room for NCCL; a container has 64 MiB of it unless told otherwise.
 
     Args:
       devices: GPUs of this host; one alone does not need it.
     """
     if not folder.is_dir():
-        return [] if devices < 2 else [Finding("shared memory", RED, f"there is no {folder}", "mount a tmpfs there")]
+        return None if devices < 2 else (RED, f"there is no {folder}", "mount a tmpfs there")
     room = shutil.disk_usage(folder)
     found = f"{gibibytes(room.free)} of {gibibytes(room.total)} free in {folder}"
     if devices > 1 and room.free < LEAST_SHARED:
         advice = "docker run --shm-size=8g; in Kubernetes, an emptyDir of medium Memory at /dev/shm"
-        return [Finding("shared memory", YELLOW, f"{found}; NCCL needs more between {devices} GPUs", advice)]
-    return [Finding("shared memory", GREEN, found)]
+        return YELLOW, f"{found}; NCCL needs more between {devices} GPUs", advice
+    return GREEN, found
 
 
-def check_open_files(limit: int | None = None) -> list[Finding]:
+@check("open files")
+def check_open_files(limit: int | None = None) -> Found:
     """Whether a process may open enough files."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
         found = f"a process may open {soft:,}; a checkpoint and the connections of a large run need more"
-        return [Finding("open files", YELLOW, found, "ulimit -n 65536")]
+        return YELLOW, found, "ulimit -n 65536"
     text = "any number" if soft == resource.RLIM_INFINITY else f"{soft:,}"
-    return [Finding("open files", GREEN, f"a process may open {text}")]
+    return GREEN, f"a process may open {text}"
 
 
-def check_processes(environment: Mapping[str, str] = os.environ) -> list[Finding]:
+@check("processes")
+def check_processes(environment: Mapping[str, str] = os.environ) -> Found:
     """What a launcher says that `train.py` would join; this command joins nobody, and looks at its own host alone."""
     launched = launch.launched_by(environment)
     if launched is not None:
         name, count = launched
         which = f"{count} processes" if count else "an indexed job"
-        return [
-            Finding("processes", GREEN, f"{name} started {which}: train.py joins them, this command looks at one host")
-        ]
+        return GREEN, f"{name} started {which}: train.py joins them, this command looks at one host"
     if "SLURM_JOB_ID" in environment:
         nodes = environment.get("SLURM_JOB_NUM_NODES", "?")
         found = (
             f"inside Slurm job {environment['SLURM_JOB_ID']} of {nodes} nodes, outside srun: train.py would run alone"
         )
         if nodes == "1":
-            return [Finding("processes", GREEN, found)]
-        return [Finding("processes", YELLOW, found, "srun python train.py …, see docs/cluster.md")]
-    return [Finding("processes", GREEN, "no launcher: train.py runs as one process")]
+            return GREEN, found
+        return YELLOW, found, "srun python train.py …, see docs/cluster.md"
+    return GREEN, "no launcher: train.py runs as one process"

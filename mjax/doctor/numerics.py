@@ -17,14 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
 from mjax.doctor.devices import by_kind, called
-from mjax.doctor.finding import GREEN, RED, Finding, listed
+from mjax.doctor.finding import GREEN, RED, Found, check, listed
 from mjax.parallel.layers import LayerNorm, vocab_parallel_cross_entropy
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.mesh import make_mesh
 
-FULL_FLOAT32 = (
-    1e-5  # a product this close is of float32 inputs; TF32 rounds them to 11 bits and is off by 1e-4 and more
-)
+# A product this close is of float32 inputs; TF32 rounds them to 11 bits and is off by 1e-4 and more.
+FULL_FLOAT32 = 1e-5
 
 WRONG = "do not train here; try another device (CUDA_VISIBLE_DEVICES), then another version of jax, and report it"
 
@@ -47,12 +46,14 @@ class Operation:
         return (jax.jit(self.run) if mode == "jit" else self.run)(*self.inputs)
 
 
+@check("numerics")
 def check_numerics(
     operations: Callable[[jax.Device], Sequence[Operation]] | None = None, devices: Sequence[jax.Device] | None = None
-) -> list[Finding]:
+) -> Found | list[Found]:
     """Whether each operation is right on each device; one line for all, or one for each that is wrong."""
     devices = [device for kind in by_kind().values() for device in kind] if devices is None else devices
-    errors, wrong, default = {}, [], 0.0
+    errors, default = {}, 0.0
+    wrong: list[Found] = []
     for device in devices:
         with jax.default_device(device):
             tried = (operations or standard_operations)(device)
@@ -61,7 +62,11 @@ def check_numerics(
                 modes = operation.modes if device is devices[0] else operation.modes[:1]
                 by_mode = {mode: relative_error(operation.result(mode), operation.truth) for mode in modes}
                 errors[operation.name] = max(*by_mode.values(), errors.get(operation.name, 0.0))
-                wrong += _wrong(operation, by_mode, device)
+                if off := [mode for mode, error in by_mode.items() if not error < operation.bound]:
+                    worst = max(by_mode.values())
+                    found = f"{operation.name} is wrong on {called(device)} ({listed(off)}): off by {worst:.1e} of the "
+                    found += f"largest, {operation.bound:.0e} is allowed"
+                    wrong.append((RED, found, WRONG, {"error_relative": worst}))
             default = max(default, default_error())
     figures = {f"{name.replace(' ', '_')}_relative": error for name, error in errors.items()}
     if wrong:
@@ -70,22 +75,7 @@ def check_numerics(
     parts += f" on the worst of {len(devices)} devices" if len(devices) > 1 else ""
     kind = "full" if default < FULL_FLOAT32 else f"TF32 or less ({default:.0e})"
     figures["fp32_default_relative"] = default
-    return [
-        Finding("numerics", GREEN, f"off NumPy by {parts}; float32 products are {kind} by default", figures=figures)
-    ]
-
-
-def _wrong(operation: Operation, by_mode: dict[str, float], device: jax.Device) -> list[Finding]:
-    """The finding of an operation that is off by more than its bound; none where it is right."""
-    modes = [mode for mode, error in by_mode.items() if not error < operation.bound]
-    if not modes:
-        return []
-    worst = max(by_mode.values())
-    found = (
-        f"{operation.name} is wrong on {called(device)} ({listed(modes)}): off by {worst:.1e} of the largest, "
-        f"{operation.bound:.0e} is allowed"
-    )
-    return [Finding("numerics", RED, found, WRONG, {"error_relative": worst})]
+    return GREEN, f"off NumPy by {parts}; float32 products are {kind} by default", None, figures
 
 
 def standard_operations(device: jax.Device) -> list[Operation]:
@@ -95,9 +85,8 @@ def standard_operations(device: jax.Device) -> list[Operation]:
 
 def default_error() -> float:
     """How far a float32 product is off at JAX's default precision, relative to the largest number."""
-    a, b = matrices(np.float32)
-    product = jax.jit(jnp.matmul)(a, b)
-    return relative_error([product], [np.asarray(a, np.float64) @ np.asarray(b, np.float64)])
+    product = _product(jnp.float32, FULL_FLOAT32)
+    return relative_error([jax.jit(jnp.matmul)(*product.inputs)], product.truth)
 
 
 def _product(dtype, bound: float) -> Operation:
@@ -110,9 +99,7 @@ def _product(dtype, bound: float) -> Operation:
 def matrices(dtype) -> tuple[Array, Array]:
     """What is multiplied: [256, 512] and [512, 256]."""
     random = np.random.default_rng(0)
-    return jnp.asarray(random.standard_normal((256, 512)), dtype), jnp.asarray(
-        random.standard_normal((512, 256)), dtype
-    )
+    return tuple(jnp.asarray(random.standard_normal(shape), dtype) for shape in ((256, 512), (512, 256)))
 
 
 def _cross_entropy(device: jax.Device) -> Operation:

@@ -5,92 +5,30 @@ Whatever a library prints goes to standard error, so that standard output holds 
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from mjax.config import Config, from_dict
-from mjax.doctor.child import answer
+from mjax.config import from_dict
 from mjax.doctor.driver import Driver
 from mjax.doctor.finding import Finding, guarded
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What the parent found out, and what the person asked for."""
-
-    driver: Driver
-    cuda: int | None
-    config: Config | None
-    runs: Path
-    name: str
-    """Of the run."""
-    complaints: list[str]
-    """What JAX logs; it grows."""
-
-
-def _devices(settings: Settings) -> list[Finding]:
-    from mjax.doctor.devices import check_devices
-
-    return check_devices(settings.driver, settings.cuda, settings.complaints)
-
-
-def _device_memory(settings: Settings) -> list[Finding]:
-    from mjax.doctor.devices import check_device_memory
-
-    return check_device_memory(settings.driver)
-
-
-def _attention(settings: Settings) -> list[Finding]:
-    from mjax.doctor.attention import check_attention
-
-    return check_attention(settings.config)
-
-
-def _numerics(settings: Settings) -> list[Finding]:
-    from mjax.doctor.numerics import check_numerics
-
-    return check_numerics()
-
-
-def _matmul(settings: Settings) -> list[Finding]:
-    from mjax.doctor.rates import check_matmul
-
-    return check_matmul()
-
-
-def _copy(settings: Settings) -> list[Finding]:
-    from mjax.doctor.rates import check_copy
-
-    return check_copy()
-
-
-def _all_reduce(settings: Settings) -> list[Finding]:
-    from mjax.doctor.rates import check_all_reduce
-
-    return check_all_reduce()
-
-
-def _storage(settings: Settings) -> list[Finding]:
-    from mjax.doctor.storage import check_storage
-
-    return check_storage(settings.runs, settings.config, settings.name)
-
-
-CHECKS: dict[str, Callable[[Settings], list[Finding]]] = {
-    "devices": _devices,
-    "device memory": _device_memory,
-    "attention": _attention,
-    "numerics": _numerics,
-    "matmul": _matmul,
-    "copy": _copy,
-    "all-reduce": _all_reduce,
-    "storage": _storage,
+CHECKS = {
+    "devices": ("devices:check_devices", "driver", "cuda", "complaints"),
+    "device memory": ("devices:check_device_memory", "driver"),
+    "attention": ("attention:check_attention", "config"),
+    "numerics": ("numerics:check_numerics",),
+    "matmul": ("rates:check_matmul",),
+    "copy": ("rates:check_copy",),
+    "all-reduce": ("rates:check_all_reduce",),
+    "storage": ("storage:check_storage", "runs", "config", "name"),
 }
+"""By the check's name: MODULE:FUNCTION in mjax/doctor, imported when it runs, and the settings that it takes."""
 ON_DEVICES = tuple(name for name in CHECKS if name != "storage")
 
 
@@ -112,15 +50,23 @@ def main(arguments: list[str]) -> None:
     complaints = _Complaints()
     logging.getLogger("jax").addHandler(complaints)
     given = json.loads(arguments[0])
-    driver = Driver(**{name: tuple(v) if isinstance(v, list) else v for name, v in given["driver"].items()})
-    config = None if given["config"] is None else from_dict(given["config"])
+    lists = {name: tuple(value) for name, value in given["driver"].items() if isinstance(value, list)}
+    settings = given | {
+        "driver": Driver(**given["driver"] | lists),
+        "config": None if given["config"] is None else from_dict(given["config"]),
+        "runs": Path(given["runs"]),
+        "complaints": complaints.lines,
+    }
     for name in arguments[1:]:
+        findings = guarded(name, lambda name=name: _run(name, settings))
+        print(json.dumps([asdict(finding) for finding in findings]), file=answers, flush=True)
 
-        def run(name=name):
-            settings = Settings(driver, given["cuda"], config, Path(given["runs"]), given["name"], complaints.lines)
-            return CHECKS[name](settings)
 
-        print(answer(guarded(name, run)), file=answers, flush=True)
+def _run(name: str, settings: dict[str, Any]) -> list[Finding]:
+    place, *needed = CHECKS[name]
+    module, function = place.split(":")
+    run = getattr(importlib.import_module(f"mjax.doctor.{module}"), function)
+    return run(*(settings[each] for each in needed))
 
 
 if __name__ == "__main__":

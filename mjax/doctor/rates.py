@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
 from mjax.doctor.devices import by_kind, called
-from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding, listed
-from mjax.hardware import gpu_of
+from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding, Found, check, listed
+from mjax.hardware import Gpu, gpu_of
 from mjax.parallel import mappings
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.mesh import make_mesh
@@ -32,22 +32,27 @@ SLOW = {
 }
 
 
-def check_matmul() -> list[Finding]:
-    """TFLOP/s of a large square product, of the slowest device of each kind."""
-    findings = []
+def _slowest(measure: Callable[[jax.Device], tuple]) -> Iterator[tuple[str, jax.Device, tuple, str]]:
+    """For each kind of device: its name, the slowest device, what `measure` gave for it, and words for which one it is.
+
+    `measure` gives the rate first.
+    """
     for kind, devices in by_kind().items():
-        measured = {device: _multiply(device) for device in devices}
+        measured = {device: measure(device) for device in devices}
         slowest = min(devices, key=lambda device: measured[device][0])
-        findings += judge_matmul(*measured[slowest], kind, _which(slowest, devices))
-    return findings
+        which = f" on {called(slowest)}, the slowest of {len(devices)}" if len(devices) > 1 else ""
+        yield kind, slowest, measured[slowest], which
 
 
-def _which(slowest: jax.Device, devices: list[jax.Device]) -> str:
-    return f" on {called(slowest)}, the slowest of {len(devices)}" if len(devices) > 1 else ""
+@check("matmul")
+def check_matmul() -> Iterator[Finding]:
+    """TFLOP/s of a large square product, of the slowest device of each kind."""
+    for kind, _, measured, which in _slowest(_multiply):
+        yield from judge_matmul(*measured, kind, which)
 
 
 def _multiply(device: jax.Device) -> tuple[float, str, int]:
-    """FLOP/s of a product of two [size, size] matrices, the compute type and the size.
+    """FLOP/s of a product of two [size, size] matrices, the dtype and the size.
 
     16 bits on a GPU, float32 on a CPU, which has none fast.
     """
@@ -64,31 +69,27 @@ def _multiply(device: jax.Device) -> tuple[float, str, int]:
     return 2 * size**3 / seconds, compute, size
 
 
-def judge_matmul(flops: float, compute: str, size: int, device_kind: str, which: str = "") -> list[Finding]:
+@check("matmul")
+def judge_matmul(flops: float, compute: str, size: int, device_kind: str, which: str = "") -> Found:
     """The finding of a product of two [size, size] matrices that ran at `flops` FLOP/s on the device `which`."""
     found = f"{compute} {flops / 1e12:,.3g} TFLOP/s in a product of {size:,} × {size:,}{which}"
     figures = {"matmul_tflops": flops / 1e12}
-    gpu = gpu_of(device_kind)
-    return _beside("matmul", found, flops, None if gpu is None else gpu.peak(compute), device_kind, "TFLOP/s", figures)
+    return _beside("matmul", found, flops, lambda gpu: gpu.peak(compute), device_kind, figures)
 
 
-def check_copy() -> list[Finding]:
+@check("copy")
+def check_copy() -> Iterator[Finding]:
     """GB/s of reading and writing device memory, and between it and the host's, of the slowest device of each kind."""
-    findings = []
-    for kind, devices in by_kind().items():
-        measured = {device: _copy(device) for device in devices}
-        slowest = min(devices, key=measured.get)
-        host = _between_host_and(slowest) if slowest.platform == "gpu" else None
-        findings += judge_copy(measured[slowest], kind, host, _which(slowest, devices))
-    return findings
+    for kind, slowest, (rate,), which in _slowest(_copy):
+        yield from judge_copy(rate, kind, _between_host_and(slowest) if slowest.platform == "gpu" else None, which)
 
 
-def _copy(device: jax.Device) -> float:
+def _copy(device: jax.Device) -> tuple[float]:
     """Bytes a second that an addition in place reads and writes."""
     count = 2**28 if device.platform == "gpu" else 2**24  # float32 numbers
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     with jax.default_device(device):
-        return 2 * 4 * count / seconds_of(add, jnp.zeros(count, jnp.float32))
+        return (2 * 4 * count / seconds_of(add, jnp.zeros(count, jnp.float32)),)
 
 
 def _between_host_and(device: jax.Device) -> tuple[float, float]:
@@ -103,41 +104,42 @@ def _between_host_and(device: jax.Device) -> tuple[float, float]:
     return host.nbytes / (middle - begun), host.nbytes / (end - middle)
 
 
-def judge_copy(
-    rate: float, device_kind: str, host: tuple[float, float] | None = None, which: str = ""
-) -> list[Finding]:
+@check("copy")
+def judge_copy(rate: float, device_kind: str, host: tuple[float, float] | None = None, which: str = "") -> Found:
     """The finding of device memory that moved `rate` bytes a second, and of copies from and to the host."""
     found, figures = f"{rate / 1e9:,.0f} GB/s read and written in device memory{which}", {"memory_gb_per_s": rate / 1e9}
     if host is not None:
         to_device, from_device = (each / 1e9 for each in host)
         figures |= {"to_device_gb_per_s": to_device, "from_device_gb_per_s": from_device}
         found = f"{to_device:,.1f} GB/s from the host, {from_device:,.1f} to it; {found}"
-    gpu = gpu_of(device_kind)
-    return _beside("copy", found, rate, None if gpu is None else gpu.memory_bandwidth, device_kind, "GB/s", figures)
+    return _beside("copy", found, rate, lambda gpu: gpu.memory_bandwidth, device_kind, figures)
 
 
 def _beside(
-    check: str, found: str, rate: float, promised: float | None, device: str, unit: str, figures: dict[str, float]
-) -> list[Finding]:
-    """The finding of a rate beside what the data sheet of the device promises; None: there is none."""
+    name: str, found: str, rate: float, rate_of: Callable[[Gpu], float | None], device: str, figures: dict[str, float]
+) -> Found:
+    """A rate beside what the data sheet of the device promises, if there is one."""
+    gpu = gpu_of(device)
+    promised = None if gpu is None else rate_of(gpu)
     if promised is None:
-        return [Finding(check, FIGURE, f"{found}; mjax has no data sheet of {device} for it", figures=figures)]
-    scale = 1e12 if unit == "TFLOP/s" else 1e9
+        return FIGURE, f"{found}; mjax has no data sheet of {device} for it", None, figures
+    scale, unit = (1e12, "TFLOP/s") if name == "matmul" else (1e9, "GB/s")
     figures = {**figures, "of_data_sheet": rate / promised}
     found = f"{found}, {rate / promised:.0%} of the {promised / scale:,.0f} {unit} of {device}"
     if rate > 1.05 * promised:
-        return [Finding(check, YELLOW, f"{found}: that cannot be", "mjax/hardware.py is wrong: report it", figures)]
-    if rate < ENOUGH[check] * promised:
-        return [Finding(check, YELLOW, f"{found}: slow", SLOW[check], figures)]
-    return [Finding(check, GREEN, found, figures=figures)]
+        return YELLOW, f"{found}: that cannot be", "mjax/hardware.py is wrong: report it", figures
+    if rate < ENOUGH[name] * promised:
+        return YELLOW, f"{found}: slow", SLOW[name], figures
+    return GREEN, found, None, figures
 
 
-def check_all_reduce() -> list[Finding]:
+@check("all-reduce")
+def check_all_reduce() -> Found | list[Finding] | None:
     """Whether devices add up rightly over `model`, and the bus bandwidth; nothing where there is one device."""
     devices = jax.local_devices()
     ranks = len(devices)
     if ranks == 1:
-        return []
+        return None
     mesh = make_mesh(MeshConfig(model=ranks), devices)
     on_gpus = devices[0].platform == "gpu"
     count, dtype = (2**26, jnp.bfloat16) if on_gpus else (SIMULATED_COUNT, jnp.float32)  # numbers a device
@@ -151,9 +153,7 @@ def check_all_reduce() -> list[Finding]:
     low, high = float(total.min()), float(total.max())
     if not (low == high == expected):
         found = f"the sum over {ranks} devices is {low:g} to {high:g} where it is {expected}"
-        return [
-            Finding("all-reduce", RED, found, "NCCL_DEBUG=INFO python -m mjax doctor; NCCL_P2P_DISABLE=1 as a trial")
-        ]
+        return RED, found, "NCCL_DEBUG=INFO python -m mjax doctor; NCCL_P2P_DISABLE=1 as a trial"
     # Simulated devices share a few threads: two sums on their way at once may wait for each other for good.
     wait = (lambda x: x) if on_gpus else jax.block_until_ready
     seconds = seconds_of(lambda _: wait(reduce(ones)), total)
@@ -161,7 +161,8 @@ def check_all_reduce() -> list[Finding]:
     return judge_all_reduce(wire / seconds, ranks, listed(list(by_kind())), simulated=not on_gpus)
 
 
-def judge_all_reduce(bus: float, ranks: int, device_kind: str, simulated: bool) -> list[Finding]:
+@check("all-reduce")
+def judge_all_reduce(bus: float, ranks: int, device_kind: str, simulated: bool) -> Found:
     """The finding of a right sum over `ranks` devices at `bus` bytes a second of bus bandwidth.
 
     Bus bandwidth is what each device sends, 2 (n − 1) / n of its array, over the time, as NCCL's tests count it.
@@ -170,10 +171,8 @@ def judge_all_reduce(bus: float, ranks: int, device_kind: str, simulated: bool) 
     figures = {"bus_gb_per_s": bus / 1e9}
     if simulated:
         found += "; the devices are simulated, so this says nothing of a real one"
-        return [Finding("all-reduce", FIGURE, found, figures=figures)]
-    gpu = gpu_of(device_kind)
-    promised = None if gpu is None else gpu.node_bandwidth
-    return _beside("all-reduce", found, bus, promised, device_kind, "GB/s", figures)
+        return FIGURE, found, None, figures
+    return _beside("all-reduce", found, bus, lambda gpu: gpu.node_bandwidth, device_kind, figures)
 
 
 def seconds_of(step: Callable[[Array], Array], x: Array, budget: float = MEASURED_SECONDS) -> float:

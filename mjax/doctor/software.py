@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -17,22 +18,24 @@ from packaging.version import Version
 
 import mjax
 from mjax import packages
-from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, listed
+from mjax.doctor.finding import GREEN, RED, YELLOW, Found, check, listed
 
 PYTHON = SpecifierSet(">=3.11")
 SHOWN = ("flax", "optax", "orbax-checkpoint", "numpy")
 CUDA_BUILDS = re.compile(r"jax-cuda(\d+)-(?:plugin|pjrt)")
 
 
-def check_python(version: tuple[int, ...] = sys.version_info[:3], executable: str = sys.executable) -> list[Finding]:
+@check("python")
+def check_python(version: tuple[int, ...] = sys.version_info[:3], executable: str = sys.executable) -> Found:
     """Whether mjax runs on this Python."""
     text = ".".join(map(str, version[:3]))
     if text not in PYTHON:
-        return [Finding("python", RED, f"{text}, and mjax needs {PYTHON}", "python3.11 -m venv .venv, then install")]
-    return [Finding("python", GREEN, f"{text}, {executable}")]
+        return RED, f"{text}, and mjax needs {PYTHON}", "python3.11 -m venv .venv, then install"
+    return GREEN, f"{text}, {executable}"
 
 
-def check_packages(requirements: list[str] | None = None) -> list[Finding]:
+@check("packages")
+def check_packages(requirements: list[str] | None = None) -> Iterator[Found]:
     """Whether every package that mjax needs is there, in a version that it was written for."""
     lines = _requirements() if requirements is None else requirements
     wanted: dict[str, Requirement] = {}
@@ -43,67 +46,61 @@ def check_packages(requirements: list[str] | None = None) -> list[Finding]:
                 requirement.specifier &= wanted[name].specifier
             wanted[name] = requirement
     installed = packages.installed()
-    missing, too_old, untried = [], [], []
+    wrong: dict[tuple[str, str], list[Requirement]] = {}
     for name, requirement in wanted.items():
         version = installed.get(name)
         if version is None:
-            missing.append(requirement)
+            wrong.setdefault((RED, "not installed"), []).append(requirement)
         elif not requirement.specifier.contains(version, prereleases=True):
             lowest = SpecifierSet(",".join(str(part) for part in requirement.specifier if part.operator == ">="))
             newer = bool(lowest) and lowest.contains(version, prereleases=True)
-            (untried if newer else too_old).append(requirement)
-    findings = []
-    if missing:
-        names = listed([requirement.name for requirement in missing])
-        findings.append(Finding("packages", RED, f"not installed: {names}", _install(missing)))
-    for wrong, status, what in (
-        (too_old, RED, "too old or excluded"),
-        (untried, YELLOW, "newer than mjax was tried with"),
-    ):
-        if wrong:
-            versions = listed(
-                [f"{r.name} {installed[canonicalize_name(r.name)]} ({r.specifier} is wanted)" for r in wrong]
-            )
-            findings.append(Finding("packages", status, f"{what}: {versions}", _install(wrong)))
-    if not findings:
+            what = (YELLOW, "newer than mjax was tried with") if newer else (RED, "too old or excluded")
+            wrong.setdefault(what, []).append(requirement)
+    for (status, what), them in wrong.items():
+        versions = ((r, installed.get(canonicalize_name(r.name))) for r in them)
+        named = [f"{r.name} {version} ({r.specifier} is wanted)" if version else r.name for r, version in versions]
+        yield status, f"{what}: {listed(named)}", "pip install " + " ".join(f'"{r.name}{r.specifier}"' for r in them)
+    if not wrong:
         versions = [f"{name} {installed[name]}" for name in SHOWN if name in installed]
-        found = f"all {len(wanted)} that mjax needs, among them {listed(versions)}"
-        findings.append(Finding("packages", GREEN, found))
-    return findings
+        yield GREEN, f"all {len(wanted)} that mjax needs, among them {listed(versions)}"
 
 
-def check_jax() -> list[Finding]:
+@check("jax")
+def check_jax() -> Found:
     """Whether jax, jaxlib and the CUDA plugin are of one version: the first two are two wheels, the plugin two more."""
     installed = packages.installed()
     jax, jaxlib = installed.get("jax"), installed.get("jaxlib")
     if jax is None or jaxlib is None:
         absent = listed([name for name, version in (("jax", jax), ("jaxlib", jaxlib)) if version is None])
-        return [Finding("jax", RED, f"not installed: {absent}", 'pip install "jax>=0.10.2,<0.12"')]
+        return RED, f"not installed: {absent}", 'pip install "jax>=0.10.2,<0.12"'
     plugins = {name: version for name, version in installed.items() if CUDA_BUILDS.fullmatch(name)}
     majors = {CUDA_BUILDS.fullmatch(name)[1] for name in plugins}
     build = f"jax[cuda{max(majors)}]" if majors else "jax"
-    mend = f'pip install --upgrade "{build}=={jax}"'
+    advice = f'pip install --upgrade "{build}=={jax}"'
     needs = [Requirement(line) for line in metadata.requires("jax") or [] if "extra ==" not in line]
     accepted = SpecifierSet(",".join(str(need.specifier) for need in needs if need.name == "jaxlib"))
     if not accepted.contains(jaxlib, prereleases=True):
-        return [Finding("jax", RED, f"jax {jax} does not work with jaxlib {jaxlib}: it wants {accepted}", mend)]
+        return RED, f"jax {jax} does not work with jaxlib {jaxlib}: it wants {accepted}", advice
     if len(majors) > 1:
         both = listed([f"{name} {version}" for name, version in sorted(plugins.items())])
-        return [Finding("jax", YELLOW, f"two CUDA builds are installed, and JAX takes one: {both}",
-                        f"pip uninstall jax-cuda{min(majors)}-plugin jax-cuda{min(majors)}-pjrt")]  # fmt: skip
+        return (
+            YELLOW,
+            f"two CUDA builds are installed, and JAX takes one: {both}",
+            f"pip uninstall jax-cuda{min(majors)}-plugin jax-cuda{min(majors)}-pjrt",
+        )
     strays = {name: version for name, version in plugins.items() if Version(version) != Version(jaxlib)}
     if strays:
         named = listed([f"{name} {version}" for name, version in sorted(strays.items())])
-        return [Finding("jax", RED, f"jaxlib is {jaxlib}, and {named}: JAX will not use the GPU with it", mend)]
+        return RED, f"jaxlib is {jaxlib}, and {named}: JAX will not use the GPU with it", advice
     if majors and len(plugins) < 2:
-        return [Finding("jax", RED, f"{listed(sorted(plugins))} without its other half: JAX cannot use the GPU", mend)]
+        return RED, f"{listed(sorted(plugins))} without its other half: JAX cannot use the GPU", advice
     if not majors:
-        return [Finding("jax", GREEN, f"jax {jax}, jaxlib {jaxlib}: the build for CPUs")]
+        return GREEN, f"jax {jax}, jaxlib {jaxlib}: the build for CPUs"
     (major,) = majors
     names = {"cuDNN": f"nvidia-cudnn-cu{major}", "NCCL": f"nvidia-nccl-cu{major}"}
     libraries = listed([f"{what} {installed[name]}" for what, name in names.items() if name in installed])
     found = f"jax {jax}, jaxlib {jaxlib}: the build for CUDA {major}, with {libraries}"
-    return [Finding("jax", GREEN, found)]
+    return GREEN, found
 
 
 def _requirements() -> list[str]:
@@ -113,7 +110,3 @@ def _requirements() -> list[str]:
         lines = [line.split("#")[0].strip() for line in file.read_text().splitlines()]
         return [line for line in lines if line]
     return [line for line in metadata.requires("mjax") or [] if "extra ==" not in line]
-
-
-def _install(requirements: list[Requirement]) -> str:
-    return "pip install " + " ".join(f'"{r.name}{r.specifier}"' for r in requirements)

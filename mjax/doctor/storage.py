@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from mjax.config import Config
-from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, gibibytes
+from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, Found, check, gibibytes
 from mjax.doctor.host import state_bytes
 from mjax.training.manifest import steps_in
 
@@ -23,7 +23,8 @@ SLOW = 100e6  # bytes a second; one hard disk. A parallel file system or an NVMe
 LEAST_FREE = 2**30
 
 
-def check_storage(runs: Path, config: Config | None = None, name: str = "") -> list[Finding]:
+@check("storage")
+def check_storage(runs: Path, config: Config | None = None, name: str = "") -> Found | list[Finding]:
     """Write, sync, read and remove 64 MiB where run folders go, and compare the room with a config's checkpoints.
 
     Args:
@@ -39,12 +40,12 @@ def check_storage(runs: Path, config: Config | None = None, name: str = "") -> l
     except FileNotFoundError:  # its name is there, and leads nowhere
         target = os.path.realpath(folder)
         advice = f"mkdir -p {shlex.quote(target)}, or choose another folder with --runs"
-        return [Finding("storage", RED, f"{where} is a link to {target}, which is not there", advice)]
+        return RED, f"{where} is a link to {target}, which is not there", advice
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "free some space there" if full else "make it writable"
         found = f"{where} cannot be written: {error.strerror or error}"
-        return [Finding("storage", RED, found, f"{advice}, or choose another folder with --runs")]
+        return RED, found, f"{advice}, or choose another folder with --runs"
     return judge_storage(where, free, write, read, config, there)
 
 
@@ -85,9 +86,8 @@ def measure(folder: Path) -> tuple[float, float]:
     return FILE_BYTES / (written - begun), FILE_BYTES / (end - begun_reading)
 
 
-def judge_storage(
-    where: str, free: int, write: float, read: float, config: Config | None, there: int = 0
-) -> list[Finding]:
+@check("storage")
+def judge_storage(where: str, free: int, write: float, read: float, config: Config | None, there: int = 0) -> Found:
     """Findings from what was measured: `free` in bytes, `write` and `read` in bytes a second.
 
     Of the checkpoints that a run of `config` keeps, `there` have been written before.
@@ -107,8 +107,8 @@ def judge_storage(
         if config is not None:
             room += f" for {more} of them" + (f", besides the {there} that lie there" if there else "")
         advice = "free some space there, or choose another folder with --runs"
-        return [Finding("storage", YELLOW if config is None else RED, f"{found}; {room}", advice, figures)]
+        return (YELLOW if config is None else RED, f"{found}; {room}", advice, figures)
     if write < SLOW:
         advice = "choose a faster folder with --runs; while a checkpoint is written, the next one has to wait"
-        return [Finding("storage", YELLOW, f"{found}: slow", advice, figures)]
-    return [Finding("storage", GREEN, found, figures=figures)]
+        return YELLOW, f"{found}: slow", advice, figures
+    return GREEN, found, None, figures

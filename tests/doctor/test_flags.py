@@ -57,7 +57,7 @@ def test_a_jax_that_does_not_start_at_all_is_not_the_fault_of_the_flags(monkeypa
     said = "Traceback (most recent call last):\nModuleNotFoundError: No module named 'jaxlib'"
     monkeypatch.setattr(flags, "refusal", lambda *_: said)
     (finding,), environment = check_flags({"XLA_FLAGS": "--xla_gpu_autotune_level=3"}, 60)
-    assert (finding.status, finding.advice) == (YELLOW, "mend the line devices first")
+    assert (finding.status, finding.advice) == (YELLOW, "fix the line devices first")
     assert finding.found.endswith("without XLA_FLAGS either: ModuleNotFoundError: No module named 'jaxlib'")
     assert environment["XLA_FLAGS"] == "--xla_gpu_autotune_level=3"
 
