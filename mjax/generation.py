@@ -34,7 +34,8 @@ from rich.console import Console
 from rich.text import Text
 
 from mjax.config import Config
-from mjax.data.tokenizers import Tokenizer
+from mjax.data.sources import TrainingData
+from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.models.attention import KeyValues
 from mjax.models.gpt import GPT
@@ -43,7 +44,9 @@ from mjax.parallel.pipeline import run_in_turns
 from mjax.parallel.zero import gather_for_inference, gather_in_loop
 from mjax.sampling import Sampling, draw
 from mjax.training.layout import lay_out
+from mjax.training.loop import Run
 from mjax.training.precision import COMPUTE_TYPES
+from mjax.training.state import TrainState
 
 # --- On the devices ---------------------------------------------------------------------------------------------------
 
@@ -261,3 +264,23 @@ def print_samples(samples: Sequence[Sample], console: Console) -> None:
         if number:
             console.print()
         console.print(Text(sample.prompt, style="dim") + Text(sample.continuation), soft_wrap=True, highlight=False)
+
+
+def print_sample(run: Run, state: TrainState, data: TrainingData) -> None:
+    """Let a GPT that was just trained continue `log.prompt`, or the beginning of a validation sample.
+
+    This is the `on_end` of `training.loop.train`; it prints nothing where the run has no tokenizer or asks for none.
+    """
+    log, display = run.config.log, run.display
+    if data.tokenizer is None or log.sample_tokens == 0 or run.config.model.kind != "gpt":
+        return
+    tokenizer = tokenizer_from_folder(data.tokenizer)
+    prompt = log.prompt
+    if prompt is None:
+        prompt = tokenizer.decode((data.validation or data.training).at(0)["tokens"][0, :8].tolist())
+    sampling = Sampling(tokens=log.sample_tokens, seed=run.config.train.seed)
+    display.say("")
+    print_samples(
+        continue_texts(Generator(run.config, run.mesh), state.model, tokenizer, [prompt], sampling), display.console
+    )
+    display.say("")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from mjax.config import Config, DataConfig, MeshConfig, ModelConfig
+from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, read_config
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.models.build import Model
@@ -17,6 +17,19 @@ from mjax.training.runs import checkpoint_steps
 from mjax.validation import validate
 
 MICRO_BATCHES_A_STAGE = 4  # where there is a pipeline: its bubble is then a fifth at most
+KINDS = {"gpt": "a GPT", "bert": "a BERT"}
+
+
+def read_run(run: Path, kind: str, reason: str) -> Config:
+    """The config of the run in folder `run`, whose model must be of this kind; `reason` says why no other will do.
+
+    Raises:
+      UsageError: the folder has no config, or its model is of another kind.
+    """
+    config = read_config(run / "config.json")
+    if config.model.kind != kind:
+        raise UsageError(f"{run} holds {KINDS[config.model.kind]}, {reason}; give the run folder of {KINDS[kind]}")
+    return config
 
 
 def inference_config(

@@ -20,19 +20,26 @@ from rich.progress import MofNCompleteColumn, TextColumn
 from rich.table import Table
 
 from mjax import launch
-from mjax.config import MeshConfig, ModelConfig, read_config
-from mjax.data.atomic import write_whole
-from mjax.errors import UsageError, either, suggestion
+from mjax.config import Config, MeshConfig, read_config
+from mjax.errors import UsageError, either
 from mjax.launch import Distributed
 from mjax.progress import progress
-from mjax.tasks.interface import Figure, Task
-from mjax.tasks.labelled import DEFAULTS, LabelledTask, open_task
+from mjax.tasks.interface import FOR_TEXT, Figure, Task
+from mjax.tasks.labelled import (
+    TASKS,
+    LabelledTask,
+    check_name,
+    is_fine_tuned,
+    open_task,
+    what_is_told,
+    write_predictions,
+)
 from mjax.tasks.lambada import Lambada
 from mjax.tasks.perplexity import Perplexity
 from mjax.tasks.wikitext import WikiText103
 
 # name → (data, tokenizer, positions of the model, --overlap) → task
-TASKS: dict[str, Callable[..., Task]] = {"wikitext103": WikiText103, "lambada": Lambada, "perplexity": Perplexity}
+TEXT_TASKS: dict[str, Callable[..., Task]] = {"wikitext103": WikiText103, "lambada": Lambada, "perplexity": Perplexity}
 
 
 @dataclass(frozen=True)
@@ -72,17 +79,19 @@ class EvaluateArguments:
 def evaluate(arguments: EvaluateArguments) -> int:
     """Run the command; progress and notices go to stderr. Returns the exit code.
 
+    A file without labels, such as a benchmark's test set, gives predictions alone.
+
     Raises:
-      UsageError: a flag or the file cannot be used, or the run folder lacks a config, a tokenizer or a checkpoint.
-      RunError: the checkpoint is damaged, or its model gives no finite loss.
+      UsageError: a flag or the file cannot be used, the run folder lacks a config, a tokenizer or a checkpoint, or its
+        model is not one for the task.
+      RunError: the checkpoint is damaged, or its model gives scores that are not finite.
     """
-    if arguments.task not in TASKS | DEFAULTS:
-        known = [*TASKS, *DEFAULTS]
-        raise UsageError(f"there is no task {arguments.task!r}{suggestion(arguments.task, known)}; use {either(known)}")
-    if arguments.task in TASKS and arguments.predictions is not None:
-        raise UsageError(f"--predictions is for {either(DEFAULTS)}; leave it out, {arguments.task} predicts text")
-    if arguments.task in DEFAULTS and arguments.overlap is not None:
-        raise UsageError(f"--overlap is for {either(TASKS)}; leave it out, {arguments.task} says itself what is cut")
+    task, of_text, labelled = arguments.task, list(TEXT_TASKS), list(TASKS)
+    check_name(task, of_text + labelled)
+    if task in of_text and arguments.predictions is not None:
+        raise UsageError(f"--predictions is for {either(labelled)}; leave it out, {task} predicts text")
+    if task in labelled and arguments.overlap is not None:
+        raise UsageError(f"--overlap is for {either(of_text)}; leave it out, {task} says itself what is cut")
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     return _evaluate(arguments)
@@ -93,98 +102,69 @@ def _evaluate(arguments: EvaluateArguments) -> int:
     from mjax.models.attention import with_kernel
     from mjax.parallel import processes
     from mjax.parallel.mesh import make_mesh
-    from mjax.tasks.scoring import Scorer
+    from mjax.tasks.scoring import Scorer, TaskScorer
 
     # --- The run and the file -----------------------------------------------------------------------------------------
     processes.start(arguments.distributed)
     notices = Console(stderr=True, highlight=False, quiet=not processes.is_first())
     say = lambda line: notices.print(line, markup=False)  # noqa: E731
-    if arguments.task in DEFAULTS:
-        return _evaluate_labelled(arguments, notices)
-    run, saved = arguments.checkpoint, read_config(arguments.checkpoint / "config.json")
-    if saved.model.kind != "gpt":
-        raise UsageError(f"{run} holds a BERT, which predicts no next token; give the run folder of a GPT")
+    run, labelled = arguments.checkpoint, arguments.task in TASKS
+    saved = _read_run(arguments)
     tokenizer = run_tokenizer(run, saved.model, arguments.tokenizer)
     with notices.status(f"reading {arguments.data}"):
-        task = TASKS[arguments.task](arguments.data, tokenizer, saved.model.sequence, arguments.overlap)
+        if labelled:
+            task = open_task(arguments.task, (), (arguments.data,), tokenizer, saved.model.sequence)
+            sets, unit, scorer_of = task.validation, "rows", TaskScorer
+        else:
+            task = TEXT_TASKS[arguments.task](arguments.data, tokenizer, saved.model.sequence, arguments.overlap)
+            sets, unit, scorer_of = dict(enumerate(task.passes)), "windows", Scorer
+    if labelled:
+        for note in task.notes:
+            say(note)
+        _check_labelled(arguments, saved, task)
 
     # --- The mesh and the weights -------------------------------------------------------------------------------------
     config = inference_config(saved, arguments.mesh, arguments.attention, arguments.micro_batch, arguments.compute)
     config = with_kernel(config, say)
-    scorer = Scorer(config, make_mesh(config.mesh))
-    step, model = restore_weights(run, scorer.abstract_model, arguments.step, say)
-
-    # --- Scores and figures -------------------------------------------------------------------------------------------
-    count, columns = sum(map(len, task.passes)), (MofNCompleteColumn(), TextColumn("windows"))
-    with progress(arguments.task, count, *columns, console=notices, transient=True) as advance:
-        scores = [scorer.score(model, windows, advance) for windows in task.passes]
-    figures = task.figures(scores)
-    if processes.is_first():
-        report(arguments, step, figures)
-    return 0
-
-
-def _evaluate_labelled(arguments: EvaluateArguments, notices: Console) -> int:
-    """The command for a run that was fine-tuned: metrics of another file, and predictions for it.
-
-    A file without labels, such as a benchmark's test set, gives predictions alone.
-    """
-    from mjax.finetuning.scores import TaskScorer
-    from mjax.inference import inference_config, restore_weights, run_tokenizer
-    from mjax.models.attention import with_kernel
-    from mjax.parallel.mesh import make_mesh
-    from mjax.parallel.processes import is_first
-
-    say = lambda line: notices.print(line, markup=False)  # noqa: E731
-
-    # --- The run and the file -----------------------------------------------------------------------------------------
-    run, saved = arguments.checkpoint, read_config(arguments.checkpoint / "config.json")
-    if saved.model.head == "pretraining":
-        raise UsageError(
-            f"{run} has not been fine-tuned for {arguments.task}; type python -m mjax finetune --help, and give the "
-            "folder best of what comes of it"
-        )
-    tokenizer = run_tokenizer(run, saved.model, arguments.tokenizer)
-    with notices.status(f"reading {arguments.data}"):
-        task = open_task(arguments.task, (), (arguments.data,), tokenizer, saved.model.sequence)
-    for note in task.notes:
-        say(note)
-    _check_head(saved.model, task, arguments)
-    labelled = any(examples.labels for examples in task.validation.values())
-    if not labelled and arguments.predictions is None:
-        raise UsageError(f"{arguments.data} has no labels to measure by; add --predictions FOLDER for what it predicts")
-
-    # --- The mesh and the weights -------------------------------------------------------------------------------------
-    config = inference_config(saved, arguments.mesh, arguments.attention, arguments.micro_batch, arguments.compute)
-    config = with_kernel(config, say)
-    scorer = TaskScorer(config, make_mesh(config.mesh))
+    scorer = scorer_of(config, make_mesh(config.mesh))
     step, model = restore_weights(run, scorer.abstract_model, arguments.step, say)
 
     # --- Scores, figures, predictions ---------------------------------------------------------------------------------
-    count = sum(len(examples.tokens) for examples in task.validation.values())
-    columns = (MofNCompleteColumn(), TextColumn("rows"))
-    with progress(arguments.task, count, *columns, console=notices, transient=True) as advance:
-        scores = {name: scorer(model, examples, advance) for name, examples in task.validation.items()}
-    if not is_first():
-        return 0
-    if arguments.predictions is not None:
-        arguments.predictions.mkdir(parents=True, exist_ok=True)
-        for name, contents in task.predictions(scores).items():
-            write_whole(arguments.predictions / name, contents)
-            say(f"predictions  {arguments.predictions / name}")
-    report(arguments, step, task.figures(scores))
+    columns = MofNCompleteColumn(), TextColumn(unit)
+    with progress(arguments.task, sum(map(len, sets.values())), *columns, console=notices, transient=True) as advance:
+        scores = {name: scorer(model, rows, advance) for name, rows in sets.items()}
+    if processes.is_first():
+        if arguments.predictions is not None:
+            for file in write_predictions(arguments.predictions, task, scores):
+                say(f"predictions  {file}")
+        report(arguments, step, task.figures(scores if labelled else list(scores.values())))
     return 0
 
 
-def _check_head(model: ModelConfig, task: LabelledTask, arguments: EvaluateArguments) -> None:
-    """That the model was fine-tuned for a task of this form."""
-    answers = {"classification": task.classes, "multiple_choice": task.choices, "span": model.answers}[task.head]
-    if (model.head, model.answers) != (task.head, answers):
-        kinds = {"classification": f"{model.answers} classes", "multiple_choice": f"{model.answers} choices"}
+def _read_run(arguments: EvaluateArguments) -> Config:
+    """The config of the run, whose model must be one for the task."""
+    from mjax.inference import read_run
+
+    if arguments.task in TEXT_TASKS:
+        return read_run(arguments.checkpoint, *FOR_TEXT)
+    saved = read_config(arguments.checkpoint / "config.json")
+    if not is_fine_tuned(saved.model):
         raise UsageError(
-            f"the model in {arguments.checkpoint} tells {kinds.get(model.head, 'where an answer is')} and was not "
-            f"fine-tuned for {arguments.task}; give a run of python -m mjax finetune --task {arguments.task}"
+            f"{arguments.checkpoint} has not been fine-tuned for {arguments.task}; type python -m mjax finetune "
+            "--help, and give the folder best of what comes of it"
         )
+    return saved
+
+
+def _check_labelled(arguments: EvaluateArguments, saved: Config, task: LabelledTask) -> None:
+    """That the model was fine-tuned for a task of this form, and that there is something to tell about the file."""
+    if task.with_head(saved.model) != saved.model:
+        raise UsageError(
+            f"the model in {arguments.checkpoint} tells {what_is_told(saved.model)} and was not fine-tuned for "
+            f"{arguments.task}; give a run of python -m mjax finetune --task {arguments.task}"
+        )
+    if arguments.predictions is None and not task.has_labels:
+        raise UsageError(f"{arguments.data} has no labels to measure by; add --predictions FOLDER for what it predicts")
 
 
 def report(arguments: EvaluateArguments, step: int, figures: Sequence[Figure]) -> None:

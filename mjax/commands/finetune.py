@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mjax import launch
-from mjax.config import read_config
-from mjax.errors import UsageError, explain
+from mjax.errors import explain
 from mjax.finetuning import recipe as recipes
 from mjax.finetuning.recipe import FinetuneArguments
 from mjax.tasks.labelled import LabelledTask, open_task
@@ -51,7 +50,7 @@ def finetune(arguments: FinetuneArguments) -> int:
 
 def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     from mjax.finetuning.tuning import Finetuning
-    from mjax.inference import check_enough_devices, run_tokenizer
+    from mjax.inference import check_enough_devices, read_run, run_tokenizer
     from mjax.models.attention import with_kernel
     from mjax.parallel import processes
     from mjax.training.agreement import agree, check_shared, facts_of
@@ -61,9 +60,8 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     # --- The run, the recipe and the files ----------------------------------------------------------------------------
     console = lasting_console(sys.stderr, processes.is_first())
     say = lambda line: console.print(line, markup=False)  # noqa: E731
-    run, saved = arguments.checkpoint, read_config(arguments.checkpoint / "config.json")
-    if saved.model.kind != "bert":
-        raise UsageError(f"{run} holds a GPT, and tasks with labels are for a BERT; give the run folder of one")
+    run = arguments.checkpoint
+    saved = read_run(run, "bert", "and tasks with labels are for a BERT")
     tokenizer = run_tokenizer(run, saved.model, flag=None)
     recipe = recipes.recipe_of(arguments, saved, say)
     with console.status(f"reading the files of {arguments.task}"):
@@ -81,7 +79,7 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     # --- Seeds --------------------------------------------------------------------------------------------------------
     named = run if run.name else run.absolute()  # the current folder has no name
     output = arguments.output or named.with_name(f"{named.name}-{arguments.task}")
-    request = recipes.Request.of(arguments, recipe, len(task.train.tokens), config.precision.compute)
+    request = recipes.Request.of(arguments, recipe, len(task.train), config.precision.compute)
     if watchdog.count > 1:
         agree(watchdog, {**facts_of(config), **_task_facts(arguments, task)})
         check_shared(watchdog, output)

@@ -11,10 +11,10 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from mjax.config import MeshConfig, read_config
+from mjax.config import MeshConfig
 from mjax.errors import UsageError
 from mjax.generation import Generator, continue_texts, print_samples
-from mjax.inference import inference_config, restore_weights, run_tokenizer
+from mjax.inference import inference_config, read_run, restore_weights, run_tokenizer
 from mjax.parallel.mesh import make_mesh
 from mjax.sampling import Sampling
 
@@ -50,9 +50,8 @@ def generate(arguments: GenerateArguments) -> int:
     if not arguments.prompt:
         raise UsageError("there is no prompt; add --prompt TEXT")
     run = arguments.checkpoint
-    config = inference_config(read_config(run / "config.json"), MeshConfig(model=arguments.model_parallel))
-    if config.model.kind != "gpt":
-        raise UsageError(f"{run} holds a BERT, which continues no text; give the run folder of a GPT with --checkpoint")
+    saved = read_run(run, "gpt", "which continues no text")
+    config = inference_config(saved, MeshConfig(model=arguments.model_parallel))
     tokenizer = run_tokenizer(run, config.model, arguments.tokenizer)
 
     generator = Generator(config, make_mesh(config.mesh))

@@ -54,6 +54,7 @@ def train(argv: Sequence[str]) -> int:
         _tell_the_others(argv, error)
         raise
 
+    from mjax.generation import print_sample
     from mjax.parallel import processes
     from mjax.planner.fit import check_gpu_at_hand
     from mjax.training import loop
@@ -66,7 +67,7 @@ def train(argv: Sequence[str]) -> int:
             for line in changes:
                 print(line)
         check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
-        result = loop.train(config, arguments.resume, label, watchdog, arguments.step)
+        result = loop.train(config, arguments.resume, label, watchdog, arguments.step, print_sample)
     return result.exit_code
 
 

@@ -1,4 +1,4 @@
-"""Batches of examples: for training epoch after epoch, each in an order of its own; for validation in theirs.
+"""Batches of training examples: epoch after epoch, each in an order of its own.
 
     epoch 0   3 0 4 | 1 5 2 | 6        seven examples in batches of three: two steps an epoch,
     epoch 1   5 6 1 | 0 3 4 | 2        and what is left over sits this epoch out
@@ -10,15 +10,12 @@ weigh its examples more. The next epoch leaves out others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
 
 from mjax.batch_size import BatchSizes
-from mjax.tasks.labelled import Examples
-
-Batch = dict[str, np.ndarray]
+from mjax.tasks.rows import Batch, Examples
 
 
 class EpochBatches:
@@ -32,7 +29,7 @@ class EpochBatches:
     def __init__(self, examples: Examples, batch: int, seed: int):
         self.examples, self.seed = examples, seed
         self.sizes = BatchSizes.constant(batch)
-        self.steps = len(examples.tokens) // batch
+        self.steps = len(examples) // batch
         self._order = lru_cache(maxsize=2)(self._draw)
 
     def at(self, step: int, rows: slice = slice(None)) -> Batch:
@@ -40,28 +37,8 @@ class EpochBatches:
         epoch, position = divmod(step, self.steps)
         size = self.sizes.size(step)
         chosen = self._order(epoch)[position * size : (position + 1) * size][rows]
-        return rows_of(self.examples, chosen) | {name: label[chosen] for name, label in self.examples.labels.items()}
+        return self.examples.batch(chosen) | {name: label[chosen] for name, label in self.examples.labels.items()}
 
     def _draw(self, epoch: int) -> np.ndarray:
         # The old generator, whose numbers NumPy has promised never to change.
-        return np.random.RandomState((self.seed, epoch)).permutation(len(self.examples.tokens))
-
-
-def padded_batches(examples: Examples, size: int) -> Iterator[tuple[int, Batch]]:
-    """All examples in their order, without labels: how many there are in a batch of `size`, and the batch.
-
-    The last one is filled up with copies of its first example, for nobody to look at.
-    """
-    for first in range(0, len(examples.tokens), size):
-        count = min(size, len(examples.tokens) - first)
-        chosen = first + np.arange(size) * (np.arange(size) < count)
-        yield count, rows_of(examples, chosen)
-
-
-def rows_of(examples: Examples, chosen: np.ndarray) -> Batch:
-    """What a model reads of the examples `chosen`, int [b] → [b, c, s] each."""
-    return {
-        "tokens": examples.tokens[chosen],
-        "token_types": examples.token_types[chosen],
-        "documents": (~examples.text[chosen]).astype(np.int32),  # 0 for text, 1 for padding
-    }
+        return np.random.RandomState((self.seed, epoch)).permutation(len(self.examples))

@@ -27,10 +27,10 @@ from mjax.config import (
     TrainConfig,
 )
 from mjax.data.atomic import write_whole
-from mjax.errors import UsageError, either, suggestion
+from mjax.errors import UsageError
 from mjax.json_files import read_json
 from mjax.launch import Distributed
-from mjax.tasks.labelled import DEFAULTS, LabelledTask, Recipe
+from mjax.tasks.labelled import DEFAULTS, LabelledTask, Recipe, check_name
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,7 @@ def check(arguments: FinetuneArguments) -> None:
     Raises:
       UsageError: a sentence that names the flag and what is allowed.
     """
-    if arguments.task not in DEFAULTS:
-        close = suggestion(arguments.task, list(DEFAULTS))
-        raise UsageError(f"there is no task {arguments.task!r}{close}; use {either(DEFAULTS)}")
+    check_name(arguments.task)
     for name in ("seeds", "epochs", "batch", "sequence"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -143,10 +141,10 @@ def check_task(task: LabelledTask, recipe: Recipe) -> None:
     Raises:
       UsageError: there are fewer examples than a batch has, or nothing to measure by.
     """
-    count = len(task.train.tokens)
+    count = len(task.train)
     if count < recipe.batch:
         raise UsageError(f"--batch {recipe.batch} is more than the {count} examples of --train; use at most {count}")
-    if not any(examples.labels for examples in task.validation.values()):
+    if not task.has_labels:
         raise UsageError(
             f"the files of --validation have no labels, so there is no {task.metric} to choose the best epoch by; "
             "give the published development set"
@@ -158,9 +156,8 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
 
     Its own seed is 0: head, order of examples and dropout masks get theirs from the seed that is trained.
     """
-    mesh, steps_of_epoch = arguments.mesh, len(task.train.tokens) // recipe.batch
+    mesh, steps_of_epoch = arguments.mesh, len(task.train) // recipe.batch
     steps = recipe.epochs * steps_of_epoch
-    answers = {"classification": task.classes, "multiple_choice": task.choices, "span": saved.model.answers}
     micro_batch = arguments.micro_batch
     if micro_batch is None:
         micro_batch = 1 if mesh.pipe > 1 else recipe.batch // max(mesh.data, 1)
@@ -169,13 +166,7 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
         precision = replace(precision, compute=arguments.compute, loss_scale=None)
     return replace(
         saved,
-        model=replace(
-            saved.model,
-            head=task.head,
-            answers=answers[task.head],
-            sequence=recipe.sequence,
-            attention=arguments.attention,
-        ),
+        model=replace(task.with_head(saved.model), sequence=recipe.sequence, attention=arguments.attention),
         mesh=mesh,
         data=DataConfig(mock=True),  # no data are read as samples of pre-training
         optimizer=OptimizerConfig(

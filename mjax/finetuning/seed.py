@@ -21,11 +21,11 @@ import numpy as np
 
 from mjax.data.atomic import write_whole
 from mjax.errors import UnhealthyError, UsageError
-from mjax.finetuning.scores import TaskScorer
 from mjax.json_files import read_json
 from mjax.models.heads import TaskBERT
 from mjax.parallel.processes import is_first
-from mjax.tasks.labelled import Examples, LabelledTask
+from mjax.tasks.labelled import Examples, LabelledTask, write_predictions
+from mjax.tasks.scoring import TaskScorer
 from mjax.training.checkpoint import Checkpoints
 from mjax.training.loop import Run
 
@@ -63,8 +63,9 @@ class SeedRun(Run):
         if best_of(self.epochs, self.task.metric) is epoch:
             self.best.save(step, {"model": model})
             self.best.wait()
-            self._write_predictions(scores)
         if is_first():
+            if best_of(self.epochs, self.task.metric) is epoch:
+                write_predictions(self.folder / "best" / "predictions", self.task, scores)
             write_whole(self.folder / "epochs.json", json.dumps(self.epochs, indent=1) + "\n")
         return loss, {name: value for name, value in figures.items() if isinstance(value, float)}
 
@@ -75,14 +76,6 @@ class SeedRun(Run):
           UnhealthyError: always; the seeds before it are intact.
         """
         raise UnhealthyError(f"{problem}; fine-tune with a lower --learning-rate, into another --output")
-
-    def _write_predictions(self, scores: dict[str, np.ndarray]) -> None:
-        if not is_first():
-            return
-        folder = self.folder / "best" / "predictions"
-        folder.mkdir(exist_ok=True)
-        for name, contents in self.task.predictions(scores).items():
-            write_whole(folder / name, contents)
 
 
 def read_epochs(folder: Path) -> list[dict]:

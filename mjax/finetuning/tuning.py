@@ -27,12 +27,12 @@ from mjax.data.atomic import rename, write_whole
 from mjax.finetuning.batches import EpochBatches
 from mjax.finetuning.recipe import Request
 from mjax.finetuning.report import draw, print_table, summary
-from mjax.finetuning.scores import TaskScorer
 from mjax.finetuning.seed import SeedRun, read_epochs
 from mjax.finetuning.start import Start
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.processes import is_first
 from mjax.tasks.labelled import LabelledTask
+from mjax.tasks.scoring import TaskScorer
 from mjax.training import environment
 from mjax.training.checkpoint import Checkpoints
 from mjax.training.display import Display

@@ -29,14 +29,14 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from mjax.config import MeshConfig, read_config
+from mjax.config import MeshConfig
 from mjax.errors import UsageError
 from mjax.generation import Generator, written_after
-from mjax.inference import inference_config, restore_weights, run_tokenizer
+from mjax.inference import inference_config, read_run, restore_weights, run_tokenizer
 from mjax.models.attention import with_kernel
 from mjax.parallel.mesh import make_mesh
 from mjax.sampling import Sampling
-from mjax.tasks.interface import Window
+from mjax.tasks.interface import FOR_TEXT, Window
 from mjax.tasks.scoring import Scorer
 
 MOST_TOKENS = 256  # that are generated where a task does not say, as the harness's other models do
@@ -84,9 +84,7 @@ class HarnessModel(TemplateLM):
                 f"--max_batch_size {max_batch_size} is not for --model mjax, which tries no batch sizes; leave it out "
                 "and use --batch_size"
             )
-        run, saved = Path(folder), read_config(Path(folder) / "config.json")
-        if saved.model.kind != "gpt":
-            raise UsageError(f"{run} holds a BERT, which predicts no next token; give the run folder of a GPT")
+        run, saved = Path(folder), read_run(Path(folder), *FOR_TEXT)
         if compute not in (None, "bf16", "fp16", "fp32"):
             raise UsageError(f"compute={compute} in --model_args is no type; use bf16, fp16 or fp32")
         self.run = run

@@ -1,13 +1,6 @@
 """Tasks with labels, on which a pre-trained model is trained further: MNLI, QQP, RACE, SQuAD 1.1 and 2.0.
 
-A task reads its published files and gives rows of tokens with labels (`Examples`). Whoever trains knows nothing of the
-files: it puts a head on the model, and hands its outputs for the validation rows back. The task turns these into the
-official figures and into predictions files in the official format.
-
-    head               logits of a row          label
-    classification     [classes]                which class
-    multiple choice    one for each of c rows   which choice
-    span               [2, s]                   at which token the answer starts, at which it ends
+`labelled_task.py` holds the path that all of them take; here are their names and their recipes.
 
 Sources: arXiv 1909.08053, section 5.3 and appendix A; Megatron-LM v1.0, tasks/ and examples/finetune_*.sh.
 """
@@ -17,56 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from pathlib import Path
 
-import numpy as np
-
+from mjax.data.atomic import write_whole
 from mjax.data.tokenizers import Tokenizer
-from mjax.errors import UsageError, suggestion
+from mjax.errors import UsageError, either, suggestion
 from mjax.tasks.glue import Mnli, Qqp
-from mjax.tasks.interface import Figure
+from mjax.tasks.labelled_task import LabelledTask, Outputs, is_fine_tuned, what_is_told
 from mjax.tasks.race import Race
 from mjax.tasks.rows import Examples
 from mjax.tasks.squad import Squad
 
-__all__ = ["DEFAULTS", "Examples", "LabelledTask", "Recipe", "open_task"]
-
-Head = Literal["classification", "multiple_choice", "span"]
-
-
-class LabelledTask(Protocol):
-    """Files of a task, ready to be trained on and measured by.
-
-    Attributes:
-      head: what is put on the model.
-      classes: outputs of the head for a row: the classes; 1 for a choice; 2 for a position (start, end).
-      choices: c, rows of which a question consists; 1 but for multiple choice.
-      metric: name of the figure by which the best checkpoint is chosen; higher is better.
-      train: rows to train on; none where no file was given.
-      validation: rows to measure by: "matched" and "mismatched", "middle" and "high", or one set named "validation".
-      notes: what was left out or cut, a sentence each.
-    """
-
-    head: Head
-    classes: int
-    choices: int
-    metric: str
-    train: Examples
-    validation: dict[str, Examples]
-    notes: list[str]
-
-    def figures(self, outputs: dict[str, np.ndarray]) -> list[Figure]:
-        """The official figures of the validation sets that have labels.
-
-        Args:
-          outputs: by the name of the set, logits float32 [N, classes], [N, c] or [N, 2, s].
-
-        Raises:
-          RunError: a logit is not finite.
-        """
-
-    def predictions(self, outputs: dict[str, np.ndarray]) -> dict[str, str]:
-        """Predictions files in the official format: name → contents. `outputs` and errors as of `figures`."""
+__all__ = ["DEFAULTS", "Examples", "LabelledTask", "Recipe", "is_fine_tuned", "open_task", "what_is_told"]
 
 
 @dataclass(frozen=True)
@@ -126,6 +81,24 @@ def open_task(
     Raises:
       UsageError: there is no such task, the tokenizer is not BERT's, or a file is missing or malformed.
     """
-    if name not in TASKS:
-        raise UsageError(f"there is no task {name!r}{suggestion(name, list(TASKS))}; use {', '.join(TASKS)}")
+    check_name(name)
     return TASKS[name](train, validation, tokenizer, positions)
+
+
+def check_name(name: str, known: Sequence[str] = tuple(TASKS)) -> None:
+    """Refuse a task that is not among the `known` ones.
+
+    Raises:
+      UsageError: it is not.
+    """
+    if name not in known:
+        raise UsageError(f"there is no task {name!r}{suggestion(name, list(known))}; use {either(known)}")
+
+
+def write_predictions(folder: Path, task: LabelledTask, outputs: Outputs) -> list[Path]:
+    """Write the predictions of a task, files in the official format, into `folder`; gives their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    contents = {folder / name: text for name, text in task.predictions(outputs).items()}
+    for file, text in contents.items():
+        write_whole(file, text)
+    return list(contents)

@@ -7,16 +7,19 @@ BERT cuts the longer of the two. Token types are 0 for padding whatever its id; 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from mjax.data.tokenizers import BertTokenizer, Tokenizer
-from mjax.errors import UsageError
+from mjax.data.tokenizers import BertTokenizer
+
+Batch = dict[str, np.ndarray]
 
 
-class Examples(NamedTuple):
+@dataclass(frozen=True)
+class Examples:
     """N examples, each of c rows: the choices of a question, 1 for all other tasks.
 
     Attributes:
@@ -31,6 +34,17 @@ class Examples(NamedTuple):
     token_types: np.ndarray
     text: np.ndarray
     labels: dict[str, np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def batch(self, chosen: np.ndarray) -> Batch:
+        """What a model reads of the examples `chosen`, int [b] → [b, c, s] each."""
+        return {
+            "tokens": self.tokens[chosen],
+            "token_types": self.token_types[chosen],
+            "documents": (~self.text[chosen]).astype(np.int32),  # 0 for text, 1 for padding
+        }
 
 
 class Pair(NamedTuple):
@@ -66,18 +80,14 @@ def as_rows(
     )
 
 
-def cut_note(pairs: Sequence[Pair], positions: int, what: str) -> list[str]:
-    """A sentence about the rows of `what` that are too long, if there are any."""
-    long = sum(pair.length > positions for pair in pairs)
-    share = f"{long:,} of {len(pairs):,} rows ({long / max(len(pairs), 1):.1%})"
-    return [f"{what}: {share} have more than {positions:,} tokens and are cut at the end"] if long else []
+def padded_batches(examples: Examples, size: int) -> Iterator[tuple[int, Batch]]:
+    """All examples in their order, without labels: how many there are in a batch of `size`, and the batch.
 
-
-def long_questions_note(questions: Sequence[Sequence[int]], longest: int, what: str) -> list[str]:
-    """A sentence about the questions of `what` that have more than `longest` tokens, if there are any."""
-    long = sum(len(ids) > longest for ids in questions)
-    share = f"{long:,} of {len(questions):,} questions"
-    return [f"{what}: {share} have more than {longest} tokens and are cut there"] if long else []
+    The last one is filled up with copies of its first example, which nobody looks at.
+    """
+    for first in range(0, len(examples), size):
+        count = min(size, len(examples) - first)
+        yield count, examples.batch(first + np.arange(size) * (np.arange(size) < count))
 
 
 def clean_text(text: str) -> str:
@@ -86,17 +96,3 @@ def clean_text(text: str) -> str:
     for _ in range(3):  # full stops in a row share their spaces
         text = text.replace(" . ", ". ")
     return text
-
-
-def bert_tokenizer(tokenizer: Tokenizer) -> BertTokenizer:
-    """`tokenizer`, if it knows [CLS] and [SEP].
-
-    Raises:
-      UsageError: it is not a BERT's.
-    """
-    if not isinstance(tokenizer, BertTokenizer):
-        raise UsageError(
-            f"the model's tokenizer is of kind {tokenizer.kind}, and rows of this task need a BERT's, which has [CLS] "
-            "and [SEP]; use a model trained with --tokenizer bert-uncased:vocab.txt or bert-cased:vocab.txt"
-        )
-    return tokenizer

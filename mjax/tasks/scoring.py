@@ -1,19 +1,21 @@
-"""Windows through the model: one program on the mesh, under any parallelism, whatever the task.
+"""Batches through a trained model: one program on the mesh, under any parallelism, whatever the task.
 
-A batch holds windows padded on the right to one width, and a mask that says which labels count. Causal attention never
-looks at the padding behind a token, and the mask leaves the padding's own labels out; so do the rows that fill the last
-batch. The program gives two figures for each window, the same on every device: its loss, and how many of its labels
-are the likeliest. Of these is made a `Score`.
+It is the evaluation step with a head of the task's own (`RowScorer.head`), which gives some numbers for each row: for
+a window of text its loss and how many of its labels are the likeliest, for a labelled example its logits.
 
-Short windows are padded to the next power of two only, so there is a compiled program for each width in use; each
-reads the first positions of the same weights.
+A batch of windows is padded on the right to one width, and has a mask that says which labels count. Causal attention
+never looks at the padding behind a token, and the mask leaves the padding's own labels out; so do the rows that fill
+the last batch. Short windows are padded to the next power of two only, so there is a compiled program for each width in
+use; each reads the first positions of the same weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,28 +25,31 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config
+from mjax.models.build import Model
 from mjax.models.gpt import GPT
+from mjax.models.heads import TaskBERT
 from mjax.parallel.layers import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from mjax.parallel.mappings import DATA
+from mjax.parallel.tokens import Tokens
 from mjax.tasks.interface import Score, Window
+from mjax.tasks.rows import Batch, Examples, padded_batches
 from mjax.training.forward import one_behind, rows_of_batch, to_devices
 from mjax.training.layout import lay_out
 from mjax.training.step import tokens_of
 
+T = TypeVar("T")
 NARROWEST = 64  # positions; narrower windows would save less than another compilation costs
 
-Batch = dict[str, np.ndarray]
 
-
-class Scorer:
-    """The compiled program that scores windows with any weights of one config.
+class RowScorer(ABC):
+    """The compiled program that gives a head's numbers for each row, with any weights of one config.
 
     Attributes:
-      abstract_model: `GPT` of ShapeDtypeStructs with shardings: what weights are restored to.
+      abstract_model: ShapeDtypeStructs with shardings: what weights are restored to.
     """
 
     def __init__(self, config: Config, mesh: Mesh):
-        """Nothing is compiled or allocated before `score`.
+        """Nothing is compiled or allocated before the first batch.
 
         Args:
           config: with `model.attention` resolved to a kernel (`inference.inference_config`).
@@ -55,40 +60,89 @@ class Scorer:
         self.abstract_model = layout.abstract_model
         self._sharding = NamedSharding(mesh, P(DATA))
 
-        def program(width: int, model: GPT, batch: dict[str, Array]) -> Array:
+        def program(width: int, model: Model, batch: dict[str, Array]) -> Array:
             narrow = replace(config, model=replace(config.model, sequence=width))
-            on_device = partial(_figures, narrow, layout.plan)
+            head = partial(self.head, tokens_of(narrow))
+            on_device = partial(rows_of_batch, narrow, layout.plan, head=head)
             specs = layout.specs, dict.fromkeys(batch, P(DATA))
             return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True)(model, batch)
 
         self._program = jax.jit(program, static_argnums=0)
 
+    @staticmethod
+    @abstractmethod
+    def head(tokens: Tokens, weights: Model, x: Array, batch: dict[str, Array]) -> Array:
+        """From inside `shard_map`, the numbers of each row of a micro-batch: [b, …], the same on every rank of `model`.
+
+        Args:
+          tokens: which tokens the rows of `x` are.
+          weights: of the model, gathered.
+          x: the stream after the last layer [t, h].
+          batch: the arrays of the micro-batch.
+        """
+
+    @abstractmethod
+    def __call__(self, model: Model, rows: Any, on_progress: Callable[[int], None]) -> Any:
+        """What a task makes its figures of, from all `rows` of a set."""
+
+    def rows(self, model: Model, batches: Iterable[tuple[T, int, Batch]]) -> Iterator[tuple[T, np.ndarray]]:
+        """The numbers of every row of `batches`, [B, …] each, the same on every process.
+
+        Args:
+          model: master weights, as in `TrainState.model`.
+          batches: what to give back beside the numbers, the width of the rows, and the arrays of the global batch.
+        """
+        dispatched = (
+            (about, self._program(width, model, to_devices(batch, self._sharding))) for about, width, batch in batches
+        )
+        for about, rows in one_behind(dispatched):
+            yield about, jax.device_get(rows)
+
+
+# --- Text -------------------------------------------------------------------------------------------------------------
+
+
+class Scorer(RowScorer):
+    """Scores windows of text with a GPT."""
+
+    @staticmethod
+    def head(tokens: Tokens, weights: GPT, x: Array, batch: dict[str, Array]) -> Array:
+        """Loss and number of correct labels of each row, [b, 2].
+
+        The counts are exact: a window has far fewer labels than the 2^24 up to which float32 holds every whole number.
+        """
+        labels, counts = batch["labels"], batch["loss_mask"]  # [b, s]
+        logits = weights.logits(x, tokens)  # [b s, v / p]
+        losses = tokens.by_sequence(vocab_parallel_cross_entropy(logits, labels.reshape(-1)))
+        correct = (tokens.by_sequence(vocab_parallel_argmax(logits)) == labels) & counts
+        return jnp.stack([losses.sum(-1, where=counts), correct.sum(-1, dtype=losses.dtype)], -1)  # [b, 2]
+
     def score(
         self, model: GPT, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
     ) -> Score:
-        """Score all `windows` together.
+        """Score all `windows` together; arguments as of `score_each`."""
+        return sum(self.score_each(model, windows, on_progress), Score())
+
+    __call__ = score
+
+    def score_each(
+        self, model: GPT, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
+    ) -> list[Score]:
+        """Score each of `windows`.
 
         Args:
           model: master weights, as in `TrainState.model`.
           windows: of at most `model.sequence` + 1 tokens each.
           on_progress: called with the number of windows that have been scored since the last call.
         """
-        return sum(self.score_each(model, windows, on_progress), Score())
-
-    def score_each(
-        self, model: GPT, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
-    ) -> list[Score]:
-        """Score each of `windows`; see `score`."""
         scores: list[Score] = [Score()] * len(windows)
-
-        def dispatched() -> Iterator[tuple[list[int], Array]]:
-            for width, chosen in self._batches(windows):
-                rows = _padded([windows[index] for index in chosen], width, self.config.train.global_batch)
-                yield chosen, self._program(width, model, to_devices(rows, self._sharding))
-
-        for chosen, figures in one_behind(dispatched()):
-            rows = np.asarray(figures).tolist()
-            for index, (loss, correct) in zip(chosen, rows, strict=False):  # the rest is filling
+        size = self.config.train.global_batch
+        batches = (
+            (chosen, width, _padded([windows[index] for index in chosen], width, size))
+            for width, chosen in self._batches(windows)
+        )
+        for chosen, rows in self.rows(model, batches):
+            for index, (loss, correct) in zip(chosen, rows.tolist(), strict=False):  # the rest is filling
                 counted = windows[index].counted
                 scores[index] = Score(loss, counted, int(correct), 1, int(correct == counted))
             on_progress(len(chosen))
@@ -124,18 +178,30 @@ def _padded(windows: Sequence[Window], width: int, size: int) -> Batch:
     return {"tokens": tokens, "labels": labels, "loss_mask": mask}
 
 
-def _figures(config: Config, plan, model: GPT, batch: dict[str, Array]) -> Array:
-    """From inside `shard_map`: loss and number of correct labels of each row of the global batch, [B, 2].
+# --- Labelled examples ------------------------------------------------------------------------------------------------
 
-    The counts are exact: a window has far fewer labels than the 2^24 up to which float32 holds every whole number.
-    """
-    tokens = tokens_of(config)
 
-    def head(weights: GPT, x: Array, micro_batch: dict[str, Array]) -> Array:
-        labels, counts = micro_batch["labels"], micro_batch["loss_mask"]  # [b, s]
-        logits = weights.logits(x, tokens)  # [b s, v / p]
-        losses = tokens.by_sequence(vocab_parallel_cross_entropy(logits, labels.reshape(-1)))
-        correct = (tokens.by_sequence(vocab_parallel_argmax(logits)) == labels) & counts
-        return jnp.stack([losses.sum(-1, where=counts), correct.sum(-1, dtype=losses.dtype)], -1)  # [b, 2]
+class TaskScorer(RowScorer):
+    """Scores examples with a BERT that has a task's head."""
 
-    return rows_of_batch(config, plan, model, batch, head)
+    @staticmethod
+    def head(tokens: Tokens, weights: TaskBERT, x: Array, batch: dict[str, Array]) -> Array:
+        """The scores of the task's head."""
+        return weights.scores(x, batch, tokens)
+
+    def __call__(
+        self, model: TaskBERT, examples: Examples, on_progress: Callable[[int], None] = lambda examples: None
+    ) -> np.ndarray:
+        """Scores of all N examples, float32: [N, classes], [N, c] or [N, 2, s].
+
+        Args:
+          model: master weights.
+          examples: in rows of the model's length.
+          on_progress: called with the number of examples that have been scored since the last call.
+        """
+        width, found = self.config.model.sequence, []
+        batches = padded_batches(examples, self.config.train.global_batch)
+        for count, scores in self.rows(model, ((count, width, batch) for count, batch in batches)):
+            found.append(scores[:count].astype(np.float32))
+            on_progress(count)
+        return np.concatenate(found)

@@ -1,7 +1,12 @@
 """SQuAD 1.1 and 2.0: where in a paragraph of Wikipedia is the answer? (arXiv 1606.05250, 1806.03822)
 
-In 2.0 a question may have no answer, which a model has to notice; to it that is an answer that begins and ends at
-[CLS]. Predictions, in the formats of Google's run_squad.py and of the official scripts:
+    {"version": "1.1", "data": [{"title": "…", "paragraphs": [{"context": "…", "qas": [
+        {"id": "…", "question": "…", "answers": [{"text": "…", "answer_start": 515}]}]}]}]}
+
+A file is one JSON object, whose `answer_start` counts characters of the context; one without `answers` at all has
+predictions only. In 2.0 a question may have no answer (`"answers": []`; `plausible_answers` are none), which a model
+has to notice; to it that is an answer that begins and ends at [CLS]. Predictions are in the formats of Google's
+run_squad.py and of the official scripts:
 
     predictions.json         id → answer; in 2.0 "" where none is more likely: its figures are `exact` and `f1`
     nbest_predictions.json   id → the 20 most likely, with their probabilities and logits
@@ -13,20 +18,17 @@ In 2.0 a question may have no answer, which a model has to notice; to it that is
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
-from mjax.data.tokenizers import BertTokenizer, Tokenizer
+from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.tasks import squad_scores
 from mjax.tasks.interface import Figure
-from mjax.tasks.rows import Examples, Pair, as_rows, bert_tokenizer, long_questions_note
+from mjax.tasks.labelled_task import LabelledTask, Outputs, Role, finite
+from mjax.tasks.rows import Pair
 from mjax.tasks.squad_answers import Answers, best_answers, no_answer
-from mjax.tasks.squad_files import Question, Version, read
 from mjax.tasks.squad_windows import (
     LONGEST_QUESTION,
     STRIDE,
@@ -37,23 +39,44 @@ from mjax.tasks.squad_windows import (
     cut_into_windows,
     deciding_windows,
 )
-from mjax.tasks.task_files import by_stem, check_labels, finite
+from mjax.tasks.task_files import json_object, must_exist
+
+Version = Literal["1.1", "2.0"]
+OF_QUESTION = '{"id": "…", "question": "…", "answers": [{"text": "…", "answer_start": 0}]}'
+EXPECTED = f'{{"data": [{{"paragraphs": [{{"context": "…", "qas": [{OF_QUESTION}]}}]}}]}}'
 
 
-class Asked(NamedTuple):
-    """A question, what it is about, and the windows that are its rows, one after another."""
+class Question(NamedTuple):
+    """A question, what it is about, and the windows that are its rows, one after another.
 
-    question: Question
+    Attributes:
+      truth: text and first character of each answer; none where there is none; None where the file does not say.
+    """
+
+    name: str
+    text: str
     context: Context
-    windows: list[Window]
+    truth: list[tuple[str, int]] | None
+    windows: Sequence[Window] = ()
+
+    @property
+    def span(self) -> Span | None:
+        """Tokens of the first answer; None where there is none, or where the context holds other text there."""
+        if not self.truth:
+            return None
+        text, begin = self.truth[0]
+        if begin < 0 or self.context.text[begin : begin + len(text)] != text:
+            return None
+        return self.context.locate(begin, len(text))
 
 
-class Squad:
-    """The task on files; see the module and `LabelledTask`."""
+class Squad(LabelledTask):
+    """The task on files; see the module."""
 
-    head: Literal["span"] = "span"
+    head = "span"
     classes = 2
-    choices = 1
+    label_names = ("start", "end")
+    unique = "question"
 
     def __init__(
         self,
@@ -68,27 +91,57 @@ class Squad:
 
         Other arguments and errors as of `open_task`.
         """
-        self.version = version
+        self.version, self.stride = version, stride
         self.metric = "f1" if version == "1.1" else "best_f1"
-        self.notes: list[str] = []
-        rows_of = bert_tokenizer(tokenizer), positions, stride
-        self.train, _ = self._examples("train", [Path(file) for file in train], *rows_of)
-        self.validation: dict[str, Examples] = {}
-        self._asked: dict[str, list[Asked]] = {}
-        for name, file in by_stem([Path(file) for file in validation]).items():
-            self.validation[name], self._asked[name] = self._examples("validation", [file], *rows_of)
-        names = [asked.question.name for of_set in self._asked.values() for asked in of_set]
-        if twice := [name for name, times in Counter(names).items() if times > 1]:
-            raise UsageError(f"the question {twice[0]} is twice in {', '.join(validation)}; leave one out")
+        super().__init__(train, validation, tokenizer, positions)
 
-    def figures(self, outputs: dict[str, np.ndarray]) -> list[Figure]:
+    def read(self, file: Path) -> list[Question]:
+        """The questions of a file, each with its context."""
+        found: list[Question] = []
+        paragraphs = list(_paragraphs(file))
+        encoded = self.tokenizer.encode_with_characters([text for _, text, _ in paragraphs])
+        for (place, text, asked), of_text in zip(paragraphs, encoded, strict=True):
+            context = Context(text, *of_text)
+            places = (f"{place}.qas[{number}]" for number in range(len(asked)))
+            found += (_question(*of_one, context, self.version) for of_one in zip(asked, places, strict=True))
+            if asked and not context.ids:
+                raise UsageError(f"{file}, question {found[-1].name} is about a context without text; leave it out")
+        return found
+
+    def encode(self, file: Path, items: list[Question], role: Role):
+        """A row for each window; in training questions are left out whose answer is not where the file says."""
+        found = [q for q in items if role == "validation" or not q.truth or q.span is not None]
+        if lost := len(items) - len(found):
+            self.notes.append(
+                f"{file}: {lost:,} of {len(items):,} questions are left out: the context does not hold their answer "
+                "at its answer_start"
+            )
+        encoded = self.tokenizer.encode_batch([question.text for question in found])
+        self.note_long_questions(encoded, LONGEST_QUESTION, file)
+        for question, ids in zip(found, encoded, strict=True):
+            ids, tokens, span = ids[:LONGEST_QUESTION], question.context.ids, question.span
+            if (room := self.positions - len(ids) - 3) < 1:
+                raise UsageError(
+                    f"{file}, question {question.name} has {len(ids)} tokens, and a row of {self.positions} has no "
+                    f"room for a context then; read rows of {LONGEST_QUESTION + STRIDE} tokens or more"
+                )
+            ranges = cut_into_windows(len(tokens), room, self.stride)
+            deciding, offset = deciding_windows(ranges, len(tokens)), len(ids) + 2
+            windows = [
+                Window(offset, window.start, deciding[window.start : window.stop] == number)
+                for number, window in enumerate(ranges)
+            ]
+            rows = [Pair(ids, tokens[window.start : window.stop]) for window in ranges]
+            yield question._replace(windows=windows), rows, [answer_position(span, window, offset) for window in ranges]
+
+    def figures(self, outputs: Outputs) -> list[Figure]:
         """What the official script of the version prints, over all sets that have answers."""
         found = self._answers(outputs)
         truths = {
-            question.name: [text for text, _ in question.answers]
+            question.name: [text for text, _ in question.truth]
             for of_set in self._asked.values()
-            for question, _, _ in of_set
-            if question.answers is not None
+            for question in of_set
+            if question.truth is not None
         }
         if not truths:
             return []
@@ -98,7 +151,7 @@ class Squad:
             return squad_scores.figures_1(scored)
         return squad_scores.figures_2(best, {name: found[name].null_odds for name in truths}, scored)
 
-    def predictions(self, outputs: dict[str, np.ndarray]) -> dict[str, str]:
+    def predictions(self, outputs: Outputs) -> dict[str, str]:
         """The files that the module tells of; those of several sets begin with the name of the set."""
         files = {}
         for name, logits in outputs.items():
@@ -115,83 +168,65 @@ class Squad:
                 files[f"{before}{file}.json"] = json.dumps(values, ensure_ascii=False, indent=2) + "\n"
         return files
 
-    def _answers(self, outputs: dict[str, np.ndarray]) -> dict[str, Answers]:
+    def _answers(self, outputs: Outputs) -> dict[str, Answers]:
         """The possible answers of all questions of these sets, by their names."""
         found = {}
         for name, logits in finite(outputs).items():
             row = 0
-            for question, context, windows in self._asked[name]:
-                of_question = logits[row : row + len(windows)]
+            for question in self._asked[name]:
+                of_question = logits[row : row + len(question.windows)]
                 none = no_answer(of_question) if self.version == "2.0" else None
-                found[question.name] = Answers(best_answers(context, windows, of_question), none)
-                row += len(windows)
+                best = best_answers(question.context, question.windows, of_question)
+                found[question.name] = Answers(best, none)
+                row += len(question.windows)
         return found
 
-    def _examples(
-        self,
-        role: Literal["train", "validation"],
-        files: list[Path],
-        tokenizer: BertTokenizer,
-        positions: int,
-        stride: int,
-    ) -> tuple[Examples, list[Asked]]:
-        pairs: list[Pair] = []
-        asked: list[Asked] = []
-        labels: dict[str, list[int]] = {"start": [], "end": []}
-        for file in files:
-            contexts, questions = self._read(role, file, tokenizer)
-            asked_ids = tokenizer.encode_batch([question.text for question in questions])
-            self.notes += long_questions_note(asked_ids, LONGEST_QUESTION, str(file))
-            for question, ids in zip(questions, asked_ids, strict=True):
-                ids, context = ids[:LONGEST_QUESTION], contexts[question.context]
-                if (room := positions - len(ids) - 3) < 1:
-                    raise UsageError(
-                        f"{file}, question {question.name} has {len(ids)} tokens, and a row of {positions} has no room "
-                        f"for a context then; read rows of {LONGEST_QUESTION + STRIDE} tokens or more"
-                    )
-                ranges = cut_into_windows(len(context.ids), room, stride)
-                deciding, offset = deciding_windows(ranges, len(context.ids)), len(ids) + 2
-                windows = []
-                for number, window in enumerate(ranges):
-                    inside = slice(window.start, window.stop)
-                    windows.append(Window(offset, window.start, deciding[inside] == number))
-                    pairs.append(Pair(ids, context.ids[inside]))
-                    if question.answers is not None:
-                        start, end = answer_position(_span(question, context), window, offset)
-                        labels["start"].append(start)
-                        labels["end"].append(end)
-                asked.append(Asked(question, context, windows))
-        if asked and asked[0].question.answers is None:
-            labels = {}
-        return as_rows(pairs, 1, labels, tokenizer, positions), asked
 
-    def _read(
-        self, role: Literal["train", "validation"], file: Path, tokenizer: BertTokenizer
-    ) -> tuple[list[Context], list[Question]]:
-        """Contexts and questions of a file; from training those are left out whose answer is not where it should be."""
-        texts, questions = read(file, self.version)
-        encoded = tokenizer.encode_with_characters(texts)
-        contexts = [Context(text, *of_text) for text, of_text in zip(texts, encoded, strict=True)]
-        for question in questions:
-            if not contexts[question.context].ids:
-                raise UsageError(f"{file}, question {question.name} is about a context without text; leave it out")
-        check_labels([question.answers is not None for question in questions], file, role)
-        if role == "validation":
-            return contexts, questions
-        found = [q for q in questions if not q.answers or _span(q, contexts[q.context]) is not None]
-        if lost := len(questions) - len(found):
-            self.notes.append(
-                f"{file}: {lost:,} of {len(questions):,} questions are left out: the context does not hold their "
-                "answer at its answer_start"
-            )
-        return contexts, found
+# --- The file ---------------------------------------------------------------------------------------------------------
 
 
-def _span(question: Question, context: Context) -> Span | None:
-    """Tokens of the first answer; None where there is none, or where the context holds other text at that place."""
-    if not question.answers:
-        return None
-    text, begin = question.answers[0]
-    if begin < 0 or context.text[begin : begin + len(text)] != text:
-        return None
-    return context.locate(begin, len(text))
+def _paragraphs(file: Path) -> Iterator[tuple[str, str, list]]:
+    """Where each paragraph of a file is, its context and its questions.
+
+    Raises:
+      UsageError: the file is missing or no JSON, or something in it is not where the format has it.
+    """
+    try:
+        text = must_exist(file).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8 (byte {error.start}); give the published file") from None
+    for article, values in _objects(json_object(text, str(file), EXPECTED), "data", str(file), ", "):
+        for place, paragraph in _objects(values, "paragraphs", article, "."):
+            context, asked = paragraph.get("context"), paragraph.get("qas")
+            if not isinstance(context, str) or not isinstance(asked, list):
+                raise UsageError(f"{place} lacks 'context' or 'qas'; {EXPECTED} is expected")
+            yield place, context, asked
+
+
+def _objects(values: dict[str, Any], key: str, source: str, between: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each object of the list `key` is, and the object."""
+    if not isinstance(found := values.get(key), list):
+        raise UsageError(f"{source} has no list {key!r}; {EXPECTED} is expected")
+    for number, value in enumerate(found):
+        place = f"{source}{between}{key}[{number}]"
+        if not isinstance(value, dict):
+            raise UsageError(f"{place} is not an object; {EXPECTED} is expected")
+        yield place, value
+
+
+def _question(values: Any, place: str, context: Context, version: Version) -> Question:
+    values = values if isinstance(values, dict) else {}
+    name, text, answers = values.get("id"), values.get("question"), values.get("answers")
+    if not isinstance(name, str) or not isinstance(text, str):
+        raise UsageError(f"{place} lacks 'id' or 'question'; {OF_QUESTION} is expected")
+    if answers is None:
+        return Question(name, text, context, None)
+    found = []
+    for answer in answers if isinstance(answers, list) else [answers]:
+        of_answer = (answer.get("text"), answer.get("answer_start")) if isinstance(answer, dict) else (None, None)
+        if not isinstance(of_answer[0], str) or type(of_answer[1]) is not int:
+            raise UsageError(f"{place} has an answer without 'text' or 'answer_start'; {OF_QUESTION} is expected")
+        found.append(of_answer)
+    if not found and version == "1.1":
+        raise UsageError(f"{place} has no answer, which SQuAD 1.1 does not know; use the task squad2.0 for this file")
+    return Question(name, text, context, found)

@@ -1,17 +1,14 @@
-"""Files of tasks with labels: their lines, their names, and sentences about what was left out."""
+"""Files of tasks with labels: their lines, columns and objects."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-
-from mjax.errors import RunError, UsageError
-
-UNREADABLE = (ValueError, RecursionError)  # what the json module raises on text that is no JSON
+from mjax.errors import UsageError
+from mjax.json_files import parse_json
 
 
 def lines(file: Path) -> Iterator[tuple[str, str]]:
@@ -54,10 +51,7 @@ def json_object(text: str, source: str, expected: str) -> dict[str, Any]:
     Raises:
       UsageError: it is none; `expected` says what one looks like.
     """
-    try:
-        values = json.loads(text)
-    except UNREADABLE as error:
-        raise UsageError(f"{source} is not JSON ({error}); {expected} is expected") from None
+    values = parse_json(text, source, f"{expected} is expected")
     if "\\ud" in text.lower() and any(
         "\ud800" <= letter <= "\udfff" for letter in json.dumps(values, ensure_ascii=False)
     ):
@@ -76,56 +70,3 @@ def must_exist(file: Path) -> Path:
     if not file.is_file():
         raise UsageError(f"there is no file {file}; give the task's files as published")
     return file
-
-
-def by_name(files: Sequence[Path], name: Callable[[Path], str]) -> dict[str, Path]:
-    """`files` by the names of their validation sets.
-
-    Raises:
-      UsageError: two have the same name.
-    """
-    named: dict[str, Path] = {}
-    for file in files:
-        if name(file) in named:
-            raise UsageError(
-                f"{named[name(file)]} and {file} would both be called {name(file)}; give one, or rename the other"
-            )
-        named[name(file)] = file
-    return named
-
-
-def by_stem(files: Sequence[Path]) -> dict[str, Path]:
-    """One file as "validation"; several by their names without the ending."""
-    return {"validation": files[0]} if len(files) == 1 else by_name(files, lambda file: file.stem)
-
-
-def check_labels(labelled: Sequence[bool], file: Path, role: Literal["train", "validation"]) -> None:
-    """Refuse a file by which of its examples have labels.
-
-    Raises:
-      UsageError: there is no example, or only some have labels, or none where they are to be learned from.
-    """
-    if not labelled:
-        raise UsageError(f"{file} holds no example; give the task's files as published")
-    if any(labelled) != all(labelled):
-        raise UsageError(
-            f"{file} has labels for {sum(labelled):,} of its {len(labelled):,} examples; give a file that has all "
-            "of them, or none"
-        )
-    if role == "train" and not labelled[0]:
-        raise UsageError(f"{file} has no labels to train on; give the training file, and this one for validation")
-
-
-def finite(outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """`outputs`, logits of validation sets.
-
-    Raises:
-      RunError: one is not finite, so no answer can be told from them.
-    """
-    for name, logits in outputs.items():
-        if not np.isfinite(logits).all():
-            raise RunError(
-                f"the model's outputs for {name} are not finite: its weights or its activations are not; try "
-                "--precision.compute fp32, or an earlier checkpoint"
-            )
-    return outputs

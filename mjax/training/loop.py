@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,8 +22,6 @@ from mjax.batch_size import BatchSizes
 from mjax.config import Config, save_config
 from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import TrainingData, open_data
-from mjax.data.tokenizers import tokenizer_from_folder
-from mjax.generation import Generator, continue_texts, print_samples
 from mjax.launch import Distributed
 from mjax.models.attention import with_kernel
 from mjax.models.build import Model
@@ -31,7 +30,6 @@ from mjax.parallel.mappings import PIPE
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.processes import from_first, is_first, told_to_stop
 from mjax.parallel.schedules import schedule_of, slot_times
-from mjax.sampling import Sampling
 from mjax.training import environment
 from mjax.training.agreement import agree, check_shared, facts_of
 from mjax.training.checkpoint import Checkpoints
@@ -79,6 +77,7 @@ def train(
     name: str = "this config",
     watchdog: Watchdog | None = None,
     step: int | None = None,
+    on_end: Callable[[Run, TrainState, TrainingData], None] | None = None,
 ) -> Result:
     """Train `config` in the run folder `folder`, continuing from its newest checkpoint if it has one.
 
@@ -88,6 +87,7 @@ def train(
       name: what to call the config in messages.
       watchdog: over the processes of this run; None: there are no others.
       step: the checkpoint to continue from, while later ones are set aside; None: the newest.
+      on_end: called after the last step, before the results are printed; not called where the run was stopped.
 
     Raises:
       UsageError: data, devices or an existing run do not fit the config; nothing was changed.
@@ -152,8 +152,8 @@ def train(
         result = run.steps(state, start, data.training, data.validation)
         checkpoints.wait()
         if result.exit_code == 0:
-            if data.tokenizer is not None and config.log.sample_tokens > 0 and config.model.kind == "gpt":
-                _print_sample(resolved, mesh, result.state, data, display)
+            if on_end is not None:
+                on_end(run, result.state, data)
             _say_what_is_left(display, result, folder, config)
     return result
 
@@ -208,19 +208,6 @@ def _weights_on_every_stage(program: TrainProgram) -> list[str]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(program.abstract_state.model)
         if PIPE not in str(leaf.sharding.spec)
     ]
-
-
-def _print_sample(config: Config, mesh: Mesh, state: TrainState, data: TrainingData, display: Display):
-    """Let the trained model continue `log.prompt`, or the beginning of a validation sample."""
-    tokenizer = tokenizer_from_folder(data.tokenizer)
-    prompt = config.log.prompt
-    if prompt is None:
-        source = data.validation or data.training
-        prompt = tokenizer.decode(source.at(0)["tokens"][0, :8].tolist())
-    sampling = Sampling(tokens=config.log.sample_tokens, seed=config.train.seed)
-    display.say("")
-    print_samples(continue_texts(Generator(config, mesh), state.model, tokenizer, [prompt], sampling), display.console)
-    display.say("")
 
 
 def _say_what_is_left(display: Display, result: Result, folder: Path, config: Config) -> None:

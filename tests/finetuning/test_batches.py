@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mjax.finetuning.batches import EpochBatches, padded_batches
-from mjax.tasks.labelled import Examples
+from mjax.finetuning.batches import EpochBatches
+from mjax.tasks.rows import Examples, padded_batches
 
 
 def examples(count: int) -> Examples:

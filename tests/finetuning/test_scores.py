@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.finetuning.scores import TaskScorer
 from mjax.finetuning.seed import mean_loss
 from mjax.inference import inference_config
 from mjax.parallel.mesh import make_mesh
 from mjax.tasks.labelled import Examples
+from mjax.tasks.scoring import TaskScorer
 from tests import bert_reference
 from tests.finetuning.test_heads import HEADS
 from tests.small import examples_of, gradient_program, named, small_config

@@ -40,6 +40,7 @@ MODULES_BELOW = {
     "parallel": {"config", "errors", "launch", "names"},
     "models": {"config", "errors", "names"},
     "data": {"batch_size", "config", "errors", "json_files", "names", "plain_values", "progress"},
+    "training": {"batch_size", "config", "errors", "hardware", "launch", "names", "packages", "validation"},
 }
 """Packages that may import these modules of the root only."""
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from mjax import cli
-from mjax.finetuning.scores import TaskScorer
 from mjax.inference import inference_config
 from mjax.interop.convert import write_run
 from mjax.names import leaf_name
 from mjax.parallel.mesh import make_mesh
 from mjax.tasks.labelled import Examples
+from mjax.tasks.scoring import TaskScorer
 from tests.finetuning.test_heads import HEADS
 from tests.parity.test_bert_transformers import _config, _from_peer, _numpy
 from tests.small import examples_of, gradient_program

@@ -306,7 +306,7 @@ def test_answers_are_those_of_googles_code_when_it_looks_at_all_spans(official_2
             tokens = theirs.convert_ids_to_tokens(row[: window.offset + count + 1].tolist())
             features.append(Feature(len(features), len(examples), tokens, places, deciding))
             results.append(Result(len(results), *logits[len(results)].tolist()))
-        examples.append(Example(asked.question.name, [], asked.context.text.split()))
+        examples.append(Example(asked.name, [], asked.context.text.split()))
     names = [str(tmp_path / f"{kind}.json") for kind in ("predictions", "nbest", "null_odds")]
     official_2.compute_predictions_logits(
         examples, features, results, 10_000, 30, True, *names, False, version == "2.0", 0.0, theirs
@@ -321,7 +321,7 @@ def test_answers_are_those_of_googles_code_when_it_looks_at_all_spans(official_2
         # The official script makes our figures of our files.
         values = {figure.name: figure.value for figure in task.figures({"validation": logits})}
         for example, asked in zip(examples, task._asked["validation"], strict=True):
-            example.answers = [{"text": text} for text, _ in asked.question.answers]
+            example.answers = [{"text": text} for text, _ in asked.truth]
         odds = ours["null_odds.json"]
         assert official_2.squad_evaluate(examples, ours["best_answers.json"], odds, 0.0) == pytest.approx(values)
         official = official_2.squad_evaluate(examples, ours["predictions.json"])

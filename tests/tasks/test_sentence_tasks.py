@@ -48,7 +48,11 @@ def test_a_row_holds_both_texts_and_is_cut_at_its_end(tokenizer, a, b, row, type
     pair = Pair(tokenizer.encode(a), tokenizer.encode(b))
     examples = as_rows([pair, pair], 2, {"label": [1]}, tokenizer, 8)
     assert examples.tokens.shape == (1, 2, 8)
-    assert [array.dtype for array in examples[:3]] == [np.int32, np.int32, bool]
+    assert [array.dtype for array in (examples.tokens, examples.token_types, examples.text)] == [
+        np.int32,
+        np.int32,
+        bool,
+    ]
     assert examples.labels["label"].dtype == np.int32
     for choice in range(2):
         assert words(tokenizer, examples.tokens[0, choice]) == row

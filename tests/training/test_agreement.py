@@ -179,7 +179,7 @@ def test_processes_that_see_different_checkpoints_do_not_begin(tmp_path, monkeyp
 def test_finetuning_compares_its_examples_and_where_it_starts_from(tmp_path):
     rows = np.zeros((2, 1, 4), np.int32)
     examples = Examples(rows, rows, rows > 0, {"label": np.array([0, 1])})
-    swapped = examples._replace(labels={"label": np.array([1, 0])})
+    swapped = replace(examples, labels={"label": np.array([1, 0])})
 
     def facts(train, **flags):
         arguments = FinetuneArguments(tmp_path, "mnli", (), (), **flags)

@@ -1,0 +1,234 @@
+"""The one path of all tasks with labels: files → items → rows and labels → scores of a model → figures and predictions.
+
+    read      a published file, as items: a pair of sentences, a passage with questions, a question on a paragraph
+    encode    the rows of an item, [CLS] a [SEP] b [SEP], and its labels
+    figures   the official ones, of the logits of the validation rows
+    predictions   files in the official format, of the same
+
+A task says how an item is read, encoded and told; the rest is here. Whoever trains knows nothing of the files: it puts
+the task's head on the model, and hands its logits for the validation rows back.
+
+    head               logits of a row          label
+    classification     [classes]                which class
+    multiple choice    one for each of c rows   which choice
+    span               [2, s]                   at which token the answer starts, at which it ends
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
+
+from mjax.config import ModelConfig
+from mjax.data.tokenizers import BertTokenizer, Tokenizer
+from mjax.errors import RunError, UsageError
+from mjax.tasks.interface import Figure
+from mjax.tasks.rows import Examples, Pair, as_rows
+
+Role = Literal["train", "validation"]
+Outputs = dict[str, np.ndarray]
+"""By the name of a validation set the logits of its examples, float32 [N, classes], [N, c] or [N, 2, s]."""
+
+
+class Item(Protocol):
+    """What a file holds one of: it has a name in predictions, and is right or wrong as a whole or in parts."""
+
+    @property
+    def name(self) -> str:
+        """Of the item in a file of predictions."""
+
+    @property
+    def truth(self) -> Any:
+        """What is right; None where the file does not say."""
+
+
+class LabelledTask(ABC):
+    """Files of a task, ready to be trained on and measured by.
+
+    Attributes:
+      head: what is put on the model.
+      classes: outputs of the head for a row: the classes; 1 for a choice; 2 for a position (start, end).
+      choices: c, rows of which an example consists; 1 but for multiple choice.
+      metric: name of the figure by which the best checkpoint is chosen; higher is better.
+      label_names: of the labels of an example.
+      train: rows to train on; none where no file was given.
+      validation: rows to measure by: "matched" and "mismatched", "middle" and "high", or one set named "validation".
+      notes: what was left out or cut, a sentence each.
+    """
+
+    head: Literal["classification", "multiple_choice", "span"]
+    classes: int = 1
+    choices: int = 1
+    metric: str = "accuracy"
+    label_names: tuple[str, ...] = ("label",)
+    unique: ClassVar[str | None] = None
+    """What the name of an item is called, where predictions need it to be in one validation set only."""
+
+    def __init__(self, train: Sequence[str], validation: Sequence[str], tokenizer: Tokenizer, positions: int):
+        """Read the files; arguments and errors as of `labelled.open_task`."""
+        if not isinstance(tokenizer, BertTokenizer):
+            raise UsageError(
+                f"the model's tokenizer is of kind {tokenizer.kind}, and rows of this task need a BERT's, which has "
+                "[CLS] and [SEP]; use a model trained with --tokenizer bert-uncased:vocab.txt or bert-cased:vocab.txt"
+            )
+        self.tokenizer, self.positions = tokenizer, positions
+        self.notes: list[str] = []
+        self.validation: dict[str, Examples] = {}
+        self._files: dict[str, Path] = {}
+        self._asked: dict[str, list[Any]] = {}  # the items of each validation set
+        self.train, _ = self._examples("train", self.files_of(train))
+        files = self.files_of(validation)
+        for file in files:
+            name = self.set_name(file, alone=len(files) == 1)
+            if name in self._files:
+                raise UsageError(
+                    f"{self._files[name]} and {file} would both be called {name}; give one, or rename the other"
+                )
+            self._files[name] = file
+            self.validation[name], self._asked[name] = self._examples("validation", [file])
+        times = Counter(item.name for items in self._asked.values() for item in items)
+        if self.unique and (twice := [name for name, count in times.items() if count > 1]):
+            raise UsageError(f"the {self.unique} {twice[0]} is twice in {', '.join(validation)}; leave one out")
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether there is anything to measure by."""
+        return any(examples.labels for examples in self.validation.values())
+
+    def with_head(self, model: ModelConfig) -> ModelConfig:
+        """The config of `model` with the head that this task needs."""
+        answers = {"classification": self.classes, "multiple_choice": self.choices}.get(self.head, model.answers)
+        return replace(model, head=self.head, answers=answers)
+
+    # --- What a task says ---------------------------------------------------------------------------------------------
+
+    def files_of(self, given: Iterable[str]) -> list[Path]:
+        """The files, or folders, that are read one by one."""
+        return [Path(place) for place in given]
+
+    def set_name(self, file: Path, alone: bool) -> str:
+        """The name of the validation set of `file`; `alone`: there is no other."""
+        return "validation" if alone else file.stem
+
+    @abstractmethod
+    def read(self, file: Path) -> list[Item]:
+        """The items of a file.
+
+        Raises:
+          UsageError: it is missing or malformed.
+        """
+
+    @abstractmethod
+    def encode(self, file: Path, items: list, role: Role) -> Iterator[tuple[Item, list[Pair], list[tuple[int, ...]]]]:
+        """The items of a file that are used; `choices` rows for each example of an item; the labels of each example,
+        which are not looked at where the file has none."""
+
+    def figures(self, outputs: Outputs) -> list[Figure]:
+        """The official figures of the validation sets that have labels: accuracy over all, and of each of several.
+
+        Raises:
+          RunError: a logit is not finite.
+        """
+        chosen = self.chosen(outputs)
+        labels = {name: examples.labels["label"] for name, examples in self.validation.items() if examples.labels}
+        if not labels:
+            return []
+        right = {name: int((chosen[name] == label).sum()) for name, label in labels.items()}
+        correct, count = sum(right.values()), sum(map(len, labels.values()))
+        of_each = [Figure.share(f"{name}_accuracy", right[name], len(label)) for name, label in labels.items()]
+        several = len(labels) > 1
+        return [
+            Figure.share("accuracy", correct, count, "of all sets together" if several else ""),
+            *(of_each if several else []),
+            Figure.count("correct", correct, f"of {count:,} examples"),
+        ]
+
+    @abstractmethod
+    def predictions(self, outputs: Outputs) -> dict[str, str]:
+        """Files of predictions in the official format: name → contents. Errors as of `figures`."""
+
+    # --- The path -----------------------------------------------------------------------------------------------------
+
+    def chosen(self, outputs: Outputs) -> dict[str, np.ndarray]:
+        """The highest logit of each example, int [N] by the name of the set; of equal ones the first."""
+        return {name: logits.argmax(-1) for name, logits in finite(outputs).items()}
+
+    def _examples(self, role: Role, files: Sequence[Path]) -> tuple[Examples, list[Item]]:
+        """Rows of all `files`, and the items they are from."""
+        asked: list[Item] = []
+        pairs: list[Pair] = []
+        labels: list[tuple[int, ...]] = []
+        known = True
+        for file in files:
+            items, before = self.read(file), len(pairs)
+            known = _has_labels(items, file, role)
+            for item, rows, of_rows in self.encode(file, items, role):
+                asked.append(item)
+                pairs += rows
+                labels += of_rows
+            long, count = sum(pair.length > self.positions for pair in pairs[before:]), len(pairs) - before
+            if long:
+                self.notes.append(
+                    f"{file}: {long:,} of {count:,} rows ({long / count:.1%}) have more than {self.positions:,} tokens "
+                    "and are cut at the end"
+                )
+        of_names = zip(*labels, strict=True) if labels else ([] for _ in self.label_names)
+        columns = dict(zip(self.label_names, of_names, strict=True)) if known else {}
+        return as_rows(pairs, self.choices, columns, self.tokenizer, self.positions), asked
+
+    def note_long_questions(self, questions: Sequence[Sequence[int]], longest: int, file: Path) -> None:
+        """Note how many of the questions of `file` have more than `longest` tokens, if any have."""
+        if long := sum(len(ids) > longest for ids in questions):
+            share = f"{long:,} of {len(questions):,} questions"
+            self.notes.append(f"{file}: {share} have more than {longest} tokens and are cut there")
+
+
+def _has_labels(items: Sequence[Item], file: Path, role: Role) -> bool:
+    """Whether the items of a file have labels.
+
+    Raises:
+      UsageError: there is no item, or only some have labels, or none where they are to be learned from.
+    """
+    labelled = sum(item.truth is not None for item in items)
+    if not items:
+        raise UsageError(f"{file} holds no example; give the task's files as published")
+    if 0 < labelled < len(items):
+        raise UsageError(
+            f"{file} has labels for {labelled:,} of its {len(items):,} examples; give a file that has all of them, or "
+            "none"
+        )
+    if role == "train" and not labelled:
+        raise UsageError(f"{file} has no labels to train on; give the training file, and this one for validation")
+    return labelled > 0
+
+
+def finite(outputs: Outputs) -> Outputs:
+    """`outputs`, logits of validation sets.
+
+    Raises:
+      RunError: one is not finite, so no answer can be told from them.
+    """
+    for name, logits in outputs.items():
+        if not np.isfinite(logits).all():
+            raise RunError(
+                f"the model's outputs for {name} are not finite: its weights or its activations are not; try "
+                "--precision.compute fp32, or an earlier checkpoint"
+            )
+    return outputs
+
+
+def is_fine_tuned(model: ModelConfig) -> bool:
+    """Whether a model has the head of a task."""
+    return model.head != "pretraining"
+
+
+def what_is_told(model: ModelConfig) -> str:
+    """What the head of a fine-tuned model tells, for a sentence."""
+    kinds = {"classification": f"{model.answers} classes", "multiple_choice": f"{model.answers} choices"}
+    return kinds.get(model.head, "where an answer is")
