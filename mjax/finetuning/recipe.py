@@ -90,12 +90,10 @@ def check(arguments: FinetuneArguments) -> None:
       UsageError: a sentence that names the flag and what is allowed.
     """
     check_name(arguments.task)
-    for name in ("seeds", "epochs", "batch", "sequence"):
+    for name in ("seeds", "epochs", "batch", "sequence", "micro_batch"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise UsageError(f"--{name} is {value}; it must be at least 1")
-    if arguments.micro_batch is not None and arguments.micro_batch < 1:
-        raise UsageError(f"--train.micro-batch is {arguments.micro_batch}; it must be at least 1")
+            raise UsageError(f"--{name.replace('micro_batch', 'train.micro-batch')} is {value}; it must be at least 1")
     for name in ("seed", "learning_rate", "weight_decay"):
         value = getattr(arguments, name)
         if value is not None and not 0 <= value < math.inf:

@@ -96,13 +96,10 @@ def read_epochs(folder: Path) -> list[dict]:
 
 def _is_epoch(values: Any) -> bool:
     """Whether `values` are what `SeedRun.evaluate` keeps of an epoch."""
-    numbers = [values.get(name) for name in ("epoch", "step", "loss")] if isinstance(values, dict) else [None]
-    figures = values.get("figures") if isinstance(values, dict) else None
-    return (
-        all(type(number) in (int, float) for number in numbers)
-        and isinstance(figures, dict)
-        and all(type(figure) in (int, float) for figure in figures.values())
-    )
+    if not isinstance(values, dict) or not isinstance(figures := values.get("figures"), dict):
+        return False
+    numbers = [*(values.get(name) for name in ("epoch", "step", "loss")), *figures.values()]
+    return all(type(number) in (int, float) for number in numbers)
 
 
 def best_of(epochs: list[dict], metric: str) -> dict:
@@ -117,7 +114,6 @@ def mean_loss(scores: dict[str, np.ndarray], validation: dict[str, Examples]) ->
         if examples.labels:
             labels = np.stack(list(examples.labels.values()), axis=1)  # [N, 1], of a span [N, 2]
             logits = scores[name].reshape(*labels.shape, -1).astype(np.float64)
-            highest = logits.max(-1, keepdims=True)
-            normalizer = highest[..., 0] + np.log(np.exp(logits - highest).sum(-1))
-            losses.append(normalizer - np.take_along_axis(logits, labels[..., None], -1)[..., 0])
+            of_labels = np.take_along_axis(logits, labels[..., None], -1)[..., 0]
+            losses.append(np.logaddexp.reduce(logits, axis=-1) - of_labels)
     return float(np.concatenate([loss.mean(1) for loss in losses]).mean())

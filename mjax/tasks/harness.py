@@ -17,7 +17,7 @@ This module needs the package lm-eval; `mjax lm-eval` says so where it is missin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class HarnessModel(TemplateLM):
             )
         run, saved = Path(folder), read_run(Path(folder), *FOR_TEXT)
         if compute not in (None, "bf16", "fp16", "fp32"):
-            raise UsageError(f"compute={compute} in --model_args is no type; use bf16, fp16 or fp32")
+            raise UsageError(f"compute={compute} in --model_args is not a supported dtype; use bf16, fp16 or fp32")
         self.run = run
         self.text = run_tokenizer(run, saved.model, tokenizer, "tokenizer=KIND:FILE in --model_args")
         micro_batch = None if batch_size == "auto" else int(batch_size)
@@ -163,9 +163,10 @@ class HarnessModel(TemplateLM):
         """`generate_until` of the requests whose indices are in `group`, which share their settings."""
         sampling, until = self._settings(requests[group[0]].args[1])
         room = self.max_length - sampling.tokens
-        for chunk in _chunks(group, self.config.train.global_batch):
+        size = self.config.train.global_batch
+        for chunk in (group[first : first + size] for first in range(0, len(group), size)):
             prompts = [(self.tok_encode(requests[i].args[0]) or [self.eot_token_id])[-room:] for i in chunk]
-            filled = prompts + prompts[:1] * (self.config.train.global_batch - len(prompts))  # one program for all
+            filled = prompts + prompts[:1] * (size - len(prompts))  # one program for all
             written = self.generator.generate(self.weights, filled, sampling, self.eot_token_id)
             for i, prompt, continuation in zip(chunk, prompts, written, strict=False):
                 text = written_after(self.text, prompt, continuation)
@@ -205,8 +206,3 @@ class HarnessModel(TemplateLM):
 
 
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-
-
-def _chunks(indices: list[int], size: int) -> Iterator[list[int]]:
-    for first in range(0, len(indices), size):
-        yield indices[first : first + size]

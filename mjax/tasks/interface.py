@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -48,13 +49,7 @@ class Score:
     right: int = 0
 
     def __add__(self, other: Score) -> Score:
-        return Score(
-            self.loss + other.loss,
-            self.labels + other.labels,
-            self.correct + other.correct,
-            self.windows + other.windows,
-            self.right + other.right,
-        )
+        return Score(*map(operator.add, astuple(self), astuple(other)))
 
     @property
     def mean(self) -> float:
@@ -127,5 +122,5 @@ def read_documents(data: str) -> list[Document]:
     files = TextFiles(find_files([Path(data)]), malformed="skip", all_fields=False)
     found = list(files)
     if files.malformed.count:
-        raise UsageError(f"{files.malformed.examples[0]}; mend the file: an evaluation leaves nothing out")
+        raise UsageError(f"{files.malformed.examples[0]}; fix the file: an evaluation leaves nothing out")
     return found

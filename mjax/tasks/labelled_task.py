@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -34,18 +34,6 @@ from mjax.tasks.rows import Examples, Pair, as_rows
 Role = Literal["train", "validation"]
 Outputs = dict[str, np.ndarray]
 """By the name of a validation set the logits of its examples, float32 [N, classes], [N, c] or [N, 2, s]."""
-
-
-class Item(Protocol):
-    """What a file holds one of: it has a name in predictions, and is right or wrong as a whole or in parts."""
-
-    @property
-    def name(self) -> str:
-        """Of the item in a file of predictions."""
-
-    @property
-    def truth(self) -> Any:
-        """What is right; None where the file does not say."""
 
 
 class LabelledTask(ABC):
@@ -117,15 +105,16 @@ class LabelledTask(ABC):
         return "validation" if alone else file.stem
 
     @abstractmethod
-    def read(self, file: Path) -> list[Item]:
-        """The items of a file.
+    def read(self, file: Path) -> list:
+        """The items of a file, each with its `name` in predictions, and `truth`: what is right, None where the file
+        does not say.
 
         Raises:
           UsageError: it is missing or malformed.
         """
 
     @abstractmethod
-    def encode(self, file: Path, items: list, role: Role) -> Iterator[tuple[Item, list[Pair], list[tuple[int, ...]]]]:
+    def encode(self, file: Path, items: list, role: Role) -> Iterator[tuple[Any, list[Pair], list[tuple[int, ...]]]]:
         """The items of a file that are used; `choices` rows for each example of an item; the labels of each example,
         which are not looked at where the file has none."""
 
@@ -159,9 +148,9 @@ class LabelledTask(ABC):
         """The highest logit of each example, int [N] by the name of the set; of equal ones the first."""
         return {name: logits.argmax(-1) for name, logits in finite(outputs).items()}
 
-    def _examples(self, role: Role, files: Sequence[Path]) -> tuple[Examples, list[Item]]:
+    def _examples(self, role: Role, files: Sequence[Path]) -> tuple[Examples, list]:
         """Rows of all `files`, and the items they are from."""
-        asked: list[Item] = []
+        asked: list[Any] = []
         pairs: list[Pair] = []
         labels: list[tuple[int, ...]] = []
         known = True
@@ -189,7 +178,7 @@ class LabelledTask(ABC):
             self.notes.append(f"{file}: {share} have more than {longest} tokens and are cut there")
 
 
-def _has_labels(items: Sequence[Item], file: Path, role: Role) -> bool:
+def _has_labels(items: Sequence, file: Path, role: Role) -> bool:
     """Whether the items of a file have labels.
 
     Raises:

@@ -60,11 +60,7 @@ class Lambada:
             Figure.share("last_token_accuracy", last.right, last.windows, "the last token alone is right"),
             Figure.count("last_token_correct", last.right, f"of {last.windows:,} passages"),
             Figure.number("perplexity", perplexity(strict.mean), "per subword of the last words"),
-            Figure.number(
-                "word_perplexity",
-                perplexity(strict.mean * strict.labels / strict.windows),
-                "per last word",
-            ),
+            Figure.number("word_perplexity", perplexity(strict.mean * strict.labels / strict.windows), "per last word"),
             Figure.count("passages", strict.windows),
         ]
 

@@ -71,19 +71,17 @@ class Perplexity:
     def figures(self, scores: Sequence[Score]) -> list[Figure]:
         """Perplexity, bits per byte, and what they are made of."""
         (score,) = scores
-        known = [] if self.bytes is None else [Figure.count("bytes", self.bytes, "of text, in UTF-8")]
-        bits = None if self.bytes is None else score.mean * score.labels / math.log(2) / self.bytes
+        bits, length = Figure("bits_per_byte", None, "unknown", "no .json says how long the text was"), []
+        if self.bytes is not None:
+            per_byte = score.mean * score.labels / math.log(2) / self.bytes
+            bits = Figure.number("bits_per_byte", per_byte, "whatever the tokenizer")
+            length = [Figure.count("bytes", self.bytes, "of text, in UTF-8")]
         return [
             Figure.number("perplexity", perplexity(score.mean), "per token of this tokenizer"),
-            Figure(
-                "bits_per_byte",
-                bits,
-                "unknown" if bits is None else f"{bits:.4f}",
-                "whatever the tokenizer" if known else "no .json says how long the text was",
-            ),
+            bits,
             Figure.number("loss", score.mean, "nats a token"),
             Figure.count("tokens", score.labels),
-            *known,
+            *length,
             Figure.count("documents", self.documents),
             Figure.count("windows", score.windows),
         ]

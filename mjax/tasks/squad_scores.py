@@ -81,11 +81,7 @@ def score(answers: Mapping[str, str], truths: Mapping[str, Sequence[str]], versi
 
 def figures_1(scored: Sequence[Scored]) -> list[Figure]:
     """What the official script of SQuAD 1.1 prints, in percent."""
-    return [
-        _percent("exact_match", [one.exact for one in scored]),
-        _percent("f1", [one.f1 for one in scored]),
-        Figure.count("total", len(scored), "questions"),
-    ]
+    return _means(scored, "exact_match", "f1", "total", "questions")
 
 
 def figures_2(answers: Mapping[str, str], null_odds: Mapping[str, float], scored: Sequence[Scored]) -> list[Figure]:
@@ -96,28 +92,18 @@ def figures_2(answers: Mapping[str, str], null_odds: Mapping[str, float], scored
       null_odds: how much more likely it is that there is none; above 0 none is given.
       scored: `answers` against the true ones.
     """
-    given = [
-        one
-        if null_odds[one.question] <= 0
-        else one._replace(exact=float(not one.answerable), f1=float(not one.answerable))
-        for one in scored
-    ]
-    figures = [
-        _percent("exact", [one.exact for one in given]),
-        _percent("f1", [one.f1 for one in given]),
-        Figure.count("total", len(given), "questions"),
-    ]
+    given = []
+    for one in scored:
+        right = float(not one.answerable)
+        given.append(one if null_odds[one.question] <= 0 else one._replace(exact=right, f1=right))
+    figures = _means(given, "exact", "f1", "total", "questions")
     for name, answerable in (("HasAns", True), ("NoAns", False)):
         if of_kind := [one for one in given if one.answerable == answerable]:
-            figures += [
-                _percent(f"{name}_exact", [one.exact for one in of_kind]),
-                _percent(f"{name}_f1", [one.f1 for one in of_kind]),
-                Figure.count(f"{name}_total", len(of_kind)),
-            ]
-    for name, values in (("exact", [one.exact for one in scored]), ("f1", [one.f1 for one in scored])):
-        best, threshold = best_threshold(answers, null_odds, scored, values)
+            figures += _means(of_kind, f"{name}_exact", f"{name}_f1", f"{name}_total")
+    for name in ("exact", "f1"):
+        best, threshold = best_threshold(answers, null_odds, scored, [getattr(one, name) for one in scored])
         figures += [
-            _percent(f"best_{name}", [best / len(scored)], "at the best threshold of this set"),
+            _percent(f"best_{name}", best, len(scored), "at the best threshold of this set"),
             Figure(f"best_{name}_thresh", threshold, f"{threshold:.4f}", "none is given above it"),
         ]
     return figures
@@ -143,6 +129,16 @@ def best_threshold(
     return best, threshold
 
 
-def _percent(name: str, values: Sequence[float], remark: str = "") -> Figure:
-    mean = 100 * sum(values) / len(values)
+def _means(scored: Sequence[Scored], exact: str, f1: str, total: str, what: str = "") -> list[Figure]:
+    """Both measures over `scored`, and how many these are, by their names."""
+    count = len(scored)
+    return [
+        _percent(exact, sum(one.exact for one in scored), count),
+        _percent(f1, sum(one.f1 for one in scored), count),
+        Figure.count(total, count, what),
+    ]
+
+
+def _percent(name: str, total: float, count: int, remark: str = "") -> Figure:
+    mean = 100 * total / count
     return Figure(name, mean, f"{mean:.2f}%", remark)

@@ -119,18 +119,10 @@ class WikiText103:
     def figures(self, scores: Sequence[Score]) -> list[Figure]:
         """Raw and adjusted perplexity, and what they are made of."""
         (score,) = scores
-        ratio = token_ratio(self.tokens, self.words)
+        ratio, paper = token_ratio(self.tokens, self.words), perplexity(score.mean * self.tokens / self.words)
         return [
-            Figure.number(
-                "adjusted_perplexity",
-                perplexity(score.mean * ratio),
-                "per original word: compare this one",
-            ),
-            Figure.number(
-                "adjusted_perplexity_paper",
-                perplexity(score.mean * self.tokens / self.words),
-                "the same by the paper's T / T_o",
-            ),
+            Figure.number("adjusted_perplexity", perplexity(score.mean * ratio), "per original word: compare this one"),
+            Figure.number("adjusted_perplexity_paper", paper, "the same by the paper's T / T_o"),
             Figure.number("perplexity", perplexity(score.mean), "raw: per token of this tokenizer"),
             Figure.number("loss", score.mean, "nats a token"),
             Figure("token_ratio", ratio, f"{ratio:.6f}", "(T - 1) / (T_o - 1), of the first line"),
@@ -146,6 +138,4 @@ def _read(file: Path) -> str:
     try:
         return file.read_bytes().decode("utf-8")  # not read_text: line ends are left as they are, as in v1.0
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{file} is not UTF-8 (byte {error.start}); give wiki.test.tokens as it was published"
-        ) from None
+        raise UsageError(f"{file} is not UTF-8 (byte {error.start}); give wiki.test.tokens as published") from None
