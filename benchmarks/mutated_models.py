@@ -13,17 +13,19 @@ from typing import Any
 
 import numpy as np
 
+from mjax.config import ModelConfig
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
 from mjax.interop.convert import find_family, import_config
+from mjax.interop.family import Family
 from mjax.interop.megatron.arguments import model_config as megatron_config
-from mjax.interop.megatron.checkpoint import Selected, open_checkpoint
-from mjax.interop.megatron.names import naming
+from mjax.interop.megatron.checkpoint import open_checkpoint
+from mjax.interop.megatron.names import family_of
 from mjax.interop.model_folder import read_object
 from mjax.interop.settings import model_config
 from mjax.interop.tensor_files import Tensors, open_tensors
 from mjax.interop.tokenizer_files import find_tokenizer
-from mjax.interop.weights import Naming, find_tensors
+from mjax.interop.weights import find_tensors, places
 from tests.data.vocabularies import TEXTS
 from tests.interop.folders import CONFIG, tensors_of
 from tests.interop.megatron_files import draw, share
@@ -48,11 +50,12 @@ def spec_reader(spec: str) -> Callable[[Path], tuple | None]:
 # --- Models of others -------------------------------------------------------------------------------------------------
 
 
-def _tensors(names: Naming, tensors: Tensors, found: dict[str, str]) -> dict:
+def _tensors(family: Family, tensors: Tensors, model: ModelConfig, source: str) -> dict:
     """Each tensor as it is read in the end: all of it, and the first rows of it."""
     values = {}
-    for name in sorted(set(found.values())):
-        array = tensors.read(name)
+    found, expected = find_tensors(family, tensors, model, source), places(family, model)
+    for known, name in sorted(found.items()):
+        array = tensors.read(name, slice(0, expected[known].shape[0]))
         assert np.array_equal(tensors.read(name, slice(0, 2)), array[:2], equal_nan=True)
         if not np.isfinite(array).all():
             raise UsageError(f"{name} holds numbers that are not finite")
@@ -63,12 +66,11 @@ def _tensors(names: Naming, tensors: Tensors, found: dict[str, str]) -> dict:
 def read_hf(folder: Path, allow_pickle: bool = False) -> dict:
     values = read_object(folder / "config.json")
     family = find_family(values, folder / "config.json")
-    model = model_config(family.settings, values, str(folder / "config.json"), 128)
+    model = model_config(family, values, str(folder / "config.json"), 128)
     import_config(model, str(folder))
     tokenizer = said(find_tokenizer(folder, None))
     tensors = open_tensors(folder, allow_pickle)
-    found = find_tensors(family.naming, tensors, model, str(folder))
-    return {"tokenizer": tokenizer, "tensors": _tensors(family.naming, tensors, found)}
+    return {"tokenizer": tokenizer, "tensors": _tensors(family, tensors, model, str(folder))}
 
 
 def expected_hf(files: dict[str, Any]) -> dict:
@@ -147,5 +149,5 @@ def read_megatron(folder: Path) -> dict:
     model = megatron_config(opened.arguments, opened.tensors, opened.kind, place)
     model = replace(model, vocabulary=29, vocabulary_multiple=128)
     import_config(model, place)
-    names, tensors = naming(model.kind, opened.version, model.layernorm), Selected(opened.tensors, model)
-    return _tensors(names, tensors, find_tensors(names, tensors, model, place))
+    family = family_of(model.kind, opened.version, model.layernorm, model.layers)
+    return _tensors(family, opened.tensors, model, place)

@@ -37,11 +37,10 @@ from mjax.interop.convert import (
 )
 from mjax.interop.fast_tokenizer import fast_tokenizer
 from mjax.interop.model_folder import check_new, check_replaceable, new_folder, read_object, write_object
-from mjax.interop.places import shapes
 from mjax.interop.settings import config_values, model_config
 from mjax.interop.tensor_files import open_tensors, parse_size, write_tensors
 from mjax.interop.tokenizer_files import find_tokenizer, write_tokenizer
-from mjax.interop.weights import absent_heads, find_tensors, read_weights, weight_arrays
+from mjax.interop.weights import absent_heads, find_tensors, places, read_weights, weight_arrays
 from mjax.progress import progress
 from mjax.training.checkpoint import Checkpoints
 
@@ -108,26 +107,24 @@ def from_hf(arguments: FromHfArguments) -> int:
         raise UsageError(f"{source} is not a folder; give one that holds config.json and model.safetensors")
     values = read_object(source / "config.json")
     family = find_family(values, source / "config.json")
-    model = model_config(family.settings, values, str(source / "config.json"), arguments.vocabulary_multiple)
+    model = model_config(family, values, str(source / "config.json"), arguments.vocabulary_multiple)
     config = import_config(model, str(source))
     tokenizer = find_tokenizer(source, arguments.tokenizer)
     check_vocabulary(tokenizer, model)
     tensors = open_tensors(source, arguments.allow_pickle)
-    names = find_tensors(family.naming, tensors, model, str(source), arguments.draw_heads)
-    absent = absent_heads(family.naming, names)
+    found = find_tensors(family, tensors, model, str(source), arguments.draw_heads)
+    absent = absent_heads(family, model, found)
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     target = abstract_weights(config)
     with progress("reading", 4 * model.parameters) as read:
         drawn = draw_weights(config, target, tuple(absent))
-        weights = read_weights(family.naming, tensors, names, model, target, read, drawn)
+        weights = read_weights(family, tensors, found, model, target, read, drawn)
     write_run(output, config, tokenizer, weights)
 
-    print(f"{output}: {model.parameters:,} parameters of a {family.naming.model}, checkpoint 0")
+    print(f"{output}: {model.parameters:,} parameters of a {family.model}, checkpoint 0")
     if absent:
-        print(
-            f"not in {source}, drawn from seed {config.train.seed}: {', '.join(map(family.naming.heads.get, absent))}"
-        )
+        print(f"not in {source}, drawn from seed {config.train.seed}: {', '.join(map(family.heads.get, absent))}")
     print_next_steps(source, output, model, tokenizer)
     return 0
 
@@ -158,14 +155,14 @@ def to_hf(arguments: ToHfArguments) -> int:
     with Checkpoints(run / "checkpoints", on_notice=lambda line: notices.print(line, markup=False)) as checkpoints:
         step, weights = checkpoints.restore(abstract_weights(config), arguments.step, field="model")
     torch_name, dtype = TYPES[arguments.dtype]
-    sizes = shapes(family.naming.places, config.model)
+    shapes = {name: place.shape for name, place in places(family, config.model).items()}
     eod = None if tokenizer is None else tokenizer.eod
     ids = {"bos_token_id": eod, "eos_token_id": eod}
     with new_folder(output) as folder:
         values = {
-            "architectures": [family.naming.model],
+            "architectures": [family.model],
             "model_type": family.model_type,
-            **config_values(family.settings, config.model),
+            **config_values(family, config.model),
             **(ids if family.generates else {"pad_token_id": getattr(tokenizer, "pad", None)}),
             **class_settings(config.model),
             "torch_dtype": torch_name,
@@ -175,12 +172,12 @@ def to_hf(arguments: ToHfArguments) -> int:
             write_object(folder / "generation_config.json", ids | {"pad_token_id": eod})
         if tokenizer is not None:
             write_tokenizer(tokenizer, library, folder, config.model)
-        array = weight_arrays(family.naming, weights, config.model)
-        total = sum(math.prod(shape) for shape in sizes.values()) * dtype.itemsize
+        array = weight_arrays(family, weights, config.model)
+        total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
         with progress("writing", total) as wrote:
-            files = write_tensors(folder, sizes, array, dtype, largest_file, wrote)
+            files = write_tensors(folder, shapes, array, dtype, largest_file, wrote)
 
-    print(f"{output}: checkpoint {step} of {run} as {family.naming.model}, {total / 1e6:,.1f} MB in {files[0]}", end="")
+    print(f"{output}: checkpoint {step} of {run} as {family.model}, {total / 1e6:,.1f} MB in {files[0]}", end="")
     print(f" and {len(files) - 2} more" if len(files) > 1 else "")
     if tokenizer is None and arguments.tokenizer is None:
         print(f"{run} has no tokenizer, so {output} has none; to add it: --tokenizer KIND:FILES --overwrite")

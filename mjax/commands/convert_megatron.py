@@ -21,8 +21,8 @@ from mjax.interop.convert import (
     write_run,
 )
 from mjax.interop.megatron.arguments import Activation, model_config
-from mjax.interop.megatron.checkpoint import Checkpoint, Selected, open_checkpoint
-from mjax.interop.megatron.names import naming
+from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
+from mjax.interop.megatron.names import family_of
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import find_tensors, read_weights
 from mjax.progress import progress
@@ -78,15 +78,15 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
     check_vocabulary(tokenizer, model)
     config = import_config(model, place)
-    names, tensors = naming(model.kind, checkpoint.version, model.layernorm), Selected(checkpoint.tensors, model)
-    found = find_tensors(names, tensors, model, place)
+    family = family_of(model.kind, checkpoint.version, model.layernorm, model.layers)
+    found = find_tensors(family, checkpoint.tensors, model, place)
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     with progress("reading", 4 * model.parameters) as read:
-        weights = read_weights(names, tensors, found, model, abstract_weights(config), read)
+        weights = read_weights(family, checkpoint.tensors, found, model, abstract_weights(config), read)
     write_run(output, config, tokenizer, weights)
 
-    print(f"{output}: {model.parameters:,} parameters of {names.model}, checkpoint 0, from {place}")
+    print(f"{output}: {model.parameters:,} parameters of {family.model}, checkpoint 0, from {place}")
     print(_what_was_taken(checkpoint, model, rows))
     print_next_steps(source, output, model, tokenizer)
     return 0

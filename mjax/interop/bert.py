@@ -18,27 +18,55 @@ and `…ForQuestionAnswering`, which has no pooler either.
 from dataclasses import replace
 
 from mjax.interop.family import Family
-from mjax.interop.places import linear, norm
-from mjax.interop.settings import Settings
-from mjax.interop.weights import Naming
 
-SETTINGS = Settings(
+LAYER = "bert.encoder.layer.{0}"
+NAMES = {
+    "embedding": "bert.embeddings.word_embeddings",
+    "positions": "bert.embeddings.position_embeddings",
+    "token_types": "bert.embeddings.token_type_embeddings",
+    "blocks.attention.qkv": tuple(f"{LAYER}.attention.self.{part}" for part in ("query", "key", "value")),
+    "blocks.attention.out": f"{LAYER}.attention.output.dense",
+    "blocks.mlp.up": f"{LAYER}.intermediate.dense",
+    "blocks.mlp.down": f"{LAYER}.output.dense",
+    "pooler": "bert.pooler.dense",
+    "mlm.transform": "cls.predictions.transform.dense",
+    "mlm.norm": "cls.predictions.transform.LayerNorm",
+    "mlm": "cls.predictions",
+    "order": "cls.seq_relationship",
+}
+"""Of both, but for the LayerNorms."""
+
+BERT = Family(
+    model="BertForPreTraining",
+    names=NAMES
+    | {
+        "embedding_norm": "bert.embeddings.LayerNorm",
+        "blocks.attention_norm": f"{LAYER}.attention.output.LayerNorm",
+        "blocks.mlp_norm": f"{LAYER}.output.LayerNorm",
+    },
+    heads={"mlm.": "the head for masked tokens", "pooler.": "the pooler", "order.": "the order head"},
+    prefix="bert.",
+    copies={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    ignored=r"(bert\.)?embeddings\.(position_ids|token_type_ids)",  # counted, and zeros: old versions stored them
+    renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),  # of TensorFlow
+    model_type="bert",
     fixed={"kind": "bert", "layernorm": "post", "head": "pretraining"},
-    counts={
+    fields={
         "num_hidden_layers": ("layers", 12),
         "hidden_size": ("hidden", 768),
         "num_attention_heads": ("heads", 12),
         "intermediate_size": ("feed_forward", 3072),
         "max_position_embeddings": ("sequence", 512),
         "vocab_size": ("vocabulary", 30522),
-    },
-    numbers={
         "attention_probs_dropout_prob": ("attention_dropout", 0.1),
         "hidden_dropout_prob": ("hidden_dropout", 0.1),
         "layer_norm_eps": ("layernorm_epsilon", 1e-12),
         "initializer_range": ("init_std", 0.02),
+        "hidden_act": ("activation", "gelu"),
     },
-    activation=("hidden_act", "gelu"),
     only={"type_vocab_size": 2, "position_embedding_type": "absolute", "is_decoder": False},
     without_effect=frozenset({
         "classifier_dropout",  # of the heads of other tasks
@@ -47,82 +75,33 @@ SETTINGS = Settings(
         "pooler_size_per_head", "pooler_type",
     }),
 )  # fmt: skip
-
-LAYER = "bert.encoder.layer.{}."
-OF_BOTH = {
-    "embedding.table": ("v h", "bert.embeddings.word_embeddings.weight"),
-    "positions": ("s h", "bert.embeddings.position_embeddings.weight"),
-    "token_types": ("t h", "bert.embeddings.token_type_embeddings.weight"),
-    **linear(
-        "blocks.attention.qkv",
-        "(n d) h",
-        *(f"{LAYER}attention.self.{part}" for part in ("query", "key", "value")),
-    ),
-    **linear("blocks.attention.out", "h (n d)", LAYER + "attention.output.dense"),
-    **linear("blocks.mlp.up", "f h", LAYER + "intermediate.dense"),
-    **linear("blocks.mlp.down", "h f", LAYER + "output.dense"),
-    **linear("pooler", "k h", "bert.pooler.dense"),
-    **linear("mlm.transform", "k h", "cls.predictions.transform.dense"),
-    **norm("mlm.norm", "cls.predictions.transform.LayerNorm"),
-    "mlm.bias": ("v", "cls.predictions.bias"),
-    **linear("order", "o h", "cls.seq_relationship"),
-}
-POST_LN = {
-    **norm("embedding_norm", "bert.embeddings.LayerNorm"),
-    **norm("blocks.attention_norm", LAYER + "attention.output.LayerNorm"),
-    **norm("blocks.mlp_norm", LAYER + "output.LayerNorm"),
-}
-PRE_LN = {
-    **norm("blocks.attention_norm", LAYER + "attention.ln"),
-    **norm("blocks.mlp_norm", LAYER + "ln"),
-    **norm("final_norm", "bert.encoder.ln"),
-}
-
-BERT = Family(
-    model_type="bert",
-    settings=SETTINGS,
-    naming=Naming(
-        model="BertForPreTraining",
-        places=OF_BOTH | POST_LN,
-        heads={"mlm.": "the head for masked tokens", "pooler.": "the pooler", "order.": "the order head"},
-        prefix="bert.",
-        copies={
-            "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-            "cls.predictions.decoder.bias": "cls.predictions.bias",
-        },
-        ignored=r"(bert\.)?embeddings\.(position_ids|token_type_ids)",  # counted, and zeros: old versions stored them
-        renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),  # of TensorFlow
-    ),
-)
-MEGATRON_BERT = Family(
+MEGATRON_BERT = replace(
+    BERT,
+    model="MegatronBertForPreTraining",
+    names=NAMES
+    | {
+        "blocks.attention_norm": f"{LAYER}.attention.ln",
+        "blocks.mlp_norm": f"{LAYER}.ln",
+        "final_norm": "bert.encoder.ln",
+    },
     model_type="megatron-bert",
-    settings=replace(
-        SETTINGS,
-        fixed=SETTINGS.fixed | {"layernorm": "pre"},
-        counts=SETTINGS.counts
-        | {
-            "num_hidden_layers": ("layers", 24),
-            "hidden_size": ("hidden", 1024),
-            "num_attention_heads": ("heads", 16),
-            "intermediate_size": ("feed_forward", 4096),
-            "vocab_size": ("vocabulary", 29056),
-        },
-    ),
-    naming=replace(BERT.naming, model="MegatronBertForPreTraining", places=OF_BOTH | PRE_LN),
+    fixed=BERT.fixed | {"layernorm": "pre"},
+    fields=BERT.fields
+    | {
+        "num_hidden_layers": ("layers", 24),
+        "hidden_size": ("hidden", 1024),
+        "num_attention_heads": ("heads", 16),
+        "intermediate_size": ("feed_forward", 4096),
+        "vocab_size": ("vocabulary", 29056),
+    },
 )
-
-
-def _of_task(family: Family, head: str, model: str, tensor: str) -> Family:
-    """The family of models with the head of a task."""
-    left_out = ("mlm.", "order.") + (("pooler.",) if head == "span" else ())
-    encoder = {name: place for name, place in family.naming.places.items() if not name.startswith(left_out)}
-    settings = replace(family.settings, fixed=family.settings.fixed | {"head": head})
-    places = encoder | linear("head", "o h", tensor)
-    return replace(family, settings=settings, naming=replace(family.naming, model=model, places=places))
-
-
 OF_TASKS = tuple(
-    _of_task(family, head, family.naming.model.replace("PreTraining", task), tensor)
+    replace(
+        family,
+        model=family.model.replace("PreTraining", task),
+        names=family.names | {"head": tensor},
+        fixed=family.fixed | {"head": head},
+    )
     for family in (BERT, MEGATRON_BERT)
     for head, task, tensor in (
         ("classification", "SequenceClassification", "classifier"),

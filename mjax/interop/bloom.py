@@ -7,20 +7,32 @@ the embedding too, which it does not there.
 """
 
 from mjax.interop.family import Family
-from mjax.interop.places import linear, norm
-from mjax.interop.settings import Settings
-from mjax.interop.weights import Naming
 
-SETTINGS = Settings(
+BLOOM = Family(
+    model="BloomForCausalLM",
+    names={
+        "embedding": "transformer.word_embeddings",
+        "embedding_norm": "transformer.word_embeddings_layernorm",
+        "blocks.attention_norm": "transformer.h.{0}.input_layernorm",
+        "blocks.attention.qkv": "transformer.h.{0}.self_attention.query_key_value",
+        "blocks.attention.out": "transformer.h.{0}.self_attention.dense",
+        "blocks.mlp_norm": "transformer.h.{0}.post_attention_layernorm",
+        "blocks.mlp.up": "transformer.h.{0}.mlp.dense_h_to_4h",
+        "blocks.mlp.down": "transformer.h.{0}.mlp.dense_4h_to_h",
+        "final_norm": "transformer.ln_f",
+    },
+    qkv="ncd",
+    prefix="transformer.",
+    copies={"lm_head.weight": "transformer.word_embeddings.weight"},
+    model_type="bloom",
+    generates=True,
     fixed={"kind": "gpt", "positions": "alibi", "embedding_layernorm": True, "activation": "gelu_tanh"},
-    counts={
+    fields={
         "n_layer": ("layers", 2),
         "hidden_size": ("hidden", 64),
         "n_head": ("heads", 8),
         "seq_length": ("sequence", 2048),
         "vocab_size": ("vocabulary", 250880),
-    },
-    numbers={
         "attention_dropout": ("attention_dropout", 0.0),
         "hidden_dropout": ("hidden_dropout", 0.0),
         "layer_norm_epsilon": ("layernorm_epsilon", 1e-5),
@@ -36,28 +48,3 @@ SETTINGS = Settings(
         "skip_bias_add", "skip_bias_add_qkv", "unk_token_id",
     }),
 )  # fmt: skip
-
-LAYER = "transformer.h.{}."
-PLACES = {
-    "embedding.table": ("v h", "transformer.word_embeddings.weight"),
-    **norm("embedding_norm", "transformer.word_embeddings_layernorm"),
-    **norm("blocks.attention_norm", LAYER + "input_layernorm"),
-    **linear("blocks.attention.qkv", "(n c d) h", LAYER + "self_attention.query_key_value"),
-    **linear("blocks.attention.out", "h (n d)", LAYER + "self_attention.dense"),
-    **norm("blocks.mlp_norm", LAYER + "post_attention_layernorm"),
-    **linear("blocks.mlp.up", "f h", LAYER + "mlp.dense_h_to_4h"),
-    **linear("blocks.mlp.down", "h f", LAYER + "mlp.dense_4h_to_h"),
-    **norm("final_norm", "transformer.ln_f"),
-}
-
-BLOOM = Family(
-    model_type="bloom",
-    settings=SETTINGS,
-    naming=Naming(
-        model="BloomForCausalLM",
-        places=PLACES,
-        prefix="transformer.",
-        copies={"lm_head.weight": "transformer.word_embeddings.weight"},
-    ),
-    generates=True,
-)

@@ -21,8 +21,9 @@ from mjax.interop.bloom import BLOOM
 from mjax.interop.family import Family
 from mjax.interop.gpt2 import GPT2
 from mjax.interop.model_folder import check_new, new_folder
+from mjax.interop.settings import fits
+from mjax.interop.weights import leaves
 from mjax.models.build import Model
-from mjax.names import leaf_name
 from mjax.parallel.mesh import make_mesh
 from mjax.training.checkpoint import Checkpoints
 from mjax.training.layout import initial_weights, lay_out
@@ -71,8 +72,7 @@ def draw_weights(config: Config, target: Model, names: tuple[str, ...]) -> dict[
     """The weights whose names begin so, as a run of `config` would begin with them, in the shards of `target`."""
 
     def chosen(model: Model) -> dict:
-        leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
-        return {name: leaf for name, leaf in leaves.items() if name.startswith(names)}
+        return {name: leaf for name, leaf in leaves(model).items() if name.startswith(names)}
 
     places = jax.tree.map(lambda leaf: leaf.sharding, chosen(target))
     return jax.jit(lambda: chosen(initial_weights(config)), out_shardings=places)() if names else {}
@@ -95,7 +95,7 @@ def family_of(model: ModelConfig) -> Family:
             "has one activation for both; convert a model with one"
         )
     for family in (*FAMILIES, *OF_TASKS):
-        if family.settings.fits(model):
+        if fits(family, model):
             return family
     layernorm = "a" if model.embedding_layernorm else "no"
     raise UsageError(

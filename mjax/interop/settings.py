@@ -7,13 +7,11 @@ passing over it could change the model in silence.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from mjax.config import ModelConfig
 from mjax.errors import UsageError
+from mjax.interop.family import Family
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -41,44 +39,18 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the settings of a family mean.
-
-    Attributes:
-      fixed: fields of `ModelConfig` that every model of the family has so, and no model of another family.
-      counts: whole numbers: transformers' name → ours, and what holds where config.json leaves it out. A family without
-        one for feed_forward has 4 × hidden.
-      numbers: the same for other numbers.
-      activation: transformers' name of the activation and what holds where it is left out; None: it is fixed.
-      only: settings that change what the model computes, and the only value of each that mjax knows.
-      same: settings for which mjax has one field with another setting; and what holds where the first is left out, None
-        for the value of the other.
-      other_names: under which old files have a setting, → today's name.
-      without_effect: settings that do not change what the model computes.
-    """
-
-    fixed: Mapping[str, Any]
-    counts: Mapping[str, tuple[str, int | None]]
-    numbers: Mapping[str, tuple[str, float]]
-    activation: tuple[str, str] | None = None
-    only: Mapping[str, Any] = field(default_factory=dict)
-    same: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
-    other_names: Mapping[str, str] = field(default_factory=dict)
-    without_effect: frozenset[str] = frozenset()
-
-    def fits(self, model: ModelConfig) -> bool:
-        """Whether a model is of this family."""
-        usual_width = model.mlp_width == 4 * model.hidden
-        any_width = any(ours == "feed_forward" for ours, _ in self.counts.values())
-        return (usual_width or any_width) and all(getattr(model, name) == value for name, value in self.fixed.items())
+def fits(family: Family, model: ModelConfig) -> bool:
+    """Whether a model is of this family."""
+    usual_width = model.mlp_width == 4 * model.hidden
+    any_width = any(ours == "feed_forward" for ours, _ in family.fields.values())
+    return (usual_width or any_width) and all(getattr(model, name) == value for name, value in family.fixed.items())
 
 
-def model_config(settings: Settings, values: dict[str, Any], file: str, vocabulary_multiple: int) -> ModelConfig:
+def model_config(family: Family, values: dict[str, Any], file: str, vocabulary_multiple: int) -> ModelConfig:
     """The model that a config.json describes; what it leaves out is as in `transformers`.
 
     Args:
-      settings: of the family.
+      family: whose config.json it is.
       values: what is in the file.
       file: its name, for messages.
       vocabulary_multiple: as in `ModelConfig`.
@@ -86,73 +58,69 @@ def model_config(settings: Settings, values: dict[str, Any], file: str, vocabula
     Raises:
       UsageError: something in it is unknown, or is not what mjax computes; the sentence names it.
     """
-    values = {name: value for name, value in values.items() if value is not None or name not in settings.other_names}
-    for old, new in settings.other_names.items():
+    values = {name: value for name, value in values.items() if value is not None or name not in family.other_names}
+    for old, new in family.other_names.items():
         if old in values and values.get(new, values[old]) != values[old]:
             raise UsageError(f"{file}: {old} is {values[old]!r} and {new} {values[new]!r}; take out the wrong one")
-    values = {settings.other_names.get(name, name): value for name, value in values.items()}
-    _check_known(settings, values, file)
+    values = {family.other_names.get(name, name): value for name, value in values.items()}
+    _check_known(family, values, file)
 
-    def number(name: str, default: float | None, whole: bool) -> Any:
-        value = values.get(name, default)
-        if value is None and default is None:
-            return None
-        kinds, least, most = ((int,), 1, MOST_WHOLE) if whole else ((int, float), 0, MOST)
-        if type(value) not in kinds or not least <= value < most:
-            kind = "a whole number above 0" if whole else "a number from 0 on"
-            raise UsageError(f"{file}: {name} is {value!r}, which is not {kind}; restore the file")
-        return value
-
-    found = {ours: number(name, default, True) for name, (ours, default) in settings.counts.items()}
-    found |= {ours: number(name, default, False) for name, (ours, default) in settings.numbers.items()}
-    for name, (other, default) in settings.same.items():
-        ours, _ = {**settings.counts, **settings.numbers}[other]
+    found = {ours: _read(values, name, default, file) for name, (ours, default) in family.fields.items()}
+    for name, (other, default) in family.same.items():
+        ours, _ = family.fields[other]
         value = values.get(name, found[ours] if default is None else default)
         if value != found[ours]:
             raise UsageError(
                 f"{file}: {name} is {value!r} and {other} {found[ours]}, and mjax has one number for both; "
                 "make them equal, if the model is the same then"
             )
-    if settings.activation is not None:
-        name, default = settings.activation
-        activation = values.get(name, default)
-        if not isinstance(activation, str) or activation not in ACTIVATIONS:
-            raise UsageError(
-                f"{file}: {name} is {activation!r}; mjax knows {', '.join(ACTIVATIONS)}: convert another model"
-            )
-        found["activation"] = ACTIVATIONS[activation]
     if found["hidden"] % found["heads"]:
-        theirs = {ours: name for name, (ours, _) in settings.counts.items()}
+        theirs = {ours: name for name, (ours, _) in family.fields.items()}
         raise UsageError(
             f"{file}: {theirs['heads']} {found['heads']} does not divide {theirs['hidden']} {found['hidden']}; "
             "restore the file"
         )
-    return ModelConfig(**settings.fixed, **found, vocabulary_multiple=vocabulary_multiple)
+    return ModelConfig(**family.fixed, **found, vocabulary_multiple=vocabulary_multiple)
 
 
-def _check_known(settings: Settings, values: dict[str, Any], file: str) -> None:
+def _read(values: dict[str, Any], name: str, default: Any, file: str) -> Any:
+    """The value of a setting, of the kind that its default is of."""
+    value = values.get(name, default)
+    if value is None and default is None:
+        return None
+    if isinstance(default, str):
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            raise UsageError(f"{file}: {name} is {value!r}; mjax knows {', '.join(ACTIVATIONS)}: convert another model")
+        return ACTIVATIONS[value]
+    kinds, least, most, kind = (int,), 1, MOST_WHOLE, "a whole number above 0"
+    if isinstance(default, float):
+        kinds, least, most, kind = (int, float), 0, MOST, "a number from 0 on"
+    if type(value) not in kinds or not least <= value < most:
+        raise UsageError(f"{file}: {name} is {value!r}, which is not {kind}; restore the file")
+    return value
+
+
+def _check_known(family: Family, values: dict[str, Any], file: str) -> None:
     """Refuse settings that mjax does not know, or not so."""
-    only = {**ONLY, **settings.only}
-    mapped = {*settings.counts, *settings.numbers, *settings.same, *(settings.activation or ())[:1]}
+    only = {**ONLY, **family.only}
+    known = {"model_type", *only, *family.fields, *family.same} | WITHOUT_EFFECT | family.without_effect
     for name, value in values.items():
         if name in only and value != only[name]:
             raise UsageError(f"{file}: {name} is {value!r}, and mjax knows only {only[name]!r}; convert another model")
         said = value not in (None, {}, [])
-        if said and name not in {"model_type", *only, *mapped} | WITHOUT_EFFECT | settings.without_effect:
+        if said and name not in known:
             raise UsageError(
                 f"{file}: {name} is {value!r}, which mjax does not know; take it out if the model is the same without"
             )
 
 
-def config_values(settings: Settings, model: ModelConfig) -> dict[str, Any]:
+def config_values(family: Family, model: ModelConfig) -> dict[str, Any]:
     """The settings of an export of `model`."""
-    ours = dataclasses.asdict(model)
-    values: dict[str, Any] = {**ONLY, **settings.only}
-    for name, (field_name, default) in {**settings.counts, **settings.numbers}.items():
-        values[name] = ours[field_name]
-        if field_name == "feed_forward" and default is not None:
+    values: dict[str, Any] = {**ONLY, **family.only}
+    for name, (ours, default) in family.fields.items():
+        values[name] = getattr(model, ours)
+        if ours == "feed_forward" and default is not None:
             values[name] = model.mlp_width
-    values |= {name: values[other] for name, (other, _) in settings.same.items()}
-    if settings.activation is not None:
-        values[settings.activation[0]] = next(name for name, known in ACTIVATIONS.items() if known == model.activation)
-    return values
+        elif ours == "activation":
+            values[name] = next(theirs for theirs, known in ACTIVATIONS.items() if known == model.activation)
+    return values | {name: values[other] for name, (other, _) in family.same.items()}

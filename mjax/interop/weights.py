@@ -1,4 +1,8 @@
-"""The tensors of others as the weights of a model, and back, as a table of `places` describes them.
+"""The tensors of others as the weights of a model, and back, as the table of a `Family` describes them.
+
+Shapes are those of our own parameters; a family says only how they lie in its files. BLOOM's queries, keys and values
+are a `torch.nn.Linear` [out, in], fused head by head: of `blocks.attention.qkv.kernel` [l, h, c, n, d] the part of a
+layer is turned into [n, c, d, h] and flattened to [n · c · d, h]. Both ways are a transposition and a reshape.
 
 Reading looks at everything that can be wrong before a number is read. Then each shard of each weight is put together
 from the tensors it is made of, one tensor in memory at a time beside the weights, whatever the mesh.
@@ -6,57 +10,113 @@ from the tensors it is made of, one tensor in memory at a time beside the weight
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import jax
 import numpy as np
 
 from mjax.config import ModelConfig
 from mjax.errors import UsageError
-from mjax.interop.places import LAYERS, Place, shapes, sizes, stacked_dim, to_ours, to_theirs
-from mjax.interop.tensor_files import FLOATS, Tensors
-from mjax.models.build import Model
+from mjax.interop.family import Family
+from mjax.interop.tensor_files import FLOATS, Kind, Tensors
+from mjax.models.build import Model, build_model
 from mjax.names import leaf_name
 
 ROWS = 4096  # of an embedding that are read at once
+LAYERS = "blocks."
+"""How the names of weights begin that each layer has."""
+OF_TOKENS = ("embedding.table", "mlm.bias")
+"""Weights with a row for each token, and rows of zeros behind them that pad the vocabulary."""
 
 
 @dataclass(frozen=True)
-class Naming:
-    """How a family calls its tensors.
+class Place:
+    """Where the tensor of a file is in our weights.
 
     Attributes:
-      model: what messages call it, such as GPT2LMHeadModel.
-      places: for each of our weights its form and name, or names, in full.
-      prefix: what some files leave out at the beginning of a name.
-      copies: tensors that are another one under a second name; where they are stored they must be equal to it.
-      ignored: names of tensors that are no weights, such as stored masks.
-      heads: what may be drawn anew where the files hold nothing of it: how the names of our weights begin, and a word
-        for it.
-      renamed: (expression, replacement) that turn names of old versions into those of `places`.
-      described_by: what says how large the tensors must be.
+      ours: name of the weight.
+      index: what of the weight it is: its layer, which of queries, keys and values, the rows that are tokens.
+      order: the dims of that part in the order in which the tensor has them.
+      sizes: of these dims, in that order.
+      shape: of the tensor, whose dims are products of `sizes`.
     """
 
-    model: str
-    places: Mapping[str, Place]
-    prefix: str = ""
-    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ignored: str = "(?!)"  # matches nothing
-    heads: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    renamed: tuple[tuple[str, str], ...] = ()
-    described_by: str = "config.json"
+    ours: str
+    index: tuple[int | slice, ...]
+    order: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def to_theirs(self, weight: np.ndarray) -> np.ndarray:
+        """The tensor: a view of the weight where the layout allows one, else a copy."""
+        return weight[self.index].transpose(self.order).reshape(self.shape)
+
+    def to_ours(self, tensor: np.ndarray) -> np.ndarray:
+        """A view of the tensor as the part of the weight."""
+        return tensor.reshape(self.sizes).transpose(np.argsort(self.order))
+
+
+def places(family: Family, model: ModelConfig) -> dict[str, Place]:
+    """The place of every tensor of the model by its name: in the order of the table, and layer by layer."""
+    shapes = {name: leaf.shape for name, leaf in leaves(jax.eval_shape(lambda: build_model(0, model))).items()}
+    found = {}
+    for in_layers, rows in groupby(family.names.items(), key=lambda row: row[0].startswith(LAYERS)):
+        rows = list(rows)
+        for layer in range(model.layers if in_layers else 1):
+            for module, names in rows:
+                for ours in (module, *(f"{module}.{part}" for part in ("table", "kernel", "scale", "bias"))):
+                    for which, name in enumerate((names,) if isinstance(names, str) else names):
+                        if ours in shapes:
+                            name = name.format(layer, layer + 1) + (".bias" if ours.endswith(".bias") else ".weight")
+                            part = None if isinstance(names, str) else which
+                            found[name] = _place(family, model, shapes, ours, layer, part)
+    return found
+
+
+def _place(
+    family: Family, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], ours: str, layer: int, which: int | None
+) -> Place:
+    """The place of one tensor; `which` of queries, keys and values where they have tensors of their own."""
+    module, _, part = ours.rpartition(".")
+    stacked = ours.startswith(LAYERS)
+    shape, index = list(shapes[ours][stacked:]), [layer] * stacked
+    inputs = len(shapes[ours]) - len(shapes[f"{module}.bias"]) if part == "kernel" else 0
+    if ours in OF_TOKENS:
+        shape[0], index = model.vocabulary, [slice(model.vocabulary)]
+    if which is not None:
+        index += [*[slice(None)] * inputs, which]
+        del shape[inputs]
+    dims = list(range(len(shape)))
+    ins, outs = dims[:inputs], dims[inputs:]
+    if module.endswith(".qkv") and which is None:
+        outs = [outs["cnd".index(dim)] for dim in family.qkv]
+    if part == "kernel":
+        groups = [outs, ins] if family.transposed else [ins, outs]
+    else:
+        groups = [outs] if part == "bias" else [[dim] for dim in dims]
+    order = tuple(dim for group in groups for dim in group)
+    sizes = tuple(shape[dim] for dim in order)
+    theirs = tuple(math.prod(shape[dim] for dim in group) for group in groups)
+    return Place(ours, tuple(index), order, sizes, theirs)
+
+
+def leaves(model: Model) -> dict[str, Any]:
+    """The weights of a model by their names."""
+    return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
 
 
 def find_tensors(
-    naming: Naming, tensors: Tensors, model: ModelConfig, source: str, draw_heads: bool = False
+    family: Family, tensors: Tensors, model: ModelConfig, source: str, draw_heads: bool = False
 ) -> dict[str, str]:
     """The name in the files of each tensor of `model`, after a look at what there is.
 
     Args:
-      naming: the family's names.
+      family: of the model.
       tensors: the files.
       model: the model.
       source: where the files are, for messages.
@@ -67,87 +127,90 @@ def find_tensors(
     """
     if model.layers > len(tensors.kinds):  # before there is a name for each
         raise UsageError(
-            f"{naming.described_by} of {source} asks for {model.layers:,} layers, and its files hold "
+            f"{family.described_by} of {source} asks for {model.layers:,} layers, and its files hold "
             f"{len(tensors.kinds):,} tensors; restore the one or download the others again"
         )
-    expected = shapes(naming.places, model)
+    expected = places(family, model)
     found, copies = {}, {}
     for name, kind in tensors.kinds.items():
-        if re.fullmatch(naming.ignored, name):
+        if re.fullmatch(family.ignored, name):
             continue
-        known = _in_full(naming, name, expected)
-        if (known in expected or known in naming.copies) and kind.dtype not in FLOATS:
+        known = _in_full(family, name, expected)
+        if (known in expected or known in family.copies) and kind.dtype not in FLOATS:
             raise UsageError(f"{source}: {name} is of type {kind.dtype}; mjax reads {', '.join(FLOATS)}")
-        if known in naming.copies:
+        if known in family.copies:
             copies[known] = name
             continue
         if known not in expected:
             raise UsageError(
-                f"{source} holds a tensor {name}, which {naming.model} with {model.layers} layers has not; "
-                f"convert the model it was made for, or restore {naming.described_by}"
+                f"{source} holds a tensor {name}, which {family.model} with {model.layers} layers has not; "
+                f"convert the model it was made for, or restore {family.described_by}"
             )
         if known in found:
             raise UsageError(f"{source} holds both {name} and {found[known]}; take out the one that is not the model's")
-        if kind.shape != expected[known]:
+        if _shape(family, kind, expected[known]) != expected[known].shape:
             raise UsageError(
-                f"{source}: {name} has shape {kind.shape}, and {naming.described_by} asks for {expected[known]}; "
+                f"{source}: {name} has shape {kind.shape}, and {family.described_by} asks for {expected[known].shape}; "
                 "restore the one or the other"
             )
         found[known] = name
-    absent = absent_heads(naming, [*found, *(naming.copies[copy] for copy in copies)])
-    of_absent = {name for head in absent for name in tensors_of_head(naming, head)}
+    absent = absent_heads(family, model, {*found, *(family.copies[copy] for copy in copies)})
     missing = [name for name in expected if name not in found]
-    if lost := [name for name in missing if name not in of_absent]:
+    if lost := [name for name in missing if not expected[name].ours.startswith(tuple(absent))]:
         raise UsageError(f"{source} lacks the tensor {_and_more(lost)}; download the model again")
     if missing and not draw_heads:
-        heads = ", ".join(naming.heads[head] for head in absent)
+        heads = ", ".join(family.heads[head] for head in absent)
         raise UsageError(
             f"{source} lacks the tensor {_and_more(missing)}, all of {heads}; "
             "its encoder is whole, so add --draw-heads to give these random weights, or get a model that has them"
         )
     for known, copy in copies.items():
-        original = found[naming.copies[known]]
-        if not _equal(tensors, copy, original):
+        original = family.copies[known]
+        if not _equal(tensors, copy, found[original], family, expected[original]):
             raise UsageError(
-                f"{source}: {copy} differs from {original}, and mjax has one weight for both; "
+                f"{source}: {copy} differs from {found[original]}, and mjax has one weight for both; "
                 "convert a model in which they are tied"
             )
     return found
 
 
-def absent_heads(naming: Naming, names: Iterable[str]) -> list[str]:
+def absent_heads(family: Family, model: ModelConfig, names: Container[str]) -> list[str]:
     """The heads of which there is no tensor among `names`."""
-    names = set(names)
-    return [head for head in naming.heads if names.isdisjoint(tensors_of_head(naming, head))]
-
-
-def tensors_of_head(naming: Naming, head: str) -> list[str]:
-    """The names of the tensors of a head."""
-    return [name for ours, (_, *names) in naming.places.items() if ours.startswith(head) for name in names]
+    there = [place.ours for name, place in places(family, model).items() if name in names]
+    return [head for head in family.heads if not any(ours.startswith(head) for ours in there)]
 
 
 def _and_more(names: list[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _in_full(naming: Naming, name: str, expected: Mapping[str, tuple[int, ...]]) -> str:
-    """A name as `places` has it: those of today, with the prefix."""
-    for old, new in naming.renamed:
+def _in_full(family: Family, name: str, expected: Mapping[str, Place]) -> str:
+    """A name as the table has it: that of today, with the prefix."""
+    for old, new in family.renamed:
         name = re.sub(old, new, name)
-    return name if name in expected or name in naming.copies else naming.prefix + name
+    return name if name in expected or name in family.copies else family.prefix + name
 
 
-def _equal(tensors: Tensors, one: str, other: str) -> bool:
-    """Whether two tensors hold the same numbers, read a few rows at a time."""
-    shape = tensors.kinds[one].shape
-    return shape == tensors.kinds[other].shape and all(
-        np.array_equal(tensors.read(one, part), tensors.read(other, part))
-        for part in (slice(start, start + ROWS) for start in range(0, shape[0], ROWS))
+def _shape(family: Family, kind: Kind, place: Place) -> tuple[int, ...]:
+    """The shape of a tensor without the rows that pad the vocabulary."""
+    if not family.padded or place.ours not in OF_TOKENS:
+        return kind.shape
+    return (*(min(place.shape[0], rows) for rows in kind.shape[:1]), *kind.shape[1:])
+
+
+def _equal(tensors: Tensors, one: str, other: str, family: Family, place: Place) -> bool:
+    """Whether two tensors of one place hold the same numbers, read a few rows at a time."""
+    return _shape(family, tensors.kinds[one], place) == place.shape and all(
+        np.array_equal(tensors.read(one, part), tensors.read(other, part)) for part in _rows(0, place.shape[0])
     )
 
 
+def _rows(first: int, end: int) -> list[slice]:
+    return [slice(start, min(start + ROWS, end)) for start in range(first, end, ROWS)]
+
+
 def read_weights(
-    naming: Naming,
+    family: Family,
     tensors: Tensors,
     names: Mapping[str, str],
     model: ModelConfig,
@@ -158,7 +221,7 @@ def read_weights(
     """The weights, each straight into its shards, one tensor in memory beside them.
 
     Args:
-      naming: the family's names.
+      family: of the model.
       tensors: the files.
       names: what `find_tensors` found in them.
       model: the model.
@@ -169,7 +232,9 @@ def read_weights(
     Raises:
       UsageError: a weight is not finite.
     """
-    size, drawn = sizes(model), drawn or {}
+    parts: dict[str, list[tuple[str, Place]]] = {}
+    for name, place in places(family, model).items():
+        parts.setdefault(place.ours, []).append((name, place))
 
     def tensor(name: str, rows: slice = slice(None)) -> np.ndarray:
         array = tensors.read(names[name], rows)
@@ -178,37 +243,25 @@ def read_weights(
             raise UsageError(f"{names[name]} holds numbers that are not finite; download the model again")
         return array
 
-    def fill(out: np.ndarray, index: tuple[slice, ...], ours: str, layer: int) -> None:
-        """Put the part `index` of a weight, of one layer where there are layers, into `out`."""
-        form, *theirs = naming.places[ours]
-        if len(theirs) == 1:
-            out[...] = to_ours(tensor(theirs[0].format(layer)), ours, form, size)[index]
-            return
-        dim = stacked_dim(ours)
-        others = (*index[:dim], *index[dim + 1 :])
-        for place, which in enumerate(range(len(theirs))[index[dim]]):
-            part = to_ours(tensor(theirs[which].format(layer)), ours, form, size)
-            out[(slice(None),) * dim + (place,)] = part[others]
-
     def leaf(path: tuple, target: jax.ShapeDtypeStruct) -> jax.Array:
         ours = leaf_name(path)
-        if ours in drawn:
+        if ours in (drawn or {}):
             return drawn[ours]
-        form, name = naming.places[ours][:2]
 
         def shard(index: tuple[slice, ...]) -> np.ndarray:
-            lengths = [len(range(*part.indices(extent))) for part, extent in zip(index, target.shape, strict=True)]
-            out = np.zeros(lengths, target.dtype)  # what pads the vocabulary stays 0
-            if ours.startswith(LAYERS):
-                for place, layer in enumerate(range(target.shape[0])[index[0]]):
-                    fill(out[place], index[1:], ours, layer)
-            elif form.startswith("v"):  # an embedding is large: not twice in memory
-                first, end, _ = index[0].indices(target.shape[0])
-                for start in range(first, min(end, size["v"]), ROWS):
-                    rows = slice(start, min(start + ROWS, end, size["v"]))
-                    out[rows.start - first : rows.stop - first] = tensor(name, rows)[(slice(None), *index[1:])]
-            else:
-                fill(out, index, ours, 0)
+            ranges = [range(*part.indices(extent)) for part, extent in zip(index, target.shape, strict=True)]
+            out = np.zeros([len(part) for part in ranges], target.dtype)  # what pads the vocabulary stays 0
+            for name, place in parts[ours]:
+                if ours in OF_TOKENS:  # an embedding is large: not twice in memory
+                    first = ranges[0].start
+                    for rows in _rows(first, min(ranges[0].stop, place.shape[0])):
+                        out[rows.start - first : rows.stop - first] = tensor(name, rows)[(slice(None), *index[1:])]
+                    continue
+                fixed = {dim: at for dim, at in enumerate(place.index) if isinstance(at, int)}  # a layer, queries
+                if all(at in ranges[dim] for dim, at in fixed.items()):
+                    here = tuple(fixed[dim] - r.start if dim in fixed else slice(None) for dim, r in enumerate(ranges))
+                    there = tuple(part for dim, part in enumerate(index) if dim not in fixed)
+                    out[here] = place.to_ours(tensor(name))[there]
             return out
 
         return jax.make_array_from_callback(target.shape, target.sharding, shard)
@@ -216,25 +269,11 @@ def read_weights(
     return jax.tree_util.tree_map_with_path(leaf, target)
 
 
-def weight_arrays(naming: Naming, weights: Model, model: ModelConfig) -> Callable[[str], np.ndarray]:
-    """What gives the tensor of a name in `shapes`: a view of `weights`, whose arrays are on the CPU, or a copy of what
+def weight_arrays(family: Family, weights: Model, model: ModelConfig) -> Callable[[str], np.ndarray]:
+    """What gives the tensor of a name in `places`: a view of `weights`, whose arrays are on the CPU, or a copy of what
     lies in another order there.
 
     The rows that pad the vocabulary are left out.
     """
-    leaves = {leaf_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(weights)}
-    origins = {}
-    for ours, (form, *names) in naming.places.items():
-        for which, name in enumerate(names):
-            part = which if len(names) > 1 else None
-            for layer in range(model.layers) if ours.startswith(LAYERS) else [None]:
-                origins[name.format(layer)] = (ours, form, layer, part)
-
-    def array(name: str) -> np.ndarray:
-        ours, form, layer, part = origins[name]
-        leaf = leaves[ours] if layer is None else leaves[ours][layer]
-        leaf = leaf[: model.vocabulary] if form.startswith("v") else leaf
-        leaf = leaf if part is None else leaf[(slice(None),) * stacked_dim(ours) + (part,)]
-        return to_theirs(leaf, ours, form)
-
-    return array
+    found, arrays = places(family, model), {name: np.asarray(leaf) for name, leaf in leaves(weights).items()}
+    return lambda name: found[name].to_theirs(arrays[found[name].ours])

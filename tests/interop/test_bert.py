@@ -17,11 +17,10 @@ from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.interop.bert import BERT as FAMILY
 from mjax.interop.bert import MEGATRON_BERT as MEGATRON_FAMILY
 from mjax.interop.convert import abstract_weights
-from mjax.interop.places import shapes
-from mjax.interop.settings import config_values, model_config
+from mjax.interop.settings import config_values, fits, model_config
 from mjax.interop.tensor_files import open_tensors, write_tensors
 from mjax.interop.tokenizer_files import find_tokenizer
-from mjax.interop.weights import find_tensors, read_weights, weight_arrays
+from mjax.interop.weights import find_tensors, places, read_weights, weight_arrays
 from mjax.models.build import build_model
 from tests.data.vocabularies import TEXTS, bert_file
 from tests.interop.folders import BERT, CONFIG, MEGATRON_BERT, read_folder, tensors_of, write_folder
@@ -76,7 +75,7 @@ def test_every_tensor_finds_its_place(source, run):
 def test_what_is_exported_is_what_was_imported_bit_for_bit(source, run, tmp_path, capsys):
     assert cli.main(["convert", "to-hf", str(run), str(tmp_path / "out")]) == 0
     config, family = FAMILIES[source.name]
-    assert f"as {family.naming.model}," in capsys.readouterr().out
+    assert f"as {family.model}," in capsys.readouterr().out
     assert_same(read_folder(tmp_path / "out"), read_folder(source))
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {name: exported[name] for name in config} == config
@@ -88,8 +87,8 @@ def test_what_is_exported_is_what_was_imported_bit_for_bit(source, run, tmp_path
 
 def test_a_width_that_is_not_given_is_written_out(source):
     config, family = FAMILIES[source.name]
-    model = replace(model_config(family.settings, config, "config.json", 128), feed_forward=None)
-    assert config_values(family.settings, model)["intermediate_size"] == 48
+    model = replace(model_config(family, config, "config.json", 128), feed_forward=None)
+    assert config_values(family, model)["intermediate_size"] == 48
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_a_width_that_is_not_given_is_written_out(source):
     ids=["bert", "megatron-bert"],
 )
 def test_what_config_json_leaves_out_is_as_in_transformers(family, layers, hidden, heads, vocabulary):
-    model = model_config(family.settings, {"model_type": family.model_type}, "config.json", 128)
+    model = model_config(family, {"model_type": family.model_type}, "config.json", 128)
     assert (model.layers, model.hidden, model.heads, model.vocabulary) == (layers, hidden, heads, vocabulary)
     assert (model.sequence, model.mlp_width, model.activation) == (512, 4 * hidden, "gelu_erf")
     assert (model.hidden_dropout, model.attention_dropout, model.layernorm_epsilon) == (0.1, 0.1, 1e-12)
@@ -106,17 +105,17 @@ def test_what_config_json_leaves_out_is_as_in_transformers(family, layers, hidde
 
 @pytest.mark.parametrize("mesh", [MeshConfig(model=3), MeshConfig(pipe=2, data=2, zero=3)], ids=str)
 def test_tensors_are_read_straight_into_the_shards_of_a_mesh(source, run, mesh):
-    config, naming = read_config(run / "config.json"), FAMILIES[source.name][1].naming
+    config, family = read_config(run / "config.json"), FAMILIES[source.name][1]
     tensors = open_tensors(source)
-    names = find_tensors(naming, tensors, config.model, "source")
-    found = read_weights(naming, tensors, names, config.model, abstract_weights(config, mesh), lambda size: None)
+    names = find_tensors(family, tensors, config.model, "source")
+    found = read_weights(family, tensors, names, config.model, abstract_weights(config, mesh), lambda size: None)
     assert_same(named(found), named(weights_of(run)))
 
 
 def test_one_turned_tensor_at_a_time_is_in_memory_beside_the_weights(run, tmp_path):
     config, weights = read_config(run / "config.json"), weights_of(run)
-    naming = next(family for _, family in FAMILIES.values() if family.settings.fits(config.model)).naming
-    array, alive = weight_arrays(naming, weights, config.model), []
+    family = next(family for _, family in FAMILIES.values() if fits(family, config.model))
+    array, alive = weight_arrays(family, weights, config.model), []
 
     def watched(name):
         assert not [other for other, found in alive if found() is not None], name
@@ -124,7 +123,7 @@ def test_one_turned_tensor_at_a_time_is_in_memory_beside_the_weights(run, tmp_pa
         alive.append((name, weakref.ref(found)))
         return found
 
-    sizes = shapes(naming.places, config.model)
+    sizes = {name: place.shape for name, place in places(family, config.model).items()}
     write_tensors(tmp_path, sizes, watched, np.dtype(np.float32), 10**9)
     assert [name for name, _ in alive] == list(sizes)
 

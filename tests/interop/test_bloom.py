@@ -62,9 +62,9 @@ def test_what_is_exported_is_what_was_imported_bit_for_bit(source, run, tmp_path
 @pytest.mark.parametrize("mesh", [MeshConfig(model=3), MeshConfig(pipe=2, data=2, zero=3)], ids=str)
 def test_tensors_are_read_straight_into_the_shards_of_a_mesh(source, run, mesh):
     config, tensors = read_config(run / "config.json"), open_tensors(source)
-    names = find_tensors(FAMILY.naming, tensors, config.model, "source")
+    names = find_tensors(FAMILY, tensors, config.model, "source")
     target = abstract_weights(config, mesh)
-    found = read_weights(FAMILY.naming, tensors, names, config.model, target, lambda size: None)
+    found = read_weights(FAMILY, tensors, names, config.model, target, lambda size: None)
     assert_same(named(found), named(weights_of(run)))
 
 
@@ -85,14 +85,14 @@ def test_the_config_of_bloom_560m_is_that_of_its_publication():
         "pad_token_id": 3, "pretraining_tp": 1, "skip_bias_add": True, "skip_bias_add_qkv": False, "unk_token_id": 0,
         "use_cache": True, "vocab_size": 250880,
     }  # fmt: skip
-    model = model_config(FAMILY.settings, published, "config.json", 128)
+    model = model_config(FAMILY, published, "config.json", 128)
     assert (model.layers, model.hidden, model.heads, model.sequence) == (24, 1024, 16, 2048)
     assert model.parameters == 559_214_592  # that of the model card
 
 
 def test_a_second_name_without_a_value_is_no_contradiction():
-    model = model_config(FAMILY.settings, BLOOM | {"n_embed": None}, "config.json", 128)
-    assert model == model_config(FAMILY.settings, BLOOM, "config.json", 128)
+    model = model_config(FAMILY, BLOOM | {"n_embed": None}, "config.json", 128)
+    assert model == model_config(FAMILY, BLOOM, "config.json", 128)
 
 
 MISTAKES = {

@@ -20,11 +20,10 @@ from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, tokeniz
 from mjax.interop.convert import abstract_weights
 from mjax.interop.gpt2 import GPT2
 from mjax.interop.model_folder import new_folder
-from mjax.interop.places import shapes
 from mjax.interop.settings import model_config
 from mjax.interop.tensor_files import SafetensorsFiles, open_tensors
 from mjax.interop.tokenizer_files import find_tokenizer
-from mjax.interop.weights import find_tensors, read_weights, weight_arrays
+from mjax.interop.weights import find_tensors, places, read_weights, weight_arrays
 from mjax.parallel.mappings import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.training.checkpoint import Checkpoints
@@ -116,7 +115,7 @@ def test_every_setting_travels_both_ways(tmp_path, change):
 
 
 def test_what_config_json_leaves_out_is_as_in_transformers():
-    model = model_config(GPT2.settings, {"model_type": "gpt2"}, "config.json", 128)
+    model = model_config(GPT2, {"model_type": "gpt2"}, "config.json", 128)
     assert (model.layers, model.hidden, model.heads, model.sequence, model.vocabulary) == (12, 768, 12, 1024, 50257)
     assert (model.padded_vocabulary, model.feed_forward, model.activation) == (50304, None, "gelu_tanh")
     assert (model.hidden_dropout, model.attention_dropout, model.layernorm_epsilon) == (0.1, 0.1, 1e-5)
@@ -187,9 +186,9 @@ def test_an_export_is_cut_at_the_shard_size_and_indexed(source, run, tmp_path):
 def test_tensors_are_read_straight_into_the_shards_of_a_mesh(source, run, mesh):
     config = read_config(run / "config.json")
     tensors = open_tensors(source)
-    names = find_tensors(GPT2.naming, tensors, config.model, "source")
+    names = find_tensors(GPT2, tensors, config.model, "source")
     target = abstract_weights(config, mesh)
-    found = read_weights(GPT2.naming, tensors, names, config.model, target, lambda size: None)
+    found = read_weights(GPT2, tensors, names, config.model, target, lambda size: None)
     for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(target), strict=True):
         assert ours.sharding == wanted.sharding
         assert len(ours.sharding.device_set) == mesh.devices
@@ -208,16 +207,16 @@ def test_one_tensor_at_a_time_is_in_memory_beside_the_weights(source, run):
             return array
 
     tensors = Watched({source / "model.safetensors": []})
-    names = find_tensors(GPT2.naming, tensors, config.model, "source")
-    read_weights(GPT2.naming, tensors, names, config.model, abstract_weights(config), lambda size: None)
+    names = find_tensors(GPT2, tensors, config.model, "source")
+    read_weights(GPT2, tensors, names, config.model, abstract_weights(config), lambda size: None)
     assert {name for name, _ in alive} == tensors_of(CONFIG).keys()
 
 
 def test_an_export_in_float32_is_written_from_where_the_weights_are(run):
     config, weights = read_config(run / "config.json"), weights_of(run)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(weights)]
-    array_of = weight_arrays(GPT2.naming, weights, config.model)
-    for name in shapes(GPT2.naming.places, config.model):
+    array_of = weight_arrays(GPT2, weights, config.model)
+    for name in places(GPT2, config.model):
         array = array_of(name)
         assert any(np.shares_memory(array, leaf) for leaf in leaves), name
         assert array.flags.c_contiguous, name

@@ -16,8 +16,7 @@ from mjax.config import MeshConfig, read_config
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.interop.bert import BERT, MEGATRON_BERT
 from mjax.interop.convert import abstract_weights
-from mjax.interop.places import shapes
-from mjax.interop.weights import weight_arrays
+from mjax.interop.weights import places, weight_arrays
 from mjax.models.transformer import run_blocks
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.mesh import make_mesh
@@ -101,9 +100,9 @@ def test_an_import_gives_the_losses_and_gradients(kind, shape, tmp_path):
     assert float(figures[0] + figures[1]) == pytest.approx(expected_loss.item(), rel=1e-5)
     expected = {name: weight.grad.numpy() for name, weight in peer.named_parameters()}
     largest = max(np.abs(gradient).max() for gradient in expected.values())
-    naming = FAMILIES[kind].naming
-    array = weight_arrays(naming, gradients, config.model)
-    assert shapes(naming.places, config.model).keys() == expected.keys()
+    family = FAMILIES[kind]
+    array = weight_arrays(family, gradients, config.model)
+    assert places(family, config.model).keys() == expected.keys()
     for name in expected:
         np.testing.assert_allclose(array(name), expected[name], atol=1e-4 * largest, err_msg=name)
 

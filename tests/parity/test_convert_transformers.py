@@ -16,9 +16,8 @@ from mjax.inference import inference_config, restore_weights
 from mjax.interop.bloom import BLOOM
 from mjax.interop.convert import abstract_weights
 from mjax.interop.gpt2 import GPT2
-from mjax.interop.places import shapes
 from mjax.interop.tensor_files import FLOATS, Kind, open_tensors
-from mjax.interop.weights import weight_arrays
+from mjax.interop.weights import places, weight_arrays
 from mjax.parallel.mappings import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.sampling import Sampling
@@ -88,9 +87,9 @@ def test_an_import_gives_the_loss_and_gradients_of_transformers(name, tmp_path):
     assert float(loss) == pytest.approx(expected_loss.item(), rel=1e-5)
     expected = {name: weight.grad.numpy() for name, weight in peer.named_parameters()}
     largest = max(np.abs(gradient).max() for gradient in expected.values())
-    naming = (BLOOM if "BLOOM" in name else GPT2).naming
-    array = weight_arrays(naming, gradients, config.model)
-    assert shapes(naming.places, config.model).keys() == expected.keys()
+    family = BLOOM if "BLOOM" in name else GPT2
+    array = weight_arrays(family, gradients, config.model)
+    assert places(family, config.model).keys() == expected.keys()
     for name in expected:
         np.testing.assert_allclose(array(name), expected[name], atol=1e-4 * largest, err_msg=name)
     assert not np.asarray(gradients.embedding.table[...])[config.model.vocabulary :].any()

@@ -13,16 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
-from mjax.config import ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.megatron.distributed import DistributedTensors
-from mjax.interop.megatron.names import VOCABULARY, as_post, flat, is_weight, kind_of, renamed
+from mjax.interop.megatron.names import flat, is_weight, kind_of, renamed
 from mjax.interop.megatron.pickles import StandIn, load, megatron_torch, read_metadata
 from mjax.interop.megatron.ranks import RankTensors, Share
 from mjax.interop.model_folder import read_object
-from mjax.interop.tensor_files import FLOATS, Kind, Tensors, as_array
+from mjax.interop.tensor_files import FLOATS, Tensors, as_array
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -104,28 +101,6 @@ def find_folder(source: Path, step: int | None) -> Path:
         listed = ", ".join(sorted(there)) or "none"
         raise UsageError(f"{source} holds no checkpoint {name}; there are: {listed}")
     return source / name
-
-
-class Selected:
-    """`Tensors` of a model as mjax has it: named by its kind of LayerNorm, without the rows that pad the vocabulary."""
-
-    def __init__(self, tensors: Tensors, model: ModelConfig):
-        """`model.vocabulary` is how many rows of the embedding are tokens."""
-        self._tensors = tensors
-        self._origins = {
-            as_post(name, model.layers) if model.layernorm == "post" else name: name for name in tensors.kinds
-        }
-        self.kinds = {name: tensors.kinds[origin] for name, origin in self._origins.items()}
-        for name in self.kinds.keys() & set(VOCABULARY):
-            kind = self.kinds[name]
-            rows = tuple(min(model.vocabulary, extent) for extent in kind.shape[:1])
-            self.kinds[name] = Kind(kind.dtype, (*rows, *kind.shape[1:]))
-
-    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        if name in VOCABULARY:
-            first, end, _ = rows.indices(self.kinds[name].shape[0])
-            rows = slice(first, end)
-        return self._tensors.read(self._origins[name], rows)
 
 
 # --- Format torch -----------------------------------------------------------------------------------------------------

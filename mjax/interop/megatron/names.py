@@ -4,10 +4,10 @@
     2021  language_model.encoder.layers.3.self_attention.query_key_value.weight
     2023  decoder.layers.3.self_attention.linear_qkv.weight       (encoder.layers.… in a BERT)
 
-Names are brought up to date when a checkpoint is opened (`today`), so that one table knows them all (`naming`).
+Names are brought up to date when a checkpoint is opened (`today`), so that one table knows them all (`family_of`).
 
 A weight is that of a `torch.nn.Linear`, [out, in]. Those of queries, keys and values are fused along out, in one of
-three orders: the one thing that neither names nor shapes tell, but `checkpoint_version` (`qkv_form`).
+three orders: the one thing that neither names nor shapes tell, but `checkpoint_version`.
 
 Split over p ranks, each holds its share along out (columns, in the words of arXiv 1909.08053), along in (rows), or all:
 
@@ -23,61 +23,63 @@ from collections.abc import Mapping
 from typing import Any
 
 from mjax.errors import UsageError
-from mjax.interop.places import linear, norm
-from mjax.interop.weights import Naming
+from mjax.interop.family import Family
 
 DEEPEST = 30  # dots in a name
 
 # --- Layout -----------------------------------------------------------------------------------------------------------
 
 
-def naming(kind: str, version: float, layernorm: str = "pre") -> Naming:
+def family_of(kind: str, version: float, layernorm: str = "pre", layers: int = 0) -> Family:
     """Today's names of the tensors of a `gpt` or a `bert`, with the layouts of a `checkpoint_version`.
 
-    Where LayerNorm is `post`, names are those that `as_post` gives.
+    Args:
+      kind: of the model.
+      version: says how queries, keys and values lie. Below 1, which is where the file has none, they are whole one
+        behind the other, in 1 they alternate number by number, and from 2 on head by head.
+      layernorm: `post` for a BERT with LayerNorm behind the sums, as in the original (arXiv 1909.08053, figure 7a).
+        Megatron leaves its layers as they are, and has each sum begin with the output of the LayerNorm instead of its
+        input (`--apply-residual-connection-post-layernorm`). That is the original with every layer cut elsewhere: its
+        first LayerNorm belongs to what was before, the embedding or the MLP of the layer below, and the final one to
+        the last.
+      layers: how many a `post` BERT has.
     """
     trunk = TRUNKS[kind]
-    layer = f"{trunk}.layers.{{}}"
-    places = {
-        "embedding.table": ("v h", EMBEDDING),
-        "positions": ("s h", "embedding.position_embeddings.weight"),
-        **norm("blocks.attention_norm", f"{layer}.input_layernorm"),
-        **linear("blocks.attention.qkv", qkv_form(version), f"{layer}.self_attention.linear_qkv"),
-        **linear("blocks.attention.out", "h (n d)", f"{layer}.self_attention.linear_proj"),
-        **norm("blocks.mlp_norm", f"{layer}.pre_mlp_layernorm"),
-        **linear("blocks.mlp.up", "f h", f"{layer}.mlp.linear_fc1"),
-        **linear("blocks.mlp.down", "h f", f"{layer}.mlp.linear_fc2"),
-        **norm("final_norm", f"{trunk}.final_layernorm"),
+    layer = f"{trunk}.layers.{{0}}"
+    names = {
+        "embedding": "embedding.word_embeddings",
+        "positions": "embedding.position_embeddings",
+        "token_types": "embedding.tokentype_embeddings",
+        "blocks.attention_norm": f"{layer}.input_layernorm",
+        "blocks.attention.qkv": f"{layer}.self_attention.linear_qkv",
+        "blocks.attention.out": f"{layer}.self_attention.linear_proj",
+        "blocks.mlp_norm": f"{layer}.pre_mlp_layernorm",
+        "blocks.mlp.up": f"{layer}.mlp.linear_fc1",
+        "blocks.mlp.down": f"{layer}.mlp.linear_fc2",
+        "final_norm": f"{trunk}.final_layernorm",
+        "mlm.transform": "lm_head.dense",
+        "mlm.norm": "lm_head.layer_norm",
+        "mlm": "output_layer",
+        "pooler": "pooler.dense",
+        "order": "binary_head",
     }
+    renamed = ()
     if layernorm == "post":
-        del places["final_norm.scale"], places["final_norm.bias"]
-        places |= {
-            **norm("embedding_norm", "embedding.layernorm"),
-            **norm("blocks.attention_norm", f"{layer}.pre_mlp_layernorm"),
-            **norm("blocks.mlp_norm", f"{layer}.output_layernorm"),
+        names |= {
+            "embedding_norm": f"{trunk}.layers.0.input_layernorm",
+            "blocks.attention_norm": f"{layer}.pre_mlp_layernorm",
+            "blocks.mlp_norm": f"{trunk}.layers.{{1}}.input_layernorm",
         }
-    if kind == "bert":
-        places |= {
-            "token_types": ("t h", "embedding.tokentype_embeddings.weight"),
-            **linear("mlm.transform", "k h", "lm_head.dense"),
-            **norm("mlm.norm", "lm_head.layer_norm"),
-            "mlm.bias": ("v", SCORES_BIAS),
-            **linear("pooler", "k h", "pooler.dense"),
-            **linear("order", "o h", "binary_head"),
-        }
-    return Naming(
+        renamed = ((rf"^{trunk}\.final_layernorm", f"{trunk}.layers.{layers}.input_layernorm"),)
+    return Family(
         model=f"Megatron's {kind.upper()}",
-        places=places,
+        names=names,
+        qkv="cnd" if version < 1 else "ndc" if version < 2 else "ncd",
         copies={SCORES: EMBEDDING},
+        renamed=renamed,
         described_by="the rest of the checkpoint",
+        padded=True,
     )
-
-
-def qkv_form(version: float) -> str:
-    """How the outputs of queries, keys and values lie: c the three of them, n heads, d head size."""
-    if version < 1:  # there is none in the file
-        return "(c n d) h"
-    return "(n d c) h" if version < 2 else "(n c d) h"
 
 
 # --- Names ------------------------------------------------------------------------------------------------------------
@@ -141,21 +143,6 @@ def renamed(tensors: Mapping[str, Any], kind: str, source: str) -> dict[str, Any
             )
         found[known] = (name, tensor)
     return {known: tensor for known, (_, tensor) in found.items()}
-
-
-def as_post(name: str, layers: int) -> str:
-    """The name of a tensor of a BERT with LayerNorm behind the sums, as in the original (arXiv 1909.08053, figure 7a).
-
-    Megatron leaves its layers as they are, and has each sum begin with the output of the LayerNorm instead of its
-    input (`--apply-residual-connection-post-layernorm`). That is the original with every layer cut elsewhere: its first
-    LayerNorm belongs to what was before, the embedding or the MLP of the layer below, and the final one to the last.
-    """
-    trunk = TRUNKS["bert"]
-    if found := re.match(rf"{trunk}\.layers\.(\d+)\.input_layernorm", name):
-        layer = int(found[1])
-        before = f"{trunk}.layers.{layer - 1}.output_layernorm" if layer else "embedding.layernorm"
-        return before + name[found.end() :]
-    return re.sub(rf"^{trunk}\.final_layernorm", f"{trunk}.layers.{layers - 1}.output_layernorm", name)
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
