@@ -17,11 +17,10 @@ import math
 import os
 import re
 import struct
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from jax.numpy import bfloat16  # NumPy knows the type from this import on, and safetensors relies on that
@@ -29,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from mjax.errors import UsageError
 from mjax.interop.model_folder import read_object, write_object
+from mjax.interop.torch_files import as_arrays, first_line, import_torch, load_tensors
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(bfloat16)}
@@ -43,6 +43,11 @@ class Kind:
 
     dtype: str
     shape: tuple[int, ...]
+
+
+def kind_of(array: np.ndarray) -> Kind:
+    """What an array is, in the words of safetensors where these have one for its dtype."""
+    return Kind(WORDS.get(array.dtype.name, array.dtype.name), array.shape)
 
 
 class Tensors(Protocol):
@@ -125,109 +130,29 @@ class SafetensorsFiles:
         return self._places[name].get_slice(name)[first:end]
 
 
-OLDEST_TORCH = (2, 10)  # before it, a file could make torch.load do more than weights_only promises
-
-
-def import_torch(why: str) -> Any:
-    """The torch library, which reads files that safetensors does not.
-
-    Args:
-      why: the beginning of the sentence that says it is missing: "… are read by torch".
-
-    Raises:
-      UsageError: it is not installed, or too old to be trusted with a file from outside.
-    """
-    try:
-        import torch
-    except ModuleNotFoundError:
-        raise UsageError(f"{why}, which is not installed; type `pip install torch`") from None
-    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        raise UsageError(f"torch {torch.__version__} reads files unsafely; type `pip install 'torch>={oldest}'`")
-    return torch
-
-
 class PickledFiles:
-    """`Tensors` in one or several pickles, read by torch with `weights_only`: it constructs tensors and nothing else.
-
-    torch maps the files into memory too.
-    """
+    """`Tensors` in one or several pickles, read by torch."""
 
     def __init__(self, files: dict[Path, list[str]]):
-        torch = import_torch("--allow-pickle is for files that are read by torch")
+        import_torch("--allow-pickle is for files that are read by torch")
         self.kinds: dict[str, Kind] = {}
-        self._tensors: dict[str, Any] = {}
+        self._arrays: dict[str, np.ndarray] = {}
         for file, expected in files.items():
             try:
-                check_archive(file)
-                found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+                found = load_tensors(file)
             except Exception as error:  # of many kinds, for what is no pickle, cut off, or holds more than tensors
                 raise UsageError(
                     f"{file} is not a file of tensors and nothing else ({first_line(error)}); get another"
                 ) from None
-            if not isinstance(found, dict) or not all(
-                isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in found.items()
-            ):
+            if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
                 raise UsageError(f"{file} holds something else than tensors by name; give the model's state_dict")
-            for name, tensor in found.items():
-                check_tensor(file, name, tensor)
-            _take(file, found, expected, self.kinds)
-            dtypes = {name: str(tensor.dtype) for name, tensor in found.items()}
-            self.kinds |= {
-                name: Kind(WORDS.get(dtype.removeprefix("torch."), dtype), tuple(found[name].shape))
-                for name, dtype in dtypes.items()
-            }
-            self._tensors |= found
+            arrays = as_arrays(file, found)
+            _take(file, arrays, expected, self.kinds)
+            self.kinds |= {name: kind_of(array) for name, array in arrays.items()}
+            self._arrays |= arrays
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        return as_array(self._tensors[name][rows])
-
-
-def check_archive(file: Path | BinaryIO) -> None:
-    """Compare what torch.save wrote with the checksums it wrote beside it: torch itself does not.
-
-    Files of torch before 1.6 are no archives and have none, nor have those of a torch that was told to leave them out.
-
-    Raises:
-      BadZipFile: a part of it is not what was written.
-    """
-    if not zipfile.is_zipfile(file):
-        return
-    with zipfile.ZipFile(file) as archive:
-        members = archive.infolist()
-        if packed := [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]:
-            raise zipfile.BadZipFile(f"{packed[0]} in it is compressed")
-        if any(member.CRC for member in members) and (damaged := archive.testzip()):
-            raise zipfile.BadZipFile(f"{damaged} in it is not what was written (checksum)")
-
-
-def check_tensor(file: Path, name: str, tensor: Any) -> None:
-    """Refuse a tensor of torch that is larger than what is stored of it: strides of 0 make any size of one number.
-
-    Raises:
-      UsageError: it is, or is no plain tensor.
-    """
-    if tensor.layout != import_torch(str(file)).strided or tensor.is_quantized or tensor.device.type != "cpu":
-        raise UsageError(f"{file}: {name} is no plain tensor; save it as one, dense and on the CPU")
-    stored = tensor.untyped_storage().nbytes()
-    if tensor.numel() * tensor.element_size() > stored:
-        raise UsageError(
-            f"{file}: {name} has shape {tuple(tensor.shape)} and {stored:,} bytes stored of it, which do not suffice; "
-            "get the file again, or save it with contiguous tensors"
-        )
-
-
-def as_array(tensor: Any) -> np.ndarray:
-    """A tensor of torch as an array of NumPy over the same memory, bfloat16 included."""
-    import torch
-
-    tensor = tensor.detach()
-    return tensor.view(torch.int16).numpy().view(bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
-
-
-def first_line(error: Exception) -> str:
-    """Of what a library says went wrong, or the kind of error where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return self._arrays[name][rows]
 
 
 def _take(file: Path, found: Mapping[str, Any], expected: list[str], before: Mapping[str, Kind]) -> None:

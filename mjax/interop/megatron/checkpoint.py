@@ -16,10 +16,11 @@ from typing import Any, Literal
 from mjax.errors import UsageError
 from mjax.interop.megatron.distributed import DistributedTensors
 from mjax.interop.megatron.names import flat, is_weight, kind_of, renamed
-from mjax.interop.megatron.pickles import StandIn, load, megatron_torch, read_metadata
+from mjax.interop.megatron.pickles import StandIn, load, read_metadata
 from mjax.interop.megatron.ranks import RankTensors, Share
 from mjax.interop.model_folder import read_object
-from mjax.interop.tensor_files import FLOATS, Tensors, as_array
+from mjax.interop.tensor_files import Tensors
+from mjax.interop.torch_files import as_arrays
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -172,16 +173,9 @@ def _check_ranks(arguments: dict[str, Any] | None, ranks: int, stages: int, fold
 
 def _weights(model: Any, file: Path) -> Share:
     """The weights in what a file holds as its model."""
-    torch = megatron_torch()
     if not isinstance(model, dict):
         raise UsageError(f"{file} holds no model; copy the whole checkpoint")
-    found = {name: value for name, value in flat(model).items() if is_weight(name)}
-    for name, value in found.items():
-        if not isinstance(value, torch.Tensor):
-            raise UsageError(f"{file}: {name} is {value!r}, which is no tensor; convert another model")
-        if value.dtype.is_floating_point and value.dtype.itemsize == 1:  # NumPy has no such type
-            raise UsageError(f"{file}: {name} is of type {value.dtype}; mjax reads {', '.join(FLOATS)}")
-    return {name: as_array(tensor) for name, tensor in found.items()}
+    return as_arrays(file, {name: value for name, value in flat(model).items() if is_weight(name)})
 
 
 def _version(value: Any, folder: Path) -> float:

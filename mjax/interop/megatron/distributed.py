@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from mjax.errors import UsageError
-from mjax.interop.megatron.pickles import Chunk, Stored, megatron_torch
-from mjax.interop.tensor_files import FLOATS, WORDS, Kind, as_array, check_archive, check_tensor, first_line
+from mjax.interop.megatron.pickles import Chunk, Stored
+from mjax.interop.tensor_files import FLOATS, WORDS, Kind
+from mjax.interop.torch_files import as_arrays, first_line, load_tensors
 
 STACKED = ".layers."
 
@@ -87,11 +88,7 @@ class DistributedTensors:
                 with file.open("rb") as stream:
                     stream.seek(chunk.start)
                     content = io.BytesIO(stream.read(chunk.length))
-                check_archive(content)
-                content.seek(0)
-                tensor = megatron_torch().load(content, map_location="cpu", weights_only=True)
-                check_tensor(file, "a part", tensor)
-                array = as_array(tensor)
+                array = as_arrays(file, {"a part": load_tensors(content)})["a part"]
             except UsageError:
                 raise
             except Exception as error:  # of many kinds, for bytes that are no tensor

@@ -13,34 +13,22 @@ import pickle
 import pickletools
 import re
 import reprlib
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from mjax.errors import UsageError
-from mjax.interop.tensor_files import check_archive, first_line, import_torch
+from mjax.interop.torch_files import first_line, import_torch, load_tensors
 
 OF_MEGATRON = ("megatron.", "fp16.")
 """How the names begin that Megatron gives to classes of its own: modes, schedulers, loss scalers."""
 BESIDE_TENSORS = {
-    "argparse.Namespace",
-    "types.SimpleNamespace",
-    "io.BytesIO",
-    "_io.BytesIO",
-    "pathlib.PosixPath",
-    "pathlib._local.PosixPath",  # of Python 3.13
-    "signal.Signals",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "numpy.core.multiarray._reconstruct",
-    "numpy.core.multiarray.scalar",
-    "numpy._core.multiarray._reconstruct",
-    "numpy._core.multiarray.scalar",
-    "numpy.dtypes.UInt32DType",
-}
+    "argparse.Namespace", "types.SimpleNamespace", "io.BytesIO", "_io.BytesIO", "signal.Signals",
+    "pathlib.PosixPath", "pathlib._local.PosixPath",  # the second of Python 3.13
+    "numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType",
+    "numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar",  # of NumPy 1, and of NumPy 2:
+    "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar",
+}  # fmt: skip
 """What Megatron stores of other libraries: arguments, paths, states of random numbers, states of kernels."""
 
 
@@ -65,8 +53,7 @@ class StandIn:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(reprlib.repr, self.arguments))})"
@@ -81,19 +68,16 @@ def load(file: Path) -> dict[str, Any]:
     Raises:
       UsageError: torch is not installed, or the file is missing, damaged, no dict, or wants to execute something.
     """
-    torch = megatron_torch()
+    import_torch("checkpoints of Megatron are read by torch")
     if not file.is_file():
         raise UsageError(f"{file} does not exist; copy the whole checkpoint")
     try:
-        check_archive(file)
-        inert = [(type(name, (StandIn,), {}), name) for name in _names_in(file) if _may_stand_in(name)]
-        with _nothing_allowed_but(inert, torch):
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        found = load_tensors(file, _stand_in)
     except Exception as error:  # of many kinds, for what is cut off, no file of torch's, or more than data
         if called := re.search(r"GLOBAL (\S+)", str(error)):
             raise UsageError(
                 f"{file} wants to call {called[1]}, which is no part of a checkpoint of Megatron, and nothing was "
-                "executed; save its weights and arguments anew without it"
+                "executed; save its weights and arguments again without it"
             ) from None
         raise UsageError(
             f"{file} is cut off or is no file of torch.save ({first_line(error)}); copy it again"
@@ -103,47 +87,8 @@ def load(file: Path) -> dict[str, Any]:
     return found
 
 
-def megatron_torch() -> Any:
-    """The torch library, which reads the tensors.
-
-    Raises:
-      UsageError: it is not installed, or too old.
-    """
-    return import_torch("checkpoints of Megatron are read by torch")
-
-
-@contextmanager
-def _nothing_allowed_but(inert: list[tuple[type, str]], torch: Any) -> Iterator[None]:
-    """Have torch take these for the names beside them, and none of the classes that other libraries have allowed it."""
-    before = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        torch.serialization.add_safe_globals(inert)
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
-
-
-def _may_stand_in(name: str) -> bool:
-    return name in BESIDE_TENSORS or name.startswith(OF_MEGATRON)
-
-
-def _names_in(file: Path) -> set[str]:
-    """The names of functions and classes in a file of torch.save, found without running it."""
-    if not zipfile.is_zipfile(file):
-        with file.open("rb") as stream:  # torch before 1.6: four pickles, the fourth is the object
-            return {name for _ in range(4) for name in _names_in_pickle(stream)}
-    with zipfile.ZipFile(file) as archive:
-        records = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        return {name for record in records for name in _names_in_pickle(archive.open(record))}
-
-
-def _names_in_pickle(stream: BinaryIO) -> set[str]:
-    try:
-        return {value.replace(" ", ".", 1) for code, value, _ in pickletools.genops(stream) if code.name == "GLOBAL"}
-    except ValueError:  # no pickle: torch says so when it opens the file
-        return set()
+def _stand_in(name: str) -> type | None:
+    return type(name, (StandIn,), {}) if name in BESIDE_TENSORS or name.startswith(OF_MEGATRON) else None
 
 
 # --- .metadata of torch.distributed.checkpoint ------------------------------------------------------------------------
@@ -175,18 +120,8 @@ class Stored:
     chunks: tuple[Chunk, ...]
 
 
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    # The plan by which it was written, which Megatron keeps there for the next save.
-    "torch.distributed.checkpoint.planner": (
-        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
-    ),
-    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
-}  # fmt: skip
+_STAND_INS = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
+"""Modules of the classes in .metadata: what is stored where, and the plan by which it was written."""
 _VALUES = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): str,
@@ -195,19 +130,12 @@ _VALUES = {
 }
 
 
-class _Properties(StandIn):
-    """TensorProperties, whose state is (dtype, layout, …)."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.dtype = state[0]
-
-
 class _MetadataReader(pickle.Unpickler):
-    """Knows the names that occur in .metadata, and makes stand-ins and plain values of them; imports nothing."""
+    """Makes stand-ins and plain values of the names that occur in .metadata, refuses any other, and imports nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _CLASSES.get(module, ()):
-            return type(name, (_Properties if name == "TensorProperties" else StandIn,), {})
+        if module.startswith(_STAND_INS):
+            return type(name, (StandIn,), {})
         if (module, name) in _VALUES:
             return _VALUES[module, name]
         if module == "torch" and re.fullmatch(r"b?float\d+\w*|u?int\d+|bool|complex\d+", name):
@@ -273,7 +201,7 @@ def _stored(name: str, kind: StandIn, places: dict) -> Stored:
         start, length = _whole_numbers([place.offset, place.length])
         offsets, sizes = _whole_numbers(chunk.offsets), _whole_numbers(chunk.sizes)
         chunks.append(Chunk(offsets, sizes, place.relative_path, start, length))
-    dtype, shape = kind.properties.dtype, _whole_numbers(kind.size)
+    dtype, shape = kind.properties.state[0], _whole_numbers(kind.size)
     if type(dtype) is not str or any(len(c.offsets) != len(shape) or len(c.sizes) != len(shape) for c in chunks):
         raise ValueError("parts of other dims than the whole")
     return Stored(dtype, shape, tuple(chunks))
