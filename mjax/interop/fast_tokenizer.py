@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
+from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
@@ -32,7 +34,7 @@ from mjax.data.tokenizers import (
 from mjax.data.tokenizers.bert import SPECIAL
 from mjax.data.tokenizers.gpt2 import byte_characters
 from mjax.errors import UsageError
-from mjax.interop.sentencepiece_file import BPE, CONTROL, NORMAL, UNIGRAM, UNKNOWN, USER_DEFINED, Piece, parse_pieces
+from mjax.interop.sentencepiece_file import BPE, CONTROL, NORMAL, UNIGRAM, UNKNOWN, USER_DEFINED, parse_pieces
 
 SPACE = "▁"  # U+2581, sentencepiece's
 
@@ -128,42 +130,41 @@ def _with_special(library: Library, *tokens: str) -> Library:
 
 def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> Library:
     model = parse_pieces(tokenizer.contents[0])
-    unknown = next(number for number, piece in enumerate(model.pieces) if piece.type == UNKNOWN)
-    if model.algorithm == BPE:
-        library = Library(_byte_pairs(model.pieces, model.pieces[unknown].text, model.byte_fallback))
-    elif model.algorithm == UNIGRAM:
-        library = Library(models.Unigram(_scores(model.pieces), unknown, model.byte_fallback))
+    pieces, trainer, normalizer = model.pieces, model.trainer_spec, model.normalizer_spec
+    unknown = next(number for number, piece in enumerate(pieces) if piece.type == UNKNOWN)
+    if trainer.model_type == BPE:
+        library = Library(_byte_pairs(pieces, pieces[unknown].piece, trainer.byte_fallback))
+    elif trainer.model_type == UNIGRAM:
+        library = Library(models.Unigram(_scores(pieces), unknown, trainer.byte_fallback))
     else:
         raise UsageError(
             "transformers knows sentencepiece models of byte pairs and unigrams, and that of the run is neither; "
             "export the weights alone with --tokenizer none"
         )
 
-    steps = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
-    if model.folds_spaces:
+    steps = [normalizers.Precompiled(charsmap)] if (charsmap := normalizer.precompiled_charsmap) else []
+    if normalizer.remove_extra_whitespaces:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if model.marks_spaces:
+    if normalizer.escape_whitespaces:
         steps.append(normalizers.Replace(" ", SPACE))
-    if model.space_in_front:
+    if normalizer.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     library.normalizer = normalizers.Sequence(steps)
-    shown = decoders.Replace(model.pieces[unknown].text, model.unknown_shown)
+    shown = decoders.Replace(pieces[unknown].piece, trainer.unk_surface)
     steps = [shown, decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if model.space_in_front or model.folds_spaces:
+    if normalizer.add_dummy_prefix or normalizer.remove_extra_whitespaces:
         steps.append(decoders.Strip(" ", 1, 0))
     library.decoder = decoders.Sequence(steps)
-    _with_special(library, *(piece.text for piece in model.pieces if piece.type in (CONTROL, UNKNOWN)))
-    if model.algorithm == BPE:
-        library.add_tokens([
-            AddedToken(text, special=False, normalized=True) for text in _looked_for(model.pieces)
-        ])  # fmt: skip
+    _with_special(library, *(piece.piece for piece in pieces if piece.type in (CONTROL, UNKNOWN)))
+    if trainer.model_type == BPE:
+        library.add_tokens([AddedToken(text, special=False, normalized=True) for text in _looked_for(pieces)])
     return library
 
 
-def _byte_pairs(pieces: list[Piece], unknown: str, byte_fallback: bool) -> models.BPE:
+def _byte_pairs(pieces: Sequence[Any], unknown: str, byte_fallback: bool) -> models.BPE:
     """Every two pieces that make a third are a pair, that of the best third first."""
-    ids = {piece.text: number for number, piece in enumerate(pieces)}
-    scores = {piece.text: piece.score for piece in pieces if piece.type == NORMAL}
+    ids = {piece.piece: number for number, piece in enumerate(pieces)}
+    scores = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
     pairs = [
         (text[:cut], text[cut:])
         for text in sorted(scores, key=lambda text: (-scores[text], ids[text]))
@@ -173,24 +174,26 @@ def _byte_pairs(pieces: list[Piece], unknown: str, byte_fallback: bool) -> model
     return models.BPE(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
 
 
-def _looked_for(pieces: list[Piece]) -> list[str]:
+def _looked_for(pieces: Sequence[Any]) -> list[str]:
     """The pieces that the user has defined, which are never cut or joined.
 
     One that is a single character and part of no other piece stays by itself anyway.
     """
-    inside = {character for piece in pieces if piece.type == NORMAL for character in piece.text}
+    inside = {character for piece in pieces if piece.type == NORMAL for character in piece.piece}
     return [
-        piece.text for piece in pieces if piece.type == USER_DEFINED and (len(piece.text) > 1 or piece.text in inside)
+        piece.piece
+        for piece in pieces
+        if piece.type == USER_DEFINED and (len(piece.piece) > 1 or piece.piece in inside)
     ]
 
 
-def _scores(pieces: list[Piece]) -> list[tuple[str, float]]:
+def _scores(pieces: Sequence[Any]) -> list[tuple[str, float]]:
     """Of a unigram model: user-defined pieces have sentencepiece's own bonus, and what no text holds a lower score."""
     normal = [piece.score for piece in pieces if piece.type == NORMAL]
 
-    def score(piece: Piece) -> float:
+    def score(piece: Any) -> float:
         if piece.type == USER_DEFINED:
-            return len(piece.text.encode()) * max(normal) - 0.1
+            return len(piece.piece.encode()) * max(normal) - 0.1
         return piece.score if piece.type == NORMAL else min(normal) - 1000
 
-    return [(piece.text, score(piece)) for piece in pieces]
+    return [(piece.piece, score(piece)) for piece in pieces]

@@ -89,18 +89,20 @@ def test_a_file_is_read_as_sentencepiece_reads_it(options):
     library, model = sentencepiece.SentencePieceProcessor(model_proto=content), parse_pieces(content)
     assert len(model.pieces) == library.vocab_size()
     for number, piece in enumerate(model.pieces):
-        assert (piece.text, piece.score) == (library.id_to_piece(number), library.get_score(number))
+        assert (piece.piece, piece.score) == (library.id_to_piece(number), library.get_score(number))
         assert (piece.type == CONTROL, piece.type == UNKNOWN) == (
             library.is_control(number),
             library.is_unknown(number),
         )
-    assert [piece.text for piece in model.pieces if piece.type == USER_DEFINED] == options.get(
+    assert [piece.piece for piece in model.pieces if piece.type == USER_DEFINED] == options.get(
         "user_defined_symbols", []
     )
     llama = options is LLAMA
-    assert (model.algorithm == BPE, model.algorithm == UNIGRAM) == (llama, not llama)
-    assert (model.byte_fallback, model.folds_spaces, not model.charsmap) == (llama, not llama, llama)
-    assert (model.space_in_front, model.marks_spaces, model.unknown_shown) == (True, True, " ⁇ ")
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    assert (trainer.model_type == BPE, trainer.model_type == UNIGRAM) == (llama, not llama)
+    folds = normalizer.remove_extra_whitespaces
+    assert (trainer.byte_fallback, folds, not normalizer.precompiled_charsmap) == (llama, not llama, llama)
+    assert (normalizer.add_dummy_prefix, normalizer.escape_whitespaces, trainer.unk_surface) == (True, True, " ⁇ ")
 
 
 def test_a_difference_in_one_piece_or_in_how_it_is_shown_is_found(monkeypatch, both):

@@ -20,31 +20,19 @@ from mjax.interop.tensor_files import Tensors
 Activation = Literal["gelu_tanh", "gelu_erf"]
 
 ONLY: dict[str, Any] = {
-    "position_embedding_type": "learned_absolute",
-    "add_position_embedding": True,
-    "use_rotary_position_embeddings": False,
-    "normalization": "LayerNorm",
-    "apply_layernorm_1p": False,
+    # Positions and LayerNorms.
+    "position_embedding_type": "learned_absolute", "add_position_embedding": True,
+    "use_rotary_position_embeddings": False, "normalization": "LayerNorm", "apply_layernorm_1p": False,
     "qk_layernorm": False,
-    "swiglu": False,
-    "squared_relu": False,
-    "quick_geglu": False,
-    "add_bias_linear": True,
-    "group_query_attention": False,
-    "multi_latent_attention": False,
-    "attention_output_gate": False,
-    "experimental_attention_variant": None,
-    "softmax_type": "vanilla",
-    "window_size": None,
-    "num_experts": None,
-    "untie_embeddings_and_output_weights": False,
-    "mtp_num_layers": None,
-    "hybrid_override_pattern": None,
-    "heterogeneous_layers_config_path": None,
-    "retro_add_retriever": False,
-    "use_mup": False,
-    "bert_binary_head": True,
-}
+    # The MLP.
+    "swiglu": False, "squared_relu": False, "quick_geglu": False, "add_bias_linear": True, "num_experts": None,
+    # Attention.
+    "group_query_attention": False, "multi_latent_attention": False, "attention_output_gate": False,
+    "experimental_attention_variant": None, "softmax_type": "vanilla", "window_size": None,
+    # The rest.
+    "untie_embeddings_and_output_weights": False, "mtp_num_layers": None, "hybrid_override_pattern": None,
+    "heterogeneous_layers_config_path": None, "retro_add_retriever": False, "use_mup": False, "bert_binary_head": True,
+}  # fmt: skip
 """Arguments that change what the model computes, and the only value of each that mjax knows. Each version of Megatron
 has some of them; None is what an argument has that was not given."""
 NUMBERS = {
@@ -81,14 +69,12 @@ def model_config(
         and not there.
     """
     said = {} if arguments is None else arguments
-    for name in ONLY:
-        if not isinstance(said.get(name), (type(None), bool, int, float, str, list, tuple, StandIn)):
-            raise UsageError(f"{source}: {name} is a {type(said[name]).__name__}; restore the checkpoint")
-    for name, value in ONLY.items():
-        if said.get(name) not in (None, value) and (said[name] or value is not None):
-            raise UsageError(
-                f"{source}: {name} is {said[name]!r}, and mjax knows only {value!r}; convert another model"
-            )
+    for name, known in ONLY.items():
+        value = said.get(name)
+        if not isinstance(value, (type(None), bool, int, float, str, list, tuple, StandIn)):
+            raise UsageError(f"{source}: {name} is a {type(value).__name__}; restore the checkpoint")
+        if value not in (None, known) and (value or known is not None):
+            raise UsageError(f"{source}: {name} is {value!r}, and mjax knows only {known!r}; convert another model")
     shapes = _shapes(tensors, kind, source)
     for name, known in shapes.items():
         if said.get(name, known) not in (None, known):
