@@ -13,8 +13,9 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from mjax.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, Share
 from mjax.data.atomic import write_whole
 from mjax.errors import UsageError, suggestion
 from mjax.json_files import read_json
@@ -29,44 +30,44 @@ class ModelConfig:
     kind: Literal["gpt", "bert"] = "gpt"
     """gpt predicts the next token; bert predicts masked tokens from both sides, and whether two stretches of text are
     in order."""
-    layers: int = 24
+    layers: Count = 24
     """Transformer layers."""
-    hidden: int = 1024
+    hidden: Count = 1024
     """Width of the residual stream, h."""
-    heads: int = 16
+    heads: Count = 16
     """Attention heads, n; the head size is hidden / heads."""
-    feed_forward: int | None = None
+    feed_forward: Count | None = None
     """Width of the MLP, f; 4 × hidden when not given."""
-    sequence: int = 1024
+    sequence: Count = 1024
     """Tokens in a sample, s; with learned positions, how many there are."""
     positions: Literal["learned", "alibi"] = "learned"
     """How a token knows its place: learned positions, added to the embedding; or ALiBi (arXiv 2108.12409), a penalty on
     the distance between two tokens in attention, without weights (gpt only)."""
     embedding_layernorm: bool = False
     """gpt only: a LayerNorm after the embedding, as in BLOOM."""
-    vocabulary: int = 50257
+    vocabulary: Count = 50257
     """Token ids the tokenizer can produce."""
-    vocabulary_multiple: int = 1024
+    vocabulary_multiple: Count = 1024
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
     activation: Literal["gelu_tanh", "gelu_erf"] = "gelu_tanh"
     """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
     mlm_activation: Literal["gelu_tanh", "gelu_erf"] | None = None
     """bert only: GELU of the MLM head; that of the MLP when not given. Megatron's fused kernel is for the MLP, and its
     head exact."""
-    hidden_dropout: float = 0.1
+    hidden_dropout: Share = 0.1
     """Dropout rate on the embedding and on both residual branches of a layer."""
-    attention_dropout: float = 0.1
+    attention_dropout: Share = 0.1
     """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
-    layernorm_epsilon: float = 1e-5
+    layernorm_epsilon: NotNegative = 1e-5
     """Added to the variance in LayerNorm."""
     layernorm: Literal["pre", "post"] = "pre"
     """bert only: LayerNorm before attention and MLP, as arXiv 1909.08053 rearranged it (figure 7b), or behind each sum,
     as in the original BERT (7a)."""
     head: Literal["pretraining", "classification", "multiple_choice", "span"] = "pretraining"
     """bert only: pretraining predicts masked tokens and order; `mjax finetune` puts one head for its task instead."""
-    answers: int = 2
+    answers: Count = 2
     """Classes of the head classification, choices of the head multiple_choice."""
-    init_std: float = 0.02
+    init_std: NotNegative = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
     attention: Literal["auto", "cudnn", "xla", "xla_blocks"] = "auto"
     """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
@@ -132,18 +133,18 @@ class ModelConfig:
 class MeshConfig:
     """Devices along each axis of the mesh; neighbours on `model` share a server, so that axis should not exceed one."""
 
-    pipe: int = 1
+    pipe: Count = 1
     """Pipeline stages, each with its share of the layers (1: no pipeline)."""
-    data: int = 1
+    data: Count = 1
     """Replicas that see different samples."""
-    model: int = 1
+    model: Count = 1
     """Devices that share every layer's matrices (Megatron's tensor parallelism)."""
     sequence_parallel: bool = False
     """Split LayerNorm, dropout and the residual stream between layers over `model` too, by tokens (arXiv 2205.05198):
     less memory for the same communication."""
     schedule: Literal["gpipe", "1f1b", "zb-h1"] = "1f1b"
     """Order of forward and backward passes in the pipeline; with chunks above 1, 1f1b is the interleaved one."""
-    chunks: int = 1
+    chunks: Count = 1
     """Virtual stages of a pipeline stage, V: it holds V groups of layers, and the bubble shrinks V times."""
     zero: Literal[0, 1, 3] = 0
     """What is sharded over `data`: 0 nothing, 1 weights and moments between steps (ZeRO-1), 3 weights during the step
@@ -173,7 +174,7 @@ class DataConfig:
     """With train_path: a blend for tests after training. Training checks that it is there and never reads it."""
     mock: bool = False
     """Draw deterministic tokens instead of reading data.path; for measuring speed."""
-    samples: int | None = None
+    samples: Count | None = None
     """Training samples the order is drawn for; those of all steps together when not given. Megatron's order of samples
     depends on it, so hold it fixed to lengthen a run without changing the order."""
     reset_positions: bool = False
@@ -184,12 +185,12 @@ class DataConfig:
     """Leave out of the loss what follows an end of a document: the first token of the next one cannot be known."""
     validation_tail: bool = False
     """Keep the last, partial sample of the validation part, padded; the padding does not count."""
-    mask_probability: float = 0.15
+    mask_probability: Annotated[float, Bounds(gt=0, lt=1, such_as="0.15")] = 0.15
     """bert only: share of the tokens that are hidden and have to be found; Megatron's --mask-prob."""
-    short_probability: float = 0.1
+    short_probability: Annotated[float, Bounds(ge=0, le=1)] = 0.1
     """bert only: share of the samples that are made shorter than fits, as texts for fine-tuning often are; Megatron's
     --short-seq-prob."""
-    eod: int | None = None
+    eod: CountOrZero | None = None
     """Id that ends a document, for the resets and the mask above; that of the data's tokenizer when not given."""
     cache: str | None = None
     """Folder for the indices of the order of samples; PREFIX.cache when not given, or ~/.cache/mjax where that cannot
@@ -224,29 +225,29 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW and its learning rate. Weight decay applies to matrices and embeddings, never to biases or LayerNorm."""
 
-    learning_rate: float = 1.5e-4
+    learning_rate: NotNegative = 1.5e-4
     """Peak learning rate."""
-    min_learning_rate: float = 1e-5
+    min_learning_rate: NotNegative = 1e-5
     """Where the schedule ends."""
     schedule: Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"] = "cosine"
     """Shape of the decay after warm-up (wsd: warm-up, stable, decay)."""
-    warmup_steps: int = 0
+    warmup_steps: CountOrZero = 0
     """Steps of linear warm-up from 0."""
-    decay_steps: int | None = None
+    decay_steps: Count | None = None
     """Step at which min_learning_rate is reached; train.steps when not given."""
-    wsd_decay_steps: int | None = None
+    wsd_decay_steps: Count | None = None
     """wsd only: length of the final decay, in steps; a tenth of decay_steps when not given."""
     wsd_decay: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """wsd only: shape of the final decay."""
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     """Decoupled weight decay."""
-    beta1: float = 0.9
+    beta1: Share = 0.9
     """Decay of the first moment."""
-    beta2: float = 0.999
+    beta2: Share = 0.999
     """Decay of the second moment."""
-    epsilon: float = 1e-8
-    """Added to the root of the second moment."""
-    clip_norm: float = 1.0
+    epsilon: Annotated[float, Bounds(gt=0, such_as="1e-8")] = 1e-8
+    """Added to the root of the second moment; with 0 a weight without a gradient would become 0 / 0."""
+    clip_norm: NotNegative = 1.0
     """Largest global L2 norm of the gradient; 0 switches clipping off."""
 
 
@@ -258,15 +259,15 @@ class PrecisionConfig:
     compute: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     """Type of activations and matrix products. fp16 brings loss scaling; fp64 (parameters too) is for tests,
     and needs JAX_ENABLE_X64=1 in the environment."""
-    loss_scale: float | None = None
+    loss_scale: Annotated[float, Bounds(ge=1)] | None = None
     """fp16 only: a constant loss scale instead of the dynamic one."""
-    initial_loss_scale: float = 2.0**32
+    initial_loss_scale: Annotated[float, Bounds(ge=1)] = 2.0**32
     """fp16 only: where the dynamic loss scale starts."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: Annotated[float, Bounds(ge=1)] = 1.0
     """fp16 only: the dynamic loss scale never falls below this."""
-    loss_scale_window: int = 1000
+    loss_scale_window: Count = 1000
     """fp16 only: clean steps in a row after which the loss scale doubles."""
-    hysteresis: int = 2
+    hysteresis: Count = 2
     """fp16 only: overflows that are tolerated before the loss scale halves."""
 
 
@@ -274,9 +275,9 @@ class PrecisionConfig:
 class TrainConfig:
     """How long, in what portions, and with how much recomputation."""
 
-    steps: int = 300_000
+    steps: Count = 300_000
     """Optimizer steps in all."""
-    global_batch: int = 512
+    global_batch: Count = 512
     """Sequences per step over all devices; with a ramp-up or a schedule, those of the last steps."""
     batch_rampup: tuple[int, int, int] | None = None
     """START INCREMENT SAMPLES, as Megatron's --rampup-batch-size: begin with START sequences a step and add INCREMENT
@@ -284,15 +285,15 @@ class TrainConfig:
     batch_schedule: str | None = None
     """Instead of a ramp-up, TOKENS:BATCH pairs such as '0:768 250B:1536': from that many tokens of training on (K, M,
     B, T: thousands to trillions), that many sequences a step. The last is global_batch."""
-    micro_batch: int = 8
+    micro_batch: Count = 8
     """Sequences a data replica takes through the model at once; the rest of its share is accumulated."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass recomputes: nothing, the attention core and cheap element-wise work, or whole layers."""
-    seed: int = 1234
+    seed: Seed = 1234
     """Fixes initial weights, order of samples and dropout, whatever the mesh."""
-    eval_interval: int = 1000
+    eval_interval: CountOrZero = 1000
     """Steps between validations; 0 for none."""
-    eval_batches: int = 10
+    eval_batches: Count = 10
     """Global batches in a validation."""
 
 
@@ -300,11 +301,11 @@ class TrainConfig:
 class CheckpointConfig:
     """What is saved, and how much of it stays."""
 
-    interval: int = 1000
+    interval: CountOrZero = 1000
     """Steps between checkpoints; the last step and an interruption are always saved. 0: only those."""
-    keep_last: int = 2
+    keep_last: Count = 2
     """Most recent checkpoints that stay."""
-    keep_every: int | None = None
+    keep_every: Count | None = None
     """Checkpoints whose step is a multiple of this stay for good."""
 
 
@@ -316,22 +317,22 @@ class HealthConfig:
     spike: Literal["announce", "skip", "rewind"] = "announce"
     """What a loss spike does: announce only says so; skip drops the update of that batch; rewind goes back to the last
     good checkpoint and passes over the batches that led to the spike."""
-    spike_deviations: float = 6.0
+    spike_deviations: NotNegative = 6.0
     """A loss this many standard deviations above its running mean is a spike; 0 for no spikes."""
-    window: int = 100
+    window: Annotated[int, Bounds(ge=2)] = 100
     """Steps that mean, standard deviation and the share of unhealthy steps are taken over."""
-    rewind_batches: int = 10
+    rewind_batches: Count = 10
     """With rewind: batches that are passed over, up to and including that of the spike."""
-    good_after: int = 10
+    good_after: Count = 10
     """Healthy steps after a checkpoint (fewer where the next one comes earlier) that make it the last good one, which
     stays whatever keep_last says until another is good."""
-    skipped_in_a_row: int = 20
+    skipped_in_a_row: Count = 20
     """Skipped steps in a row that end the run with exit code 3. Those in which fp16's dynamic loss scale still falls do
     not count."""
-    unhealthy_share: float = 0.5
+    unhealthy_share: Annotated[float, Bounds(gt=0, le=1)] = 0.5
     """Share of unhealthy steps in a window, or in a whole run shorter than one, above which the run ends with exit code
     3."""
-    replica_interval: int = 100
+    replica_interval: CountOrZero = 100
     """Steps between two comparisons of the weights of all replicas, bit for bit; one comes before each checkpoint too.
     Replicas that differ end the run with exit code 3. 0: never."""
 
@@ -340,7 +341,7 @@ class HealthConfig:
 class LogConfig:
     """What is shown and recorded."""
 
-    interval: int = 1
+    interval: Count = 1
     """Steps between lines of metrics.jsonl and scalars of TensorBoard."""
     tensorboard: bool = True
     """Write TensorBoard scalars into the run folder."""
@@ -349,7 +350,7 @@ class LogConfig:
     prompt: str | None = None
     """Text that is continued at the end of training as a sample; the beginning of a validation document when not
     given."""
-    sample_tokens: int = 96
+    sample_tokens: CountOrZero = 96
     """Tokens generated at the end of training; 0 for none."""
 
 

@@ -14,10 +14,11 @@ import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TypeVar
 
 import tyro
 
+from mjax.bounds import check_bounds, fields_of
 from mjax.errors import UsageError, either, suggestion
 
 T = TypeVar("T")
@@ -133,13 +134,15 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
     """The dataclass `cls` from the command line; `--help` and values of another type end the process, as in tyro.
 
     Raises:
-      UsageError: there is a flag that `cls` does not have.
+      UsageError: there is a flag that `cls` does not have, or a number is out of its bounds.
     """
     if {"-h", "--help"} & set(argv):
         _join_lines_of_help(cls)
     else:
         _check_names(argv, set(flags_of(cls)), prog)
-    return tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
+    parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
+    check_bounds(parsed)
+    return parsed
 
 
 def typed_flags(argv: Sequence[str]) -> set[str]:
@@ -149,23 +152,12 @@ def typed_flags(argv: Sequence[str]) -> set[str]:
 
 def flags_of(cls: type, prefix: str = "") -> Iterator[str]:
     """Names of the flags of `cls`, without dashes in front: 'config', 'mesh.data'."""
-    for name, kind, marks in _fields(cls):
-        settings = [mark for mark in marks if hasattr(mark, "aliases")]
-        own = next((mark.name for mark in settings if mark.name is not None), name)
+    for _, flag, kind, marks in fields_of(cls):
         if dataclasses.is_dataclass(kind):
-            yield from flags_of(kind, f"{prefix}{own}." if own else prefix)
+            yield from flags_of(kind, f"{prefix}{flag}." if flag else prefix)
         elif tyro.conf.Positional not in marks:
-            yield (prefix + own).replace("_", "-")
-            yield from (alias.lstrip("-") for mark in settings for alias in mark.aliases or ())
-
-
-def _fields(cls: type) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Name, type and annotations of each field."""
-    hints = get_type_hints(cls, include_extras=True)
-    for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        yield field.name, kind, tuple(marks)
+            yield prefix + flag
+            yield from (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())
 
 
 # --- Flags that are not there -----------------------------------------------------------------------------------------
@@ -216,6 +208,6 @@ def _join_lines_of_help(cls: type) -> None:
     for field in dataclasses.fields(cls):
         if field.name in texts:
             field.metadata = MappingProxyType({"help": texts[field.name]})
-    for kind in [*cls.__bases__, *(kind for _, kind, _ in _fields(cls))]:
+    for kind in [*cls.__bases__, *(kind for _, _, kind, _ in fields_of(cls))]:
         if dataclasses.is_dataclass(kind):
             _join_lines_of_help(kind)

@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.text import Text
 
+from mjax.bounds import check_bounds
 from mjax.config import Config
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
@@ -161,7 +162,7 @@ class Generator:
           UsageError: a setting is out of range; or there is no prompt, or one is empty, holds an id that is no token,
             or leaves no position to continue at.
         """
-        sampling.check()
+        check_bounds(sampling)
         self._check_prompts(prompts)
         positions = self.config.model.sequence
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)

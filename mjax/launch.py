@@ -8,7 +8,9 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from mjax.bounds import Bounds
 from mjax.errors import UsageError
 from mjax.hardware import USABLE_FRACTION
 
@@ -82,9 +84,9 @@ class Distributed:
     """Number of processes."""
     process: int | None = None
     """Index of this one, from 0."""
-    start_timeout: int = 300
+    start_timeout: Annotated[int, Bounds(ge=5)] = 300
     """Seconds in which all processes have to come together."""
-    heartbeat: int = 25
+    heartbeat: Annotated[int, Bounds(ge=5)] = 25
     """Seconds of silence after which a process is lost and the run ends. One that dies is noticed at once."""
     watchdog: float | None = None
     """Seconds without a finished step after which process 0 says who is behind; 0: never. When not given: a minute or

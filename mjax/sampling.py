@@ -9,47 +9,30 @@ every mesh, and a continuation does not depend on the prompts beside it. All in 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mjax.errors import UsageError
+from mjax.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen, and how many."""
 
-    tokens: int = 128
+    tokens: Count = 128
     """Tokens to generate at most."""
-    temperature: float = 0.8
+    temperature: NotNegative = 0.8
     """Logits are divided by this: below 1 likely tokens become likelier; 0 always takes the likeliest."""
-    top_k: int = 0
+    top_k: CountOrZero = 0
     """Draw among this many of the likeliest tokens; 0 for all."""
-    top_p: float = 0.9
+    top_p: Annotated[float, Bounds(gt=0, le=1)] = 0.9
     """Draw among the fewest tokens whose probabilities add up to this; 1 for all. After temperature and top-k."""
-    seed: int = 0
+    seed: Seed = 0
     """Fixes what is drawn."""
-
-    def check(self) -> None:
-        """Refuse what cannot be sampled.
-
-        Raises:
-          UsageError: a value is out of range; the sentence names its flag.
-        """
-        if self.tokens < 1:
-            raise UsageError(f"--tokens is {self.tokens}; it must be at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise UsageError(f"--temperature is {self.temperature}; it must be 0 (the likeliest token) or more")
-        if self.top_k < 0:
-            raise UsageError(f"--top-k is {self.top_k}; it must be 0 (all tokens) or more")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"--top-p is {self.top_p}; it must be above 0 and at most 1 (all tokens)")
-        if not 0 <= self.seed < 2**32:
-            raise UsageError(f"--seed is {self.seed}; it must be at least 0 and below 2^32")
 
 
 def draw(

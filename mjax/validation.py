@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from typing import Any
-
 from mjax.batch_size import BatchSizes, parse_schedule
+from mjax.bounds import check_bounds
 from mjax.config import Config, DataConfig
 from mjax.data.blend import parse_blend
 from mjax.data.samples import split_sequences
@@ -23,7 +20,7 @@ def validate(config: Config, name: str = "this config") -> None:
       UsageError: one sentence naming the field, its value, what is allowed and what to type.
     """
     model, mesh, train, optimizer = config.model, config.mesh, config.train, config.optimizer
-    _check_ranges(config)
+    check_bounds(config)
 
     if model.hidden % model.heads:
         raise UsageError(
@@ -82,6 +79,11 @@ def validate(config: Config, name: str = "this config") -> None:
     if config.precision.loss_scale is not None and config.precision.compute != "fp16":
         raise UsageError(
             f"--precision.loss-scale needs --precision.compute fp16; this run computes in {config.precision.compute}"
+        )
+    if config.health.spike != "announce" and config.health.spike_deviations == 0:
+        raise UsageError(
+            f"--health.spike {config.health.spike} needs --health.spike-deviations above 0, such as 6; "
+            "leave one of them out"
         )
     _check_data(config, name)
 
@@ -245,79 +247,6 @@ def _check_pipeline(config: Config) -> None:
         )
     for size in BatchSizes.of(config).sizes():
         check_counts(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.chunks)
-
-
-_AT_LEAST_ONE = (
-    "model.layers", "model.hidden", "model.heads", "model.feed_forward", "model.sequence", "model.vocabulary",
-    "model.vocabulary_multiple", "model.answers", "mesh.chunks", "mesh.pipe", "mesh.data", "mesh.model", "data.samples",
-    "optimizer.decay_steps", "optimizer.wsd_decay_steps", "precision.loss_scale", "precision.initial_loss_scale",
-    "precision.min_loss_scale", "precision.loss_scale_window", "precision.hysteresis", "train.steps",
-    "train.global_batch", "train.micro_batch", "train.eval_batches", "checkpoint.keep_last",
-    "checkpoint.keep_every", "log.interval", "health.rewind_batches", "health.good_after", "health.skipped_in_a_row",
-)  # fmt: skip
-_AT_LEAST_ZERO = (
-    "optimizer.learning_rate", "optimizer.min_learning_rate", "optimizer.warmup_steps", "optimizer.weight_decay",
-    "optimizer.epsilon", "optimizer.clip_norm", "train.seed", "train.eval_interval", "checkpoint.interval",
-    "log.sample_tokens", "health.spike_deviations", "health.replica_interval", "model.layernorm_epsilon",
-    "model.init_std", "data.eod",
-)  # fmt: skip
-_BELOW_ONE = ("model.hidden_dropout", "model.attention_dropout", "optimizer.beta1", "optimizer.beta2")
-
-
-def _check_finite(config: Config) -> None:
-    """That no number of any section is infinite or NaN, which every other check would let pass or explain badly."""
-    for section in dataclasses.fields(config):
-        for knob in dataclasses.fields(getattr(config, section.name)):
-            value = getattr(getattr(config, section.name), knob.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                flag = f"--{section.name}.{knob.name}".replace("_", "-")
-                raise UsageError(f"{flag} is {value}; it must be a finite number")
-
-
-def _check_ranges(config: Config) -> None:
-    _check_finite(config)
-
-    def flag(dotted: str) -> tuple[str, Any]:
-        section, knob = dotted.split(".")
-        return "--" + dotted.replace("_", "-"), getattr(getattr(config, section), knob)
-
-    for dotted in _AT_LEAST_ONE:
-        name, value = flag(dotted)
-        if value is not None and not value >= 1:
-            raise UsageError(f"{name} is {value}; it must be at least 1")
-    for dotted in _AT_LEAST_ZERO:
-        name, value = flag(dotted)
-        if value is not None and not value >= 0:
-            raise UsageError(f"{name} is {value}; it must be 0 or more")
-    for dotted in _BELOW_ONE:
-        name, value = flag(dotted)
-        if not 0 <= value < 1:
-            raise UsageError(f"{name} is {value}; it must be at least 0 and below 1")
-    if not 0 < config.data.mask_probability < 1:
-        raise UsageError(
-            f"--data.mask-probability is {config.data.mask_probability}; it must be above 0 and below 1, such as 0.15"
-        )
-    if not 0 <= config.data.short_probability <= 1:
-        raise UsageError(
-            f"--data.short-probability is {config.data.short_probability}; it must be at least 0 and at most 1"
-        )
-    if config.optimizer.epsilon == 0:
-        raise UsageError(
-            "--optimizer.epsilon is 0; it must be above 0, such as 1e-8; a weight without a gradient becomes 0 / 0"
-        )
-    if config.health.window < 2:
-        raise UsageError(f"--health.window is {config.health.window}; it must be at least 2")
-    if not 0 < config.health.unhealthy_share <= 1:
-        raise UsageError(
-            f"--health.unhealthy-share is {config.health.unhealthy_share}; it must be above 0 and at most 1"
-        )
-    if config.health.spike != "announce" and config.health.spike_deviations == 0:
-        raise UsageError(
-            f"--health.spike {config.health.spike} needs --health.spike-deviations above 0, such as 6; "
-            "leave one of them out"
-        )
-    if config.train.seed >= 2**32:
-        raise UsageError(f"--train.seed is {config.train.seed}; it must be below 2^32")
 
 
 def _divisors(n: int) -> list[int]:

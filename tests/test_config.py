@@ -2,11 +2,13 @@
 
 import ast
 from dataclasses import fields, replace
+from typing import get_type_hints
 
 import jax
 import pytest
 
 from mjax.batch_size import BatchSizes
+from mjax.bounds import Bounds
 from mjax.config import (
     Config,
     DataConfig,
@@ -248,10 +250,6 @@ def _with(**sections):
             _with(train={"batch_schedule": "0:20 1M:512"}),
             "type --train.batch-schedule '0:16 1M:512'",
         ),
-        (_with(train={"global_batch": -8}), "--train.global-batch is -8; it must be at least 1"),
-        (_with(train={"seed": -1}), "--train.seed is -1; it must be 0 or more"),
-        (_with(train={"seed": 2**32}), "it must be below 2^32"),
-        (_with(model={"hidden_dropout": 1.0}), "--model.hidden-dropout is 1.0; it must be at least 0 and below 1"),
         (_with(optimizer={"warmup_steps": 300_000}), "must be below the 300000 steps of the schedule"),
         (_with(optimizer={"min_learning_rate": 1.0}), "is above --optimizer.learning-rate"),
         (_with(precision={"loss_scale": 8.0}), "--precision.loss-scale needs --precision.compute fp16"),
@@ -265,13 +263,6 @@ def _with(**sections):
         (_with(mesh={"pipe": 2, "chunks": 24}), "does not divide 24 layers; use --model.layers 48, or --mesh.chunks 1"),
         (_with(model={"layers": 1}, mesh={"pipe": 2}), "use --model.layers 2, or --mesh.pipe 1"),
         (_with(mesh={"chunks": 2}), "--mesh.chunks 2 needs a pipeline"),
-        (_with(optimizer={"learning_rate": float("nan")}), "--optimizer.learning-rate is nan"),
-        (_with(optimizer={"epsilon": 0.0}), "--optimizer.epsilon is 0; it must be above 0, such as 1e-8"),
-        (_with(health={"replica_interval": -1}), "--health.replica-interval is -1; it must be 0 or more"),
-        (_with(health={"window": 1}), "--health.window is 1; it must be at least 2"),
-        (_with(health={"unhealthy_share": 0.0}), "--health.unhealthy-share is 0.0; it must be above 0 and at most 1"),
-        (_with(health={"skipped_in_a_row": 0}), "--health.skipped-in-a-row is 0; it must be at least 1"),
-        (_with(health={"spike_deviations": -1.0}), "--health.spike-deviations is -1.0; it must be 0 or more"),
         (
             _with(health={"spike": "skip", "spike_deviations": 0.0}),
             "--health.spike skip needs --health.spike-deviations above 0",
@@ -291,16 +282,6 @@ def _with(**sections):
             _with(model={"positions": "alibi"}, data={"reset_positions": True}),
             "--data.reset-positions is for --model.positions learned; leave it out, ALiBi counts distances",
         ),
-        (
-            _with(model={"kind": "bert"}, data={"mask_probability": 0.0}),
-            "--data.mask-probability is 0.0; it must be above 0 and below 1",
-        ),
-        (_with(model={"kind": "bert"}, data={"mask_probability": 1.0}), "--data.mask-probability is 1.0"),
-        (
-            _with(model={"kind": "bert"}, data={"short_probability": -0.1}),
-            "--data.short-probability is -0.1; it must be at least 0 and at most 1",
-        ),
-        (_with(model={"kind": "bert"}, data={"short_probability": float("nan")}), "--data.short-probability is nan"),
         (_with(data={"mask_probability": 0.3}), "--data.mask-probability is for --model.kind bert; leave it out"),
         (_with(data={"short_probability": 0.0}), "--data.short-probability is for --model.kind bert; leave it out"),
         (_with(model={"kind": "bert", "vocabulary": 2}), "--model.vocabulary 2 is too little for a BERT"),
@@ -313,12 +294,48 @@ def test_what_cannot_run_is_refused_in_one_sentence(config, words):
     assert "\n" not in str(error.value)
 
 
+OUT_OF_BOUNDS = [
+    ("model.layers", 0), ("model.feed_forward", 0), ("model.hidden_dropout", 1.0), ("model.attention_dropout", -0.1),
+    ("model.answers", 0), ("model.init_std", -0.1), ("mesh.pipe", 0), ("mesh.data", -1), ("mesh.model", 0),
+    ("data.mask_probability", 0.0), ("data.mask_probability", 1.0), ("data.short_probability", -0.1),
+    ("data.short_probability", 1.1), ("data.short_probability", float("nan")), ("data.samples", 0), ("data.eod", -1),
+    ("optimizer.learning_rate", float("nan")), ("optimizer.learning_rate", -1.0), ("optimizer.beta2", 1.0),
+    ("optimizer.epsilon", 0.0), ("optimizer.decay_steps", 0), ("precision.loss_scale", 0.5),
+    ("train.global_batch", -8), ("train.seed", -1), ("train.seed", 2**32), ("train.eval_interval", -1),
+    ("checkpoint.keep_last", 0), ("checkpoint.keep_every", 0), ("health.replica_interval", -1), ("health.window", 1),
+    ("health.unhealthy_share", 0.0), ("health.unhealthy_share", 1.1), ("health.skipped_in_a_row", 0),
+    ("health.spike_deviations", -1.0), ("log.interval", 0), ("log.sample_tokens", -1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_BOUNDS)
+def test_a_number_out_of_its_bounds_is_refused_with_its_flag_and_its_value(name, value):
+    section, knob = name.split(".")
+    with pytest.raises(UsageError) as error:
+        validate(_with(**{section: {knob: value}}))
+    assert str(error.value).startswith(f"--{name.replace('_', '-')} is {value}; it must be ")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "said"),
+    [
+        (Bounds(ge=1), "at least 1"),
+        (Bounds(ge=0), "0 or more"),
+        (Bounds(ge=0, lt=1), "at least 0 and below 1"),
+        (Bounds(gt=0, le=1, such_as="0.5"), "above 0 and at most 1, such as 0.5"),
+        (Bounds(ge=0, lt=2**32), "at least 0 and below 2^32"),
+    ],
+)
+def test_bounds_say_what_they_allow(bounds, said):
+    assert str(bounds) == said
+
+
 def _float_fields():
     return [
-        (section.name, knob.name)
+        (section.name, knob)
         for section in fields(Config)
-        for knob in fields(getattr(Config(), section.name))
-        if "float" in str(knob.type)
+        for knob, kind in get_type_hints(type(getattr(Config(), section.name))).items()
+        if "float" in str(kind)
     ]
 
 

@@ -26,6 +26,7 @@ import ftfy
 import numpy as np
 import tyro
 
+from mjax.bounds import Count, CountOrZero
 from mjax.data.blocks import Block
 from mjax.data.corpus import Document, TextFiles, find_files, parse
 from mjax.data.decontaminate import (
@@ -69,9 +70,9 @@ class CleanArguments(FilterArguments):
     characters on either side."""
     decontaminate_key: str = "text"
     """Field of the evaluation sets that holds the text."""
-    common: int = 10
+    common: Count = 10
     """Runs of words that the input holds this often are common phrases and are not cut out."""
-    minimum_tokens: int = 128
+    minimum_tokens: CountOrZero = 128
     """Remove documents of fewer tokens; 0: none."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
     """What counts tokens, as in `mjax prepare`; when not given, words between white space are counted."""
@@ -132,10 +133,6 @@ def clean(arguments: CleanArguments) -> dict[str, Any]:
 def _check(arguments: CleanArguments) -> None:
     if not arguments.inputs:
         raise UsageError("there is nothing to clean; give files such as corpus.jsonl")
-    if arguments.minimum_tokens < 0:
-        raise UsageError(f"--minimum-tokens is {arguments.minimum_tokens}; use 0 for no limit, or more, such as 128")
-    if arguments.common < 1:
-        raise UsageError(f"--common {arguments.common} would leave nothing to cut out; use 1 or more, such as 10")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # --keep MODULE:FUNCTION looks here too
 

@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from mjax.bounds import Count
 from mjax.config import ModelConfig, read_config
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
@@ -26,7 +27,6 @@ from mjax.flags import parse
 from mjax.interop.convert import (
     TYPES,
     abstract_weights,
-    check_import,
     check_vocabulary,
     class_settings,
     draw_weights,
@@ -55,7 +55,7 @@ class FromHfArguments:
     """Run folder to make, such as runs/gpt2; it must not hold anything yet."""
     tokenizer: str | None = None
     """KIND:FILES as in `mjax prepare`; the tokenizer in the source folder when not given."""
-    vocabulary_multiple: int = 128
+    vocabulary_multiple: Count = 128
     """The embedding gets rows of zeros up to a multiple of this, so that --mesh.model divides it; no token is ever
     predicted there."""
     allow_pickle: bool = False
@@ -102,7 +102,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     """
     source, output = arguments.source, arguments.output
     # --- Everything that can be refused before a number is read -------------------------------------------------------
-    check_import(output, arguments.vocabulary_multiple)
+    check_new(output)
     if not source.is_dir():
         raise UsageError(f"{source} is not a folder; give one that holds config.json and model.safetensors")
     values = read_object(source / "config.json")

@@ -9,13 +9,13 @@ from typing import Annotated
 
 import tyro
 
+from mjax.bounds import Count
 from mjax.commands.convert import print_next_steps
 from mjax.config import ModelConfig
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.interop.convert import (
     abstract_weights,
-    check_import,
     check_vocabulary,
     import_config,
     write_run,
@@ -23,6 +23,7 @@ from mjax.interop.convert import (
 from mjax.interop.megatron.arguments import Activation, model_config
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
 from mjax.interop.megatron.names import family_of
+from mjax.interop.model_folder import check_new
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import find_tensors, read_weights
 from mjax.progress import progress
@@ -47,7 +48,7 @@ class FromMegatronArguments:
     """Attention heads; asked for where the checkpoint does not say."""
     activation: Activation | None = None
     """GELU of a checkpoint that does not say: gelu_tanh for a GPT and gelu_erf for a BERT when not given."""
-    vocabulary_multiple: int = 128
+    vocabulary_multiple: Count = 128
     """The embedding gets rows of zeros up to a multiple of this, so that --mesh.model divides it; no token is ever
     predicted there."""
 
@@ -61,7 +62,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     """
     source, output = arguments.source, arguments.output
     # --- Everything that can be refused before a number is read -------------------------------------------------------
-    check_import(output, arguments.vocabulary_multiple)
+    check_new(output)
     checkpoint = open_checkpoint(source, arguments.step)
     place = str(checkpoint.folder)
     model = model_config(

@@ -27,6 +27,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import tyro
 
+from mjax.bounds import Count
 from mjax.data.blocks import Block
 from mjax.data.corpus import Corpus, Document, parse
 from mjax.data.minhash import HASHES, Bands, Sketches, choose_bands, sketch
@@ -62,7 +63,7 @@ class DedupArguments(FilterArguments):
     shingles: Unit = "words"
     """What a shingle is made of: words in lower case without punctuation, or characters as they are (for languages that
     put no spaces between words)."""
-    shingle_size: int = 5
+    shingle_size: Count = 5
     """Words or characters a shingle. Megatron's tools took 5 characters."""
 
 
@@ -75,8 +76,6 @@ def dedup(arguments: DedupArguments) -> dict[str, Any]:
     """
     if not arguments.inputs:
         raise UsageError("there is nothing to deduplicate; give files such as corpus.jsonl")
-    if arguments.shingle_size < 1:
-        raise UsageError(f"--shingle-size {arguments.shingle_size} makes no shingle; use 1 or more, such as 5")
     corpus, bands = arguments.open(), choose_bands(arguments.threshold)
     files = CleanedFiles(arguments, corpus.files)
     with files, Workers(useful_workers(arguments.workers, corpus.size)) as workers:

@@ -22,6 +22,7 @@ from typing import Annotated
 import tyro
 
 from mjax import __version__, packages
+from mjax.bounds import Bounds, check_bounds
 from mjax.config import Config, load_config, to_dict
 from mjax.doctor import driver as nvidia
 from mjax.doctor import flags, host, software
@@ -29,7 +30,6 @@ from mjax.doctor.child import run_in_child
 from mjax.doctor.finding import RED, Finding, guarded
 from mjax.doctor.probe import ON_DEVICES
 from mjax.doctor.report import Report
-from mjax.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class DoctorArguments:
     """Check for this config too (its attention, the room for its checkpoints): a name in configs/, or a .py file."""
     runs: Path = Path("runs")
     """Folder of run folders, where checkpoints go; or that of one run, to go on with it."""
-    limit: float = 120.0
-    """Seconds that one check may take before it is given up."""
+    limit: Annotated[float, Bounds(gt=0, le=31_536_000)] = 120.0
+    """Seconds that one check may take before it is given up; at most a year."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object."""
 
@@ -51,10 +51,9 @@ def doctor(arguments: DoctorArguments) -> int:
     """Check, print, and return the exit code.
 
     Raises:
-      UsageError: there is no such config, or the limit is not above 0, or beyond what a clock can wait.
+      UsageError: there is no such config, or the limit is out of its bounds.
     """
-    if not 0 < arguments.limit <= threading.TIMEOUT_MAX:
-        raise UsageError(f"--limit is {arguments.limit:g}; it must be above 0 seconds and at most a year, such as 600")
+    check_bounds(arguments)
     config = None if arguments.config is None else load_config(arguments.config)
     findings = []
     if hasattr(sys.stdout, "reconfigure"):

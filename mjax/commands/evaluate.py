@@ -20,6 +20,7 @@ from rich.progress import MofNCompleteColumn, TextColumn
 from rich.table import Table
 
 from mjax import launch
+from mjax.bounds import Count
 from mjax.config import Config, MeshConfig, read_config
 from mjax.errors import UsageError, either
 from mjax.launch import Distributed
@@ -63,7 +64,7 @@ class EvaluateArguments:
     predictions: Path | None = None
     """Folder for the files of predictions, in the official format of a task that a run was fine-tuned for."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    micro_batch: Annotated[int | None, tyro.conf.arg(name="train.micro-batch")] = None
+    micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
     """Sequences a data replica takes through the model at once; those of training when not given."""
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
     """Type of activations and matrix products; that of training when not given."""

@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from mjax.bounds import check_bounds
 from mjax.config import MeshConfig
 from mjax.errors import UsageError
 from mjax.generation import Generator, continue_texts, print_samples
@@ -46,7 +47,7 @@ def generate(arguments: GenerateArguments) -> int:
       RunError: the checkpoint is damaged.
     """
     console, notices = Console(), Console(stderr=True, highlight=False)
-    arguments.sampling.check()
+    check_bounds(arguments)
     if not arguments.prompt:
         raise UsageError("there is no prompt; add --prompt TEXT")
     run = arguments.checkpoint

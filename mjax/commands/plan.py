@@ -7,7 +7,6 @@ config has nothing of it (no schedule without a pipeline) or where it was not as
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from typing import Annotated
 
 import tyro
 
+from mjax.bounds import Count, Positive
 from mjax.commands.train import TrainArguments, choose_config, name_of
 from mjax.config import Config
 from mjax.errors import UsageError, check_folder
@@ -54,9 +54,9 @@ class PlanArguments:
     compile: bool = False
     """Compile the step ahead of time for --gpu, which need not be here: memory as XLA allocates it, collectives as it
     schedules them. Takes from half a minute to some minutes, and JAX's CUDA wheels (requirements-cuda.txt)."""
-    devices_per_node: int | None = None
+    devices_per_node: Count | None = None
     """GPUs of a server, for the search, for times and for --compile; as the GPU comes when not given, mostly 8."""
-    network: float | None = None
+    network: Positive | None = None
     """Gigabits a second, one way, of all network cards of a server together, such as 1600 for four of 400; as the GPU
     comes when not given, in proportion to --devices-per-node."""
     save_program: Path | None = None
@@ -269,16 +269,9 @@ def _check_pipeline(arguments: PlanArguments) -> None:
 
 
 def _check_server(arguments: PlanArguments) -> None:
-    for flag, value, more in (
-        ("--devices-per-node", arguments.devices_per_node, "at least 1"),
-        ("--network", arguments.network, "above 0"),
-    ):
-        if value is None:
-            continue
-        if arguments.gpu is None:
+    for flag, value in (("--devices-per-node", arguments.devices_per_node), ("--network", arguments.network)):
+        if value is not None and arguments.gpu is None:
             raise UsageError(f"{flag} {value:g} describes the server of a GPU; add --gpu, such as --gpu h100")
-        if not 0 < value < math.inf:
-            raise UsageError(f"{flag} is {value:g}; it must be {more}")
 
 
 def _check_gpu(arguments: PlanArguments) -> None:

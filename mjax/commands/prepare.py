@@ -33,6 +33,7 @@ from rich import filesize
 from rich.console import Console
 
 from mjax import __version__
+from mjax.bounds import Bounds
 from mjax.config import DataConfig, ModelConfig
 from mjax.data.blocks import Block
 from mjax.data.corpus import Corpus, TextArguments, parse
@@ -71,7 +72,7 @@ class PrepareArguments(TextArguments):
     """gpt2:vocab.json,merges.txt, gpt2:FILE.tiktoken, bert-uncased:vocab.txt, bert-cased:vocab.txt,
     sentencepiece:FILE.model, hf:tokenizer.json or bytes; bert-uncased or bert-cased without a file trains a vocabulary
     for a BERT on the text, and when nothing is given, one of sentencepiece is trained."""
-    vocabulary: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    vocabulary: Annotated[int | None, Bounds(ge=3), tyro.conf.arg(metavar="INT")] = None
     """Size of the vocabulary that is trained, in tokens; 8192 when not given, 4096 for the demo, 2048 for a BERT's."""
     append_eod: bool = True
     """End every document with the end-of-document token; Megatron's preprocess_data does so only when asked."""
@@ -146,8 +147,6 @@ def _check(arguments: PrepareArguments) -> None:
         raise UsageError(
             "there is nothing to prepare; give .txt, .jsonl or .parquet files, or --demo for 5 MB of Wikipedia"
         )
-    if arguments.vocabulary is not None and arguments.vocabulary < 3:
-        raise UsageError(f"--vocabulary is {arguments.vocabulary}; it must be at least 3")
     if arguments.vocabulary is not None and not _trains(arguments):
         raise UsageError(
             f"--vocabulary {arguments.vocabulary} is for a tokenizer that is trained; leave it out, "

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
+from mjax.bounds import Count, check_bounds
 from mjax.data.blocks import KINDS, MOST_BYTES, OTHER_TEXT, Block, kind_of, raw_lines, read_blocks
 from mjax.errors import UsageError
 
@@ -117,8 +118,6 @@ class TextFiles(Corpus):
     ):
         if split is not None:
             check_rule(split)
-        if most < 1:
-            raise UsageError(f"--max-document-bytes is {most}; it must be at least 1")
         for file in files:
             if not file.is_file():
                 raise UsageError(f"there is no file {file}; give .txt, .jsonl or .parquet files, a folder or a pattern")
@@ -160,9 +159,9 @@ class TextArguments:
     """Field of a .jsonl line or column of a .parquet file that holds the text."""
     malformed: Literal["stop", "skip"] = "stop"
     """What a malformed line does: stop, naming it, or be skipped and counted."""
-    max_document_bytes: int = MOST_BYTES
+    max_document_bytes: Count = MOST_BYTES
     """Largest document that is read, in bytes: a .txt file or a line of .jsonl, unpacked. A larger one is malformed."""
-    workers: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    workers: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
     """Worker processes; as many as there are cores when not given, fewer where there is little text. The result is the
     same with any number."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -171,7 +170,12 @@ class TextArguments:
     """Print one JSON object instead of a table."""
 
     def open(self, **options: Any) -> TextFiles:
-        """The text of the inputs; `options` as in `TextFiles`."""
+        """The text of the inputs; `options` as in `TextFiles`.
+
+        Raises:
+          UsageError: as there, or a number of these flags is out of its bounds.
+        """
+        check_bounds(self)
         return TextFiles(find_files(self.inputs), self.key, self.malformed, most=self.max_document_bytes, **options)
 
 

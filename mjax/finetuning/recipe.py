@@ -8,7 +8,6 @@ dropout of pre-training.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from mjax.bounds import Count, NotNegative, Seed, Share, check_bounds
 from mjax.config import (
     CheckpointConfig,
     Config,
@@ -50,25 +50,25 @@ class FinetuneArguments:
     """Folder of the results; CHECKPOINT-TASK when not given. One that is there is continued."""
     step: int | None = None
     """Checkpoint to start from; the newest that is not damaged when not given."""
-    seeds: int = 1
+    seeds: Count = 1
     """Times the task is trained, each with another head, order of examples and dropout. The papers report the median of
     five."""
-    seed: int = 1234
+    seed: Seed = 1234
     """The first seed; the others follow it."""
-    epochs: int | None = None
+    epochs: Count | None = None
     """Times the examples are seen; as in the paper's recipe for the task when not given, like all that follow."""
-    batch: int | None = None
+    batch: Count | None = None
     """Examples a step, over all devices."""
-    learning_rate: float | None = None
+    learning_rate: NotNegative | None = None
     """Peak learning rate, which falls linearly to 0."""
-    warmup: float | None = None
+    warmup: Share | None = None
     """Share of the steps in which the learning rate rises from 0."""
-    weight_decay: float | None = None
+    weight_decay: NotNegative | None = None
     """Decoupled weight decay, of matrices and embeddings."""
-    sequence: int | None = None
+    sequence: Count | None = None
     """Tokens of a row; what is longer is cut as the task says."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    micro_batch: Annotated[int | None, tyro.conf.arg(name="train.micro-batch")] = None
+    micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
     """Examples a data replica takes through the model at once; when not given all of its share, in a pipeline one."""
     recompute: Annotated[Literal["none", "selective", "full"], tyro.conf.arg(name="train.recompute")] = "none"
     """What the backward pass recomputes, as in training."""
@@ -90,16 +90,7 @@ def check(arguments: FinetuneArguments) -> None:
       UsageError: a sentence that names the flag and what is allowed.
     """
     check_name(arguments.task)
-    for name in ("seeds", "epochs", "batch", "sequence", "micro_batch"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('micro_batch', 'train.micro-batch')} is {value}; it must be at least 1")
-    for name in ("seed", "learning_rate", "weight_decay"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 <= value < math.inf:
-            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be 0 or more, and finite")
-    if arguments.warmup is not None and not 0 <= arguments.warmup < 1:
-        raise UsageError(f"--warmup is {arguments.warmup}; it is a share of the steps, at least 0 and below 1")
+    check_bounds(arguments)
     if arguments.seed + arguments.seeds > 2**32:
         raise UsageError(f"--seed is {arguments.seed}; all seeds must be below 2^32")
 

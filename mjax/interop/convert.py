@@ -20,7 +20,7 @@ from mjax.interop.bert import BERT, MEGATRON_BERT, OF_TASKS
 from mjax.interop.bloom import BLOOM
 from mjax.interop.family import Family
 from mjax.interop.gpt2 import GPT2
-from mjax.interop.model_folder import check_new, new_folder
+from mjax.interop.model_folder import new_folder
 from mjax.interop.settings import fits
 from mjax.interop.weights import leaves
 from mjax.models.build import Model
@@ -32,13 +32,6 @@ from mjax.validation import validate
 FAMILIES = (GPT2, BERT, MEGATRON_BERT, BLOOM)
 TYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(bfloat16))}
 """By --dtype: torch's word for it, and NumPy's."""
-
-
-def check_import(output: Path, vocabulary_multiple: int) -> None:
-    """Refuse an import that cannot be written, or not so."""
-    check_new(output)
-    if vocabulary_multiple < 1:
-        raise UsageError(f"--vocabulary-multiple is {vocabulary_multiple}; it must be at least 1")
 
 
 def import_config(model: ModelConfig, source: str) -> Config:

@@ -27,6 +27,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from mjax.bounds import check_bounds
 from mjax.errors import UsageError
 from mjax.launch import Distributed, has_nvidia_gpu, launched_by
 
@@ -52,9 +53,7 @@ def start(where: Distributed) -> None:
         raise UsageError(
             f"--distributed.coordinator {where.coordinator} has no port; use HOST:PORT, such as node0:1234"
         )
-    for flag, seconds in (("heartbeat", where.heartbeat), ("start-timeout", where.start_timeout)):
-        if seconds < 5:
-            raise UsageError(f"--distributed.{flag} is {seconds}; it must be at least 5 seconds")
+    check_bounds(where, "--distributed.")
     if not any(given) and not launched:
         return
     processes, process = where.processes, where.process

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 import time
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
+from mjax.bounds import Count, NotNegative
 from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.hardware import GIB, Gpu
@@ -31,17 +31,17 @@ from mjax.planner.time_section import run_tokens
 class SearchArguments:
     """Flags of the search."""
 
-    devices: int | None = None
+    devices: Count | None = None
     """Search the fastest way to run the config on this many GPUs: mesh, micro-batch, recomputation (needs --gpu)."""
-    target_batch: int | None = None
+    target_batch: Count | None = None
     """Search at this global batch, in sequences; the samples of the run stay, so its steps change. The learning rate
     stays too."""
     keep: tuple[str, ...] = ()
     """Fields that the search leaves as they are: any of mesh.pipe, mesh.data, mesh.model, mesh.sequence_parallel,
     mesh.schedule, mesh.chunks, mesh.zero, train.micro_batch, train.recompute."""
-    top: int = 10
+    top: Count = 10
     """Candidates to show, the fastest first."""
-    price: float | None = None
+    price: NotNegative | None = None
     """Price of a GPU for an hour, in any currency, to show what the run costs."""
     write: Path | None = None
     """Write the fastest config into this new file, which train.py runs: ends in .py."""
@@ -51,7 +51,7 @@ def check_search(arguments: SearchArguments, gpu: str | None) -> None:
     """Refuse flags that cannot work.
 
     Raises:
-      UsageError: a number is out of range, a flag has no meaning without another, the file cannot be written.
+      UsageError: a flag has no meaning without another, the file cannot be written.
     """
     if arguments.devices is not None and gpu is None:
         raise UsageError(f"--devices {arguments.devices} needs to know of what kind; add --gpu, such as --gpu h100")
@@ -61,10 +61,6 @@ def check_search(arguments: SearchArguments, gpu: str | None) -> None:
                 name = flag.name.replace("_", "-")
                 raise UsageError(f"--{name} is for the search; add --devices, such as --devices 8")
         return
-    if arguments.top < 1:
-        raise UsageError(f"--top is {arguments.top}; it must be at least 1")
-    if arguments.price is not None and not 0 <= arguments.price < math.inf:
-        raise UsageError(f"--price is {arguments.price:g}; it must be 0 or more")
     if arguments.write is not None:
         check_new(arguments.write)
 

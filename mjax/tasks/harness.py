@@ -29,6 +29,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from mjax.bounds import check_bounds
 from mjax.config import MeshConfig
 from mjax.errors import UsageError
 from mjax.generation import Generator, written_after
@@ -191,7 +192,7 @@ class HarnessModel(TemplateLM):
                 f"--gen_kwargs max_gen_toks={self.max_length // 2}"
             )
         sampling = Sampling(tokens=tokens, temperature=temperature if samples else 0.0, top_k=top_k, top_p=top_p)
-        sampling.check()
+        check_bounds(sampling)
         return sampling, until
 
     def _window(self, context: list[int], continuation: list[int]) -> Window:

@@ -70,9 +70,9 @@ WRONG = {
     "no epoch": (finetune("--epochs", 0), "--epochs is 0; it must be at least 1"),
     "no seed": (finetune("--seeds", 0), "--seeds is 0; it must be at least 1"),
     "a negative rate": (finetune("--learning-rate", -1), "--learning-rate is -1.0; it must be 0 or more"),
-    "an infinite rate": (finetune("--learning-rate", "inf"), "--learning-rate is inf; it must be 0 or more"),
-    "nothing but warm-up": (finetune("--warmup", 1), "--warmup is 1.0; it is a share of the steps"),
-    "a seed that is too large": (finetune("--seed", 2**32), "all seeds must be below 2^32"),
+    "an infinite rate": (finetune("--learning-rate", "inf"), "--learning-rate is inf"),
+    "nothing but warm-up": (finetune("--warmup", 1), "--warmup is 1.0"),
+    "a seed that is too large": (finetune("--seed", 2**32), "--seed is 4294967296"),
     "training without labels": (finetune(train="mnli/test_matched.tsv"), "test_matched.tsv"),
     "validation without labels": (
         finetune(validation="mnli/test_matched.tsv"), "no labels, so there is no accuracy to choose the best epoch by",

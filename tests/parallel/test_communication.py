@@ -37,9 +37,9 @@ PACKAGES_BELOW = {
 """What a package of mjax may import from, besides itself and the modules at the root."""
 
 MODULES_BELOW = {
-    "parallel": {"config", "errors", "launch", "names"},
+    "parallel": {"bounds", "config", "errors", "launch", "names"},
     "models": {"config", "errors", "names"},
-    "data": {"batch_size", "config", "errors", "json_files", "names", "plain_values", "progress"},
+    "data": {"batch_size", "bounds", "config", "errors", "json_files", "names", "plain_values", "progress"},
     "training": {"batch_size", "config", "errors", "hardware", "launch", "names", "packages", "validation"},
 }
 """Packages that may import these modules of the root only."""

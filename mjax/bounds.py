@@ -1,0 +1,94 @@
+"""Bounds of numbers, written beside their types and checked in one place.
+
+    layers: Annotated[int, Bounds(ge=1)] = 24      or, as it comes often, layers: Count = 24
+
+What is refused has one form, whether it comes from a flag, a file or Python: `--model.layers is 0; it must be at least
+1`. A number that is infinite or NaN is refused everywhere. This module imports no JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from mjax.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The numbers that a field may hold: from `ge` or above `gt`, up to `le` or below `lt`."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    such_as: str = ""
+    """A value to type, where the bounds alone do not suggest one."""
+
+    def hold(self, number: float) -> bool:
+        """Whether `number` is within them."""
+        return (
+            (self.ge is None or number >= self.ge)
+            and (self.gt is None or number > self.gt)
+            and (self.le is None or number <= self.le)
+            and (self.lt is None or number < self.lt)
+        )
+
+    def __str__(self) -> str:
+        """'at least 0 and below 1, such as 0.5'."""
+        if dataclasses.astuple(self) == (0, None, None, None, ""):
+            return "0 or more"
+        ends = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
+        said = [f"{word} {'2^32' if end == 2**32 else f'{end:,}'}" for word, end in ends.items() if end is not None]
+        return " and ".join(said) + (f", such as {self.such_as}" if self.such_as else "")
+
+
+Count = Annotated[int, Bounds(ge=1)]
+CountOrZero = Annotated[int, Bounds(ge=0)]
+Seed = Annotated[int, Bounds(ge=0, lt=2**32)]
+NotNegative = Annotated[float, Bounds(ge=0)]
+Positive = Annotated[float, Bounds(gt=0)]
+Share = Annotated[float, Bounds(ge=0, lt=1)]
+
+
+@functools.cache
+def fields_of(cls: type) -> tuple[tuple[str, str, Any, tuple[Any, ...]], ...]:
+    """Of each field of a dataclass: its name, its name as a flag, its type and what the type is annotated with."""
+    hints = get_type_hints(cls, include_extras=True)
+    found = []
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        named = (mark.name for mark in marks if hasattr(mark, "aliases"))  # tyro's
+        flag = next((name for name in named if name is not None), field.name)
+        inside = (mark for option in get_args(kind) if get_origin(option) is Annotated for mark in get_args(option)[1:])
+        found.append((field.name, flag.replace("_", "-"), kind, (*marks, *inside)))
+    return tuple(found)
+
+
+def check_bounds(values: Any, prefix: str = "--") -> None:
+    """Refuse a dataclass, or one inside it, with a number that is out of bounds.
+
+    Raises:
+      UsageError: one sentence with the flag, its value and what is allowed.
+    """
+    for flag, value, marks in _values(values, prefix):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{flag} is {value}; it must be a finite number")
+        for bounds in marks:
+            if isinstance(bounds, Bounds) and value is not None and not bounds.hold(value):
+                raise UsageError(f"{flag} is {value}; it must be {bounds}")
+
+
+def _values(values: Any, prefix: str) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Flag, value and annotations of each field, also of the dataclasses in it."""
+    for name, flag, _, marks in fields_of(type(values)):
+        value = getattr(values, name)
+        if dataclasses.is_dataclass(value):
+            yield from _values(value, f"{prefix}{flag}." if flag else prefix)
+        else:
+            yield prefix + flag, value, marks
