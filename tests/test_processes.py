@@ -1,6 +1,6 @@
 """Many processes on one machine, as the servers of a cluster would run train.py: what they compute and how they die.
 
-Each compiles for itself, quickly rather than well. Of a persistent cache only process 0 would profit, and Gloo, which
+Each compiles for itself. Of a persistent cache only process 0 would profit, and Gloo, which
 carries the collectives between CPUs, waits no longer than half a minute for the others.
 """
 
@@ -22,8 +22,7 @@ LONG = ["--train.steps", "100000", "--train.eval-interval", "0", "--checkpoint.i
 
 
 def _environment():
-    fast = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
-    return environment() | fast | {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+    return environment() | {"JAX_ENABLE_COMPILATION_CACHE": "0"}
 
 
 def _alone(folder, *flags):

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from mjax.training.metrics import read_metrics
-from tests.conftest import ROOT
+from tests.conftest import COMPILE_QUICKLY, ROOT
 
 CONFIG = str(ROOT / "tests" / "tiny_config.py")
 
@@ -21,6 +21,7 @@ def environment():
     return {
         **variables,
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": COMPILE_QUICKLY,
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
         "PYTHONUNBUFFERED": "1",
