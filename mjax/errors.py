@@ -88,6 +88,17 @@ def check_folder(flag: str, file: Path) -> None:
         raise UsageError(f"{flag} {file}: there is no folder {file.parent}; make it, or name another file")
 
 
+def check_picture(flag: str, file: Path) -> None:
+    """Refuse a picture of another format, or whose folder is not there.
+
+    Raises:
+      UsageError: it could not be written.
+    """
+    if file.suffix not in (".png", ".pdf", ".svg"):
+        raise UsageError(f"{flag} {file} is not a picture; let its name end in .png, .pdf or .svg")
+    check_folder(flag, file)
+
+
 def suggestion(word: str, known: list[str]) -> str:
     """`, did you mean 'x'?` when something close to `word` is known."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)

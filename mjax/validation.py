@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mjax.batch_size import BatchSizes, parse_schedule
 from mjax.bounds import check_bounds
-from mjax.config import Config, DataConfig
+from mjax.config import Config
 from mjax.data.blend import parse_blend
 from mjax.data.samples import split_sequences
 from mjax.errors import UsageError, either
@@ -19,9 +19,19 @@ def validate(config: Config, name: str = "this config") -> None:
     Raises:
       UsageError: one sentence naming the field, its value, what is allowed and what to type.
     """
-    model, mesh, train, optimizer = config.model, config.mesh, config.train, config.optimizer
     check_bounds(config)
+    _check_shapes(config)
+    _check_batch_sizes(config)
+    _check_pipeline(config)
+    _check_kind(config)
+    _check_sequence_parallel(config)
+    _check_schedules(config)
+    _check_data(config, name)
 
+
+def _check_shapes(config: Config) -> None:
+    """That heads, the axes of the mesh and micro-batches divide what they split."""
+    model, mesh, train = config.model, config.mesh, config.train
     if model.hidden % model.heads:
         raise UsageError(
             f"--model.heads {model.heads} does not divide hidden size {model.hidden}; "
@@ -49,9 +59,10 @@ def validate(config: Config, name: str = "this config") -> None:
             f"--train.micro-batch {train.micro_batch} does not divide the {share} sequences of a data replica "
             f"(global batch {train.global_batch} / data {mesh.data}); use {_listed(_divisors(share))}"
         )
-    _check_batch_sizes(config)
-    _check_pipeline(config)
-    _check_kind(config)
+
+
+def _check_sequence_parallel(config: Config) -> None:
+    model, mesh, train = config.model, config.mesh, config.train
     tokens = train.micro_batch * model.choices * model.sequence
     if mesh.sequence_parallel and tokens % mesh.model:
         raise UsageError(
@@ -59,6 +70,10 @@ def validate(config: Config, name: str = "this config") -> None:
             f"{mesh.model}; use a --train.micro-batch that is a multiple of {mesh.model}"
         )
 
+
+def _check_schedules(config: Config) -> None:
+    """The learning rate's schedule, the samples that the steps need, the loss scale and the loss's spikes."""
+    train, optimizer = config.train, config.optimizer
     decay_steps = optimizer.decay_steps or train.steps
     if optimizer.warmup_steps >= decay_steps and optimizer.schedule != "constant":
         raise UsageError(
@@ -85,48 +100,41 @@ def validate(config: Config, name: str = "this config") -> None:
             f"--health.spike {config.health.spike} needs --health.spike-deviations above 0, such as 6; "
             "leave one of them out"
         )
-    _check_data(config, name)
+
+
+ONE_KIND = {
+    "model.layernorm": ("bert", "a GPT's LayerNorm comes first"),
+    "model.mlm_activation": ("bert", "a GPT has no MLM head"),
+    "model.head": ("bert", "a GPT predicts the next token"),
+    "data.mask_probability": ("bert", "a GPT's samples are whole and unmasked"),
+    "data.short_probability": ("bert", "a GPT's samples are whole and unmasked"),
+    "model.positions": ("gpt", "ALiBi says nothing about tokens that follow"),
+    "model.embedding_layernorm": ("gpt", "a BERT has that LayerNorm with --model.layernorm post"),
+    "data.reset_positions": ("gpt", "a BERT's samples are pairs with padding"),
+    "data.reset_attention": ("gpt", "a BERT's samples are pairs with padding"),
+    "data.mask_eod_loss": ("gpt", "a BERT's samples are pairs with padding"),
+    "data.validation_tail": ("gpt", "a BERT's samples are pairs with padding"),
+}
+"""Fields that one kind of model has: which, and why the other does not."""
 
 
 def _check_kind(config: Config) -> None:
-    """That nothing is asked for which the model's kind does not have."""
-    if config.model.kind == "gpt":
-        if config.model.layernorm != "pre":
-            raise UsageError(
-                "--model.layernorm post is for --model.kind bert; leave it out, a GPT's LayerNorm comes first"
-            )
-        if config.model.mlm_activation is not None:
-            raise UsageError("--model.mlm-activation is for --model.kind bert; leave it out, a GPT has no MLM head")
-        if config.model.positions == "alibi" and config.data.reset_positions:
-            raise UsageError(
-                "--data.reset-positions is for --model.positions learned; leave it out, ALiBi counts distances, which "
-                "are the same wherever a document begins"
-            )
-        if config.model.head != "pretraining":
-            raise UsageError(f"--model.head {config.model.head} is for --model.kind bert; leave it out")
-        for field in ("mask_probability", "short_probability"):
-            if getattr(config.data, field) != getattr(DataConfig, field):
-                flag = f"--data.{field.replace('_', '-')}"
-                raise UsageError(
-                    f"{flag} is for --model.kind bert; leave it out, a GPT's samples are whole and unmasked"
-                )
-        return
-    if config.model.positions == "alibi":
+    """Refuse settings that the model's kind does not have."""
+    model, default = config.model, Config()
+    for name, (kind, reason) in ONE_KIND.items():
+        section, field = name.split(".")
+        value = getattr(getattr(config, section), field)
+        if model.kind != kind and value != getattr(getattr(default, section), field):
+            given = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            raise UsageError(f"{given} is for --model.kind {kind}; leave it out, {reason}")
+    if model.positions == "alibi" and config.data.reset_positions:
         raise UsageError(
-            "--model.positions alibi is for --model.kind gpt; leave it out, ALiBi says nothing about tokens that follow"
+            "--data.reset-positions is for --model.positions learned; leave it out, ALiBi counts distances, which are "
+            "the same wherever a document begins"
         )
-    if config.model.embedding_layernorm:
-        raise UsageError(
-            "--model.embedding-layernorm is for --model.kind gpt; leave it out, a BERT has that LayerNorm with "
-            "--model.layernorm post"
-        )
-    for field in ("reset_positions", "reset_attention", "mask_eod_loss", "validation_tail"):
-        if getattr(config.data, field):
-            flag = f"--data.{field.replace('_', '-')}"
-            raise UsageError(f"{flag} is for --model.kind gpt; leave it out, a BERT's samples are pairs with padding")
     for field in ("sequence", "vocabulary"):
-        if getattr(config.model, field) < 3:
-            raise UsageError(f"--model.{field} {getattr(config.model, field)} is too little for a BERT; use 3 or more")
+        if model.kind == "bert" and getattr(model, field) < 3:
+            raise UsageError(f"--model.{field} {getattr(model, field)} is too small for a BERT; use 3 or more")
 
 
 def _check_data(config: Config, name: str) -> None:

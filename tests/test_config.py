@@ -268,7 +268,7 @@ def _with(**sections):
             "--health.spike skip needs --health.spike-deviations above 0",
         ),
         (_with(model={"layernorm": "post"}), "--model.layernorm post is for --model.kind bert"),
-        (_with(model={"mlm_activation": "gelu_erf"}), "--model.mlm-activation is for --model.kind bert"),
+        (_with(model={"mlm_activation": "gelu_erf"}), "--model.mlm-activation gelu_erf is for --model.kind bert"),
         (
             _with(model={"kind": "bert"}, data={"reset_attention": True}),
             "--data.reset-attention is for --model.kind gpt",
@@ -282,9 +282,9 @@ def _with(**sections):
             _with(model={"positions": "alibi"}, data={"reset_positions": True}),
             "--data.reset-positions is for --model.positions learned; leave it out, ALiBi counts distances",
         ),
-        (_with(data={"mask_probability": 0.3}), "--data.mask-probability is for --model.kind bert; leave it out"),
-        (_with(data={"short_probability": 0.0}), "--data.short-probability is for --model.kind bert; leave it out"),
-        (_with(model={"kind": "bert", "vocabulary": 2}), "--model.vocabulary 2 is too little for a BERT"),
+        (_with(data={"mask_probability": 0.3}), "--data.mask-probability 0.3 is for --model.kind bert; leave it out"),
+        (_with(data={"short_probability": 0.0}), "--data.short-probability 0.0 is for --model.kind bert; leave it out"),
+        (_with(model={"kind": "bert", "vocabulary": 2}), "--model.vocabulary 2 is too small for a BERT"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_sentence(config, words):

@@ -229,7 +229,10 @@ def test_a_run_in_use_is_not_removed_and_nobody_to_ask_is_an_error(runs, capsys)
         (["compare", "base", "base"], "takes two runs or more"),
         (["compare", "base", "fst"], "there is no run 'fst' in runs, did you mean 'fast'?"),
         (["compare", "base", "fast", "--figure", "no/where.png"], "there is no folder no"),
-        (["compare", "base", "fast", "--figure", "curve.txt"], "ends in .txt; use .png, .pdf or .svg"),
+        (
+            ["compare", "base", "fast", "--figure", "curve.txt"],
+            "--figure curve.txt is not a picture; let its name end in .png, .pdf or .svg",
+        ),
         (["compare", "base", "empty"], "empty has no losses to compare"),
         (["--runs", "nowhere"], "there is no folder nowhere"),
         (["delete", "base"], "mjax runs has no command 'delete'"),

@@ -20,11 +20,10 @@ from rich.table import Table
 from mjax.data.indexed import IndexedDataset
 from mjax.data.metadata import DatasetMetadata, read_metadata, tokenizer_folder
 from mjax.data.tokenizers import tokenizer_from_folder
-from mjax.errors import UsageError
+from mjax.errors import UsageError, check_picture
 
 QUANTILES = {"shortest": 0.0, "1%": 0.01, "25%": 0.25, "median": 0.5, "75%": 0.75, "99%": 0.99, "longest": 1.0}
 SHOWN_TOKENS = 200  # of the sample
-FORMATS = (".png", ".pdf", ".svg")
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,8 @@ def inspect(arguments: InspectArguments) -> Inspection:
     Raises:
       UsageError: there is no such dataset or document, it is damaged, or the figure's format is not known.
     """
-    if arguments.figure and arguments.figure.suffix not in FORMATS:
-        raise UsageError(f"--figure {arguments.figure} is of no known format; give it one of {', '.join(FORMATS)}")
+    if arguments.figure:
+        check_picture("--figure", arguments.figure)
     data, metadata = IndexedDataset(arguments.prefix), read_metadata(arguments.prefix)
     if not 0 <= arguments.document < data.documents:
         raise UsageError(

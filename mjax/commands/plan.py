@@ -18,7 +18,7 @@ import tyro
 from mjax.bounds import Count, Positive
 from mjax.commands.train import TrainArguments, choose_config, name_of
 from mjax.config import Config
-from mjax.errors import UsageError, check_folder
+from mjax.errors import UsageError, check_picture
 from mjax.flags import parse, typed_flags
 from mjax.hardware import Gpu, gpu_named
 from mjax.models.kernels import attention_on_gpu
@@ -93,7 +93,7 @@ def run_plan(arguments: PlanArguments) -> int:
     """
     for name in ("schedule_figure", "memory_figure", "communication_figure"):
         if (file := getattr(arguments, name)) is not None:
-            _check_figure(f"--{name.replace('_', '-')}", file)
+            check_picture(f"--{name.replace('_', '-')}", file)
     check_search(arguments.search, arguments.gpu)
     if arguments.save_program is not None and not arguments.compile:
         raise UsageError("--save-program writes what --compile compiles; add --compile --gpu h100")
@@ -301,9 +301,3 @@ def _gpu(arguments: PlanArguments) -> Gpu:
 def _per_server(arguments: PlanArguments) -> int:
     """GPUs of a server; 8 where no GPU is named, which is refused elsewhere."""
     return 8 if arguments.gpu is None else _gpu(arguments).gpus_per_node
-
-
-def _check_figure(flag: str, file: Path) -> None:
-    if file.suffix not in (".png", ".pdf", ".svg"):
-        raise UsageError(f"{flag} {file} is no picture; let its name end in .png, .pdf or .svg")
-    check_folder(flag, file)

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from mjax.config import Config, differences, read_config
 from mjax.data.atomic import rename, take_lock
-from mjax.errors import UsageError, check_folder, suggestion
+from mjax.errors import UsageError, check_picture, suggestion
 from mjax.runs_figure import draw_runs
 from mjax.training.manifest import GOOD, MANIFEST
 from mjax.training.metrics import finite_or_none, read_metrics, smoothed
@@ -228,9 +228,7 @@ def compare_runs(arguments: CompareArguments) -> int:
     if len(set(folders)) < 2:
         raise UsageError("mjax runs compare takes two runs or more, such as mjax runs compare one two")
     figure = arguments.figure or folders[0].parent / "compare.png"
-    check_folder("--figure", figure)
-    if figure.suffix not in (".png", ".pdf", ".svg"):
-        raise UsageError(f"--figure {figure} ends in {figure.suffix or 'nothing'}; use .png, .pdf or .svg")
+    check_picture("--figure", figure)
     names = _names(folders)
     configs = dict(zip(names, (read_config(folder / "config.json") for folder in folders), strict=True))
     records = dict(zip(names, (read_metrics(folder / "metrics.jsonl") for folder in folders), strict=True))

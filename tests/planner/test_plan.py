@@ -153,7 +153,7 @@ def test_what_a_device_sends_is_printed_by_axis_and_source_and_drawn(capsys, tmp
         ),
         (["--mesh.pipe", "4", "--schedule-figure", "plan.doc"], "let its name end in .png, .pdf or .svg"),
         (["--mesh.pipe", "4", "--schedule-figure", "no/such/plan.png"], "there is no folder no/such; make it"),
-        (["--communication-figure", "plan.doc"], "--communication-figure plan.doc is no picture"),
+        (["--communication-figure", "plan.doc"], "--communication-figure plan.doc is not a picture"),
         (["--mesh.pipe", "5"], "--mesh.pipe 5 does not divide 72 layers"),
         (["--mesh.pipe", "3", "--mesh.chunks", "2"], "and a step has 8; make"),
     ],
