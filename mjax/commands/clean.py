@@ -27,29 +27,11 @@ import numpy as np
 import tyro
 
 from mjax.bounds import Count, CountOrZero
+from mjax.data import decontaminate, outputs
 from mjax.data.blocks import Block
 from mjax.data.corpus import Document, TextFiles, find_files, parse
-from mjax.data.decontaminate import (
-    GRAM,
-    MOST_PIECES,
-    SHORTEST_GRAM,
-    Grams,
-    count_matches,
-    cut,
-    evaluation_grams,
-    without_common,
-)
-from mjax.data.outputs import (
-    CleanedFiles,
-    FilterArguments,
-    Tally,
-    document_line,
-    excerpt,
-    first_reading,
-    json_line,
-    watched_blocks,
-    where_they_differ,
-)
+from mjax.data.decontaminate import GRAM, MOST_PIECES, SHORTEST_GRAM, Grams
+from mjax.data.outputs import CleanedFiles, FilterArguments, Tally
 from mjax.data.tokenizers import load_tokenizer
 from mjax.data.workers import Workers, useful_workers
 from mjax.errors import RunError, UsageError
@@ -98,7 +80,7 @@ def clean(arguments: CleanArguments) -> dict[str, Any]:
     files = CleanedFiles(arguments, [*corpus.files, *evaluation])
     most = arguments.max_document_bytes
     texts = TextFiles(evaluation, arguments.decontaminate_key, all_fields=False, most=most)
-    grams = evaluation_grams(document.text for document in texts) if evaluation else None
+    grams = decontaminate.evaluation_grams(document.text for document in texts) if evaluation else None
     if grams == {}:
         raise UsageError(
             f"--decontaminate {evaluation[0]} has no text of {SHORTEST_GRAM} words or more; "
@@ -112,15 +94,15 @@ def clean(arguments: CleanArguments) -> dict[str, Any]:
         if grams is not None:  # common phrases are left out of it
             counts: Counter[int] = Counter()
             with Workers(workers, Cleaner, (arguments, grams)) as pool:
-                for part in pool.map(Cleaner.count_block, watched_blocks(corpus, "counting")):
+                for part in pool.map(Cleaner.count_block, outputs.watched_blocks(corpus, "counting")):
                     counts.update(part)
-            grams, all_grams = without_common(grams, counts, arguments.common), grams
+            grams, all_grams = decontaminate.without_common(grams, counts, arguments.common), grams
             runs, left = (sum(map(len, each.values())) for each in (all_grams, grams))
             found = {"files": texts.names, "words": GRAM, "runs": runs, "runs_met": len(counts)}
             report["decontaminate"] = found | {"common": arguments.common, "common_runs": runs - left}
         tallies = {name: Tally(name) for name in ("read", "kept")}
         with Workers(workers, Cleaner, (arguments, grams)) as pool:
-            for part in first_reading(corpus, "cleaning", pool, Cleaner.clean_block):
+            for part in outputs.first_reading(corpus, "cleaning", pool, Cleaner.clean_block):
                 files.keep(part.kept)
                 files.remove(part.removed)
                 for name, tally in part.tallies.items():
@@ -183,8 +165,8 @@ class CleanPart:
 
     def remove(self, reason: str, text: str, source: str, /, **details: Any) -> None:
         """Note that a document went."""
-        self.removed += json_line({"source": source, "reason": reason, **details})
-        self.count(reason, text, source=source, text=excerpt(text), **details)
+        self.removed += outputs.json_line({"source": source, "reason": reason, **details})
+        self.count(reason, text, source=source, text=outputs.excerpt(text), **details)
 
 
 class Cleaner:
@@ -213,7 +195,7 @@ class Cleaner:
         """How often each run of evaluation text occurs in a block."""
         counts: Counter[int] = Counter()
         for document in parse(block, self.how.key)[0]:
-            counts.update(count_matches(document.text, self.grams))
+            counts.update(decontaminate.count_matches(document.text, self.grams))
         return counts
 
     def _clean(self, document: Document, part: CleanPart) -> None:
@@ -221,10 +203,10 @@ class Cleaner:
         if self.how.repair:
             repaired = ftfy.fix_text(text)
             if repaired != text:
-                before, after = where_they_differ(text, repaired)
+                before, after = outputs.where_they_differ(text, repaired)
                 part.count(REPAIRED, text, source=source, before=before, after=after)
             text = repaired
-        pieces, runs = cut(text, self.grams) if self.grams else ([text], [])
+        pieces, runs = decontaminate.cut(text, self.grams) if self.grams else ([text], [])
         if not pieces:
             part.remove(NOTHING_LEFT, text, source, evaluation_text=runs[0])
         elif len(pieces) > MOST_PIECES:
@@ -248,7 +230,7 @@ class Cleaner:
             if not _verdict(spec, function, document):
                 part.remove(f"--keep {spec}", text, source, **split)
                 return
-        part.kept += document_line(document, self.how.key, **split)
+        part.kept += outputs.document_line(document, self.how.key, **split)
         part.count("kept", text)
 
     def _is_short(self, text: str) -> bool:

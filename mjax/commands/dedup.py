@@ -28,21 +28,12 @@ import numpy as np
 import tyro
 
 from mjax.bounds import Count
+from mjax.data import outputs
 from mjax.data.blocks import Block
 from mjax.data.corpus import Corpus, Document, parse
 from mjax.data.minhash import HASHES, Bands, Sketches, choose_bands, sketch
 from mjax.data.near_duplicates import Clusters, ShingleFile, SketchFiles, candidates, find_clusters
-from mjax.data.outputs import (
-    EXAMPLES,
-    CleanedFiles,
-    FilterArguments,
-    Tally,
-    document_line,
-    first_reading,
-    json_line,
-    watched_blocks,
-    where_they_differ,
-)
+from mjax.data.outputs import EXAMPLES, CleanedFiles, FilterArguments, Tally, where_they_differ
 from mjax.data.shingles import Unit, shingle_hashes, shingle_set
 from mjax.data.workers import Workers, useful_workers
 from mjax.errors import RunError, UsageError
@@ -133,7 +124,7 @@ class Duplicates:
     def again(self, corpus: Corpus, verb: str, values: np.ndarray) -> Iterator[tuple[Block, np.ndarray]]:
         """The blocks of the corpus once more, each with its part of `values` [documents]."""
         parts = np.split(values, np.cumsum(self.blocks)[:-1]) if self.blocks else []
-        for block, part in zip_longest(watched_blocks(corpus, verb), parts):
+        for block, part in zip_longest(outputs.watched_blocks(corpus, verb), parts):
             if block is None or part is None:
                 raise RunError(f"{corpus.names[-1]} has changed while it was read; run the same command again")
             yield block, part
@@ -143,7 +134,7 @@ def find_duplicates(corpus: Corpus, how: DedupArguments, bands: Bands, folder: P
     """Read `corpus` once, or twice where near-duplicates are looked for; `folder` takes the files in between."""
     sketches = SketchFiles(folder, bands.count)
     digests = [np.empty((0, 2), np.uint64)]
-    for part in first_reading(corpus, "reading", workers, partial(_read_block, how, bands)):
+    for part in outputs.first_reading(corpus, "reading", workers, partial(_read_block, how, bands)):
         digests.append(part.digests)
         if part.sketches is not None:
             sketches.append(part.sketches)
@@ -250,7 +241,7 @@ def _write(
         return {**story(number), "text": text, "similar_text": other}
 
     for number in removed.tolist():
-        files.remove(json_line(story(number)))
+        files.remove(outputs.json_line(story(number)))
     size = np.concatenate(sizes)
 
     def tally(name: str, which: np.ndarray) -> Tally:
@@ -274,7 +265,9 @@ class _Part(NamedTuple):
 def _write_block(how: DedupArguments, task: tuple[Block, np.ndarray]) -> _Part:
     documents, asked = _documents(how, *task), task[1]
     return _Part(
-        lines=b"".join(document_line(one, how.key) for one, ask in zip(documents, asked, strict=True) if ask & KEPT),
+        lines=b"".join(
+            outputs.document_line(one, how.key) for one, ask in zip(documents, asked, strict=True) if ask & KEPT
+        ),
         sizes=np.fromiter((len(one.text.encode()) for one in documents), np.int64, len(documents)),
         sources={number: documents[number].source for number in np.flatnonzero(asked & NAMED).tolist()},
         texts={number: documents[number].text for number in np.flatnonzero(asked & SHOWN).tolist()},

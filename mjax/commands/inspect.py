@@ -1,4 +1,4 @@
-"""`mjax data inspect`: what a dataset holds, in figures, as a picture and as text.
+"""`mjax data inspect`: the contents of a dataset in numbers, as a picture and as text.
 
 It reads the index and one document, whatever the size of the dataset, and takes Megatron's datasets as well. These
 bring no tokenizer along, so their sample is shown as token ids.
@@ -6,6 +6,7 @@ bring no tokenizer along, so their sample is shown as token ids.
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,11 +15,10 @@ import numpy as np
 import tyro
 from rich import filesize
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from mjax.data.indexed import IndexedDataset
 from mjax.data.metadata import DatasetMetadata, read_metadata, tokenizer_folder
+from mjax.data.outputs import facts
 from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import UsageError, check_picture
 
@@ -40,33 +40,14 @@ class InspectArguments:
     """Print one JSON object."""
 
 
-@dataclass(frozen=True)
-class Inspection:
-    """What `inspect` found."""
+def inspect(arguments: InspectArguments) -> dict[str, Any]:
+    """Inspect a dataset, print what was found and return it.
 
-    prefix: str
-    documents: int
-    sequences: int
-    tokens: int
-    bytes: int
-    """Size of PREFIX.bin."""
-    dtype: str
-    """Type of the tokens on disk."""
-    empty_documents: int
-    lengths: dict[str, float]
-    """Quantiles of the tokens in a document, and their mean."""
-    document: int
-    """Number of the sample."""
-    sample_tokens: int
-    """Tokens in all of that document."""
-    sample: str | list[int]
-    """Its beginning: text, or token ids where the tokenizer is not known."""
-    metadata: DatasetMetadata | None
-    """What `mjax prepare` noted; None for Megatron's datasets."""
-
-
-def inspect(arguments: InspectArguments) -> Inspection:
-    """Inspect a dataset and print what was found.
+    Returns:
+      prefix, documents, sequences, tokens; bytes, the size of PREFIX.bin; dtype of the tokens on disk; empty_documents;
+      lengths, quantiles of the tokens in a document and their mean; document, the number of the sample; sample_tokens,
+      those in all of that document; sample, its beginning: text, or token ids where the tokenizer is not known;
+      metadata, what `mjax prepare` noted, None for Megatron's datasets.
 
     Raises:
       UsageError: there is no such dataset or document, it is damaged, or the figure's format is not known.
@@ -80,28 +61,28 @@ def inspect(arguments: InspectArguments) -> Inspection:
         )
     lengths = document_lengths(data)
     quantiles = {name: float(np.quantile(lengths, share)) for name, share in QUANTILES.items()}
-    found = Inspection(
-        prefix=arguments.prefix,
-        documents=data.documents,
-        sequences=len(data),
-        tokens=data.tokens,
-        bytes=data.tokens * data.dtype.itemsize,
-        dtype=str(data.dtype),
-        empty_documents=int(np.count_nonzero(lengths == 0)),
-        lengths={**quantiles, "mean": float(lengths.mean())},
-        document=arguments.document,
-        sample_tokens=int(lengths[arguments.document]),
-        sample=_sample(data, arguments.document, metadata),
-        metadata=metadata,
-    )
+    found = {
+        "prefix": arguments.prefix,
+        "documents": data.documents,
+        "sequences": len(data),
+        "tokens": data.tokens,
+        "bytes": data.tokens * data.dtype.itemsize,
+        "dtype": str(data.dtype),
+        "empty_documents": int(np.count_nonzero(lengths == 0)),
+        "lengths": {**quantiles, "mean": float(lengths.mean())},
+        "document": arguments.document,
+        "sample_tokens": int(lengths[arguments.document]),
+        "sample": _sample(data, arguments.document, metadata),
+        "metadata": metadata and dataclasses.asdict(metadata),
+    }
     if arguments.figure:
         from mjax.data.length_figure import draw_lengths  # matplotlib takes a second to import
 
         draw_lengths(lengths, arguments.prefix, arguments.figure)
     if arguments.json:
-        print(json.dumps(dataclasses.asdict(found), ensure_ascii=False))
+        print(json.dumps(found, ensure_ascii=False))
     else:
-        _show(found, arguments.figure)
+        _show(found, metadata, arguments.figure)
     return found
 
 
@@ -118,36 +99,29 @@ def _sample(data: IndexedDataset, document: int, metadata: DatasetMetadata | Non
     return tokenizer_from_folder(tokenizer_folder(data.prefix)).decode(ids) if metadata else ids
 
 
-def _show(found: Inspection, figure: Path | None) -> None:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    table.add_column(style="dim", overflow="fold")
-
-    def row(name: str, value: Any, remark: str = "") -> None:
-        table.add_row(name, value, escape(remark))
-
-    metadata = found.metadata
-    row("documents", f"{found.documents:,}", f"{found.empty_documents:,} without text" if found.empty_documents else "")
-    row(
-        "sequences",
-        f"{found.sequences:,}",
-        f"sentences ({metadata.sentences})" if metadata and metadata.sentences else "",
-    )
-    row("tokens", f"{found.tokens:,}", f"{found.dtype}, {filesize.decimal(found.bytes)}")
-    if metadata:
-        row("vocabulary", f"{metadata.vocabulary:,}", metadata.tokenizer)
-        row("text", filesize.decimal(metadata.text_bytes), f"{metadata.bytes_per_token:.2f} bytes a token")
-        if metadata.malformed:
-            row("malformed", f"{metadata.malformed:,}", "lines were left out when it was prepared")
-    for name, length in found.lengths.items():
-        row("tokens a document" if name == "shortest" else "", f"{length:,.0f}", name)
+def _show(found: dict[str, Any], metadata: DatasetMetadata | None, figure: Path | None) -> None:
     console = Console(soft_wrap=True, highlight=False)
-    console.print(table)
+    console.print(facts(_facts(found, metadata)))
     if figure:
         console.print(f"their lengths are drawn in {figure}", markup=False)
 
-    cut = f", the first {SHOWN_TOKENS} of {found.sample_tokens:,} tokens" if found.sample_tokens > SHOWN_TOKENS else ""
+    tokens = found["sample_tokens"]
+    cut = f", the first {SHOWN_TOKENS} of {tokens:,} tokens" if tokens > SHOWN_TOKENS else ""
     form = "" if metadata else " (token ids: there is no tokenizer beside the dataset)"
-    console.print(f"\ndocument {found.document}{cut}{form}:", style="bold", markup=False)
-    console.print(found.sample if metadata else " ".join(map(str, found.sample)), markup=False)
+    console.print(f"\ndocument {found['document']}{cut}{form}:", style="bold", markup=False)
+    console.print(found["sample"] if metadata else " ".join(map(str, found["sample"])), markup=False)
+
+
+def _facts(found: dict[str, Any], metadata: DatasetMetadata | None) -> Iterator[tuple[str, str, str]]:
+    empty = found["empty_documents"]
+    yield "documents", f"{found['documents']:,}", f"{empty:,} without text" if empty else ""
+    sentences = f"sentences ({metadata.sentences})" if metadata and metadata.sentences else ""
+    yield "sequences", f"{found['sequences']:,}", sentences
+    yield "tokens", f"{found['tokens']:,}", f"{found['dtype']}, {filesize.decimal(found['bytes'])}"
+    if metadata:
+        yield "vocabulary", f"{metadata.vocabulary:,}", metadata.tokenizer
+        yield "text", filesize.decimal(metadata.text_bytes), f"{metadata.bytes_per_token:.2f} bytes a token"
+        if metadata.malformed:
+            yield "malformed", f"{metadata.malformed:,}", "lines were left out when it was prepared"
+    for name, length in found["lengths"].items():
+        yield "tokens a document" if name == "shortest" else "", f"{length:,.0f}", name

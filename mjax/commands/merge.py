@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import tyro
@@ -23,6 +23,7 @@ from mjax.data.indexed import IndexedDataset
 from mjax.data.metadata import (
     DatasetMetadata,
     check_output,
+    digest_of_folder,
     metadata_file,
     put_beside,
     read_metadata,
@@ -34,6 +35,7 @@ from mjax.data.progress import showing
 from mjax.errors import UsageError
 
 AGREEING = ("tokenizer", "vocabulary", "eod", "append_eod", "sentences")  # fields of the metadata
+ADDED = ("documents", "tokens", "text_bytes", "malformed")
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,15 @@ def merge(arguments: MergeArguments) -> None:
         raise UsageError(f"{output} cannot be merged into itself; choose another name for the whole")
     check_output(output, arguments.overwrite)
     datasets = [IndexedDataset(part) for part in parts]
-    _check_types(datasets)
+    dtype = datasets[0].dtype
+    for other in datasets:
+        if other.dtype != dtype:
+            raise UsageError(
+                f"{parts[0]} holds tokens of dtype {dtype} and {other.prefix} of dtype {other.dtype}; "
+                "prepare them with the same tokenizer"
+            )
     known = [read_metadata(part) for part in parts]
     metadata = None if None in known else _merged(parts, known)
-    dtype = datasets[0].dtype
     with writing(output, "merging into", int(np.iinfo(dtype).max) + 1, dtype) as writer:
         with showing("copying", sum(dataset.tokens for dataset in datasets) * dtype.itemsize) as advance:
             for dataset in datasets:
@@ -84,27 +91,28 @@ def merge(arguments: MergeArguments) -> None:
     print(f"{documents:,} documents, {tokens:,} tokens, {size}")
     if metadata is None:
         unknown = metadata_file(parts[known.index(None)])
-        print(f"its tokenizer is not known, for there is no {unknown}; it has no PREFIX.json and no PREFIX.tokenizer")
-
-
-def _check_types(datasets: Sequence[IndexedDataset]) -> None:
-    first = datasets[0]
-    for other in datasets[1:]:
-        if other.dtype != first.dtype:
-            raise UsageError(
-                f"{first.prefix} holds tokens of type {first.dtype} and {other.prefix} of type {other.dtype}; "
-                "prepare them with the same tokenizer"
-            )
+        print(
+            f"its tokenizer is unknown because {unknown} does not exist; it has no PREFIX.json and no PREFIX.tokenizer"
+        )
 
 
 def _merged(parts: Sequence[str], known: Sequence[DatasetMetadata]) -> DatasetMetadata:
     """The metadata of the whole, once the parts agree on all that must be the same."""
+    for part in parts:
+        if not tokenizer_folder(part).is_dir():
+            raise UsageError(
+                f"there is no {tokenizer_folder(part)} beside {metadata_file(part)}; copy it along, or prepare {part} "
+                "again"
+            )
     for part, metadata in zip(parts[1:], known[1:], strict=True):
         for field in AGREEING:
             ours, theirs = getattr(known[0], field), getattr(metadata, field)
             if ours != theirs:
-                raise _disagreement(parts[0], part, field, ours, theirs)
-        if _tokenizer_bytes(parts[0]) != _tokenizer_bytes(part):
+                raise UsageError(
+                    f"{metadata_file(parts[0])} says {field} {ours!r} and {metadata_file(part)} {theirs!r}; "
+                    "prepare both in the same way"
+                )
+        if digest_of_folder(tokenizer_folder(parts[0])) != digest_of_folder(tokenizer_folder(part)):
             raise UsageError(
                 f"{tokenizer_folder(parts[0])} and {tokenizer_folder(part)} are different tokenizers of the same kind "
                 "and size; prepare both with the same one"
@@ -112,26 +120,9 @@ def _merged(parts: Sequence[str], known: Sequence[DatasetMetadata]) -> DatasetMe
     sequences = [metadata.sequences for metadata in known]
     return dataclasses.replace(
         known[0],
-        documents=sum(metadata.documents for metadata in known),
-        tokens=sum(metadata.tokens for metadata in known),
-        text_bytes=sum(metadata.text_bytes for metadata in known),
+        **{name: sum(getattr(metadata, name) for metadata in known) for name in ADDED},
         inputs=[name for metadata in known for name in metadata.inputs],
         mjax_version=__version__,
         sequences=None if None in sequences else sum(sequences),
-        malformed=sum(metadata.malformed for metadata in known),
         malformed_examples=[line for metadata in known for line in metadata.malformed_examples][:EXAMPLES],
     )
-
-
-def _disagreement(first: str, second: str, field: str, ours: Any, theirs: Any) -> UsageError:
-    return UsageError(
-        f"{metadata_file(first)} says {field} {ours!r} and {metadata_file(second)} {theirs!r}; "
-        "prepare both in the same way"
-    )
-
-
-def _tokenizer_bytes(part: str) -> dict[str, bytes]:
-    folder = tokenizer_folder(part)
-    if not folder.is_dir():
-        raise UsageError(f"there is no {folder} beside {metadata_file(part)}; copy it along, or prepare {part} again")
-    return {file.name: file.read_bytes() for file in folder.iterdir()}

@@ -12,7 +12,7 @@ text has no sequence, but stays in the dataset, and documents keep their numbers
 the last sequence of a document, if it has one.
 
 Files get their final names when all is done, the index last. A run that is interrupted takes its files along; one that
-is killed leaves files that end in .tmp, and the same command starts afresh over them and ends in the same bytes.
+is killed leaves files that end in .tmp, and the same command replaces them and ends in the same bytes.
 """
 
 import dataclasses
@@ -123,7 +123,11 @@ def prepare(arguments: PrepareArguments) -> PrepareSummary:
     files = dataset_files(arguments.output)
     summary = PrepareSummary(metadata, files, workers.count, now - began, now - encoding_began)
     if arguments.json:
-        _print_json(arguments, summary)
+        rates = {"documents_per_second": metadata.documents / summary.encoding_seconds}
+        rates["megabytes_per_second"] = metadata.text_bytes / summary.encoding_seconds / 1e6
+        values = dataclasses.asdict(summary)
+        values = {"prefix": arguments.output, **values.pop("metadata"), **values, **rates}
+        print(json.dumps(values, ensure_ascii=False, default=str))
     else:
         _show(arguments, summary)
     return summary
@@ -286,21 +290,6 @@ class Encoder:
 
 
 # --- What a person sees -----------------------------------------------------------------------------------------------
-
-
-def _print_json(arguments: PrepareArguments, summary: PrepareSummary) -> None:
-    metadata, seconds = summary.metadata, summary.encoding_seconds
-    values = {
-        "prefix": arguments.output,
-        **dataclasses.asdict(metadata),
-        "files": [str(file) for file in summary.files],
-        "workers": summary.workers,
-        "seconds": summary.seconds,
-        "encoding_seconds": seconds,
-        "documents_per_second": metadata.documents / seconds,
-        "megabytes_per_second": metadata.text_bytes / seconds / 1e6,
-    }
-    print(json.dumps(values, ensure_ascii=False))
 
 
 def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:

@@ -20,7 +20,7 @@ Fetched = TypeVar("Fetched")
 
 
 class Samples(Protocol):
-    """What batches are made of."""
+    """Samples that batches are made of."""
 
     def __getitem__(self, index: int) -> np.ndarray | dict[str, np.ndarray]:
         """Sample `index`: int32 [s + 1], or of a BERT its arrays by name."""
@@ -29,7 +29,7 @@ class Samples(Protocol):
 class Batches:
     """Global batches of the given `sizes`, by step number; keeps no state.
 
-    For validation ask for steps 0, 1, … anew each time: they are the same samples at every evaluation.
+    For validation ask for steps 0, 1, … each time: they are the same samples at every evaluation.
 
     Args:
       dataset: where tokens come from.

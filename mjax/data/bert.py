@@ -181,7 +181,7 @@ class BertDataset:
 
 
 def _generator(seed: int) -> np.random.RandomState:
-    """This thread's generator, seeded anew: making one takes as long as drawing all the rest of a sample."""
+    """This thread's generator, seeded again: making one takes as long as drawing all the rest of a sample."""
     if not hasattr(_of_thread, "random"):
         _of_thread.random = np.random.RandomState()
     _of_thread.random.seed(seed)

@@ -24,7 +24,6 @@ build_exhaustive_blending_indices).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -34,16 +33,6 @@ from mjax.errors import UsageError
 LANE = 2048  # samples a lane walks
 SURPLUS = 0.005  # of every share, because the walk may be a sample ahead of it
 MOST_DATASETS = 32767  # their numbers are int16
-
-
-class SizedSamples(Protocol):
-    """What is blended."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Sample `index`, int32 [s + 1]."""
 
 
 # --- As it is written -------------------------------------------------------------------------------------------------
@@ -165,7 +154,7 @@ def _walk(
 
 
 def number_within(index: np.ndarray) -> np.ndarray:
-    """How many samples of the same dataset come before each sample of a blend, int64 [samples]."""
+    """Count the samples of the same dataset before each sample of a blend, int64 [samples]."""
     order = np.argsort(index, kind="stable")  # all samples of dataset 0, then of dataset 1, …
     sizes = np.bincount(index)
     first = np.cumsum(sizes) - sizes
@@ -192,7 +181,7 @@ class BlendedDataset:
 
     def __init__(
         self,
-        parts: Sequence[SizedSamples],
+        parts: Sequence[Sequence[np.ndarray]],
         shares: Sequence[float] | None,
         samples: int | None,
         cache: IndexCache | None = None,
@@ -203,7 +192,11 @@ class BlendedDataset:
             sizes = [len(part) for part in parts]
             samples = sum(sizes) if samples is None else samples
             if samples > sum(sizes):
-                raise UsageError(_too_few(samples, sizes))
+                weights = " ".join(f"{share:.3g} PREFIX" for share in normalize(sizes))
+                raise UsageError(
+                    f"the blend has no weights, so it gives every sample once, {sum(sizes):,} in all, and {samples:,} "
+                    f"are needed; take fewer steps, or give weights to go over them again, such as {weights}"
+                )
         self.shares = normalize(sizes if shares is None else shares)
 
         def build() -> Arrays:
@@ -227,11 +220,3 @@ class BlendedDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a blend of {len(self)}")
         return self.parts[self.dataset_index[index]][int(self.dataset_sample_index[index])]
-
-
-def _too_few(samples: int, sizes: Sequence[int]) -> str:
-    shares = " ".join(f"{share:.3g} PREFIX" for share in normalize(sizes))
-    return (
-        f"the blend has no weights, so it gives every sample once, {sum(sizes):,} in all, and {samples:,} are needed; "
-        f"take fewer steps, or give weights to go over them again, such as {shares}"
-    )

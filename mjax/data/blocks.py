@@ -41,22 +41,25 @@ OTHER_TEXT = (
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of one input file."""
+    """A piece of one input file.
+
+    Attributes:
+      file: name of the file.
+      first: number of its first line or row, from 1; 0 where the file is one document.
+      size: bytes of the file it took; of a compressed file, of the compressed.
+      content: raw lines, the raw document, or rows; nothing where the block is one document that is too large.
+      split: rule by which a raw document is several (`--split-documents`).
+      most: bytes that a document may have.
+      too_large: whether the block is one document that is too large, whose bytes were not kept.
+    """
 
     file: str
-    """Name of the file."""
     first: int
-    """Number of its first line or row, from 1; 0 where the file is one document."""
     size: int
-    """Bytes of the file it took; of a compressed file, of the compressed."""
     content: bytes | list[dict]
-    """Raw lines, the raw document, or rows; nothing where the block is one document that is too large."""
     split: str | None = None
-    """Rule by which a raw document is several (`--split-documents`)."""
     most: int = MOST_BYTES
-    """Bytes that a document may have."""
     too_large: bool = False
-    """Whether the block is one document that is too large, whose bytes were not kept."""
 
 
 def kind_of(file: Path) -> str | None:

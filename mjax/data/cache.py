@@ -11,7 +11,7 @@ without a word. Here it is another key.
 Nothing waits for anything. Every process that finds no arrays builds them, writes files of temporary names and renames
 them. Two processes that build at once write the same bytes, so it does not matter whose stay; a process without a
 shared file system builds its own; one that is killed leaves nothing but a temporary file, swept away after a day. A
-file that was damaged is noticed by its checksum and built anew. Where nothing can be written, a run goes on with the
+file that was damaged is noticed by its checksum and built again. Where nothing can be written, a run goes on with the
 indices in memory, as it does where they are too small to be worth a file.
 """
 
@@ -32,13 +32,13 @@ VERSION = 1  # of the way indices are built; a change to it makes every cache a 
 WORTH_KEEPING = 2**20  # bytes; fewer are built as fast as they are found, and would only lie about
 STALE = 24 * 3600  # seconds after which a temporary file belongs to nobody
 DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)
-"""How files fail that are unreadable, of another size, no JSON, without a field or nested too deeply."""
+"""Exceptions of files that are unreadable, of another size, not JSON, without a field or nested too deeply."""
 
 Arrays = dict[str, np.ndarray]
 
 
 def cache_folders(prefix: str | Path, chosen: str | None = None) -> list[Path]:
-    """Where indices of a dataset are looked for and kept, best first: `chosen`, or beside the data and at home."""
+    """Folders for the indices of a dataset, best first: `chosen`, or beside the data and at home."""
     if chosen is not None:
         return [Path(chosen)]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -74,7 +74,7 @@ class IndexCache:
                 continue
             except DAMAGED:
                 self.say(
-                    f"{folder}/{key}.json and its arrays are damaged or cannot be read: the indices are built anew"
+                    f"{folder}/{key}.json and its arrays are damaged or cannot be read: the indices are built again"
                 )
         built = build()
         if sum(array.nbytes for array in built.values()) < WORTH_KEEPING:
@@ -99,7 +99,7 @@ def _reason(error: Exception) -> str:
 
 
 def _load(folder: Path, key: str, source: Mapping[str, object], names: Sequence[str]) -> Arrays:
-    """What `_store` wrote, mapped read-only once size and checksum of every file are right."""
+    """Load what `_store` wrote, mapped read-only once size and checksum of every file are right."""
     manifest = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
     if manifest["source"] != source:
         raise ValueError("of another source")

@@ -1,4 +1,4 @@
-"""Where text comes from: files of the user's, read document by document.
+"""Text from the user's files, read document by document.
 
 - A .txt file is one document (a book, a speech) in UTF-8, or several by a rule (`--split-documents`); line ends become
   "\\n". It is read whole. So are .md, .py and other files of text.
@@ -47,7 +47,7 @@ class Document(NamedTuple):
 
 @dataclass
 class MalformedLines:
-    """What to do with malformed lines, and those met: their number, and the first ones as FILE:LINE: reason.
+    """The policy for malformed lines, and those met: their number, and the first ones as FILE:LINE: reason.
 
     Raises:
       UsageError: on adding one where they are to stop the reading: names file and line.

@@ -23,7 +23,6 @@ import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,19 +38,7 @@ Grams = dict[int, np.ndarray]
 """Evaluation text: sorted hashes of its runs, uint64, by their number of words."""
 
 Found = dict[int, list[tuple[int, int]]]
-"""What of it a document holds: first word and hash of each run, in order, by their number of words."""
-
-
-@dataclass(frozen=True)
-class Match:
-    """A run of evaluation text in a document."""
-
-    word: int
-    """Number of its first word."""
-    words: int
-    """Its length."""
-    hash: int
-    """Its hash."""
+"""Runs of it that a document holds: first word and hash of each, in order, by their number of words."""
 
 
 class Words:
@@ -93,7 +80,7 @@ def evaluation_grams(texts: Iterable[str]) -> Grams:
 
 
 def count_matches(text: str, grams: Grams) -> Counter[int]:
-    """How often each run, named by its hash, occurs in `text`."""
+    """Count how often each run, named by its hash, occurs in `text`."""
     return Counter(gram for places in Words(text).find(grams).values() for _, gram in places)
 
 
@@ -104,17 +91,16 @@ def without_common(grams: Grams, counts: Counter[int], common: int) -> Grams:
 
 
 def cut(text: str, grams: Grams) -> tuple[list[str], list[str]]:
-    """What remains of `text`, in pieces, and the runs it was cut at; the text itself and nothing where it has none."""
+    """Cut `text`: the pieces that remain, and the runs it was cut at; without runs, the text is the only piece."""
     words = Words(text)
     found = words.find(grams)
     pieces, runs, begin = [], [], 0
     while match := _first_match(found, bisect_left(words.starts, begin), len(words)):
-        spelled = slice(match.word, match.word + match.words)
-        starts, ends = words.starts[spelled], words.ends[spelled]
+        starts, ends = words.starts[match], words.ends[match]
         runs.append(text[starts[0] : ends[-1]])
         start = int(starts[0])
         # The original takes the run for as long as its words with single spaces between them.
-        end = start + int((ends - starts).sum()) + match.words - 1
+        end = start + int((ends - starts).sum()) + len(starts) - 1
         before = max(text.rfind(mark, begin, max(start - MARGIN + 1, 0)) for mark in SENTENCE_ENDS)
         if before + 1 - begin > SHORTEST_PIECE:
             pieces.append(text[begin : before + 1])
@@ -125,30 +111,26 @@ def cut(text: str, grams: Grams) -> tuple[list[str], list[str]]:
     return pieces, runs
 
 
-def _first_match(found: Found, begin: int, count: int) -> Match | None:
-    """The match that the original finds first in a text of `count` words, from word `begin` on.
+def _first_match(found: Found, begin: int, count: int) -> slice | None:
+    """The words of the match that the original finds first in a text of `count` words, from word `begin` on.
 
     At each word it tries 13 words, then 8 to 12. Only at the end, where no 13 are left, the lengths come first.
     """
+
+    def first_from(length: int, begin: int) -> int:
+        """The word at which the first match of `length` words begins; one beyond all words where there is none."""
+        index = bisect_left(found[length], (begin,))
+        return found[length][index][0] if index < len(found[length]) else sys.maxsize
+
     last = count - GRAM  # the last word that 13 words begin with
-    best = None
-    for words in sorted(found, key=lambda words: (words != GRAM, words)):
-        word, gram = _first_from(found[words], begin)
-        if word <= last and (best is None or word < best.word):
-            best = Match(word, words, gram)
-    if best is not None or last <= begin:
-        return best
-    for words in sorted(found):
-        word, gram = _first_from(found[words], last)
+    word, _, length = min(((first_from(each, begin), each != GRAM, each) for each in found), default=(count, True, 0))
+    if word <= last:
+        return slice(word, word + length)
+    for length in sorted(found) if begin < last else ():
+        word = first_from(length, last)
         if word < count:
-            return Match(word, words, gram)
+            return slice(word, word + length)
     return None
-
-
-def _first_from(places: list[tuple[int, int]], begin: int) -> tuple[int, int]:
-    """The first of `places` at or after word `begin`; one beyond all words where there is none."""
-    index = bisect_left(places, (begin,))
-    return places[index] if index < len(places) else (sys.maxsize, 0)
 
 
 def _folded(text: str) -> str:

@@ -5,7 +5,7 @@ PREFIX.bin holds the tokens of every sequence one after the other, without a hea
     bytes   content
     9       "MMIDIDX\\0\\0"
     8       version, uint64: 1
-    1       code of the tokens' type: 4 int32, 8 uint16, …
+    1       code of the tokens' dtype: 4 int32, 8 uint16, …
     8       S, uint64: number of sequences
     8       D, uint64: number of document boundaries, documents + 1
     4 S     length of each sequence in tokens, int32
@@ -15,10 +15,9 @@ PREFIX.bin holds the tokens of every sequence one after the other, without a hea
 A document is one or more sequences: one for GPT, one per sentence for BERT. The index is mapped into memory and tokens
 are read where they lie, so processes on one machine share the pages. A file that is cut short meanwhile is noticed
 before it is read: mapped pages that are gone would end the process. The tokens are never read as a whole. The index is,
-once and piece by piece:
-lengths, pointers and documents have to agree with each other and with the size of PREFIX.bin, so what is read later can
-be neither beyond a file nor another sequence's. That takes a second for a hundred million sequences; those of a
-terabyte of text are usually fewer.
+once and piece by piece: lengths, pointers and documents have to agree with each other and with the size of PREFIX.bin,
+so what is read later is never beyond a file nor another sequence's. That takes a second for a hundred million
+sequences; those of a terabyte of text are usually fewer.
 
 Source: Megatron-LM, core/datasets/indexed_dataset.py.
 """
@@ -40,15 +39,8 @@ from mjax.errors import UsageError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, document boundaries; "<" also means unpadded
-DTYPES = {
-    1: np.uint8,
-    2: np.int8,
-    3: np.int16,
-    4: np.int32,
-    5: np.int64,
-    8: np.uint16,
-}  # 6 and 7 are floats: not tokens
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries; "<" also means unpadded
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floats: no ids
 PIECE = 2**16  # sequences whose index entries are checked at a time: they fit a core's cache
 SAMPLED, SAMPLED_TOKENS = 256, 512  # places of which a digest reads the tokens, and how many in each
 COPIED = 2**24  # bytes that a merge copies at a time
@@ -65,7 +57,7 @@ def token_file(prefix: str | Path) -> Path:
 
 
 def token_dtype(vocabulary: int) -> type[np.integer]:
-    """Type in which Megatron writes the tokens of a vocabulary: uint16 below 65,500, else int32."""
+    """Dtype in which Megatron writes the tokens of a vocabulary: uint16 below 65,500, else int32."""
     return np.uint16 if vocabulary < 65500 else np.int32
 
 
@@ -79,7 +71,7 @@ class IndexedDataset:
       lengths: tokens in each sequence, int32 [S].
       pointers: byte at which each sequence begins, int64 [S].
       document_indices: sequence at which each document begins, then S, int64 [documents + 1].
-      dtype: type of the tokens on disk.
+      dtype: dtype of the tokens on disk.
       tokens: number of tokens.
 
     Raises:
@@ -142,36 +134,25 @@ class IndexedDataset:
         return digest.hexdigest()
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens `offset` to `offset + length` of a sequence, to its end when `length` is None; type `dtype`, [length].
+        """Tokens `offset` to `offset + length` of a sequence, to its end when `length` is None; `dtype` [length].
 
         Raises:
           IndexError: there is no such sequence, or it does not hold those tokens.
           UsageError: a file has been cut short since it was opened.
         """
-        self._check_index()
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {self.prefix}, which holds {len(self)}")
+        self._check_index()
         size = int(self.lengths[index])
-        length = size - offset if length is None else length
-        if not 0 <= offset <= offset + length <= size:
-            raise IndexError(
-                f"tokens {offset} to {offset + length} of sequence {index} of {self.prefix}, which holds {size}"
-            )
-        begin = int(self.pointers[index]) // self.dtype.itemsize + offset
-        tokens = self._read([(begin, begin + length)])
+        end = size if length is None else offset + length
+        if not 0 <= offset <= end <= size:
+            raise IndexError(f"tokens {offset} to {end} of sequence {index} of {self.prefix}, which holds {size}")
+        tokens = self.join(np.array([index]), offset, end)
         tokens.flags.writeable = False  # what is written to it would not reach the file
         return tokens
 
     def join(self, sequences: np.ndarray, begin: int, end: int) -> np.ndarray:
-        """Tokens of sequences laid end to end, from token `begin` of the first up to token `end` of the last.
-
-        Args:
-          sequences: which, [n] with n ≥ 1.
-          begin: the first token of the first sequence that is taken.
-          end: the first token of the last sequence that is not.
-
-        Returns:
-          Tokens of type `dtype`.
+        """Tokens of `sequences` [n ≥ 1] laid end to end, from token `begin` of the first up to `end` of the last.
 
         Raises:
           UsageError: a file has been cut short since it was opened.
@@ -220,8 +201,12 @@ def _missing(prefix: str, file: Path) -> str:
     return f"{file} does not exist; prepare it with `python -m mjax prepare FILES --output {prefix}`"
 
 
+def _unreadable(file: Path, problem: str) -> UsageError:
+    return UsageError(f"{file} is {problem}; copy or prepare it again")
+
+
 def _read_header(file: Path) -> tuple[int, np.dtype]:
-    """Number of sequences and type of the tokens, once the file's size agrees with its header."""
+    """Number of sequences and dtype of the tokens, once the file's size agrees with its header."""
     with file.open("rb") as stream:
         header = stream.read(HEADER.size)
     if not header.startswith(MAGIC):
@@ -230,7 +215,7 @@ def _read_header(file: Path) -> tuple[int, np.dtype]:
             "give a prefix that `python -m mjax prepare` or Megatron's preprocess_data wrote"
         )
     if len(header) < HEADER.size:
-        raise UsageError(f"{file} is cut short: it ends after {len(header)} bytes; copy or prepare it again")
+        raise _unreadable(file, f"cut short: it ends after {len(header)} bytes")
     _, version, code, sequences, boundaries = HEADER.unpack(header)
     if version != VERSION:
         raise UsageError(f"{file} is of version {version}; mjax reads version {VERSION}, so prepare the data again")
@@ -239,28 +224,26 @@ def _read_header(file: Path) -> tuple[int, np.dtype]:
         raise UsageError(f"{file} holds tokens of type code {code}; mjax reads {known}, so prepare the data again")
     size, expected = file.stat().st_size, HEADER.size + 12 * sequences + 8 * boundaries
     if size < expected or boundaries == 0:
-        raise UsageError(f"{file} is cut short: {size:,} of {expected:,} bytes are there; copy or prepare it again")
+        raise _unreadable(file, f"cut short: {size:,} of {expected:,} bytes are there")
     if size == expected + sequences and sequences:
         raise UsageError(
             f"{file} is the index of a multimodal dataset; mjax reads text only, so prepare the text alone"
         )
     if size > expected:
-        raise UsageError(f"{file} is {size:,} bytes where {expected:,} are expected; copy or prepare it again")
+        raise _unreadable(file, f"{size:,} bytes where {expected:,} are expected")
     return sequences, np.dtype(DTYPES[code]).newbyteorder("<")
 
 
 def _check_documents(file: Path, boundaries: np.ndarray, sequences: int) -> None:
     """Documents begin at 0, never before the one in front of them, and end with the last sequence."""
     if boundaries[0] != 0 or boundaries[-1] != sequences:
-        raise UsageError(
-            f"{file} is damaged: its documents cover sequences {boundaries[0]} to {boundaries[-1]} of {sequences}; "
-            "copy or prepare it again"
-        )
+        covered = f"{boundaries[0]} to {boundaries[-1]} of {sequences}"
+        raise _unreadable(file, f"damaged: its documents cover sequences {covered}")
     for start in range(0, len(boundaries), PIECE):
         piece = boundaries[start : start + PIECE + 1]  # with the first of the next
-        if (piece[1:] < piece[:-1]).any():
-            document = start + int(np.argmax(piece[1:] < piece[:-1]))
-            raise UsageError(f"{file} is damaged: document {document} ends before it begins; copy or prepare it again")
+        backwards = piece[1:] < piece[:-1]
+        if backwards.any():
+            raise _unreadable(file, f"damaged: document {start + int(np.argmax(backwards))} ends before it begins")
 
 
 def _described_bytes(file: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
@@ -274,15 +257,11 @@ def _described_bytes(file: Path, lengths: np.ndarray, pointers: np.ndarray, item
         follows = begins[1:] - begins[:-1] == sizes[:-1]
         if sizes.min() < 0:
             sequence = start + int(np.argmax(sizes < 0))
-            raise UsageError(
-                f"{file} is damaged: sequence {sequence} has {lengths[sequence]} tokens; copy or prepare it again"
-            )
+            raise _unreadable(file, f"damaged: sequence {sequence} has {lengths[sequence]} tokens")
         if begins[0] != end or not follows.all():
             sequence = start + (0 if begins[0] != end else 1 + int(np.argmin(follows)))
-            raise UsageError(
-                f"{file} is damaged: sequence {sequence} begins at byte {pointers[sequence]:,} of the tokens, which is "
-                "not where the one before it ends; copy or prepare it again"
-            )
+            where = f"begins at byte {pointers[sequence]:,} of the tokens, which is not where the one before it ends"
+            raise _unreadable(file, f"damaged: sequence {sequence} {where}")
         end = int(begins[-1] + sizes[-1])
     return end
 
@@ -369,7 +348,7 @@ class IndexedDatasetWriter:
         self._add_index(lengths, sequences)
 
     def add_dataset(self, dataset: IndexedDataset) -> Iterator[int]:
-        """Append all documents of another dataset of the same type; yields bytes of tokens as they are copied.
+        """Append all documents of another dataset of the same dtype; yields bytes of tokens as they are copied.
 
         Raises:
           UsageError: its tokens have been cut short since it was opened.
@@ -415,5 +394,5 @@ class IndexedDatasetWriter:
 
 
 def temporary_files(prefix: str | Path) -> list[Path]:
-    """Where a dataset's tokens and index are written before they get their names."""
+    """Names of a dataset's tokens and index until they are complete."""
     return [Path(f"{file}.tmp") for file in (token_file(prefix), index_file(prefix))]

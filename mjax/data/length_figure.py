@@ -1,4 +1,4 @@
-"""How long the documents of a dataset are, as a picture.
+"""A picture of the lengths of a dataset's documents.
 
 Lengths spread over many powers of ten, so the axis is logarithmic and so are the bins. The bars count documents; the
 line says which share of all tokens lies in documents up to that length, for it is tokens that a model trains on, and
@@ -17,7 +17,7 @@ POINTS = 2000  # of the line, at most
 
 
 def bin_edges(present: np.ndarray) -> np.ndarray:
-    """Where the bins of sorted lengths above 0 begin, and the last one ends: whole numbers, evenly spread in powers of
+    """Edges of bins for sorted lengths above 0, and the end of the last: whole numbers, evenly spread in powers of
     ten, from the shortest document to behind the longest. Few documents get few bins (Rice's rule)."""
     first, end = present[0], present[-1] + 1
     bins = min(2 * np.cbrt(len(present)), np.log10(end / first) * BINS_A_DECADE)

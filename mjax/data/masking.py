@@ -37,7 +37,7 @@ MASKED, REPLACED = 0.8, 0.5  # share that becomes [MASK], and of the rest the sh
 
 @dataclass(frozen=True)
 class WordPieces:
-    """What masking has to know of a vocabulary: its special ids, and which ids go on with a word."""
+    """Parts of a vocabulary that masking needs: its special ids, and which ids continue a word."""
 
     cls: int
     sep: int
@@ -55,7 +55,7 @@ class WordPieces:
 
 
 def find_words(tokens: np.ndarray, pieces: WordPieces) -> tuple[np.ndarray, np.ndarray]:
-    """Where the tokens that may be hidden lie, and where among them each word begins and the last one ends.
+    """Find the tokens that may be hidden, and where among them each word begins and the last one ends.
 
     The pieces of word w are the positions `places[bounds[w] : bounds[w + 1]]`. As in Megatron a segment that begins in
     the middle of a word, having lost its first tokens, continues the last word of the one before.

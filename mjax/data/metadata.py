@@ -1,9 +1,10 @@
-"""What `mjax prepare` notes beside a dataset: PREFIX.json, and the tokenizer's folder PREFIX.tokenizer.
+"""Files that `mjax prepare` writes beside a dataset: PREFIX.json, and the tokenizer's folder PREFIX.tokenizer.
 
 Megatron's datasets have neither; mjax trains on them all the same, but cannot show their text.
 """
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -22,34 +23,37 @@ from mjax.plain_values import build
 
 @dataclass(frozen=True)
 class DatasetMetadata:
-    """How a dataset came about; every field is a plain JSON value."""
+    """Origin and size of a dataset; every field is a plain JSON value.
+
+    Attributes:
+      tokenizer: kind of the tokenizer whose files lie in PREFIX.tokenizer.
+      vocabulary: token ids run from 0 to vocabulary - 1.
+      eod: id that ends a document.
+      append_eod: whether every document that is not empty ends with `eod`.
+      documents: documents, empty ones included.
+      tokens: tokens, ends of documents included.
+      text_bytes: bytes of the text in UTF-8.
+      inputs: files the text was read from, in order.
+      mjax_version: version that wrote it.
+      sequences: one a document that is not empty, or one a sentence; None in what older versions wrote.
+      sentences: language by whose rules documents were split into sentences; None where they were not.
+      malformed: malformed lines that were left out.
+      malformed_examples: the first of them, as FILE:LINE: reason.
+    """
 
     tokenizer: str
-    """Kind of the tokenizer whose files lie in PREFIX.tokenizer."""
     vocabulary: int
-    """Token ids run from 0 to vocabulary - 1."""
     eod: int
-    """Id that ends a document."""
     append_eod: bool
-    """Whether every document that is not empty ends with `eod`."""
     documents: int
-    """Documents, empty ones included."""
     tokens: int
-    """Tokens, ends of documents included."""
     text_bytes: int
-    """Bytes of the text in UTF-8."""
     inputs: list[str]
-    """Files the text was read from, in order."""
     mjax_version: str
-    """Version that wrote it."""
     sequences: int | None = None
-    """Sequences: one a document that is not empty, or one a sentence; None in what older versions wrote."""
     sentences: str | None = None
-    """Language by whose rules documents were split into sentences; None where they were not."""
     malformed: int = 0
-    """Malformed lines that were left out."""
     malformed_examples: list[str] = field(default_factory=list)
-    """The first of them, as FILE:LINE: reason."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -67,8 +71,17 @@ def tokenizer_folder(prefix: str | Path) -> Path:
     return Path(f"{prefix}.tokenizer")
 
 
+def digest_of_folder(folder: Path) -> str:
+    """SHA-256 of the files in a folder and of their names, such as of a tokenizer."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
 def read_metadata(prefix: str | Path) -> DatasetMetadata | None:
-    """What `mjax prepare` noted about PREFIX; None where there is no PREFIX.json, as for Megatron's datasets.
+    """Read PREFIX.json; None where there is none, as for Megatron's datasets.
 
     Raises:
       UsageError: there is one, but it is damaged.
@@ -86,7 +99,7 @@ def read_metadata(prefix: str | Path) -> DatasetMetadata | None:
         raise UsageError(f"{error}; {fix}") from None
     counts = (found.documents, found.text_bytes, found.sequences or 0, found.malformed)
     if not 0 <= found.eod < found.vocabulary or found.tokens < 1 or min(counts) < 0:
-        raise UsageError(f"{file} is damaged: it counts what cannot be; {fix}")
+        raise UsageError(f"{file} is damaged: its counts are impossible; {fix}")
     return found
 
 
@@ -99,14 +112,14 @@ def dataset_files(prefix: str | Path) -> list[Path]:
 
 
 def temporary_tokenizer(prefix: str | Path) -> Path:
-    """Where a dataset's tokenizer is kept until the dataset is whole."""
+    """Folder of a dataset's tokenizer until the dataset is complete."""
     return Path(f"{tokenizer_folder(prefix)}.tmp")
 
 
 def check_output(prefix: str, overwrite: bool) -> None:
-    """Whether a dataset may be written under `prefix`.
+    """Check that a dataset may be written under `prefix`.
 
-    What a killed run left is no hindrance: as long as there are tokens or an index under a temporary name and no index
+    Files of a killed run do not prevent it: as long as there are tokens or an index under a temporary name and no index
     under the final one, the parts beside them are its own.
 
     Raises:

@@ -32,7 +32,7 @@ SEED = 1908_09053 % 2**31
 
 @dataclass(frozen=True)
 class Bands:
-    """How a signature is cut: `count` bands of `rows` values; what is left over is in no band."""
+    """Cut of a signature: `count` bands of `rows` values; what is left over is in no band."""
 
     rows: int
     count: int
@@ -50,7 +50,7 @@ def choose_bands(threshold: float) -> Bands:
     """
     if not LOWEST_THRESHOLD <= threshold <= 1:
         raise UsageError(
-            f"--threshold {threshold:g} is no Jaccard similarity to look for; "
+            f"--threshold {threshold:g} is not a Jaccard similarity to look for; "
             f"use {LOWEST_THRESHOLD:g} to 1, such as 0.7, or --exact for equal texts only"
         )
     return next(
@@ -62,14 +62,17 @@ def choose_bands(threshold: float) -> Bands:
 
 @dataclass(frozen=True)
 class Sketches:
-    """What is kept of a batch of documents until their near-duplicates are found."""
+    """Data kept of a batch of documents until their near-duplicates are found.
+
+    Attributes:
+      signatures: uint8 [documents, HASHES]: the lowest byte of each MinHash, enough to estimate a similarity (Li, König
+        2010, "b-Bit Minwise Hashing").
+      keys: uint64 [bands, documents]: documents with the same key share the band. A document without shingles shares
+        none: its keys are 0.
+    """
 
     signatures: np.ndarray
-    """uint8 [documents, HASHES]: the lowest byte of each MinHash, enough to estimate a similarity (Li, König 2010,
-    "b-Bit Minwise Hashing")."""
     keys: np.ndarray
-    """uint64 [bands, documents]: documents with the same key share the band. A document without shingles shares none:
-    its keys are 0."""
 
 
 def sketch(texts: Sequence[str], size: int, unit: Unit, bands: Bands) -> Sketches:

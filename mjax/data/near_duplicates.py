@@ -20,6 +20,7 @@ million. Which pairs are compared depends on the documents alone, never on the n
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -36,29 +37,27 @@ class SketchFiles:
     """The sketches of a corpus, appended batch after batch to files in `folder`."""
 
     def __init__(self, folder: Path, bands: int):
-        self._folder, self.bands = folder, bands
-        self._files = [file.open("wb") for file in (*map(self._keys_file, range(bands)), folder / "signatures")]
-
-    def _keys_file(self, band: int) -> Path:
-        return self._folder / f"{band:02}.keys"
+        self.bands = bands
+        self._files = [*(folder / f"{band:02}.keys" for band in range(bands)), folder / "signatures"]
+        self._streams = [file.open("wb") for file in self._files]
 
     def append(self, sketches: Sketches) -> None:
         """Add the documents of one batch."""
-        for file, part in zip(self._files, (*sketches.keys, sketches.signatures), strict=True):
-            part.tofile(file)
+        for stream, part in zip(self._streams, (*sketches.keys, sketches.signatures), strict=True):
+            part.tofile(stream)
 
     def close(self) -> None:
         """No more documents are to come; from here on they can be read."""
-        for file in self._files:
-            file.close()
+        for stream in self._streams:
+            stream.close()
 
     def keys(self, band: int) -> np.ndarray:
         """One band of all documents, uint64 [documents], read from the disk where it is touched."""
-        return _mapped(self._keys_file(band), np.uint64)
+        return _mapped(self._files[band], np.uint64)
 
     def signatures(self) -> np.ndarray:
         """uint8 [documents, HASHES], read from the disk where it is touched."""
-        return _mapped(self._folder / "signatures", np.uint8).reshape(-1, HASHES)
+        return _mapped(self._files[-1], np.uint8).reshape(-1, HASHES)
 
 
 class ShingleFile:
@@ -70,34 +69,34 @@ class ShingleFile:
 
     def write(self, batches: Iterable[list[np.ndarray]]) -> None:
         """Write the shingles of all documents, in order."""
-        number = 0
         with self.file.open("wb") as stream:
-            for batch in batches:
-                for shingles in batch:
-                    shingles.tofile(stream)
-                    number += 1
-                    self._ends[number] = self._ends[number - 1] + len(shingles)
+            for number, shingles in enumerate(chain.from_iterable(batches)):
+                shingles.tofile(stream)
+                self._ends[number + 1] = self._ends[number] + len(shingles)
 
     def parts(self, documents: np.ndarray) -> np.ndarray:
-        """Where the shingles of each document begin and end in the file, int64 [documents, 2]."""
+        """Begin and end of each document's shingles in the file, int64 [documents, 2]."""
         places = np.searchsorted(self._documents, documents)
         return np.stack((self._ends[places], self._ends[places + 1]), axis=1)
 
 
 @dataclass
 class Clusters:
-    """Groups of documents that are linked by pairs at or above the threshold."""
+    """Groups of documents that are linked by pairs at or above the threshold.
+
+    Attributes:
+      first: int64 [documents]: the first document of each one's cluster, itself where it is alone.
+      similar: int64 [documents]: the most similar document that each was compared with and found alike; -1: none.
+      similarity: float64 [documents]: their Jaccard similarity.
+      compared: pairs whose shingles were compared.
+      confirmed: those of them at or above the threshold.
+    """
 
     first: np.ndarray
-    """int64 [documents]: the first document of each one's cluster, itself where it is alone."""
     similar: np.ndarray
-    """int64 [documents]: the most similar document that each was compared with and found alike; -1: none."""
     similarity: np.ndarray
-    """float64 [documents]: their Jaccard similarity."""
-    compared: int
-    """Pairs whose shingles were compared."""
-    confirmed: int
-    """Those of them at or above the threshold."""
+    compared: int = 0
+    confirmed: int = 0
 
 
 def candidates(files: SketchFiles, distinct: np.ndarray) -> np.ndarray:
@@ -118,7 +117,7 @@ def find_clusters(
 ) -> Clusters:
     """Compare the candidates and join those at or above `threshold`; `advance` is called after each band."""
     documents = len(distinct)
-    clusters = Clusters(np.arange(documents), np.full(documents, -1), np.zeros(documents), 0, 0)
+    clusters = Clusters(np.arange(documents), np.full(documents, -1), np.zeros(documents))
     signatures = files.signatures()
     for band in range(files.bands):
         earlier = [files.keys(other) for other in range(band)]
@@ -192,7 +191,8 @@ def _compare(pairs: np.ndarray, shingles: ShingleFile, threshold: float, cluster
     for (one, other), similarity in zip(pairs.tolist(), similarities.tolist(), strict=True):
         if similarity >= threshold:
             clusters.confirmed += 1
-            _join(clusters.first, one, other)
+            roots = _roots(clusters.first, np.array((one, other)))
+            clusters.first[roots.max()] = roots.min()  # the first document of a cluster is its root
             for this, that in ((one, other), (other, one)):
                 if similarity > clusters.similarity[this]:
                     clusters.similar[this], clusters.similarity[this] = that, similarity
@@ -212,15 +212,6 @@ def _roots(parents: np.ndarray, documents: np.ndarray) -> np.ndarray:
         roots = above
     parents[documents] = roots
     return roots
-
-
-def _join(parents: np.ndarray, one: int, other: int) -> None:
-    """Make one cluster of two; its first document stays its root."""
-    for _ in range(2):
-        while parents[one] != one:
-            parents[one] = one = parents[parents[one]]  # halves the way for the next one
-        one, other = other, one
-    parents[max(one, other)] = min(one, other)
 
 
 def _mapped(file: Path, dtype: type) -> np.ndarray:

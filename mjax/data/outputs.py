@@ -1,11 +1,11 @@
-"""What `mjax dedup` and `mjax clean` leave behind: the documents that stay, and the story of those that went.
+"""Output files of `mjax dedup` and `mjax clean`: the documents that stay, and a record of those removed.
 
     OUTPUT.jsonl           the documents that stay, in the order they came
     OUTPUT.removed.jsonl   a line for each that went: where it came from and why
     OUTPUT.report.json     how many documents and bytes each step took, with examples
 
 All three are written into the folder OUTPUT.jsonl.tmp and get their names when everything is done, OUTPUT.jsonl last:
-if it is there, it is whole. What a killed run leaves of the others, the next run replaces. The same input gives the
+if it exists, it is complete. The next run replaces the others if a run was killed. The same input gives the
 same bytes, whatever the number of workers.
 """
 
@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 from rich import filesize
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 
@@ -40,7 +40,7 @@ SHOWN = 200  # characters of a text in an example
 
 @dataclass
 class Tally:
-    """How many documents and bytes of UTF-8 text a step has taken, and some of them."""
+    """Number of documents and bytes of UTF-8 text that a step has taken, with examples."""
 
     name: str
     documents: int = 0
@@ -113,7 +113,7 @@ class CleanedFiles:
         self._kept.write(lines)
 
     def remove(self, lines: bytes) -> None:
-        """Write the story of documents that do not stay, each as `json_line` of source, reason and details."""
+        """Write the record of documents that are removed, each as `json_line` of source, reason and details."""
         self._removed.write(lines)
 
     def finish(self, story: dict[str, Any], corpus: Corpus) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class CleanedFiles:
             return
         console = Console(soft_wrap=True, highlight=False)
         console.print(f"{self.output} is ready after {time.perf_counter() - self._started:.1f} s", markup=False)
-        console.print(_table(report))
+        console.print(facts(_steps(report), "right"))
         for remark in remarks:
             console.print(f"\n{remark}", markup=False)
         malformed = report["malformed"]
@@ -182,26 +182,28 @@ def watched_blocks(corpus: Corpus, verb: str) -> Iterator[Block]:
 
 
 def first_reading(corpus: Corpus, verb: str, workers: Workers, function: Callable[..., Part]) -> Iterator[Part]:
-    """What `workers` get from `function` for each block, in order; the `malformed` lines in it are counted."""
+    """Yield `function(block)` by `workers` for each block, in order, and count the `malformed` lines in it."""
     corpus.malformed.clear()
     for part in workers.map(function, watched_blocks(corpus, verb)):
         corpus.malformed.add(part.malformed)
         yield part
 
 
-def facts(rows: Iterable[tuple[str, str, str]]) -> Table:
-    """A table of names, values and remarks."""
+def facts(rows: Iterable[Sequence[str]], justify: JustifyMethod = "left") -> Table:
+    """A table of names, values and remarks, the last column in the given way."""
+    rows = list(rows)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
-    table.add_column(justify="right")
-    table.add_column(style="dim", overflow="fold")
-    for name, value, remark in rows:
-        table.add_row(name, value, escape(remark))
+    for _ in rows[0][1:-1]:
+        table.add_column(justify="right")
+    table.add_column(style="dim", overflow="fold", justify=justify)
+    for row in rows:
+        table.add_row(*map(escape, row))
     return table
 
 
 def excerpt(text: str, start: int = 0) -> str:
-    """What an example shows of a text: some characters from `start` on."""
+    """Shorten a text for an example: some characters from `start` on."""
     end = start + SHOWN
     return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
 
@@ -214,15 +216,11 @@ def where_they_differ(one: str, other: str) -> tuple[str, str]:
     return excerpt(one, start), excerpt(other, start)
 
 
-def _table(report: dict[str, Any]) -> Table:
+def _steps(report: dict[str, Any]) -> Iterator[Sequence[str]]:
     """Documents and bytes: read, changed or removed by each step, kept."""
-    table = Table.grid(padding=(0, 2))
-    for style, justify in (("bold", "left"), (None, "right"), (None, "right"), ("dim", "right")):
-        table.add_column(style=style, justify=justify)
     rows = [(report["read"], ""), *((step, "") for step in report.get("changed", ()))]
     rows += [*((step, "− ") for step in report["removed"]), (report["kept"], "= ")]
     for tally, sign in rows:
         share = tally["documents"] / max(report["read"]["documents"], 1)
-        bytes_of_text = filesize.decimal(tally["bytes"])
-        table.add_row(sign + tally["name"], f"{tally['documents']:,} documents", bytes_of_text, f"{share:.1%}")
-    return table
+        documents = f"{tally['documents']:,} documents"
+        yield sign + tally["name"], documents, filesize.decimal(tally["bytes"]), f"{share:.1%}"

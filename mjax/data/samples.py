@@ -86,7 +86,7 @@ def build_document_index(
 def build_sample_index(
     lengths: np.ndarray, document_index: np.ndarray, sequence: int, samples: int, extra_token: bool = True
 ) -> np.ndarray:
-    """Where each sample begins: (position in `document_index`, offset in tokens), int32 or int64 [samples + 1, 2].
+    """Beginning of each sample: (position in `document_index`, offset in tokens), int32 or int64 [samples + 1, 2].
 
     Sample k runs from row k to row k + 1, with the extra token both included: the last token of a sample is the first
     of the next. Megatron walks the documents to find these rows; here token k × `sequence` of the stream is looked up
@@ -296,7 +296,7 @@ def _check_size(indexed: IndexedDataset, documents: int, tokens: int, sequence: 
 
 
 def _way_out(indexed: IndexedDataset, documents: int, sequence: int) -> str:
-    """What gives a part of a dataset a sample, and leaves one to the part before it."""
+    """Say what to type so that a part of a dataset has a sample, and the part before it keeps one."""
     sample, total = sequence + 1, int(indexed.lengths.sum(dtype=np.int64))
     if documents == len(indexed):
         return f"{f'use --model.sequence {total - 1} or less, or ' if total > 1 else ''}prepare more text"
@@ -313,7 +313,7 @@ def _way_out(indexed: IndexedDataset, documents: int, sequence: int) -> str:
 
 
 def advice(tokens: int, sample: int) -> str:
-    """What to type where a dataset has too few documents to keep some for validation.
+    """Say what to type if a dataset has too few documents to keep some for validation.
 
     Args:
       tokens: in the dataset.

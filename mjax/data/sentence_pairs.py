@@ -11,7 +11,7 @@ be much longer than wanted, and is cut to size when it is read.
 Mostly the tokens wanted are the most that fit, s − 3 beside [CLS], [SEP] and [SEP]. With a probability of about 10%
 they are fewer, any number from 2 on, since what fine-tuning sees is often short (google-research/bert,
 create_pretraining_data.py). One random word says whether a sample is short and how long it is, so that where s is 512
-and one in ten is short only even lengths come. Each epoch draws anew. All samples of all epochs are shuffled together.
+and one in ten is short only even lengths come. Each epoch draws again. All samples of all epochs are shuffled together.
 Documents with fewer sentences than a sample needs are left out, and so are documents of several sentences one of which
 is longer than 512 tokens.
 
@@ -29,8 +29,6 @@ from collections.abc import Iterator
 from itertools import repeat
 
 import numpy as np
-
-from mjax.data.mersenne import mersenne_twister_64
 
 LONG_SENTENCE = 512  # tokens; a document of several sentences with a longer one is left out
 PIECE = 2**16  # documents, or draws, that are Python numbers at a time
@@ -136,3 +134,41 @@ def _shuffled(rows: int, seed: int) -> np.ndarray:
                 order[i], order[partner[i]] = order[partner[i]], order[i]
         stop = first
     return order
+
+
+# --- The 64-bit Mersenne Twister of the C++ standard library ----------------------------------------------------------
+
+STATE, LAG = 312, 156  # words the recurrence looks back, and words it computes at once
+LOWER = 2**31 - 1
+UPPER = 2**64 - 1 - LOWER
+TWIST = 0xB5026F5AA96619E9
+
+
+def mersenne_twister_64(seed: int, count: int) -> np.ndarray:
+    """The first `count` words of `std::mt19937_64(seed)`, uint64 [count]; NumPy has the generator only in 32 bits.
+
+    Words follow the recurrence
+
+        x[k + 312] = x[k + 156] ⊕ A(upper 33 bits of x[k], lower 31 bits of x[k + 1])
+
+    and are given out tempered. A word depends on none of the 155 before it, so 156 at a time are one operation on
+    arrays.
+
+    Source: Matsumoto and Nishimura, mt19937-64.c (2004); C++11, 26.5.3.2, whose 26.5.5 names the 10,000th word.
+    """
+    words = np.empty(STATE + count, np.uint64)
+    word = seed % 2**64
+    for i in range(STATE):
+        words[i] = word
+        word = (6364136223846793005 * (word ^ (word >> 62)) + i + 1) % 2**64
+    for first in range(STATE, len(words), LAG):
+        new = words[first : first + LAG]
+        before, after = words[first - STATE :][: len(new)], words[first - STATE + 1 :][: len(new)]
+        np.bitwise_xor(((before & UPPER) | (after & LOWER)) >> 1, (after & 1) * TWIST, out=new)
+        new ^= words[first - LAG :][: len(new)]
+    tempered = words[STATE:]
+    tempered ^= (tempered >> 29) & 0x5555555555555555
+    tempered ^= (tempered << 17) & 0x71D67FFFEDA60000
+    tempered ^= (tempered << 37) & 0xFFF7EEE000000000
+    tempered ^= tempered >> 43
+    return tempered

@@ -7,22 +7,15 @@ the sentences are those of Megatron's preprocess_data. What was learnt is data t
 Megatron's older `punkt` is a pickle, which can execute anything; it is never opened.
 """
 
-from typing import Protocol
+from typing import Any
 
 from mjax.errors import UsageError
 
 PIECE = 1_000_000  # characters that Megatron splits at a time; the cuts between them end a sentence too
 
 
-class Splitter(Protocol):
-    """Splits text; spaces between sentences belong to none."""
-
-    def tokenize(self, text: str) -> list[str]:
-        """The sentences of `text`."""
-
-
-def load_splitter(language: str) -> Splitter:
-    """NLTK's Punkt with the tables of a language, such as "english".
+def load_splitter(language: str) -> Any:
+    """NLTK's Punkt with the tables of a language, such as "english"; spaces between sentences belong to none.
 
     Raises:
       UsageError: the language's tables are not there; says where they come from.
@@ -38,7 +31,7 @@ def load_splitter(language: str) -> Splitter:
         ) from None
 
 
-def split(text: str, splitter: Splitter) -> list[str]:
+def split(text: str, splitter: Any) -> list[str]:
     """The sentences of a text, as Megatron's preprocess_data splits it: a million characters at a time."""
     return [
         sentence for start in range(0, len(text), PIECE) for sentence in splitter.tokenize(text[start : start + PIECE])

@@ -146,7 +146,7 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _word_characters() -> np.ndarray:
-    """Whether a code point is part of a word, bool [1114112]: the \\w of regular expressions."""
+    """Table of the code points that are part of a word, bool [1114112]: the \\w of regular expressions."""
     table = np.fromiter((chr(code).isalnum() for code in range(sys.maxunicode + 1)), bool, sys.maxunicode + 1)
     table[ord("_")] = True
     return table

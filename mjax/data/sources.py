@@ -8,30 +8,31 @@ data.train_path, valid_path, test_path     a blend each, of whole datasets
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from mjax.batch_size import BatchSizes, training_samples
 from mjax.config import Config
-from mjax.data.batches import Batches, Samples
+from mjax.data.batches import Batches
 from mjax.data.bert import BertDataset
 from mjax.data.blend import Blend, BlendedDataset, parse_blend, samples_of_parts
 from mjax.data.cache import IndexCache, cache_folders
 from mjax.data.indexed import IndexedDataset
 from mjax.data.masking import WordPieces
-from mjax.data.metadata import DatasetMetadata, read_metadata, tokenizer_folder
+from mjax.data.metadata import DatasetMetadata, digest_of_folder, read_metadata, tokenizer_folder
 from mjax.data.mock_pairs import MockPairs
 from mjax.data.samples import GPTDataset, MockDataset, labelled, split_sequences
 from mjax.data.tokenizers import BertTokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 
+PARTS = ("training", "validation", "test")
+
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a run reads.
+    """Data that a run reads.
 
     Attributes:
       training: batch of every step.
@@ -68,93 +69,74 @@ def open_data(config: Config) -> TrainingData:
         training = mock(model.vocabulary, model.sequence, train.seed)
         validation = mock(model.vocabulary, model.sequence, train.seed + 1) if evaluates else None
         return _bundle(config, training, validation, data.eod, None, summary, ())
-
-    parts = {"training": 0, "validation": 1, "test": 2}
-    if data.train_path:
-        paths = {"train_path": data.train_path, "valid_path": data.valid_path, "test_path": data.test_path}
-        blends = dict(zip(parts, (_blend(field, values) for field, values in paths.items()), strict=True))
-    else:
-        blends = dict.fromkeys(parts, _blend("path", data.path))
-    open_once = cache(IndexedDataset)
-    prefixes = list(dict.fromkeys(prefix for blend in blends.values() if blend for prefix in blend.prefixes))
-    for prefix in prefixes:
-        open_once(prefix)
-    metadata, tokenizer = _tokenizer(prefixes)
-    if metadata is not None and metadata.vocabulary > model.vocabulary:
-        raise UsageError(
-            f"{prefixes[0]} was made with a tokenizer of {metadata.vocabulary:,} ids and --model.vocabulary is "
-            f"{model.vocabulary:,}; for a new run leave it out or use --model.vocabulary {metadata.vocabulary}, and to "
-            "go on with one prepare the data with its tokenizer"
-        )
-    pieces = _word_pieces(prefixes, tokenizer) if model.kind == "bert" else None
-    eod = data.eod if data.eod is not None or metadata is None else metadata.eod
-    if eod is None and (data.reset_positions or data.reset_attention or data.mask_eod_loss):
-        raise UsageError(
-            f"nothing says which id ends a document in {prefixes[0]}, which has no {prefixes[0]}.json; "
-            "give it with --data.eod"
-        )
-
     notes: dict[str, None] = {}  # the same sentence once
+    files = _Files(config, notes.setdefault)
+    training = files.draw("training", training_samples(config))
+    validation = files.draw("validation", train.eval_batches * train.global_batch) if evaluates else None
+    summary = _summary(files.blends["training"], training)
+    return _bundle(config, training, validation, files.eod, files.tokenizer, summary, tuple(notes))
 
-    def draw(part: str, samples: int) -> Samples:
-        def one(prefix: str, samples: int | None) -> GPTDataset | BertDataset:
-            indexed = open_once(prefix)
-            # Of a GPT's data a document is one sequence; of a BERT's a sequence is a sentence.
-            count = len(indexed) if pieces is None else indexed.documents
-            documents = range(count)
-            if not data.train_path:
-                documents = split_sequences(data.split, count)[parts[part]]
-            kept = IndexCache(cache_folders(prefix, data.cache), notes.setdefault)
-            if pieces is not None:
-                name = f"{part} part"
-                return BertDataset(
-                    indexed,
-                    documents,
-                    samples,
-                    model.sequence,
-                    train.seed,
-                    pieces,
-                    name,
-                    short_probability=data.short_probability,
-                    mask_probability=data.mask_probability,
-                    cache=kept,
-                )
-            return GPTDataset(
-                indexed,
-                documents,
-                samples,
-                model.sequence,
-                train.seed,
-                f"{part} part",
-                vocabulary=model.vocabulary,
-                keep_tail=data.validation_tail and part == "validation",
-                cache=kept,
+
+class _Files:
+    """The datasets of a config, opened once each, what they have in common, and samples drawn from them.
+
+    Attributes:
+      blends: datasets of the training, validation and test part; None where there are none.
+      tokenizer: its folder, or None where it is not known.
+      eod: id that ends a document; None: not known.
+    """
+
+    def __init__(self, config: Config, say: Callable[[str], None]):
+        data, model = config.data, config.model
+        self.config, self.say = config, say
+        if data.train_path:
+            paths = {"--data.train-path": data.train_path, "--data.valid-path": data.valid_path}
+            paths["--data.test-path"] = data.test_path
+            found = [parse_blend(values, flag) if values else None for flag, values in paths.items()]
+        else:
+            found = [parse_blend(data.path, "--data.path")] * len(PARTS)
+        self.blends = dict(zip(PARTS, found, strict=True))
+        prefixes = list(dict.fromkeys(prefix for blend in found if blend for prefix in blend.prefixes))
+        self._opened = {prefix: IndexedDataset(prefix) for prefix in prefixes}
+        metadata, self.tokenizer = _tokenizer(prefixes)
+        if metadata is not None and metadata.vocabulary > model.vocabulary:
+            raise UsageError(
+                f"{prefixes[0]} was made with a tokenizer of {metadata.vocabulary:,} ids and --model.vocabulary is "
+                f"{model.vocabulary:,}; for a new run leave it out or use --model.vocabulary {metadata.vocabulary}, "
+                "and to go on with one prepare the data with its tokenizer"
+            )
+        self._pieces = _word_pieces(prefixes, self.tokenizer) if model.kind == "bert" else None
+        self.eod = data.eod if data.eod is not None or metadata is None else metadata.eod
+        if self.eod is None and (data.reset_positions or data.reset_attention or data.mask_eod_loss):
+            raise UsageError(
+                f"nothing says which id ends a document in {prefixes[0]}, which has no {prefixes[0]}.json; "
+                "give it with --data.eod"
             )
 
-        return _blended(
-            blends[part], samples, one, IndexCache(cache_folders(prefixes[0], data.cache), notes.setdefault)
-        )
+    def draw(self, part: str, samples: int) -> GPTDataset | BertDataset | BlendedDataset:
+        """`samples` of a part, from its dataset or its blend of several."""
+        blend = self.blends[part]
+        if blend.weights is None and len(blend.prefixes) == 1:
+            return self._draw_one(part, blend.prefixes[0], samples)
+        shares = blend.shares
+        wanted = [None] * len(blend.prefixes) if shares is None else samples_of_parts(samples, shares)
+        drawn = [self._draw_one(part, prefix, number) for prefix, number in zip(blend.prefixes, wanted, strict=True)]
+        return BlendedDataset(drawn, shares, samples, self._cache(next(iter(self._opened))))
 
-    training = draw("training", training_samples(config))
-    validation = draw("validation", train.eval_batches * train.global_batch) if evaluates else None
-    summary = _summary(blends["training"], training)
-    return _bundle(config, training, validation, eod, tokenizer, summary, tuple(notes))
+    def _draw_one(self, part: str, prefix: str, samples: int | None) -> GPTDataset | BertDataset:
+        data, indexed, kept = self.config.data, self._opened[prefix], self._cache(prefix)
+        # Of a GPT's data a document is one sequence; of a BERT's a sequence is a sentence.
+        count = len(indexed) if self._pieces is None else indexed.documents
+        documents = range(count) if data.train_path else split_sequences(data.split, count)[PARTS.index(part)]
+        drawn = (indexed, documents, samples, self.config.model.sequence, self.config.train.seed)
+        if self._pieces is not None:
+            shares = {"short_probability": data.short_probability, "mask_probability": data.mask_probability}
+            return BertDataset(*drawn, self._pieces, f"{part} part", cache=kept, **shares)
+        tail, vocabulary = data.validation_tail and part == "validation", self.config.model.vocabulary
+        return GPTDataset(*drawn, f"{part} part", vocabulary=vocabulary, keep_tail=tail, cache=kept)
 
-
-def _blend(field: str, values: tuple[str, ...]) -> Blend | None:
-    return parse_blend(values, f"--data.{field.replace('_', '-')}") if values else None
-
-
-def _blended(
-    blend: Blend, samples: int, draw: Callable[[str, int | None], GPTDataset | BertDataset], order: IndexCache
-) -> GPTDataset | BertDataset | BlendedDataset:
-    """`samples` of a blend, whose datasets are drawn from by `draw(prefix, samples)`."""
-    if blend.weights is None and len(blend.prefixes) == 1:
-        return draw(blend.prefixes[0], samples)
-    shares = blend.shares
-    wanted = [None] * len(blend.prefixes) if shares is None else samples_of_parts(samples, shares)
-    drawn = [draw(prefix, number) for prefix, number in zip(blend.prefixes, wanted, strict=True)]
-    return BlendedDataset(drawn, shares, samples, order)
+    def _cache(self, prefix: str) -> IndexCache:
+        return IndexCache(cache_folders(prefix, self.config.data.cache), self.say)
 
 
 def _summary(blend: Blend, dataset: GPTDataset | BertDataset | BlendedDataset) -> str:
@@ -176,7 +158,7 @@ def _extent(dataset: GPTDataset | BertDataset) -> str:
 
 
 def _word_pieces(prefixes: list[str], folder: Path | None) -> WordPieces:
-    """What a BERT's masking has to know of the vocabulary of datasets, whose tokenizer is in `folder`.
+    """The word pieces that a BERT's masking needs, from the tokenizer of datasets in `folder`.
 
     Raises:
       UsageError: its tokenizer is not there or not BERT's, or its documents have ends that are tokens.
@@ -218,15 +200,6 @@ def _tokenizer(prefixes: list[str]) -> tuple[DatasetMetadata | None, Path | None
 
 def _described(metadata: DatasetMetadata) -> str:
     return f"{metadata.tokenizer} of {metadata.vocabulary:,} ids, {metadata.eod} at the end of documents"
-
-
-def digest_of_folder(folder: Path) -> str:
-    """SHA-256 of the files in a folder and of their names, such as of a tokenizer."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*")):
-        if file.is_file():
-            digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode() + file.read_bytes())
-    return digest.hexdigest()
 
 
 def _bundle(config, training, validation, eod, tokenizer, summary, notes) -> TrainingData:

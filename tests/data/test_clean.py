@@ -218,7 +218,7 @@ def test_a_function_that_fails_or_forgets_to_answer_is_named_with_the_document(t
         ({"inputs": ()}, "nothing to clean; give files such as corpus.jsonl"),
         ({"minimum_tokens": -1}, "--minimum-tokens is -1"),
         ({"common": 0}, "--common is 0"),
-        ({"tokenizer": "gpt5"}, "no known kind"),
+        ({"tokenizer": "gpt5"}, "--tokenizer gpt5 is not a known kind"),
         ({"decontaminate": (Path("none.txt"),)}, "there is no file none.txt"),
         ({"decontaminate": (Path("in.jsonl"),)}, "--decontaminate in.jsonl has no text of 8 words or more"),
         ({"keep": ("hooks.py",)}, "--keep hooks.py names no function; use FILE.py:FUNCTION or MODULE:FUNCTION"),

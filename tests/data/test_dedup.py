@@ -274,7 +274,7 @@ def test_a_malformed_line_stops_the_run_or_is_skipped_and_counted(tmp_path, caps
         ({"output": Path("out.txt")}, r"--output out\.txt is not a \.jsonl file; give one such as out\.jsonl"),
         ({"output": Path("in.jsonl"), "overwrite": True}, r"would write in\.jsonl, which is read; choose another"),
         ({"output": Path("there.jsonl")}, r"there\.jsonl exists; choose another --output, or add --overwrite"),
-        ({"threshold": 0.1}, r"--threshold 0\.1 is no Jaccard similarity"),
+        ({"threshold": 0.1}, r"--threshold 0\.1 .*use 0\.3 to 1"),
         ({"shingle_size": 0}, "--shingle-size is 0"),
         ({"workers": 0}, "--workers is 0; it must be at least 1"),
     ],

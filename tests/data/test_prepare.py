@@ -222,7 +222,7 @@ def test_a_malformed_line_is_named_and_leaves_nothing(tmp_path, content, message
             {"tokenizer": "bytes", "vocabulary": 300},
             "--vocabulary 300 is for a tokenizer that is trained",
         ),
-        (["here.txt"], {"tokenizer": "gpt5"}, "no known kind"),
+        (["here.txt"], {"tokenizer": "gpt5"}, "--tokenizer gpt5 is not a known kind"),
         (["here.txt"], {"vocabulary": 5000}, "--vocabulary 5000 is too large"),
         (["here.txt"], {"output": "out/"}, "out/ is not a prefix"),
         (["here.txt"], {"output": "out.bin"}, "out.bin is not a prefix"),

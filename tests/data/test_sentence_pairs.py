@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mjax.data import sentence_pairs
-from mjax.data.mersenne import mersenne_twister_64
-from mjax.data.sentence_pairs import build_pair_index
+from mjax.data.sentence_pairs import build_pair_index, mersenne_twister_64
 
 
 def test_the_64_bit_generator_gives_the_words_that_the_standard_names():

@@ -65,7 +65,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     kind, _, files = spec.partition(":")
     if kind not in KINDS:
         forms = ", ".join(tokenizer.form for tokenizer in KINDS.values())
-        raise UsageError(f"--tokenizer {spec} is of no known kind; use {forms}")
+        raise UsageError(f"--tokenizer {spec} is not a known kind; use {forms}")
     return KINDS[kind].from_files(files)
 
 

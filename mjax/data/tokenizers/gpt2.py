@@ -50,7 +50,7 @@ class GPT2Tokenizer(LibraryTokenizer):
         if len(names) == 1:
             if _is_json(contents[0]):
                 raise UsageError(
-                    f"{files} is no tiktoken file but JSON; use --tokenizer gpt2:{files},merges.txt if it is GPT-2's "
+                    f"{files} is JSON, not a tiktoken file; use --tokenizer gpt2:{files},merges.txt if it is GPT-2's "
                     f"vocabulary, or hf:{files} if it is a tokenizer.json"
                 )
             return cls(*_from_ranks(_parse_ranks(contents[0], files), files), files, files)
@@ -70,7 +70,7 @@ def _parse_vocab(content: bytes, name: str) -> dict[str, int]:
     expected = 'a JSON object such as {"!": 0, "\\"": 1, …} is expected: GPT-2\'s vocab.json, also called encoder.json'
     ids = parse_json(content, name, expected)
     if not isinstance(ids, dict) or not all(type(number) is int for number in ids.values()):
-        raise UsageError(f"{name} is no vocabulary; {expected}")
+        raise UsageError(f"{name} is not a vocabulary; {expected}")
     if sorted(ids.values()) != list(range(len(ids))):
         raise UsageError(f"the ids in {name} are not 0 to {len(ids) - 1}, each once; {expected}")
     if missing := [character for character in byte_characters() if character not in ids]:
@@ -159,7 +159,7 @@ def _merge(token: bytes, ranks: dict[bytes, int], below: int) -> list[bytes]:
 
 @cache
 def byte_characters() -> list[str]:
-    """How GPT-2's files write each of the 256 bytes: itself where it is printable in Latin-1, else from U+0100 on."""
+    """Characters for the 256 bytes in GPT-2's files: itself where it is printable in Latin-1, else from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

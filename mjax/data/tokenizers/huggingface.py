@@ -102,7 +102,7 @@ def check_sizes(content: bytes, name: str) -> None:
     """Refuse a tokenizer.json that asks for more than is in it: the library makes room before it looks.
 
     Raises:
-      UsageError: it has an id beyond its own bytes, or a table of characters that is cut off, or is no JSON.
+      UsageError: it has an id beyond its own bytes, or a table of characters that is cut off, or is not JSON.
     """
     values = parse_json(content, name, "give a tokenizer.json that save_pretrained wrote")
     objects = list(_objects(values))
@@ -113,7 +113,7 @@ def check_sizes(content: bytes, name: str) -> None:
         raise UsageError(f"{name} has the id {largest:,} in {len(content):,} bytes; get the file again, it is damaged")
     for table in [part.get("precompiled_charsmap") for part in objects]:
         if isinstance(table, str):
-            with library_errors(f"{name} has a table of characters that is none", "get the file again"):
+            with library_errors(f"{name} has an invalid table of characters", "get the file again"):
                 size = int.from_bytes(base64.b64decode(table[:8])[:4], "little")  # of the first of its two parts
             if size > len(table):
                 raise UsageError(f"{name} has a table of characters that is cut off; get the file again")

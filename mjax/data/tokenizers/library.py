@@ -1,4 +1,4 @@
-"""What mjax asks of a tokenizer, what all kinds of them share, and those that the `tokenizers` library runs.
+"""The interface of a tokenizer, the parts that all kinds share, and those that the `tokenizers` library runs.
 
 In Hugging Face's tokenizers a text that contains `<|endoftext|>` or `[SEP]` encodes to that very token. In Megatron's
 it does not, nor here: otherwise a web page about GPT-2 would end in the middle.
@@ -72,7 +72,7 @@ class Tokenizer:
         """Token ids of `text`, without an end-of-document id or any other that is not in the text.
 
         Raises:
-          UsageError: the text holds half of a surrogate pair, which is no character.
+          UsageError: the text holds half of a surrogate pair, which is not a character.
         """
         return self.encode_batch([text])[0]
 
@@ -171,7 +171,7 @@ def library_errors(before: str, after: str) -> Iterator[None]:
         yield
     except (UsageError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic is no Exception
+    except BaseException as error:  # a panic is not an Exception
         raise UsageError(f"{before} ({error}); {after}") from None
 
 
@@ -196,7 +196,7 @@ def utf8(text: str) -> bytes:
 
 
 def read_given(tokenizer: type[Tokenizer], files: str, file: str) -> bytes:
-    """What is in `file`, one of the `files` given on the command line.
+    """Read `file`, one of the `files` given on the command line.
 
     Raises:
       UsageError: none is named, or it cannot be read.

@@ -144,7 +144,7 @@ def learned(texts: Iterable[str], vocabulary: int, **settings) -> bytes:
 
 
 def _explained(error: RuntimeError) -> Exception:
-    """What sentencepiece's message means."""
+    """Translate sentencepiece's message."""
     message = str(error)
     if found := re.search(r"too high.*<= (\d+)", message):
         return WrongSize(most=int(found[1]))
