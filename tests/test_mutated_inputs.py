@@ -93,7 +93,7 @@ WORST = [
     ("dataset's metadata", "d.json", to(DEEP), "nested"),
     ("dataset's metadata", "d.json", json_with("tokens", "100"), "tokens is '100', which is not a whole number"),
     ("dataset's metadata", "d.json", json_with("inputs", [1]), "inputs is [1], which is not a list of text"),
-    ("dataset's metadata", "d.json", json_with("eod", 257), "counts what cannot be"),
+    ("dataset's metadata", "d.json", json_with("eod", 257), "its counts are impossible"),
     ("metrics.jsonl", "metrics.jsonl", to(FOLDER), "cannot be read (Is a directory); move it away"),
     ("checkpoint", "5/manifest.json", to(DEEP), "manifest.json is not what was written"),
     ("calibration", "c.json", to(DEEP), "nested"),

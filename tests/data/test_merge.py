@@ -63,7 +63,7 @@ def test_parts_without_metadata_are_merged_and_the_whole_claims_nothing(tmp_path
     assert [data.get(i).tolist() for i in range(len(data))] == [[7, 8, 9], [10], [11]] * 2
     assert data.document_indices.tolist() == [0, 2, 2, 3, 5, 5, 6]
     assert not metadata_file(tmp_path / "m").exists()
-    assert f"there is no {part}.json; it has no PREFIX.json and no PREFIX.tokenizer" in capsys.readouterr().out
+    assert f"{part}.json does not exist; it has no PREFIX.json and no PREFIX.tokenizer" in capsys.readouterr().out
 
 
 def test_overwriting_with_parts_of_an_unknown_tokenizer_removes_the_old_one(tmp_path):
