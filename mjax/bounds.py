@@ -2,8 +2,8 @@
 
     layers: Annotated[int, Bounds(ge=1)] = 24      or, as it comes often, layers: Count = 24
 
-What is refused has one form, whether it comes from a flag, a file or Python: `--model.layers is 0; it must be at least
-1`. A number that is infinite or NaN is refused everywhere. This module imports no JAX.
+A refusal has one form, for flags, files and Python alike: `--model.layers is 0; it must be at least 1`. A number that
+is infinite or NaN is refused everywhere. This module imports no JAX.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Bounds:
     """A value to type, where the bounds alone do not suggest one."""
 
     def hold(self, number: float) -> bool:
-        """Whether `number` is within them."""
+        """True where `number` is within them."""
         return (
             (self.ge is None or number >= self.ge)
             and (self.gt is None or number > self.gt)

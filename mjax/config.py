@@ -158,7 +158,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where samples come from."""
+    """Sources of samples."""
 
     path: tuple[str, ...] = ()
     """Prefixes of indexed datasets (PREFIX.bin and PREFIX.idx, as `mjax prepare` or Megatron's preprocess_data write
@@ -228,7 +228,7 @@ class OptimizerConfig:
     learning_rate: NotNegative = 1.5e-4
     """Peak learning rate."""
     min_learning_rate: NotNegative = 1e-5
-    """Where the schedule ends."""
+    """Learning rate at the end of the schedule."""
     schedule: Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"] = "cosine"
     """Shape of the decay after warm-up (wsd: warm-up, stable, decay)."""
     warmup_steps: CountOrZero = 0
@@ -253,11 +253,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Types of the computation. Parameters and moments are float32, and so are the sums of LayerNorm, softmax, cross
+    """Dtypes of the computation. Parameters and moments are float32, and so are the sums of LayerNorm, softmax, cross
     entropy and gradients."""
 
     compute: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
-    """Type of activations and matrix products. fp16 brings loss scaling; fp64 (parameters too) is for tests,
+    """Dtype of activations and matrix products. fp16 brings loss scaling; fp64 (parameters too) is for tests,
     and needs JAX_ENABLE_X64=1 in the environment."""
     loss_scale: Annotated[float, Bounds(ge=1)] | None = None
     """fp16 only: a constant loss scale instead of the dynamic one."""
@@ -273,7 +273,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, in what portions, and with how much recomputation."""
+    """Length of training, batches and recomputation."""
 
     steps: Count = 300_000
     """Optimizer steps in all."""
@@ -288,7 +288,7 @@ class TrainConfig:
     micro_batch: Count = 8
     """Sequences a data replica takes through the model at once; the rest of its share is accumulated."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass recomputes: nothing, the attention core and cheap element-wise work, or whole layers."""
+    """Recomputation in the backward pass: nothing, the attention core and cheap element-wise work, or whole layers."""
     seed: Seed = 1234
     """Fixes initial weights, order of samples and dropout, whatever the mesh."""
     eval_interval: CountOrZero = 1000
@@ -299,14 +299,14 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved, and how much of it stays."""
+    """Checkpoints that are saved and kept."""
 
     interval: CountOrZero = 1000
     """Steps between checkpoints; the last step and an interruption are always saved. 0: only those."""
     keep_last: Count = 2
     """Most recent checkpoints that stay."""
     keep_every: Count | None = None
-    """Checkpoints whose step is a multiple of this stay for good."""
+    """Checkpoints whose step is a multiple of this are never removed."""
 
 
 @dataclass(frozen=True)
@@ -315,8 +315,8 @@ class HealthConfig:
     or have a loss far above its running mean."""
 
     spike: Literal["announce", "skip", "rewind"] = "announce"
-    """What a loss spike does: announce only says so; skip drops the update of that batch; rewind goes back to the last
-    good checkpoint and passes over the batches that led to the spike."""
+    """Response to a loss spike: announce only says so; skip drops the update of that batch; rewind goes back to the
+    last good checkpoint and passes over the batches that led to the spike."""
     spike_deviations: NotNegative = 6.0
     """A loss this many standard deviations above its running mean is a spike; 0 for no spikes."""
     window: Annotated[int, Bounds(ge=2)] = 100
@@ -339,7 +339,7 @@ class HealthConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is shown and recorded."""
+    """Display and records."""
 
     interval: Count = 1
     """Steps between lines of metrics.jsonl and scalars of TensorBoard."""

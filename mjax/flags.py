@@ -1,8 +1,8 @@
-"""Flags: read by tyro, and what to type in place of one that a command does not have.
+"""Flags: read by tyro, with a suggestion for one that a command does not have.
 
-Who comes from Megatron-LM, nanoGPT or Hugging Face types their names. Each is known here (`ELSEWHERE`) and leads to
-ours in one sentence, as does a field without its section (--learning-rate), in another one (--train.learning-rate) or
-misspelt.
+People who come from Megatron-LM, nanoGPT or Hugging Face type their names. Each is known here (`ELSEWHERE`) and leads
+to ours in one sentence, as does a field without its section (--learning-rate), in another one (--train.learning-rate)
+or misspelt.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ NOTES = {
     "mock-data": "it takes no value", "decay-lr": "constant does not decay", "save": "the folder is RUNS/NAME",
     "output-dir": "the folder is RUNS/NAME", "out-dir": "the folder is RUNS/NAME",
 }  # fmt: skip
-"""What else there is to say of a name, whose value does not mean the same as ours."""
+"""Remarks on names whose values do not mean the same as ours."""
 UNITS = {
     "train.global-batch": "sequences a step over all devices", "train.micro-batch": "sequences a replica takes at once",
 }  # fmt: skip
@@ -181,7 +181,7 @@ def _positive(name: str) -> str:
 
 
 def _instead(name: str, value: str, known: set[str], prog: str) -> str:
-    """What to type in place of a flag that is not known."""
+    """The flag to type in place of one that is not known."""
     last = name.lower().rpartition(".")[2]
     ours = [flag for flag in ELSEWHERE.get(last, "").split() if flag in known]
     ours = ours or sorted(flag for flag in known if flag.rpartition(".")[2] == last)

@@ -54,7 +54,7 @@ def parse_json(content: bytes | str, source: str, fix: str) -> Any:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether parts of `value` are nested deeper than `DEEPEST`, of which later a `repr` would fail."""
+    """True where parts of `value` are nested deeper than `DEEPEST`: their `repr` would fail later."""
     level = [value]
     for _ in range(DEEPEST):
         level = [

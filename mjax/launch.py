@@ -1,4 +1,4 @@
-"""What has to happen to a process before JAX is imported."""
+"""Set up a process before JAX is imported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROCESS_COUNTS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpiru
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether this machine shows an NVIDIA device, asked without touching it."""
+    """True where this machine shows an NVIDIA device; found out without touching it."""
     return (
         Path("/dev/nvidia0").exists() or Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
     )
@@ -47,10 +47,10 @@ def claim_gpu_memory(environment: MutableMapping[str, str] = os.environ) -> None
 
 
 def restart_with_huge_pages() -> None:
-    """On a CPU, start this process anew with huge pages for its heap, once.
+    """On a CPU, restart this process with huge pages for its heap, once.
 
-    XLA maps its arena of activations anew at every step; with 4 KiB pages a step of a gigabyte begins with 300,000 page
-    faults, an eighth of its time. The C library reads the setting before `main`, so it cannot be made from inside.
+    XLA maps its arena of activations again at every step; with 4 KiB pages a step of a gigabyte begins with 300,000
+    page faults, an eighth of its time. The C library reads the setting before `main`, so it cannot be made from inside.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if sys.platform != "linux" or has_nvidia_gpu() or "glibc.malloc.hugetlb" in tunables:
@@ -76,7 +76,7 @@ def simulate_devices(count: int) -> None:
 
 @dataclass(frozen=True)
 class Distributed:
-    """Where the processes of a run find each other. Not needed under srun, mpirun or in a Kubernetes indexed job."""
+    """Rendezvous of the processes of a run; not needed under srun, mpirun or in a Kubernetes indexed job."""
 
     coordinator: str | None = None
     """HOST:PORT of process 0."""
@@ -97,7 +97,7 @@ class Distributed:
 
     @property
     def several(self) -> bool:
-        """Whether a launcher or the flags say that this process is one of several."""
+        """True where a launcher or the flags say that this process is one of several."""
         return launched_by() is not None or None not in (self.coordinator, self.processes, self.process)
 
 

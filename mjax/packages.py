@@ -1,4 +1,4 @@
-"""What is installed, by the packages' own metadata: nothing is imported, so the answer comes for a broken one too."""
+"""Installed versions, by the packages' own metadata: nothing is imported, so the answer comes for a broken one too."""
 
 from __future__ import annotations
 

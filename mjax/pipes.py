@@ -1,4 +1,4 @@
-"""`mjax plan | head`: what to do when the reader of the output has had enough."""
+"""`mjax plan | head`: end quietly when the reader of the output has had enough."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def flushed_output() -> Iterator[None]:
 
 
 def output_is_unread() -> bool:
-    """Whether nobody reads stdout or stderr any more. Those then lead nowhere, lest Python complain at its end."""
+    """True where nobody reads stdout or stderr any more. They are then closed off, so that Python does not complain at
+    its end."""
     broken = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and _is_broken(stream)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in broken:
@@ -42,7 +43,7 @@ def _flush() -> None:
 
 
 def _is_broken(stream) -> bool:
-    """Whether `stream` writes into a pipe or socket that has no reader."""
+    """True where `stream` writes into a pipe or socket that has no reader."""
     try:
         file = stream.fileno()
     except (OSError, ValueError):  # a stream of Python's own, or a closed one

@@ -1,9 +1,9 @@
-"""What a config takes from its data and from its length, where the command line does not say it.
+"""Settings that a config takes from its data and its length, where the command line does not give them.
 
     vocabulary   that of the tokenizer the data were prepared with; a config file has that of another, often GPT-2's
     warm-up      shortened in proportion where --train.steps leaves no room for it
 
-Both are said in a line, and config.json of the run has the numbers that were taken.
+Each is announced in a line, and the run's config.json has the numbers that were taken.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _vocabularies(config: Config) -> dict[str, int]:
 
 
 def _goes_on(run: Path, vocabulary: int) -> bool:
-    """Whether a run that is there has this vocabulary."""
+    """True where the run in this folder has this vocabulary."""
     file = run / "config.json"
     return file.is_file() and read_config(file).model.vocabulary == vocabulary
 

@@ -1,4 +1,4 @@
-"""What is refused before a device is touched: in one sentence, what was given, what is allowed and what to type."""
+"""Refusals before a device is touched, in one sentence each: what was given, what is allowed and what to type."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def _check_batch_sizes(config: Config) -> None:
 
 
 def _fitting_rampup(config: Config, unit: int) -> str:
-    """What to type for the ramp-up nearest to that of `config` whose sizes are multiples of `unit`."""
+    """The flags of the ramp-up nearest to that of `config` whose sizes are multiples of `unit`."""
     (start, increment, samples), end = config.train.batch_rampup, config.train.global_batch
     changed = "" if end % unit == 0 else f" --train.global-batch {_nearest_multiple(end, unit)}"
     end = _nearest_multiple(end, unit)

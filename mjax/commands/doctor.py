@@ -1,4 +1,4 @@
-"""`mjax doctor`: what is checked, in which order.
+"""`mjax doctor`: the checks and their order.
 
 First what needs no device, then, in a process of its own, what JAX says and does, last the disk. This process imports
 no JAX, so nothing that is broken there can stop it.
@@ -130,7 +130,7 @@ def examine(config: Config | None, arguments: DoctorArguments, report: Report) -
 
 
 def _or(otherwise, ask: Callable):
-    """What `ask` returns, or `otherwise` where it fails: a fact that other checks need must not end them all."""
+    """Return what `ask` gives, or `otherwise` where it fails: a fact that other checks need must not end them all."""
     try:
         return ask()
     except Exception:

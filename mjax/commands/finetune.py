@@ -98,7 +98,7 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
 
 
 def _task_facts(arguments: FinetuneArguments, task: LabelledTask) -> Facts:
-    """What the processes compare besides the config: the examples and where training starts from."""
+    """Facts that the processes compare besides the config: the examples and where training starts from."""
     from mjax.training.agreement import newest_checkpoint
 
     digest = hashlib.sha256()

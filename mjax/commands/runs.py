@@ -1,4 +1,4 @@
-"""`mjax runs`: what is in the folder of runs, how runs differ, and removing them.
+"""`mjax runs`: list the folder of runs, compare runs, remove them.
 
     mjax runs                        a line for each run
     mjax runs compare NAME NAME …    results, the settings that differ, and one picture of the curves
@@ -40,7 +40,7 @@ OF_A_RUN = {
     ".lock", "checkpoints", "config.json", "data.json", "environment.json", "loss.png", "metrics.jsonl",
     "passed_over.json", "tensorboard", "tokenizer", "unhealthy.json", "wandb",
 }  # fmt: skip
-"""What training leaves in a run folder for good."""
+"""Files that training leaves in a run folder."""
 LEFT_BY_A_RUN = re.compile(r"\.tmp$|\.damaged(\.\d+)?$|^\.shared-")
 """Temporary files, what was set aside, and what a start that was killed has left."""
 
@@ -153,7 +153,7 @@ def _run_folders(runs: Path) -> list[Path]:
 
 
 def row_of(folder: Path) -> Row:
-    """What the list says of the run in `folder`."""
+    """The line of the list for the run in `folder`."""
     try:
         config = read_config(folder / "config.json")
         checkpoints, records = checkpoint_steps(folder), _last_records(folder / "metrics.jsonl")
@@ -203,7 +203,7 @@ def _last(records: Sequence[dict[str, Any]], name: str) -> float | None:
 
 
 def _in_use(folder: Path) -> bool:
-    """Whether a process holds the run; nothing is written to find out."""
+    """True where a process holds the run; nothing is written to find out."""
     try:
         with (folder / ".lock").open("rb") as file:
             return not take_lock(file, lambda line: None)
@@ -256,7 +256,7 @@ def compare_runs(arguments: CompareArguments) -> int:
 
 
 def results_of(config: Config, records: list[dict[str, Any]], common: int) -> dict[str, float | int | None]:
-    """What a comparison says of a run; losses are averaged as the curve is.
+    """The results of a run in a comparison; losses are averaged as the curve is.
 
     Args:
       config: of the run.
@@ -366,7 +366,7 @@ def _check_removable(folder: Path) -> None:
 
 
 def _is_of_a_save(entry: Path) -> bool:
-    """Whether a checkpoint, damaged or half written ones among them, and not a folder of somebody's own."""
+    """True for a checkpoint, also a damaged or half written one; False for a folder of somebody's own."""
     if entry.name.isdigit():
         return (entry / MANIFEST).is_file()
     return entry.name.startswith(GOOD) or re.fullmatch(r"[0-9]+\.(writing|damaged).*", entry.name) is not None

@@ -72,7 +72,7 @@ def train(argv: Sequence[str]) -> int:
 
 
 def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, list[str]]:
-    """What `mjax train` is asked for, with the run folder in `resume`; what to call the config; and what it takes
+    """The arguments of `mjax train`, with the run folder in `resume`; the config's label; and lines about what it takes
     from its data and changes in its run.
 
     Everything that can be refused without a device is refused here, before jax is imported.
@@ -100,7 +100,7 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, list[str
 
 
 def _check_step(arguments: TrainArguments, folder: Path) -> None:
-    """That --step names a checkpoint of the run that is resumed."""
+    """Refuse a --step that names no checkpoint of the run that is resumed."""
     from mjax.training.runs import checkpoint_steps
 
     if arguments.resume is None:
@@ -110,8 +110,8 @@ def _check_step(arguments: TrainArguments, folder: Path) -> None:
 
 
 def _tell_the_others(argv: Sequence[str], error: UsageError) -> None:
-    """Where this is one of several processes, say why it does not train and join the others to tell them: they would
-    wait for it."""
+    """Say why this process does not train and, if it is one of several, join the others to tell them: they would wait
+    for it."""
     needed = ("--distributed.", "--simulate")  # others may be what is wrong
     words = [
         word

@@ -1,1 +1,1 @@
-"""`mjax doctor`: whether this installation and this machine are fit to train, each thing checked by doing it once."""
+"""`mjax doctor`: checks of this installation and this machine, each made by doing the thing once."""

@@ -21,7 +21,7 @@ BOUNDS = {"bf16": 3e-2, "fp16": 5e-3, "fp32": 1e-4, "fp64": 1e-4}
 
 @check("attention")
 def check_attention(config: Config | None = None) -> Found:
-    """Which kernel `auto`, or the config, takes here, and whether its output and gradients are right.
+    """Check the kernel that `auto`, or the config, takes here: its output and its gradients.
 
     Without a config: bf16, head size 64, no dropout.
     """

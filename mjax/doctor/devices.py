@@ -1,4 +1,4 @@
-"""The devices that JAX sees, and how much of their memory it will use."""
+"""The devices that JAX sees, and the share of their memory that it will use."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def called(device: jax.Device) -> str:
 def check_devices(
     driver: Driver, cuda: int | None, complaints: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> Found:
-    """Whether JAX starts, and on what; compared with the GPUs that the driver shows.
+    """Start JAX and compare its devices with the GPUs that the driver shows.
 
     Args:
       driver, cuda: as in `driver.check_driver`.
@@ -87,7 +87,7 @@ def check_devices(
 
 @check("device memory")
 def check_device_memory(driver: Driver, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """How much of a GPU's memory JAX takes; nothing on a CPU."""
+    """Check the share of a GPU's memory that JAX takes; nothing on a CPU."""
     totals = dict(zip(driver.gpus, driver.memory, strict=False))  # of a slice of a GPU the driver does not say it
     for kind, devices in by_kind().items():
         if devices[0].platform == "gpu":

@@ -24,7 +24,7 @@ USED_BY_OTHERS = 2**30  # bytes; less is what a desktop or a monitoring process 
 
 @dataclass(frozen=True)
 class Driver:
-    """What this machine says about NVIDIA GPUs."""
+    """Facts about this machine's NVIDIA GPUs."""
 
     version: str | None = None
     """Of the driver; None where none is in reach."""
@@ -37,7 +37,7 @@ class Driver:
     on_bus: int = 0
     """NVIDIA GPUs on the PCI bus, whether a driver has them or not; a container sees those of its host."""
     problem: str | None = None
-    """What went wrong when nvidia-smi was asked."""
+    """Error of nvidia-smi, if it gave one."""
 
 
 def read_driver(root: Path = Path("/"), ask: Callable[[list[str]], str] | None = None) -> Driver:
@@ -66,7 +66,7 @@ def read_driver(root: Path = Path("/"), ask: Callable[[list[str]], str] | None =
 
 @check("driver")
 def check_driver(driver: Driver, cuda: int | None) -> Found:
-    """Whether driver and jax fit together; `cuda` is the major version that jax's plugin is built for, if it has one.
+    """Check that driver and jax fit together; `cuda` is the major version that jax's plugin is built for, if any.
 
     nvidia-smi's problems come first: a driver that hangs would hang everything after it.
     """
@@ -119,7 +119,7 @@ def _without_driver(driver: Driver, cuda: int | None) -> Found:
 
 @check("visible")
 def check_visible(driver: Driver, environment: Mapping[str, str] = os.environ) -> Found | None:
-    """Whether an environment variable keeps GPUs that are there from JAX; nothing where there is no GPU to hide."""
+    """Find environment variables that hide GPUs from JAX; nothing where there is no GPU to hide."""
     if not driver.gpus:
         return None
     platforms, devices = environment.get("JAX_PLATFORMS"), environment.get("CUDA_VISIBLE_DEVICES")
@@ -147,7 +147,7 @@ def check_visible(driver: Driver, environment: Mapping[str, str] = os.environ) -
 
 
 def visible_gpus(driver: Driver, environment: Mapping[str, str] = os.environ) -> int:
-    """How many of the driver's GPUs a process with this environment can see."""
+    """Count the driver's GPUs that a process with this environment can see."""
     devices = environment.get("CUDA_VISIBLE_DEVICES")
     if devices is None:
         return len(driver.gpus)
@@ -162,7 +162,7 @@ def visible_gpus(driver: Driver, environment: Mapping[str, str] = os.environ) ->
 
 @check("libraries")
 def check_libraries(environment: Mapping[str, str] = os.environ, cuda: int | None = None) -> Found | None:
-    """Whether LD_LIBRARY_PATH puts another CUDA in front of the one that jax's wheels bring; silent where not."""
+    """Find another CUDA that LD_LIBRARY_PATH puts before the one that jax's wheels bring; nothing without one."""
     for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if cuda is not None else ():
         if not folder:
             continue

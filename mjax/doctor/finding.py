@@ -1,4 +1,4 @@
-"""What a check has to say: one line, its colour, and what to type where it is not green."""
+"""Results of checks: one line each, its colour, and what to type where it is not green."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Finding:
     """One line of the report."""
 
     check: str
-    """What was looked at, in a word or two."""
+    """The check, in a word or two."""
     status: str
     """`green`: right. `yellow`: works, and is not what one would want. `red`: training will fail or be wrong.
     `figure`: a measured number that nothing is known to compare with."""
     found: str
-    """What was found, in one sentence without a full stop."""
+    """The result, in one sentence without a full stop."""
     advice: str | None = None
-    """What to do about it: a line to type, or a sentence."""
+    """The remedy: a line to type, or a sentence."""
     figures: dict[str, float] = field(default_factory=dict)
     """Numbers that were measured, by a name that ends in their unit; for --json."""
 
@@ -63,7 +63,7 @@ def guarded(name: str, run: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def advice_on(said: str, otherwise: str) -> str:
-    """What to do where something ended with these words: memory that is short has one cause, whatever missed it."""
+    """Advice for something that ended with these words: memory that is short has one cause, whatever missed it."""
     return MEMORY_IS_TAKEN if re.search("RESOURCE_EXHAUSTED|OUT_OF_MEMORY", said) else otherwise
 
 

@@ -23,7 +23,7 @@ READ_FLAGS = "import jax; jax.devices()"
 
 
 def check_flags(environment: Mapping[str, str], limit: float) -> tuple[list[Finding], dict[str, str]]:
-    """Whether XLA starts with the flags that are set.
+    """Try to start XLA with the flags that are set.
 
     Args:
       limit: seconds that a start may take.
@@ -39,7 +39,7 @@ def check_flags(environment: Mapping[str, str], limit: float) -> tuple[list[Find
 
 
 def _judge(environment: dict[str, str], limit: float) -> Found:
-    """What is found; flags that would end the process are taken out of `environment`."""
+    """The result; flags that would end the process are taken out of `environment`."""
     flags = environment.get("XLA_FLAGS", "").strip()
     if not flags:
         return GREEN, "XLA_FLAGS is not set"
@@ -75,7 +75,7 @@ def _judge(environment: dict[str, str], limit: float) -> Found:
 
 
 def known_flags() -> list[str]:
-    """What may be flags of XLA: words in its library that look like one. Not each of them is."""
+    """Words in XLA's library that look like flags. Not each of them is one."""
     spec = importlib.util.find_spec("jaxlib")
     libraries = [file for place in spec.submodule_search_locations for file in Path(place).glob("*.so")] if spec else []
     found: set[bytes] = set()
@@ -86,7 +86,7 @@ def known_flags() -> list[str]:
 
 
 def _instead(flag: str, environment: Mapping[str, str], limit: float) -> str:
-    """What to do about an unknown flag: the nearest that XLA really takes, if there is one."""
+    """Advice for an unknown flag: the nearest that XLA really takes, if there is one."""
     for name in difflib.get_close_matches(flag.lstrip("-"), known_flags(), n=2, cutoff=0.7):
         said = refusal(f"--{name}=true", environment, limit)
         if said is None or "Unknown flag" not in said:
@@ -95,7 +95,7 @@ def _instead(flag: str, environment: Mapping[str, str], limit: float) -> str:
 
 
 def refusal(flags: str, environment: Mapping[str, str], limit: float) -> str | None:
-    """What a process says that ends on these flags; None where it starts.
+    """The last words of a process that ends on these flags; None where it starts.
 
     Raises:
       subprocess.TimeoutExpired: it does neither in `limit` seconds.

@@ -76,7 +76,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 @check("shared memory")
 def check_shared_memory(devices: int, folder: Path = Path("/dev/shm")) -> Found | None:
-    """Whether /dev/shm has room for NCCL; a container has 64 MiB of it unless told otherwise.
+    """Check that /dev/shm has room for NCCL; a container has 64 MiB of it unless told otherwise.
 
     Args:
       devices: GPUs of this host; one alone does not need it.
@@ -93,7 +93,7 @@ def check_shared_memory(devices: int, folder: Path = Path("/dev/shm")) -> Found 
 
 @check("open files")
 def check_open_files(limit: int | None = None) -> Found:
-    """Whether a process may open enough files."""
+    """Check that a process may open enough files."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
         found = f"a process may open {soft:,}; a checkpoint and the connections of a large run need more"
@@ -104,7 +104,7 @@ def check_open_files(limit: int | None = None) -> Found:
 
 @check("processes")
 def check_processes(environment: Mapping[str, str] = os.environ) -> Found:
-    """What a launcher says that `train.py` would join; this command joins nobody, and looks at its own host alone."""
+    """Name the processes that `train.py` would join; this command joins none and looks at its own host alone."""
     launched = launch.launched_by(environment)
     if launched is not None:
         name, count = launched

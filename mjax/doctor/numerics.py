@@ -42,7 +42,7 @@ class Operation:
     modes: tuple[str, ...] = ("jit", "no jit")
 
     def result(self, mode: str) -> Sequence[Array]:
-        """What the device gives."""
+        """The device's result."""
         return (jax.jit(self.run) if mode == "jit" else self.run)(*self.inputs)
 
 
@@ -50,7 +50,7 @@ class Operation:
 def check_numerics(
     operations: Callable[[jax.Device], Sequence[Operation]] | None = None, devices: Sequence[jax.Device] | None = None
 ) -> Found | list[Found]:
-    """Whether each operation is right on each device; one line for all, or one for each that is wrong."""
+    """Check each operation on each device; one line for all, or one for each that is wrong."""
     devices = [device for kind in by_kind().values() for device in kind] if devices is None else devices
     errors, default = {}, 0.0
     wrong: list[Found] = []
@@ -84,7 +84,7 @@ def standard_operations(device: jax.Device) -> list[Operation]:
 
 
 def default_error() -> float:
-    """How far a float32 product is off at JAX's default precision, relative to the largest number."""
+    """Error of a float32 product at JAX's default precision, relative to the largest number."""
     product = _product(jnp.float32, FULL_FLOAT32)
     return relative_error([jax.jit(jnp.matmul)(*product.inputs)], product.truth)
 
@@ -97,7 +97,7 @@ def _product(dtype, bound: float) -> Operation:
 
 
 def matrices(dtype) -> tuple[Array, Array]:
-    """What is multiplied: [256, 512] and [512, 256]."""
+    """The factors of a product: [256, 512] and [512, 256]."""
     random = np.random.default_rng(0)
     return tuple(jnp.asarray(random.standard_normal(shape), dtype) for shape in ((256, 512), (512, 256)))
 

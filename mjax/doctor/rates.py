@@ -1,4 +1,4 @@
-"""How fast this device multiplies, copies and talks to its neighbours, beside what its data sheet promises."""
+"""Rates of products, copies and all-reduces on this device, beside what its data sheet promises."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _beside(
 
 @check("all-reduce")
 def check_all_reduce() -> Found | list[Finding] | None:
-    """Whether devices add up rightly over `model`, and the bus bandwidth; nothing where there is one device."""
+    """Check a sum over `model` and measure the bus bandwidth; nothing where there is one device."""
     devices = jax.local_devices()
     ranks = len(devices)
     if ranks == 1:
@@ -154,7 +154,7 @@ def check_all_reduce() -> Found | list[Finding] | None:
     if not (low == high == expected):
         found = f"the sum over {ranks} devices is {low:g} to {high:g} where it is {expected}"
         return RED, found, "NCCL_DEBUG=INFO python -m mjax doctor; NCCL_P2P_DISABLE=1 as a trial"
-    # Simulated devices share a few threads: two sums on their way at once may wait for each other for good.
+    # Simulated devices share a few threads: two sums on their way at once may wait for each other forever.
     wait = (lambda x: x) if on_gpus else jax.block_until_ready
     seconds = seconds_of(lambda _: wait(reduce(ones)), total)
     wire = 2 * (ranks - 1) / ranks * count * jnp.dtype(dtype).itemsize

@@ -1,4 +1,4 @@
-"""Python and packages: whether the versions that are installed work together, as their own metadata says.
+"""Python and packages: the installed versions must work together, as their own metadata says.
 
 No package is imported: the metadata answers for one that is broken too.
 """
@@ -27,7 +27,7 @@ CUDA_BUILDS = re.compile(r"jax-cuda(\d+)-(?:plugin|pjrt)")
 
 @check("python")
 def check_python(version: tuple[int, ...] = sys.version_info[:3], executable: str = sys.executable) -> Found:
-    """Whether mjax runs on this Python."""
+    """Check that mjax runs on this Python."""
     text = ".".join(map(str, version[:3]))
     if text not in PYTHON:
         return RED, f"{text}, and mjax needs {PYTHON}", "python3.11 -m venv .venv, then install"
@@ -36,7 +36,7 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3], executable: st
 
 @check("packages")
 def check_packages(requirements: list[str] | None = None) -> Iterator[Found]:
-    """Whether every package that mjax needs is there, in a version that it was written for."""
+    """Check that every package that mjax needs is there, in a version that it was written for."""
     lines = _requirements() if requirements is None else requirements
     wanted: dict[str, Requirement] = {}
     for requirement in map(Requirement, lines):
@@ -67,7 +67,7 @@ def check_packages(requirements: list[str] | None = None) -> Iterator[Found]:
 
 @check("jax")
 def check_jax() -> Found:
-    """Whether jax, jaxlib and the CUDA plugin are of one version: the first two are two wheels, the plugin two more."""
+    """Check that jax, jaxlib and the CUDA plugin are of one version: each is a wheel of its own, the plugin two."""
     installed = packages.installed()
     jax, jaxlib = installed.get("jax"), installed.get("jaxlib")
     if jax is None or jaxlib is None:

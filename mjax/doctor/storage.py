@@ -1,4 +1,4 @@
-"""The folder of checkpoints: can it be written, is there room, and how fast is it.
+"""The folder of checkpoints: write access, room and speed.
 
 A file system that does not answer cannot be interrupted, so this runs in a process of its own (`child.py`).
 """
@@ -50,7 +50,7 @@ def check_storage(runs: Path, config: Config | None = None, name: str = "") -> F
 
 
 def checkpoints_in(run: Path) -> int:
-    """How many checkpoints lie in the folder of a run, which need not exist.
+    """Count the checkpoints in the folder of a run, which need not exist.
 
     Raises:
       OSError: it cannot be read.
