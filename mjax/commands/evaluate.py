@@ -1,6 +1,6 @@
-"""`mjax evaluate`: a run folder, a task and a file in, figures out.
+"""`mjax evaluate`: a run folder, a task and a file in, metrics out.
 
-    config and tokenizer of the run → windows of the file → weights, onto the mesh asked for → score → figures
+    config and tokenizer of the run → windows of the file → weights, onto the mesh asked for → score → metrics
 
 What is wrong with a flag or the file is said before the weights are read. JAX is not imported before the command runs,
 because simulated devices have to be asked for first.
@@ -17,11 +17,11 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn
-from rich.table import Table
 
 from mjax import launch
 from mjax.bounds import Count
 from mjax.config import Config, MeshConfig, read_config
+from mjax.data.outputs import facts
 from mjax.errors import UsageError, either
 from mjax.launch import Distributed
 from mjax.progress import progress
@@ -130,7 +130,7 @@ def _evaluate(arguments: EvaluateArguments) -> int:
     scorer = scorer_of(config, make_mesh(config.mesh))
     step, model = restore_weights(run, scorer.abstract_model, arguments.step, say)
 
-    # --- Scores, figures, predictions ---------------------------------------------------------------------------------
+    # --- Scores, metrics, predictions ---------------------------------------------------------------------------------
     columns = MofNCompleteColumn(), TextColumn(unit)
     with progress(arguments.task, sum(map(len, sets.values())), *columns, console=notices, transient=True) as advance:
         scores = {name: scorer(model, rows, advance) for name, rows in sets.items()}
@@ -169,17 +169,11 @@ def _check_labelled(arguments: EvaluateArguments, saved: Config, task: LabelledT
 
 
 def report(arguments: EvaluateArguments, step: int, figures: Sequence[Figure]) -> None:
-    """Print the figures, as one JSON object or as a table."""
+    """Print the metrics, as one JSON object or as a table."""
     about = {"task": arguments.task, "data": arguments.data, "checkpoint": str(arguments.checkpoint), "step": step}
     if arguments.json:
         print(json.dumps(about | {figure.name: figure.value for figure in figures}, ensure_ascii=False))
         return
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    table.add_column(style="dim")
-    for figure in figures:
-        table.add_row(figure.name.replace("_", " "), figure.shown, figure.remark)
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{arguments.task} on {arguments.data}: {arguments.checkpoint}, step {step}\n", markup=False)
-    console.print(table)
+    console.print(facts((figure.name.replace("_", " "), figure.shown, figure.remark) for figure in figures))

@@ -1,6 +1,6 @@
 """What all seeds came to: a table, report.json, and the metric of every epoch as a picture.
 
-Of a seed count the figures after its best epoch. The papers report their median over five seeds (arXiv 1909.08053,
+The metrics of a seed are those after its best epoch. The papers report their median over five seeds (arXiv 1909.08053,
 table 5): a single seed may be off by more than the difference between two models.
 """
 
@@ -21,7 +21,7 @@ Epochs = Mapping[int, list[dict]]  # what `SeedRun.epochs` holds, by seed
 
 
 def summary(metric: str, epochs: Epochs) -> dict[str, Any]:
-    """The best epoch of each seed, the median of every figure over the seeds, and the best seed."""
+    """The best epoch of each seed, the median of every metric over the seeds, and the best seed."""
     best = {seed: best_of(measured, metric) for seed, measured in epochs.items()}
     names = next(iter(best.values()))["figures"]
     values = {name: [epoch["figures"][name] for epoch in best.values()] for name in names}

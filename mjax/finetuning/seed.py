@@ -2,7 +2,7 @@
 
     seed-1234/
       config.json, metrics.jsonl   as in any run
-      epochs.json                  after each epoch the loss and the task's figures of the validation files
+      epochs.json                  after each epoch the loss and the task's metrics of the validation files
       checkpoints/STEP/            the whole state after each of the last two epochs, to continue from
       best/                        a run folder of its own: config, tokenizer and the weights after the best epoch, and
                                    after the best one before it, should the newer ones ever be damaged
@@ -35,7 +35,7 @@ class SeedRun(Run):
 
     Attributes:
       epochs: what was measured so far, as in epochs.json: a dict an epoch with its number, its last step, loss and
-        figures.
+        metrics.
     """
 
     def __init__(self, *arguments, folder: Path, task: LabelledTask, scorer: TaskScorer, best: Checkpoints, start: int):
@@ -54,7 +54,7 @@ class SeedRun(Run):
         self.epochs = [epoch for epoch in read_epochs(folder) if epoch["step"] <= start]
 
     def evaluate(self, step: int, model: TaskBERT, validation: dict[str, Examples]) -> tuple[float, dict[str, float]]:
-        """Loss and figures of the validation files, and whatever has to be kept of this epoch."""
+        """Loss and metrics of the validation files, and whatever has to be kept of this epoch."""
         scores = {name: self.scorer(model, examples) for name, examples in validation.items()}
         figures = {figure.name: figure.value for figure in self.task.figures(scores)}
         loss = mean_loss(scores, validation)

@@ -1,4 +1,4 @@
-"""What a task is: windows of tokens to score, and figures made of what they scored."""
+"""A task on text: windows of tokens to score, and metrics computed from their scores."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def open_task(
     Args:
       name: a key of `DEFAULTS`.
       train, validation: its files, as published; folders for RACE. Files without labels may be validated on too: they
-        give predictions and no figures.
+        give predictions and no metrics.
       tokenizer: the model's.
       positions: s, tokens of a row.
 

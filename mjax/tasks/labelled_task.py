@@ -1,9 +1,9 @@
-"""The one path of all tasks with labels: files → items → rows and labels → scores of a model → figures and predictions.
+"""The one path of all tasks with labels: files → items → rows and labels → logits → metrics and predictions.
 
-    read      a published file, as items: a pair of sentences, a passage with questions, a question on a paragraph
-    encode    the rows of an item, [CLS] a [SEP] b [SEP], and its labels
-    figures   the official ones, of the logits of the validation rows
-    predictions   files in the official format, of the same
+    read         a published file, as items: a pair of sentences, a passage with questions, a question on a paragraph
+    encode       the rows of an item, [CLS] a [SEP] b [SEP], and its labels
+    figures      the official metrics, of the logits of the validation rows
+    predictions  files in the official format, of the same
 
 A task says how an item is read, encoded and told; the rest is here. Whoever trains knows nothing of the files: it puts
 the task's head on the model, and hands its logits for the validation rows back.
@@ -43,7 +43,7 @@ class LabelledTask(ABC):
       head: what is put on the model.
       classes: outputs of the head for a row: the classes; 1 for a choice; 2 for a position (start, end).
       choices: c, rows of which an example consists; 1 but for multiple choice.
-      metric: name of the figure by which the best checkpoint is chosen; higher is better.
+      metric: name of the metric by which the best checkpoint is chosen; higher is better.
       label_names: of the labels of an example.
       train: rows to train on; none where no file was given.
       validation: rows to measure by: "matched" and "mismatched", "middle" and "high", or one set named "validation".
@@ -119,7 +119,7 @@ class LabelledTask(ABC):
         which are not looked at where the file has none."""
 
     def figures(self, outputs: Outputs) -> list[Figure]:
-        """The official figures of the validation sets that have labels: accuracy over all, and of each of several.
+        """The official metrics of the validation sets that have labels: accuracy over all, and of each of several.
 
         Raises:
           RunError: a logit is not finite.

@@ -4,7 +4,7 @@ The file holds a passage a line, `{"text": "…"}`. The model reads the passage,
 when each of its subwords is the most likely one after the true tokens before it (teacher forcing). Two ways of cutting
 off the last word are in use (Megatron-LM v1.0, tasks/zeroshot_gpt2/datasets.py):
 
-    strict      what follows the last white space, encoded with a space in front, all its subwords: the papers' figure
+    strict      what follows the last white space, encoded with a space in front, all its subwords: the papers' metric
     last token  the last token of the whole passage encoded at once, be it a word or the end of one; easier
 
 Source: arXiv 1909.08053, section 5.3 and appendix E.2. The text is taken raw, as there.
@@ -26,7 +26,7 @@ class Lambada:
     """The task on one file.
 
     Attributes:
-      passes: the passages cut for the strict figure, then those for the last token.
+      passes: the passages cut for the strict metric, then those for the last token.
     """
 
     def __init__(self, data: str, tokenizer: Tokenizer, positions: int, overlap: int | None = None):

@@ -9,7 +9,7 @@ than its tokens, it compares models with any tokenizers:
 
 A document longer than the model reads is cut into windows (`windows.py`): side by side, or overlapping where asked for,
 which takes longer and is kinder to the model. Ends of documents are not predicted, whether the dataset holds them or
-not, so a text gives the same figures as the dataset that was prepared from it.
+not, so a text gives the same metrics as the dataset that was prepared from it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Batches through a trained model: one program on the mesh, under any parallelism, whatever the task.
 
 It is the evaluation step with a head of the task's own (`RowScorer.head`), which gives some numbers for each row: for
-a window of text its loss and how many of its labels are the likeliest, for a labelled example its logits.
+a window of text its loss and how many of its labels are the likeliest, for a labelled example its logits. Each
+micro-batch writes its rows into an array of zeros at the places of its samples, and one sum over everything puts the
+rows of a batch together: under any parallelism, a pipeline included, every device ends with all of them.
 
 A batch of windows is padded on the right to one width, and has a mask that says which labels count. Causal attention
 never looks at the padding behind a token, and the mask leaves the padding's own labels out; so do the rows that fill
@@ -28,14 +30,14 @@ from mjax.config import Config
 from mjax.models.build import Model
 from mjax.models.gpt import GPT
 from mjax.models.heads import TaskBERT
+from mjax.parallel import mappings
 from mjax.parallel.layers import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from mjax.parallel.mappings import DATA
 from mjax.parallel.tokens import Tokens
 from mjax.tasks.interface import Score, Window
 from mjax.tasks.rows import Batch, Examples, padded_batches
-from mjax.training.forward import one_behind, rows_of_batch, to_devices
 from mjax.training.layout import lay_out
-from mjax.training.step import tokens_of
+from mjax.training.step import sum_over_batch, tokens_of
 
 T = TypeVar("T")
 NARROWEST = 64  # positions; narrower windows would save less than another compilation costs
@@ -83,7 +85,7 @@ class RowScorer(ABC):
 
     @abstractmethod
     def __call__(self, model: Model, rows: Any, on_progress: Callable[[int], None]) -> Any:
-        """What a task makes its figures of, from all `rows` of a set."""
+        """Scores of all `rows` of a set, from which a task computes its metrics."""
 
     def rows(self, model: Model, batches: Iterable[tuple[T, int, Batch]]) -> Iterator[tuple[T, np.ndarray]]:
         """The numbers of every row of `batches`, [B, …] each, the same on every process.
@@ -205,3 +207,44 @@ class TaskScorer(RowScorer):
             found.append(scores[:count].astype(np.float32))
             on_progress(count)
         return np.concatenate(found)
+
+
+# --- On the devices ---------------------------------------------------------------------------------------------------
+
+
+def rows_of_batch(config: Config, plan, model: Model, batch: dict[str, Array], head: Callable) -> Array:
+    """What the head gives for each sample of the global batch, without dropout, from inside `shard_map`.
+
+    Args:
+      config, plan, model, batch: as for `step.loss_and_gradients`.
+      head: (weights, stream after the last layer [t, h], micro-batch) → [b, …], the same on every rank of `model`.
+
+    Returns:
+      [B, …], the same on every device.
+    """
+    choices = config.model.choices
+
+    def placed(weights: Model, x: Array, micro_batch: dict[str, Array]) -> Array:
+        found = head(weights, x, micro_batch)
+        own = micro_batch["samples"][::choices] // choices  # [b], rows of the global batch
+        zeros = jnp.zeros((config.train.global_batch, *found.shape[1:]), found.dtype)
+        return mappings.vary(zeros, mappings.varying_axes(found)).at[own].set(found)
+
+    return sum_over_batch(config, plan, model, batch, head=placed)
+
+
+def to_devices(batch: dict[str, np.ndarray], sharding: NamedSharding) -> dict[str, Array]:
+    """The arrays of a batch that every process holds as a whole; each gives its own devices their rows."""
+    with jax.transfer_guard("allow"):  # this one is meant
+        return {
+            name: jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__) for name, rows in batch.items()
+        }
+
+
+def one_behind(dispatched: Iterable[T]) -> Iterator[T]:
+    """The same items, each when the next has been made: it is fetched while the devices work on that one."""
+    waiting: list[T] = []
+    for item in dispatched:
+        yield from waiting
+        waiting = [item]
+    yield from waiting

@@ -8,7 +8,7 @@ predictions only. In 2.0 a question may have no answer (`"answers": []`; `plausi
 has to notice; to it that is an answer that begins and ends at [CLS]. Predictions are in the formats of Google's
 run_squad.py and of the official scripts:
 
-    predictions.json         id → answer; in 2.0 "" where none is more likely: its figures are `exact` and `f1`
+    predictions.json         id → answer; in 2.0 "" where none is more likely: its metrics are `exact` and `f1`
     nbest_predictions.json   id → the 20 most likely, with their probabilities and logits
     null_odds.json           2.0: id → score of there being no answer, less that of the best one
     best_answers.json        2.0: id → the best one even so; `evaluate-v2.0.py FILE best_answers.json --na-prob-file

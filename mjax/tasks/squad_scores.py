@@ -1,4 +1,4 @@
-"""SQuAD's official figures: exact match and F1 of an answer (arXiv 1606.05250, section 6.1; 1806.03822, section 6).
+"""SQuAD's official metrics: exact match and F1 of an answer (arXiv 1606.05250, section 6.1; 1806.03822, section 6).
 
 Answers are compared after `normalize`, which leaves words only. Of several true answers that which agrees best counts.
 
@@ -7,7 +7,7 @@ Answers are compared after `normalize`, which leaves words only. Of several true
                   true, R the share of the true ones that are predicted
 
 In SQuAD 2.0 a question may have no answer; then "" is right and all else is wrong, by both measures. There a system
-also states how much it believes that there is none, and the figures are told at the best threshold for that too.
+also states how much it believes that there is none, and the metrics at the best threshold for that are given too.
 """
 
 from __future__ import annotations
