@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -156,7 +155,7 @@ def row_of(folder: Path) -> Row:
     """The line of the list for the run in `folder`."""
     try:
         config = read_config(folder / "config.json")
-        checkpoints, records = checkpoint_steps(folder), _last_records(folder / "metrics.jsonl")
+        checkpoints, records = checkpoint_steps(folder), read_metrics(folder / "metrics.jsonl", TAIL)
     except (UsageError, OSError, ValueError) as error:
         return Row(folder.name, state=f"cannot be read: {error}")
     file = next(file for name in ("metrics.jsonl", "config.json") if (file := folder / name).is_file())
@@ -177,25 +176,6 @@ def row_of(folder: Path) -> Row:
         date=datetime.fromtimestamp(file.stat().st_mtime).astimezone().isoformat(timespec="seconds"),
         state=state + (f", {skipped} of the last {len(records[-LAST:])} steps skipped" if skipped else ""),
     )
-
-
-def _last_records(file: Path) -> list[dict[str, Any]]:
-    """The records at the end of a metrics.jsonl, whatever its length; lines that are not records are left out."""
-    if not file.is_file():
-        return []
-    with file.open("rb") as stream:
-        start = max(0, os.fstat(stream.fileno()).st_size - TAIL)
-        stream.seek(start)
-        lines = stream.read().split(b"\n")[1 if start else 0 :]
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-    return records
 
 
 def _last(records: Sequence[dict[str, Any]], name: str) -> float | None:
@@ -235,7 +215,8 @@ def compare_runs(arguments: CompareArguments) -> int:
     if empty := [name for name in names if not any(record.get("loss") is not None for record in records[name])]:
         raise UsageError(f"{empty[0]} has no losses to compare; leave it out, or train it first")
 
-    results = {name: results_of(configs[name], records[name], _common_step(records)) for name in names}
+    common = min(of_run[-1]["step"] for of_run in records.values())
+    results = {name: results_of(configs[name], records[name], common) for name in names}
     settings = _settings(configs)
     draw_runs(records, figure, by_tokens=len({_batch(config) for config in configs.values()}) > 1)
     if arguments.json:
@@ -280,10 +261,6 @@ def results_of(config: Config, records: list[dict[str, Any]], common: int) -> di
         "tokens/s": speeds[len(speeds) // 2],
         "skipped steps": sum(bool(record.get("skipped")) for record in records),
     }
-
-
-def _common_step(records: dict[str, list[dict[str, Any]]]) -> int:
-    return min(of_run[-1]["step"] for of_run in records.values())
 
 
 def _batch(config: Config) -> tuple[Any, ...]:

@@ -86,16 +86,24 @@ def finite_or_none(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; lines that are none, such as a last one that a crash cut short, are left out."""
-    return _read(file)[0]
+def read_metrics(file: Path, tail: int | None = None) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, or those in its last `tail` bytes; damaged lines are left out.
+
+    A crash cuts the last line short.
+    """
+    return _read(file, tail)[0]
 
 
-def _read(file: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The records, and the numbers of the lines that are none; a last one without its end is not counted."""
+def _read(file: Path, tail: int | None = None) -> tuple[list[dict[str, Any]], list[int]]:
+    """The records, and the numbers of the damaged lines; a last one without its end is not counted."""
     records, damaged = [], []
     try:
-        lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
+        with file.open("rb") as stream:
+            start = 0 if tail is None else max(0, os.fstat(stream.fileno()).st_size - tail)
+            stream.seek(start)
+            lines = stream.read().split(b"\n")[1 if start else 0 :]
+    except (FileNotFoundError, NotADirectoryError):
+        lines = []
     except OSError as error:  # a folder, a disk that fails
         raise UsageError(f"{file} cannot be read ({error.strerror}); move it away to begin a new one") from None
     for number, line in enumerate(lines, start=1):
