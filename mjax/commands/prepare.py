@@ -33,7 +33,7 @@ from rich import filesize
 from rich.console import Console
 
 from mjax import __version__
-from mjax.bounds import Bounds
+from mjax.bounds import Bounds, check_bounds
 from mjax.config import DataConfig, ModelConfig
 from mjax.data.blocks import Block
 from mjax.data.corpus import Corpus, TextArguments, parse
@@ -137,12 +137,13 @@ def prepare(arguments: PrepareArguments) -> PrepareSummary:
 
 
 def _trains(arguments: PrepareArguments) -> bool:
-    """Whether the vocabulary is learned from the text."""
+    """True if the vocabulary is learned from the text."""
     return arguments.tokenizer is None or arguments.tokenizer in TRAINABLE
 
 
 def _check(arguments: PrepareArguments) -> None:
-    """Whether the arguments make sense."""
+    """Refuse arguments that are out of bounds, contradict each other or cannot work, before text is fetched or read."""
+    check_bounds(arguments)
     if arguments.demo and arguments.inputs:
         raise UsageError(f"--demo brings its own text; leave out {arguments.inputs[0]}, or leave out --demo")
     if arguments.demo and arguments.split_documents is not None:
@@ -156,7 +157,6 @@ def _check(arguments: PrepareArguments) -> None:
             f"--vocabulary {arguments.vocabulary} is for a tokenizer that is trained; leave it out, "
             f"or leave out --tokenizer {arguments.tokenizer}"
         )
-    Workers(useful_workers(arguments.workers, 0))  # fewer than one are refused before text is fetched
     if arguments.split_sentences:
         load_splitter(arguments.language)
     check_output(arguments.output, arguments.overwrite)
