@@ -53,7 +53,7 @@ from mjax.training.state import TrainState
 
 
 class _State(NamedTuple):
-    """What the loop carries.
+    """The loop's carry.
 
     Attributes:
       tokens: int32 [b, S], prompts and what follows them.
@@ -73,7 +73,7 @@ class _State(NamedTuple):
 
 
 def _generate(config: Config, plan, slots: int, model: GPT, request: dict[str, Array]) -> tuple[Array, Array, Array]:
-    """From inside `shard_map`: tokens int32 [b, slots], lengths int32 [b], and whether each ended at eod, bool [b]."""
+    """Inside `shard_map`: tokens int32 [b, slots], lengths int32 [b], and whether each ended at eod, bool [b]."""
     mesh, dtype = config.mesh, COMPUTE_TYPES[config.precision.compute]
     weights = gather_for_inference(model, plan, dtype)  # once, outside the loop
     layers = partial(decode_blocks, weights_of=gather_in_loop(plan.blocks, dtype, inference=True))
@@ -109,7 +109,7 @@ def _generate(config: Config, plan, slots: int, model: GPT, request: dict[str, A
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a model wrote after a prompt.
+    """The text that a model wrote after a prompt.
 
     Attributes:
       tokens: ids, without the prompt and without the end of document.

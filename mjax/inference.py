@@ -47,7 +47,7 @@ def inference_config(
       attention: the kernel, or `auto`; that of the run may need a device that is not here.
       micro_batch: sequences a data replica takes through the model at once; those of training when not given. A step
         takes one micro-batch a replica, or four times as many as there are stages.
-      compute: type of activations and matrix products; that of training when not given.
+      compute: dtype of activations and matrix products; that of training when not given.
 
     Raises:
       UsageError: the model cannot be split so, there are fewer devices, or a micro-batch is below 1.

@@ -21,7 +21,7 @@ from mjax.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, and how many."""
+    """Settings for choosing tokens, and their number."""
 
     tokens: Count = 128
     """Tokens to generate at most."""

@@ -67,7 +67,7 @@ class EvaluateArguments:
     micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
     """Sequences a data replica takes through the model at once; those of training when not given."""
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
-    """Type of activations and matrix products; that of training when not given."""
+    """Dtype of activations and matrix products; that of training when not given."""
     attention: Annotated[Literal["auto", "cudnn", "xla", "xla_blocks"], tyro.conf.arg(name="model.attention")] = "auto"
     """Attention kernel, as in training."""
     simulate: int | None = None
@@ -158,7 +158,7 @@ def _read_run(arguments: EvaluateArguments) -> Config:
 
 
 def _check_labelled(arguments: EvaluateArguments, saved: Config, task: LabelledTask) -> None:
-    """That the model was fine-tuned for a task of this form, and that there is something to tell about the file."""
+    """Refuse a model that was not fine-tuned for a task of this form, and a file that would give no output."""
     if task.with_head(saved.model) != saved.model:
         raise UsageError(
             f"the model in {arguments.checkpoint} tells {what_is_told(saved.model)} and was not fine-tuned for "

@@ -1,4 +1,4 @@
-"""What a fine-tuning is asked for: the task's recipe, what the flags change, and the config that follows.
+"""The request of a fine-tuning: the task's recipe, what the flags change, and the config that follows.
 
 Recipes are those of the paper and of Megatron-LM v1.0 (`tasks/labelled.py`): AdamW with Megatron's decay mask, a linear
 rise of the learning rate over a share of the steps, then a linear fall to 0, gradients clipped at norm 1, and the
@@ -71,9 +71,9 @@ class FinetuneArguments:
     micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
     """Examples a data replica takes through the model at once; when not given all of its share, in a pipeline one."""
     recompute: Annotated[Literal["none", "selective", "full"], tyro.conf.arg(name="train.recompute")] = "none"
-    """What the backward pass recomputes, as in training."""
+    """Activations that the backward pass recomputes, as in training."""
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
-    """Type of activations and matrix products; that of pre-training when not given."""
+    """Dtype of activations and matrix products; that of pre-training when not given."""
     attention: Annotated[Literal["auto", "cudnn", "xla", "xla_blocks"], tyro.conf.arg(name="model.attention")] = "auto"
     """Attention kernel, as in training."""
     simulate: int | None = None
@@ -185,7 +185,7 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
 
 @dataclass(frozen=True)
 class Request:
-    """What the results depend on, kept in request.json: a folder is continued only with the same.
+    """Settings that the results depend on, kept in request.json: a folder is continued only with the same.
 
     Mesh, micro-batch and number of seeds may change between two starts.
 
@@ -194,7 +194,7 @@ class Request:
       task, train, validation: the task and its files.
       examples: to train on.
       recipe: hyperparameters.
-      compute: type of activations and matrix products.
+      compute: dtype of activations and matrix products.
     """
 
     checkpoint: str
@@ -208,7 +208,7 @@ class Request:
 
     @classmethod
     def of(cls, arguments: FinetuneArguments, recipe: Recipe, examples: int, compute: str) -> Request:
-        """What the flags say."""
+        """Build the request from the flags."""
         train, validation = list(arguments.train), list(arguments.validation)
         checkpoint, step, task = str(arguments.checkpoint), arguments.step, arguments.task
         return cls(checkpoint, step, task, train, validation, examples, recipe, compute)

@@ -1,4 +1,4 @@
-"""What all seeds came to: a table, report.json, and the metric of every epoch as a picture.
+"""The results of all seeds: a table, report.json, and the metric of every epoch as a picture.
 
 The metrics of a seed are those after its best epoch. The papers report their median over five seeds (arXiv 1909.08053,
 table 5): a single seed may be off by more than the difference between two models.

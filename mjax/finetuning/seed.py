@@ -79,7 +79,7 @@ class SeedRun(Run):
 
 
 def read_epochs(folder: Path) -> list[dict]:
-    """What epochs.json of a seed holds; nothing where there is none.
+    """Read epochs.json of a seed; empty where it does not exist.
 
     Raises:
       UsageError: it is damaged.
@@ -95,7 +95,7 @@ def read_epochs(folder: Path) -> list[dict]:
 
 
 def _is_epoch(values: Any) -> bool:
-    """Whether `values` are what `SeedRun.evaluate` keeps of an epoch."""
+    """Return True if `values` have the form that `SeedRun.evaluate` writes for an epoch."""
     if not isinstance(values, dict) or not isinstance(figures := values.get("figures"), dict):
         return False
     numbers = [*(values.get(name) for name in ("epoch", "step", "loss")), *figures.values()]

@@ -1,4 +1,4 @@
-"""What fine-tuning starts from: the trunk of a checkpoint, and a head drawn from the seed.
+"""The start of fine-tuning: the trunk of a checkpoint, and a head drawn from the seed.
 
 The checkpoint is that of a pre-trained BERT, or of one that was fine-tuned before. Every weight that the task's model
 has too, by name, is taken; the heads for masked tokens and for the order stay behind, the table of learned positions is

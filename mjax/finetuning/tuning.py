@@ -1,4 +1,4 @@
-"""The seeds of a fine-tuning, one after the other, and what they come to.
+"""The seeds of a fine-tuning, one after the other, and their results.
 
     runs/bert_336m-mnli/
       request.json                what was asked for; the folder is continued only with the same
@@ -126,7 +126,7 @@ class Finetuning:
         return self._conclude()
 
     def report(self) -> dict[str, Any]:
-        """What was asked for, and what all seeds came to."""
+        """The request and the results of all seeds."""
         return self.request.as_dict() | summary(self.task.metric, self.epochs)
 
     def print_report(self) -> None:
@@ -142,7 +142,7 @@ class Finetuning:
     # --- Parts of a seed ----------------------------------------------------------------------------------------------
 
     def _state(self, seed: int, checkpoints: Checkpoints) -> tuple[int, TrainState]:
-        """Where the seed goes on from: its own last checkpoint, or the pre-trained one."""
+        """The state to continue from: the seed's own last checkpoint, or the pre-trained one."""
         if checkpoints.steps():
             start, state = checkpoints.restore(self.program.abstract_state)
             self._say(f"        continued after step {start}")

@@ -100,7 +100,7 @@ class Mnli(SentencePairs):
     submissions: ClassVar[dict[str, str]] = {"test_matched": "MNLI-m", "test_mismatched": "MNLI-mm"}
 
     def set_name(self, file: Path, alone: bool) -> str:
-        """That of the file, without GLUE's "dev_"."""
+        """The name of the file without GLUE's "dev_"."""
         return file.stem.removeprefix("dev_")
 
     def pairs(self, file: Path) -> Iterator[tuple[str, Sentences | str]]:

@@ -111,7 +111,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness's cache of requests knows the tokenizer by."""
+        """The tokenizer's name in the harness's cache of requests."""
         return str(self.run.resolve())
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
@@ -176,7 +176,7 @@ class HarnessModel(TemplateLM):
             on_progress(len(chunk))
 
     def _settings(self, given: dict[str, Any]) -> tuple[Sampling, list[str]]:
-        """How to sample, and where to stop, of a task's generation_kwargs."""
+        """Sampling and stop sequences from a task's generation_kwargs."""
         settings = dict(normalize_gen_kwargs(given, MOST_TOKENS))
         until = handle_stop_sequences(settings.pop("until", None), eos=None)
         tokens, samples = settings.pop("max_gen_toks"), settings.pop("do_sample", False)

@@ -84,17 +84,17 @@ class Figure:
 
     @classmethod
     def count(cls, name: str, value: int, remark: str = "") -> Figure:
-        """Of a whole number."""
+        """A whole number."""
         return cls(name, value, f"{value:,}", remark)
 
     @classmethod
     def number(cls, name: str, value: float, remark: str = "") -> Figure:
-        """Of any other number."""
+        """Any other number."""
         return cls(name, value, f"{value:,.4f}" if value < 1000 else f"{value:,.0f}", remark)
 
     @classmethod
     def share(cls, name: str, part: int, whole: int, remark: str = "") -> Figure:
-        """Of a part of a whole: between 0 and 1 in JSON, in percent for people."""
+        """A share of a whole: between 0 and 1 in JSON, in percent for people."""
         return cls(name, part / whole, f"{part / whole:.2%}", remark)
 
 

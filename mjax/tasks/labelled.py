@@ -26,7 +26,7 @@ __all__ = ["DEFAULTS", "Examples", "LabelledTask", "Recipe", "is_fine_tuned", "o
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is fine-tuned on a task, where nobody says otherwise.
+    """Default hyperparameters of a task.
 
     Attributes:
       epochs: times the training rows are seen.

@@ -56,7 +56,7 @@ class LabelledTask(ABC):
     metric: str = "accuracy"
     label_names: tuple[str, ...] = ("label",)
     unique: ClassVar[str | None] = None
-    """What the name of an item is called, where predictions need it to be in one validation set only."""
+    """Word for the name of an item, where predictions need names to be unique over all validation sets."""
 
     def __init__(self, train: Sequence[str], validation: Sequence[str], tokenizer: Tokenizer, positions: int):
         """Read the files; arguments and errors as of `labelled.open_task`."""
@@ -86,7 +86,7 @@ class LabelledTask(ABC):
 
     @property
     def has_labels(self) -> bool:
-        """Whether there is anything to measure by."""
+        """True if any validation set has labels."""
         return any(examples.labels for examples in self.validation.values())
 
     def with_head(self, model: ModelConfig) -> ModelConfig:
@@ -101,7 +101,7 @@ class LabelledTask(ABC):
         return [Path(place) for place in given]
 
     def set_name(self, file: Path, alone: bool) -> str:
-        """The name of the validation set of `file`; `alone`: there is no other."""
+        """The name of the validation set of `file`; `alone`: it is the only one."""
         return "validation" if alone else file.stem
 
     @abstractmethod
@@ -179,7 +179,7 @@ class LabelledTask(ABC):
 
 
 def _has_labels(items: Sequence, file: Path, role: Role) -> bool:
-    """Whether the items of a file have labels.
+    """Return True if the items of a file have labels.
 
     Raises:
       UsageError: there is no item, or only some have labels, or none where they are to be learned from.
@@ -213,11 +213,11 @@ def finite(outputs: Outputs) -> Outputs:
 
 
 def is_fine_tuned(model: ModelConfig) -> bool:
-    """Whether a model has the head of a task."""
+    """Return True if a model has the head of a task."""
     return model.head != "pretraining"
 
 
 def what_is_told(model: ModelConfig) -> str:
-    """What the head of a fine-tuned model tells, for a sentence."""
+    """Describe the head's output for an error message: '3 classes'."""
     kinds = {"classification": f"{model.answers} classes", "multiple_choice": f"{model.answers} choices"}
     return kinds.get(model.head, "where an answer is")

@@ -38,7 +38,7 @@ class Lambada:
           overlap: has no meaning here.
 
         Raises:
-          UsageError: the file is missing, is no .jsonl, is empty, or has a line that is malformed, shorter than two
+          UsageError: the file is missing, is not a .jsonl, is empty, or has a line that is malformed, shorter than two
             words or longer than the model can read; an overlap is given.
         """
         if overlap is not None:
@@ -69,7 +69,7 @@ def _last_word(tokenizer: Tokenizer, document: Document) -> tuple[list[int], lis
     """Tokens of the passage without its last word, and of that word with a space in front."""
     words = document.text.split()
     if document.fields is None or len(words) < 2:
-        what = "holds less than two words" if document.fields is not None else "is no .jsonl file"
+        what = "holds less than two words" if document.fields is not None else "is not a .jsonl file"
         raise UsageError(f'{document.source} {what}; lambada takes a passage a line, {{"text": "The cat sat down"}}')
     before = document.text[: document.text.rfind(words[-1])].strip()
     return tokenizer.encode(before), tokenizer.encode(" " + words[-1])

@@ -39,7 +39,7 @@ class Examples:
         return len(self.tokens)
 
     def batch(self, chosen: np.ndarray) -> Batch:
-        """What a model reads of the examples `chosen`, int [b] → [b, c, s] each."""
+        """The model's inputs for the examples `chosen`, int [b] → [b, c, s] each."""
         return {
             "tokens": self.tokens[chosen],
             "token_types": self.token_types[chosen],

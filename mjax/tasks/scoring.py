@@ -74,7 +74,7 @@ class RowScorer(ABC):
     @staticmethod
     @abstractmethod
     def head(tokens: Tokens, weights: Model, x: Array, batch: dict[str, Array]) -> Array:
-        """From inside `shard_map`, the numbers of each row of a micro-batch: [b, …], the same on every rank of `model`.
+        """The numbers of each row of a micro-batch, inside `shard_map`: [b, …], the same on every rank of `model`.
 
         Args:
           tokens: which tokens the rows of `x` are.
@@ -213,7 +213,7 @@ class TaskScorer(RowScorer):
 
 
 def rows_of_batch(config: Config, plan, model: Model, batch: dict[str, Array], head: Callable) -> Array:
-    """What the head gives for each sample of the global batch, without dropout, from inside `shard_map`.
+    """The head's output for each sample of the global batch, without dropout, inside `shard_map`.
 
     Args:
       config, plan, model, batch: as for `step.loss_and_gradients`.

@@ -4,7 +4,7 @@
         {"id": "…", "question": "…", "answers": [{"text": "…", "answer_start": 515}]}]}]}]}
 
 A file is one JSON object, whose `answer_start` counts characters of the context; one without `answers` at all has
-predictions only. In 2.0 a question may have no answer (`"answers": []`; `plausible_answers` are none), which a model
+predictions only. In 2.0 a question may have no answer (`"answers": []`; `plausible_answers` is unused), which a model
 has to notice; to it that is an answer that begins and ends at [CLS]. Predictions are in the formats of Google's
 run_squad.py and of the official scripts:
 
@@ -135,7 +135,7 @@ class Squad(LabelledTask):
             yield question._replace(windows=windows), rows, [answer_position(span, window, offset) for window in ranges]
 
     def figures(self, outputs: Outputs) -> list[Figure]:
-        """What the official script of the version prints, over all sets that have answers."""
+        """The metrics of the version's official script, over all sets that have answers."""
         found = self._answers(outputs)
         truths = {
             question.name: [text for text, _ in question.truth]
@@ -186,7 +186,7 @@ class Squad(LabelledTask):
 
 
 def _paragraphs(file: Path) -> Iterator[tuple[str, str, list]]:
-    """Where each paragraph of a file is, its context and its questions.
+    """Yield place, context and questions of each paragraph of a file.
 
     Raises:
       UsageError: the file is missing or no JSON, or something in it is not where the format has it.
@@ -204,7 +204,7 @@ def _paragraphs(file: Path) -> Iterator[tuple[str, str, list]]:
 
 
 def _objects(values: dict[str, Any], key: str, source: str, between: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each object of the list `key` is, and the object."""
+    """Yield place and value of each object in the list `key`."""
     if not isinstance(found := values.get(key), list):
         raise UsageError(f"{source} has no list {key!r}; {EXPECTED} is expected")
     for number, value in enumerate(found):

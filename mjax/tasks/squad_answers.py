@@ -1,4 +1,4 @@
-"""From the logits of a question's windows to its answer, as in Google's run_squad.py.
+"""The answer to a question from the logits of its windows, as in Google's run_squad.py.
 
 A span's score is the logit of its first token as a start plus that of its last as an end. All spans of a window's
 context count that have at most 30 tokens and begin where the window decides. (Google's code only looks at the 20 tokens
@@ -65,13 +65,13 @@ def best_answers(
 
 
 def no_answer(logits: np.ndarray) -> Answer:
-    """That there is none, by the window that believes in it least; `logits` as of `best_answers`."""
+    """The score of "no answer", from the window that believes in it least; `logits` as of `best_answers`."""
     start, end = min(logits[:, :, 0].astype(np.float64).tolist(), key=sum)
     return Answer("", start, end)
 
 
 class Answers(NamedTuple):
-    """What may be said to a question.
+    """The possible answers to a question.
 
     Attributes:
       best: answers, the most likely first.

@@ -30,7 +30,7 @@ def normalize(answer: str) -> str:
 
 
 def exact(answer: str, truth: str) -> bool:
-    """Whether two answers consist of the same words."""
+    """Return True if two answers consist of the same words."""
     return normalize(answer) == normalize(truth)
 
 
@@ -80,12 +80,12 @@ def score(answers: Mapping[str, str], truths: Mapping[str, Sequence[str]], versi
 
 
 def figures_1(scored: Sequence[Scored]) -> list[Figure]:
-    """What the official script of SQuAD 1.1 prints, in percent."""
+    """The metrics of SQuAD 1.1's official script, in percent."""
     return _means(scored, "exact_match", "f1", "total", "questions")
 
 
 def figures_2(answers: Mapping[str, str], null_odds: Mapping[str, float], scored: Sequence[Scored]) -> list[Figure]:
-    """What the official script of SQuAD 2.0 prints, in percent.
+    """The metrics of SQuAD 2.0's official script, in percent.
 
     Args:
       answers: the best answer of each question, were it to have one.

@@ -55,7 +55,7 @@ def json_object(text: str, source: str, expected: str) -> dict[str, Any]:
     if "\\ud" in text.lower() and any(
         "\ud800" <= letter <= "\udfff" for letter in json.dumps(values, ensure_ascii=False)
     ):
-        raise UsageError(f"{source} holds half of a surrogate pair, which is no text; replace or drop it")
+        raise UsageError(f"{source} holds half of a surrogate pair, which is not valid text; replace or drop it")
     if not isinstance(values, dict):
         raise UsageError(f"{source} holds {text.strip()!r:.40} and no JSON object; {expected} is expected")
     return values
