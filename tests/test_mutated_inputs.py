@@ -113,7 +113,7 @@ WORST = [
     ("GPT-2 of Hugging Face", "m/config.json", json_with("n_layer", 10**7), "asks for 10,000,000 layers, and"),
     ("GPT-2 of Hugging Face", "m/config.json", json_with("n_embd", 10**400), "not a whole number above 0"),
     ("GPT-2 of Hugging Face", "m/config.json", json_with("layer_norm_epsilon", 10**400), "not a number from 0 on"),
-    ("GPT-2 of Hugging Face", "m/model.safetensors", header_of(to(DEEP)), "is no safetensors file"),
+    ("GPT-2 of Hugging Face", "m/model.safetensors", header_of(to(DEEP)), "not a safetensors file"),
     (
         "BLOOM in three files", "m/model.safetensors.index.json",
         json_with("weight_map", "transformer.ln_f.bias", "x" * 5000), "does not exist",
@@ -121,7 +121,7 @@ WORST = [
     ("pytorch_model.bin", "pytorch_model.bin", last_data_bit, "is not what was written (checksum)"),
     ("pytorch_model.bin", "pytorch_model.bin", stretched, "4 bytes stored of it, which do not suffice"),
     ("Megatron's ranks", "iter_0000005/mp_rank_01/model_optim_rng.pt", last_data_bit, "was written (checksum)"),
-    ("Megatron's ranks", "latest_checkpointed_iteration.txt", to(DIGITS), "which is no step"),
+    ("Megatron's ranks", "latest_checkpointed_iteration.txt", to(DIGITS), "which is not a step"),
     ("Megatron's torch_dist", "iter_0000005/common.pt", lambda content: content.replace(b"args", b"arks"), "checksum"),
     ("WikiText103", "a.tokens", to(b"( [ { \" ' " * 30_000), None),
     ("squad1.1", "dev-v1.1.json", json_with("data", 0, "paragraphs", 0, "context", "( " * 50_000), None),
@@ -188,7 +188,7 @@ def test_a_pickle_may_not_number_objects_beyond_its_bytes(tmp_path):
     from mjax.interop.megatron.pickles import read_metadata
 
     (tmp_path / ".metadata").write_bytes(b"\x80\x04N" + b"r" + struct.pack("<I", 2**31) + b".")  # asks for 32 GiB
-    with pytest.raises(UsageError, match=r"is no \.metadata"):
+    with pytest.raises(UsageError, match=r"not a \.metadata"):
         read_metadata(tmp_path / ".metadata")
 
 

@@ -36,7 +36,7 @@ from mjax.interop.convert import (
     write_run,
 )
 from mjax.interop.fast_tokenizer import fast_tokenizer
-from mjax.interop.model_folder import check_new, check_replaceable, new_folder, read_object, write_object
+from mjax.interop.model_folder import check_output, new_folder, read_object, write_object
 from mjax.interop.settings import config_values, model_config
 from mjax.interop.tensor_files import open_tensors, parse_size, write_tensors
 from mjax.interop.tokenizer_files import find_tokenizer, write_tokenizer
@@ -102,7 +102,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     """
     source, output = arguments.source, arguments.output
     # --- Everything that can be refused before a number is read -------------------------------------------------------
-    check_new(output)
+    check_output(output)
     if not source.is_dir():
         raise UsageError(f"{source} is not a folder; give one that holds config.json and model.safetensors")
     values = read_object(source / "config.json")
@@ -140,10 +140,7 @@ def to_hf(arguments: ToHfArguments) -> int:
     run, output = arguments.run, arguments.output
     # --- Everything that can be refused before a number is read -------------------------------------------------------
     largest_file = parse_size(arguments.shard_size)
-    if arguments.overwrite:
-        check_replaceable(output)
-    else:
-        check_new(output)
+    check_output(output, arguments.overwrite)
     config = read_config(run / "config.json")
     family = family_of(config.model)
     tokenizer = _tokenizer_of(run, arguments.tokenizer)

@@ -23,7 +23,7 @@ from mjax.interop.convert import (
 from mjax.interop.megatron.arguments import Activation, model_config
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
 from mjax.interop.megatron.names import family_of
-from mjax.interop.model_folder import check_new
+from mjax.interop.model_folder import check_output
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import find_tensors, read_weights
 from mjax.progress import progress
@@ -62,7 +62,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     """
     source, output = arguments.source, arguments.output
     # --- Everything that can be refused before a number is read -------------------------------------------------------
-    check_new(output)
+    check_output(output)
     checkpoint = open_checkpoint(source, arguments.step)
     place = str(checkpoint.folder)
     model = model_config(

@@ -15,30 +15,25 @@ from mjax.errors import UsageError
 from mjax.json_files import read_json
 
 
-def check_new(folder: Path) -> None:
+def check_output(folder: Path, overwrite: bool = False) -> None:
     """Refuse to write a folder where there is something already.
 
-    Raises:
-      UsageError: `folder` is a file, or holds anything.
-    """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UsageError(f"{folder} exists; give a folder that is empty or not there yet")
-
-
-def check_replaceable(folder: Path) -> None:
-    """Refuse to replace a folder that is not plainly an exported model: it holds a config.json, and files only.
+    Args:
+      folder: to write.
+      overwrite: whether to replace what is plainly an exported model: it holds a config.json, and files only.
 
     Raises:
-      UsageError: it is not.
+      UsageError: `folder` is a file, or holds anything that must stay.
     """
-    if not folder.exists():
-        return
     inside = list(folder.iterdir()) if folder.is_dir() else []
-    if not folder.is_dir() or (inside and not (folder / "config.json").is_file()):
-        raise UsageError(f"--overwrite replaces models only, and {folder} is none; give another folder, or delete it")
-    if any(entry.is_dir() for entry in inside):
+    if not folder.exists() or (folder.is_dir() and not inside):
+        return
+    if not overwrite:
+        raise UsageError(f"{folder} exists; give a folder that is empty or not there yet")
+    if not (folder / "config.json").is_file() or any(entry.is_dir() for entry in inside):
         raise UsageError(
-            f"--overwrite replaces models only, and {folder} holds folders too; give another folder, or delete it"
+            f"--overwrite replaces models only, and {folder} is not a folder of config.json and files beside it; give "
+            "another folder, or delete it"
         )
 
 
@@ -46,7 +41,7 @@ def check_replaceable(folder: Path) -> None:
 def new_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder beside `folder`, which takes its name, and the place of what is there, when all is written.
 
-    Check before whether there is anything that must stay (`check_new`, `check_replaceable`).
+    Check before whether there is anything that must stay (`check_output`).
     """
     folder = folder.resolve()  # of a symbolic link, what it points to
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +64,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file from outside.
 
     Raises:
-      UsageError: there is no such file, or it holds no JSON object.
+      UsageError: there is no such file, or it does not hold a JSON object.
     """
     fix = "restore it, or download the model again"
     values = read_json(file, fix, "give a folder that save_pretrained wrote")

@@ -118,7 +118,7 @@ class SafetensorsFiles:
                 opened = safe_open(str(file), framework="np").__enter__()  # closed with the last reference to it
                 kinds = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
             except SafetensorError as error:
-                raise UsageError(f"{file} is cut off or is no safetensors file ({error}); download it again") from None
+                raise UsageError(f"{file} is cut off or not a safetensors file ({error}); download it again") from None
             _take(file, kinds, expected, self.kinds)
             self.kinds |= {name: Kind(kind.get_dtype(), tuple(kind.get_shape())) for name, kind in kinds.items()}
             self._places |= dict.fromkeys(kinds, opened)

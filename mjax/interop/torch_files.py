@@ -126,9 +126,9 @@ def as_arrays(file: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     arrays = {}
     for name, tensor in values.items():
         if not isinstance(tensor, torch.Tensor):
-            raise UsageError(f"{file}: {name} is {reprlib.repr(tensor)}, which is no tensor; convert another model")
+            raise UsageError(f"{file}: {name} is {reprlib.repr(tensor)}, which is not a tensor; convert another model")
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-            raise UsageError(f"{file}: {name} is no plain tensor; save it as one, dense and on the CPU")
+            raise UsageError(f"{file}: {name} is not a plain tensor; save it as one, dense and on the CPU")
         stored = tensor.untyped_storage().nbytes()
         if tensor.numel() * tensor.element_size() > stored:
             raise UsageError(

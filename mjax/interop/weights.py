@@ -131,30 +131,29 @@ def find_tensors(
             f"{len(tensors.kinds):,} tensors; restore the one or download the others again"
         )
     expected = places(family, model)
-    found, copies = {}, {}
+    found: dict[str, str] = {}
     for name, kind in tensors.kinds.items():
         if re.fullmatch(family.ignored, name):
             continue
         known = _in_full(family, name, expected)
-        if (known in expected or known in family.copies) and kind.dtype not in FLOATS:
-            raise UsageError(f"{source}: {name} is of type {kind.dtype}; mjax reads {', '.join(FLOATS)}")
-        if known in family.copies:
-            copies[known] = name
-            continue
-        if known not in expected:
+        place = expected.get(family.copies.get(known, known))
+        if place is None:
             raise UsageError(
-                f"{source} holds a tensor {name}, which {family.model} with {model.layers} layers has not; "
+                f"{source} holds a tensor {name}, which is not part of {family.model} with {model.layers} layers; "
                 f"convert the model it was made for, or restore {family.described_by}"
             )
+        if kind.dtype not in FLOATS:
+            raise UsageError(f"{source}: {name} is of type {kind.dtype}; mjax reads {', '.join(FLOATS)}")
         if known in found:
             raise UsageError(f"{source} holds both {name} and {found[known]}; take out the one that is not the model's")
-        if _shape(family, kind, expected[known]) != expected[known].shape:
+        if known not in family.copies and not _fits(family, kind, place):
             raise UsageError(
-                f"{source}: {name} has shape {kind.shape}, and {family.described_by} asks for {expected[known].shape}; "
+                f"{source}: {name} has shape {kind.shape}, and {family.described_by} asks for {place.shape}; "
                 "restore the one or the other"
             )
         found[known] = name
-    absent = absent_heads(family, model, {*found, *(family.copies[copy] for copy in copies)})
+    absent = absent_heads(family, model, {family.copies.get(known, known) for known in found})
+    copies = {copy: found.pop(copy) for copy in family.copies if copy in found}
     missing = [name for name in expected if name not in found]
     if lost := [name for name in missing if not expected[name].ours.startswith(tuple(absent))]:
         raise UsageError(f"{source} lacks the tensor {_and_more(lost)}; download the model again")
@@ -165,10 +164,12 @@ def find_tensors(
             "its encoder is whole, so add --draw-heads to give these random weights, or get a model that has them"
         )
     for known, copy in copies.items():
-        original = family.copies[known]
-        if not _equal(tensors, copy, found[original], family, expected[original]):
+        original, place = found[family.copies[known]], expected[family.copies[known]]
+        if not _fits(family, tensors.kinds[copy], place) or not all(
+            np.array_equal(tensors.read(copy, rows), tensors.read(original, rows)) for rows in _rows(0, place.shape[0])
+        ):
             raise UsageError(
-                f"{source}: {copy} differs from {found[original]}, and mjax has one weight for both; "
+                f"{source}: {copy} differs from {original}, and mjax has one weight for both; "
                 "convert a model in which they are tied"
             )
     return found
@@ -191,18 +192,10 @@ def _in_full(family: Family, name: str, expected: Mapping[str, Place]) -> str:
     return name if name in expected or name in family.copies else family.prefix + name
 
 
-def _shape(family: Family, kind: Kind, place: Place) -> tuple[int, ...]:
-    """The shape of a tensor without the rows that pad the vocabulary."""
-    if not family.padded or place.ours not in OF_TOKENS:
-        return kind.shape
-    return (*(min(place.shape[0], rows) for rows in kind.shape[:1]), *kind.shape[1:])
-
-
-def _equal(tensors: Tensors, one: str, other: str, family: Family, place: Place) -> bool:
-    """Whether two tensors of one place hold the same numbers, read a few rows at a time."""
-    return _shape(family, tensors.kinds[one], place) == place.shape and all(
-        np.array_equal(tensors.read(one, part), tensors.read(other, part)) for part in _rows(0, place.shape[0])
-    )
+def _fits(family: Family, kind: Kind, place: Place) -> bool:
+    """Whether a tensor has the shape of its place, or more rows where these pad the vocabulary."""
+    padded = family.padded and place.ours in OF_TOKENS and kind.shape[:1] > place.shape[:1]
+    return kind.shape[padded:] == place.shape[padded:]
 
 
 def _rows(first: int, end: int) -> list[slice]:

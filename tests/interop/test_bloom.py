@@ -105,7 +105,7 @@ MISTAKES = {
     "an untied output layer": ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
     "heads that do not divide": ({"n_head": 5}, "n_head 5 does not divide hidden_size 12"),
     "no length": ({"seq_length": 0}, "seq_length is 0, which is not a whole number above 0"),
-    "fewer layers": ({"n_layer": 1}, "which BloomForCausalLM with 1 layers has not"),
+    "fewer layers": ({"n_layer": 1}, "which is not part of BloomForCausalLM with 1 layers"),
     "more layers": ({"n_layer": 3}, "lacks the tensor transformer.h.2.input_layernorm.weight and 11 more"),
     "another width": ({"hidden_size": 24}, "has shape (12,), and config.json asks for (24,)"),
 }  # fmt: skip

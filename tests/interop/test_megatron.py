@@ -223,7 +223,7 @@ REFUSED = {
     "normalised queries": ({"qk_layernorm": True}, "qk_layernorm is True"),
     "wide heads": ({"kv_channels": 8}, "4 heads of 8 numbers are not the 24 of hidden_size"),
     "heads that do not divide": ({"num_attention_heads": 5, "kv_channels": None}, "5 heads of 4.8 numbers"),
-    "a rate that is no number": ({"hidden_dropout": "0.1"}, "hidden_dropout is '0.1', which is no number"),
+    "a rate that is no number": ({"hidden_dropout": "0.1"}, "hidden_dropout is '0.1', which is not a number"),
     "no heads": ({"num_attention_heads": None}, "add --heads, 16 for the published 345M"),
     "heads that are none": ({"num_attention_heads": 0}, "0 attention heads is not a whole number above 0"),
     "other layers": ({"num_layers": 24}, "num_layers is 24 among the arguments, and 2 by the tensors"),

@@ -157,9 +157,9 @@ class _Module:
         (lambda make, folder: _Trap(folder / "sprung"), f"wants to call {open.__module__}.open, which is"),
         (lambda make, folder: _Module(sys.exc_info), "wants to call sys.exc_info"),
         (lambda make, folder: _metadata_of(make, file="../secret"), "names '../secret', which is not a file beside it"),
-        (lambda make, folder: _metadata_of(make, offsets=(1, 0)), "is cut off or is no .metadata"),
+        (lambda make, folder: _metadata_of(make, offsets=(1, 0)), "is cut off or not a .metadata"),
         (lambda make, folder: _metadata_of(make, transform_descriptors=["zstd"]), "is stored as ['zstd']"),
-        (lambda make, folder: {"decoder.final": 1}, "is cut off or is no .metadata"),
+        (lambda make, folder: {"decoder.final": 1}, "is cut off or not a .metadata"),
     ],
     ids=["opens a file", "calls a function", "another folder", "a part without a place", "compressed", "no metadata"],
 )
@@ -173,7 +173,7 @@ def test_metadata_that_is_no_metadata_is_refused_and_runs_nothing(damage, expect
 
 def test_metadata_that_is_cut_off_is_refused(metadata, tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_metadata_of(metadata))[:-20])
-    with pytest.raises(UsageError, match=r"is cut off or is no \.metadata"):
+    with pytest.raises(UsageError, match=r"is cut off or not a \.metadata"):
         read_metadata(tmp_path / ".metadata")
 
 
@@ -214,8 +214,8 @@ def test_the_folder_of_one_checkpoint_is_taken_as_it_is(tmp_path):
         (["iter_0000001", "iter_0000002"], None, [], "several checkpoints (iter_0000001, iter_0000002)"),
         (["iter_0000001"], "7", [], "holds no checkpoint iter_0000007; there are: iter_0000001"),
         (["iter_0000001"], "1", ["--step", "3"], "holds no checkpoint iter_0000003"),
-        (["iter_0000001"], "../x", [], "says '../x', which is no step"),
-        (["iter_0000001"], "²", [], "says '²', which is no step"),
+        (["iter_0000001"], "../x", [], "says '../x', which is not a step"),
+        (["iter_0000001"], "²", [], "says '²', which is not a step"),
         (["."], None, ["--step", "3"], "is one checkpoint already; leave out --step"),
         (["iter_0000001"], "1", [], "mp_rank_00 holds no model_optim_rng.pt"),
         (["iter_0000001"], "1", ["--vocabulary-multiple", "0"], "--vocabulary-multiple is 0"),
@@ -237,7 +237,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(names, tracker, flags, expect
     [
         (["mp_rank_01"], "lacks tensor rank 0 of pipeline stage 0"),
         (["mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001"], "lacks tensor rank 1 of pipeline stage 1"),
-        (["mp_rank_00_000_001"], "is no rank of a dense model"),
+        (["mp_rank_00_000_001"], "is not a rank of a dense model"),
         ([], "holds neither mp_rank_00 nor .metadata"),
     ],
 )

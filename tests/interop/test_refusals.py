@@ -102,7 +102,7 @@ MISTAKES = {
     "a missing tensor": (_tensors(lambda tensors: tensors.pop(BIAS)), f"lacks the tensor {BIAS};"),
     "many missing tensors": (_config(n_layer=3), "lacks the tensor transformer.h.2.ln_1.weight and 11 more"),
     "an unknown tensor": (_set("score.weight", lambda _: np.ones((2, 12), np.float32)), "a tensor score.weight"),
-    "more layers than config.json says": (_config(n_layer=1), "which GPT2LMHeadModel with 1 layers has not"),
+    "more layers than config.json says": (_config(n_layer=1), "which is not part of GPT2LMHeadModel with 1 layers"),
     "a transposed weight": (
         _set("transformer.h.0.mlp.c_fc.weight", lambda tensors: np.ones((48, 12), np.float32)),
         "transformer.h.0.mlp.c_fc.weight has shape (48, 12), and config.json asks for (12, 48)",
@@ -122,11 +122,11 @@ MISTAKES = {
     ),
     "a weight that is not finite": (_tensors(_infinite), "h.1.ln_2.bias holds numbers that are not finite"),
     # files
-    "a file that is cut off": (_bytes("model.safetensors", lambda content: content[:-8]), "is cut off or is no"),
-    "a file cut off in its header": (_bytes("model.safetensors", lambda content: content[:50]), "is cut off or is no"),
-    "an empty file": (_bytes("model.safetensors", lambda _: b""), "is cut off or is no"),
+    "a file that is cut off": (_bytes("model.safetensors", lambda content: content[:-8]), "is cut off or not a"),
+    "a file cut off in its header": (_bytes("model.safetensors", lambda content: content[:50]), "is cut off or not a"),
+    "an empty file": (_bytes("model.safetensors", lambda _: b""), "is cut off or not a"),
     "a header larger than the file": (
-        _bytes("model.safetensors", lambda content: struct.pack("<Q", 2**40) + content[8:]), "is cut off or is no",
+        _bytes("model.safetensors", lambda content: struct.pack("<Q", 2**40) + content[8:]), "is cut off or not a",
     ),
     "no tensors": (lambda folder: (write_folder(folder) / "model.safetensors").unlink(), "holds no model.safetensors"),
     "a list for an activation": (_config(activation_function=["gelu"]), "activation_function is ['gelu']; mjax knows"),

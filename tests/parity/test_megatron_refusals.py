@@ -40,7 +40,7 @@ def test_a_file_that_would_run_something_is_refused_by_its_name_and_runs_nothing
     source = write(tmp_path / "in", draw(GPT), GPT, legacy=legacy, **{where: {"x": trap}})
     assert convert(source, tmp_path / "run", *FLAGS) == 2
     message = capsys.readouterr().err
-    assert f"wants to call {called}, which is no part of a checkpoint of Megatron, and nothing was executed" in message
+    assert f"wants to call {called}, which is not part of a checkpoint of Megatron, and nothing was executed" in message
     assert message.count("\n") == 1
     assert not (tmp_path / "sprung").exists()
     assert not (tmp_path / "run").exists()
@@ -85,15 +85,15 @@ def _second_rank(**beside):
 
 MLP, TODAY = "layers.1.mlp.dense_h_to_4h.weight", "decoder.layers.1.mlp.linear_fc1.weight"
 MISTAKES = {
-    "cut off": (_bytes(lambda content: content[:3000]), "is cut off or is no file of torch.save"),
-    "empty": (_bytes(lambda content: b""), "is cut off or is no file of torch.save"),
-    "text": (_bytes(lambda content: b"hello"), "is cut off or is no file of torch.save"),
+    "cut off": (_bytes(lambda content: content[:3000]), "is cut off or not a file of torch.save"),
+    "empty": (_bytes(lambda content: b""), "is cut off or not a file of torch.save"),
+    "text": (_bytes(lambda content: b"hello"), "is cut off or not a file of torch.save"),
     "a list": (_content(lambda content: [1, 2]), "holds a list, and a checkpoint is a dict"),
     "no model": (_content(lambda content: {"iteration": 5}), "holds no model"),
     "a missing tensor": (_mlp(lambda mlp: None), f"lacks the tensor {TODAY}"),
     "an unknown tensor": (
         _content(lambda content: content["model"].update(adapter={"weight": torch.ones(2)})),
-        "a tensor adapter.weight, which Megatron's GPT with 2 layers has not",
+        "a tensor adapter.weight, which is not part of Megatron's GPT with 2 layers",
     ),
     "another shape": (
         _mlp(lambda mlp: torch.ones(80, 24)),
@@ -104,13 +104,13 @@ MISTAKES = {
     "a tensor larger than its storage": (
         _mlp(lambda mlp: torch.ones(1).expand(mlp.shape)), f"{MLP} has shape (40, 24) and 4 bytes stored of it",
     ),
-    "no tensor": (_mlp(lambda mlp: 5), f"{MLP} is 5, which is no tensor"),
+    "no tensor": (_mlp(lambda mlp: 5), f"{MLP} is 5, which is not a tensor"),
     "not finite": (_mlp(lambda mlp: mlp.log()), f"{TODAY} holds numbers that are not finite"),
     "a version that is none": (
-        _content(lambda content: content.update(checkpoint_version="new")), "is 'new', which is no version",
+        _content(lambda content: content.update(checkpoint_version="new")), "is 'new', which is not a version",
     ),
     "arguments that are none": (
-        _content(lambda content: content.update(args=[1])), "args is [1], which are no arguments",
+        _content(lambda content: content.update(args=[1])), "args is [1], which are not the arguments",
     ),
     "ranks of another model": (_second_rank(), "has shape (108, 24), and the rest of the checkpoint asks for (72, 24)"),
     "ranks of another step": (_second_rank(iteration=7), "iteration is 7, and None in"),

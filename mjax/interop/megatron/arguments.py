@@ -95,7 +95,7 @@ def model_config(
         if value is None:
             continue
         if type(value) not in (int, float):
-            raise UsageError(f"{source}: {name} is {value!r}, which is no number; copy the checkpoint again")
+            raise UsageError(f"{source}: {name} is {value!r}, which is not a number; copy the checkpoint again")
         numbers[ours] = float(value)
     if arguments is not None and activation is not None:
         raise UsageError(f"{source} says itself which GELU its model has; leave out --activation")
@@ -121,7 +121,7 @@ def _shapes(tensors: Tensors, kind: str, source: str) -> dict[str, int]:
         shape = tensors.kinds[name].shape if name in tensors.kinds else ()
         if len(shape) != 2:
             raise UsageError(
-                f"{source} lacks the matrix {name}, so it is no dense {kind.upper()} of Megatron with learned "
+                f"{source} lacks the matrix {name}, so it is not a dense {kind.upper()} of Megatron with learned "
                 "positions; convert another model, or copy the whole checkpoint"
             )
         return shape[dim]

@@ -91,7 +91,7 @@ def find_folder(source: Path, step: int | None) -> Path:
         with tracker.open(errors="replace") as stream:
             word = stream.read(100).strip()
         if not re.fullmatch(r"release|[0-9]{1,18}", word):
-            raise UsageError(f"{tracker} says {word[:40]!r}, which is no step; write the step to convert into it")
+            raise UsageError(f"{tracker} says {word[:40]!r}, which is not a step; write the step to convert into it")
         name = word if word == "release" else f"iter_{int(word):07d}"
     elif len(there) == 1:
         (name,) = there
@@ -143,7 +143,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
     for entry in sorted(folder.glob("mp_rank_*")):
         found = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", entry.name)
         if not found:
-            raise UsageError(f"{entry} is no rank of a dense model; convert another checkpoint")
+            raise UsageError(f"{entry} is not a rank of a dense model; convert another checkpoint")
         there = [entry / name for name in RANK_FILES if (entry / name).is_file()]
         if not there:
             raise UsageError(f"{entry} holds no {RANK_FILES[0]}; copy the whole checkpoint")
@@ -182,7 +182,7 @@ def _version(value: Any, folder: Path) -> float:
     if value is None:
         return 0
     if type(value) not in (int, float) or not 0 <= value < 100:
-        raise UsageError(f"{folder}: checkpoint_version is {value!r}, which is no version; copy it again")
+        raise UsageError(f"{folder}: checkpoint_version is {value!r}, which is not a version; copy it again")
     return value
 
 
@@ -191,7 +191,9 @@ def _arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     if found is None:
         return None
     if not isinstance(found, StandIn | dict):
-        raise UsageError(f"{folder}: args is {found!r}, which are no arguments of a run; copy the checkpoint again")
+        raise UsageError(
+            f"{folder}: args is {found!r}, which are not the arguments of a run; copy the checkpoint again"
+        )
     return found if isinstance(found, dict) else vars(found)
 
 

@@ -76,11 +76,11 @@ def load(file: Path) -> dict[str, Any]:
     except Exception as error:  # of many kinds, for what is cut off, no file of torch's, or more than data
         if called := re.search(r"GLOBAL (\S+)", str(error)):
             raise UsageError(
-                f"{file} wants to call {called[1]}, which is no part of a checkpoint of Megatron, and nothing was "
+                f"{file} wants to call {called[1]}, which is not part of a checkpoint of Megatron, and nothing was "
                 "executed; save its weights and arguments again without it"
             ) from None
         raise UsageError(
-            f"{file} is cut off or is no file of torch.save ({first_line(error)}); copy it again"
+            f"{file} is cut off or not a file of torch.save ({first_line(error)}); copy it again"
         ) from None
     if not isinstance(found, dict):
         raise UsageError(f"{file} holds a {type(found).__name__}, and a checkpoint is a dict; give one of Megatron")
@@ -140,7 +140,7 @@ class _MetadataReader(pickle.Unpickler):
             return _VALUES[module, name]
         if module == "torch" and re.fullmatch(r"b?float\d+\w*|u?int\d+|bool|complex\d+", name):
             return name
-        raise UsageError(f"it wants to call {module}.{name}, which is no part of it, and nothing was executed")
+        raise UsageError(f"it wants to call {module}.{name}, which is not part of it, and nothing was executed")
 
 
 def read_metadata(file: Path) -> dict[str, Stored]:
@@ -169,7 +169,7 @@ def read_metadata(file: Path) -> dict[str, Stored]:
         raise UsageError(f"{file}: {error}; get the checkpoint from where it was trained") from None
     except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
         raise UsageError(
-            f"{file} is cut off or is no .metadata of torch.distributed.checkpoint ({type(error).__name__}); "
+            f"{file} is cut off or not a .metadata of torch.distributed.checkpoint ({type(error).__name__}); "
             "copy it again"
         ) from None
 
