@@ -164,15 +164,19 @@ def find_tensors(
             "its encoder is whole, so add --draw-heads to give these random weights, or get a model that has them"
         )
     for known, copy in copies.items():
-        original, place = found[family.copies[known]], expected[family.copies[known]]
-        if not _fits(family, tensors.kinds[copy], place) or not all(
-            np.array_equal(tensors.read(copy, rows), tensors.read(original, rows)) for rows in _rows(0, place.shape[0])
-        ):
-            raise UsageError(
-                f"{source}: {copy} differs from {original}, and mjax has one weight for both; "
-                "convert a model in which they are tied"
-            )
+        _check_copy(family, tensors, copy, found[family.copies[known]], expected[family.copies[known]], source)
     return found
+
+
+def _check_copy(family: Family, tensors: Tensors, copy: str, original: str, place: Place, source: str) -> None:
+    """Refuse a second tensor of one place that does not hold the same numbers, read a few rows at a time."""
+    if not _fits(family, tensors.kinds[copy], place) or not all(
+        np.array_equal(tensors.read(copy, rows), tensors.read(original, rows)) for rows in _rows(0, place.shape[0])
+    ):
+        raise UsageError(
+            f"{source}: {copy} differs from {original}, and mjax has one weight for both; "
+            "convert a model in which they are tied"
+        )
 
 
 def absent_heads(family: Family, model: ModelConfig, names: Container[str]) -> list[str]:

@@ -69,12 +69,7 @@ def model_config(
         and not there.
     """
     said = {} if arguments is None else arguments
-    for name, known in ONLY.items():
-        value = said.get(name)
-        if not isinstance(value, (type(None), bool, int, float, str, list, tuple, StandIn)):
-            raise UsageError(f"{source}: {name} is a {type(value).__name__}; restore the checkpoint")
-        if value not in (None, known) and (value or known is not None):
-            raise UsageError(f"{source}: {name} is {value!r}, and mjax knows only {known!r}; convert another model")
+    _check_known(said, source)
     shapes = _shapes(tensors, kind, source)
     for name, known in shapes.items():
         if said.get(name, known) not in (None, known):
@@ -111,6 +106,16 @@ def model_config(
         **_activations(kind, arguments, activation, source),
         **numbers,
     )
+
+
+def _check_known(said: Mapping[str, Any], source: str) -> None:
+    """Refuse arguments with which Megatron computes what mjax does not."""
+    for name, known in ONLY.items():
+        value = said.get(name)
+        if not isinstance(value, (type(None), bool, int, float, str, list, tuple, StandIn)):
+            raise UsageError(f"{source}: {name} is a {type(value).__name__}; restore the checkpoint")
+        if value not in (None, known) and (value or known is not None):
+            raise UsageError(f"{source}: {name} is {value!r}, and mjax knows only {known!r}; convert another model")
 
 
 def _shapes(tensors: Tensors, kind: str, source: str) -> dict[str, int]:
