@@ -341,7 +341,9 @@ def smoothed(values: Sequence[float]) -> Sequence[float]:
     Behind a falling loss an average of the steps before would run late and lie above it. Where the window reaches over
     an end of the run, the line is taken that fits the steps there best (Savitzky and Golay, order 1).
     """
-    from scipy.signal import savgol_filter
-
     half = min(50, len(values) // 30) // 2
-    return savgol_filter(values, 2 * half + 1, polyorder=1).tolist() if half else values
+    if not half:
+        return values
+    from scipy.signal import savgol_filter  # takes a second to import
+
+    return savgol_filter(values, 2 * half + 1, polyorder=1).tolist()
