@@ -1,12 +1,16 @@
 """The parallel step beside the serial reference: the largest difference of loss (of a BERT its figures) and
 gradients."""
 
+from dataclasses import replace
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mjax.config import MeshConfig
 from tests import bert_reference, reference
-from tests.small import batch_of, gradient_program, named
+from tests.small import batch_of, gradient_program, named, weights_of
 
 STEP = 3  # numbers the dropout masks
 
@@ -24,24 +28,35 @@ def in_layer_order(tree, config) -> dict[str, np.ndarray]:
     return {name: joined(name, value) for name, value in named(tree).items()}
 
 
+@cache
+def _serial(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    masks = None
+    if config.model.hidden_dropout:
+        sequences = config.train.global_batch * config.model.choices
+        masks = reference.dropout_masks(config.model, sequences, config.train.seed, STEP)
+    oracle = reference if config.model.kind == "gpt" else bert_reference
+    loss, gradients = oracle.loss_and_gradients(named(weights_of(config)), config.model, batch_of(config), masks)
+    return np.asarray(loss), {name: np.asarray(gradient) for name, gradient in gradients.items()}
+
+
+def reference_of(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Loss and gradients of the serial reference, computed once for all meshes, kernels and kinds of recomputation."""
+    model, train = replace(config.model, attention="xla"), replace(config.train, micro_batch=1, recompute="none")
+    return _serial(replace(config, model=model, mesh=MeshConfig(), train=train))
+
+
 def largest_error(config, scale=1.0) -> dict[str, float]:
     """By name, for the loss and for the gradient of every weight."""
     with jax.enable_x64(True):
-        program, build = gradient_program(config)
-        weights, batch = build(), batch_of(config)
+        program, place = gradient_program(config)
+        weights, batch = place(), batch_of(config)
+        expected_loss, expected = reference_of(config)
         loss, gradients = program(weights, batch, jnp.int32(STEP), jnp.float64(scale))
-        masks = None
-        if config.model.hidden_dropout:
-            sequences = config.train.global_batch * config.model.choices
-            masks = reference.dropout_masks(config.model, sequences, config.train.seed, STEP)
-        whole = {name: jnp.asarray(value) for name, value in in_layer_order(weights, config).items()}
-        oracle = reference if config.model.kind == "gpt" else bert_reference
-        expected_loss, expected = oracle.loss_and_gradients(whole, config.model, batch, masks)
         errors = {"loss": float(np.abs(loss - expected_loss).max())}
         for name, gradient in in_layer_order(gradients, config).items():
             assert gradient.dtype == np.float64
             nothing = name in WITHOUT_EFFECT.get(config.model.head, ())
             assert nothing or np.abs(expected[name]).max() > 1e-6, f"{name} has no gradient to compare"
             errors[name] = float(np.abs(gradient - expected[name]).max())
-        assert errors.keys() == {"loss", *whole}
+        assert errors.keys() == {"loss", *expected}
         return {name: np.inf if np.isnan(error) else error for name, error in errors.items()}  # `max` passes over NaN

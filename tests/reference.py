@@ -31,16 +31,12 @@ def _step_words(seed, step):
 
 def _keep(words, rate, shape):
     """The mask of an array whose dims are (sample, *rows, column)."""
-    *rows, columns = shape
-    mask = np.empty(shape, bool)
-    for index in np.ndindex(*rows):
-        a, b = (index[0] + int(words[0])) & 0xFFFFFFFF, index[0] ^ int(words[1])
-        for i in index[1:]:
-            a, b = (int(_mix(a)) + i) & 0xFFFFFFFF, int(_mix(b)) ^ i
-        a, b = int(_mix(a)), int(_mix(b))
-        column = np.arange(columns, dtype=np.uint64)
-        mask[index] = _mix(_mix(column + np.uint64(a)) ^ np.uint64(b)) < round((1 - rate) * 2**32)
-    return mask
+    sample, *rows, columns = (np.arange(size, dtype=np.uint64) for size in shape)
+    a, b = (sample + words[0]) & M32, sample ^ words[1]
+    for row in rows:
+        a, b = _mix(a)[..., None] + row & M32, _mix(b)[..., None] ^ row
+    a, b = _mix(a)[..., None], _mix(b)[..., None]
+    return _mix(_mix(columns + a) ^ b) < round((1 - rate) * 2**32)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """The small model that most tests share, so that compiled programs are shared too."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from mjax.parallel.mappings import DATA
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks, plan_storage
 from mjax.training.precision import parameter_type
-from mjax.training.step import loss_and_gradients
+from mjax.training.step import TrainProgram, build_program, loss_and_gradients
 
 MODEL = ModelConfig(
     layers=2,
@@ -116,31 +116,48 @@ def packing_of(samples: int, positions: int) -> dict[str, np.ndarray]:
     }
 
 
+@cache
+def program_of(config: Config) -> TrainProgram:
+    """The program of `config`, written and compiled once for all tests of a process."""
+    return build_program(config, make_mesh(config.mesh))
+
+
 def named(tree) -> dict[str, np.ndarray]:
     return {leaf_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-def gradient_program(config: Config):
-    """(weights, batch, step, scale) → loss and gradients on the mesh of `config`, and a function that makes the
-    weights.
-
-    Biases and LayerNorm weights are drawn at random, so that a term which multiplies them cannot hide behind zeros.
-    """
-
+@cache
+def _drawn(model: ModelConfig, seed: int, compute: str) -> list[np.ndarray]:
     def build():
-        model = build_model(config.train.seed, config.model, parameter_type(config.precision.compute))
-
         def disturb(path, weight):
             if not leaf_name(path).endswith(("bias", "scale")):
                 return weight
             key = jax.random.fold_in(jax.random.key(7), sum(map(ord, leaf_name(path))))
             return weight + 0.1 * jax.random.normal(key, weight.shape, weight.dtype)
 
-        return cut_into_chunks(jax.tree_util.tree_map_with_path(disturb, model), config.mesh)
+        return jax.tree_util.tree_map_with_path(disturb, build_model(seed, model, parameter_type(compute)))
 
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.jit(build)())]
+
+
+def weights_of(config: Config):
+    """The model of `config` as NumPy's arrays, which every mesh starts from.
+
+    Biases and LayerNorm weights are drawn at random, so that a term which multiplies them cannot hide behind zeros.
+    """
+    seed, compute = config.train.seed, config.precision.compute
+    plain = replace(config.model, attention="xla", hidden_dropout=0.0, attention_dropout=0.0)  # change no weight
+    own = jax.tree.structure(jax.eval_shape(lambda: build_model(seed, config.model, parameter_type(compute))))
+    return jax.tree.unflatten(own, _drawn(plain, seed, compute))
+
+
+def gradient_program(config: Config):
+    """(weights, batch, step, scale) → loss and gradients on the mesh of `config`, and a function that places the
+    weights on it.
+    """
     mesh = make_mesh(config.mesh)
-    shapes = jax.eval_shape(build)
-    plan = plan_storage(shapes, nnx.get_partition_spec(shapes), config.mesh)
+    model = cut_into_chunks(weights_of(config), config.mesh)
+    plan = plan_storage(model, nnx.get_partition_spec(model), config.mesh)
     specs = jax.tree.map(lambda storage: storage.spec, plan)
     shardings = jax.tree.map(partial(jax.NamedSharding, mesh), specs)
     program = jax.shard_map(
@@ -150,5 +167,4 @@ def gradient_program(config: Config):
         out_specs=(P(), specs),
         check_vma=True,
     )
-    on_one_device = jax.jit(build, compiler_options=QUICKLY)  # a program that all meshes share
-    return jax.jit(program, compiler_options=QUICKLY), lambda: jax.device_put(on_one_device(), shardings)
+    return jax.jit(program, compiler_options=QUICKLY), lambda: jax.device_put(model, shardings)

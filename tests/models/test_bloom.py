@@ -90,6 +90,7 @@ def test_a_position_after_a_cache_attends_as_the_last_of_a_whole_sequence():
 SIX = {"vocabulary_multiple": 6}  # ranks of `model`: a head each
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("data", "model", "recompute", "mesh", "changes"),
     [

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 from mjax.config import MeshConfig
-from mjax.parallel.mesh import abstract_mesh, make_mesh
+from mjax.parallel.mesh import abstract_mesh
 from mjax.planner.comms import ledger
 from mjax.training.step import build_program
 from tests.against_reference import in_layer_order
-from tests.small import batch_of, small_config
+from tests.small import batch_of, program_of, small_config
 
 
 def _after_five_steps(**mesh):
     with jax.enable_x64(True):
         config = small_config(4, 2, micro_batch=1, compute="fp64", global_batch=8, mesh=mesh)
-        program = build_program(config, make_mesh(config.mesh))
+        program = program_of(config)
         state = program.initialize()
         for step in range(5):
             batch = jax.device_put(batch_of(config, seed=step), program.batch_sharding)

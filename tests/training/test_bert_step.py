@@ -22,27 +22,25 @@ from tests.small import batch_of, gradient_program, named, small_config
 from tests.test_train_command import run as train
 
 BERT = {"kind": "bert", "compute": "fp64"}
-LONG = pytest.mark.long
 SP = {"sequence_parallel": True}
 PIPE = {"layers": 4, "heads": 4}
 FULL = {"micro_batch": 4, "activation": "gelu_erf"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layernorm", "data", "model", "recompute", "mesh", "changes"),
     [
-        pytest.param("pre", 1, 1, "none", {}, {"micro_batch": 4}, marks=LONG),
-        pytest.param("post", 1, 1, "none", {}, {"micro_batch": 4}, marks=LONG),
-        pytest.param("pre", 2, 2, "selective", {}, {"micro_batch": 2, "dropout": 0.0}, marks=LONG),
-        pytest.param("post", 2, 2, "selective", {}, {"micro_batch": 4}, marks=LONG),
+        ("pre", 1, 1, "none", {}, {"micro_batch": 4}),
+        ("post", 1, 1, "none", {}, {"micro_batch": 4}),
+        ("pre", 2, 2, "selective", {}, {"micro_batch": 2, "dropout": 0.0}),
+        ("post", 2, 2, "selective", {}, {"micro_batch": 4}),
         ("pre", 2, 2, "full", SP, {**FULL, "attention": "xla_blocks"}),
-        pytest.param("post", 2, 2, "full", SP, FULL, marks=LONG),
-        pytest.param("pre", 2, 2, "none", {**SP, "zero": 3}, {"micro_batch": 2}, marks=LONG),
-        pytest.param(
-            "post", 2, 2, "none", {**SP, "zero": 3}, {"micro_batch": 4, "mlm_activation": "gelu_erf"}, marks=LONG
-        ),
+        ("post", 2, 2, "full", SP, FULL),
+        ("pre", 2, 2, "none", {**SP, "zero": 3}, {"micro_batch": 2}),
+        ("post", 2, 2, "none", {**SP, "zero": 3}, {"micro_batch": 4, "mlm_activation": "gelu_erf"}),
         ("pre", 2, 2, "selective", {"pipe": 2, **SP}, PIPE),
-        pytest.param("post", 2, 2, "selective", {"pipe": 2, **SP}, PIPE, marks=LONG),
+        ("post", 2, 2, "selective", {"pipe": 2, **SP}, PIPE),
     ],
 )
 def test_figures_and_every_gradient_equal_the_serial_reference(layernorm, data, model, recompute, mesh, changes):

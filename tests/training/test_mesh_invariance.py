@@ -5,9 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from mjax.parallel.mesh import make_mesh
-from mjax.training.step import build_program
-from tests.small import batch_of, named, small_config
+from tests.small import batch_of, named, program_of, small_config
 
 MESHES = [(2, 4), (8, 1), (1, 8), pytest.param(2, 2, marks=pytest.mark.long)]
 STEPS = 8
@@ -15,7 +13,7 @@ STEPS = 8
 
 def _run(data, model, **changes):
     config = small_config(data, model, micro_batch=8 // data, **changes)
-    program = build_program(config, make_mesh(config.mesh))
+    program = program_of(config)
     state = program.initialize()
     initial, losses = named(state.model), []
     for step in range(STEPS):
@@ -46,7 +44,7 @@ def test_a_layer_has_the_same_weights_at_any_depth():
 
 def _run_initial(layers):
     config = small_config(layers=layers)
-    return named(build_program(config, make_mesh(config.mesh)).initialize().model)
+    return named(program_of(config).initialize().model)
 
 
 def test_two_runs_are_the_same_bit_for_bit(one_device):

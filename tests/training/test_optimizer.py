@@ -15,9 +15,8 @@ from mjax.names import leaf_name
 from mjax.parallel.mesh import make_mesh
 from mjax.training.optimizer import backward_order, gradient_names, is_decayed, learning_rate, sums_by_parameter
 from mjax.training.precision import LossScale
-from mjax.training.step import build_program
 from tests.against_reference import in_layer_order
-from tests.small import batch_of, named, small_config
+from tests.small import batch_of, named, program_of, small_config
 
 
 def _schedule(samples, steps=100, **optimizer):
@@ -78,7 +77,7 @@ def test_weight_decay_spares_biases_and_layer_norms_and_nothing_else():
 def test_the_first_adam_step_of_a_clipped_gradient_equals_numpy(data, model):
     config = small_config(data, model, micro_batch=8 // data)
     config = replace(config, optimizer=replace(config.optimizer, clip_norm=0.5, weight_decay=0.1, epsilon=1e-3))
-    program = build_program(config, make_mesh(config.mesh))
+    program = program_of(config)
     state = program.initialize()
     before = named(state.model)
     batch = jax.device_put(batch_of(config), program.batch_sharding)
@@ -128,7 +127,7 @@ def test_a_constant_scale_does_not_move():
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_a_step_that_is_not_finite_changes_nothing_but_the_step_and_names_its_gradient(compute):
     config = small_config(2, 2, micro_batch=4, compute=compute)
-    program = build_program(config, make_mesh(config.mesh))
+    program = program_of(config)
     state = program.initialize()
     name = "blocks.mlp.up.kernel"
 
@@ -161,7 +160,7 @@ def _changed(tree, name, value):
 
 def test_a_weight_or_a_moment_that_cannot_be_right_skips_the_step_and_is_named():
     config = small_config(2, 2, micro_batch=4)
-    program = build_program(config, make_mesh(config.mesh))
+    program = program_of(config)
     batch = jax.device_put(batch_of(config), program.batch_sharding)
     name = "blocks.mlp.up.kernel"
 
@@ -189,7 +188,7 @@ def test_a_weight_or_a_moment_that_cannot_be_right_skips_the_step_and_is_named()
 @pytest.mark.parametrize("mesh", [{}, {"pipe": 2, "zero": 1}])
 def test_the_update_of_a_batch_whose_loss_is_above_the_limit_is_dropped(mesh):
     config = small_config(2, 2, micro_batch=2, mesh=mesh)
-    program = build_program(config, make_mesh(config.mesh))
+    program = program_of(config)
     batch = jax.device_put(batch_of(config), program.batch_sharding)
     before = named(program.initialize().model)
     for limit, skipped in ((3.0, True), (np.inf, False), (-np.inf, True)):
@@ -203,7 +202,7 @@ def test_the_update_of_a_batch_whose_loss_is_above_the_limit_is_dropped(mesh):
 
 def test_fp16_overflows_halve_the_scale_until_a_step_succeeds():
     config = small_config(2, 2, micro_batch=2, compute="fp16")
-    program = build_program(config, make_mesh(config.mesh))
+    program = program_of(config)
     state = program.initialize()
     batch = jax.device_put(batch_of(config), program.batch_sharding)
     skipped, rates = 0, []
@@ -232,7 +231,7 @@ def test_the_backward_order_goes_from_the_last_layer_to_the_embedding():
 @pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 2, "chunks": 2, "zero": 1}, {"pipe": 4, "zero": 3}])
 def test_each_gradient_has_its_own_squared_norm_on_a_pipeline(mesh):
     config = small_config(2, 2, layers=8, mesh=mesh)
-    program = build_program(config, make_mesh(config.mesh))
+    program = program_of(config)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state.model)
     drawn = np.random.default_rng(0)
     whole = jax.tree.map(lambda leaf: drawn.normal(size=leaf.shape).astype(np.float32), program.abstract_state.model)

@@ -25,9 +25,10 @@ ALL = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
 PIPE = {"layers": 4, "heads": 4}
 
 
-# --- Loss and gradients -----------------------------------------------------------------------------------------------
+# --- Loss and gradients: products of choices --------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("data", "model", "recompute", "mesh", "changes"),
     [
@@ -84,7 +85,6 @@ def test_the_documents_of_a_sample_have_the_logits_they_have_alone(kernel):
 
 
 def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient():
-    # The program of a case above, so that it is not compiled again.
     config = small_config(2, 2, micro_batch=2, recompute="selective", compute="fp64", dropout=0.0, samples=ALL)
     with jax.enable_x64(True):
         program, build = gradient_program(config)

@@ -4,11 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from mjax.parallel.mesh import make_mesh
 from mjax.training.checkpoint import Checkpoints
-from mjax.training.step import build_program
 from tests.against_reference import in_layer_order
-from tests.small import batch_of, small_config
+from tests.small import batch_of, program_of, small_config
 
 
 class _Run:
@@ -16,7 +14,7 @@ class _Run:
         self.config = small_config(
             data, model, 1, compute="fp32", layers=8, heads=4, global_batch=8, mesh={"pipe": pipe, **mesh}
         )
-        self.program = build_program(self.config, make_mesh(self.config.mesh))
+        self.program = program_of(self.config)
         self.state = None
 
     def take(self, steps):

@@ -1,6 +1,7 @@
-"""Loss and every gradient of the parallel step against a serial GPT in float64 that shares no code with it."""
+"""Loss and every gradient of the parallel step against a serial GPT or BERT in float64 that shares no code with it."""
 
-from itertools import product
+from itertools import combinations, product
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,27 +10,129 @@ from jax import lax
 
 from mjax.parallel import layers, mappings
 from tests.against_reference import largest_error
-from tests.small import small_config
+from tests.small import BLOOM, small_config
 
-MESHES = [(1, 1), (2, 4), (8, 1), (1, 8)]
-RECOMPUTE = ["none", "selective", "full"]
-
-
-def _the_rest_is_long(cases, default):
-    return [case if case in default else pytest.param(*case, marks=pytest.mark.long) for case in cases]
+# --- Every two choices together ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("data", "model", "recompute", "dropout"),
-    _the_rest_is_long(
-        [(*mesh, recompute, dropout) for mesh, recompute, dropout in product(MESHES, RECOMPUTE, (0.1, 0.0))],
-        default=[
-            *((2, 4, recompute, 0.1) for recompute in RECOMPUTE),
-            *((1, 1, "none", 0.1), (8, 1, "full", 0.1), (1, 8, "selective", 0.1)),
-        ],
-    ),
+class Case(NamedTuple):
+    """A row of the table: what is chosen in each dimension of a run."""
+
+    model: str
+    schedule: str
+    pipe: int
+    chunks: int
+    data: int
+    tensor: int
+    sequence_parallel: bool
+    zero: int
+    recompute: str
+    dropout: float
+    packed: bool
+    kernel: str
+
+
+CHOICES = Case(
+    model=("gpt", "bloom", "pre-LN", "post-LN"),
+    schedule=("", "gpipe", "1f1b", "zb-h1"),
+    pipe=(1, 2, 4),
+    chunks=(1, 2),
+    data=(1, 2, 4),
+    tensor=(1, 2, 4),
+    sequence_parallel=(False, True),
+    zero=(0, 1, 3),
+    recompute=("none", "selective", "full"),
+    dropout=(0.0, 0.1),
+    packed=(False, True),
+    kernel=("xla", "xla_blocks"),
 )
-def test_loss_and_every_gradient_equal_the_serial_reference(data, model, recompute, dropout):
+
+# Of all choices that go together, every two stand in one row at least. The products are run by `pytest --long`: here,
+# in test_pipeline, test_packed_samples, test_bloom and test_bert_step.
+# fmt: off
+CASES = [
+    #    model      schedule pp cp dp tp SP     ZeRO recompute   drop packed attention
+    Case("gpt",     "",      1, 1, 1, 1, False, 0, "none",      0.0, True,  "xla_blocks"),
+    Case("gpt",     "gpipe", 2, 2, 2, 4, True,  1, "none",      0.1, True,  "xla_blocks"),
+    Case("gpt",     "1f1b",  4, 1, 1, 1, False, 0, "selective", 0.0, False, "xla"),
+    Case("gpt",     "zb-h1", 2, 2, 4, 2, True,  3, "full",      0.0, True,  "xla"),
+    Case("bloom",   "",      1, 1, 4, 4, True,  3, "selective", 0.1, False, "xla"),
+    Case("bloom",   "gpipe", 2, 2, 4, 2, True,  1, "selective", 0.1, False, "xla"),
+    Case("bloom",   "1f1b",  2, 2, 2, 1, False, 1, "selective", 0.0, True,  "xla"),
+    Case("bloom",   "1f1b",  4, 1, 2, 2, True,  0, "full",      0.1, True,  "xla_blocks"),
+    Case("bloom",   "zb-h1", 4, 1, 1, 1, False, 0, "none",      0.1, False, "xla_blocks"),
+    Case("pre-LN",  "",      1, 1, 2, 4, True,  1, "full",      0.0, False, "xla"),
+    Case("pre-LN",  "gpipe", 4, 1, 4, 1, False, 3, "none",      0.1, False, "xla"),
+    Case("pre-LN",  "1f1b",  2, 1, 2, 4, False, 3, "none",      0.0, False, "xla_blocks"),
+    Case("pre-LN",  "zb-h1", 2, 2, 1, 2, False, 0, "selective", 0.1, False, "xla_blocks"),
+    Case("post-LN", "",      1, 1, 4, 2, True,  3, "selective", 0.1, False, "xla_blocks"),
+    Case("post-LN", "gpipe", 2, 1, 1, 2, True,  0, "full",      0.0, False, "xla_blocks"),
+    Case("post-LN", "1f1b",  2, 2, 4, 1, False, 0, "full",      0.1, False, "xla"),
+    Case("post-LN", "zb-h1", 4, 1, 1, 4, False, 0, "full",      0.0, False, "xla"),
+    Case("post-LN", "zb-h1", 4, 1, 2, 2, False, 1, "none",      0.1, False, "xla_blocks"),
+]
+# fmt: on
+
+MODELS = {
+    "gpt": {},
+    "bloom": {**BLOOM, "heads": 12},  # no power of two, and divided by 4 ranks
+    "pre-LN": {"kind": "bert", "layernorm": "pre", "activation": "gelu_erf"},
+    "post-LN": {"kind": "bert", "layernorm": "post", "mlm_activation": "gelu_erf"},
+}
+PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
+
+
+def _config(case):
+    mesh = {"pipe": case.pipe, "chunks": case.chunks, "sequence_parallel": case.sequence_parallel, "zero": case.zero}
+    return small_config(
+        case.data,
+        case.tensor,
+        1 if case.schedule else 4 // case.data,
+        case.recompute,
+        "fp64",
+        case.dropout,
+        mesh=mesh | ({"schedule": case.schedule} if case.schedule else {}),
+        samples=PACKED if case.packed else {},
+        layers=4,
+        attention=case.kernel,
+        **MODELS[case.model],
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_loss_and_every_gradient_equal_the_serial_reference(case):
+    errors = largest_error(_config(case), scale=2.0**20)  # the loss scale is divided out
+    assert max(errors.values()) < 1e-12, errors
+
+
+def _goes_together(case):
+    return (
+        bool(case.schedule) == (case.pipe > 1)
+        and (case.chunks == 1 or case.pipe == 2)  # four layers
+        and (case.tensor > 1 or not case.sequence_parallel)
+        and (case.data > 1 or not case.zero)
+        and not (case.packed and case.model.endswith("LN"))
+        and case.pipe * case.data * case.tensor <= 16
+    )
+
+
+def test_every_two_choices_that_go_together_are_in_a_case():
+    def pairs(case):
+        return combinations(enumerate(case), 2)
+
+    assert all(map(_goes_together, CASES))
+    possible = {pair for case in map(Case._make, product(*CHOICES)) if _goes_together(case) for pair in pairs(case)}
+    assert possible == {pair for case in CASES for pair in pairs(case)}
+
+
+# --- Products ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dropout", [0.1, 0.0])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 4), (8, 1), (1, 8)])
+def test_meshes_without_a_pipeline_equal_the_serial_reference(data, model, recompute, dropout):
     config = small_config(
         data, model, micro_batch=8 // data // 2 or 1, recompute=recompute, dropout=dropout, compute="fp64"
     )
@@ -40,12 +143,12 @@ def test_loss_and_every_gradient_equal_the_serial_reference(data, model, recompu
 @pytest.mark.parametrize(
     ("data", "model", "recompute", "mesh"),
     [
-        (2, 4, "none", {"sequence_parallel": True}),
+        pytest.param(2, 4, "none", {"sequence_parallel": True}, marks=pytest.mark.long),
         pytest.param(1, 8, "selective", {"sequence_parallel": True}, marks=pytest.mark.long),
-        (2, 2, "full", {"sequence_parallel": True, "zero": 1}),
+        pytest.param(2, 2, "full", {"sequence_parallel": True, "zero": 1}, marks=pytest.mark.long),
         pytest.param(4, 2, "none", {"zero": 1}, marks=pytest.mark.long),
         pytest.param(2, 2, "none", {"zero": 3}, marks=pytest.mark.long),
-        (4, 2, "selective", {"sequence_parallel": True, "zero": 3}),
+        pytest.param(4, 2, "selective", {"sequence_parallel": True, "zero": 3}, marks=pytest.mark.long),
         (3, 2, "full", {"zero": 3}),  # three divide few dims of a weight: most stay whole
     ],
 )
@@ -55,13 +158,9 @@ def test_sequence_parallelism_and_sharded_storage_change_no_number(data, model, 
     assert max(errors.values()) < 1e-12, errors
 
 
+@pytest.mark.long
 def test_blocked_attention_equals_the_serial_reference():
     errors = largest_error(small_config(2, 2, micro_batch=2, compute="fp64", attention="xla_blocks"))
-    assert max(errors.values()) < 1e-12, errors
-
-
-def test_the_loss_scale_is_divided_out():
-    errors = largest_error(small_config(1, 1, micro_batch=4, compute="fp64"), scale=2.0**20)
     assert max(errors.values()) < 1e-12, errors
 
 
