@@ -29,7 +29,7 @@ hypothesis.settings.register_profile("patient", deadline=None)  # the machine ma
 hypothesis.settings.load_profile("patient")
 
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 @pytest.fixture(autouse=True)

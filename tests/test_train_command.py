@@ -23,7 +23,7 @@ def environment():
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": COMPILE_QUICKLY,
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -92,6 +92,7 @@ def _wait_for_step(process, folder, step):
         time.sleep(0.005)
 
 
+@pytest.mark.long
 def test_a_run_killed_in_the_middle_continues_bit_for_bit(uninterrupted, tmp_path):
     for step in (5, 10):
         process = _start(tmp_path)

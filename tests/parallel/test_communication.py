@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mjax.config import load_config
-from tests.conftest import ROOT
+from tests.conftest import COMPILE_QUICKLY, ROOT
 
 
 def test_every_collective_of_jax_is_named_in_mappings_only():
@@ -103,7 +103,7 @@ print("arguments", compiled.memory_analysis().argument_size_in_bytes)
 def test_8b_compiles_for_512_devices():
     environment = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=512",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=512 {COMPILE_QUICKLY}",
         "PYTHONPATH": str(ROOT),
     }
     result = subprocess.run([sys.executable, "-c", COMPILE_512], env=environment, capture_output=True, text=True)
