@@ -1,5 +1,6 @@
 # make train        a small GPT on real text, from nothing to a sample of its writing (about five minutes on two CPU cores)
 # make bert         a small BERT on the same text, which learns to find masked words and the order of sentences
+# make check        lint and the tests that compile nothing: about a minute, for work in progress
 # make test         lint and the whole suite, on simulated devices
 # make test-parity  what compares with torch, transformers and megatron-core, and what takes long
 # Each makes .venv and installs what it needs.
@@ -11,7 +12,19 @@ WORKERS ?= 2
 # NLTK's sentence rules, plain tables, from a package that carries them; nothing of it is executed.
 PUNKT = data/punkt/llama_index/core/_static/nltk_cache
 
-.PHONY: train bert test test-parity format clean
+# A worker takes whole files: what the tests of a file share is compiled once.
+PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile
+
+# What compiles nothing: data, flags and configs, schedules, files of others, scores, what a plan is searched with.
+CHECK = data test_bad_inputs.py test_batch_size.py test_config.py test_flags.py test_hardware.py test_packages.py \
+    test_progress.py test_resolve.py parallel/test_schedules.py training/test_agreement.py training/test_health.py \
+    training/test_metrics.py finetuning/test_batches.py interop/test_fast_tokenizer.py interop/test_megatron_files.py \
+    interop/test_refusals.py tasks/test_labelled_refusals.py tasks/test_sentence_tasks.py tasks/test_squad.py \
+    tasks/test_squad_scores.py tasks/test_tasks.py tasks/test_windows.py planner/test_calibration.py \
+    planner/test_config_file.py planner/test_fit.py planner/test_hlo.py planner/test_search.py \
+    planner/test_search_report.py
+
+.PHONY: train bert lint check test test-parity format clean
 
 train: .venv/installed
 	@test -f data/demo.idx || .venv/bin/python -m mjax prepare --demo --output data/demo
@@ -23,13 +36,18 @@ bert: .venv/installed
 	    --tokenizer bert-uncased --split-sentences --no-append-eod
 	.venv/bin/python train.py --config bert_demo
 
-test: .venv/installed-dev
+lint: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest -n $(WORKERS)
+
+check: lint
+	$(PYTEST) $(addprefix tests/,$(CHECK))
+
+test: lint
+	$(PYTEST)
 
 test-parity: .venv/installed-parity
-	.venv/bin/python -m pytest -n $(WORKERS) --parity --long -m "parity or long"
+	$(PYTEST) --parity --long -m "parity or long"
 
 format: .venv/installed-dev
 	.venv/bin/ruff check --fix .
