@@ -122,6 +122,16 @@ def program_of(config: Config) -> TrainProgram:
     return build_program(config, make_mesh(config.mesh))
 
 
+def initial_state(program: TrainProgram):
+    """The first state as XLA's defaults compute it: compiled quickly, the last bit depends on the shape of an array."""
+    defaults = {
+        "xla_backend_optimization_level": 3,
+        "xla_llvm_disable_expensive_passes": False,
+        "xla_cpu_use_fusion_emitters": True,
+    }
+    return program.initialize.lower().compile(compiler_options=defaults)()
+
+
 def named(tree) -> dict[str, np.ndarray]:
     return {leaf_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 

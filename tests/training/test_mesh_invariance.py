@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.small import batch_of, named, program_of, small_config
+from tests.small import batch_of, initial_state, named, program_of, small_config
 
 MESHES = [(2, 4), (8, 1), (1, 8), pytest.param(2, 2, marks=pytest.mark.long)]
 STEPS = 8
@@ -14,7 +14,7 @@ STEPS = 8
 def _run(data, model, **changes):
     config = small_config(data, model, micro_batch=8 // data, **changes)
     program = program_of(config)
-    state = program.initialize()
+    state = initial_state(program)
     initial, losses = named(state.model), []
     for step in range(STEPS):
         batch = jax.device_put(batch_of(config, seed=step), program.batch_sharding)
@@ -44,7 +44,7 @@ def test_a_layer_has_the_same_weights_at_any_depth():
 
 def _run_initial(layers):
     config = small_config(layers=layers)
-    return named(program_of(config).initialize().model)
+    return named(initial_state(program_of(config)).model)
 
 
 def test_two_runs_are_the_same_bit_for_bit(one_device):

@@ -6,7 +6,7 @@ import pytest
 
 from mjax.training.checkpoint import Checkpoints
 from tests.against_reference import in_layer_order
-from tests.small import batch_of, program_of, small_config
+from tests.small import batch_of, initial_state, program_of, small_config
 
 
 class _Run:
@@ -35,7 +35,7 @@ def interleaved(tmp_path_factory):
     """The folder of a checkpoint after 3 steps at pipe 2 × data 2 × model 2 with 2 chunks, and what follows it."""
     folder = tmp_path_factory.mktemp("interleaved")
     run = _Run(2, 2, 2, chunks=2)
-    run.state = run.program.initialize()
+    run.state = initial_state(run.program)
     initial = in_layer_order(run.state.model, run.config)
     first = run.take(range(3))
     with Checkpoints(folder) as checkpoints:
@@ -69,7 +69,7 @@ def test_a_checkpoint_of_an_interleaved_pipeline_opens_on_another_mesh_and_conti
 def test_an_interleaved_pipeline_starts_from_the_weights_of_one_device_and_has_its_losses(interleaved):
     _, initial, losses, *_ = interleaved
     run = _Run(1, 1, 1)
-    run.state = run.program.initialize()
+    run.state = initial_state(run.program)
     for name, value in in_layer_order(run.state.model, run.config).items():
         np.testing.assert_array_equal(value, initial[name], err_msg=name)
     np.testing.assert_allclose(run.take(range(3)), losses, rtol=1e-5)
