@@ -20,6 +20,7 @@ from mjax.planner.calibration import default_calibration, read_calibration
 from mjax.planner.fitting import Measurement
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
+from mjax.training.manifest import write_manifest
 from tests.conftest import ROOT
 from tests.test_train_command import CONFIG, environment
 
@@ -96,7 +97,7 @@ def test_the_benchmark_of_indices_prints_a_row_for_everything_it_measures():
         ("calibrate", ["--output", "x.json", "--gpu", "h100", "--kinds", "attention"], "nothing that can be measured"),
         ("dedup", ["none.jsonl", "none.jsonl"], "there is no file none.jsonl; give .txt, .jsonl"),
         ("dedup", ["a", "b", "--workers", "0"], "--workers is 0; it must be at least 1"),
-        ("dedup", [TEXT, TEXT, "--thresholds", "0.7", "0"], "--threshold 0 is no Jaccard similarity"),
+        ("dedup", [TEXT, TEXT, "--thresholds", "0.7", "0"], "--threshold 0 is not a Jaccard similarity"),
         ("index", ["--rounds", "0"], "--rounds is 0; it must be at least 1"),
         ("index", ["--tokens", "5000"], "--tokens is 5,000; with --batch 3072 use 18874368 or more"),
         ("memory", ["--write", "none/table.json"], "--write none/table.json: there is no folder none; make it"),
@@ -266,7 +267,7 @@ def test_the_campaign_of_faults_sees_other_losses_and_other_weights(tmp_path, mo
     place = Place(tmp_path, tmp_path, 0.0, {fault_runs.STEPS: (1.5, None)}, {fault_runs.STEPS: {"weight": b"1"}})
     checkpoint = tmp_path / "run" / "checkpoints" / str(fault_runs.STEPS)
     checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").touch()
+    write_manifest(checkpoint, fault_runs.STEPS, {})
     for loss, weight, words in ((1.5, b"1", ""), (1.5000001, b"1", "other losses; "), (1.5, b"2", "other weights; ")):
         (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": fault_runs.STEPS, "loss": loss}) + "\n")
         monkeypatch.setattr(fault_runs, "arrays_of", lambda *_, weight=weight: {"weight": weight})
