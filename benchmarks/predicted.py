@@ -28,6 +28,7 @@ from mjax import launch
 from mjax.config import Config, MeshConfig, load_config
 from mjax.errors import RunError, UsageError, either
 from mjax.hardware import Gpu, gpu_named, gpu_of
+from mjax.models.build import count_parameters
 from mjax.planner.calibration import (
     Calibration,
     Software,
@@ -138,7 +139,7 @@ def measured_runs(arguments: Arguments, software: Software) -> tuple[list[Run], 
 
 def kept(calibration: Calibration, runs: list[Run], arguments: Arguments) -> Calibration:
     """The calibration with the range and the error of these steps."""
-    sizes = [run.config.model.parameters for run in runs]
+    sizes = [count_parameters(run.config.model) for run in runs]
     fitted = f", {' and '.join(arguments.fit)} fitted to them" if arguments.fit else ""
     return replace(
         calibration,

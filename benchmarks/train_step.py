@@ -37,6 +37,7 @@ from benchmarks.command import check_counts, in_one_sentence
 from mjax import launch
 from mjax.config import Config, MeshConfig, load_config, to_dict
 from mjax.errors import UsageError
+from mjax.models.build import count_parameters
 from mjax.training.flops import model_flops, peak_tflops
 from mjax.validation import validate
 
@@ -215,7 +216,7 @@ def notes(arguments: Arguments, processes: list[Process], platform: str, threads
     autocast = {"bf16": "PyTorch autocasts", "fp16": "PyTorch autocasts, with a gradient scaler"}
     lines = [
         f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads, sequence {model.sequence}, vocabulary "
-        f"{model.padded_vocabulary} (padded), {model.parameters:,} parameters",
+        f"{model.padded_vocabulary} (padded), {count_parameters(model):,} parameters",
         f"{train.global_batch} sequences a step in micro-batches of {train.micro_batch}, dropout "
         f"{model.hidden_dropout:g} and {model.attention_dropout:g} (attention), recompute {train.recompute}"
         + (" (PyTorch: whole layers)" if train.recompute == "selective" and len(processes) > 1 else ""),

@@ -108,26 +108,6 @@ class ModelConfig:
         """What a sample of a task is labelled with: a class, a choice, or the places of the first and last token."""
         return ("start", "end") if self.head == "span" else ("label",)
 
-    @property
-    def parameters(self) -> int:
-        """Exact number of trainable parameters, embeddings counted once (they are tied)."""
-        h, f = self.hidden, self.mlp_width
-        attention = h * 3 * h + 3 * h + h * h + h
-        mlp = h * f + f + f * h + h
-        layer_norms = 4 * h
-        positions = self.sequence * h if self.positions == "learned" else 0
-        embedding = self.padded_vocabulary * h + positions + 2 * h * self.embedding_layernorm
-        count = embedding + self.layers * (attention + mlp + layer_norms) + 2 * h
-        if self.kind == "bert":
-            token_types, pooler, order = 2 * h, h * h + h, 2 * h + 2
-            masked = h * h + h + 2 * h + self.padded_vocabulary  # linear layer, LayerNorm, a bias for each token
-            count += token_types
-            if self.head == "pretraining":
-                count += pooler + order + masked
-            else:
-                count += (h + 1) * self.outputs + (pooler if self.head != "span" else 0)
-        return count
-
 
 @dataclass(frozen=True)
 class MeshConfig:

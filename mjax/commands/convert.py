@@ -41,6 +41,7 @@ from mjax.interop.settings import config_values, model_config
 from mjax.interop.tensor_files import open_tensors, parse_size, write_tensors
 from mjax.interop.tokenizer_files import find_tokenizer, write_tokenizer
 from mjax.interop.weights import absent_heads, find_tensors, places, read_weights, weight_arrays
+from mjax.models.build import count_parameters
 from mjax.progress import progress
 from mjax.training.checkpoint import Checkpoints
 
@@ -117,12 +118,12 @@ def from_hf(arguments: FromHfArguments) -> int:
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     target = abstract_weights(config)
-    with progress("reading", 4 * model.parameters) as read:
+    with progress("reading", 4 * count_parameters(model)) as read:
         drawn = draw_weights(config, target, tuple(absent))
         weights = read_weights(family, tensors, found, model, target, read, drawn)
     write_run(output, config, tokenizer, weights)
 
-    print(f"{output}: {model.parameters:,} parameters of a {family.model}, checkpoint 0")
+    print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
     if absent:
         print(f"not in {source}, drawn from seed {config.train.seed}: {', '.join(map(family.heads.get, absent))}")
     print_next_steps(source, output, model, tokenizer)

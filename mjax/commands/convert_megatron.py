@@ -26,6 +26,7 @@ from mjax.interop.megatron.names import family_of
 from mjax.interop.model_folder import check_output
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import find_tensors, read_weights
+from mjax.models.build import count_parameters
 from mjax.progress import progress
 
 
@@ -83,11 +84,11 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     found = find_tensors(family, checkpoint.tensors, model, place)
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
-    with progress("reading", 4 * model.parameters) as read:
+    with progress("reading", 4 * count_parameters(model)) as read:
         weights = read_weights(family, checkpoint.tensors, found, model, abstract_weights(config), read)
     write_run(output, config, tokenizer, weights)
 
-    print(f"{output}: {model.parameters:,} parameters of {family.model}, checkpoint 0, from {place}")
+    print(f"{output}: {count_parameters(model):,} parameters of {family.model}, checkpoint 0, from {place}")
     print(_what_was_taken(checkpoint, model, rows))
     print_next_steps(source, output, model, tokenizer)
     return 0

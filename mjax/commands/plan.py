@@ -25,9 +25,8 @@ from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration, default_calibration, read_calibration
 from mjax.planner.config_file import write_config
 from mjax.planner.rates import Rates
-from mjax.planner.search_command import SearchArguments, check_search, run_search
+from mjax.planner.search_flags import SearchArguments, check_search
 from mjax.planner.section import Section, named_rows
-from mjax.planner.time_section import time_section
 from mjax.resolve import resolve
 from mjax.validation import validate
 
@@ -134,11 +133,13 @@ def run_plan(arguments: PlanArguments) -> int:
 
 def _run(arguments: PlanArguments) -> Section:
     """What is planned."""
+    from mjax.models.build import count_parameters
+
     config = arguments.settings
-    mesh, train = config.mesh, config.train
+    mesh, train, parameters = config.mesh, config.train, count_parameters(config.model)
     values = {
         "config": arguments.config,
-        "parameters": config.model.parameters,
+        "parameters": parameters,
         "mesh": {"pipe": mesh.pipe, "data": mesh.data, "model": mesh.model},
         "devices": mesh.devices,
         "global_batch": train.global_batch,
@@ -146,7 +147,7 @@ def _run(arguments: PlanArguments) -> Section:
         "micro_batches": config.micro_batches,
     }
     rows = {
-        "parameters": f"{config.model.parameters:,}",
+        "parameters": f"{parameters:,}",
         "devices": f"{mesh.devices:,} = pipe {mesh.pipe} × data {mesh.data} × model {mesh.model}",
         "global batch": f"{train.global_batch:,} = {mesh.data} replicas × {config.micro_batches} micro-batches "
         f"of {train.micro_batch}",
@@ -217,6 +218,8 @@ def _time(arguments: PlanArguments) -> Section | None:
     """The time of a step and of the run, for a GPU that was named."""
     if arguments.gpu is None:
         return None
+    from mjax.planner.time_section import time_section
+
     gpu, calibration = _predictions(arguments)
     try:
         Rates(gpu, calibration, arguments.settings.precision.compute)
@@ -236,6 +239,8 @@ def _compile(arguments: PlanArguments) -> Section | None:
 
 def _with_the_fastest(arguments: PlanArguments) -> tuple[PlanArguments, str]:
     """What is planned with --devices: the fastest way to run the config on so many; and words about it."""
+    from mjax.planner.search_command import run_search
+
     gpu, calibration = _predictions(arguments)
     Rates(gpu, calibration, arguments.settings.precision.compute)  # refuses a type of which no time can be said
     fastest, section, about = run_search(arguments.search, arguments.config, arguments.settings, gpu, calibration)

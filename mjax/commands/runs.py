@@ -28,6 +28,7 @@ from rich.table import Table
 from mjax.config import Config, differences, read_config
 from mjax.data.atomic import rename, take_lock
 from mjax.errors import UsageError, check_picture, suggestion
+from mjax.models.build import count_parameters
 from mjax.runs_figure import draw_runs
 from mjax.training.manifest import GOOD, MANIFEST
 from mjax.training.metrics import finite_or_none, read_metrics, smoothed
@@ -168,7 +169,7 @@ def row_of(folder: Path) -> Row:
     return Row(
         name=folder.name,
         model=f"{config.model.kind} {config.model.layers} × {config.model.hidden}",
-        parameters=config.model.parameters,
+        parameters=count_parameters(config.model),
         step=step,
         steps=config.train.steps,
         loss=_last(records, "loss"),
@@ -251,7 +252,7 @@ def results_of(config: Config, records: list[dict[str, Any]], common: int) -> di
     speeds = sorted(record["tokens_per_second"] for record in records[1:]) or [records[0]["tokens_per_second"]]
     at_common = [loss for step, loss in zip(steps, averaged, strict=True) if step <= common]
     return {
-        "parameters": config.model.parameters,
+        "parameters": count_parameters(config.model),
         "steps": records[-1]["step"],
         "tokens": records[-1]["tokens"],
         f"loss at step {common}": finite_or_none(at_common[-1]) if at_common else None,

@@ -33,6 +33,9 @@ from mjax.parallel import mappings
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.random import DropoutKey, dropout
 
+FLASH_STAND_IN = "cudnn, traced only"
+"""Kernel name for a program that is only traced: what cuDNN's takes, gives and keeps, on a machine without it."""
+
 # A finite stand-in for −∞: added to a score it leaves exp() exactly 0, and no NaN in any type wider than fp16.
 MASKED = -1e30
 
@@ -64,7 +67,7 @@ def attend(
         slopes = mappings.vary(slopes, mappings.varying_axes(q))
     if documents is not None:
         documents = mappings.vary(documents, mappings.varying_axes(q))
-    if kernel == "cudnn":
+    if kernel in ("cudnn", FLASH_STAND_IN):
         assert rate == 0.0 or key is None, "cuDNN attention has no dropout in JAX's public interface"
         # JAX hands cuDNN a mask as a bias, which is written out, and cuDNN writes out a gradient of it that nobody
         # needs: 2 b s² bytes each, once for all heads and layers.
@@ -72,6 +75,8 @@ def attend(
         # The same for ALiBi, whose penalty differs from head to head: 2 n s² bytes each for it and its gradient, and
         # together with documents 2 b n s².
         bias = None if slopes is None else _written_out(slopes, q.shape[1], q.dtype)
+        if kernel == FLASH_STAND_IN:
+            return _flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, mask) if x is not None))
         return jax.nn.dot_product_attention(q, k, v, bias=bias, mask=mask, is_causal=causal, implementation="cudnn")
     if slopes is not None:
         # Tied to this layer: else JAX computes the penalty [n, s, s] before the loop over layers, and every layer reads
@@ -144,6 +149,34 @@ def _attend_block(
         heads = mappings.rank(MODEL) * local_heads + jnp.arange(local_heads)
         probabilities = dropout(probabilities, rate, key, heads, first + jnp.arange(scores.shape[2]))
     return jnp.einsum(f"bnqk,{keys}->{queries}", probabilities, v)
+
+
+@jax.custom_vjp
+def _flash_stand_in(q: Array, k: Array, v: Array, *biases: Array) -> Array:
+    return _flash_stand_in_forward(q, k, v, *biases)[0]
+
+
+def _flash_stand_in_forward(*inputs: Array):
+    # Beside its result cuDNN's kernel keeps a float32 number for each row of scores.
+    like = jax.ShapeDtypeStruct(inputs[0].shape, inputs[0].dtype), jax.ShapeDtypeStruct(inputs[0].shape[:-1], "float32")
+    context, rows = _never_run(like, *inputs)
+    return context, (*inputs, context, rows)
+
+
+def _flash_stand_in_backward(kept: tuple[Array, ...], gradient: Array):
+    inputs = kept[:-2]
+    return tuple(_never_run([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs], *kept, gradient))
+
+
+_flash_stand_in.defvjp(_flash_stand_in_forward, _flash_stand_in_backward)
+
+
+def _never_run(results, *inputs: Array) -> list[Array]:
+    def refuse(*_):
+        raise NotImplementedError("this attention kernel stands in for cuDNN's in programs that are only traced")
+
+    axes = frozenset().union(*map(mappings.varying_axes, inputs))
+    return [mappings.vary(result, axes) for result in jax.pure_callback(refuse, results, *inputs)]
 
 
 def _written_out(slopes: Array, positions: int, dtype) -> Array:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
 from mjax.config import ModelConfig
 from mjax.models.bert import BERT
 from mjax.models.gpt import GPT
 from mjax.models.heads import TaskBERT
+from mjax.names import leaf_name
 
 Model = GPT | BERT | TaskBERT
 
@@ -18,3 +24,17 @@ def build_model(seed: int | Array, config: ModelConfig, dtype=jnp.float32) -> Mo
     """The model whose weights are a function of `seed` and `config`, whatever the mesh it is sharded over."""
     kinds = {"gpt": GPT, "bert": BERT if config.head == "pretraining" else TaskBERT}
     return kinds[config.kind](jax.random.key(seed), config, dtype)
+
+
+@lru_cache(maxsize=64)
+def abstract_weights(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], P]]:
+    """Shape and PartitionSpec of every weight by name, as the traced model has them; nothing is allocated."""
+    shapes = jax.eval_shape(lambda: build_model(0, config))
+    specs = jax.tree.leaves(nnx.get_partition_spec(shapes), is_leaf=lambda spec: isinstance(spec, P))
+    named = jax.tree_util.tree_leaves_with_path(shapes)
+    return {leaf_name(path): (leaf.shape, spec) for (path, leaf), spec in zip(named, specs, strict=True)}
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Exact number of trainable parameters; those of a tied embedding count once."""
+    return sum(math.prod(shape) for shape, _ in abstract_weights(config).values())

@@ -64,7 +64,7 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
       A tree like `shapes` of `Storage`.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, spec: _plan(leaf_name(path), leaf.shape, spec, mesh), shapes, specs
+        lambda path, leaf, spec: storage_of(leaf_name(path), leaf.shape, spec, mesh), shapes, specs
     )
 
 
@@ -93,7 +93,8 @@ def layer_dims(mesh: MeshConfig) -> int:
     return 1 if mesh.chunks == 1 else 2
 
 
-def _plan(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> Storage:
+def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> Storage:
+    """How the weight `name` of this whole shape is stored, whose module says `spec`."""
     layers = layer_dims(mesh) if is_layer(name) else 0
     axes: list[tuple[str, ...]] = [() if entry is None else (entry,) for entry in spec]
     axes = [()] * (len(shape) - len(axes)) + axes  # a chunk dim is not in the model's spec

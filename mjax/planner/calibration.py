@@ -168,13 +168,13 @@ class Calibration:
     date: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
-    def error_of(self, config: Config, gpu: Gpu) -> tuple[float, tuple[str, ...]]:
-        """The error bar of a prediction, and what it is that the calibration has not seen."""
+    def error_of(self, config: Config, parameters: int, gpu: Gpu) -> tuple[float, tuple[str, ...]]:
+        """The error bar of a prediction for a model of so many parameters, and what the calibration has not seen."""
         caveats = []
         if gpu.name != self.gpu:
             caveats.append(f"calibrated on {self.gpu}, not on {gpu.name}")
         low, high = self.parameters
-        if not 0.9 * low <= config.model.parameters <= 1.1 * high:
+        if not 0.9 * low <= parameters <= 1.1 * high:
             caveats.append(f"calibrated on models of {low / 1e9:.3g} to {high / 1e9:.4g} billion parameters")
         low, high = self.devices
         if not low <= config.mesh.devices <= high:

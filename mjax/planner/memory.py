@@ -5,37 +5,40 @@
     kept activations       what the forward pass leaves to the backward pass, for every layer and micro-batch in flight
     gradients              one of each weight in the compute type; float32 sums where micro-batches are accumulated
     logits                 [b s, v / p] of one micro-batch
-    work                   what one layer's backward pass has in hand at its fullest moment
+    work                   what one layer's backward pass has in hand at its peak
 
-A step has three moments at which memory can be fullest, and the largest of them is what the step needs:
+What a layer keeps, and what its backward pass has in hand, is read off the traced layer (`training/trace.py`,
+`regions.py`); layers, micro-batches and stages multiply it. Memory can peak at three points in a step, and the largest
+of them is what the step needs:
 
     head        every kept activation, and the logits
     backward    every kept activation, the gradients of all layers, the work of one layer
     reduction   no activation, but float32 copies of the gradients while they are summed over `data`
 
-The counting of activations follows arXiv 2205.05198, section 4, with what JAX keeps in place of what PyTorch keeps: no
-dropout masks (they are hashed again), no inputs of LayerNorm and GELU beside their outputs where these are computed
-again, and weights in the compute type only while they are used. `tests/planner/compiled_memory.json` holds what XLA
-allocates for the same configs; `benchmarks/memory.py` makes it anew.
+`tests/planner/compiled_memory.json` holds what XLA allocates for the same configs; `benchmarks/memory.py` compiles them
+again. The counting is that of arXiv 2205.05198, section 4, for what JAX keeps in place of what PyTorch keeps.
 
-Letters as everywhere: b, s, h, n, d, f, v; T = b s rows of a micro-batch, R the rows of the residual stream (T / p with
-sequence parallelism), c bytes of the compute type, p devices along `model`.
+Letters as everywhere: b, s, v; c bytes of the compute type, p devices along `model`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from mjax.config import Config
 from mjax.models.kernels import HOPPER, attention_on_gpu
+from mjax.planner.rates import WIDTHS
+from mjax.planner.regions import backward_work
 from mjax.planner.weights import Held, held_by
+from mjax.training import trace
 
-# Bytes of a number of each type.
-WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 # Of the memory of a GPU, what has to stay free: predictions are off by up to this.
 HEADROOM = 0.05
+# Copies of its rows of the residual stream that a rank has while a layer is differentiated: the layer's input and the
+# stream after attention, cut out of what is kept; the gradient that comes in, and those of branches on their way.
+STREAMS_IN_HAND = 6
 # Kinds of memory, in the order in which they are shown.
 KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
 
@@ -79,7 +82,7 @@ def free_share(needed: float, usable: float) -> float:
 
 
 def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memory:
-    """What a training step of `config` needs, on the fullest device; no JAX, some microseconds.
+    """What a training step of `config` needs, on the fullest device; no device is touched.
 
     Args:
       config: validated; `model.attention` a kernel's name, or `auto`, which is taken as on this GPU.
@@ -98,52 +101,57 @@ def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memo
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Elements of the arrays that the moments are made of, for one micro-batch on one device.
+    """Bytes of the arrays that the moments are made of, for one micro-batch on one device.
 
     Attributes:
       config, held: the config, and the weights of a device.
-      kernel: of attention.
       width: c, bytes of the compute type.
       master: bytes of a master weight and of a sum of gradients.
       layers: a chunk's: those that one forward pass runs through.
-      whole: T h. stream: R h. heads: T h / p, one of q, k, v, context. wide: T f / p.
-      scores: b n s² / p, of attention; 0 where they are never written.
-      logits: T v / p.
+      stream: the rows of the residual stream that this rank has.
+      kept: what a layer keeps of its forward pass.
+      factors: what the products with weights of a layer read and write.
+      work: what the backward pass of a layer has in hand, its weights aside.
+      biases: what cuDNN's attention is given written out, and the gradient of it that nobody reads.
+      logits: scores of the vocabulary.
+      heads: what the head keeps besides them, and the gradients of that.
     """
 
     config: Config
     held: Held
-    kernel: str
     width: int
     master: int
     layers: int
-    whole: int
     stream: int
-    heads: int
-    wide: int
-    scores: int
+    kept: int
+    factors: int
+    work: int
+    biases: int
     logits: int
+    heads: int
 
     @classmethod
     def of(cls, config: Config, kernel: str) -> _Sizes:
-        model, mesh = config.model, config.mesh
-        sequences = config.train.micro_batch * model.choices
-        rows, p = sequences * model.sequence, mesh.model
+        mesh, b, recompute = config.mesh, config.train.micro_batch, config.train.recompute
         width = WIDTHS[config.precision.compute]
-        has_logits = model.head == "pretraining"
+        of_sample = _of_sample(trace.Traced.of(config), kernel, recompute)
+        # The mask of dropout has a byte an element. Where attention is computed again and there are collectives, XLA
+        # begins with it beside one of those, so its probabilities are there twice.
+        early = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and mesh.data > 1))
+        scores = of_sample.scores * ((config.model.attention_dropout > 0) + width * early)
         return cls(
             config=config,
-            held=held_by(model, mesh),
-            kernel=kernel,
+            held=held_by(config.model, mesh),
             width=width,
             master=max(4, width),
-            layers=model.layers // (mesh.pipe * mesh.chunks),
-            whole=rows * model.hidden,
-            stream=rows * model.hidden // (p if mesh.sequence_parallel else 1),
-            heads=rows * model.hidden // p,
-            wide=rows * model.mlp_width // p,
-            scores=0 if kernel == "cudnn" else sequences * (model.heads // p) * model.sequence**2,
-            logits=rows * model.padded_vocabulary // p if has_logits else 0,
+            layers=config.model.layers // (mesh.pipe * mesh.chunks),
+            stream=of_sample.stream * b,
+            kept=of_sample.kept * b,
+            factors=of_sample.factors * b,
+            work=(of_sample.work + scores) * b,
+            biases=of_sample.biases * (b if "documents" in config.batch_arrays() else 1),
+            logits=of_sample.logits * b,
+            heads=of_sample.heads * b,
         )
 
     @property
@@ -164,35 +172,44 @@ class _Sizes:
         return total * config.train.global_batch / config.mesh.data
 
 
+@dataclass(frozen=True)
+class _Sample:
+    """Of one sample: the attributes of `_Sizes` that grow with the micro-batch, and elements of attention's scores."""
+
+    stream: int
+    kept: int
+    factors: int
+    work: int
+    biases: int
+    scores: int
+    logits: int
+    heads: int
+
+
+@lru_cache(maxsize=1024)
+def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
+    layer, backward, head = trace.layer_forward(of), trace.layer_backward(of, kernel, recompute), trace.head(of)
+    width, work = WIDTHS[of.compute], backward_work(backward, of.model.sequence)
+    scores = (each.batch * each.m * each.n for each in layer.of_activations if kernel != "cudnn")
+    besides = [size for elements, size in head.kept if elements != head.logits]
+    return _Sample(
+        stream=backward.stream,
+        kept=backward.kept,
+        factors=width * sum(each.m * (each.k + each.n) for each in layer.of_weights),
+        work=STREAMS_IN_HAND * backward.stream + work.peak + 2 * work.gathered,
+        biases=2 * work.biases,
+        scores=max(scores, default=0),
+        logits=width * head.logits,
+        heads=sum(besides) + max(besides, default=0),
+    )
+
+
 # --- What is kept -----------------------------------------------------------------------------------------------------
 
 
 def kept_by_layer(config: Config) -> float:
     """Bytes that a layer keeps of one micro-batch from its forward to its backward pass."""
-    return _kept(_Sizes.of(config, attention_on_gpu(config)), config.train.recompute)
-
-
-def _kept(sizes: _Sizes, recompute: str) -> float:
-    c = sizes.width
-    if recompute == "full":
-        return c * sizes.stream  # the layer's input
-    post = sizes.config.model.layernorm == "post"
-    # The layer's input and the stream after attention; behind the sum of a post-LN layer its LayerNorm's input too.
-    stream = 3 if post else 2
-    if recompute == "selective":  # qkv, context, mlp_up by name (KEPT in models/transformer.py)
-        return c * (stream * sizes.stream + 4 * sizes.heads + sizes.wide)
-    # Both LayerNorms' outputs, as the products read them: gathered, with sequence parallelism. q, k, v and the context;
-    # the MLP before and after GELU.
-    kept = c * (2 * sizes.stream + 2 * sizes.whole + 4 * sizes.heads + 2 * sizes.wide)
-    if sizes.kernel == "cudnn":
-        # cuDNN keeps the context in its own shape, beside the one the projection keeps, and a float32 number a row.
-        return kept + c * sizes.heads + 4 * sizes.heads / sizes.config.model.head_size
-    return kept + _kept_scores(sizes)
-
-
-def _kept_scores(sizes: _Sizes) -> float:
-    """Bytes of the softmax in float32, and as probabilities in the compute type, where a kernel writes them."""
-    return (4 + sizes.width) * sizes.scores
+    return _Sizes.of(config, attention_on_gpu(config)).kept
 
 
 def _in_flight(config: Config) -> tuple[int, int]:
@@ -244,7 +261,7 @@ def _layer_gradients(sizes: _Sizes) -> float:
 
 
 def _activations(sizes: _Sizes) -> float:
-    kept = _kept(sizes, sizes.config.train.recompute) * sizes.layers
+    kept = sizes.kept * sizes.layers
     if sizes.config.mesh.pipe == 1:
         return kept
     slots, pending = _in_flight(sizes.config)
@@ -254,8 +271,7 @@ def _activations(sizes: _Sizes) -> float:
 
 def _pending(sizes: _Sizes) -> float:
     """ZB-H1: bytes of both factors of each kernel's gradient, for the layers of a chunk."""
-    # Inputs of QKV and up, whole; of projection and down, local. Gradients of their outputs, the other way round.
-    return sizes.width * sizes.layers * (4 * sizes.whole + 4 * sizes.heads + 2 * sizes.wide)
+    return sizes.layers * sizes.factors
 
 
 def _messages(sizes: _Sizes) -> float:
@@ -264,41 +280,7 @@ def _messages(sizes: _Sizes) -> float:
     if mesh.pipe == 1:
         return 0.0
     outputs = sizes.config.micro_batches if mesh.schedule == "gpipe" else 1
-    return sizes.width * sizes.stream * (2 + 2 + (outputs + 1) + 2)  # and the two that are on their way
-
-
-def _layer_work(sizes: _Sizes) -> float:
-    """Bytes that the backward pass of one layer has in hand besides what was kept and what it hands on."""
-    c, config = sizes.width, sizes.config
-    recompute, split = config.train.recompute, config.mesh.sequence_parallel
-    masks = 1 if config.model.hidden_dropout > 0 else 0  # the dropout mask as it is hashed, a byte an element
-    # GELU: its insides in float32, the gradients of its output and input.
-    mlp = sizes.wide * (4 + c) + sizes.stream * (5 * c + masks)
-    # LayerNorm: two arrays in float32, and the stream, its gradient and both branches.
-    norm = sizes.stream * (2 * 4 + 9 * c + masks)
-    scores = _scores_in_hand(sizes) + (sizes.stream * 5 * c if sizes.scores else 0)
-    if recompute == "selective":
-        mlp += c * sizes.wide  # the output of GELU
-    elif recompute == "full":
-        # What `none` keeps is there again when the backward pass of the layer begins at its MLP, but for scores: XLA
-        # computes these when it comes to attention.
-        again = _kept(sizes, "none") - _kept_scores(sizes) - c * sizes.stream
-        mlp, norm, scores = mlp + again, 0, scores + again
-    gathered = 2 * c * sizes.whole if split else 0  # rows of all ranks, of the layer's input and of a gradient
-    return max(mlp, norm, scores) + gathered + _weights_in_hand(sizes)
-
-
-def _scores_in_hand(sizes: _Sizes) -> float:
-    """Bytes of attention's scores in its backward pass, where a kernel writes them."""
-    config, c, wide = sizes.config, sizes.width, sizes.master
-    if not sizes.scores:
-        return 0.0
-    mesh, recompute = config.mesh, config.train.recompute
-    # In float32 scores, or their gradient, and what it is made from; dropout's mask; probabilities where they are not
-    # kept, and once more where XLA begins to compute attention again early, beside a collective.
-    early = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and mesh.data > 1))
-    each = 2 * wide + (config.model.attention_dropout > 0) + c * (recompute != "none") + c * early
-    return each * sizes.scores + wide * config.model.sequence**2 * config.model.causal  # the causal mask, for all heads
+    return sizes.stream * (2 + 2 + (outputs + 1) + 2)  # and the two that are on their way
 
 
 def _weights_in_hand(sizes: _Sizes) -> float:
@@ -314,19 +296,6 @@ def _chunk_in_hand(sizes: _Sizes) -> float:
     return sizes.width * sizes.held.layers / mesh.chunks if mesh.chunks > 1 else 0.0
 
 
-def _bias(sizes: _Sizes) -> float:
-    """Bytes of what cuDNN is given written out, and of the gradient of it that nobody reads (`models/attention.py`)."""
-    model = sizes.config.model
-    if sizes.kernel != "cudnn":
-        return 0.0
-    documents = model.kind == "bert" or sizes.config.data.reset_attention
-    square = 2 * sizes.width * model.sequence**2
-    sequences = sizes.config.train.micro_batch * model.choices if documents else 1
-    if model.positions == "alibi":
-        return square * sequences * model.heads // sizes.config.mesh.model
-    return square * sequences if documents else 0.0
-
-
 def _backward(sizes: _Sizes) -> Memory:
     """While the layers are differentiated, after the first of them."""
     masters, moments = _stored(sizes)
@@ -336,7 +305,8 @@ def _backward(sizes: _Sizes) -> Memory:
     # The gradient of the embedding as output layer waits for that as input; in a pipeline it is summed up at once.
     waiting = c * held.table if sizes.config.mesh.pipe == 1 else 0.0
     gradients = _layer_gradients(sizes) + _sums(sizes) + waiting
-    work = _layer_work(sizes) + _chunk_in_hand(sizes) + _messages(sizes) + _bias(sizes) + sizes.batch
+    work = sizes.work + _weights_in_hand(sizes) + _chunk_in_hand(sizes)
+    work += _messages(sizes) + sizes.biases + sizes.batch
     parameters = masters + layers + (shared if repeats else 0.0)
     return Memory(parameters, moments, gradients, _activations(sizes), 0.0, work, "backward")
 
@@ -345,24 +315,21 @@ def _head(sizes: _Sizes) -> Memory:
     """When the logits are there, and their gradient takes their place."""
     masters, moments = _stored(sizes)
     layers, shared = _computed(sizes)
-    c = sizes.width
     # The gradient of the embedding takes the place of its copy, unless another micro-batch needs that.
-    gradients = _sums(sizes) + (c * sizes.held.table if sizes.accumulates else 0.0)
-    # The stream after the last LayerNorm, its gradient; of a BERT the three arrays of its head as well.
-    streams = 2 + (4 if sizes.config.model.kind == "bert" else 0)
-    work = c * streams * sizes.whole + _messages(sizes) + _bias(sizes) / 2 + sizes.batch
-    return Memory(masters + layers + shared, moments, gradients, _activations(sizes), c * sizes.logits, work, "head")
+    gradients = _sums(sizes) + (sizes.width * sizes.held.table if sizes.accumulates else 0.0)
+    work = sizes.heads + _messages(sizes) + sizes.biases / 2 + sizes.batch
+    return Memory(masters + layers + shared, moments, gradients, _activations(sizes), sizes.logits, work, "head")
 
 
 def _reduction(sizes: _Sizes) -> Memory:
     """After the backward pass: gradients in the compute type become float32 and are summed over `data`."""
     masters, moments = _stored(sizes)
-    held, mesh, model = sizes.held, sizes.config.mesh, sizes.config.model
+    held, mesh = sizes.held, sizes.config.mesh
     whole = held.layers - held.gathered + held.shared
     wide = sizes.master * (whole + held.gathered_shards)
     if mesh.data == 1 and not sizes.accumulates:
         return Memory(masters, moments, sizes.width * whole, 0.0, 0.0, sizes.batch, "reduction")  # nothing is summed
-    # They are converted one after the other, so the last that is still in both types is the largest, one of the MLP's.
-    kernel = 0 if held.gathered else model.hidden * model.mlp_width // mesh.model * model.layers // mesh.pipe
-    narrow = 0.0 if sizes.accumulates or sizes.width == sizes.master else sizes.width * kernel
+    # They are converted one after the other, so the last that is still in both types is the largest.
+    both = not (held.gathered or sizes.accumulates or sizes.width == sizes.master)
+    narrow = sizes.width * held.largest if both else 0.0
     return Memory(masters, moments, narrow + wide, 0.0, 0.0, sizes.batch, "reduction")

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from mjax.errors import UsageError, either
 from mjax.hardware import Gpu
 from mjax.planner.calibration import Calibration
-from mjax.planner.memory import WIDTHS
+
+# Bytes of a number of each type.
+WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True)

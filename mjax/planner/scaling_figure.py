@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mjax.hardware import gpu_named
+from mjax.models.build import count_parameters
 from mjax.planner.calibration import MEGATRON_A100, MEGATRON_V100, Calibration
 from mjax.planner.published import Run, table_1, table_5, v100_scaling
 from mjax.planner.time import predict_time
@@ -46,7 +47,7 @@ def _speed(axes: Axes) -> None:
     axes.plot(gpus, _tflops(runs, MEGATRON_A100), "-", color=BLUE, label="predicted")
     axes.plot(gpus, _tflops(runs, None), "o", color=ORANGE, label="published")
     for run, x, y in list(zip(runs, gpus, _tflops(runs, None), strict=True))[::3]:
-        size = f"{run.config.model.parameters / 1e9:,.0f}B"
+        size = f"{count_parameters(run.config.model) / 1e9:,.0f}B"
         axes.annotate(size, (x, y), (0, 7), textcoords="offset points", ha="center", fontsize=7, color=SOFT_INK)
     axes.set(xscale="log", ylim=(0, 180), xlabel="A100s", ylabel="TFLOP/s a GPU, recomputation counted")
     axes.set_title("2104.04473, table 1", loc="left", color=INK)

@@ -5,64 +5,24 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 
-from mjax.bounds import Count, NotNegative
 from mjax.config import Config
-from mjax.errors import UsageError
 from mjax.hardware import GIB, Gpu
+from mjax.models.build import count_parameters
 from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration
-from mjax.planner.config_file import WIDTH, check_new
+from mjax.planner.config_file import WIDTH
 from mjax.planner.memory import predict_memory
 from mjax.planner.narrowed import narrowed
 from mjax.planner.search import Found, describe, search
+from mjax.planner.search_flags import SearchArguments
 from mjax.planner.search_limits import check_searchable, refuse_too_big
 from mjax.planner.search_report import Question, cost, report, tight_warning
 from mjax.planner.section import Section
 from mjax.planner.target_batch import with_batch
 from mjax.planner.time import predict_time
 from mjax.planner.time_section import run_tokens
-
-
-@dataclass(frozen=True)
-class SearchArguments:
-    """Flags of the search."""
-
-    devices: Count | None = None
-    """Search the fastest way to run the config on this many GPUs: mesh, micro-batch, recomputation (needs --gpu)."""
-    target_batch: Count | None = None
-    """Search at this global batch, in sequences; the samples of the run stay, so its steps change. The learning rate
-    stays too."""
-    keep: tuple[str, ...] = ()
-    """Fields that the search leaves as they are: any of mesh.pipe, mesh.data, mesh.model, mesh.sequence_parallel,
-    mesh.schedule, mesh.chunks, mesh.zero, train.micro_batch, train.recompute."""
-    top: Count = 10
-    """Candidates to show, the fastest first."""
-    price: NotNegative | None = None
-    """Price of a GPU for an hour, in any currency, to show what the run costs."""
-    write: Path | None = None
-    """Write the fastest config into this new file, which train.py runs: ends in .py."""
-
-
-def check_search(arguments: SearchArguments, gpu: str | None) -> None:
-    """Refuse flags that cannot work.
-
-    Raises:
-      UsageError: a flag has no meaning without another, the file cannot be written.
-    """
-    if arguments.devices is not None and gpu is None:
-        raise UsageError(f"--devices {arguments.devices} needs to know of what kind; add --gpu, such as --gpu h100")
-    if arguments.devices is None:
-        for flag in fields(SearchArguments):
-            if getattr(arguments, flag.name) != flag.default:
-                name = flag.name.replace("_", "-")
-                raise UsageError(f"--{name} is for the search; add --devices, such as --devices 8")
-        return
-    if arguments.write is not None:
-        check_new(arguments.write)
 
 
 def run_search(
@@ -124,7 +84,7 @@ def _about(found: Found, question: Question) -> str:
     spent = cost(best, found.devices, question)
     mfu = "" if best.time.mfu is None else f", {best.time.mfu:.1%} MFU"
     rows = {
-        "parameters": f"{config.model.parameters:,}",
+        "parameters": f"{count_parameters(config.model):,}",
         "hardware": f"{found.devices:,} × {question.hardware}: {describe(best.config)}",
         "predicted": f"{best.time.total:.3g} s a step (±{best.time.error:.0%}), {best.time.model_tflops:.0f} model "
         f"TFLOP/s a GPU{mfu}; {best.memory.total / GIB:.1f} of {found.capacity / GIB:.1f} GiB a GPU",

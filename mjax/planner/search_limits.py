@@ -12,6 +12,7 @@ from typing import Any
 from mjax.config import Config, MeshConfig
 from mjax.errors import UsageError
 from mjax.hardware import GIB
+from mjax.models.build import count_parameters
 from mjax.planner.memory import HEADROOM, free_share
 from mjax.planner.search import Found, MemoryOf, describe
 from mjax.planner.space import batch_unit, candidates, check_kept, divisors
@@ -83,7 +84,7 @@ def enough_devices(
     least. So the answer is enough; that fewer would not do is likely, not certain.
     """
     # The least there is on a device: float32 masters and two moments, shared out over all.
-    needed = 12 * config.model.parameters / capacity
+    needed = 12 * count_parameters(config.model) / capacity
     thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.chunks": 1}
     free = {name: value for name, value in thrifty.items() if name not in keep}
     small = with_values(config, free)

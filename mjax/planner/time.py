@@ -20,23 +20,26 @@ The parts of a step, and how each is modelled:
                       lock-step; the head is on the last stage, for which all others wait
     once a step       sums over `data`, gathers of weights, the bytes of the optimizer
 
-All is a formula of the config: nothing is traced, no JAX is imported, and it takes far less than a millisecond.
+Which products a layer and the head have, of which shapes, and how many sums over `model`, is read off the traced model
+(`training/trace.py`), once for each model and size of that axis; the rest is arithmetic.
 The pieces are those of arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198, section 4.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig
 from mjax.hardware import Gpu
+from mjax.models.build import count_parameters
 from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration, Software, default_calibration
-from mjax.planner.memory import WIDTHS
-from mjax.planner.rates import Rates
+from mjax.planner.rates import WIDTHS, Rates
+from mjax.planner.regions import activation_elements
 from mjax.planner.weights import held_by
+from mjax.training import trace
 from mjax.training.flops import model_flops
 
 # Parts of a step, in the order in which they are shown.
@@ -107,7 +110,7 @@ def predict_time(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     seconds = step.seconds(config.micro_batches)
     total = sum(seconds.values())
     tflops = model_flops(config) / total / config.mesh.devices / 1e12
-    error, caveats = calibration.error_of(config, gpu)
+    error, caveats = calibration.error_of(config, count_parameters(config.model), gpu)
     return StepTime(
         **seconds,
         model_tflops=tflops,
@@ -164,6 +167,11 @@ def _empty_messages(mesh: MeshConfig, m: int, software: Software) -> int:
     return 2 * (mesh.pipe - 1)
 
 
+@lru_cache(maxsize=1024)
+def _activation_elements(of: trace.Traced) -> float:
+    return activation_elements(trace.layer_forward(of).program)
+
+
 class _Step:
     """The work of one device in a step, piece by piece; every method returns seconds."""
 
@@ -172,11 +180,13 @@ class _Step:
         model, mesh = config.model, config.mesh
         self.element = WIDTHS[config.precision.compute]
         self.tokens = config.train.micro_batch * model.choices * model.sequence
-        self.heads = config.train.micro_batch * model.choices * model.heads / mesh.model  # of all sequences
+        self.samples = config.train.micro_batch
         capability = rates.gpu.compute_capability
         self.flash = self.software.flash and attention_on_gpu(config, capability) == "cudnn"
-        h, f, p = model.hidden, model.mlp_width, mesh.model
-        self.products = ((3 * h / p, h), (h, h / p), (f / p, h), (h, f / p))  # (n, k) of QKV, projection, up, down
+        of = trace.Traced.of(config)
+        self.layer, self.end = trace.layer_forward(of), trace.head(of)
+        self.stream = self.samples * self.layer.elements  # elements, on all ranks of `model`
+        self.activations = _activation_elements(of)
         self.held = held_by(model, mesh)
         self.layer_weights = self.held.layers * mesh.pipe / model.layers  # of one layer
         self.layers = model.layers // mesh.pipe  # of a stage
@@ -224,16 +234,16 @@ class _Step:
             "matmul": self._forward_products,
             "attention": self._attention,
             "elementwise": self._elementwise,
-            "model": 2 * self._layer_sum,
+            "model": len(self.layer.branches) * self._layer_sum,
             "data": self._gather_layer(),
         }
 
     def backward_inputs(self) -> dict[str, float]:
         """A layer's backward pass but for the gradients of its weights, and what it computes again."""
         again, software = self.config.train.recompute, self.software
-        to_inputs = sum(self.rates.product(self.tokens, k, n) for n, k in self.products)
+        to_inputs = sum(self.rates.product(self.tokens, each.k, each.n) for each in self.layer.of_weights)
         whole, attention = again == "full", again != "none"
-        sums = 2 * self._layer_sum - self._hidden()
+        sums = len(self.layer.branches) * self._layer_sum - self._hidden()
         split = self.config.mesh.sequence_parallel
         if whole:  # of the gathers and scatters of a layer only the last scatter can be dead code
             sums += (1 + software.repeated_sums / 2 if split else software.repeated_sums) * self._layer_sum
@@ -249,24 +259,25 @@ class _Step:
 
     def backward_weights(self) -> dict[str, float]:
         """The gradients of a layer's weights."""
-        return {"matmul": sum(self._weight_products)}
+        return {"matmul": sum(map(self._weight_gradient, self.layer.of_weights))}
 
     @cached_property
     def _forward_products(self) -> float:
-        return sum(self.rates.product(self.tokens, n, k) for n, k in self.products)
+        return sum(self.rates.product(self.tokens, each.n, each.k) for each in self.layer.of_weights)
 
-    @cached_property
-    def _weight_products(self) -> list[float]:
-        return [self.rates.product(k, n, self.tokens) for n, k in self.products]
+    def _weight_gradient(self, product: trace.Product) -> float:
+        return self.rates.product(product.k, product.n, self.tokens)
 
     @cached_property
     def _attention(self) -> float:
-        model = self.config.model
-        s, d = model.sequence, model.head_size
+        products = self.layer.of_activations
         if self.flash:
-            return self.rates.flash(self.heads * 4 * s * s * d / (2 if model.causal else 1))
-        products = self.rates.product(s, s, d, self.heads) + self.rates.product(s, d, s, self.heads)
-        return products + self._scores
+            flops = self.samples * sum(each.flops for each in products)
+            return self.rates.flash(flops / (2 if self.config.model.causal else 1))
+        return (
+            sum(self.rates.product(each.m, each.n, each.k, each.batch * self.samples) for each in products)
+            + self._scores
+        )
 
     def _attention_backward(self) -> float:
         if self.flash:
@@ -275,15 +286,14 @@ class _Step:
 
     @cached_property
     def _scores(self) -> float:
-        written = self.heads * self.config.model.sequence**2 * self.element / 2
-        return self.rates.traffic(self.software.score_bytes * written, 3)
+        elements = self.samples * max(each.batch * each.m * each.n for each in self.layer.of_activations)
+        return self.rates.traffic(self.software.score_bytes * elements * self.element / 2, 3)
 
     @cached_property
     def _elementwise(self) -> float:
-        model, mesh, software = self.config.model, self.config.mesh, self.software
-        rows = self.tokens / (mesh.model if mesh.sequence_parallel else 1)
-        stream = software.stream_bytes * rows * model.hidden
-        mlp = software.mlp_bytes * self.tokens * model.mlp_width / mesh.model
+        mesh, software = self.config.mesh, self.software
+        stream = software.stream_bytes * self.stream / (mesh.model if mesh.sequence_parallel else 1)
+        mlp = software.mlp_bytes * self.samples * self.activations
         return self.rates.traffic((stream + mlp) * self.element / 2, software.kernels)
 
     # --- Collectives --------------------------------------------------------------------------------------------------
@@ -291,22 +301,22 @@ class _Step:
     @cached_property
     def _layer_sum(self) -> float:
         """One sum of a stream over `model`; with sequence parallelism a scatter and a gather."""
-        whole = self.element * self.tokens * self.config.model.hidden
+        whole = self.element * self.stream
         ranks = self.config.mesh.model
         if self.config.mesh.sequence_parallel:
             return 2 * self.rates.gather(ranks, 1, whole)
         return self.rates.sum(ranks, 1, whole)
 
     def _hidden(self) -> float:
-        """What of a layer's two backward sums runs beside the gradients of QKV's and the MLP's weights.
+        """What of a layer's backward sums runs beside the gradients of the column-parallel weights before them.
 
         With sequence parallelism that is the scatter; the gather before it is needed at once.
         """
         if not self.software.hides_backward_sums:
             return 0.0
         part = self._layer_sum / (2 if self.config.mesh.sequence_parallel else 1)
-        qkv, _, up, _ = self._weight_products
-        return min(part, qkv) + min(part, up)
+        beside = [sum(map(self._weight_gradient, branch[:-1])) for branch in self.layer.branches]
+        return sum(min(part, seconds) for seconds in beside)
 
     def _gather_layer(self) -> float:
         """ZeRO-3: the weights of a layer, in the compute type."""
@@ -325,7 +335,7 @@ class _Step:
     def message(self) -> float:
         """An activation, or its gradient, to the next stage; all ranks of a server send at once."""
         mesh = self.config.mesh
-        whole = self.element * self.tokens * self.config.model.hidden
+        whole = self.element * self.stream
         split = mesh.sequence_parallel or self.software.splits_messages
         sent = self.rates.send(mesh.pipe, mesh.model * mesh.data, whole / (mesh.model if split else 1))
         if split and not mesh.sequence_parallel:
@@ -336,15 +346,14 @@ class _Step:
 
     def head(self) -> float:
         """Embedding, logits and loss of a micro-batch, forward and backward."""
-        model, mesh = self.config.model, self.config.mesh
-        h, v = model.hidden, model.padded_vocabulary / mesh.model
-        embedding = self.rates.traffic(9 * self.element * self.tokens * h, 3)
-        if model.head != "pretraining":
+        embedding = self.rates.traffic(9 * self.element * self.stream, 3)
+        if not self.end.products:
             return embedding
         # Logits are written, read by the loss and its gradient, written again: in float32, 16 bytes each in all.
-        logits = 3 * self.rates.product(self.tokens, v, h) + self.rates.traffic(16 * self.tokens * v, 6)
-        masked = 3 * self.rates.product(self.tokens, h, h) if model.kind == "bert" else 0.0
-        return embedding + logits + masked
+        logits = self.rates.traffic(16 * self.samples * self.end.logits, 6)
+        return (
+            embedding + logits + 3 * sum(self.rates.product(self.tokens, each.n, each.k) for each in self.end.products)
+        )
 
     def head_sums(self) -> float:
         """Collectives over `model` of embedding and head: the embedding's sum, and that of the logits' gradient.

@@ -1,34 +1,19 @@
-"""The weights of a model as numbers alone: their shapes, and what of each one device stores and computes with.
+"""What one device stores of a model's weights, and computes with: the traced model by the rules of `parallel/zero.py`.
 
-The layout rules are those of `parallel/zero.py`, which decides by the arrays of a traced model. Here they are applied
-to shapes that follow from the config, without JAX: thousands of configs a second. A test holds the two equal for every
-published config under every mode.
+The model is traced once; its storage on a mesh is then arithmetic on shapes, thousands of meshes a second.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from jax.sharding import PartitionSpec as P
+
 from mjax.config import MeshConfig, ModelConfig
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One weight of the model.
-
-    Attributes:
-      name: as `names.leaf_name` gives it.
-      shape: of the whole weight; of stacked layers, that of one layer.
-      split: the dim that is split over `model`; None: whole on every rank.
-      layers: how many layers have it; 0: it belongs to no layer.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    split: int | None
-    layers: int
+from mjax.models.build import abstract_weights
+from mjax.parallel.zero import is_layer, storage_of
 
 
 @dataclass(frozen=True)
@@ -42,85 +27,37 @@ class Held:
       gathered: of `layers`, those that are gathered layer by layer inside the loop (ZeRO-3) and never held as a whole.
       gathered_shards: of `stored`, the shards of those.
       table: of `shared`, the embedding of the tokens.
+      largest: of `layers`, those of the largest weight.
     """
 
-    stored: int
-    layers: int
-    shared: int
-    gathered: int
-    gathered_shards: int
-    table: int
-
-
-@lru_cache(maxsize=64)
-def weights_of(model: ModelConfig) -> tuple[Weight, ...]:
-    """Every weight of a model, in no particular order."""
-    h, f, n, d, v = model.hidden, model.mlp_width, model.heads, model.head_size, model.padded_vocabulary
-    found: list[Weight] = []
-
-    def add(name: str, *shape: int, split: int | None = None) -> None:
-        found.append(Weight(name, shape, split, model.layers if name.startswith("blocks.") else 0))
-
-    def add_norm(name: str) -> None:
-        add(f"{name}.scale", h)
-        add(f"{name}.bias", h)
-
-    def add_linear(name: str, width: int, out: int) -> None:  # whole on every rank
-        add(f"{name}.kernel", width, out)
-        add(f"{name}.bias", out)
-
-    # --- Layers ---
-    add_norm("blocks.attention_norm")
-    add("blocks.attention.qkv.kernel", h, 3, n, d, split=2)
-    add("blocks.attention.qkv.bias", 3, n, d, split=1)
-    add("blocks.attention.out.kernel", n, d, h, split=0)
-    add("blocks.attention.out.bias", h)
-    add_norm("blocks.mlp_norm")
-    add("blocks.mlp.up.kernel", h, f, split=1)
-    add("blocks.mlp.up.bias", f, split=0)
-    add("blocks.mlp.down.kernel", f, h, split=0)
-    add("blocks.mlp.down.bias", h)
-
-    # --- Before and after them ---
-    add("embedding.table", v, h, split=0)
-    if model.positions == "learned":
-        add("positions", model.sequence, h)
-    if model.kind == "gpt":
-        if model.embedding_layernorm:
-            add_norm("embedding_norm")
-        add_norm("final_norm")
-        return tuple(found)
-    add("token_types", 2, h)
-    add_norm("final_norm" if model.layernorm == "pre" else "embedding_norm")
-    if model.head != "span":
-        add_linear("pooler", h, h)
-    if model.head == "pretraining":
-        add_linear("order", h, 2)
-        add_linear("mlm.transform", h, h)
-        add_norm("mlm.norm")
-        add("mlm.bias", v, split=0)
-    else:
-        add_linear("head", h, model.outputs)
-    return tuple(found)
+    stored: int = 0
+    layers: int = 0
+    shared: int = 0
+    gathered: int = 0
+    gathered_shards: int = 0
+    table: int = 0
+    largest: int = 0
 
 
 @lru_cache(maxsize=4096)
 def held(model: ModelConfig, pipe: int, data: int, ranks: int, zero: int) -> Held:
     """What one device holds of `model` on a mesh of `pipe` × `data` × `ranks` (those of `model`)."""
-    stored = layers = shared = gathered = gathered_shards = table = 0
-    for weight in weights_of(model):
-        split = _stored(weight, pipe, data, ranks, zero)
-        count = weight.layers // pipe if weight.layers else 1
-        stored += split.stored * count
-        if not weight.layers:
-            shared += split.computed
-            table += split.computed * (weight.name == "embedding.table")
+    mesh = MeshConfig(pipe, data, ranks, zero=zero)
+    total = Held()
+    for name, (shape, spec) in abstract_weights(model).items():
+        storage = storage_of(name, shape, spec, mesh)
+        stored, computed = _local(shape, storage.spec, mesh), _local(shape, spec, mesh)
+        total = replace(total, stored=total.stored + stored)
+        if not is_layer(name):
+            table = computed if name == "embedding.table" else 0
+            total = replace(total, shared=total.shared + computed, table=total.table + table)
             continue
-        layers += split.computed * count
-        if split.in_loop:
-            gathered += split.computed * count
-            gathered_shards += split.stored * count
-    return Held(stored, layers, shared, gathered, gathered_shards, table)
+        computed //= pipe
+        total = replace(total, layers=total.layers + computed, largest=max(total.largest, computed))
+        if storage.in_loop:
+            shards = total.gathered_shards + stored
+            total = replace(total, gathered=total.gathered + computed, gathered_shards=shards)
+    return total
 
 
 def held_by(model: ModelConfig, mesh: MeshConfig) -> Held:
@@ -128,23 +65,7 @@ def held_by(model: ModelConfig, mesh: MeshConfig) -> Held:
     return held(model, mesh.pipe, mesh.data, mesh.model, mesh.zero)
 
 
-@dataclass(frozen=True)
-class _Split:
-    computed: int  # elements of the weight of the computation, of one layer
-    stored: int  # elements of the master weight
-    in_loop: bool
-
-
-def _stored(weight: Weight, pipe: int, data: int, ranks: int, zero: int) -> _Split:
-    """`zero._plan` in numbers: over each axis in turn, the first dim whose local rows divide is split."""
-    local = list(weight.shape)
-    if weight.split is not None:
-        local[weight.split] //= ranks
-    computed = math.prod(local)
-    gathered = False
-    for axis_ranks, wanted in ((pipe, pipe > 1 and not weight.layers), (data, zero > 0 and data > 1)):
-        dim = next((dim for dim, rows in enumerate(local) if rows % axis_ranks == 0), None) if wanted else None
-        if dim is not None:
-            local[dim] //= axis_ranks
-            gathered = True
-    return _Split(computed, math.prod(local), zero == 3 and weight.layers > 0 and gathered)
+def _local(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> int:
+    """Elements of one device of an array that is split so."""
+    axes = (axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry))
+    return math.prod(shape) // math.prod(getattr(mesh, axis) for axis in axes)

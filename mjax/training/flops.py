@@ -1,4 +1,4 @@
-"""FLOPs of a step: those of the model and those of the hardware. The one place where they are counted.
+"""FLOPs of a step: those of the model and those of the hardware, counted on the products of the traced model.
 
 **Model FLOPs** are those of the forward and backward pass as arXiv 2205.05198, appendix A, counts them: matrix products
 only, attention over the full s × s matrix, nothing for recomputation. With a feed-forward width of 4 h they are
@@ -20,8 +20,11 @@ kernel repeats inside itself, as flash attention does in its backward pass, is n
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mjax.config import Config
 from mjax.hardware import gpu_of
+from mjax.training.trace import Traced, head, layer_forward
 
 
 def model_flops(config: Config, causal: bool = False) -> float:
@@ -32,39 +35,35 @@ def model_flops(config: Config, causal: bool = False) -> float:
       causal: count the half of the attention that a causal model needs; a model that is not causal needs all of it.
     """
     # The backward pass costs twice the forward.
-    return 3 * config.train.global_batch * config.model.choices * (_layers(config, causal) + _head(config))
+    return 3 * config.train.global_batch * (_layers(config, causal) + _head(config))
 
 
 def hardware_flops(config: Config, causal: bool = False) -> float:
     """As `model_flops`, with the forward products that `train.recompute` does again."""
     again = {"none": 0.0, "selective": _attention(config, causal), "full": _layers(config, causal)}
-    sequences = config.train.global_batch * config.model.choices
-    return model_flops(config, causal) + sequences * again[config.train.recompute]
+    return model_flops(config, causal) + config.train.global_batch * again[config.train.recompute]
 
 
 def _layers(config: Config, causal: bool) -> float:
-    """Forward FLOPs of a sequence in all layers."""
-    model = config.model
-    h, f = model.hidden, model.mlp_width
-    return model.sequence * model.layers * 2.0 * (4 * h * h + 2 * h * f) + _attention(config, causal)
+    """Forward FLOPs of a sample in the layers."""
+    layer = layer_forward(_whole(config))
+    return config.model.layers * sum(each.flops for each in layer.of_weights) + _attention(config, causal)
 
 
 def _attention(config: Config, causal: bool) -> float:
     """Those of scores and weighted sums."""
-    model = config.model
-    full = 4.0 * model.sequence**2 * model.hidden * model.layers
-    return full / 2 if causal and model.causal else full
+    full = config.model.layers * sum(each.flops for each in layer_forward(_whole(config)).of_activations)
+    return full / 2 if causal and config.model.causal else full
 
 
 def _head(config: Config) -> float:
-    """Forward FLOPs of a sequence after the layers."""
-    model = config.model
-    h, s, v = model.hidden, model.sequence, model.padded_vocabulary
-    if model.head != "pretraining":
-        return s * 4 * h if model.head == "span" else 2 * h * h + 2 * h * model.outputs  # pooler, the task's head
-    if model.kind == "bert":
-        return s * 2 * h * v + s * 2 * h * h + 2 * h * h + 4 * h  # MLM head, pooler, order head
-    return s * 2 * h * v
+    """Forward FLOPs of a sample after the layers."""
+    return head(_whole(config)).flops
+
+
+def _whole(config: Config) -> Traced:
+    """What is traced where nothing is split."""
+    return replace(Traced.of(config), ranks=1, sequence_parallel=False)
 
 
 def peak_tflops(device_kind: str, compute: str) -> float | None:

@@ -24,7 +24,7 @@ from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import TrainingData, open_data
 from mjax.launch import Distributed
 from mjax.models.attention import with_kernel
-from mjax.models.build import Model
+from mjax.models.build import Model, count_parameters
 from mjax.names import leaf_name
 from mjax.parallel.mappings import PIPE
 from mjax.parallel.mesh import make_mesh
@@ -175,7 +175,8 @@ def _say_what_runs(display: Display, config: Config, data: TrainingData, folder:
     tokens = batches.samples_before(train.steps) * model.sequence
     sizes = [size for first_step, _, size in batches.pieces if first_step < train.steps]
     size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
-    display.say(f"model   {model.parameters:,} parameters, {config.precision.compute}, attention by {model.attention}")
+    parameters, compute = count_parameters(model), config.precision.compute
+    display.say(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}")
     display.say(f"mesh    {_describe_mesh(config)} on {mesh.devices} × {kind}")
     display.say(f"data    {data.summary}")
     for note in data.notes:

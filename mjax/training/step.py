@@ -230,9 +230,9 @@ def loss_and_gradients(config: Config, plan, model: Model, batch: dict[str, Arra
       gradient in float32 for each shard of `model`, the same wherever the shard is.
     """
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
-    program = _stage_program(config, plan, share(config, scale, count_labels(config, batch)), step)
+    program = stage_program(config, plan, share(config, scale, count_labels(config, batch)), step)
     differentiate = _accumulate if config.mesh.pipe == 1 else _pipeline
-    loss, gradients = differentiate(config, program, weights, _split(config, batch))
+    loss, gradients = differentiate(config, program, weights, micro_batches_of(config, batch))
     # The one data-parallel reduction: float32, outside every loop.
     gradients = reduce_gradients(gradients, model, plan)
     with jax.named_scope(scopes.LOSS):
@@ -240,7 +240,7 @@ def loss_and_gradients(config: Config, plan, model: Model, batch: dict[str, Arra
     return jax.tree.map(lambda x: x / scale, (loss, gradients))
 
 
-def _stage_program(config: Config, plan, share: Array | float, step: Array | None = None) -> StageProgram:
+def stage_program(config: Config, plan, share: Array | float, step: Array | None = None) -> StageProgram:
     """The model as a pipeline stage runs it; one device without a pipeline runs its three parts one after the other.
 
     Args:
@@ -355,7 +355,7 @@ def sum_over_batch(
     """
     mesh = config.mesh
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], mesh)
-    program, micro_batches = _stage_program(config, plan, factors), _split(config, batch)
+    program, micro_batches = stage_program(config, plan, factors), micro_batches_of(config, batch)
     if head is not None:
         program = dataclasses.replace(program, head=head)
     if mesh.pipe > 1:
@@ -366,7 +366,7 @@ def sum_over_batch(
     return mappings.sum_over(total, mappings.varying_axes(total))
 
 
-def _split(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
+def micro_batches_of(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
     """This replica's rows of the batch as [m, b, …], and each sequence's index in the global batch as [m, b].
 
     A sample of several sequences, [c, s], lends its rows to the micro-batch one after the other.

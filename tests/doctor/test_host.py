@@ -9,6 +9,7 @@ import pytest
 from mjax.config import load_config
 from mjax.doctor.finding import GREEN, RED, YELLOW, guarded
 from mjax.doctor.host import check_memory, check_open_files, check_processes, check_shared_memory, state_bytes
+from mjax.models.build import count_parameters
 
 
 def machine(folder, total=64, available=60, limit=None, used=0):
@@ -71,7 +72,7 @@ def test_the_limit_is_found_in_version_1_of_control_groups_too(tmp_path):
 def test_memory_that_a_checkpoints_copy_does_not_fit_into_is_yellow(tmp_path):
     config = load_config("gpt_8b")
     root = machine(tmp_path)
-    assert state_bytes(config) == 12 * config.model.parameters
+    assert state_bytes(config) == 12 * count_parameters(config.model)
     one_host = replace(config, mesh=replace(config.mesh, data=1))
     (finding,) = check_memory(one_host, root)
     assert finding.status == YELLOW

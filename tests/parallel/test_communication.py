@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from mjax.config import load_config
+from mjax.models.build import count_parameters
 from tests.conftest import COMPILE_QUICKLY, ROOT
 
 
@@ -92,6 +93,7 @@ from dataclasses import replace
 from mjax.config import load_config
 from mjax.parallel.mesh import make_mesh
 from mjax.training.step import build_program
+from mjax.models.build import count_parameters
 config = load_config("gpt_8b")
 config = replace(config, model=replace(config.model, attention="xla"))
 program = build_program(config, make_mesh(config.mesh))
@@ -108,7 +110,7 @@ def test_8b_compiles_for_512_devices():
     }
     result = subprocess.run([sys.executable, "-c", COMPILE_512], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
-    parameters = load_config("gpt_8b").model.parameters
+    parameters = count_parameters(load_config("gpt_8b").model)
     argument_bytes = int(result.stdout.split()[1])
     # A device holds 1/8 of the split weights and all of the small ones, three times in float32 (weights and two
     # moments).

@@ -10,7 +10,7 @@ from mjax.config import available_configs, load_config
 from mjax.names import leaf_name
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.zero import is_layer
-from mjax.planner.weights import held_by, weights_of
+from mjax.planner.weights import held_by
 from mjax.training.layout import lay_out
 
 
@@ -18,13 +18,14 @@ def counted(config):
     """What `held_by` says, counted on the layout of the arrays."""
     layout = lay_out(config, abstract_mesh(config.mesh))
     plan = [storage for _, storage in jax.tree_util.tree_leaves_with_path(layout.plan)]
-    found = dict.fromkeys(("stored", "layers", "shared", "gathered", "gathered_shards", "table"), 0)
+    found = dict.fromkeys(("stored", "layers", "shared", "gathered", "gathered_shards", "table", "largest"), 0)
     for (path, leaf), storage in zip(jax.tree_util.tree_leaves_with_path(layout.abstract_model), plan, strict=True):
         name = leaf_name(path)
         stored = math.prod(leaf.sharding.shard_shape(leaf.shape))
         computed = stored * math.prod(getattr(config.mesh, axis) for axis, _ in storage.gathers)
         found["stored"] += stored
         found["layers" if is_layer(name) else "shared"] += computed
+        found["largest"] = max(found["largest"], computed * is_layer(name))
         found["table"] += computed * (name == "embedding.table")
         found["gathered"] += computed * storage.in_loop
         found["gathered_shards"] += stored * storage.in_loop
@@ -35,9 +36,6 @@ def counted(config):
 def test_what_a_device_holds_of_a_config_is_what_its_layout_says(name):
     config = load_config(name)
     assert counted(config) == vars(held_by(config.model, config.mesh))
-    assert sum(math.prod(weight.shape) * (weight.layers or 1) for weight in weights_of(config.model)) == (
-        config.model.parameters
-    )
 
 
 @pytest.mark.parametrize("name", ["gpt_demo", "bert_demo", "bloom_560m"])

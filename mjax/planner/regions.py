@@ -1,0 +1,243 @@
+"""What a compiler makes of a traced program between its products: fused kernels, and the arrays between them.
+
+A product, a collective or a kernel of cuDNN reads whole arrays and writes whole arrays. All that stands between two of
+them fuses: a *region* is a connected piece of such operations, and only what a kernel or the end of the program reads
+of it is written to memory. Inside, XLA still writes a float32 array or two of a region's own size: one where a function
+such as tanh is needed for two results, two where a sum over a row has to be known before the row can be finished
+(LayerNorm, softmax). The tables in `tests/planner/compiled_memory.json` are what that was learned from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from mjax.training.trace import REDUCTIONS, Backward, Operation, Program
+
+STAND_IN = "pure_callback"  # of a kernel that is only there on a GPU (`models/attention.py`)
+FUNCTIONS = {"tanh", "erf", "erfc", "exp", "exp2", "log", "log1p", "expm1", "logistic", "sin", "cos"}
+
+
+@dataclass(frozen=True)
+class Region:
+    """A connected piece of a program that fuses.
+
+    Attributes:
+      operations: of it, in order.
+      inputs: values that it reads.
+      outputs: values that it writes.
+      wide: bytes of its largest array in float32 or wider.
+      reduces: whether it sums over a dim of an array as large as that.
+      has_function: whether it computes an exponential, a tanh or the like.
+    """
+
+    operations: tuple[Operation, ...]
+    inputs: frozenset[int]
+    outputs: frozenset[int]
+    wide: int
+    reduces: bool
+    has_function: bool
+
+    @property
+    def inside(self) -> int:
+        """Bytes that it writes and reads for itself."""
+        return self.wide * (2 if self.reduces else 1)
+
+
+class Regions:
+    """The regions of a program, and which values are written to memory.
+
+    Attributes:
+      program: cut into them.
+      written: values that a kernel reads or writes, and those that the program returns.
+    """
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.written = {value for value in program.outputs if value is not None}
+        for operation in program.operations:
+            if operation.is_kernel:
+                self.written |= {*operation.outputs, *filter(_is_value, operation.inputs)}
+        self.producer = {value: each for each in program.operations for value in each.outputs}
+        self._region: dict[int, Region] = {}
+        for region in self._cut():
+            self._region |= dict.fromkeys(region.outputs, region)
+
+    def __iter__(self) -> Iterator[Region]:
+        return iter(dict.fromkeys(self._region.values()))
+
+    def of(self, value: int) -> Region | None:
+        """The region that writes `value`; None where a kernel does, or where it is an input."""
+        return self._region.get(value)
+
+    def _cut(self) -> Iterator[Region]:
+        leader: dict[int, int] = {}
+
+        def find(value: int) -> int:
+            while leader[value] != value:
+                leader[value] = value = leader[leader[value]]
+            return value
+
+        fused = [each for each in self.program.operations if not each.is_kernel]
+        for operation in fused:
+            first = operation.outputs[0]
+            leader |= dict.fromkeys(operation.outputs, first)
+            for value in operation.inputs:
+                if value in leader and value not in self.written:
+                    leader[find(first)] = find(value)
+        groups: dict[int, list[Operation]] = {}
+        for operation in fused:
+            groups.setdefault(find(operation.outputs[0]), []).append(operation)
+        return (self._region_of(group) for group in groups.values())
+
+    def _region_of(self, operations: list[Operation]) -> Region:
+        size, made = self.program.bytes, {value for each in operations for value in each.outputs}
+        read = {value for each in operations for value in each.inputs if value is not None}
+        largest = max(map(size, made))
+        return Region(
+            tuple(operations),
+            frozenset(read - made),
+            frozenset(made & self.written),
+            max((size(value) for value in made if self.is_wide(value)), default=0),
+            any(each.name in REDUCTIONS and size(each.inputs[0]) >= largest for each in operations),
+            any(each.name in FUNCTIONS for each in operations),
+        )
+
+    def is_wide(self, value: int) -> bool:
+        """Whether a value is floating and of 32 bits or more."""
+        dtype = self.program.values[value].dtype
+        return dtype.kind == "f" and dtype.itemsize >= 4
+
+
+def activation_elements(program: Program) -> float:
+    """Elements that the activation functions of a layer's forward pass work on: half of what they read and write."""
+    moved = 0.0
+    for region in Regions(program):
+        if region.has_function and not region.reduces:
+            arrays = (region.inputs | region.outputs) - set(program.inputs)
+            moved += sum(program.values[value].size for value in arrays)
+    return moved / 2
+
+
+# --- What a backward pass holds ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes that one layer's backward pass holds besides what was kept for it and what it hands on.
+
+    Attributes:
+      peak: of the fullest of its regions: what it writes and has inside, and what was computed again for later ones.
+      gathered: of the largest array that is gathered.
+      biases: of what cuDNN's attention is given written out beside q, k and v.
+      scores: of attention's probabilities in the compute type, where they are computed again.
+    """
+
+    peak: int
+    gathered: int
+    biases: int
+    scores: int
+
+
+def backward_work(backward: Backward, sequence: int) -> Work:
+    """Walk a layer's backward pass in an order in which everything is computed as late as it can be.
+
+    Args:
+      sequence: positions; arrays of [..., s, s] are attention's scores, which XLA computes again only when it comes to
+        them.
+    """
+    program, regions = backward.program, Regions(backward.program)
+    inputs = set(program.inputs)
+    carried = program.inputs[backward.constants : backward.constants + backward.carried]
+    depends = {value for value in carried if program.shape(value)}  # on the gradient that comes in
+    for operation in program.operations:
+        if depends.intersection(operation.inputs):
+            depends.update(operation.outputs)
+
+    def is_score(value: int) -> bool:
+        shape = program.shape(value)
+        return len(shape) > 2 and shape[-2:] == (sequence, sequence)
+
+    def held_by(region: Region) -> int:
+        written = [value for value in region.outputs if not regions.is_wide(value) or is_single(value)]
+        new = [value for value in written if value in depends or is_score(value)]
+        return region.inside + sum(map(program.bytes, new))
+
+    narrowest = min(program.values[value].dtype.itemsize for value in depends if program.shape(value))
+
+    def is_single(value: int) -> bool:
+        """Whether a wide value is of the compute type itself, as in float32."""
+        return program.values[value].dtype.itemsize == narrowest and not is_score(value)
+
+    order = list(_as_late_as_possible(program, regions, depends))
+    last = {value: time for time, (made, needed) in enumerate(order) for value in (*needed, made)}
+    peak, again = 0, {}
+    for time, (made, _) in enumerate(order):
+        if made not in depends and not is_score(made):
+            again[made] = program.bytes(made)
+        region = regions.of(made)
+        if region is not None and made in depends:
+            peak = max(peak, held_by(region) + sum(again.values()))
+        again = {value: size for value, size in again.items() if last[value] > time}
+    gathers = [each for each in program.operations if each.is_collective and _grows(program, each)]
+    again = [value for value in regions.written - depends - inputs if is_score(value) and not regions.is_wide(value)]
+    given = [value for each in program.operations if each.name == STAND_IN for value in filter(_is_value, each.inputs)]
+    return Work(
+        peak,
+        _largest(program, (each.outputs[0] for each in gathers)),
+        _largest(program, filter(is_score, given)),
+        _largest(program, again),
+    )
+
+
+def _grows(program: Program, operation: Operation) -> bool:
+    return program.bytes(operation.outputs[0]) > sum(map(program.bytes, filter(_is_value, operation.inputs)))
+
+
+def _largest(program: Program, values: Iterable[int]) -> int:
+    return max(map(program.bytes, values), default=0)
+
+
+def _as_late_as_possible(
+    program: Program, regions: Regions, depends: set[int]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Values that are written, and those that each is made from, in such an order."""
+    made = set(program.inputs)
+
+    def sources(operation: Operation) -> set[int]:
+        if operation.is_kernel:
+            return set(filter(_is_value, operation.inputs))
+        found, seen, open_ = set(), set(), [operation]
+        while open_:
+            for value in open_.pop().inputs:
+                if value is None or value in seen:
+                    continue
+                seen.add(value)
+                if value in regions.written or value in made or value not in regions.producer:
+                    found.add(value)
+                else:
+                    open_.append(regions.producer[value])
+        return found
+
+    def make(value: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        if value in made or value not in regions.producer:
+            return
+        operation = regions.producer[value]
+        needed = sorted(sources(operation))
+        for source in needed:
+            yield from make(source)
+        for output in operation.outputs if operation.is_kernel else (value,):
+            if output not in made:
+                made.add(output)
+                yield output, tuple(needed)
+
+    for operation in program.operations:
+        if operation.is_kernel and depends.intersection(operation.outputs):
+            yield from make(operation.outputs[0])
+    for value in program.outputs:
+        if value is not None:
+            yield from make(value)
+
+
+def _is_value(value: int | None) -> bool:
+    return value is not None

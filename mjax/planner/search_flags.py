@@ -1,0 +1,48 @@
+"""Flags of the planner's search, and what is refused of them before anything is imported that takes long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from mjax.bounds import Count, NotNegative
+from mjax.errors import UsageError
+from mjax.planner.config_file import check_new
+
+
+@dataclass(frozen=True)
+class SearchArguments:
+    """Flags of the search."""
+
+    devices: Count | None = None
+    """Search the fastest way to run the config on this many GPUs: mesh, micro-batch, recomputation (needs --gpu)."""
+    target_batch: Count | None = None
+    """Search at this global batch, in sequences; the samples of the run stay, so its steps change. The learning rate
+    stays too."""
+    keep: tuple[str, ...] = ()
+    """Fields that the search leaves as they are: any of mesh.pipe, mesh.data, mesh.model, mesh.sequence_parallel,
+    mesh.schedule, mesh.chunks, mesh.zero, train.micro_batch, train.recompute."""
+    top: Count = 10
+    """Candidates to show, the fastest first."""
+    price: NotNegative | None = None
+    """Price of a GPU for an hour, in any currency, to show what the run costs."""
+    write: Path | None = None
+    """Write the fastest config into this new file, which train.py runs: ends in .py."""
+
+
+def check_search(arguments: SearchArguments, gpu: str | None) -> None:
+    """Refuse flags that cannot work.
+
+    Raises:
+      UsageError: a flag has no meaning without another, the file cannot be written.
+    """
+    if arguments.devices is not None and gpu is None:
+        raise UsageError(f"--devices {arguments.devices} needs to know of what kind; add --gpu, such as --gpu h100")
+    if arguments.devices is None:
+        for flag in fields(SearchArguments):
+            if getattr(arguments, flag.name) != flag.default:
+                name = flag.name.replace("_", "-")
+                raise UsageError(f"--{name} is for the search; add --devices, such as --devices 8")
+        return
+    if arguments.write is not None:
+        check_new(arguments.write)

@@ -1,0 +1,389 @@
+"""One layer and the head of a model, traced: what FLOPs, plans and predictions are made of.
+
+A model states itself once, in its modules. Whoever needs a size asks the traced program: how many products a layer has
+and of which shapes, what it keeps for its backward pass, what its head reads and writes. A new architecture gets its
+FLOPs, its plan and its MFU without a line about it elsewhere.
+
+What is traced is one layer for one sample on one rank of `model`: all of it grows in proportion to the samples of a
+micro-batch, and every layer is alike. Dropout is left out, since its masks are hashed again and never kept.
+
+    Program          a jaxpr as one list of operations: calls inlined, views resolved, dead code removed
+    layer_forward    products and sums of a layer
+    layer_backward   what a layer keeps, and what its backward pass does
+    head             products of the head, and what it keeps
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import Literal
+from jax.sharding import PartitionSpec as P
+
+from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
+from mjax.models.attention import FLASH_STAND_IN
+from mjax.parallel.mappings import DATA
+from mjax.parallel.mesh import abstract_mesh
+from mjax.parallel.pipeline import StageProgram
+from mjax.parallel.zero import gather_weights
+from mjax.training.layout import lay_out
+from mjax.training.precision import COMPUTE_TYPES
+from mjax.training.step import micro_batches_of, stage_program
+
+# The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next product.
+VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "pvary", "name", "copy", "stop_gradient", "reduce_precision"}
+REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
+SILENT = {"pvary", "axis_index"}  # they name a mesh axis and send nothing
+# What fills an array and reads whole ones, besides products and collectives; all other operations fuse.
+KERNELS = {"dot_general", "pure_callback", "scatter", "scatter-add", "sort", "cumsum", "scan", "while", "cond"}
+
+
+# --- A program as a list ----------------------------------------------------------------------------------------------
+
+
+class Operation(NamedTuple):
+    """One equation: its name, and its inputs and outputs as numbers of values; None is a constant."""
+
+    name: str
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int, ...]
+    equation: Any
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it reads and writes arrays of its own, rather than being fused with its neighbours."""
+        return self.name in KERNELS or self.is_collective
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether a value crosses a mesh axis."""
+        return self.name not in SILENT and bool(_axes(self.equation))
+
+
+class Program:
+    """A jaxpr as one list of operations: calls inlined, views resolved, dead code removed.
+
+    Attributes:
+      values: abstract value by number.
+      inputs: numbers of the arguments.
+      outputs: numbers of the results; None is a constant.
+      operations: in the order of the program.
+    """
+
+    def __init__(self, jaxpr):
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        self.values: list = []
+        self._views: dict[int, int] = {}
+        self.inputs = [self._new(v) for v in jaxpr.invars]
+        every: list[Operation] = []
+        outputs = self._inline(jaxpr, self.inputs, every)
+        self.outputs = [self._viewed(value) for value in outputs]
+        used = {value for value in self.outputs if value is not None}
+        kept = []
+        for operation in reversed(every):
+            if used.intersection(operation.outputs):
+                kept.append(operation)
+                used.update(value for value in operation.inputs if value is not None)
+        self.operations = kept[::-1]
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """Its matrix products, in order."""
+        return tuple(product_of(each.equation) for each in self.operations if each.name == "dot_general")
+
+    def bytes(self, value: int) -> int:
+        """Bytes of a value."""
+        return _bytes(self.values[value])
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        """Shape of a value."""
+        return self.values[value].shape
+
+    def _new(self, variable) -> int:
+        self.values.append(variable.aval)
+        return len(self.values) - 1
+
+    def _viewed(self, value: int | None) -> int | None:
+        while value in self._views:
+            value = self._views[value]
+        return value
+
+    def _inline(self, jaxpr, arguments: Sequence[int | None], found: list[Operation]) -> list[int | None]:
+        numbers = dict(zip(jaxpr.invars, arguments, strict=True))
+        numbers |= dict.fromkeys(jaxpr.constvars)
+
+        def number(variable) -> int | None:
+            return None if isinstance(variable, Literal) else numbers[variable]
+
+        for equation in jaxpr.eqns:
+            name, inner = equation.primitive.name, list(inner_jaxprs(equation))
+            inputs = [number(variable) for variable in equation.invars]
+            if len(inner) == 1 and name not in KERNELS and len(inner[0].invars) == len(inputs):
+                results = self._inline(inner[0], inputs, found)
+                numbers |= dict(zip(equation.outvars, results, strict=True))
+                continue
+            outputs = tuple(self._new(variable) for variable in equation.outvars)
+            numbers |= dict(zip(equation.outvars, outputs, strict=True))
+            if name in VIEWS and inputs[0] is not None:
+                self._views[outputs[0]] = inputs[0]
+            else:
+                found.append(Operation(name, tuple(map(self._viewed, inputs)), outputs, equation))
+        return [number(variable) for variable in jaxpr.outvars]
+
+
+def inner_jaxprs(equation) -> Iterator[Any]:
+    """The programs inside an equation, in the order of its parameters."""
+    for value in equation.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            item = getattr(item, "jaxpr", item)
+            if hasattr(item, "eqns"):
+                yield item
+
+
+def _axes(equation) -> tuple[str, ...]:
+    """The mesh axes that an equation names."""
+    names = equation.params.get("axes", equation.params.get("axis_name", ()))
+    names = names if isinstance(names, (tuple, list)) else (names,)
+    return tuple(name for name in names if isinstance(name, str))
+
+
+def _bytes(value) -> int:
+    return math.prod(value.shape) * value.dtype.itemsize
+
+
+# --- Products ---------------------------------------------------------------------------------------------------------
+
+
+class Product(NamedTuple):
+    """[m, k] × [k, n], `batch` times; `of_weight` says whether it is one with a weight, which has no batch dims."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    of_weight: bool = True
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+
+def product_of(equation) -> Product:
+    """The product of a `dot_general`."""
+    (contracting, _), (batch, _) = equation.params["dimension_numbers"]
+    left, right = (variable.aval.shape for variable in equation.invars)
+    k, times = (math.prod(left[dim] for dim in dims) for dims in (contracting, batch))
+    return Product(math.prod(left) // (k * times), math.prod(right) // (k * times), k, times, not batch)
+
+
+# --- A layer and the head ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The forward pass of a layer, for one sample on one rank of `model`, without sequence parallelism.
+
+    Attributes:
+      program: of it, with attention written out.
+      elements: of the residual stream.
+      branches: the products with weights that lead up to each sum over `model`; the last of a branch is row-parallel.
+      of_activations: products of activations with one another: attention's.
+    """
+
+    program: Program
+    elements: int
+    branches: tuple[tuple[Product, ...], ...]
+    of_activations: tuple[Product, ...]
+
+    @property
+    def of_weights(self) -> list[Product]:
+        """Products with a weight, in order."""
+        return [product for branch in self.branches for product in branch]
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The backward pass of a layer, for one sample on one rank of `model`.
+
+    Attributes:
+      program: of it; its first inputs are `constants` in number, then come those `carried` from layer to layer.
+      kept: bytes that the forward pass leaves to it; weights are not counted.
+      stream: bytes of this rank's rows of the residual stream.
+    """
+
+    program: Program
+    constants: int
+    carried: int
+    kept: int
+    stream: int
+
+
+@dataclass(frozen=True)
+class Head:
+    """What follows the last layer, the loss included, for one sample on one rank of `model`.
+
+    Attributes:
+      products: of all tokens with a weight, in order; those of a few tokens, such as a pooler's, are in `flops` only.
+      kept: elements and bytes of each array that its forward pass leaves to its backward pass.
+      flops: of its forward pass.
+    """
+
+    products: tuple[Product, ...]
+    kept: tuple[tuple[int, int], ...]
+    flops: float
+
+    @property
+    def logits(self) -> int:
+        """Elements of the scores of the vocabulary: of the last product of all tokens; 0 where there is none."""
+        return self.products[-1].m * self.products[-1].n if self.products else 0
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What is traced: all that a layer and the head depend on. Configs that share it share their traces.
+
+    Attributes:
+      model: with one layer and without dropout.
+      data: what a batch has in it.
+      compute: type.
+      ranks: of `model`.
+      sequence_parallel: as `mesh.sequence_parallel`.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    compute: str
+    ranks: int
+    sequence_parallel: bool
+
+    @classmethod
+    def of(cls, config: Config) -> Traced:
+        """What is traced of a config."""
+        model = _undisturbed(config.model)
+        return cls(model, config.data, config.precision.compute, config.mesh.model, config.mesh.sequence_parallel)
+
+    def config(self, kernel: str = "xla", recompute: str = "none") -> Config:
+        """A config for one sample on one rank."""
+        options = {name: getattr(self.data, name) for name in ("reset_positions", "reset_attention", "mask_eod_loss")}
+        return Config(
+            model=replace(self.model, attention=FLASH_STAND_IN if kernel == "cudnn" else kernel),
+            mesh=MeshConfig(1, 1, self.ranks, self.sequence_parallel),
+            data=DataConfig(mock=True, **options),
+            precision=PrecisionConfig(compute=self.compute),
+            train=TrainConfig(global_batch=1, micro_batch=1, recompute=recompute),
+        )
+
+
+@lru_cache(maxsize=64)
+def _undisturbed(model: ModelConfig) -> ModelConfig:
+    return replace(model, layers=1, hidden_dropout=0.0, attention_dropout=0.0)
+
+
+@lru_cache(maxsize=1024)
+def layer_forward(of: Traced) -> Layer:
+    """The forward pass of a layer."""
+    return _trace(replace(of, sequence_parallel=False).config(), _forward)
+
+
+@lru_cache(maxsize=1024)
+def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
+    """The backward pass of a layer, with what it computes again.
+
+    Args:
+      kernel: of attention: `xla`, or `cudnn`, for which a stand-in is traced where there is none.
+      recompute: as `train.recompute`.
+    """
+    return _trace(of.config(kernel, recompute), _backward)
+
+
+@lru_cache(maxsize=1024)
+def head(of: Traced) -> Head:
+    """What follows the last layer."""
+    return _trace(of.config(), _head)
+
+
+def _trace(config: Config, part: Callable) -> Any:
+    """What `part` finds, called inside the `shard_map` with the program of a stage, weights and a micro-batch."""
+    mesh, arrays, found = abstract_mesh(config.mesh), config.batch_arrays(), []
+    batch = {name: jax.ShapeDtypeStruct((1, *shape), kind) for name, (shape, kind) in arrays.items()}
+
+    def on_device(model, batch):
+        weights = gather_weights(model, layout.plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
+        program = stage_program(config, layout.plan, 1.0, np.int32(0))
+        micro_batch = jax.tree.map(lambda rows: rows[0], micro_batches_of(config, batch))
+        found.append(part(program, weights, micro_batch, program.embed(weights, micro_batch)))
+        return jnp.zeros(())
+
+    with jax.enable_x64(config.precision.compute == "fp64"):
+        layout = lay_out(config, mesh)
+        specs = layout.specs, dict.fromkeys(arrays, P(DATA))
+        jax.eval_shape(jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P()), layout.abstract_model, batch)
+    return found[0]
+
+
+def _forward(stage: StageProgram, weights, micro_batch, x: Array) -> Layer:
+    jaxpr = jax.make_jaxpr(lambda blocks, x: stage.layers(blocks, x, micro_batch, 0))(weights.blocks, x).jaxpr
+    (scan,) = _scans(jaxpr)
+    program, branches = Program(scan.params["jaxpr"]), [[]]
+    for operation in program.operations:
+        if operation.name == "dot_general" and (product := product_of(operation.equation)).of_weight:
+            branches[-1].append(product)
+        elif operation.is_collective and program.shape(operation.outputs[0]) == x.shape:
+            branches.append([])
+    return Layer(
+        program=program,
+        elements=x.size,
+        branches=tuple(tuple(branch) for branch in branches if branch),
+        of_activations=tuple(product for product in program.products if not product.of_weight),
+    )
+
+
+def _backward(stage: StageProgram, weights, micro_batch, x: Array) -> Backward:
+    """The stacked layers run in a scan: its body is one layer, and what it stacks up is what a layer keeps."""
+
+    def gradients(blocks, x, gradient):
+        y, backward = jax.vjp(lambda blocks, x: stage.layers(blocks, x, micro_batch, 0), blocks, x)
+        return y, backward(gradient)
+
+    forward, backward = _scans(jax.make_jaxpr(gradients)(weights.blocks, x, x).jaxpr)
+    return Backward(
+        program=Program(backward.params["jaxpr"]),
+        constants=backward.params["num_consts"],
+        carried=backward.params["num_carry"],
+        kept=sum(_bytes(variable.aval) for variable in forward.outvars[forward.params["num_carry"] :]),
+        stream=_bytes(x),
+    )
+
+
+def _head(stage: StageProgram, weights, micro_batch, x: Array) -> Head:
+    def loss_and_backward(weights, x):
+        return jax.vjp(lambda weights, x: stage.head(weights, x, micro_batch).sum(), weights, x)
+
+    jaxpr = jax.make_jaxpr(loss_and_backward)(weights, x).jaxpr
+    # One array may be there for several backward passes; what came in is kept by whoever made it.
+    kept = [v for v in dict.fromkeys(jaxpr.outvars[1:]) if not isinstance(v, Literal) and v not in jaxpr.invars]
+    products = Program(jaxpr).products
+    tokens = micro_batch["tokens"].size
+    return Head(
+        products=tuple(product for product in products if product.of_weight and product.m == tokens),
+        kept=tuple((variable.aval.size, _bytes(variable.aval)) for variable in kept),
+        flops=sum(product.flops for product in products),
+    )
+
+
+def _scans(jaxpr) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+        else:
+            for inner in inner_jaxprs(equation):
+                yield from _scans(inner)
