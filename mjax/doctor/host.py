@@ -12,7 +12,6 @@ from pathlib import Path, PurePosixPath
 from mjax import launch
 from mjax.config import Config
 from mjax.doctor.finding import GREEN, RED, YELLOW, Found, check, gibibytes
-from mjax.models.build import count_parameters
 
 LEAST_SHARED = 2**30  # bytes of /dev/shm; NCCL's processes on one host talk through it
 LEAST_FILES = 4096  # a checkpoint of many arrays, the data and the connections to the other processes together
@@ -44,6 +43,8 @@ def check_memory(config: Config | None = None, root: Path = Path("/")) -> Found:
 
 def state_bytes(config: Config) -> int:
     """Bytes of a checkpoint: parameters and two moments, float32 (fp64 runs, for tests, twice that)."""
+    from mjax.models.build import count_parameters  # imports JAX, which may be what is broken
+
     return 12 * count_parameters(config.model) * (2 if config.precision.compute == "fp64" else 1)
 
 
