@@ -174,7 +174,7 @@ def _train_step(
     squares, broken = squares_and_broken(gradients, state.model, state.optimizer[0], config.mesh)
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(norm)
-    # The largest rather than the sum: XLA would make that a second sum over all elements, and keep a byte for each weight
+    # The largest rather than the sum: XLA would make that a second sum over all elements, and keep a byte for each
     # until then. The same values on every device, so all of them agree.
     applied = finite & (broken.max() == 0) & (loss <= limit)
     if config.optimizer.clip_norm > 0:
