@@ -29,11 +29,11 @@ import numpy as np
 import tyro
 
 from benchmarks.command import check_counts, check_output, in_one_sentence
+from benchmarks.fitting import SETTLES, Measurement, calibrate
 from mjax.config import ModelConfig
 from mjax.errors import UsageError
 from mjax.hardware import Gpu, gpu_named, gpu_of
 from mjax.planner.calibration import Calibration, write_calibration
-from mjax.planner.fitting import SETTLES, Measurement, calibrate
 from mjax.planner.rates import Rates
 from mjax.planner.section import table
 

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tyro
 
 from benchmarks.command import check_counts, check_output, in_one_sentence
+from benchmarks.published import Run, errors, fit
 from benchmarks.train_step import Process
 from mjax import launch
 from mjax.config import Config, MeshConfig, load_config
@@ -37,7 +38,6 @@ from mjax.planner.calibration import (
     write_calibration,
 )
 from mjax.planner.memory import predict_memory
-from mjax.planner.published import Run, errors, fit
 from mjax.planner.section import table
 from mjax.planner.time import PARTS, predict_time
 from mjax.validation import validate

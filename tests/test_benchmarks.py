@@ -13,11 +13,11 @@ import pytest
 from benchmarks import fault_runs
 from benchmarks.command import check_peers
 from benchmarks.fault_runs import Ended, Outcome, Place
+from benchmarks.fitting import Measurement
 from mjax.config import DataConfig, load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
 from mjax.planner.calibration import default_calibration, read_calibration
-from mjax.planner.fitting import Measurement
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
 from mjax.training.manifest import write_manifest

@@ -1,8 +1,8 @@
 """How much of a GPU's promised rates a program reaches, and which program: what the time model is fitted with.
 
 A `Calibration` is a handful of rates, each a fraction of what `mjax/hardware.py` promises, and the `Software` for which
-they hold. There are three in this file, fitted to published runs of Megatron-LM (`published.py`; a test fits them again
-and compares). `benchmarks/calibrate.py` measures one on the user's machine and keeps it in a file.
+they hold. There are three in this file, fitted to published runs of Megatron-LM (`benchmarks/published.py`; a test fits
+them again and compares). `benchmarks/calibrate.py` measures one on the user's machine and keeps it in a file.
 """
 
 from __future__ import annotations

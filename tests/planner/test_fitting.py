@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.fitting import Measurement, calibrate
 from mjax.hardware import gpu_named
 from mjax.planner.calibration import MJAX_FROM_PAPERS, read_calibration
-from mjax.planner.fitting import Measurement, calibrate
 from mjax.planner.rates import Rates
 from tests.conftest import ROOT
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from mjax.planner.published import table_1
-from mjax.planner.scaling_figure import draw_scaling
+from benchmarks.published import table_1
+from benchmarks.scaling_figure import draw_scaling
 
 
 def test_the_picture_shows_every_published_run_beside_its_prediction(monkeypatch):

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.published import errors, fit, table_1, table_5, v100_scaling
 from mjax.batch_size import BatchSizes, at_batch
 from mjax.config import Config, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig, load_config
 from mjax.errors import UsageError
@@ -17,7 +18,6 @@ from mjax.hardware import gpu_named
 from mjax.parallel.schedules import build_schedule
 from mjax.planner.calibration import MEGATRON_A100, MEGATRON_V100, MJAX_FROM_PAPERS
 from mjax.planner.comms import ledger
-from mjax.planner.published import errors, fit, table_1, table_5, v100_scaling
 from mjax.planner.rates import Rates
 from mjax.planner.time import PARTS, _bubble, _ticks, predict_time
 from tests.conftest import ROOT

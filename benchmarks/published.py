@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from benchmarks.fitting import fit_rates
 from mjax.config import Config, load_config
 from mjax.hardware import gpu_named
 from mjax.planner.calibration import (
@@ -23,7 +24,6 @@ from mjax.planner.calibration import (
     Calibration,
     Software,
 )
-from mjax.planner.fitting import fit_rates
 from mjax.planner.time import predict_time
 from mjax.training.flops import hardware_flops
 
