@@ -1,8 +1,9 @@
 """GPT-2 8.3B, eight GPUs a model, with the 32 heads of the scaling study.
 
-parameters   8,317,040,640 with the vocabulary padded to 51,200 hardware     512 GPUs, data 64 × model 8 (15.1 PFLOP/s
-in all on V100s) source       arXiv 1909.08053, table 1, fourth row; section 5.1 for the hyperparameters (fp16 on V100:
-add --precision.compute fp16)
+parameters   8,317,040,640 with the vocabulary padded to 51,200
+hardware     512 GPUs, data 64 × model 8 (the paper: 15.1 PFLOP/s on V100s)
+source       arXiv 1909.08053, table 1, fourth row; section 5.1 for the hyperparameters (fp16 on V100: add
+             --precision.compute fp16)
 """
 
 from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
