@@ -174,9 +174,7 @@ def _train_step(
     squares, broken = squares_and_broken(gradients, state.model, state.optimizer[0], config.mesh)
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(norm)
-    # The largest rather than the sum: XLA would make that a second sum over all elements, and keep a byte for each
-    # until then. The same values on every device, so all of them agree.
-    applied = finite & (broken.max() == 0) & (loss <= limit)
+    applied = finite & (broken.sum() == 0) & (loss <= limit)  # the same values on every device, so all of them agree
     if config.optimizer.clip_norm > 0:
         coefficient = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
         gradients = jax.tree.map(lambda g: g * coefficient, gradients)
