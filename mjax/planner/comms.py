@@ -31,6 +31,7 @@ from mjax.parallel import scopes
 from mjax.parallel.mesh import AXES, abstract_mesh
 from mjax.parallel.schedules import Schedule, schedule_of
 from mjax.training.step import build_program
+from mjax.training.trace import axes_of, inner_jaxprs
 
 KINDS = {
     "psum": "all-reduce",
@@ -246,13 +247,13 @@ class _Reader:
     def read(self, jaxpr, outputs: tuple[bool, ...], place: _Place) -> Iterator[Collective]:
         """The collectives behind those outputs of `jaxpr` that are used."""
         for equation, used in self.equations(jaxpr, outputs)[0]:
-            name, inner = equation.primitive.name, list(_jaxprs(equation))
+            name, inner = equation.primitive.name, list(inner_jaxprs(equation))
             here = replace(place, stack=f"{place.stack}/{equation.source_info.name_stack}")
             if name in KINDS:
                 yield from _records(equation, here)
             elif not inner:
-                if name not in SILENT and _axes(equation):
-                    raise ValueError(f"the ledger does not know what {name} sends over {_axes(equation)}")
+                if name not in SILENT and axes_of(equation):
+                    raise ValueError(f"the ledger does not know what {name} sends over {axes_of(equation)}")
             elif name == "while":
                 if any(self._any(body, here) for body in inner):
                     raise ValueError(f"a collective is in a loop of unknown length, at {here.stack}")
@@ -317,7 +318,7 @@ class _Reader:
 
     def _inputs(self, equation, used: tuple[bool, ...]) -> tuple[bool, ...]:
         """Which inputs the used outputs of an equation need."""
-        name, inner = equation.primitive.name, list(_jaxprs(equation))
+        name, inner = equation.primitive.name, list(inner_jaxprs(equation))
         if name == "scan":
             return self._scan(equation, inner[0], used)[0]
         if name == "cond":
@@ -344,7 +345,7 @@ class _Reader:
 def _records(equation, place: _Place) -> Iterator[Collective]:
     """A record for each operand of a collective."""
     # An axis of one rank is crossed by nothing, and a compiled program does not show it.
-    names = [axis for axis in _axes(equation) if place.sizes[axis] > 1]
+    names = [axis for axis in axes_of(equation) if place.sizes[axis] > 1]
     axes = tuple(sorted(names, key=lambda axis: AXES.index(axis) if axis in AXES else len(AXES)))
     groups = equation.params.get("axis_index_groups")
     ranks = len(groups[0]) if groups else math.prod(place.sizes[axis] for axis in axes)
@@ -362,22 +363,6 @@ def _records(equation, place: _Place) -> Iterator[Collective]:
             tuple(place.counts.tolist()),
             place.calls,
         )
-
-
-def _axes(equation) -> tuple[str, ...]:
-    """The mesh axes that an equation names."""
-    names = equation.params.get("axes", equation.params.get("axis_name", ()))
-    names = names if isinstance(names, (tuple, list)) else (names,)
-    return tuple(name for name in names if isinstance(name, str))
-
-
-def _jaxprs(equation) -> Iterator[Any]:
-    """The programs inside an equation, in the order of its parameters."""
-    for value in equation.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns"):
-                yield item
 
 
 def _matching(jaxpr, used: tuple[bool, ...]) -> tuple[bool, ...]:

@@ -23,7 +23,6 @@ class Region:
     """A connected piece of a program that fuses.
 
     Attributes:
-      operations: of it, in order.
       inputs: values that it reads.
       outputs: values that it writes.
       wide: bytes of its largest array in float32 or wider.
@@ -31,7 +30,6 @@ class Region:
       has_function: whether it computes an exponential, a tanh or the like.
     """
 
-    operations: tuple[Operation, ...]
     inputs: frozenset[int]
     outputs: frozenset[int]
     wide: int
@@ -95,7 +93,6 @@ class Regions:
         read = {value for each in operations for value in each.inputs if value is not None}
         largest = max(map(size, made))
         return Region(
-            tuple(operations),
             frozenset(read - made),
             frozenset(made & self.written),
             max((size(value) for value in made if self.is_wide(value)), default=0),
@@ -130,13 +127,11 @@ class Work:
       peak: of the fullest of its regions: what it writes and has inside, and what was computed again for later ones.
       gathered: of the largest array that is gathered.
       biases: of what cuDNN's attention is given written out beside q, k and v.
-      scores: of attention's probabilities in the compute type, where they are computed again.
     """
 
     peak: int
     gathered: int
     biases: int
-    scores: int
 
 
 def backward_work(backward: Backward, sequence: int) -> Work:
@@ -147,7 +142,6 @@ def backward_work(backward: Backward, sequence: int) -> Work:
         them.
     """
     program, regions = backward.program, Regions(backward.program)
-    inputs = set(program.inputs)
     carried = program.inputs[backward.constants : backward.constants + backward.carried]
     depends = {value for value in carried if program.shape(value)}  # on the gradient that comes in
     for operation in program.operations:
@@ -180,13 +174,11 @@ def backward_work(backward: Backward, sequence: int) -> Work:
             peak = max(peak, held_by(region) + sum(again.values()))
         again = {value: size for value, size in again.items() if last[value] > time}
     gathers = [each for each in program.operations if each.is_collective and _grows(program, each)]
-    again = [value for value in regions.written - depends - inputs if is_score(value) and not regions.is_wide(value)]
     given = [value for each in program.operations if each.name == STAND_IN for value in filter(_is_value, each.inputs)]
     return Work(
         peak,
         _largest(program, (each.outputs[0] for each in gathers)),
         _largest(program, filter(is_score, given)),
-        _largest(program, again),
     )
 
 

@@ -65,7 +65,7 @@ class Operation(NamedTuple):
     @property
     def is_collective(self) -> bool:
         """Whether a value crosses a mesh axis."""
-        return self.name not in SILENT and bool(_axes(self.equation))
+        return self.name not in SILENT and bool(axes_of(self.equation))
 
 
 class Program:
@@ -148,7 +148,7 @@ def inner_jaxprs(equation) -> Iterator[Any]:
                 yield item
 
 
-def _axes(equation) -> tuple[str, ...]:
+def axes_of(equation) -> tuple[str, ...]:
     """The mesh axes that an equation names."""
     names = equation.params.get("axes", equation.params.get("axis_name", ()))
     names = names if isinstance(names, (tuple, list)) else (names,)
