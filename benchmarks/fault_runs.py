@@ -18,7 +18,7 @@ import numpy as np
 
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.errors import RunError
-from mjax.training.manifest import Unusable, read_manifest
+from mjax.state.manifest import Unusable, read_manifest
 from mjax.training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -46,10 +46,10 @@ from mjax.finetuning.recipe import Request
 from mjax.finetuning.seed import read_epochs
 from mjax.planner.calibration import MJAX_FROM_PAPERS, read_calibration, write_calibration
 from mjax.planner.saved_program import open_program
+from mjax.state.manifest import check_files, read_manifest, write_manifest
 from mjax.tasks.labelled import DEFAULTS, open_task
 from mjax.tasks.lambada import Lambada
 from mjax.tasks.wikitext import WikiText103
-from mjax.training.manifest import check_files, read_manifest, write_manifest
 from mjax.training.metrics import read_metrics
 from mjax.validation import validate
 from tests.data.vocabularies import LLAMA, TEXTS, bert_file, foreign_model, gpt2_files, hf_byte_pairs, rank_file

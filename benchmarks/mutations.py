@@ -41,7 +41,7 @@ from benchmarks.command import check_counts, in_one_sentence
 from benchmarks.damage import damage
 from benchmarks.mutated_files import READERS, Files, Reader
 from mjax.errors import RunError, UsageError
-from mjax.training.manifest import Unusable
+from mjax.state.manifest import Unusable
 
 SECONDS = 20  # of processor time for one file of some kilobytes
 WALL_SECONDS = 300  # of a process that waits for something

@@ -44,10 +44,10 @@ from mjax.models.transformer import decode_blocks
 from mjax.parallel.pipeline import run_in_turns
 from mjax.parallel.zero import gather_for_inference, gather_in_loop
 from mjax.sampling import Sampling, draw
-from mjax.training.layout import lay_out
+from mjax.state.layout import lay_out
+from mjax.state.precision import COMPUTE_TYPES
+from mjax.state.train_state import TrainState
 from mjax.training.loop import Run
-from mjax.training.precision import COMPUTE_TYPES
-from mjax.training.state import TrainState
 
 # --- On the devices ---------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, read_config
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.models.build import Model
-from mjax.training.checkpoint import Checkpoints
-from mjax.training.runs import checkpoint_steps
+from mjax.state.checkpoint import Checkpoints
+from mjax.state.runs import checkpoint_steps
 from mjax.validation import validate
 
 MICRO_BATCHES_A_STAGE = 4  # where there is a pipeline: its bubble is then a fifth at most

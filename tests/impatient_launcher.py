@@ -24,7 +24,7 @@ def change_the_run():
         time.sleep(0.01)
     import jax
 
-    from mjax.training.checkpoint import Checkpoints
+    from mjax.state.checkpoint import Checkpoints
     from mjax.training.loop import Display
 
     commit, wait, show = Checkpoints._commit, Checkpoints.wait, Display.show

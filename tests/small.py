@@ -14,7 +14,7 @@ from mjax.names import leaf_name
 from mjax.parallel.mappings import DATA
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks, plan_storage
-from mjax.training.precision import parameter_type
+from mjax.state.precision import parameter_type
 from mjax.training.step import TrainProgram, build_program, loss_and_gradients
 
 MODEL = ModelConfig(

@@ -246,7 +246,7 @@ def test_wandb_that_is_not_installed_is_said_before_anything_starts(place, capsy
 
 
 def test_two_processes_cannot_train_in_one_folder(place, tmp_path):
-    from mjax.training.runs import locked
+    from mjax.state.runs import locked
 
     with locked(tmp_path / "run", print):
         result = subprocess.run(command(tmp_path), env=environment(), capture_output=True, text=True)

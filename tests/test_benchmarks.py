@@ -20,7 +20,7 @@ from mjax.hardware import gpu_named
 from mjax.planner.calibration import default_calibration, read_calibration
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
-from mjax.training.manifest import write_manifest
+from mjax.state.manifest import write_manifest
 from tests.conftest import ROOT
 from tests.test_train_command import CONFIG, environment
 

@@ -16,7 +16,7 @@ from benchmarks.mutations import _read, mutated
 from mjax import cli
 from mjax.errors import LONGEST, RunError, UsageError, one_sentence
 from mjax.json_files import DEEPEST, parse_json
-from mjax.training.manifest import Unusable
+from mjax.state.manifest import Unusable
 from tests.conftest import ROOT
 
 DEEP = b"[" * 100_000

@@ -13,7 +13,7 @@ from mjax.commands import runs as runs_command
 from mjax.config import save_config
 from mjax.models.build import count_parameters
 from mjax.runs_figure import draw_runs
-from mjax.training.runs import locked
+from mjax.state.runs import locked
 from tests.tiny_config import config as TINY
 
 

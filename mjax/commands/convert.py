@@ -43,7 +43,7 @@ from mjax.interop.tokenizer_files import find_tokenizer, write_tokenizer
 from mjax.interop.weights import absent_heads, find_tensors, places, read_weights, weight_arrays
 from mjax.models.build import count_parameters
 from mjax.progress import progress
-from mjax.training.checkpoint import Checkpoints
+from mjax.state.checkpoint import Checkpoints
 
 
 @dataclass(frozen=True)

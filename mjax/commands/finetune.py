@@ -53,9 +53,9 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     from mjax.inference import check_enough_devices, read_run, run_tokenizer
     from mjax.models.attention import with_kernel
     from mjax.parallel import processes
+    from mjax.state.runs import locked
     from mjax.training.agreement import agree, check_shared, facts_of
     from mjax.training.display import lasting_console
-    from mjax.training.runs import locked
 
     # --- The run, the recipe and the files ----------------------------------------------------------------------------
     console = lasting_console(sys.stderr, processes.is_first())

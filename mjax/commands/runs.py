@@ -30,9 +30,9 @@ from mjax.data.atomic import rename, take_lock
 from mjax.errors import UsageError, check_picture, suggestion
 from mjax.models.build import count_parameters
 from mjax.runs_figure import draw_runs
-from mjax.training.manifest import GOOD, MANIFEST
+from mjax.state.manifest import GOOD, MANIFEST
+from mjax.state.runs import checkpoint_steps, locked
 from mjax.training.metrics import finite_or_none, read_metrics, smoothed
-from mjax.training.runs import checkpoint_steps, locked
 
 TAIL = 2**22  # bytes at the end of metrics.jsonl that a listing reads: ten thousand steps
 LAST = 100  # steps of which a listing says how many were skipped

@@ -101,7 +101,7 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, list[str
 
 def _check_step(arguments: TrainArguments, folder: Path) -> None:
     """Refuse a --step that names no checkpoint of the run that is resumed."""
-    from mjax.training.runs import checkpoint_steps
+    from mjax.state.runs import checkpoint_steps
 
     if arguments.resume is None:
         raise UsageError(f"--step {arguments.step} goes with --resume; add --resume {folder}")
@@ -154,7 +154,7 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
                     f"--{flag} {value} does nothing beside --run {first.resume}, which continues that run; leave one "
                     f"out, or type --config {first.resume}/config.json --name NEW for a new run with its settings"
                 )
-        from mjax.training.runs import has_checkpoint
+        from mjax.state.runs import has_checkpoint
 
         if not has_checkpoint(first.resume):
             raise UsageError(f"--run {first.resume} holds no checkpoint; give a run folder such as runs/gpt_demo")

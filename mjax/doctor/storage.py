@@ -16,7 +16,7 @@ from pathlib import Path
 from mjax.config import Config
 from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, Found, check, gibibytes
 from mjax.doctor.host import state_bytes
-from mjax.training.manifest import steps_in
+from mjax.state.manifest import steps_in
 
 FILE_BYTES = 64 * 2**20
 SLOW = 100e6  # bytes a second; one hard disk. A parallel file system or an NVMe drive gives ten times that

@@ -24,9 +24,9 @@ from mjax.errors import UnhealthyError, UsageError
 from mjax.json_files import read_json
 from mjax.models.heads import TaskBERT
 from mjax.parallel.processes import is_first
+from mjax.state.checkpoint import Checkpoints
 from mjax.tasks.labelled import Examples, LabelledTask, write_predictions
 from mjax.tasks.scoring import TaskScorer
-from mjax.training.checkpoint import Checkpoints
 from mjax.training.loop import Run
 
 

@@ -23,10 +23,10 @@ from mjax.inference import restore_weights
 from mjax.models.build import Model, build_model
 from mjax.names import leaf_name
 from mjax.parallel.zero import cut_into_chunks
-from mjax.training.layout import lay_out
+from mjax.state.layout import lay_out
+from mjax.state.precision import parameter_type
+from mjax.state.train_state import TrainState
 from mjax.training.optimizer import adamw
-from mjax.training.precision import parameter_type
-from mjax.training.state import TrainState
 from mjax.training.step import TrainProgram, first_state
 
 HEAD = "head."  # of a task: another task's has another meaning, whatever its shape

@@ -31,14 +31,14 @@ from mjax.finetuning.seed import SeedRun, read_epochs
 from mjax.finetuning.start import Start
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.processes import is_first
+from mjax.state.checkpoint import Checkpoints
+from mjax.state.train_state import TrainState
 from mjax.tasks.labelled import LabelledTask
 from mjax.tasks.scoring import TaskScorer
 from mjax.training import environment
-from mjax.training.checkpoint import Checkpoints
 from mjax.training.display import Display
 from mjax.training.loop import PREEMPTED
 from mjax.training.metrics import Announced, MetricsLog
-from mjax.training.state import TrainState
 from mjax.training.step import build_program
 from mjax.training.watchdog import Watchdog
 

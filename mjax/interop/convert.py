@@ -25,8 +25,8 @@ from mjax.interop.settings import fits
 from mjax.interop.weights import leaves
 from mjax.models.build import Model
 from mjax.parallel.mesh import make_mesh
-from mjax.training.checkpoint import Checkpoints
-from mjax.training.layout import initial_weights, lay_out
+from mjax.state.checkpoint import Checkpoints
+from mjax.state.layout import initial_weights, lay_out
 from mjax.validation import validate
 
 FAMILIES = (GPT2, BERT, MEGATRON_BERT, BLOOM)

@@ -34,9 +34,9 @@ from mjax.parallel import mappings
 from mjax.parallel.layers import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from mjax.parallel.mappings import DATA
 from mjax.parallel.tokens import Tokens
+from mjax.state.layout import lay_out
 from mjax.tasks.interface import Score, Window
 from mjax.tasks.rows import Batch, Examples, padded_batches
-from mjax.training.layout import lay_out
 from mjax.training.step import sum_over_batch, tokens_of
 
 T = TypeVar("T")

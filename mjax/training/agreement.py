@@ -37,8 +37,8 @@ from mjax.data.indexed import IndexedDataset
 from mjax.data.sources import TrainingData, digest_of_folder
 from mjax.errors import UsageError
 from mjax.packages import installed
-from mjax.training.manifest import MANIFEST
-from mjax.training.runs import checkpoint_steps
+from mjax.state.manifest import MANIFEST
+from mjax.state.runs import checkpoint_steps
 from mjax.training.watchdog import Watchdog
 
 OWN = {"data.cache", "log.tensorboard", "log.wandb"}

@@ -25,7 +25,7 @@ from mjax.data.atomic import write_whole
 from mjax.data.blend import parse_blend
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
-from mjax.training.runs import checkpoint_steps
+from mjax.state.runs import checkpoint_steps
 
 
 def _every_field(section: type) -> tuple[str, ...]:

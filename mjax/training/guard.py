@@ -25,10 +25,10 @@ from mjax.config import Config
 from mjax.data.atomic import write_whole
 from mjax.errors import UnhealthyError, UsageError
 from mjax.parallel.processes import from_first, is_first
-from mjax.training.checkpoint import Checkpoints
+from mjax.state.checkpoint import Checkpoints
+from mjax.state.train_state import StepMetrics
 from mjax.training.health import HEALTHY, SKIPPED, SPIKE, Health
 from mjax.training.metrics import Record
-from mjax.training.state import StepMetrics
 
 MOST_REWINDS = 3  # to one checkpoint
 PASSED_OVER, UNHEALTHY = "passed_over.json", "unhealthy.json"

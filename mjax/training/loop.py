@@ -30,17 +30,17 @@ from mjax.parallel.mappings import PIPE
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.processes import from_first, is_first, told_to_stop
 from mjax.parallel.schedules import schedule_of, slot_times
+from mjax.state.checkpoint import Checkpoints
+from mjax.state.runs import locked
+from mjax.state.train_state import StepMetrics, TrainState, mean_of
 from mjax.training import environment
 from mjax.training.agreement import agree, check_shared, facts_of
-from mjax.training.checkpoint import Checkpoints
 from mjax.training.continuing import save_digests
 from mjax.training.display import Display, losses, verdict
 from mjax.training.flops import model_flops, peak_tflops
 from mjax.training.guard import Guard, check_start, continue_from, not_finite
 from mjax.training.metrics import MetricsLog, Record, finite_or_none
 from mjax.training.replicas import Replicas
-from mjax.training.runs import locked
-from mjax.training.state import StepMetrics, TrainState, mean_of
 from mjax.training.step import TrainProgram, build_program
 from mjax.training.stop import StopSignal
 from mjax.training.watchdog import COMPILING, Watchdog

@@ -15,7 +15,7 @@ from mjax.config import Config
 from mjax.models import bert, heads
 from mjax.parallel import mappings, scopes
 from mjax.parallel.mappings import DATA
-from mjax.training.precision import parameter_type
+from mjax.state.precision import parameter_type
 
 
 @jax.named_scope(scopes.LOSS)

@@ -44,11 +44,11 @@ from mjax.parallel.zero import (
     is_layer,
     reduce_gradients,
 )
-from mjax.training.layout import initial_weights, lay_out
+from mjax.state.layout import initial_weights, lay_out
+from mjax.state.precision import COMPUTE_TYPES, LossScale, parameter_type
+from mjax.state.train_state import EvalMetrics, StepMetrics, TrainState
 from mjax.training.losses import count_labels, named, no_loss, share
 from mjax.training.optimizer import adamw, backward_order, gradient_names, learning_rate, squares_and_broken
-from mjax.training.precision import COMPUTE_TYPES, LossScale, parameter_type
-from mjax.training.state import EvalMetrics, StepMetrics, TrainState
 
 
 @dataclass(frozen=True)

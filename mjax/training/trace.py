@@ -34,8 +34,8 @@ from mjax.parallel.mappings import DATA
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.pipeline import StageProgram
 from mjax.parallel.zero import gather_weights
-from mjax.training.layout import lay_out
-from mjax.training.precision import COMPUTE_TYPES
+from mjax.state.layout import lay_out
+from mjax.state.precision import COMPUTE_TYPES
 from mjax.training.step import micro_batches_of, stage_program
 
 # The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next product.

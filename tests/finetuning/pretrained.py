@@ -11,7 +11,7 @@ import tyro
 from mjax.commands.finetune import FinetuneArguments, finetune
 from mjax.config import save_config
 from mjax.models.build import build_model
-from mjax.training.checkpoint import Checkpoints
+from mjax.state.checkpoint import Checkpoints
 from tests.small import QUICKLY, small_config
 from tests.tasks.synthetic import VOCABULARY, TaskFiles, tokenizer_of
 

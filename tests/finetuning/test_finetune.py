@@ -18,7 +18,7 @@ from mjax.config import read_config
 from mjax.finetuning.seed import SeedRun, read_epochs
 from mjax.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
-from mjax.training.layout import lay_out
+from mjax.state.layout import lay_out
 from mjax.training.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.finetuning.pretrained import arguments_of, tuned, write_run

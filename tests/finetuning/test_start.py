@@ -9,7 +9,7 @@ from mjax.config import MeshConfig, read_config
 from mjax.finetuning.start import Start
 from mjax.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
-from mjax.training.layout import lay_out
+from mjax.state.layout import lay_out
 from mjax.training.step import build_program
 from tests.finetuning.pretrained import write_run
 from tests.small import named

@@ -26,7 +26,7 @@ from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import find_tensors, places, read_weights, weight_arrays
 from mjax.parallel.mappings import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
-from mjax.training.checkpoint import Checkpoints
+from mjax.state.checkpoint import Checkpoints
 from mjax.training.metrics import read_metrics
 from mjax.training.step import build_program
 from tests.data.vocabularies import foreign_model, gpt2_files, hf_unigram

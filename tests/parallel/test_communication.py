@@ -27,13 +27,25 @@ PACKAGES_BELOW = {
     "parallel": set(),
     "models": {"parallel"},
     "data": set(),
-    "training": {"data", "models", "parallel"},
-    "interop": {"data", "models", "parallel", "training"},
-    "planner": {"data", "models", "parallel", "training"},
-    "tasks": {"data", "models", "parallel", "training"},
-    "finetuning": {"data", "models", "parallel", "tasks", "training"},
-    "doctor": {"models", "parallel", "training"},
-    "commands": {"data", "doctor", "finetuning", "interop", "models", "parallel", "planner", "tasks", "training"},
+    "state": {"data", "models", "parallel"},
+    "training": {"data", "models", "parallel", "state"},
+    "interop": {"data", "models", "parallel", "state", "training"},
+    "planner": {"data", "models", "parallel", "state", "training"},
+    "tasks": {"data", "models", "parallel", "state", "training"},
+    "finetuning": {"data", "models", "parallel", "state", "tasks", "training"},
+    "doctor": {"models", "parallel", "state", "training"},
+    "commands": {
+        "data",
+        "doctor",
+        "finetuning",
+        "interop",
+        "models",
+        "parallel",
+        "planner",
+        "state",
+        "tasks",
+        "training",
+    },
 }
 """What a package of mjax may import from, besides itself and the modules at the root."""
 
@@ -41,6 +53,7 @@ MODULES_BELOW = {
     "parallel": {"bounds", "config", "errors", "launch", "names"},
     "models": {"config", "errors", "names"},
     "data": {"batch_size", "bounds", "config", "errors", "json_files", "names", "plain_values", "progress"},
+    "state": {"config", "errors", "names"},
     "training": {"batch_size", "config", "errors", "hardware", "launch", "names", "packages", "validation"},
 }
 """Packages that may import these modules of the root only."""

@@ -11,7 +11,7 @@ from mjax.config import MeshConfig, ModelConfig, PrecisionConfig, read_config
 from mjax.interop.convert import abstract_weights
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.mesh import make_mesh
-from mjax.training.checkpoint import Checkpoints
+from mjax.state.checkpoint import Checkpoints
 from tests.interop.megatron_files import share
 from tests.small import named
 

@@ -8,7 +8,7 @@ import numpy as np
 from mjax import cli
 from mjax.config import DataConfig, OptimizerConfig, PrecisionConfig, TrainConfig, read_config
 from mjax.interop.convert import abstract_weights
-from mjax.training.checkpoint import Checkpoints
+from mjax.state.checkpoint import Checkpoints
 
 
 def perturbed(peer, torch):

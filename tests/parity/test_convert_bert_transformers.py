@@ -21,7 +21,7 @@ from mjax.models.transformer import run_blocks
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.tokens import Tokens
-from mjax.training.checkpoint import Checkpoints
+from mjax.state.checkpoint import Checkpoints
 from tests.data.vocabularies import TEXTS, bert_file
 from tests.interop.folders import read_folder
 from tests.parity.peers import imported, perturbed, rate_of_megatron

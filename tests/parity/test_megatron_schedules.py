@@ -9,8 +9,8 @@ import pytest
 
 from mjax.batch_size import BatchSizes
 from mjax.config import PrecisionConfig
+from mjax.state.precision import LossScale
 from mjax.training.optimizer import learning_rate
-from mjax.training.precision import LossScale
 from tests.small import small_config
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")

@@ -11,7 +11,7 @@ from mjax.names import leaf_name
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.zero import is_layer
 from mjax.planner.weights import held_by
-from mjax.training.layout import lay_out
+from mjax.state.layout import lay_out
 
 
 def counted(config):

@@ -21,9 +21,9 @@ from mjax.errors import UsageError
 from mjax.inference import inference_config
 from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
+from mjax.state.checkpoint import Checkpoints
 from mjax.tasks.perplexity import Perplexity
 from mjax.tasks.scoring import Scorer
-from mjax.training.checkpoint import Checkpoints
 from tests.conftest import ROOT
 from tests.small import QUICKLY, small_config
 

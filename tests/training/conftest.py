@@ -2,8 +2,8 @@
 
 import pytest
 
+from mjax.state.checkpoint import Checkpoints
 from mjax.training import watchdog
-from mjax.training.checkpoint import Checkpoints
 
 
 @pytest.fixture

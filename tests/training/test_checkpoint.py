@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 from mjax.errors import RunError, UsageError
-from mjax.training.checkpoint import Checkpoints
+from mjax.state.checkpoint import Checkpoints
 from tests.training.saved import (
     abstract,
     assert_same_bits,
@@ -267,7 +267,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 SAVING_FOR_EVER = """
 import itertools, sys
 import jax, jax.numpy as jnp
-from mjax.training.checkpoint import Checkpoints
+from mjax.state.checkpoint import Checkpoints
 
 checkpoints = Checkpoints(sys.argv[1], on_notice=lambda line: print(line, flush=True))
 first = max(checkpoints.steps(), default=0)

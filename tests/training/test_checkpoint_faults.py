@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from mjax.errors import RunError, UsageError
-from mjax.training import manifest as manifests
-from mjax.training.checkpoint import Checkpoints
-from mjax.training.runs import has_checkpoint
+from mjax.state import manifest as manifests
+from mjax.state.checkpoint import Checkpoints
+from mjax.state.runs import has_checkpoint
 from tests.training.saved import data_file, save_all, save_large
 
 

@@ -13,8 +13,8 @@ from mjax.config import PrecisionConfig
 from mjax.models.build import build_model
 from mjax.names import leaf_name
 from mjax.parallel.mesh import make_mesh
+from mjax.state.precision import LossScale
 from mjax.training.optimizer import backward_order, gradient_names, is_decayed, learning_rate, sums_by_parameter
-from mjax.training.precision import LossScale
 from tests.against_reference import in_layer_order
 from tests.small import batch_of, named, program_of, small_config
 

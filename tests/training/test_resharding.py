@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from mjax.training.checkpoint import Checkpoints
+from mjax.state.checkpoint import Checkpoints
 from tests.against_reference import in_layer_order
 from tests.small import batch_of, initial_state, program_of, small_config
 

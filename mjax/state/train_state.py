@@ -10,7 +10,7 @@ import optax
 from jax import Array
 
 from mjax.models.build import Model
-from mjax.training.precision import LossScale
+from mjax.state.precision import LossScale
 
 
 @jax.tree_util.register_dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mjax.data.atomic import make_folder, take_lock
 from mjax.errors import UsageError
-from mjax.training.manifest import steps_in
+from mjax.state.manifest import steps_in
 
 
 def checkpoint_steps(folder: Path) -> list[int]:

@@ -13,7 +13,7 @@ from mjax.config import Config
 from mjax.models.build import Model, build_model
 from mjax.parallel.mesh import sharded_shapes
 from mjax.parallel.zero import cut_into_chunks, plan_storage
-from mjax.training.precision import parameter_type
+from mjax.state.precision import parameter_type
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from mjax.data.atomic import make_folder, put, rename, set_aside, write_whole
 from mjax.errors import RunError, UsageError
 from mjax.names import leaf_name
 from mjax.parallel.processes import from_first, is_first, wait_for_all
-from mjax.training.manifest import (
+from mjax.state.manifest import (
     GOOD,
     Damaged,
     Unusable,
