@@ -194,7 +194,7 @@ def _write(arguments: PrepareArguments, corpus: Corpus, tokenizer: Tokenizer, wo
         if writer.tokens == 0:
             raise UsageError(f"there is no text in {', '.join(corpus.names)}; give files that hold some")
         metadata = DatasetMetadata(
-            tokenizer=tokenizer.kind,
+            tokenizer=tokenizer.scheme,
             vocabulary=tokenizer.vocabulary,
             eod=tokenizer.eod,
             append_eod=arguments.append_eod,

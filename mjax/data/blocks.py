@@ -31,7 +31,7 @@ else:
 SIZE = 2**19  # bytes of lines in a block
 MOST_BYTES = 2**27  # of a document, when nothing is said: a book has one million, all of enwik8 a hundred
 ROWS = 256  # rows of a Parquet file in a block: a row may be a book
-KINDS = (".jsonl", ".txt", ".jsonl.gz", ".txt.gz", ".jsonl.zst", ".txt.zst", ".parquet")
+ENDINGS = (".jsonl", ".txt", ".jsonl.gz", ".txt.gz", ".jsonl.zst", ".txt.zst", ".parquet")
 OTHER_TEXT = (
     ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go",
     ".rs", ".rb", ".sh", ".sql",
@@ -62,40 +62,40 @@ class Block:
     too_large: bool = False
 
 
-def kind_of(file: Path) -> str | None:
-    """The ending out of KINDS or of other text that `file` has; None where it has none of them."""
+def ending_of(file: Path) -> str | None:
+    """The ending out of ENDINGS or of other text that `file` has; None where it has none of them."""
     text = (f"{ending}{packed}" for ending in OTHER_TEXT for packed in ("", ".gz", ".zst"))
-    return next((kind for kind in (*KINDS, *text) if file.name.endswith(kind)), None)
+    return next((ending for ending in (*ENDINGS, *text) if file.name.endswith(ending)), None)
 
 
 def read_blocks(file: Path, key: str, all_fields: bool, most: int = MOST_BYTES) -> Iterator[Block]:
     """The blocks of a file in order.
 
     Args:
-      file: any of KINDS.
+      file: any of ENDINGS.
       key, all_fields: which columns of a Parquet file are wanted.
       most: bytes that a document may have, a line of .jsonl with all of its fields.
 
     Raises:
       UsageError: the file is damaged or cut short, or, of Parquet, has no column `key` or needs a missing package.
     """
-    kind = kind_of(file)
-    if kind == ".parquet":
+    ending = ending_of(file)
+    if ending == ".parquet":
         yield from _rows(file, key, all_fields, most)
         return
     with file.open("rb") as raw:
-        if kind.endswith((".gz", ".zst")) and not file.stat().st_size:
+        if ending.endswith((".gz", ".zst")) and not file.stat().st_size:
             raise UsageError(f"{file} is empty, not even compressed; fetch or compress it again")
         try:
-            yield from _raw_blocks(file, raw, _unpacked(raw, kind), kind.startswith(".jsonl"), most)
+            yield from _raw_blocks(file, raw, _unpacked(raw, ending), ending.startswith(".jsonl"), most)
         except (EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError) as error:
             raise UsageError(f"{file} is damaged or cut short ({error}); fetch or compress it again") from None
 
 
-def _unpacked(raw: BinaryIO, kind: str) -> BinaryIO:
-    if kind.endswith(".gz"):
+def _unpacked(raw: BinaryIO, ending: str) -> BinaryIO:
+    if ending.endswith(".gz"):
         return gzip.GzipFile(fileobj=raw)
-    if kind.endswith(".zst"):
+    if ending.endswith(".zst"):
         return zstd.ZstdFile(raw)
     return raw
 

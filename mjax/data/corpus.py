@@ -22,8 +22,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 
 from mjax.bounds import Count, check_bounds
-from mjax.data.blocks import KINDS, MOST_BYTES, OTHER_TEXT, Block, kind_of, raw_lines, read_blocks
-from mjax.errors import UsageError
+from mjax.data.blocks import ENDINGS, MOST_BYTES, OTHER_TEXT, Block, ending_of, raw_lines, read_blocks
+from mjax.errors import UsageError, either
 
 EXAMPLES = 5  # malformed lines that are kept to show
 BLANK_LINE = "blank-line"
@@ -121,12 +121,12 @@ class TextFiles(Corpus):
         for file in files:
             if not file.is_file():
                 raise UsageError(f"there is no file {file}; give .txt, .jsonl or .parquet files, a folder or a pattern")
-            if not kind_of(file):
+            if not ending_of(file):
                 raise UsageError(
                     f'{file} is neither .txt (one document) nor .jsonl (one document a line, {{"{key}": "…"}}), plain, '
                     f".gz or .zst, nor .parquet, nor other text ({', '.join(OTHER_TEXT)}); convert or rename it"
                 )
-        if split is not None and files and all(kind_of(file).startswith((".jsonl", ".parquet")) for file in files):
+        if split is not None and files and all(ending_of(file).startswith((".jsonl", ".parquet")) for file in files):
             raise UsageError(
                 f"--split-documents is for files of text, and {files[0]} has its own documents; leave it out"
             )
@@ -192,12 +192,11 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for given in inputs:
         if given.is_dir():
-            inside = sorted(file for file in given.rglob("*") if file.is_file() and kind_of(file))
-            inside = [file for file in inside if kind_of(file) in KINDS] or inside
+            inside = sorted(file for file in given.rglob("*") if file.is_file() and ending_of(file))
+            inside = [file for file in inside if ending_of(file) in ENDINGS] or inside
             if not inside:
                 raise UsageError(
-                    f"the folder {given} holds no {', '.join(KINDS[:-1])} or {KINDS[-1]} file, nor other text such as "
-                    ".md; name another"
+                    f"the folder {given} holds no {either(ENDINGS)} file, nor other text such as .md; name another"
                 )
             found += inside
         elif not given.exists() and glob.has_magic(str(given)):

@@ -169,7 +169,7 @@ def _word_pieces(prefixes: list[str], folder: Path | None) -> WordPieces:
         raise UsageError(f"{prefix} has no {tokenizer_folder(prefix)}, which a BERT needs to mask words; type {again}")
     tokenizer = tokenizer_from_folder(folder)
     if not isinstance(tokenizer, BertTokenizer):
-        raise UsageError(f"{prefix} was made with a tokenizer of kind {tokenizer.kind}, not a BERT's; type {again}")
+        raise UsageError(f"{prefix} was made with a tokenizer of kind {tokenizer.scheme}, not a BERT's; type {again}")
     for prefix in prefixes:
         if (metadata := read_metadata(prefix)) is not None and metadata.append_eod:
             raise UsageError(f"{prefix} has an end of document after each text, which a BERT's has not; type {again}")

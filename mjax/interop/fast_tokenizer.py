@@ -99,7 +99,7 @@ def _check_same(tokenizer: Tokenizer, library: Library) -> None:
             part = slice(max(0, first - 2), first + 3)
             difference = f"{tokenizer.decode(ours[part])!r} as ids {ours[part]} and as {theirs[part]} there"
         raise UsageError(
-            f"the tokenizer of kind {tokenizer.kind} has no equal in transformers: it reads {difference}; export the "
+            f"the tokenizer of kind {tokenizer.scheme} has no equal in transformers: it reads {difference}; export the "
             "weights alone with --tokenizer none"
         )
 

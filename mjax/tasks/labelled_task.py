@@ -62,7 +62,7 @@ class LabelledTask(ABC):
         """Read the files; arguments and errors as of `labelled.open_task`."""
         if not isinstance(tokenizer, BertTokenizer):
             raise UsageError(
-                f"the model's tokenizer is of kind {tokenizer.kind}, and rows of this task need a BERT's, which has "
+                f"the model's tokenizer is of kind {tokenizer.scheme}, and rows of this task need a BERT's, which has "
                 "[CLS] and [SEP]; use a model trained with --tokenizer bert-uncased:vocab.txt or bert-cased:vocab.txt"
             )
         self.tokenizer, self.positions = tokenizer, positions

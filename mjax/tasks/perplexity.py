@@ -112,4 +112,4 @@ def _check_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
 
 
 def _identity(tokenizer: Tokenizer) -> tuple:
-    return tokenizer.kind, tokenizer.vocabulary, tokenizer.eod, tokenizer.contents
+    return tokenizer.scheme, tokenizer.vocabulary, tokenizer.eod, tokenizer.contents

@@ -28,7 +28,7 @@ def write(prefix, spec="bert-uncased:{}", append_eod=False):
     write_metadata(
         prefix,
         DatasetMetadata(
-            tokenizer=tokenizer.kind, vocabulary=tokenizer.vocabulary, eod=tokenizer.eod, append_eod=append_eod,
+            tokenizer=tokenizer.scheme, vocabulary=tokenizer.vocabulary, eod=tokenizer.eod, append_eod=append_eod,
             documents=60, tokens=writer.tokens, text_bytes=1000, inputs=["x"], mjax_version="0",
         ),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mjax.data.tokenizers import KINDS, load_tokenizer, tokenizer_from_folder
+from mjax.data.tokenizers import SCHEMES, load_tokenizer, tokenizer_from_folder
 from mjax.data.tokenizers.huggingface import ENDS
 from mjax.errors import UsageError
 from tests.data.vocabularies import (
@@ -45,7 +45,7 @@ def tokenizer(kind, spec_of):
 
 def test_every_kind_is_tested(spec_of):
     assert list(spec_of) == NAMES
-    assert {spec.partition(":")[0] for spec in spec_of.values()} == set(KINDS)
+    assert {spec.partition(":")[0] for spec in spec_of.values()} == set(SCHEMES)
 
 
 # --- Encoding ---------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_a_saved_tokenizer_is_rebuilt_from_the_same_bytes(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "new" / "folder")
     rebuilt = tokenizer_from_folder(tmp_path / "new" / "folder")
-    assert (rebuilt.kind, rebuilt.vocabulary, rebuilt.eod) == (tokenizer.kind, tokenizer.vocabulary, tokenizer.eod)
+    assert (rebuilt.scheme, rebuilt.vocabulary, rebuilt.eod) == (tokenizer.scheme, tokenizer.vocabulary, tokenizer.eod)
     texts = [*TEXTS, *NASTY.values()]
     assert rebuilt.encode_batch(texts) == tokenizer.encode_batch(texts)
     rebuilt.save(tmp_path / "again")

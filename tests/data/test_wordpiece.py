@@ -71,7 +71,7 @@ def test_no_piece_crosses_the_edge_of_a_word(trained):
 
 
 def test_the_same_text_gives_the_same_vocabulary(trained):
-    assert train_wordpiece(iter(TEXTS), trained.vocabulary, trained.kind).contents == trained.contents
+    assert train_wordpiece(iter(TEXTS), trained.vocabulary, trained.scheme).contents == trained.contents
 
 
 def test_a_text_of_one_endless_word_is_learned_from():

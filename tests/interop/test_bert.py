@@ -209,7 +209,7 @@ def test_vocab_txt_and_its_case_travel_both_ways(lowercase, tmp_path):
     shutil.copy(file, source)
     (source / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase}))
     assert cli.main(["convert", "from-hf", str(source), str(tmp_path / "run")]) == 0
-    assert tokenizer_from_folder(tmp_path / "run" / "tokenizer").kind == kind
+    assert tokenizer_from_folder(tmp_path / "run" / "tokenizer").scheme == kind
     assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "vocab.txt").read_bytes() == file.read_bytes()
     described = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
@@ -235,8 +235,8 @@ def _tokenizer_json(folder, lowercase, change=lambda library: None):
 def test_a_tokenizer_json_of_bert_comes_in_as_bert(lowercase, tmp_path):
     given = _tokenizer_json(tmp_path, lowercase)
     found = find_tokenizer(tmp_path, None)
-    assert (found.kind, found.vocabulary, found.mask, found.eod) == (
-        given.kind,
+    assert (found.scheme, found.vocabulary, found.mask, found.eod) == (
+        given.scheme,
         given.vocabulary,
         given.mask,
         given.eod,
@@ -255,7 +255,7 @@ def test_a_tokenizer_json_of_bert_comes_in_as_bert(lowercase, tmp_path):
 )
 def test_a_tokenizer_json_that_is_not_quite_berts_is_opened_as_it_is(change, tmp_path):
     _tokenizer_json(tmp_path, True, change)
-    assert find_tokenizer(tmp_path, None).kind == "hf"
+    assert find_tokenizer(tmp_path, None).scheme == "hf"
 
 
 @pytest.mark.parametrize(

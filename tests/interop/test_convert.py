@@ -312,14 +312,14 @@ def test_a_tokenizer_json_is_preferred_and_comes_back_as_it_went(tmp_path):
     for file in gpt2_files(tmp_path):
         shutil.copy(file, source)
     assert cli.main(["convert", "from-hf", str(source), str(tmp_path / "run")]) == 0
-    assert tokenizer_from_folder(tmp_path / "run" / "tokenizer").kind == "hf"
+    assert tokenizer_from_folder(tmp_path / "run" / "tokenizer").scheme == "hf"
     given = tokenizer_from_folder(tmp_path / "run" / "tokenizer")
     assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     for description in (True, False):  # of mjax, or as it comes from elsewhere
         if not description:
             (tmp_path / "out" / "mjax_tokenizer.json").unlink()
         found = find_tokenizer(tmp_path / "out", None)
-        assert (found.kind, found.eod, found.encode("a</s> worst")) == ("hf", given.eod, given.encode("a</s> worst"))
+        assert (found.scheme, found.eod, found.encode("a</s> worst")) == ("hf", given.eod, given.encode("a</s> worst"))
 
 
 def test_a_run_without_a_tokenizer_is_given_one_on_its_way_out(source, tmp_path, capsys):
@@ -335,7 +335,7 @@ def test_a_run_without_a_tokenizer_is_given_one_on_its_way_out(source, tmp_path,
     assert "has no tokenizer" in capsys.readouterr().out
     assert not (out / "tokenizer.json").exists()
     assert cli.main(["convert", "to-hf", str(run), str(out), "--tokenizer", "bytes", "--overwrite"]) == 0
-    assert find_tokenizer(out, None).kind == "bytes"
+    assert find_tokenizer(out, None).scheme == "bytes"
     assert json.loads((out / "generation_config.json").read_text())["pad_token_id"] == 256
 
 

@@ -158,7 +158,7 @@ def test_the_tokenizer_of_an_export_opens_and_one_saved_by_transformers_comes_in
     transformers.BertTokenizer(vocab=str(file), do_lower_case=lowercase).save_pretrained(tmp_path / "hf")
     assert cli.main(["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
     found = tokenizer_from_folder(tmp_path / "run" / "tokenizer")
-    assert (found.kind, found.vocabulary, found.mask) == (ours.kind, ours.vocabulary, ours.mask)
+    assert (found.scheme, found.vocabulary, found.mask) == (ours.scheme, ours.vocabulary, ours.mask)
     assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs.model_max_length == 24
@@ -210,7 +210,7 @@ def test_a_published_encoder_gives_the_hidden_states_of_transformers(request, tm
     assert cli.main(["convert", "from-hf", str(source), str(run), "--draw-heads"]) == 0
     config, weights = _opened(run)
     assert (config.model.layers, config.model.hidden, config.model.layernorm) == (6, 384, "post")
-    assert tokenizer_from_folder(run / "tokenizer").kind == "bert-uncased"
+    assert tokenizer_from_folder(run / "tokenizer").scheme == "bert-uncased"
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     inputs = tokenizer(
         ["A cat sat on the mat, and it was a déjà vu.", "Paris is the capital of France."],

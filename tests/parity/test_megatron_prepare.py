@@ -19,7 +19,7 @@ from mjax import cli
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.corpus import TextFiles
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.tokenizers import KINDS, ByteTokenizer, load_tokenizer
+from mjax.data.tokenizers import SCHEMES, ByteTokenizer, load_tokenizer
 from tests.conftest import ROOT
 from tests.data.vocabularies import NAMES, NASTY, specs
 
@@ -46,7 +46,7 @@ LONG = ("word " * 30 + "ends here. ") * 7000  # over a million characters: Megat
 class WideTokenizer(ByteTokenizer):
     """Bytes with ids that need four bytes on disk."""
 
-    kind: ClassVar[str] = "wide"
+    scheme: ClassVar[str] = "wide"
     vocabulary = 256 * 300
     eod = vocabulary - 1
 
@@ -125,7 +125,7 @@ def same(ours: Path | str, theirs: Path | str) -> bool:
 def test_prepared_text_is_byte_for_byte_what_megatron_writes(
     corpus, tokenizers, punkt, tmp_path, monkeypatch, name, append_eod, split_sentences
 ):
-    monkeypatch.setitem(KINDS, "wide", WideTokenizer)
+    monkeypatch.setitem(SCHEMES, "wide", WideTokenizer)
     monkeypatch.setattr("nltk.data.path", [str(punkt)])
     spec = tokenizers[name]
     megatron_prepare(corpus, tmp_path / "theirs", load_tokenizer(spec), append_eod, split_sentences)

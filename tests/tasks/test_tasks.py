@@ -212,7 +212,7 @@ def test_an_overlap_for_lambada_and_a_dataset_of_another_tokenizer_are_refused(t
     prepare_bytes(written(tmp_path / "d.jsonl", "Once upon a time"), tmp_path / "corpus")
 
     class Other(ByteTokenizer):
-        kind = "other"
+        scheme = "other"
 
     with pytest.raises(UsageError, match="was prepared with another tokenizer than the run's"):
         Perplexity(str(tmp_path / "corpus"), Other(), 8)

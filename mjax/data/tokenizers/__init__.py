@@ -28,7 +28,7 @@ from mjax.json_files import read_json
 __all__ = [
     "DESCRIPTION",
     "EOD_PIECE",
-    "KINDS",
+    "SCHEMES",
     "BertTokenizer",
     "ByteTokenizer",
     "CasedBertTokenizer",
@@ -43,8 +43,8 @@ __all__ = [
     "train_wordpiece",
 ]
 
-KINDS: dict[str, type[Tokenizer]] = {
-    tokenizer.kind: tokenizer
+SCHEMES: dict[str, type[Tokenizer]] = {
+    tokenizer.scheme: tokenizer
     for tokenizer in (
         GPT2Tokenizer,
         UncasedBertTokenizer,
@@ -63,10 +63,10 @@ def load_tokenizer(spec: str) -> Tokenizer:
       UsageError: the kind is unknown, or a file is missing or not what the kind needs.
     """
     kind, _, files = spec.partition(":")
-    if kind not in KINDS:
-        forms = ", ".join(tokenizer.form for tokenizer in KINDS.values())
+    if kind not in SCHEMES:
+        forms = ", ".join(tokenizer.form for tokenizer in SCHEMES.values())
         raise UsageError(f"--tokenizer {spec} is not a known kind; use {forms}")
-    return KINDS[kind].from_files(files)
+    return SCHEMES[kind].from_files(files)
 
 
 def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
@@ -89,11 +89,11 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
             raise TypeError
     except (KeyError, TypeError):
         raise UsageError(f"{description} does not describe a tokenizer; prepare the data again") from None
-    if kind not in KINDS:
-        raise UsageError(f"{description} is of kind {kind!r}; this mjax knows {', '.join(KINDS)}")
+    if kind not in SCHEMES:
+        raise UsageError(f"{description} is of kind {kind!r}; this mjax knows {', '.join(SCHEMES)}")
 
     contents = []
-    for name in KINDS[kind].stored:
+    for name in SCHEMES[kind].stored:
         file = folder / name
         if not file.is_file():
             raise UsageError(f"{file} does not exist, though {description} asks for it; prepare the data again")
@@ -103,8 +103,8 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
                 f"{file} is not the file that {description} was written with; restore the folder or prepare the data "
                 "again"
             )
-    names = [str(folder / name) for name in KINDS[kind].stored]
-    tokenizer = KINDS[kind].from_contents(contents, names, stated[1])
+    names = [str(folder / name) for name in SCHEMES[kind].stored]
+    tokenizer = SCHEMES[kind].from_contents(contents, names, stated[1])
     if (tokenizer.vocabulary, tokenizer.eod) != stated:
         raise UsageError(
             f"{description} states vocabulary and end of document {stated}, but the files beside it give "

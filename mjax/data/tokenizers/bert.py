@@ -53,9 +53,9 @@ class BertTokenizer(LibraryTokenizer):
         """Refuse a vocabulary of the other case: half of the words would be [UNK], or half of the pieces in vain."""
         capitals = [letter in ids for letter in string.ascii_uppercase]
         if self.lowercase and all(capitals):
-            raise UsageError(f"{name} has pieces in capitals; use --tokenizer {CasedBertTokenizer.kind}:{name}")
+            raise UsageError(f"{name} has pieces in capitals; use --tokenizer {CasedBertTokenizer.scheme}:{name}")
         if not self.lowercase and not any(capitals):
-            raise UsageError(f"{name} has no capital letters; use --tokenizer {UncasedBertTokenizer.kind}:{name}")
+            raise UsageError(f"{name} has no capital letters; use --tokenizer {UncasedBertTokenizer.scheme}:{name}")
 
 
 def words_of(text: str, lowercase: bool) -> list[str]:
@@ -74,7 +74,7 @@ def _normalizer(lowercase: bool) -> normalizers.Normalizer:
 class UncasedBertTokenizer(BertTokenizer):
     """WordPiece of small letters without accents, Megatron's BertWordPieceLowerCase."""
 
-    kind = "bert-uncased"
+    scheme = "bert-uncased"
     form = "bert-uncased:vocab.txt"
     lowercase = True
 
@@ -82,6 +82,6 @@ class UncasedBertTokenizer(BertTokenizer):
 class CasedBertTokenizer(BertTokenizer):
     """WordPiece of text as it is, Megatron's BertWordPieceCase."""
 
-    kind = "bert-cased"
+    scheme = "bert-cased"
     form = "bert-cased:vocab.txt"
     lowercase = False

@@ -25,7 +25,7 @@ from mjax.json_files import parse_json
 class GPT2Tokenizer(LibraryTokenizer):
     """GPT-2's byte-pair encoding; `<|endoftext|>`, which no merge leads to, ends documents."""
 
-    kind = "gpt2"
+    scheme = "gpt2"
     form = "gpt2:vocab.json,merges.txt or gpt2:FILE.tiktoken"
     stored = ("vocab.json", "merges.txt")
 

@@ -31,7 +31,7 @@ ENDS = (
 class HuggingFaceTokenizer(LibraryTokenizer):
     """A tokenizer.json; one of the usual special tokens ends documents, or the one that is named."""
 
-    kind = "hf"
+    scheme = "hf"
     form = "hf:tokenizer.json or hf:tokenizer.json,eod=TOKEN"
     stored = ("tokenizer.json",)
 

@@ -35,7 +35,7 @@ class Tokenizer:
     """Text to token ids and back; rebuilt from the very files it was made from.
 
     Attributes:
-      kind: name on the command line and in `mjax_tokenizer.json`.
+      scheme: name on the command line and in `mjax_tokenizer.json`.
       form: how it is written on the command line.
       stored: names of its files in a folder.
       contents: what is in them, in the same order.
@@ -43,7 +43,7 @@ class Tokenizer:
       eod: id that ends a document; no text encodes to it.
     """
 
-    kind: ClassVar[str]
+    scheme: ClassVar[str]
     form: ClassVar[str]
     stored: ClassVar[tuple[str, ...]] = ()
     contents: tuple[bytes, ...] = ()
@@ -104,7 +104,7 @@ class Tokenizer:
         for name, content in zip(self.stored, self.contents, strict=True):
             (folder / name).write_bytes(content)
         values = {
-            "kind": self.kind,
+            "kind": self.scheme,
             "vocabulary": self.vocabulary,
             "eod": self.eod,
             "sha256": {name: sha256(content) for name, content in zip(self.stored, self.contents, strict=True)},
@@ -115,7 +115,7 @@ class Tokenizer:
 class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8 and an end-of-document id: nothing to find or to train, but four times as many tokens."""
 
-    kind = "bytes"
+    scheme = "bytes"
     form = "bytes"
     vocabulary = 257
     eod = 256
@@ -156,11 +156,11 @@ class LibraryTokenizer(Tokenizer):
     def _encoded(self, texts: Sequence[str], encode: Callable) -> list[tokenizers.Encoding]:
         for text in texts:
             utf8(text)
-        with library_errors(f"the {self.kind} tokenizer cannot encode a text", WHOLE_FILES):
+        with library_errors(f"the {self.scheme} tokenizer cannot encode a text", WHOLE_FILES):
             return encode(list(texts), add_special_tokens=False)
 
     def _text(self, ids: list[int]) -> str:
-        with library_errors(f"the {self.kind} tokenizer cannot decode these ids", WHOLE_FILES):
+        with library_errors(f"the {self.scheme} tokenizer cannot decode these ids", WHOLE_FILES):
             return self.library.decode(ids, skip_special_tokens=False)
 
 
@@ -202,16 +202,16 @@ def read_given(tokenizer: type[Tokenizer], files: str, file: str) -> bytes:
       UsageError: none is named, or it cannot be read.
     """
     if not file:
-        raise UsageError(f"--tokenizer {tokenizer.kind} names no file; use --tokenizer {tokenizer.form}")
+        raise UsageError(f"--tokenizer {tokenizer.scheme} names no file; use --tokenizer {tokenizer.form}")
     if not Path(file).is_file():
         raise UsageError(
-            f"--tokenizer {tokenizer.kind}:{files}: there is no file {file}; use --tokenizer {tokenizer.form}"
+            f"--tokenizer {tokenizer.scheme}:{files}: there is no file {file}; use --tokenizer {tokenizer.form}"
         )
     try:
         return Path(file).read_bytes()
     except OSError as error:
         raise UsageError(
-            f"--tokenizer {tokenizer.kind}:{files}: {file} cannot be read ({error.strerror}); check its permissions"
+            f"--tokenizer {tokenizer.scheme}:{files}: {file} cannot be read ({error.strerror}); check its permissions"
         ) from None
 
 

@@ -28,7 +28,7 @@ class WrongSize(Exception):
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model; its end-of-sentence piece, or a control piece `<|endoftext|>`, ends documents."""
 
-    kind = "sentencepiece"
+    scheme = "sentencepiece"
     form = "sentencepiece:FILE.model"
     stored = ("tokenizer.model",)
 

@@ -19,7 +19,7 @@ from mjax.data.tokenizers.bert import BertTokenizer, CasedBertTokenizer, Uncased
 from mjax.data.tokenizers.pieces import CHUNK, WrongSize, learned
 from mjax.errors import UsageError
 
-TRAINABLE = {tokenizer.kind: tokenizer for tokenizer in (UncasedBertTokenizer, CasedBertTokenizer)}
+TRAINABLE = {tokenizer.scheme: tokenizer for tokenizer in (UncasedBertTokenizer, CasedBertTokenizer)}
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 SPACE = "▁"  # U+2581, sentencepiece's
 
