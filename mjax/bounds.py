@@ -73,6 +73,10 @@ def fields_of(cls: type) -> tuple[tuple[str, str, Any, tuple[Any, ...]], ...]:
 def check_bounds(values: Any, prefix: str = "--") -> None:
     """Refuse a dataclass, or one inside it, with a number that is out of bounds.
 
+    Args:
+      values: the dataclass.
+      prefix: before the names of its fields; they are spelled as flags where it begins one, else as in a file.
+
     Raises:
       UsageError: one sentence with the flag, its value and what is allowed.
     """
@@ -87,7 +91,7 @@ def check_bounds(values: Any, prefix: str = "--") -> None:
 def _values(values: Any, prefix: str) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Flag, value and annotations of each field, also of the dataclasses in it."""
     for name, flag, _, marks in fields_of(type(values)):
-        value = getattr(values, name)
+        value, flag = getattr(values, name), flag if prefix.startswith("--") else name
         if dataclasses.is_dataclass(value):
             yield from _values(value, f"{prefix}{flag}." if flag else prefix)
         else:

@@ -16,7 +16,8 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
     """The dataclass `cls`, of plain values as `dataclasses.asdict` gives them; fields that are missing take defaults.
 
     Args:
-      cls: fields are numbers, text, booleans, None, `Literal`s, tuples of these, and dataclasses of such fields.
+      cls: fields are numbers, text, booleans, None, `Literal`s, tuples, lists and objects of these, and dataclasses of
+        such fields.
       values: an object as JSON has it.
       source: where they came from, for messages.
       prefix: of the names of fields in messages, such as `mesh.`.
@@ -57,6 +58,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, (list, tuple)) and len(value) == len(kinds) and all(map(_fits, value, kinds))
     if get_origin(kind) is list:
         return isinstance(value, list) and all(_fits(part, *get_args(kind)) for part in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_fits(part, get_args(kind)[1]) for part in value.values())
     if get_args(kind):
         return any(_fits(value, option) for option in get_args(kind))
     if kind is float:
@@ -76,6 +79,8 @@ def _describe(kind: Any) -> str:
         return f"a list of {_describe(get_args(kind)[0])}"
     if get_origin(kind) is tuple:
         return "[" + ", ".join(_describe(part) for part in get_args(kind)) + "]"
+    if get_origin(kind) is dict:
+        return f"an object in which each value is {_describe(get_args(kind)[1])}"
     if get_args(kind):
         return " or ".join(_describe(option) for option in get_args(kind))
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}[kind]

@@ -11,21 +11,25 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_type_hints
+from typing import Annotated
 
-from mjax.config import Config, suggestion
+from mjax.bounds import Bounds, check_bounds
+from mjax.config import Config
 from mjax.data.atomic import write_whole
 from mjax.errors import UsageError
 from mjax.hardware import GPUS, Gpu
 from mjax.json_files import read_json
+from mjax.plain_values import build
 
 FORMAT = "mjax calibration 1"
 # Rates that are fractions of a data sheet, and the largest that is believed: some GPUs run a little above their sheet.
 FRACTIONS, LARGEST = ("matmul", "attention", "memory", "node", "network"), 1.2
-# No number here is negative; above this there is none, and these may be 0.
-MOST = 1e15
-MAY_BE_ZERO = ("half", "launch", "collective", "error", "error_elsewhere", "score_bytes", "kernels", "repeated_sums",
-               "accumulate_bytes")  # fmt: skip
+MOST = 1e15  # above any number of a calibration
+Fraction = Annotated[float, Bounds(gt=0, le=LARGEST)]
+Rate = Annotated[float, Bounds(gt=0, le=MOST)]
+RateOrZero = Annotated[float, Bounds(ge=0, le=MOST)]
+Whole = Annotated[int, Bounds(ge=1, le=MOST)]
+WholeOrZero = Annotated[int, Bounds(ge=0, le=MOST)]
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,16 @@ class Software:
     """
 
     name: str
-    stream_bytes: float
-    mlp_bytes: float
-    score_bytes: float
-    kernels: int
-    backward_traffic: float
+    stream_bytes: Rate
+    mlp_bytes: Rate
+    score_bytes: RateOrZero
+    kernels: WholeOrZero
+    backward_traffic: Rate
     flash: bool
-    repeated_sums: int
-    gradient_bytes: int
-    accumulate_bytes: int
-    optimizer_bytes: int
+    repeated_sums: WholeOrZero
+    gradient_bytes: Whole
+    accumulate_bytes: WholeOrZero
+    optimizer_bytes: Whole
     splits_messages: bool
     sends_every_tick: bool
     hides_backward_sums: bool
@@ -152,16 +156,16 @@ class Calibration:
 
     software: Software
     gpu: str
-    matmul: float
-    half: float
-    attention: float
-    memory: float
-    launch: float
-    node: float
-    network: float
-    collective: float
-    error: float
-    error_elsewhere: float
+    matmul: Fraction
+    half: RateOrZero
+    attention: Fraction
+    memory: Fraction
+    launch: RateOrZero
+    node: Fraction
+    network: Fraction
+    collective: RateOrZero
+    error: RateOrZero
+    error_elsewhere: RateOrZero
     fitted_on: str
     parameters: tuple[float, float]
     devices: tuple[int, int]
@@ -246,60 +250,21 @@ def read_calibration(file: Path) -> Calibration:
     """Read what `write_calibration` wrote.
 
     Raises:
-      UsageError: there is no such file, it is no calibration, or a number in it cannot be.
+      UsageError: there is no such file, it is not a calibration, or a number in it is out of bounds.
     """
     again = "write one with: python benchmarks/calibrate.py --output calibration.json"
     values = read_json(file, again)
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
         raise UsageError(f"--calibration {file} is not a calibration of this version of mjax; {again}")
-    values["software"] = _build(Software, values.get("software"), f"{file}: software")
+    try:
+        calibration = build(Calibration, values, str(file))
+        check_bounds(calibration, f"{file}: ")
+    except UsageError as error:
+        raise UsageError(f"{error}; {again}") from None
     for name in ("parameters", "devices"):
-        if isinstance(values.get(name), list):
-            values[name] = tuple(values[name])
-    calibration = _build(Calibration, values, str(file))
-    _check(calibration, file)
-    return calibration
-
-
-def _build(cls: type, values, where: str):
-    if not isinstance(values, dict):
-        raise UsageError(
-            f"{where} must be an object, not {values!r:.40}; measure it again with benchmarks/calibrate.py"
-        )
-    known = [f.name for f in dataclasses.fields(cls)]
-    kinds = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
-    for name, kind in get_type_hints(cls).items():
-        if name not in values:
-            raise UsageError(f"{where} has no {name!r}; measure it again with benchmarks/calibrate.py")
-        value, allowed = values[name], kinds.get(kind)
-        if allowed and (not isinstance(value, allowed) or (kind is not bool and isinstance(value, bool))):
-            raise UsageError(f"{where}: {name} is {value!r:.40}, which is not a {kind.__name__}")
-        if kind in (int, float) and not (_positive(value) or (value == 0 and name in MAY_BE_ZERO)):
-            least = "at least" if name in MAY_BE_ZERO else "above"
-            raise UsageError(
-                f"{where}: {name} is {value!r:.40} and must be {least} 0 and at most {MOST:g}; measure it again"
-            )
-    for name in values.keys() - set(known):
-        raise UsageError(f"{where}: unknown field {name!r}{suggestion(name, known)}")
-    return cls(**values)
-
-
-def _positive(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST
-
-
-def _check(calibration: Calibration, file: Path) -> None:
-    names = [gpu.name for gpu in GPUS]
-    for name in FRACTIONS:
-        value = getattr(calibration, name)
-        if not 0 < value <= LARGEST:
-            raise UsageError(f"{file}: {name} is {value:g}, and a fraction of what a GPU promises lies in 0 to 1")
-    for name in ("parameters", "devices"):
-        value = getattr(calibration, name)
-        if not (isinstance(value, tuple) and len(value) == 2 and all(map(_positive, value)) and value[0] <= value[1]):
-            raise UsageError(f"{file}: {name} is {value!r:.40}; it holds two numbers, the smallest and the largest")
-    versions = calibration.versions
-    if not (isinstance(versions, dict) and all(isinstance(version, str) for version in versions.values())):
-        raise UsageError(f'{file}: versions is {versions!r:.40}; it holds one for each package: {{"jax": "0.10"}}')
-    if calibration.gpu not in names:
+        low, high = getattr(calibration, name)
+        if not 0 < low <= high <= MOST:
+            raise UsageError(f"{file}: {name} is [{low}, {high}]; it holds the smallest and the largest, both above 0")
+    if calibration.gpu not in [gpu.name for gpu in GPUS]:
         raise UsageError(f"{file}: gpu {calibration.gpu!r} is not known; mjax/hardware.py says how to add it")
+    return calibration
