@@ -204,9 +204,8 @@ def _memory(arguments: PlanArguments) -> Section:
 
 def _communication(arguments: PlanArguments) -> Section:
     """The collectives of the traced step, drawn where that is asked for."""
-    from mjax.planner.comms import ledger
+    from mjax.planner.comms import communication_section, ledger
     from mjax.planner.comms_figure import draw_communication
-    from mjax.planner.comms_table import communication_section
 
     found, file = ledger(arguments.settings), arguments.communication_figure
     if file is not None:

@@ -18,22 +18,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from mjax.config import Config
 from mjax.parallel import scopes
 from mjax.parallel.mesh import AXES, abstract_mesh
 from mjax.parallel.schedules import Schedule, schedule_of
+from mjax.planner.section import Section, table
 from mjax.training.step import build_program
 from mjax.training.trace import axes_of, inner_jaxprs
 
-KINDS = {
+OPERATIONS = {
     "psum": "all-reduce",
     "psum_invariant": "all-reduce",
     "pmax": "all-reduce",
@@ -53,7 +55,7 @@ class Collective:
     """One kind of collective of a step, from one place of the model.
 
     Attributes:
-      kind: all-reduce, all-gather, reduce-scatter, all-to-all or permute.
+      operation: all-reduce, all-gather, reduce-scatter, all-to-all or permute.
       axes: the mesh axes of more than one rank that it runs over, in the order of the mesh.
       ranks: devices that take part in one.
       shape: of what a device puts in.
@@ -65,7 +67,7 @@ class Collective:
       calls: how often a step would run it if no conditional ever left it out: what the text of a program says.
     """
 
-    kind: str
+    operation: str
     axes: tuple[str, ...]
     ranks: int
     shape: tuple[int, ...]
@@ -94,13 +96,13 @@ class Collective:
     @property
     def payload(self) -> int:
         """Bytes of the whole tensor: what is summed, or what is gathered."""
-        return self.operand_bytes * (self.ranks if self.kind == "all-gather" else 1)
+        return self.operand_bytes * (self.ranks if self.operation == "all-gather" else 1)
 
     @property
     def wire(self) -> float:
         """Bytes that a device sends in one of them, on a ring."""
         shares = {"all-reduce": 2 * (self.ranks - 1), "permute": self.ranks}
-        return self.payload * shares.get(self.kind, self.ranks - 1) / self.ranks
+        return self.payload * shares.get(self.operation, self.ranks - 1) / self.ranks
 
     @property
     def sent(self) -> np.ndarray:
@@ -112,7 +114,7 @@ class Collective:
         return {
             "axes": list(self.axes),
             "source": self.source,
-            "kind": self.kind,
+            "kind": self.operation,
             "ranks": self.ranks,
             "shape": list(self.shape),
             "dtype": self.dtype,
@@ -138,17 +140,20 @@ class Ledger:
         """Those over exactly these axes."""
         return Ledger(tuple(record for record in self.records if set(record.axes) == set(axes)))
 
+    def grouped(self, *names: str) -> dict[Any, Ledger]:
+        """A ledger for each value of these attributes of its records, in the order of the program."""
+        groups: dict[Any, list[Collective]] = {}
+        for record in self.records:
+            groups.setdefault(attrgetter(*names)(record), []).append(record)
+        return {value: Ledger(tuple(records)) for value, records in groups.items()}
+
     def by_axis(self) -> dict[tuple[str, ...], float]:
         """Bytes a device sends in a step over each axis, or axes together, on the stage that sends most."""
-        return {axes: self.over(*axes).sent for axes in dict.fromkeys(record.axes for record in self.records)}
+        return {axes: part.sent for axes, part in self.grouped("axes").items()}
 
     def by_source(self) -> dict[str, float]:
         """Bytes a device sends in a step from each source; each on the stage that sends most of it."""
-        sources = dict.fromkeys(record.source for record in self.records)
-        return {
-            source: Ledger(tuple(record for record in self.records if record.source == source)).sent
-            for source in sources
-        }
+        return {source: part.sent for source, part in self.grouped("source").items()}
 
     @property
     def count(self) -> int:
@@ -158,7 +163,7 @@ class Ledger:
     @property
     def sent(self) -> float:
         """Bytes a device sends in a step, on the stage that sends most."""
-        return float(max(sum(record.sent for record in self.records), default=0.0)) if self.records else 0.0
+        return float(np.max(sum(record.sent for record in self.records), initial=0.0))
 
 
 def ledger(config: Config) -> Ledger:
@@ -186,10 +191,11 @@ def read_collectives(jaxpr, schedule: Schedule | None = None) -> tuple[Collectiv
       ValueError: a collective is in a loop of unknown length, or in a conditional that is not the pipeline's, or is of
         a kind that is not known here.
     """
-    reader = _Reader({} if schedule is None else schedule.runs(), 1 if schedule is None else schedule.stages)
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    runs, stages = ({}, 1) if schedule is None else (schedule.runs(), schedule.stages)
     found: dict[Collective, list[Collective]] = {}
-    for record in reader.read(jaxpr, (True,) * len(jaxpr.outvars), reader.start):
+    for record in _read(used, runs, _Place("", {}, np.ones(stages, np.int64), 1)):
         if record.ranks > 1:
             found.setdefault(replace(record, counts=(), calls=0), []).append(record)
     return tuple(
@@ -221,6 +227,54 @@ def source_of(name_stack: str) -> tuple[str, str]:
     return part, "backward" if "transpose" in names else "forward"
 
 
+# --- In words ---------------------------------------------------------------------------------------------------------
+
+
+def communication_section(ledger: Ledger, figure: str | None = None) -> Section:
+    """What a device sends in a step, by axis and source; `figure` is the file of the picture, if there is one."""
+    values = {
+        "bytes_by_axis": {axes_name(axes): sent for axes, sent in ledger.by_axis().items()},
+        "bytes_by_source": ledger.by_source(),
+        "collectives": ledger.count,
+        "bytes": ledger.sent,
+        "records": [record.values() for record in ledger.records],
+        "figure": figure,
+    }
+    if not ledger.records:
+        return Section("Communication", values, ["none: one device has nobody to talk to"])
+    rows = []
+    for axes in sorted(ledger.by_axis(), key=ledger.by_axis().get, reverse=True):
+        over = ledger.over(*axes)
+        for (source, operation), part in over.grouped("source", "operation").items():
+            rows.append((axes_name(axes), source, operation, f"{part.count:,}", human_bytes(part.sent)))
+        rows.append((axes_name(axes), "all", "", f"{over.count:,}", human_bytes(over.sent)))
+    lines = table(("over", "from", "collective", "times", "sends"), rows, left=3)
+    lines.append("Times and bytes (on a ring) are those of one device in one step" + _where(ledger) + ".")
+    if figure is not None:
+        lines.append(f"picture: {figure}")
+    return Section("Communication", values, lines)
+
+
+def axes_name(axes: Sequence[str]) -> str:
+    """'data', or 'pipe × data' of a collective over both."""
+    return " × ".join(axes)
+
+
+def human_bytes(count: float) -> str:
+    """'23.79 GiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def _where(ledger: Ledger) -> str:
+    """Which device, where they differ."""
+    differ = any(len(set(record.counts)) > 1 for record in ledger.records)
+    return ", in each row on the pipeline stage that sends most" if differ else ""
+
+
 # --- The reader -------------------------------------------------------------------------------------------------------
 
 
@@ -236,110 +290,44 @@ class _Place:
     outside: np.ndarray = field(default_factory=lambda: np.ones(1, np.int64))  # counts before the innermost loop
 
 
-class _Reader:
-    """Walks a jaxpr from its end: only equations whose results are used count."""
-
-    def __init__(self, runs: dict[str, np.ndarray], stages: int):
-        self.runs = runs
-        self.start = _Place("", {}, np.ones(stages, np.int64), 1)
-        self.used: dict = {}
-
-    def read(self, jaxpr, outputs: tuple[bool, ...], place: _Place) -> Iterator[Collective]:
-        """The collectives behind those outputs of `jaxpr` that are used."""
-        for equation, used in self.equations(jaxpr, outputs)[0]:
-            name, inner = equation.primitive.name, list(inner_jaxprs(equation))
-            here = replace(place, stack=f"{place.stack}/{equation.source_info.name_stack}")
-            if name in KINDS:
-                yield from _records(equation, here)
-            elif not inner:
-                if name not in SILENT and axes_of(equation):
-                    raise ValueError(f"the ledger does not know what {name} sends over {axes_of(equation)}")
-            elif name == "while":
-                if any(self._any(body, here) for body in inner):
-                    raise ValueError(f"a collective is in a loop of unknown length, at {here.stack}")
-            elif name == "cond":
-                yield from self._conditional(equation, inner, used, here)
-            elif name == "scan":
-                length = equation.params["length"]
-                inside = replace(
-                    here,
-                    counts=here.counts * length,
-                    calls=here.calls * length,
-                    loops=(*here.loops, length),
-                    outside=here.counts,
-                )
-                yield from self.read(inner[0], self._scan(equation, inner[0], used)[1], inside)
-            else:
-                if name == "shard_map":
-                    here = replace(here, sizes=dict(equation.params["mesh"].shape))
-                for body in inner:
-                    yield from self.read(body, _matching(body, used), here)
-
-    def _conditional(self, equation, branches: list, used: tuple[bool, ...], place: _Place) -> Iterator[Collective]:
-        """What the pipeline's conditionals run is counted by the table; of another one it must not matter."""
-        name = str(equation.source_info.name_stack).rsplit("/", 1)[-1]
-        if name in self.runs:
-            place = replace(place, counts=place.outside * self.runs[name])
-        found = [list(self.read(branch, used, place)) for branch in branches]
-        if name in self.runs:
-            yield from (record for branch in found for record in branch)
-        elif all(branch == found[0] for branch in found):
-            yield from found[0]
-        else:
-            raise ValueError(f"a collective is in a conditional of which nobody knows how often it runs: {place.stack}")
-
-    def _any(self, jaxpr, place: _Place) -> bool:
-        return any(True for _ in self.read(jaxpr, (True,) * len(jaxpr.outvars), place))
-
-    # --- What is used -------------------------------------------------------------------------------------------------
-
-    def equations(
-        self, jaxpr, outputs: tuple[bool, ...]
-    ) -> tuple[list[tuple[Any, tuple[bool, ...]]], tuple[bool, ...]]:
-        """The equations that the used outputs need, each with which of its own outputs are used; and the inputs that
-        they need."""
-        key = id(jaxpr), outputs
-        if key not in self.used:
-            used = {v for v, needed in zip(jaxpr.outvars, outputs, strict=True) if needed and not _is_literal(v)}
-            found = []
-            for equation in reversed(jaxpr.eqns):
-                mask = tuple(v in used for v in equation.outvars)
-                if not any(mask):
-                    continue
-                found.append((equation, mask))
-                inputs = zip(equation.invars, self._inputs(equation, mask), strict=True)
-                used.update(v for v, needed in inputs if needed and not _is_literal(v))
-            self.used[key] = (
-                found[::-1],
-                tuple(v in used for v in jaxpr.invars),
-                jaxpr,
-            )  # kept, so that ids stay its own
-        return self.used[key][:2]
-
-    def _inputs(self, equation, used: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Which inputs the used outputs of an equation need."""
+def _read(jaxpr, runs: dict[str, np.ndarray], place: _Place) -> Iterator[Collective]:
+    """The collectives of a program at `place`; `runs` says how often the schedule takes each of its conditionals."""
+    for equation in jaxpr.eqns:
         name, inner = equation.primitive.name, list(inner_jaxprs(equation))
-        if name == "scan":
-            return self._scan(equation, inner[0], used)[0]
-        if name == "cond":
-            needed = zip(*(self.equations(branch, used)[1] for branch in inner), strict=True)
-            return (True, *map(any, needed))
-        if name != "while" and len(inner) == 1 and len(inner[0].invars) == len(equation.invars):
-            return self.equations(inner[0], _matching(inner[0], used))[1]
-        return (True,) * len(equation.invars)
+        here = replace(place, stack=f"{place.stack}/{equation.source_info.name_stack}")
+        if name in OPERATIONS:
+            yield from _records(equation, here)
+        elif not inner:
+            if name not in SILENT and axes_of(equation):
+                raise ValueError(f"the ledger does not know what {name} sends over {axes_of(equation)}")
+        elif name == "while":
+            if any(True for body in inner for _ in _read(body, runs, here)):
+                raise ValueError(f"a collective is in a loop of unknown length, at {here.stack}")
+        elif name == "cond":
+            yield from _conditional(equation, inner, runs, here)
+        else:
+            if name == "scan":
+                times = equation.params["length"]
+                repeated = {"counts": here.counts * times, "calls": here.calls * times}
+                here = replace(here, **repeated, loops=(*here.loops, times), outside=here.counts)
+            if name == "shard_map":
+                here = replace(here, sizes=dict(equation.params["mesh"].shape))
+            for body in inner:
+                yield from _read(body, runs, here)
 
-    def _scan(self, equation, body, used: tuple[bool, ...]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Which inputs a scan needs, and which outputs of its body are used, by the next iteration too."""
-        # Beside constants and what is carried, a scan reads and writes stacks: a dim more outside than in its body.
-        carried = _same_rank(equation.outvars, body.outvars)
-        first = _same_rank(equation.invars, body.invars) - carried
-        carry, rest = used[:carried], used[carried:]
-        while True:
-            inputs = self.equations(body, carry + rest)[1]
-            more = tuple(a or b for a, b in zip(carry, inputs[first : first + carried], strict=True))
-            if more == carry:
-                return inputs[:first] + carry + inputs[first + carried :], carry + rest
-            carry = more
+
+def _conditional(equation, branches: list, runs: dict[str, np.ndarray], place: _Place) -> Iterator[Collective]:
+    """What the pipeline's conditionals run is counted by the table; of another one it must not matter."""
+    name = str(equation.source_info.name_stack).rsplit("/", 1)[-1]
+    if name in runs:
+        place = replace(place, counts=place.outside * runs[name])
+    found = [list(_read(branch, runs, place)) for branch in branches]
+    if name in runs:
+        yield from (record for branch in found for record in branch)
+    elif all(branch == found[0] for branch in found):
+        yield from found[0]
+    else:
+        raise ValueError(f"a collective is in a conditional of which nobody knows how often it runs: {place.stack}")
 
 
 def _records(equation, place: _Place) -> Iterator[Collective]:
@@ -352,7 +340,7 @@ def _records(equation, place: _Place) -> Iterator[Collective]:
     part, phase = source_of(place.stack)
     for operand in equation.invars:
         yield Collective(
-            KINDS[equation.primitive.name],
+            OPERATIONS[equation.primitive.name],
             axes,
             ranks,
             tuple(operand.aval.shape),
@@ -363,17 +351,3 @@ def _records(equation, place: _Place) -> Iterator[Collective]:
             tuple(place.counts.tolist()),
             place.calls,
         )
-
-
-def _matching(jaxpr, used: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Which outputs of an inner program are used: those of its equation, where they are the same ones."""
-    return used if len(jaxpr.outvars) == len(used) else (True,) * len(jaxpr.outvars)
-
-
-def _same_rank(outside, inside) -> int:
-    """How many values have as many dims outside a program as inside."""
-    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
-
-
-def _is_literal(variable) -> bool:
-    return isinstance(variable, Literal)

@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from mjax.parallel import scopes
-from mjax.planner.comms import Ledger
-from mjax.planner.comms_table import axes_name, human_bytes
+from mjax.planner.comms import Ledger, axes_name, human_bytes
 
 # Okabe and Ito's palette, apart for every kind of colour vision: a colour for each part of the model. Phases of a part
 # differ in lightness and in hatching.

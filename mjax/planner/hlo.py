@@ -24,29 +24,20 @@ from functools import cached_property
 
 import numpy as np
 
-# What a collective is called in HLO, and in the ledger.
-KINDS = {
-    "all-reduce": "all-reduce",
-    "all-gather": "all-gather",
-    "reduce-scatter": "reduce-scatter",
-    "collective-permute": "permute",
-    "all-to-all": "all-to-all",
-}
-BITS = {
-    "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
-    "f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64,
-}  # fmt: skip
-# What NumPy, and so the ledger, calls them.
+OPERATIONS = {"all-reduce", "all-gather", "reduce-scatter", "permute", "all-to-all"}
+# What NumPy, and so the ledger, calls the dtypes of HLO.
 NAMES = {
     "pred": "bool", "s4": "int4", "u4": "uint4", "s8": "int8", "u8": "uint8", "s16": "int16", "u16": "uint16",
     "s32": "int32", "u32": "uint32", "s64": "int64", "u64": "uint64", "f8e4m3fn": "float8_e4m3fn",
     "f8e5m2": "float8_e5m2", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64",
 }  # fmt: skip
+BITS = {dtype: 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0]) for dtype in NAMES}
 # Lines that cost nothing: they name values, or move what is smaller than a kernel's start.
 FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all",
     "opt-barrier", "domain",
 }  # fmt: skip
+CONTROL = ("while", "conditional", "call")  # what runs other computations
 
 
 class HloError(ValueError):
@@ -74,7 +65,7 @@ class ScheduledCollective:
     """One operand of one collective of a compiled program.
 
     Attributes:
-      kind: all-reduce, all-gather, reduce-scatter, permute or all-to-all.
+      operation: all-reduce, all-gather, reduce-scatter, permute or all-to-all.
       axes: the mesh axes along which its groups lie, in the order of the mesh.
       dtype: as NumPy names it.
       bytes: of the operand, on one device: what it puts in.
@@ -85,7 +76,7 @@ class ScheduledCollective:
       source: the operation of the traced program that it comes from, as XLA names it; empty where XLA does not say.
     """
 
-    kind: str
+    operation: str
     axes: tuple[str, ...]
     dtype: str
     bytes: int
@@ -94,6 +85,11 @@ class ScheduledCollective:
     conditional: bool
     beside: Beside
     source: str
+
+    @property
+    def key(self) -> tuple[tuple[str, ...], str, str]:
+        """What collectives are counted by: axes, operation and dtype."""
+        return self.axes, self.operation, self.dtype
 
     @property
     def overlap(self) -> str:
@@ -107,7 +103,7 @@ class ScheduledProgram:
 
     Attributes:
       collectives: an entry for each operand of each, in no particular order; those of groups of one are left out.
-      kernels: for each kind of kernel, how many different ones there are.
+      kernels: for each type of kernel, how many different ones there are.
       launches: how many of each are started in a step, every branch taken.
     """
 
@@ -116,10 +112,10 @@ class ScheduledProgram:
     launches: dict[str, int]
 
     def bytes_by(self) -> dict[tuple[tuple[str, ...], str, str], int]:
-        """Bytes that a device puts into collectives in a step, by (axes, kind, dtype)."""
-        total: dict = defaultdict(int)
+        """Bytes that a device puts into collectives in a step, by (axes, operation, dtype)."""
+        total: Counter = Counter()
         for c in self.collectives:
-            total[c.axes, c.kind, c.dtype] += c.count * c.bytes
+            total[c.key] += c.count * c.bytes
         return dict(total)
 
 
@@ -139,18 +135,23 @@ def read_program(text: str, mesh: Mapping[str, int]) -> ScheduledProgram:
     module = _Module(text)
     collectives, launches, different = [], Counter(), defaultdict(set)
     for computation, times, conditional in module.executed():
+        shapes = {line.name: line.shape for line in computation}
         for place, line in enumerate(computation):
-            if (kind := module.collective_of(line)) is not None:
-                found = module.operands_of(line, kind, mesh, times, conditional)
-                if found:
-                    beside = module.beside(computation, place)
-                    collectives += [ScheduledCollective(**each, beside=beside) for each in found]
-            if (kind := module.kernel_of(line)) is not None:
-                launches[kind] += times
-                different[kind].add(line.attribute("calls") or line.name)
-    return ScheduledProgram(
-        collectives, {kind: len(names) for kind, names in sorted(different.items())}, dict(sorted(launches.items()))
-    )
+            operation, kernel = module.operation_of(line), module.kernel_of(line)
+            if operation is not None:
+                described = module.described(line)
+                if axes := _axes_of(described, operation, mesh):
+                    beside, source = module.beside(computation, place), line.source or described.source
+                    arrays = [array for operand in line.operands for array in _arrays(shapes[operand])]
+                    for index, (dtype, size) in enumerate(arrays):
+                        calls = times if index == 0 else 0
+                        counts = size, times, calls, conditional, beside, source
+                        collectives.append(ScheduledCollective(operation, axes, NAMES[dtype], *counts))
+            if kernel is not None:
+                launches[kernel] += times
+                different[kernel].add(line.attribute("calls") or line.name)
+    kernels = {kernel: len(names) for kernel, names in sorted(different.items())}
+    return ScheduledProgram(collectives, kernels, dict(sorted(launches.items())))
 
 
 # --- The text ---------------------------------------------------------------------------------------------------------
@@ -205,10 +206,10 @@ def _closing(text: str, opening: int) -> int:
 def _arrays(shape: str) -> list[tuple[str, int]]:
     """(type, bytes) of every array of a shape."""
     found = []
-    for kind, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape):
-        if kind not in BITS:
-            raise HloError(f"the type {kind} is not known: {shape[:100]}")
-        found.append((kind, BITS[kind] * math.prod(int(dim) for dim in dims.split(",") if dim) // 8))
+    for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape):
+        if dtype not in BITS:
+            raise HloError(f"the type {dtype} is not known: {shape[:100]}")
+        found.append((dtype, BITS[dtype] * math.prod(int(dim) for dim in dims.split(",") if dim) // 8))
     return found
 
 
@@ -217,7 +218,6 @@ class _Module:
 
     def __init__(self, text: str):
         self.computations: dict[str, list[_Line]] = {}
-        self.shapes: dict[tuple[str, str], str] = {}
         current: list[_Line] | None = None
         for row in text.splitlines():
             if row.startswith(("%", "ENTRY")) and row.endswith("{"):
@@ -230,8 +230,6 @@ class _Module:
             elif current is not None and (line := _read_line(row)) is not None:
                 current.append(line)
         self._products: dict[str, bool] = {}
-        self._shape_of = {id(lines): {line.name: line.shape for line in lines} for lines in self.computations.values()}
-        self._home = {id(line): lines for lines in self.computations.values() for line in lines}
 
     # --- Which lines run, and how often -------------------------------------------------------------------------------
 
@@ -250,7 +248,7 @@ class _Module:
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line.attributes)
             body = line.attribute("body")
             if trips is None:
-                if any(self.collective_of(inner) for inner in self._all_lines(body)):
+                if any(self.operation_of(inner) for inner in self._all_lines(body)):
                     raise HloError(f"the loop {line.name} does not say how often it runs, and communicates")
                 return [(body, 1, True)]
             return [(body, int(trips[1]), False)]
@@ -269,65 +267,39 @@ class _Module:
     def _all_lines(self, name: str) -> Iterator[_Line]:
         for line in self.computations[name]:
             yield line
-            if line.opcode in ("while", "conditional", "call"):
-                for inner, _, _ in self._inner(line):
-                    yield from self._all_lines(inner)
+            if line.opcode in CONTROL:
+                yield from self._all_lines_of(line)
 
     # --- Collectives --------------------------------------------------------------------------------------------------
 
-    def collective_of(self, line: _Line) -> str | None:
-        """The kind of the collective that `line` starts, or is; None for all other lines."""
-        opcode = line.opcode.removesuffix("-start")
-        if opcode in KINDS:
-            return KINDS[opcode]
-        if line.opcode == "async-start":
-            return next((kind for inner in self._wrapped(line) if (kind := self.collective_of(inner))), None)
-        return None
+    def operation_of(self, line: _Line) -> str | None:
+        """The operation of the collective that `line` starts, or is; None for all other lines."""
+        operation = line.opcode.removesuffix("-start").removeprefix("collective-")
+        if operation in OPERATIONS:
+            return operation
+        described = self.described(line)
+        return None if described is line else self.operation_of(described)
 
-    def _wrapped(self, line: _Line) -> list[_Line]:
-        return self.computations.get(line.attribute("calls") or "", [])
-
-    def operands_of(self, line: _Line, kind: str, mesh: Mapping[str, int], times: int, conditional: bool) -> list[dict]:
-        """The fields of `ScheduledCollective` but `beside`, for each operand of a collective."""
-        described = line
-        if line.opcode == "async-start":
-            described = next(inner for inner in self._wrapped(line) if self.collective_of(inner))
-        axes = _axes_of(described, kind, mesh)
-        if not axes:
-            return []
-        shapes = self._shape_of[id(self._home[id(line)])]
-        arrays = [array for operand in line.operands for array in _arrays(shapes[operand])]
-        return [
-            {
-                "kind": kind,
-                "axes": axes,
-                "dtype": NAMES[dtype],
-                "bytes": size,
-                "count": times,
-                "calls": times if index == 0 else 0,
-                "conditional": conditional,
-                "source": line.source or described.source,
-            }
-            for index, (dtype, size) in enumerate(arrays)
-        ]
+    def described(self, line: _Line) -> _Line:
+        """The line that says over which groups: an `async-start` has its collective in a computation of its own."""
+        wrapped = self.computations.get(line.attribute("calls") or "", []) if line.opcode == "async-start" else []
+        return next((inner for inner in wrapped if self.operation_of(inner)), line)
 
     def beside(self, computation: list[_Line], place: int) -> Beside:
         """What stands between the collective at `place` and the wait for it."""
-        start, products, kernels = computation[place], 0, 0
+        start, found = computation[place], []
         if not start.opcode.endswith("-start"):
             return Beside()
         for line in computation[place + 1 :]:
             if line.opcode.endswith("-done") and start.name in line.operands:
-                return Beside(products, kernels)
+                products = sum(kernel.startswith(("matrix product", "attention")) for kernel in found)
+                return Beside(products, len(found) - products)
             inside = self._all_lines_of(line)
-            for each in inside:
-                kind = self.kernel_of(each)
-                products += kind is not None and kind.startswith(("matrix product", "attention"))
-                kernels += kind is not None and not kind.startswith(("matrix product", "attention"))
+            found += [kernel for each in inside if (kernel := self.kernel_of(each)) is not None]
         raise HloError(f"nothing waits for {start.name}")
 
     def _all_lines_of(self, line: _Line) -> Iterator[_Line]:
-        if line.opcode not in ("while", "conditional", "call"):
+        if line.opcode not in CONTROL:
             return iter((line,))
         return itertools.chain.from_iterable(self._all_lines(inner) for inner, _, _ in self._inner(line))
 
@@ -336,7 +308,7 @@ class _Module:
     def kernel_of(self, line: _Line) -> str | None:
         """What kind of kernel a line starts; None where it starts none, or a collective."""
         opcode = line.opcode
-        if opcode in FREE or opcode in ("while", "conditional", "call") or self.collective_of(line):
+        if opcode in FREE or opcode in CONTROL or self.operation_of(line):
             return None
         if opcode.endswith("-done") or opcode == "async-update":
             return None
@@ -355,13 +327,13 @@ class _Module:
 
     def _fusion(self, line: _Line) -> str:
         config = re.search(r'"fusion_backend_config":\{"kind":"([^"]*)"', line.attributes)
-        kind = config[1] if config else ""
+        emitter = config[1] if config else ""
         if self._has_product(line.attribute("calls")):
-            maker = "Triton" if kind.startswith("__triton") else "cuDNN" if "cudnn" in kind else "XLA"
+            maker = "Triton" if emitter.startswith("__triton") else "cuDNN" if "cudnn" in emitter else "XLA"
             return f"matrix product, {maker}"
-        if kind.startswith("__triton"):
+        if emitter.startswith("__triton"):
             return "fusion, Triton"
-        if kind == "__custom_fusion":
+        if emitter == "__custom_fusion":
             return "copy"  # a slice of a buffer, handed on or written in place
         return "fusion, reduction" if "kind=kInput" in line.attributes else "fusion, element-wise"
 
@@ -379,23 +351,22 @@ class _Module:
 # --- Groups and axes --------------------------------------------------------------------------------------------------
 
 
-def _axes_of(line: _Line, kind: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
+def _axes_of(line: _Line, operation: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """The axes along which a collective communicates; none where its groups hold one device each.
 
     Raises:
       HloError: its groups are not those of any axes of `mesh`.
     """
-    if kind == "permute":
+    if operation == "permute":
         pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line.attributes)
-        between = np.array(re.findall(r"\{(\d+),(\d+)\}", pairs[1]), dtype=np.int64)
-        places = np.stack(np.unravel_index(between, tuple(mesh.values())), axis=-1)  # [pairs, 2, axes]
-        moved = (places[:, 0] != places[:, 1]).any(axis=0)
-        return tuple(axis for axis, changes in zip(mesh, moved, strict=True) if changes)
-    groups = _groups(line.attributes, math.prod(mesh.values()))
+        groups = np.array(re.findall(r"\{(\d+),(\d+)\}", pairs[1]), dtype=np.int64)
+    else:
+        groups = _groups(line.attributes, math.prod(mesh.values()))
     places = np.stack(np.unravel_index(groups, tuple(mesh.values())), axis=-1)  # [groups, members, axes]
     varies = (places != places[:, :1]).any(axis=(0, 1))
     axes = tuple(axis for axis, differs in zip(mesh, varies, strict=True) if differs)
-    if groups.size != math.prod(mesh.values()) or groups.shape[1] != math.prod(mesh[axis] for axis in axes):
+    whole = groups.size == math.prod(mesh.values()) and groups.shape[1] == math.prod(mesh[axis] for axis in axes)
+    if operation != "permute" and not whole:
         raise HloError(f"the groups of {line.name} lie along no axes of the mesh {dict(mesh)}")
     return axes
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from mjax.training.trace import REDUCTIONS, Backward, Operation, Program
 
 STAND_IN = "pure_callback"  # of a kernel that is only there on a GPU (`models/attention.py`)
@@ -103,7 +105,7 @@ class Regions:
     def is_wide(self, value: int) -> bool:
         """Whether a value is floating and of 32 bits or more."""
         dtype = self.program.values[value].dtype
-        return dtype.kind == "f" and dtype.itemsize >= 4
+        return np.issubdtype(dtype, np.floating) and dtype.itemsize >= 4
 
 
 def activation_elements(program: Program) -> float:

@@ -164,7 +164,7 @@ def test_the_weights_are_a_gpts_but_for_the_positions_and_the_layer_norm():
 def test_nothing_more_crosses_between_the_ranks_of_a_layer(mesh):
     # Learned positions against ALiBi; the LayerNorm has weights, whose gradients are summed as others are.
     found = [
-        sorted((c.kind, c.axes, c.shape, c.count) for c in ledger(config).records if "model" in c.axes and c.loops)
+        sorted((c.operation, c.axes, c.shape, c.count) for c in ledger(config).records if "model" in c.axes and c.loops)
         for config in (small_config(2, 2, mesh=mesh), small_config(2, 2, mesh=mesh, positions="alibi"))
     ]
     assert found[0] == found[1]

@@ -124,7 +124,7 @@ def test_sharded_weights_leave_what_a_stage_keeps_as_it_is_and_no_weight_is_kept
 def test_in_bf16_messages_and_weights_cross_in_bf16_and_gradients_in_float32(schedule, chunks, zero):
     found = ledger(_config(schedule, chunks, 4, 8, compute="bf16", zero=zero)).records
     beyond = [c for c in found if {"pipe", "data"} & set(c.axes)]
-    types = {kind: {c.dtype for c in beyond if c.kind == kind} for kind in {c.kind for c in beyond}}
+    types = {kind: {c.dtype for c in beyond if c.operation == kind} for kind in {c.operation for c in beyond}}
     assert types == {
         "permute": {"bfloat16"}, "all-gather": {"bfloat16"}, "reduce-scatter": {"float32"}, "all-reduce": {"float32"},
     }  # fmt: skip
@@ -135,11 +135,11 @@ def test_inside_the_tick_loop_only_messages_cross_pipe_and_nothing_crosses_data(
     config = _config(schedule, chunks, 4, 8, compute="fp32")
     inside = [c for c in ledger(config).records if c.loops]
     over_pipe = [c for c in inside if "pipe" in c.axes]
-    assert {(c.kind, c.shape) for c in over_pipe} == {("permute", (16, 32))}
+    assert {(c.operation, c.shape) for c in over_pipe} == {("permute", (16, 32))}
     ticks = build_schedule(schedule, 4, 8, chunks).ticks
     assert sum(c.count for c in over_pipe) == 2 * ticks  # an activation forward and a gradient back, in every tick
     assert not [c for c in inside if "data" in c.axes]
-    assert {c.kind for c in inside if "model" in c.axes} == {"all-reduce"}
+    assert {c.operation for c in inside if "model" in c.axes} == {"all-reduce"}
 
 
 def test_with_one_operation_a_tick_no_message_leaves_before_all_three_have_run():

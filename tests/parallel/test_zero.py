@@ -68,15 +68,15 @@ def test_gradients_are_scattered_over_data_in_float32_once_a_step_or_once_a_laye
     for zero in (1, 3):
         config = small_config(4, 2, compute="bf16", mesh={"zero": zero}, global_batch=16, layers=3)
         found = [c for c in ledger(config).records if "data" in c.axes]
-        scatters = [c for c in found if c.kind == "reduce-scatter"]
-        gathers = [c for c in found if c.kind == "all-gather"]
+        scatters = [c for c in found if c.operation == "reduce-scatter"]
+        gathers = [c for c in found if c.operation == "all-gather"]
         assert {c.dtype for c in scatters} == {"float32"}
         assert {c.dtype for c in gathers} == {"bfloat16"}
         layers = [c for c in found if 3 in c.loops]
         assert bool(layers) == (zero == 3)
         if zero == 3:  # for each of 3 layers and 4 micro-batches
             gathered, scattered = (
-                Counter(c.shape for c in layers if c.kind == kind for _ in range(c.count // 12))
+                Counter(c.shape for c in layers if c.operation == kind for _ in range(c.count // 12))
                 for kind in ("all-gather", "reduce-scatter")
             )
             assert scattered.total() == 12  # weights of a layer

@@ -15,7 +15,7 @@ from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.schedules import build_schedule, schedule_of
 from mjax.planner import comms
-from mjax.planner.comms import KINDS, Collective, Ledger, read_collectives, source_of
+from mjax.planner.comms import OPERATIONS, Collective, Ledger, read_collectives, source_of
 from tests.small import small_config
 from tests.traced import traced_step
 
@@ -35,8 +35,8 @@ def summed(found):
     """{(source, kind): (times, bytes that a device sends)} of a ledger, on the stage where they are most."""
     rows = {}
     for record in found.records:
-        times, sent = rows.get((record.source, record.kind), (0, 0))
-        rows[record.source, record.kind] = times + record.counts[0], sent + record.sent[0]
+        times, sent = rows.get((record.source, record.operation), (0, 0))
+        rows[record.source, record.operation] = times + record.counts[0], sent + record.sent[0]
     return rows
 
 
@@ -54,7 +54,7 @@ def expected(rows, ranks):
 
 def test_8b_on_64_by_8_runs_293_all_reduces_of_23_79_gib_over_model():
     found = ledger(gpt_8b(recompute="none")).over("model")
-    assert {record.kind for record in found.records} == {"all-reduce"}
+    assert {record.operation for record in found.records} == {"all-reduce"}
     assert found.count == 4 * L + 5
     assert round(found.sent / GIB, 2) == 23.79
     assert found.by_axis() == {("model",): found.sent}
@@ -84,7 +84,7 @@ def test_tensor_parallelism_costs_a_layer_two_all_reduces_each_way_and_one_to_co
 @pytest.mark.parametrize("micro_batch", [8, 2])
 def test_gradients_cross_data_once_in_float32_outside_every_loop(micro_batch):
     found = ledger(gpt_8b(micro_batch=micro_batch, recompute="none" if micro_batch == 8 else "full")).over("data")
-    assert {(r.kind, r.dtype, r.loops) for r in found.records} == {("all-reduce", "float32", ())}
+    assert {(r.operation, r.dtype, r.loops) for r in found.records} == {("all-reduce", "float32", ())}
     layer = (12 * H * H + 7 * H) // p + 6 * H  # split kernels and biases; LayerNorms and two biases are whole
     parameters = L * layer + V * H // p + S * H + 2 * H
     assert summed(found) == {
@@ -177,7 +177,7 @@ def test_a_pipeline_runs_what_its_table_says_and_sends_two_messages_a_tick(sched
     reduced = on_a_ring("all-reduce", p, whole)
 
     def stages(source, over, kind="all-reduce"):
-        records = [r for r in found.over(*over).records if (r.source, r.kind) == (source, kind)]
+        records = [r for r in found.over(*over).records if (r.source, r.operation) == (source, kind)]
         return [sum(times) for times in zip(*(r.counts for r in records), strict=True)], sum(r.sent for r in records)
 
     for source in ("layer forward", "layer backward"):
@@ -317,7 +317,7 @@ def test_what_cannot_be_counted_is_refused(monkeypatch):
         read_collectives(traced(loop))
     with pytest.raises(ValueError, match="in a conditional of which nobody knows how often"):
         read_collectives(traced(conditional))
-    monkeypatch.delitem(KINDS, "psum_invariant")
+    monkeypatch.delitem(OPERATIONS, "psum_invariant")
     with pytest.raises(ValueError, match=r"does not know what psum_invariant sends over \('model',\)"):
         read_collectives(traced(send))
 

@@ -62,7 +62,7 @@ def test_the_ledger_counts_the_bytes_that_the_compiled_step_sends(mode, tmp_path
     assert compiled.program.bytes_by() == {key: size for key, (_, size) in expected.items()}
     # XLA puts several collectives into one, and never cuts one in pieces.
     for key, (calls, _) in expected.items():
-        found = sum(c.calls for c in compiled.program.collectives if (c.axes, c.kind, c.dtype) == key)
+        found = sum(c.calls for c in compiled.program.collectives if (c.axes, c.operation, c.dtype) == key)
         assert 1 <= found <= calls, key
     if mode == "tensor parallel":
         check_report(config, compiled, expected, tmp_path)

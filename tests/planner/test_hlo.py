@@ -70,7 +70,7 @@ def found(text=PROGRAM, mesh=MESH):
 
 
 def test_a_loop_multiplies_what_is_in_it_and_groups_say_which_axis():
-    assert [(c.kind, c.axes, c.dtype, c.bytes, c.count) for c in found()] == [
+    assert [(c.operation, c.axes, c.dtype, c.bytes, c.count) for c in found()] == [
         ("all-reduce", ("model",), "bfloat16", ACTIVATION, 5),
         ("all-reduce", ("model",), "bfloat16", ACTIVATION, 5),
         ("all-gather", ("data",), "bfloat16", 32 * 32 * 2, 1),
@@ -80,7 +80,7 @@ def test_a_loop_multiplies_what_is_in_it_and_groups_say_which_axis():
 
 
 def test_two_gathers_in_one_call_are_one_call_and_the_bytes_of_both():
-    gathers = [c for c in found() if c.kind == "all-gather"]
+    gathers = [c for c in found() if c.operation == "all-gather"]
     assert sum(c.calls for c in gathers) == 1
     assert read_program(PROGRAM, MESH).bytes_by() == {
         (("model",), "all-reduce", "bfloat16"): 2 * 5 * ACTIVATION,
@@ -90,7 +90,7 @@ def test_two_gathers_in_one_call_are_one_call_and_the_bytes_of_both():
 
 
 def test_what_runs_beside_a_collective_is_what_stands_between_its_start_and_the_wait():
-    beside = {(c.kind, c.source): c.beside for c in found()}
+    beside = {(c.operation, c.source): c.beside for c in found()}
     assert beside["all-reduce", "jit(step)/while/body/psum"] == Beside(products=1, kernels=1)
     assert beside["all-reduce", ""] == Beside()
     assert beside["all-gather", ""] == Beside(products=1)  # attention
@@ -141,7 +141,7 @@ def test_kernels_are_counted_by_kind_and_loops_multiply_their_launches():
     ],
 )
 def test_groups_in_every_form_lie_along_axes(groups, axes):
-    changed = [c for c in found(PROGRAM.replace("[4,2]<=[8]", groups)) if c.kind == "all-reduce" and not c.source]
+    changed = [c for c in found(PROGRAM.replace("[4,2]<=[8]", groups)) if c.operation == "all-reduce" and not c.source]
     assert [c.axes for c in changed] == [axes]
 
 
@@ -167,9 +167,9 @@ CHOICE = "  %choice = bf16[64,32]{1,0} conditional(%i, %x, %x), branch_computati
 
 def test_a_branch_counts_as_if_it_were_always_taken_and_says_so():
     text = PROGRAM.replace("%body", BRANCH.lstrip() + "\n%body", 1).replace("  ROOT %tuple = ", CHOICE, 1)
-    scatters = [c for c in found(text) if c.kind == "reduce-scatter"]
+    scatters = [c for c in found(text) if c.operation == "reduce-scatter"]
     assert [(c.bytes, c.count, c.conditional, c.beside) for c in scatters] == [(ACTIVATION, 5, True, Beside())]
-    assert not any(c.conditional for c in found(text) if c.kind != "reduce-scatter")
+    assert not any(c.conditional for c in found(text) if c.operation != "reduce-scatter")
 
 
 @pytest.mark.parametrize(

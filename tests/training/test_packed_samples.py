@@ -146,7 +146,8 @@ def test_a_loss_mask_adds_one_number_over_data_outside_every_loop_and_nothing_el
         Counter(ledger(small_config(2, 2, mesh=mesh, samples=samples, **PIPE)).records) for samples in ({}, ALL)
     )
     (added,) = (packed - plain).elements()
-    assert (added.kind, added.axes, added.shape, added.dtype, added.loops) == ("all-reduce", ("data",), (), "int32", ())
+    found = added.operation, added.axes, added.shape, added.dtype, added.loops
+    assert found == ("all-reduce", ("data",), (), "int32", ())
     assert not plain - packed
 
 
