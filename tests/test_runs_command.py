@@ -219,7 +219,7 @@ def test_a_run_in_use_is_not_removed_and_nobody_to_ask_is_an_error(runs, capsys)
         assert cli.main(["runs", "remove", "base", "fast", "--yes"]) == 2
     assert "runs/fast is in use by another process" in capsys.readouterr().err
     assert cli.main(["runs", "remove", "base"]) == 2
-    assert "nobody is there to ask whether runs/base may go; add --yes" in capsys.readouterr().err
+    assert "cannot ask before removing runs/base: stdin is not a terminal; add --yes" in capsys.readouterr().err
     assert (runs / "base").is_dir()
 
 

@@ -10,17 +10,18 @@ A run is given by its folder, or by its name in --runs.
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from rich import filesize
 from rich.console import Console
 from rich.prompt import Confirm
 from rich.table import Table
@@ -45,38 +46,38 @@ LEFT_BY_A_RUN = re.compile(r"\.tmp$|\.damaged(\.\d+)?$|^\.shared-")
 """Temporary files, what was set aside, and what a start that was killed has left."""
 
 
-@dataclass(frozen=True)
-class ListArguments:
-    """Show a line for each run: model, parameters, steps, losses, date and state."""
-
+@dataclass(frozen=True, kw_only=True)
+class _RunsArguments:
     runs: Path = Path("runs")
     """Folder of run folders."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListArguments(_RunsArguments):
+    """Show a line for each run: model, parameters, steps, losses, date and state."""
+
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object a run, on a line of its own."""
 
 
-@dataclass(frozen=True)
-class CompareArguments:
-    """Compare runs: their results, what differs in their settings, and their curves in one picture."""
+@dataclass(frozen=True, kw_only=True)
+class CompareArguments(_RunsArguments):
+    """Compare runs: results, the settings that differ, and one picture of their curves."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN RUN …")]
     """Names or folders of two runs or more."""
-    runs: Path = Path("runs")
-    """Folder of run folders."""
     figure: Path | None = None
-    """The picture, .png, .pdf or .svg; compare.png in the folder of runs when not given."""
+    """File of the picture, .png, .pdf or .svg; by default compare.png in the folder of runs."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object instead of tables."""
 
 
-@dataclass(frozen=True)
-class RemoveArguments:
-    """Remove runs with their checkpoints, after a question. A run in use, a link and any other folder are refused."""
+@dataclass(frozen=True, kw_only=True)
+class RemoveArguments(_RunsArguments):
+    """Remove runs with their checkpoints, after a question. Refuses runs in use, links and other folders."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN …")]
     """Names or folders of runs."""
-    runs: Path = Path("runs")
-    """Folder of run folders."""
     yes: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Do not ask."""
 
@@ -111,7 +112,9 @@ def list_runs(arguments: ListArguments) -> int:
       UsageError: there is no such folder.
     """
     if not arguments.runs.is_dir():
-        raise UsageError(f"there is no folder {arguments.runs}; train something, or name another with --runs")
+        raise UsageError(
+            f"there is no folder {arguments.runs}; train a model first, or name another folder with --runs"
+        )
     rows = [row_of(folder) for folder in _run_folders(arguments.runs)]
     if arguments.json:
         for row in rows:
@@ -121,35 +124,36 @@ def list_runs(arguments: ListArguments) -> int:
         print(f"no runs in {arguments.runs}")
         return 0
     console = Console(highlight=False, markup=False)
-    columns = [(title, cells) for title, cells, width in _columns(rows) if console.width >= width]
+    columns = [column for column in COLUMNS if console.width >= column[1]]
     table = Table(box=None, pad_edge=False)
-    for title, _ in columns:
+    for title, _, _ in columns:
         right = title in ("parameters", "step", "loss", "val loss")
         table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=title != "state")
-    for cells in zip(*(cells for _, cells in columns), strict=True):
-        table.add_row(*cells)
+    for row in rows:
+        table.add_row(*(cell(row) for _, _, cell in columns))
     console.print(table)
     return 0
 
 
-def _columns(rows: Sequence[Row]) -> list[tuple[str, list[str], int]]:
-    """Title and cells of each column of the list, and the width of a terminal that has room for it."""
-    return [
-        ("run", [row.name for row in rows], 0),
-        ("model", [row.model or "" for row in rows], 110),
-        ("parameters", ["" if row.parameters is None else f"{row.parameters:,}" for row in rows], 100),
-        ("step", ["" if row.steps is None else f"{row.step}/{row.steps}" for row in rows], 0),
-        ("loss", [_number(row.loss) for row in rows], 0),
-        ("val loss", [_number(row.val_loss) for row in rows], 60),
-        ("last step", [(row.date or "")[:16].replace("T", " ") for row in rows], 80),
-        ("state", [row.state for row in rows], 0),
-    ]
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+COLUMNS = (
+    ("run", 0, lambda row: row.name),
+    ("model", 110, lambda row: row.model or ""),
+    ("parameters", 100, lambda row: "" if row.parameters is None else f"{row.parameters:,}"),
+    ("step", 0, lambda row: "" if row.steps is None else f"{row.step}/{row.steps}"),
+    ("loss", 0, lambda row: _number(row.loss)),
+    ("val loss", 60, lambda row: _number(row.val_loss)),
+    ("last step", 80, lambda row: (row.date or "")[:16].replace("T", " ")),
+    ("state", 0, lambda row: row.state),
+)
+"""Columns of the list: title, the least width of a terminal that has room for it, and the cell of a `Row`."""
 
 
 def _run_folders(runs: Path) -> list[Path]:
-    return sorted(
-        entry for entry in runs.iterdir() if not entry.name.startswith(".") and (entry / "config.json").is_file()
-    )
+    return sorted(file.parent for file in runs.glob("*/config.json") if file.is_file() and file.parent.name[0] != ".")
 
 
 def row_of(folder: Path) -> Row:
@@ -190,10 +194,6 @@ def _in_use(folder: Path) -> bool:
             return not take_lock(file, lambda line: None)
     except OSError:
         return False
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
 
 
 # --- Comparing --------------------------------------------------------------------------------------------------------
@@ -273,12 +273,7 @@ def _settings(configs: dict[str, Config]) -> dict[str, dict[str, Any]]:
     """The fields in which the runs are not all alike, with the value of each run."""
     first, *others = configs.values()
     fields = sorted({field for other in others for field in differences(first, other)})
-
-    def value(config: Config, field: str) -> Any:
-        section, knob = field.split(".")
-        return getattr(getattr(config, section), knob)
-
-    return {field: {name: value(config, field) for name, config in configs.items()} for field in fields}
+    return {field: {name: attrgetter(field)(config) for name, config in configs.items()} for field in fields}
 
 
 def _shown(value: Any) -> str:
@@ -313,9 +308,10 @@ def remove_runs(arguments: RemoveArguments) -> int:
     for folder in folders:
         if not arguments.yes:
             if not sys.stdin.isatty():
-                raise UsageError(f"nobody is there to ask whether {folder} may go; add --yes")
+                raise UsageError(f"cannot ask before removing {folder}: stdin is not a terminal; add --yes")
             row = row_of(folder)
-            about = f"step {row.step}/{row.steps}, {len(checkpoint_steps(folder))} checkpoints, {_size(folder)}"
+            size = filesize.decimal(sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir()))
+            about = f"step {row.step}/{row.steps}, {len(checkpoint_steps(folder))} checkpoints, {size}"
             if not Confirm.ask(f"remove {folder} ({about})?", default=False):
                 print(f"kept {folder}")
                 continue
@@ -338,7 +334,7 @@ def _check_removable(folder: Path) -> None:
     if checkpoints.is_dir() and not checkpoints.is_symlink():
         foreign += [f"checkpoints/{entry.name}" for entry in checkpoints.iterdir() if not _is_of_a_save(entry)]
     if foreign:
-        raise UsageError(f"{folder} holds {foreign[0]}, which no run writes; move it away, or remove all with rm")
+        raise UsageError(f"{folder} holds {foreign[0]}, which no run writes; move it away, or use rm")
     if _in_use(folder):
         raise UsageError(f"{folder} is in use by another process; stop it first")
 
@@ -350,30 +346,22 @@ def _is_of_a_save(entry: Path) -> bool:
     return entry.name.startswith(GOOD) or re.fullmatch(r"[0-9]+\.(writing|damaged).*", entry.name) is not None
 
 
-def _size(folder: Path) -> str:
-    size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
-    exponent = min(int(math.log(max(size, 1), 1000)), 4)
-    return f"{size / 1000**exponent:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[exponent]}"
-
-
 # --- Names ------------------------------------------------------------------------------------------------------------
 
 
 def _find(name: str, runs: Path) -> Path:
-    """The folder of the run that is called `name`, or is there."""
+    """The run folder with this name in `runs`, or at this path."""
     for folder in (runs / name, Path(name)):
         if (folder / "config.json").is_file():
             return folder if folder.name not in ("", "..") else folder.resolve()
     known = [folder.name for folder in _run_folders(runs)] if runs.is_dir() else []
-    there = (
-        " and is not a run folder, which holds a config.json" if (runs / name).exists() or Path(name).exists() else ""
-    )
+    there = ", which is not a run folder (no config.json)" if (runs / name).exists() or Path(name).exists() else ""
     raise UsageError(
         f"there is no run {name!r} in {runs}{suggestion(name, known)}{there}; `mjax runs --runs {runs}` lists them"
     )
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The names of runs, as folders where two have the same."""
+    """The names of runs; their folders where two runs have the same name."""
     names = [folder.name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
