@@ -27,10 +27,10 @@ import threading
 
 import numpy as np
 
-from mjax.data.cache import IndexCache
+from mjax.data.cache import NO_CACHE, IndexCache
 from mjax.data.indexed import IndexedDataset
 from mjax.data.masking import WordPieces, create_masked_lm_predictions
-from mjax.data.samples import advice
+from mjax.data.samples import advice, check_ids
 from mjax.data.sentence_pairs import LONG_SENTENCE, build_pair_index
 from mjax.errors import UsageError
 
@@ -74,7 +74,7 @@ class BertDataset:
         sentence_order: bool = True,
         short_probability: float = 0.1,
         mask_probability: float = 0.15,
-        cache: IndexCache | None = None,
+        cache: IndexCache = NO_CACHE,
     ):
         if not (0 <= short_probability <= 1 and 0 < mask_probability < 1):
             raise ValueError(f"probabilities {short_probability} of short samples and {mask_probability} of masks")
@@ -94,22 +94,13 @@ class BertDataset:
             return {"pair_index": index}
 
         if not documents:
-            raise UsageError(
-                f"the {name} of {indexed.prefix} has none of its {indexed.documents:,} documents; "
-                + (
-                    f"use --data.split {indexed.documents - 1},1,0"
-                    if indexed.documents > 1
-                    else advice(indexed.tokens, sequence)
-                )
-            )
-        if cache is None:
-            arrays = build()
-        else:
-            drawn = hashlib.sha256(boundaries).hexdigest()
-            source = {"kind": "sentence pairs", "lengths": indexed.fingerprint, "documents": drawn, "samples": samples}
-            source |= {"sequence": sequence, "seed": seed, "short": short_probability, "fewest": fewest}
-            arrays = cache.arrays(source, ["pair_index"], build)
-        self.pair_index = arrays["pair_index"]
+            fix = f"use --data.split {indexed.documents - 1},1,0" if indexed.documents > 1 else None
+            fix = fix or advice(indexed.tokens, sequence)
+            raise UsageError(f"the {name} of {indexed.prefix} has none of its {indexed.documents:,} documents; {fix}")
+        drawn = hashlib.sha256(boundaries).hexdigest()
+        source = {"kind": "sentence pairs", "lengths": indexed.fingerprint, "documents": drawn, "samples": samples}
+        source |= {"sequence": sequence, "seed": seed, "short": short_probability, "fewest": fewest}
+        self.pair_index = cache.arrays(source, ["pair_index"], build)["pair_index"]
         if not len(self.pair_index):
             raise UsageError(
                 f"the {name} of {indexed.prefix} has no document of {fewest} or more sentences, none of them of more "
@@ -170,13 +161,8 @@ class BertDataset:
         if first == last:
             return np.empty(0, np.int32)
         tokens = self.indexed.join(np.arange(first, last), 0, int(self.indexed.lengths[last - 1]))
-        vocabulary = len(self.pieces.continues)
-        wrong = tokens[(tokens < 0) | (tokens >= vocabulary)]
-        if len(wrong):
-            raise UsageError(
-                f"sample {index} of {self.indexed.prefix} holds the id {wrong[0]} and the vocabulary of its tokenizer "
-                f"is {vocabulary:,}; use the tokenizer that the data was prepared with"
-            )
+        fix, sample = "use the tokenizer that the data was prepared with", f"sample {index} of {self.indexed.prefix}"
+        check_ids(tokens, len(self.pieces.continues), sample, "the vocabulary of its tokenizer", fix)
         return tokens.astype(np.int32)
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mjax.data.cache import Arrays, IndexCache
+from mjax.data.cache import NO_CACHE, Arrays, IndexCache
 from mjax.errors import UsageError
 
 LANE = 2048  # samples a lane walks
@@ -184,7 +184,7 @@ class BlendedDataset:
         parts: Sequence[Sequence[np.ndarray]],
         shares: Sequence[float] | None,
         samples: int | None,
-        cache: IndexCache | None = None,
+        cache: IndexCache = NO_CACHE,
     ):
         self.parts = parts
         sizes = None
@@ -205,7 +205,7 @@ class BlendedDataset:
 
         names = ("dataset_index", "dataset_sample_index")
         source = {"kind": "blend", "shares": self.shares, "samples": samples, "sizes": sizes}
-        arrays = build() if cache is None else cache.arrays(source, names, build)
+        arrays = cache.arrays(source, names, build)
         self.dataset_index, self.dataset_sample_index = (arrays[name] for name in names)
 
     def __len__(self) -> int:

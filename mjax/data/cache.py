@@ -5,14 +5,14 @@
 
 KEY is a hash of everything that the arrays depend on: of the lengths in the dataset's index rather than of its path, of
 the documents drawn from, the samples, the seed and every option. Megatron hashes the path and leaves out the documents,
-the extra token and the partial tail; a cache that is used again after one of them changed gives wrong samples there,
-without a word. Here it is another key.
+the extra token and the partial tail, so its cache silently gives wrong samples after one of these has changed. Here
+that is another key.
 
-Nothing waits for anything. Every process that finds no arrays builds them, writes files of temporary names and renames
-them. Two processes that build at once write the same bytes, so it does not matter whose stay; a process without a
-shared file system builds its own; one that is killed leaves nothing but a temporary file, swept away after a day. A
-file that was damaged is noticed by its checksum and built again. Where nothing can be written, a run goes on with the
-indices in memory, as it does where they are too small to be worth a file.
+No process waits for another. Each one that finds no arrays builds them, writes them to temporary files and renames
+these. Two processes that build at once write the same bytes, so either copy will do; a process without a shared file
+system builds its own; one that is killed leaves at most a temporary file, removed after a day. Checksums reveal damaged
+files, which are built again. Where nothing can be written, a run continues with the indices in memory, as it does where
+they are too small to be worth a file.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ import numpy as np
 
 from mjax.data.atomic import make_folder, put
 
-VERSION = 1  # of the way indices are built; a change to it makes every cache a new one
-WORTH_KEEPING = 2**20  # bytes; fewer are built as fast as they are found, and would only lie about
+VERSION = 1  # of the way indices are built; a new one makes every old cache unused
+WORTH_KEEPING = 2**20  # bytes; fewer are built as fast as they are read
 STALE = 24 * 3600  # seconds after which a temporary file belongs to nobody
 DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)
-"""Exceptions of files that are unreadable, of another size, not JSON, without a field or nested too deeply."""
+"""Raised by files that are unreadable, of another size, not JSON, without a field or nested too deeply."""
 
 Arrays = dict[str, np.ndarray]
 
@@ -50,21 +50,24 @@ class IndexCache:
     """Arrays by what they were built from.
 
     Args:
-      folders: where to look and where to write, the best first; a later one is used where an earlier one cannot be.
-      say: is told in one sentence whatever is not as it should be.
+      folders: where to look and where to write, best first; a later one is used where an earlier one cannot be. With
+        none, every call builds.
+      say: takes one sentence about each problem.
     """
 
-    def __init__(self, folders: Sequence[Path], say: Callable[[str], None]):
+    def __init__(self, folders: Sequence[Path] = (), say: Callable[[str], None] = print):
         self.folders, self.say = folders, say
 
     def arrays(self, source: Mapping[str, object], names: Sequence[str], build: Callable[[], Arrays]) -> Arrays:
-        """The arrays `names` that `build` makes of `source`: those on disk, mapped, or new ones.
+        """The arrays `names` that `build` makes of `source`: mapped from disk, or newly built.
 
         Args:
           source: all that the arrays depend on, as plain JSON values.
           names: of the arrays.
           build: makes them; the same source must always give the same arrays.
         """
+        if not self.folders:
+            return build()
         source = {"version": VERSION, **source}
         key = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:32]
         for folder in self.folders:
@@ -73,9 +76,7 @@ class IndexCache:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except DAMAGED:
-                self.say(
-                    f"{folder}/{key}.json and its arrays are damaged or cannot be read: the indices are built again"
-                )
+                self.say(f"{folder}/{key}.json or its arrays are damaged or unreadable: building the indices again")
         built = build()
         if sum(array.nbytes for array in built.values()) < WORTH_KEEPING:
             return built
@@ -85,7 +86,7 @@ class IndexCache:
                 _store(folder, key, source, built)
                 arrays = _load(folder, key, source, names)
             except DAMAGED as error:
-                problem = problem or f"{folder} cannot be used ({_reason(error)})"
+                problem = problem or f"{folder} cannot be used ({getattr(error, 'strerror', None) or error})"
                 continue
             if problem:
                 self.say(f"{problem}: the indices are kept in {folder}")
@@ -94,8 +95,7 @@ class IndexCache:
         return built
 
 
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+NO_CACHE = IndexCache()
 
 
 def _load(folder: Path, key: str, source: Mapping[str, object], names: Sequence[str]) -> Arrays:
@@ -125,7 +125,7 @@ def _store(folder: Path, key: str, source: Mapping[str, object], arrays: Arrays)
 
 
 def _write(file: Path, write: Callable) -> None:
-    """Write a file under a name of this process's own, and rename it when its bytes are on disk."""
+    """Write a file under a temporary name unique to this process, and rename it when its bytes are on disk."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as stream:
@@ -136,7 +136,7 @@ def _write(file: Path, write: Callable) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what processes left that were killed while they wrote."""
+    """Remove temporary files of processes that were killed while writing."""
     for file in folder.glob("*.tmp"):
         try:
             if time.time() - file.stat().st_mtime > STALE:

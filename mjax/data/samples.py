@@ -33,7 +33,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from mjax.data.cache import Arrays, IndexCache
+from mjax.data.cache import NO_CACHE, Arrays, IndexCache
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
 
@@ -235,7 +235,7 @@ class GPTDataset:
         vocabulary: int = 2**31,
         extra_token: bool = True,
         keep_tail: bool = False,
-        cache: IndexCache | None = None,
+        cache: IndexCache = NO_CACHE,
     ):
         self.indexed, self.sequence, self.vocabulary, self.extra_token = indexed, sequence, vocabulary, extra_token
         stretch = isinstance(documents, range) and documents.step == 1  # of the file, as splits are
@@ -250,13 +250,10 @@ class GPTDataset:
             return build_indices(lengths, numbers, samples, sequence, seed, extra_token, keep_tail)
 
         names = ("document_index", "sample_index", "shuffle_index")
-        if cache is None:
-            arrays = build()
-        else:
-            drawn = [chosen.start, chosen.stop] if stretch else hashlib.sha256(chosen).hexdigest()
-            source = {"kind": "samples", "lengths": indexed.fingerprint, "documents": drawn, "samples": samples}
-            source |= {"sequence": sequence, "seed": seed, "extra_token": extra_token, "keep_tail": keep_tail}
-            arrays = cache.arrays(source, names, build)
+        drawn = [chosen.start, chosen.stop] if stretch else hashlib.sha256(chosen).hexdigest()
+        source = {"kind": "samples", "lengths": indexed.fingerprint, "documents": drawn, "samples": samples}
+        source |= {"sequence": sequence, "seed": seed, "extra_token": extra_token, "keep_tail": keep_tail}
+        arrays = cache.arrays(source, names, build)
         self.document_index, self.sample_index, self.shuffle_index = (arrays[name] for name in names)
 
     def __len__(self) -> int:
@@ -274,15 +271,22 @@ class GPTDataset:
         row = int(self.shuffle_index[index])
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
         tokens = self.indexed.join(self.document_index[first : last + 1], begin, end + self.extra_token)
-        if tokens.max() >= self.vocabulary or tokens.min() < 0:
-            wrong = int(tokens.max()) if tokens.max() >= self.vocabulary else int(tokens.min())
-            raise UsageError(
-                f"sample {index} of {self.indexed.prefix} holds the id {wrong} and the model's vocabulary is "
-                f"{self.vocabulary:,}; set --model.vocabulary to that of the tokenizer the data was prepared with"
-            )
+        fix = "set --model.vocabulary to that of the tokenizer the data was prepared with"
+        check_ids(tokens, self.vocabulary, f"sample {index} of {self.indexed.prefix}", "the model's vocabulary", fix)
         sample = np.full(self.sequence + 1, PAD, np.int32)
         sample[: len(tokens)] = tokens
         return sample
+
+
+def check_ids(tokens: np.ndarray, vocabulary: int, sample: str, whose: str, fix: str) -> None:
+    """Refuse a sample that holds an id outside the vocabulary.
+
+    Raises:
+      UsageError: it does; `fix` says what to do.
+    """
+    wrong = tokens[(tokens < 0) | (tokens >= vocabulary)]
+    if len(wrong):
+        raise UsageError(f"{sample} holds the id {wrong[0]} and {whose} is {vocabulary:,}; {fix}")
 
 
 def _check_size(indexed: IndexedDataset, documents: int, tokens: int, sequence: int, name: str) -> None:

@@ -96,7 +96,7 @@ def test_a_damaged_file_is_said_and_built_anew(tmp_path, which, change):
     after.arrays()
     assert (again.built, after.built, after.said) == (1, 0, [])
     (sentence,) = again.said
-    assert "the indices are built again" in sentence
+    assert "building the indices again" in sentence
     assert str(tmp_path) in sentence
 
 

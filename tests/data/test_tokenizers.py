@@ -166,14 +166,14 @@ def test_a_file_that_is_gone_from_a_folder_is_named(tokenizer, tmp_path):
     for name in type(tokenizer).stored:
         tokenizer.save(tmp_path)
         (tmp_path / name).unlink()
-        with pytest.raises(UsageError, match=rf"{name} does not exist, though .* asks for it; prepare the data again"):
+        with pytest.raises(UsageError, match=rf"{name} does not exist, but .* lists it; prepare the data again"):
             tokenizer_from_folder(tmp_path)
 
 
 def test_a_folder_without_a_description_is_refused(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     (tmp_path / "mjax_tokenizer.json").unlink()
-    with pytest.raises(UsageError, match=r"mjax_tokenizer\.json does not exist"):
+    with pytest.raises(UsageError, match=r"has no mjax_tokenizer\.json"):
         tokenizer_from_folder(tmp_path)
 
 
@@ -243,7 +243,7 @@ def shelf(tmp_path_factory):
         ("wordpiece:vocab.txt", "is not a known kind; use gpt2:vocab.json,merges.txt or gpt2:FILE.tiktoken, bert"),
         ("x.model", "is not a known kind; use"),
         ("bert:uncased/vocab.txt", "is not a known kind; use .* bert-uncased:vocab.txt, bert-cased:vocab.txt"),
-        ("bytes:x", "bytes need none; use --tokenizer bytes"),
+        ("bytes:x", "bytes needs none; use --tokenizer bytes"),
         ("gpt2", "names no file; use --tokenizer gpt2:vocab.json,merges.txt or gpt2:FILE.tiktoken"),
         ("gpt2:", "names no file"),
         ("gpt2:vocab.json,", "names no file"),
@@ -269,7 +269,7 @@ def shelf(tmp_path_factory):
         ("gpt2:gap.tiktoken", "the ranks in gap.tiktoken are not 0 to 374, each once"),
         ("gpt2:bytes_gone.tiktoken", "bytes_gone.tiktoken has no token for some of the 256 bytes"),
         ("gpt2:other_words.tiktoken", "other_words.tiktoken is not split into words as GPT-2 does .*hf:tokenizer.json"),
-        ("gpt2:no_pairs.tiktoken", "no two tokens of lower rank in no_pairs.tiktoken make token 376"),
+        ("gpt2:no_pairs.tiktoken", "no_pairs.tiktoken: no two tokens of lower rank make token 376"),
         ("bert-uncased", "names no file; use --tokenizer bert-uncased:vocab.txt"),
         ("bert-uncased:nowhere.txt", "there is no file nowhere.txt"),
         ("bert-uncased:no_sep.txt", r"no_sep.txt lacks \[SEP\]; give BERT's vocab.txt"),

@@ -3,45 +3,30 @@
     --tokenizer                  split by       documents end with    decode(encode(text))
     gpt2:vocab.json,merges.txt   byte pairs     <|endoftext|>         text
     gpt2:FILE.tiktoken           byte pairs     <|endoftext|>         text
-    bert-uncased:vocab.txt       WordPiece      [SEP]                 its words, in small letters
+    bert-uncased:vocab.txt       WordPiece      [SEP]                 its words, in lower case
     bert-cased:vocab.txt         WordPiece      [SEP]                 its words
-    sentencepiece:FILE.model     its pieces     </s>, <|endoftext|>   text, but for what a foreign model normalises
+    sentencepiece:FILE.model     its pieces     </s>, <|endoftext|>   text, except what a foreign model normalises
     hf:tokenizer.json            as it says     <|endoftext|>, </s>…  as it says
     bytes                        nothing        256                   text
 
-Two laws hold for every kind. No text encodes to the end-of-document id, `eod`, whatever is written in it; and `encode`
-adds nothing that is not in the text. A tokenizer is saved beside the data as a folder and copied into the folder of a
-run, so that it is named once, on the command line of `mjax prepare`.
+Two laws hold for all of them. No text encodes to the end-of-document id, `eod`, whatever it contains; and `encode` adds
+nothing that is not in the text. A tokenizer is saved as a folder beside the data and copied into the run folder, so
+that it is named once, on the command line of `mjax prepare`.
 """
 
 from pathlib import Path
 
-from mjax.data.tokenizers.bert import BertTokenizer, CasedBertTokenizer, UncasedBertTokenizer
+from mjax.data.tokenizers.bert import BertTokenizer as BertTokenizer
+from mjax.data.tokenizers.bert import CasedBertTokenizer, UncasedBertTokenizer
 from mjax.data.tokenizers.gpt2 import GPT2Tokenizer
 from mjax.data.tokenizers.huggingface import HuggingFaceTokenizer
-from mjax.data.tokenizers.library import DESCRIPTION, EOD_PIECE, ByteTokenizer, Tokenizer, sha256
-from mjax.data.tokenizers.pieces import SentencePieceTokenizer, train_sentencepiece
-from mjax.data.tokenizers.wordpiece import train_wordpiece
+from mjax.data.tokenizers.library import DESCRIPTION, ByteTokenizer, Tokenizer, sha256
+from mjax.data.tokenizers.library import EOD_PIECE as EOD_PIECE
+from mjax.data.tokenizers.pieces import SentencePieceTokenizer
+from mjax.data.tokenizers.pieces import train_sentencepiece as train_sentencepiece
+from mjax.data.tokenizers.wordpiece import train_wordpiece as train_wordpiece
 from mjax.errors import UsageError
 from mjax.json_files import read_json
-
-__all__ = [
-    "DESCRIPTION",
-    "EOD_PIECE",
-    "SCHEMES",
-    "BertTokenizer",
-    "ByteTokenizer",
-    "CasedBertTokenizer",
-    "GPT2Tokenizer",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "Tokenizer",
-    "UncasedBertTokenizer",
-    "load_tokenizer",
-    "tokenizer_from_folder",
-    "train_sentencepiece",
-    "train_wordpiece",
-]
 
 SCHEMES: dict[str, type[Tokenizer]] = {
     tokenizer.scheme: tokenizer
@@ -73,14 +58,14 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     """The tokenizer that `Tokenizer.save` wrote into `folder`.
 
     Raises:
-      UsageError: the folder holds none, or one that is damaged or of an unknown kind.
+      UsageError: the folder holds no tokenizer, a damaged one, or one of an unknown kind.
     """
     folder = Path(folder)
     description = folder / DESCRIPTION
     if not description.is_file():
         raise UsageError(
-            f"{description} does not exist, which `python -m mjax prepare` writes beside the files of a tokenizer; "
-            "name these files with --tokenizer KIND:FILES, such as gpt2:vocab.json,merges.txt"
+            f"{folder} has no {DESCRIPTION}, so it is not a tokenizer that `mjax prepare` saved; "
+            "give the tokenizer's own files with --tokenizer KIND:FILES, such as gpt2:vocab.json,merges.txt"
         )
     values = read_json(description, "prepare the data again")
     try:
@@ -96,13 +81,10 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     for name in SCHEMES[kind].stored:
         file = folder / name
         if not file.is_file():
-            raise UsageError(f"{file} does not exist, though {description} asks for it; prepare the data again")
+            raise UsageError(f"{file} does not exist, but {description} lists it; prepare the data again")
         contents.append(file.read_bytes())
         if sha256(contents[-1]) != sums.get(name):
-            raise UsageError(
-                f"{file} is not the file that {description} was written with; restore the folder or prepare the data "
-                "again"
-            )
+            raise UsageError(f"{file} was changed (its sha256 differs); restore the folder or prepare the data again")
     names = [str(folder / name) for name in SCHEMES[kind].stored]
     tokenizer = SCHEMES[kind].from_contents(contents, names, stated[1])
     if (tokenizer.vocabulary, tokenizer.eod) != stated:

@@ -1,12 +1,12 @@
-"""BERT's WordPiece, from the vocab.txt that every published BERT brings along.
+"""BERT's WordPiece, from the vocab.txt that comes with every published BERT.
 
-Text is cleaned of control characters, cut at white space and around each punctuation mark and Chinese character, and
-a word is spelled by its longest known beginning, then the longest known continuation ("##…"), and so on (Devlin et al.
-2019, §3). A word that cannot be spelled is [UNK], and so is one of more than 100 characters: that is Hugging Face's
-limit, while Megatron's and Google's code has 200. White space is not kept, so text does not come back as it was.
+Text is cleaned of control characters and cut at white space and around each punctuation mark and Chinese character. A
+word becomes its longest known beginning, then the longest known continuation ("##…"), and so on (Devlin et al. 2019,
+§3). A word that cannot be encoded is [UNK], and so is one of more than 100 characters: that is Hugging Face's limit,
+while Megatron's and Google's code has 200. White space is not kept, so decoding does not restore the text.
 
-What BERT adds, [CLS] and [SEP] around sentences and [MASK], is for those who make samples; no text encodes to it,
-because its brackets are punctuation: `[MASK]` in a text is `[`, `mask`, `]`, as in Megatron.
+Special tokens, [CLS] and [SEP] around sentences and [MASK], are added when samples are made; no text encodes to them,
+because their brackets are punctuation: `[MASK]` in a text is `[`, `mask`, `]`, as in Megatron.
 """
 
 import string
@@ -33,7 +33,7 @@ class BertTokenizer(LibraryTokenizer):
     lowercase: ClassVar[bool]
 
     def __init__(self, vocab: bytes, name: str):
-        # As in Google's code the line is the id, and of a piece that is there twice the last counts.
+        # As in Google's code the line number is the id, and the last of equal pieces counts.
         pieces = [line.rstrip() for line in utf8_lines(vocab, name)]
         ids = {piece: number for number, piece in enumerate(pieces)}
         if missing := [piece for piece in SPECIAL if piece not in ids]:
@@ -50,7 +50,7 @@ class BertTokenizer(LibraryTokenizer):
         self.eod = self.sep
 
     def _check_case(self, ids: dict[str, int], name: str) -> None:
-        """Refuse a vocabulary of the other case: half of the words would be [UNK], or half of the pieces in vain."""
+        """Refuse a vocabulary of the other case: half of the words would be [UNK], or half of the pieces unused."""
         capitals = [letter in ids for letter in string.ascii_uppercase]
         if self.lowercase and all(capitals):
             raise UsageError(f"{name} has pieces in capitals; use --tokenizer {CasedBertTokenizer.scheme}:{name}")
@@ -59,7 +59,7 @@ class BertTokenizer(LibraryTokenizer):
 
 
 def words_of(text: str, lowercase: bool) -> list[str]:
-    """The words that pieces are parts of: `text` cleaned, and cut at white space and around punctuation."""
+    """The words of `text`, cleaned and cut at white space and around punctuation; pieces are parts of them."""
     utf8(text)
     cut = pre_tokenizers.BertPreTokenizer().pre_tokenize_str(_normalizer(lowercase).normalize_str(text))
     return [word for word, _ in cut]
@@ -72,7 +72,7 @@ def _normalizer(lowercase: bool) -> normalizers.Normalizer:
 
 
 class UncasedBertTokenizer(BertTokenizer):
-    """WordPiece of small letters without accents, Megatron's BertWordPieceLowerCase."""
+    """WordPiece of lower-case text without accents, Megatron's BertWordPieceLowerCase."""
 
     scheme = "bert-uncased"
     form = "bert-uncased:vocab.txt"

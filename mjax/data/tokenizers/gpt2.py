@@ -1,12 +1,12 @@
 """GPT-2's byte-level byte-pair encoding, from OpenAI's two files or from tiktoken's one.
 
-Text is cut into words, each with the space before it, and the bytes of a word are merged pair by pair, the pair that
-was learned first being merged first (Radford et al. 2019, §2.2). Any text can be spelled and comes back as it was.
+Text is cut into words, each with the space before it, and the bytes of a word are merged pair by pair, pairs learned
+earlier first (Radford et al. 2019, §2.2). Any text can be encoded and decodes to itself.
 
 The files write a byte as a printable character, the space as "Ġ". `vocab.json` (OpenAI's `encoder.json`) maps tokens to
 ids, and each line of `merges.txt` (`vocab.bpe`) is a pair, in the order of learning. A tiktoken file has a line per
-token, its bytes in base64 and its rank, which is id and order of learning in one. The pairs are not in it, but can be
-found: a token was made from the two parts that remain when its bytes are merged by all ranks below its own.
+token: its bytes in base64 and its rank, which is both its id and its place in the order of learning. The pairs are not
+in it, but can be found: a token was made from the two parts that remain when its bytes are merged by all lower ranks.
 """
 
 import base64
@@ -87,12 +87,10 @@ def _parse_merges(content: bytes, name: str) -> list[tuple[str, str]]:
     for number, line in enumerate(lines[start:], start + 1):
         pair = tuple(line.split(" "))
         if line and (len(pair) != 2 or not all(pair)):
-            raise UsageError(
-                f"{name}:{number}: {line[:40]!r} is not a pair such as 'Ġ t'; GPT-2's merges.txt is expected, "
-                "also called vocab.bpe"
-            )
+            expected = "GPT-2's merges.txt is expected, also called vocab.bpe"
+            raise UsageError(f"{name}:{number}: {line[:40]!r} is not a pair such as 'Ġ t'; {expected}")
         if "".join(pair) == EOD_PIECE:
-            raise UsageError(f"{name}:{number} merges text to {EOD_PIECE}, which ends documents; take that line out")
+            raise UsageError(f"{name}:{number} merges text to {EOD_PIECE}, which ends documents; delete that line")
         if line:
             pairs.append(pair)
     return pairs
@@ -138,9 +136,7 @@ def _from_ranks(ranks: dict[bytes, int], name: str) -> tuple[bytes, bytes]:
         if len(token) > 1:
             parts = _merge(token, ranks, below=rank)
             if len(parts) != 2:
-                raise UsageError(
-                    f"no two tokens of lower rank in {name} make token {rank}; give a tiktoken file of byte pairs"
-                )
+                raise UsageError(f"{name}: no two tokens of lower rank make token {rank}; give a file of byte pairs")
             merges.append(" ".join(map(written, parts)))
     ids[EOD_PIECE] = len(ids)
     return json.dumps(ids).encode(), ("\n".join(merges) + "\n").encode()
@@ -160,6 +156,7 @@ def _merge(token: bytes, ranks: dict[bytes, int], below: int) -> list[bytes]:
 @cache
 def byte_characters() -> list[str]:
     """Characters for the 256 bytes in GPT-2's files: itself where it is printable in Latin-1, else from U+0100 on."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    known = sorted(pre_tokenizers.ByteLevel.alphabet())
+    printable = {ord(character) for character in known if ord(character) < 256}
+    others = iter(known[len(printable) :])
+    return [chr(byte) if byte in printable else next(others) for byte in range(256)]

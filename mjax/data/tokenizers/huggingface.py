@@ -1,8 +1,8 @@
 """Any fast tokenizer of Hugging Face, from its tokenizer.json.
 
-The file says how text is split and merged, and that is followed to the letter. What would change a corpus behind its
-owner's back is switched off: truncation and padding (some files cut at 128 tokens), tokens added around the text,
-random merges (BPE dropout), and special tokens recognised inside the text, one of which ends documents.
+Text is split and merged exactly as the file says. What would silently change a corpus is switched off: truncation and
+padding (some files cut at 128 tokens), tokens added around the text, random merges (BPE dropout), and special tokens
+recognised inside the text, one of which ends documents.
 """
 
 import base64
@@ -29,7 +29,7 @@ ENDS = (
 
 
 class HuggingFaceTokenizer(LibraryTokenizer):
-    """A tokenizer.json; one of the usual special tokens ends documents, or the one that is named."""
+    """A tokenizer.json; documents end with the token that is named, or else with one of the usual special tokens."""
 
     scheme = "hf"
     form = "hf:tokenizer.json or hf:tokenizer.json,eod=TOKEN"
@@ -79,7 +79,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         )
 
     def _keep_out_of_text(self, token: str, name: str) -> None:
-        """See to it that the written form of `token`, an added one, does not encode to it."""
+        """Make sure that text which spells `token`, an added one, does not encode to it."""
         # A token can be added without being special, and would then be found in text.
         self.library.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         if self._is_in_text(token):
@@ -99,10 +99,10 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
 
 def check_sizes(content: bytes, name: str) -> None:
-    """Refuse a tokenizer.json that asks for more than is in it: the library makes room before it looks.
+    """Refuse a tokenizer.json that asks for more memory than it can fill: the library allocates before it reads.
 
     Raises:
-      UsageError: it has an id beyond its own bytes, or a table of characters that is cut off, or is not JSON.
+      UsageError: an id is larger than the file, a table of characters is cut off, or it is not JSON.
     """
     values = parse_json(content, name, "give a tokenizer.json that save_pretrained wrote")
     objects = list(_objects(values))

@@ -1,14 +1,14 @@
 """The interface of a tokenizer, the parts that all kinds share, and those that the `tokenizers` library runs.
 
-In Hugging Face's tokenizers a text that contains `<|endoftext|>` or `[SEP]` encodes to that very token. In Megatron's
-it does not, nor here: otherwise a web page about GPT-2 would end in the middle.
+In Hugging Face's tokenizers a text that contains `<|endoftext|>` or `[SEP]` encodes to that token. In Megatron's it
+does not, nor here: otherwise a web page about GPT-2 would end in the middle.
 
 A saved tokenizer is a folder with the files it was made from, byte for byte, and `mjax_tokenizer.json`:
 
     {"kind": "gpt2", "vocabulary": 50257, "eod": 50256, "sha256": {"vocab.json": "…", "merges.txt": "…"}}
 
-Reading one back parses these files and nothing else: there is nothing to execute or unpickle, and a file that is not
-the one that was saved is refused, because other merges would give other tokens without a word.
+Loading it parses these files and nothing else: there is nothing to execute or unpickle. A file that has changed since
+is refused, because other merges would silently give other tokens.
 """
 
 import hashlib
@@ -32,13 +32,13 @@ WHOLE_FILES = "get its files again, they may be damaged"
 
 
 class Tokenizer:
-    """Text to token ids and back; rebuilt from the very files it was made from.
+    """Text to token ids and back; rebuilt from the files it was made from.
 
     Attributes:
       scheme: name on the command line and in `mjax_tokenizer.json`.
-      form: how it is written on the command line.
+      form: its form on the command line.
       stored: names of its files in a folder.
-      contents: what is in them, in the same order.
+      contents: their bytes, in the same order.
       vocabulary: ids run from 0 to vocabulary - 1.
       eod: id that ends a document; no text encodes to it.
     """
@@ -52,7 +52,7 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: str) -> Self:
-        """From what follows the kind on the command line: one file, where the kind says nothing else.
+        """From what follows the kind on the command line: one file, unless the kind says otherwise.
 
         Raises:
           UsageError: a file is missing or not what the kind needs.
@@ -61,7 +61,7 @@ class Tokenizer:
 
     @classmethod
     def from_contents(cls, contents: Sequence[bytes], names: Sequence[str], eod: int) -> Self:
-        """From the files of a folder that `save` wrote: what is in them, and their names, to complain with.
+        """From the files of a folder that `save` wrote: their bytes, and their names for error messages.
 
         Raises:
           UsageError: a file is not what the kind needs.
@@ -77,13 +77,13 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, faster where the library has a way; in one thread."""
+        """`encode` of each text, faster where the library allows; in one thread."""
         raise NotImplementedError
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; an end-of-document id becomes `<|endoftext|>`, bytes that are not UTF-8 become "�".
 
-        So does an id from `vocabulary` on, which a model with a larger vocabulary may draw.
+        So do ids from `vocabulary` on, which a model with a larger vocabulary may draw.
         """
         text, run = [], []
         for token in ids:
@@ -99,21 +99,18 @@ class Tokenizer:
         raise NotImplementedError
 
     def save(self, folder: Path) -> None:
-        """Write the files, and last the description, without which a folder is not taken for a tokenizer."""
+        """Write the files, and last the description, which makes the folder a tokenizer."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in zip(self.stored, self.contents, strict=True):
+        files = dict(zip(self.stored, self.contents, strict=True))
+        for name, content in files.items():
             (folder / name).write_bytes(content)
-        values = {
-            "kind": self.scheme,
-            "vocabulary": self.vocabulary,
-            "eod": self.eod,
-            "sha256": {name: sha256(content) for name, content in zip(self.stored, self.contents, strict=True)},
-        }
+        values = {"kind": self.scheme, "vocabulary": self.vocabulary, "eod": self.eod}
+        values["sha256"] = {name: sha256(content) for name, content in files.items()}
         (folder / DESCRIPTION).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8 and an end-of-document id: nothing to find or to train, but four times as many tokens."""
+    """The 256 bytes of UTF-8 and an end-of-document id: no files and no training, but four times as many tokens."""
 
     scheme = "bytes"
     form = "bytes"
@@ -124,7 +121,7 @@ class ByteTokenizer(Tokenizer):
     def from_files(cls, files: str) -> Self:
         """From what follows the kind on the command line: nothing."""
         if files:
-            raise UsageError(f"--tokenizer bytes:{files} names a file, but bytes need none; use --tokenizer bytes")
+            raise UsageError(f"--tokenizer bytes:{files} names a file, but bytes needs none; use --tokenizer bytes")
         return cls()
 
     def encode(self, text: str) -> list[int]:
@@ -181,7 +178,7 @@ def sha256(content: bytes) -> str:
 
 
 def utf8(text: str) -> bytes:
-    """The bytes of `text`; called by every `encode`, so that the libraries only see text that is whole.
+    """The bytes of `text`; called by every `encode`, so that the libraries see valid text only.
 
     Raises:
       UsageError: it holds half of a surrogate pair, which JSON can spell (`"\\ud83d"`) and UTF-8 cannot.
@@ -199,20 +196,17 @@ def read_given(tokenizer: type[Tokenizer], files: str, file: str) -> bytes:
     """Read `file`, one of the `files` given on the command line.
 
     Raises:
-      UsageError: none is named, or it cannot be read.
+      UsageError: no file is named, or it cannot be read.
     """
+    given = f"--tokenizer {tokenizer.scheme}"
     if not file:
-        raise UsageError(f"--tokenizer {tokenizer.scheme} names no file; use --tokenizer {tokenizer.form}")
+        raise UsageError(f"{given} names no file; use --tokenizer {tokenizer.form}")
     if not Path(file).is_file():
-        raise UsageError(
-            f"--tokenizer {tokenizer.scheme}:{files}: there is no file {file}; use --tokenizer {tokenizer.form}"
-        )
+        raise UsageError(f"{given}:{files}: there is no file {file}; use --tokenizer {tokenizer.form}")
     try:
         return Path(file).read_bytes()
     except OSError as error:
-        raise UsageError(
-            f"--tokenizer {tokenizer.scheme}:{files}: {file} cannot be read ({error.strerror}); check its permissions"
-        ) from None
+        raise UsageError(f"{given}:{files}: cannot read {file} ({error.strerror}); check its permissions") from None
 
 
 def utf8_lines(content: bytes, name: str) -> list[str]:

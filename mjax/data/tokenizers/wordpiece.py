@@ -1,4 +1,4 @@
-"""A WordPiece vocabulary, learned from the text at hand: a BERT's vocab.txt where none is given.
+"""Train a WordPiece vocabulary, BERT's vocab.txt, on the user's text.
 
 Text is cleaned and cut into words as `bert.py` cuts it, and sentencepiece learns byte pairs within the words. It writes
 the beginning of a word as "▁": its piece "▁un" becomes "un", and "believ" becomes "##believ".
@@ -6,8 +6,8 @@ the beginning of a word as "▁": its piece "▁un" becomes "un", and "believ" b
     [PAD] [UNK] [CLS] [SEP] [MASK] · every letter, and "##" every letter · pieces, in the order of learning
 
 BERT's own vocabulary was chosen by the likelihood of the text rather than by frequency, with code that was never
-published; Hugging Face's trainer counts pairs too. That one is not used because it breaks ties by the order of a hash
-table, so that the same text gives other vocabularies each time: three runs of `trainers.WordPieceTrainer` gave three.
+published; Hugging Face's trainer counts pairs too. It is not used here because it breaks ties by the order of a hash
+table: three runs of `trainers.WordPieceTrainer` on the same text gave three different vocabularies.
 """
 
 import string
@@ -24,20 +24,20 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 SPACE = "▁"  # U+2581, sentencepiece's
 
 
-def train_wordpiece(texts: Iterable[str], vocabulary: int, kind: str) -> BertTokenizer:
+def train_wordpiece(texts: Iterable[str], vocabulary: int, scheme: str) -> BertTokenizer:
     """Train a WordPiece vocabulary of exactly `vocabulary` pieces; the same texts give the same one.
 
-    Letters so rare that all of them together are less than a 2,000th of the text are left out; a word with one is
-    [UNK], as in every BERT.
+    The rarest letters, together less than a 2,000th of the text, are left out; a word with one of them is [UNK], as in
+    every BERT.
 
     Args:
-      kind: "bert-uncased" or "bert-cased".
+      scheme: "bert-uncased" or "bert-cased".
 
     Raises:
       UsageError: there is no text, or it has too few words for the vocabulary or too many letters; says what works.
     """
-    tokenizer = TRAINABLE[kind]
-    # By its capitals a cased vocabulary is told from an uncased one.
+    tokenizer = TRAINABLE[scheme]
+    # A cased vocabulary is recognised by its capitals.
     always = [] if tokenizer.lowercase else list(string.ascii_uppercase)
 
     met: set[str] = set()
@@ -62,8 +62,8 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, kind: str) -> BertTok
             raise too_small(error.least - 2 + len(always)) from None  # but for the unknown piece and the space
         if error.most < (least := _size(len(met.union(always)))):
             raise UsageError(
-                f"this text is too little to learn a vocabulary from: {error.most} pieces come of its words, and its "
-                f"letters alone are {least}; give more text, or the file of a vocabulary, --tokenizer {kind}:vocab.txt"
+                f"there is too little text to train a vocabulary: its words yield {error.most} pieces, its letters "
+                f"alone {least}; give more text, or a vocabulary with --tokenizer {scheme}:vocab.txt"
             ) from None
         raise UsageError(
             f"--vocabulary {vocabulary} is too large for this little text, which yields {error.most} pieces; "
@@ -81,7 +81,7 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, kind: str) -> BertTok
 
 
 def _size(letters: int) -> int:
-    """Of a vocabulary that has pieces for so many letters and no longer ones."""
+    """Size of a vocabulary that has pieces for this many letters and no longer ones."""
     return len(SPECIAL) + 2 * letters
 
 
