@@ -14,13 +14,11 @@ from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration
 from mjax.planner.config_file import WIDTH
 from mjax.planner.memory import predict_memory
-from mjax.planner.narrowed import narrowed
 from mjax.planner.search import Found, describe, search
 from mjax.planner.search_flags import SearchArguments
-from mjax.planner.search_limits import check_searchable, refuse_too_big
-from mjax.planner.search_report import Question, cost, report, tight_warning
+from mjax.planner.search_limits import check_searchable, refuse_too_big, with_batch
+from mjax.planner.search_report import Question, cost, narrowed, report, tight_warning
 from mjax.planner.section import Section
-from mjax.planner.target_batch import with_batch
 from mjax.planner.time import predict_time
 from mjax.planner.time_section import run_tokens
 

@@ -1,4 +1,4 @@
-"""What the planner's search refuses: devices that no mesh fits, and models that fit on no mesh.
+"""What can be searched: another global batch, and refusals of devices that no mesh fits and models that fit on no mesh.
 
 Each refusal names the count of GPUs that would do.
 """
@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from mjax.config import Config, MeshConfig
+from mjax.batch_size import BatchSizes
+from mjax.config import Config, DataConfig, MeshConfig, suggestion
 from mjax.errors import UsageError
 from mjax.hardware import GIB
 from mjax.models.build import count_parameters
 from mjax.planner.memory import HEADROOM, free_share
-from mjax.planner.search import Found, MemoryOf, describe
-from mjax.planner.space import batch_unit, candidates, check_kept, divisors
+from mjax.planner.search import SEARCHED, Found, MemoryOf, batch_unit, candidates, describe, divisors
 from mjax.validation import validate
 
 LARGEST = 16_384
@@ -28,7 +28,12 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
     Raises:
       UsageError: one sentence, with the counts of GPUs that would do.
     """
-    check_kept(keep)
+    for name in keep:
+        if name not in SEARCHED:
+            raise UsageError(
+                f"--keep {name}: the search does not change it{suggestion(name, list(SEARCHED))}; "
+                f"use any of {', '.join(SEARCHED)}"
+            )
     if devices < 1:
         raise UsageError(f"--devices is {devices}; it must be at least 1")
     if devices > gpus_per_node and devices % gpus_per_node:
@@ -39,7 +44,9 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
             f"--devices {devices} is not a multiple of the {gpus_per_node} GPUs of a server; "
             f"use {below} or {below + gpus_per_node}{servers}"
         )
-    validate(_on_one_device(config))
+    # Without what the search decides, and without data, which a plan does not need.
+    alone = replace(config.train, micro_batch=1, recompute="none")
+    validate(replace(config, mesh=MeshConfig(), data=replace(config.data, mock=True), train=alone))
     if not any(candidates(config, devices, keep)):
         counts = _counts_around(config, devices, gpus_per_node, keep)
         layers, heads, batch = config.model.layers, config.model.heads, config.train.global_batch
@@ -103,16 +110,6 @@ def with_values(config: Config, values: dict[str, Any]) -> Config:
     return config
 
 
-def _on_one_device(config: Config) -> Config:
-    """The config without what the search decides, and without data, which a plan does not need."""
-    return replace(
-        config,
-        mesh=MeshConfig(),
-        data=replace(config.data, mock=True),
-        train=replace(config.train, micro_batch=1, recompute="none"),
-    )
-
-
 def _of_rampup(config: Config) -> str:
     train = config.train
     if train.batch_rampup is None and train.batch_schedule is None:
@@ -137,3 +134,51 @@ def _counts_around(config: Config, devices: int, gpus_per_node: int, keep: Colle
 def _is_usual(devices: int, gpus_per_node: int) -> bool:
     """Whether so many GPUs are whole nodes, or a half, a quarter … of one."""
     return devices % gpus_per_node == 0 or gpus_per_node % devices == 0
+
+
+# --- Another batch ----------------------------------------------------------------------------------------------------
+
+
+def with_batch(config: Config, batch: int) -> Config:
+    """`config` with a global batch of `batch` and, to a step, the samples it had: in all, in warm-up and in decay.
+
+    The learning rate stays; what it should be at another batch is for the user to say.
+
+    Raises:
+      UsageError: batch is below 1 or above the samples of the run, or the config's ramp-up or schedule does not end in
+        it.
+    """
+    if batch < 1:
+        raise UsageError(f"--target-batch is {batch}; it must be at least 1")
+    train, optimizer = replace(config.train, global_batch=batch), config.optimizer
+    changed = replace(config, train=train)
+    validate(replace(changed, mesh=MeshConfig(), train=replace(train, micro_batch=1), data=DataConfig(mock=True)))
+    before, after = BatchSizes.of(config), BatchSizes.of(changed)
+    samples = before.samples_before(config.train.steps)
+    if _steps_of(after, samples) < 1:
+        raise UsageError(
+            f"--target-batch {batch} is more than the {samples:,} samples of the run; use {samples} or less"
+        )
+
+    def rescaled(steps: int, least: int = 1) -> int:
+        """The most steps that take no more samples than `steps` did."""
+        return max(least, _steps_of(after, before.samples_before(steps)))
+
+    decay, end = optimizer.decay_steps, optimizer.wsd_decay_steps
+    return replace(
+        changed,
+        train=replace(train, steps=rescaled(train.steps)),
+        optimizer=replace(
+            optimizer,
+            warmup_steps=rescaled(optimizer.warmup_steps, least=0),
+            decay_steps=None if decay is None else rescaled(decay),
+            # A length, counted from the end, where the batch has its last size.
+            wsd_decay_steps=None if end is None else max(1, end * config.train.global_batch // batch),
+        ),
+    )
+
+
+def _steps_of(sizes: BatchSizes, samples: int) -> int:
+    """The most steps that take no more than `samples` samples."""
+    first, done, size = next(piece for piece in reversed(sizes.pieces) if piece[1] <= samples)
+    return first + (samples - done) // size

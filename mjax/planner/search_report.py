@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mjax.batch_size import BatchSizes, at_batch
 from mjax.config import Config
 from mjax.hardware import GIB, Gpu, gpu_named
 from mjax.planner.memory import HEADROOM
-from mjax.planner.narrowed import Narrowed
-from mjax.planner.search import Alternative, Candidate, Found, TimeOf, alternatives, describe, value_of, word
+from mjax.planner.search import (
+    SEARCHED,
+    Alternative,
+    Candidate,
+    Found,
+    MemoryOf,
+    TimeOf,
+    alternatives,
+    batch_unit,
+    describe,
+    search,
+    value_of,
+    word,
+)
+from mjax.planner.search_limits import with_values
 from mjax.planner.section import Section, table
-from mjax.planner.space import SEARCHED
 from mjax.planner.time_section import run_tokens
+
+LIKE_THE_BEST = ("mesh.model", "mesh.sequence_parallel", "mesh.schedule", "mesh.zero", "train.recompute")
+"""Fields that do not depend on what divides the batch. They stay: all ways at the whole batch take minutes."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,11 @@ class Question:
 
 
 def report(
-    found: Found, question: Question, seconds: float, written: str | None = None, narrowed: Narrowed | None = None
+    found: Found,
+    question: Question,
+    seconds: float,
+    written: str | None = None,
+    narrowed: tuple[dict[str, Any] | None, str] = (None, ""),
 ) -> Section:
     """The section `search` of a plan.
 
@@ -56,11 +75,11 @@ def report(
       question: what was asked.
       seconds: how long the search took.
       written: the file that the best was written into.
-      narrowed: what a batch that grows has left out.
+      narrowed: from the function of that name.
     """
     shown = found.ranked[: question.top]
     costs = [cost(each, found.devices, question) for each in shown]
-    others = alternatives(found)
+    others, rank = alternatives(found), _own_rank(found, question.config)
     return Section(
         title=f"Search: {question.name} on {found.devices:,} × {question.hardware}",
         values={
@@ -77,8 +96,8 @@ def report(
             "seconds": seconds,
             "best": [_values(*each) for each in zip(shown, costs, strict=True)],
             "alternatives": [_alternative_values(each) for each in others],
-            "own": _own_values(found, question.config),
-            "narrowed": None if narrowed is None else narrowed.values(),
+            "own": None if rank is None else {"rank": rank, "seconds": found.ranked[rank - 1].time.mean},
+            "narrowed": narrowed[0],
             "written": written,
         },
         lines=[
@@ -91,8 +110,7 @@ def report(
             *_reasons(found, others),
             "",
             *_remarks(found, question, costs[0]),
-            *([] if narrowed is None else [narrowed.sentence]),
-            *([f"written to {written}"] if written else []),
+            *filter(None, [narrowed[1], f"written to {written}" if written else ""]),
         ],
     )
 
@@ -254,27 +272,63 @@ def _values(candidate: Candidate, spent: Cost) -> dict[str, Any]:
         "parts": time.parts,
         "model_tflops": time.model_tflops,
         "mfu": time.mfu,
-        "memory": {**dataclasses.asdict(memory), "total": memory.total},
-        **dataclasses.asdict(spent),
+        "memory": {**asdict(memory), "total": memory.total},
+        **asdict(spent),
     }
 
 
 def _alternative_values(other: Alternative) -> dict[str, Any]:
-    return {
-        "field": other.field,
-        "best": other.best,
-        "else": other.value,
-        "seconds": None if other.candidate is None else other.candidate.time.mean,
-        "settings": None if other.candidate is None else settings(other.candidate.config),
-        "bytes": other.least if other.candidate is None else other.candidate.memory.total,
-    }
-
-
-def _own_values(found: Found, config: Config) -> dict[str, Any] | None:
-    rank = _own_rank(found, config)
-    return None if rank is None else {"rank": rank, "seconds": found.ranked[rank - 1].time.mean}
+    candidate, values = other.candidate, {"field": other.field, "best": other.best, "else": other.value}
+    if candidate is None:
+        return values | {"seconds": None, "settings": None, "bytes": other.least}
+    time, memory = candidate.time, candidate.memory
+    return values | {"seconds": time.mean, "settings": settings(candidate.config), "bytes": memory.total}
 
 
 def settings(config: Config) -> dict[str, Any]:
     """The fields in which candidates differ, by dotted name."""
     return {name: value_of(config, name) for name in SEARCHED}
+
+
+# --- A batch that grows -----------------------------------------------------------------------------------------------
+
+
+def narrowed(
+    found: Found, config: Config, memory_of: MemoryOf, time_of: TimeOf, keep: Collection[str] = ()
+) -> tuple[dict[str, Any] | None, str]:
+    """What the ramp-up or schedule of the batch has left out of a search, since each of its sizes has to divide.
+
+    Args:
+      found: with at least one candidate that fits.
+      config, memory_of, time_of, keep: as they were given to `search`.
+
+    Returns:
+      Plain values for JSON, None where the batch does not grow; and a sentence, empty where it does not.
+    """
+    train, unit, best = config.train, batch_unit(config), found.ranked[0]
+    if unit == train.global_batch:
+        return None, ""
+    rampup = train.batch_rampup
+    ramp = "" if rampup is None else f"--train.batch-rampup {' '.join(map(str, rampup))}"
+    flag = ramp or f"--train.batch-schedule '{train.batch_schedule}'"
+    values = {"flag": flag, "unit": unit, "seconds": None, "left_out": None, "needs": None}
+    start = (
+        f"{flag} narrows the search: what is left divides each of its {len(BatchSizes.of(config).sizes())} batch "
+        f"sizes, multiples of {unit}"
+    )
+    like = {name: value_of(best.config, name) for name in LIKE_THE_BEST}
+    whole = with_values(at_batch(config, train.global_batch), like)
+    first = search(whole, found.devices, memory_of, time_of, found.capacity, {*keep, *like}).ranked[:1]
+    if not first or float(f"{first[0].time.total:.4g}") >= float(f"{best.time.total:.4g}"):
+        return values, f"{start}; nothing like the best would be faster without it"
+
+    faster, seconds = first[0].config, first[0].time.total
+    mesh, micro_batch = faster.mesh, faster.train.micro_batch
+    needs, product = mesh.data * micro_batch, f"data {mesh.data} × micro-batch {micro_batch}"
+    if mesh.chunks > 1:
+        needs, product = needs * mesh.pipe, f"{product} × pipe {mesh.pipe} for the chunks"
+    instead = f": --train.batch-rampup {needs} {needs} {rampup[2]}" if rampup and needs < train.global_batch else ""
+    return values | {"seconds": seconds, "left_out": describe(faster), "needs": needs}, (
+        f"{start}. It leaves out {describe(faster)}: {seconds:.3g} s at the whole batch, "
+        f"{seconds / best.time.total - 1:+.1%}. That takes sizes that are multiples of {needs} ({product}){instead}"
+    )

@@ -10,10 +10,8 @@ import pytest
 from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig, ModelConfig, TrainConfig, load_config
 from mjax.errors import UsageError
-from mjax.planner.search import alternatives, describe, search
-from mjax.planner.search_limits import check_searchable, enough_devices, refuse_too_big
-from mjax.planner.space import SEARCHED, candidates
-from mjax.planner.target_batch import with_batch
+from mjax.planner.search import SEARCHED, alternatives, candidates, describe, search
+from mjax.planner.search_limits import check_searchable, enough_devices, refuse_too_big, with_batch
 from mjax.validation import validate
 
 SMALL = Config(

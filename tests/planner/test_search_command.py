@@ -13,9 +13,8 @@ from mjax.config import load_config
 from mjax.hardware import USABLE_FRACTION, gpu_named
 from mjax.models.build import count_parameters
 from mjax.planner.memory import predict_memory
-from mjax.planner.search import search
+from mjax.planner.search import SEARCHED, search
 from mjax.planner.search_command import SearchArguments, run_search
-from mjax.planner.space import SEARCHED
 from mjax.planner.time import predict_time
 from mjax.training.metrics import read_metrics
 from tests.conftest import ROOT
