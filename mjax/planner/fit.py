@@ -1,4 +1,4 @@
-"""Whether a config fits into the memory of a GPU, and if not, what would make it fit, cheapest first.
+"""Fitting a config into the memory of a GPU: does it, and if not, what would make it fit, cheapest first.
 
 Every combination of the changes below is tried in numbers; one that runs (`validate`) and leaves HEADROOM of the memory
 free is proposed, unless a part of it alone would be enough. Prices only put the proposals in order: they are ranks, not
@@ -21,6 +21,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mjax.config import Config
 from mjax.errors import UsageError
@@ -28,13 +29,14 @@ from mjax.hardware import GIB, USABLE_FRACTION
 from mjax.launch import MEMORY_FRACTIONS
 from mjax.models.kernels import capability_of, resolved_on_gpu
 from mjax.planner.memory import HEADROOM, Memory, free_share, predict_memory
+from mjax.planner.search import value_of, with_values
 from mjax.validation import validate
 
 # Ranks of what a change costs; a combination costs their sum.
 SEQUENCE_PARALLEL, ZERO_1, SELECTIVE, SMALLER_MICRO_BATCH, FULL, ZERO_3, OTHER_MESH, MORE_GPUS = (
     1, 2, 4, 8, 16, 24, 32, 128,
 )  # fmt: skip
-RECOMPUTE = {"none": 0, "selective": SELECTIVE, "full": FULL}
+RECOMPUTE, ZERO = {"none": 0, "selective": SELECTIVE, "full": FULL}, {0: 0, 1: ZERO_1, 3: ZERO_3}
 
 DEFAULT_FRACTION = 0.75  # of a GPU's memory, what JAX takes where nobody says otherwise
 
@@ -68,17 +70,15 @@ def changes_that_fit(config: Config, usable: float, count: int = 3) -> list[Chan
 
     None of them contains another one. The global batch, the model and its numbers stay as they are.
     """
-    found: list[tuple[dict[str, str], Change]] = []
-    for price, flags, changed in sorted(_candidates(config), key=lambda candidate: candidate[0]):
-        if any(
-            other.items() <= flags.items() or flags.items() <= other.items() or _wider(other, flags)
-            for other, _ in found
-        ):
+    found: list[tuple[dict[str, Any], Change]] = []
+    for price, values in sorted(_candidates(config), key=lambda candidate: candidate[0]):
+        if any(values.items() <= other.items() or _includes(values, other) for other, _ in found):
             continue
+        changed = with_values(config, values)
         if not _runs(changed) or free_share((memory := predict_memory(changed)).total, usable) < HEADROOM:
             continue
-        found.append((flags, Change(" ".join(f"{flag} {value}".strip() for flag, value in flags.items()),
-                                    changed, memory, price)))  # fmt: skip
+        typed = (f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in values.items())
+        found.append((values, Change(" ".join(typed), changed, memory, price)))
         if len(found) == count:
             break
     return [change for _, change in found]
@@ -165,43 +165,34 @@ def describe_kinds(memory: Memory) -> str:
 # --- The combinations that are tried ----------------------------------------------------------------------------------
 
 
-def _candidates(config: Config) -> Iterator[tuple[int, dict[str, str], Config]]:
-    """Every combination of changes: its price, its flags and the config with them."""
+def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every combination of changes: its price, and the changed fields by dotted name."""
     mesh, train = config.mesh, config.train
-    for (pipe, data, model), recompute in itertools.product(_meshes(config), _at_least(train.recompute, RECOMPUTE)):
-        share = train.global_batch // data
-        moved = (pipe, data, model) != (mesh.pipe, mesh.data, mesh.model)
+    recomputes = [each for each in RECOMPUTE if RECOMPUTE[each] >= RECOMPUTE[train.recompute]]
+    for (pipe, data, model), recompute in itertools.product(_meshes(config), recomputes):
         devices = pipe * data * model
-        price = OTHER_MESH * moved + MORE_GPUS * (devices > mesh.devices) * devices // mesh.devices
-        price += RECOMPUTE[recompute] - RECOMPUTE[train.recompute]
+        moved = OTHER_MESH * ((pipe, data, model) != (mesh.pipe, mesh.data, mesh.model))
+        moved += MORE_GPUS * (devices > mesh.devices) * devices // mesh.devices
         splits = {mesh.sequence_parallel, True} if model > 1 else {mesh.sequence_parallel}
-        zeros = [stage for stage in (0, 1, 3) if stage >= mesh.zero and (data > 1 or stage == mesh.zero)]
-        for micro_batch, split, zero in itertools.product(_micro_batches(train.micro_batch, share), splits, zeros):
-            axes = {
-                "--mesh.pipe": (pipe, mesh.pipe),
-                "--mesh.data": (data, mesh.data),
-                "--mesh.model": (model, mesh.model),
+        zeros = [stage for stage in ZERO if stage >= mesh.zero and (data > 1 or stage == mesh.zero)]
+        micro_batches = _micro_batches(train.micro_batch, train.global_batch // data)
+        for micro_batch, split, zero in itertools.product(micro_batches, splits, zeros):
+            every = {
+                "mesh.pipe": pipe,
+                "mesh.data": data,
+                "mesh.model": model,
+                "mesh.sequence_parallel": split,
+                "mesh.zero": zero,
+                "train.recompute": recompute,
+                "train.micro_batch": micro_batch,
             }
-            flags = {flag: f"{ranks}" for flag, (ranks, before) in axes.items() if ranks != before}
-            if split and not mesh.sequence_parallel:
-                flags["--mesh.sequence-parallel"] = ""
-            if zero != mesh.zero:
-                flags["--mesh.zero"] = f"{zero}"
-            if recompute != train.recompute:
-                flags["--train.recompute"] = recompute
-            if micro_batch != train.micro_batch:
-                flags["--train.micro-batch"] = f"{micro_batch}"
-            if not flags:
-                continue
-            halvings = (train.micro_batch // micro_batch).bit_length() - 1
-            cost = price + SEQUENCE_PARALLEL * (split and not mesh.sequence_parallel)
-            cost += {0: 0, 1: ZERO_1, 3: ZERO_3}[zero] * (zero != mesh.zero) + SMALLER_MICRO_BATCH * halvings
-            changed = replace(
-                config,
-                mesh=replace(mesh, pipe=pipe, data=data, model=model, sequence_parallel=split, zero=zero),
-                train=replace(train, recompute=recompute, micro_batch=micro_batch),
-            )
-            yield cost, flags, changed
+            values = {name: value for name, value in every.items() if value != value_of(config, name)}
+            price = moved + RECOMPUTE[recompute] - RECOMPUTE[train.recompute]
+            price += SEQUENCE_PARALLEL * ("mesh.sequence_parallel" in values)
+            price += ZERO[zero] * ("mesh.zero" in values)
+            price += SMALLER_MICRO_BATCH * ((train.micro_batch // micro_batch).bit_length() - 1)
+            if values:
+                yield price, values
 
 
 def _meshes(config: Config) -> list[tuple[int, int, int]]:
@@ -228,28 +219,14 @@ def _micro_batches(largest: int, share: int) -> list[int]:
     return [size for size in halves if size <= share and share % size == 0]
 
 
-def _at_least(value: str, ranked: dict[str, int]) -> list[str]:
-    return [name for name, rank in ranked.items() if rank >= ranked[value]]
+def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
+    """True where `values` do what is proposed already, or more of the same: a still smaller micro-batch, full in the
+    place of selective recomputation."""
 
+    def strength(name: str, value: Any) -> int:
+        return -value if name == "train.micro_batch" else RECOMPUTE.get(value, value)
 
-def _wider(proposed: dict[str, str], flags: dict[str, str]) -> bool:
-    """Whether `flags` do what is proposed already, and more of the same: a still smaller micro-batch, full in the place
-    of selective recomputation."""
-    order = {"--train.recompute": ["selective", "full"], "--mesh.zero": ["1", "3"]}
-
-    def covers(flag: str) -> bool:
-        if flag not in flags:
-            return False
-        mine, other = flags[flag], proposed[flag]
-        if flag == "--train.micro-batch":
-            return int(mine) <= int(other)
-        if flag in order:
-            return order[flag].index(mine) >= order[flag].index(other)
-        if flag in ("--mesh.pipe", "--mesh.data", "--mesh.model"):
-            return int(mine) >= int(other)
-        return mine == other
-
-    return all(covers(flag) for flag in proposed)
+    return all(name in values and strength(name, values[name]) >= strength(name, proposed[name]) for name in proposed)
 
 
 def _runs(config: Config) -> bool:

@@ -265,6 +265,14 @@ def value_of(config: Config, name: str) -> Any:
     return getattr(getattr(config, section), field)
 
 
+def with_values(config: Config, values: dict[str, Any]) -> Config:
+    """`config` with other values of the fields of these dotted names."""
+    for name, value in values.items():
+        section, field = name.split(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
+    return config
+
+
 # --- In words ---------------------------------------------------------------------------------------------------------
 
 

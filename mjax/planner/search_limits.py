@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import Any
 
 from mjax.batch_size import BatchSizes
 from mjax.config import Config, DataConfig, MeshConfig, suggestion
@@ -15,7 +14,7 @@ from mjax.errors import UsageError
 from mjax.hardware import GIB
 from mjax.models.build import count_parameters
 from mjax.planner.memory import HEADROOM, free_share
-from mjax.planner.search import SEARCHED, Found, MemoryOf, batch_unit, candidates, describe, divisors
+from mjax.planner.search import SEARCHED, Found, MemoryOf, batch_unit, candidates, describe, divisors, with_values
 from mjax.validation import validate
 
 LARGEST = 16_384
@@ -100,14 +99,6 @@ def enough_devices(
         if any(free_share(each, capacity) >= HEADROOM for each in needs):
             return count
     return None
-
-
-def with_values(config: Config, values: dict[str, Any]) -> Config:
-    """`config` with other values of the fields of these dotted names."""
-    for name, value in values.items():
-        section, field = name.split(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
-    return config
 
 
 def _of_rampup(config: Config) -> str:

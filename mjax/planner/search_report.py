@@ -22,9 +22,9 @@ from mjax.planner.search import (
     describe,
     search,
     value_of,
+    with_values,
     word,
 )
-from mjax.planner.search_limits import with_values
 from mjax.planner.section import Section, table
 from mjax.planner.time_section import run_tokens
 

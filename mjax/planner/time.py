@@ -27,6 +27,7 @@ The pieces are those of arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -205,7 +206,8 @@ class _Step:
 
     @cached_property
     def _passes(self) -> list[dict[str, float]]:
-        return [self.forward(), self.backward_inputs(), self.backward_weights()]
+        """Of a layer, by part: the forward pass, and the halves of the backward pass: of the inputs, of the weights."""
+        return [self._forward(), self._backward_inputs(), {"matmul": self._weight_gradients(self.layer.of_weights)}]
 
     @cached_property
     def _micro_batch(self) -> dict[str, float]:
@@ -218,27 +220,19 @@ class _Step:
             seconds["pipe"] += 2 * mesh.chunks * self._message  # one activation and one gradient
         return seconds
 
-    @cached_property
-    def _message(self) -> float:
-        return self.message()
-
-    @cached_property
-    def _sums_over_data(self) -> float:
-        return self.sums_over_data()
-
     # --- A layer and a micro-batch ------------------------------------------------------------------------------------
 
-    def forward(self) -> dict[str, float]:
+    def _forward(self) -> dict[str, float]:
         """A layer's forward pass."""
         return {
             "matmul": self._forward_products,
             "attention": self._attention,
             "elementwise": self._elementwise,
             "model": len(self.layer.branches) * self._layer_sum,
-            "data": self._gather_layer(),
+            "data": self._over_data(self.element),
         }
 
-    def backward_inputs(self) -> dict[str, float]:
+    def _backward_inputs(self) -> dict[str, float]:
         """A layer's backward pass but for the gradients of its weights, and what it computes again."""
         again, software = self.config.train.recompute, self.software
         to_inputs = sum(self.rates.product(self.tokens, each.k, each.n) for each in self.layer.of_weights)
@@ -254,19 +248,15 @@ class _Step:
             "attention": self._attention_backward() + attention * self._attention,
             "elementwise": (software.backward_traffic + (whole or attention)) * self._elementwise,
             "model": sums,
-            "data": self._gather_layer() + self._scatter_layer(),
+            "data": self._over_data(self.element) + self._over_data(software.gradient_bytes),
         }
-
-    def backward_weights(self) -> dict[str, float]:
-        """The gradients of a layer's weights."""
-        return {"matmul": sum(map(self._weight_gradient, self.layer.of_weights))}
 
     @cached_property
     def _forward_products(self) -> float:
         return sum(self.rates.product(self.tokens, each.n, each.k) for each in self.layer.of_weights)
 
-    def _weight_gradient(self, product: trace.Product) -> float:
-        return self.rates.product(product.k, product.n, self.tokens)
+    def _weight_gradients(self, products: Iterable[trace.Product]) -> float:
+        return sum(self.rates.product(each.k, each.n, self.tokens) for each in products)
 
     @cached_property
     def _attention(self) -> float:
@@ -315,24 +305,15 @@ class _Step:
         if not self.software.hides_backward_sums:
             return 0.0
         part = self._layer_sum / (2 if self.config.mesh.sequence_parallel else 1)
-        beside = [sum(map(self._weight_gradient, branch[:-1])) for branch in self.layer.branches]
-        return sum(min(part, seconds) for seconds in beside)
+        return sum(min(part, self._weight_gradients(branch[:-1])) for branch in self.layer.branches)
 
-    def _gather_layer(self) -> float:
-        """ZeRO-3: the weights of a layer, in the compute type."""
-        if self.config.mesh.zero < 3:
-            return 0.0
+    def _over_data(self, width: float) -> float:
+        """ZeRO-3: a gather of the weights of a layer, or a scatter of their gradients, of `width` bytes an element."""
         mesh = self.config.mesh
-        return self.rates.gather(mesh.data, mesh.model, self.element * self.layer_weights)
+        return self.rates.gather(mesh.data, mesh.model, width * self.layer_weights) if mesh.zero == 3 else 0.0
 
-    def _scatter_layer(self) -> float:
-        """ZeRO-3: the gradients of a layer."""
-        if self.config.mesh.zero < 3:
-            return 0.0
-        mesh = self.config.mesh
-        return self.rates.gather(mesh.data, mesh.model, self.software.gradient_bytes * self.layer_weights)
-
-    def message(self) -> float:
+    @cached_property
+    def _message(self) -> float:
         """An activation, or its gradient, to the next stage; all ranks of a server send at once."""
         mesh = self.config.mesh
         whole = self.element * self.stream
@@ -364,7 +345,8 @@ class _Step:
 
     # --- Once a step --------------------------------------------------------------------------------------------------
 
-    def sums_over_data(self) -> float:
+    @cached_property
+    def _sums_over_data(self) -> float:
         """Gradients over `data`, and what ZeRO-1 gathers; of the embedding over `pipe` too."""
         mesh, rates, software = self.config.mesh, self.rates, self.software
         stage, across = mesh.model * mesh.data, software.gradient_bytes + self.element
@@ -372,11 +354,10 @@ class _Step:
         shared = self.held.shared / mesh.pipe
         weights = shared if mesh.zero == 3 else self.held.layers + shared
         if mesh.zero:
-            seconds += rates.gather(mesh.data, mesh.model, across * weights)
-            return seconds
+            return seconds + rates.gather(mesh.data, mesh.model, across * weights)
         summed = rates.sum(mesh.data, mesh.model, software.gradient_bytes * weights)
         if software.hides_gradient_sums:  # beside the backward pass of the last micro-batch
-            beside = self.layers * (sum(self.backward_inputs().values()) + sum(self.backward_weights().values()))
+            beside = self.layers * sum(sum(each.values()) for each in self._passes[1:])
             summed = max(0.0, summed - beside)
         return seconds + summed
 
