@@ -84,41 +84,19 @@ class Software:
 # bytes of Adam, 4 of the norm and 6 of the cast, were read from programs compiled for H100s (docs/benchmarks.md).
 MJAX = Software(
     name="mjax",
-    stream_bytes=24,
-    mlp_bytes=7,
-    score_bytes=8,
-    kernels=8,
-    backward_traffic=1.6,
-    flash=True,
-    repeated_sums=1,
-    gradient_bytes=4,
-    accumulate_bytes=12,
-    optimizer_bytes=36,
-    splits_messages=False,
-    sends_every_tick=True,
-    hides_backward_sums=True,
-    hides_gradient_sums=False,
-)
+    stream_bytes=24, mlp_bytes=7, score_bytes=8, kernels=8, backward_traffic=1.6, flash=True, repeated_sums=1,
+    gradient_bytes=4, accumulate_bytes=12, optimizer_bytes=36,
+    splits_messages=False, sends_every_tick=True, hides_backward_sums=True, hides_gradient_sums=False,
+)  # fmt: skip
 
 # The program of arXiv 2104.04473 (Megatron-LM v2): GELU, dropout with residual, and softmax are fused kernels,
 # attention writes its scores and a dropout mask; gradients are fp16.
 MEGATRON_2021 = Software(
     name="Megatron-LM of 2021",
-    stream_bytes=26,
-    mlp_bytes=6,
-    score_bytes=10,
-    kernels=11,
-    backward_traffic=1.6,
-    flash=False,
-    repeated_sums=2,
-    gradient_bytes=2,
-    accumulate_bytes=6,
-    optimizer_bytes=52,
-    splits_messages=True,
-    sends_every_tick=False,
-    hides_backward_sums=False,
-    hides_gradient_sums=False,
-)
+    stream_bytes=26, mlp_bytes=6, score_bytes=10, kernels=11, backward_traffic=1.6, flash=False, repeated_sums=2,
+    gradient_bytes=2, accumulate_bytes=6, optimizer_bytes=52,
+    splits_messages=True, sends_every_tick=False, hides_backward_sums=False, hides_gradient_sums=False,
+)  # fmt: skip
 
 # The program of arXiv 2205.05198: the same, but it gathers for a weight's gradient beside another product (section
 # 4.2.2).
@@ -191,36 +169,20 @@ class Calibration:
 # NVLink, which is about 230 GB/s on an A100, and 85% of the network cards; NCCL's own base latency of a ring, 8.4 µs
 # (NVIDIA/nccl, src/graph/tuning.cc). Flash attention reaches 50 to 73% of the peak of an A100 (arXiv 2307.08691).
 MEGATRON_A100 = Calibration(
-    software=MEGATRON_2021,
-    gpu="a100",
-    matmul=0.782,
-    half=109.3,
-    attention=0.5,
-    memory=0.8,
-    launch=5e-6,
-    node=0.77,
-    network=0.85,
-    collective=8.4e-6,
-    error=0.05,
-    error_elsewhere=0.33,
-    fitted_on="ten runs of Megatron-LM, arXiv 2104.04473, table 1",
-    parameters=(1.7e9, 1008e9),
-    devices=(32, 3072),
-)
+    software=MEGATRON_2021, gpu="a100",
+    matmul=0.782, half=109.3, attention=0.5, memory=0.8, launch=5e-6, node=0.77, network=0.85, collective=8.4e-6,
+    error=0.05, error_elsewhere=0.33, fitted_on="ten runs of Megatron-LM, arXiv 2104.04473, table 1",
+    parameters=(1.7e9, 1008e9), devices=(32, 3072),
+)  # fmt: skip
 
 # Fitted to the fourteen scaling figures of arXiv 1909.08053: `matmul` and `launch`, which is what a program costs that
 # starts each kernel from Python; the rest as on A100.
 MEGATRON_V100 = dataclasses.replace(
-    MEGATRON_A100,
-    software=MEGATRON_2019,
-    gpu="v100-dgx2h",
-    matmul=0.735,
-    launch=96.8e-6,
-    error=0.12,
-    fitted_on="fourteen scaling figures of Megatron-LM, arXiv 1909.08053, figure 5 and appendix D",
-    parameters=(1.2e9, 8.3e9),
-    devices=(1, 512),
-)
+    MEGATRON_A100, software=MEGATRON_2019, gpu="v100-dgx2h",
+    matmul=0.735, launch=96.8e-6,
+    error=0.12, fitted_on="fourteen scaling figures of Megatron-LM, arXiv 1909.08053, figure 5 and appendix D",
+    parameters=(1.2e9, 8.3e9), devices=(1, 512),
+)  # fmt: skip
 
 # The rates of a large matrix product and of a collective belong to the hardware and its libraries, so mjax starts from
 # those of Megatron-LM on A100s. Its error bar is the worst of what these rates said of runs they were not fitted to:

@@ -25,13 +25,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+
+import numpy as np
 
 from mjax.config import Config
 from mjax.models.kernels import HOPPER, attention_on_gpu
 from mjax.planner.rates import WIDTHS
 from mjax.planner.regions import backward_work
-from mjax.planner.weights import Held, held_by
+from mjax.planner.weights import held_by
 from mjax.training import trace
 
 # Of the memory of a GPU, what has to stay free: predictions are off by up to this.
@@ -45,16 +47,16 @@ KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "works
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest device at the fullest moment of a training step.
+    """Bytes on the device that needs most, at the peak of a training step.
 
     Attributes:
       parameters: float32 masters, and the copy in the compute type that the step computes with.
       optimizer: Adam's two moments.
       gradients: of all layers in the compute type, sums over micro-batches in float32.
       activations: what is kept for the backward pass.
-      logits: scores of the vocabulary; 0 where the fullest moment is another one.
+      logits: scores of the vocabulary; 0 where the peak is at another point.
       workspace: everything else, mostly the work of one layer.
-      moment: `head`, `backward` or `reduction`.
+      moment: the point of the peak: `head`, `backward` or `reduction`.
     """
 
     parameters: float
@@ -73,7 +75,7 @@ class Memory:
     @property
     def total(self) -> float:
         """All kinds together."""
-        return self.parameters + self.optimizer + self.gradients + self.activations + self.logits + self.workspace
+        return sum(self.parts.values())
 
 
 def free_share(needed: float, usable: float) -> float:
@@ -82,7 +84,7 @@ def free_share(needed: float, usable: float) -> float:
 
 
 def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memory:
-    """What a training step of `config` needs, on the fullest device; no device is touched.
+    """What a training step of `config` needs, on the device that needs most; no device is touched.
 
     Args:
       config: validated; `model.attention` a kernel's name, or `auto`, which is taken as on this GPU.
@@ -91,21 +93,19 @@ def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memo
     Raises:
       UsageError: `model.attention` is cudnn, which cannot do what the config needs.
     """
-    sizes = _Sizes.of(config, attention_on_gpu(config, capability))
-    moments = [_head(sizes), _backward(sizes), _reduction(sizes)]
-    return max(moments, key=lambda memory: memory.total)
+    sizes = _Sizes(config, attention_on_gpu(config, capability))
+    return max(_head(sizes), _backward(sizes), _reduction(sizes), key=lambda memory: memory.total)
 
 
 # --- Sizes of the arrays of one device --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class _Sizes:
-    """Bytes of the arrays that the moments are made of, for one micro-batch on one device.
+    """Bytes of the arrays that a step is made of, for one micro-batch on one device.
 
     Attributes:
       config, held: the config, and the weights of a device.
-      width: c, bytes of the compute type.
+      width: c, bytes of the compute dtype.
       master: bytes of a master weight and of a sum of gradients.
       layers: a chunk's: those that one forward pass runs through.
       stream: the rows of the residual stream that this rank has.
@@ -117,46 +117,25 @@ class _Sizes:
       heads: what the head keeps besides them, and the gradients of that.
     """
 
-    config: Config
-    held: Held
-    width: int
-    master: int
-    layers: int
-    stream: int
-    kept: int
-    factors: int
-    work: int
-    biases: int
-    logits: int
-    heads: int
-
-    @classmethod
-    def of(cls, config: Config, kernel: str) -> _Sizes:
+    def __init__(self, config: Config, kernel: str):
         mesh, b, recompute = config.mesh, config.train.micro_batch, config.train.recompute
-        width = WIDTHS[config.precision.compute]
-        of_sample = _of_sample(trace.Traced.of(config), kernel, recompute)
+        self.config, self.held = config, held_by(config.model, mesh)
+        self.width = WIDTHS[config.precision.compute]
+        self.master = max(4, self.width)
+        self.layers = config.model.layers // (mesh.pipe * mesh.chunks)
+        sample = _of_sample(trace.Traced.of(config), kernel, recompute)
         # The mask of dropout has a byte an element. Where attention is computed again and there are collectives, XLA
         # begins with it beside one of those, so its probabilities are there twice.
         early = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and mesh.data > 1))
-        scores = of_sample.scores * ((config.model.attention_dropout > 0) + width * early)
-        return cls(
-            config=config,
-            held=held_by(config.model, mesh),
-            width=width,
-            master=max(4, width),
-            layers=config.model.layers // (mesh.pipe * mesh.chunks),
-            stream=of_sample.stream * b,
-            kept=of_sample.kept * b,
-            factors=of_sample.factors * b,
-            work=(of_sample.work + scores) * b,
-            biases=of_sample.biases * (b if "documents" in config.batch_arrays() else 1),
-            logits=of_sample.logits * b,
-            heads=of_sample.heads * b,
-        )
+        scores = sample.scores * ((config.model.attention_dropout > 0) + self.width * early)
+        self.stream, self.kept, self.factors = sample.stream * b, sample.kept * b, sample.factors * b
+        self.work = (sample.work + scores) * b
+        self.biases = sample.biases * (b if "documents" in config.batch_arrays() else 1)
+        self.logits, self.heads = sample.logits * b, sample.heads * b
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients are summed over micro-batches, in float32."""
+        """True where gradients are summed over micro-batches, in float32."""
         return self.config.mesh.pipe > 1 or self.config.micro_batches > 1
 
     @property
@@ -164,12 +143,12 @@ class _Sizes:
         """Elements of the weights of one layer, as the computation uses them."""
         return self.held.layers / (self.layers * self.config.mesh.chunks)
 
-    @cached_property
+    @property
     def batch(self) -> float:
         """Bytes of the replica's rows of a batch."""
-        widths, config = {"int32": 4, "bool": 1}, self.config
-        total = sum(math.prod(shape) * widths[kind] for shape, kind in config.batch_arrays().values())
-        return total * config.train.global_batch / config.mesh.data
+        arrays = self.config.batch_arrays().values()
+        total = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
+        return total * self.config.train.global_batch / self.config.mesh.data
 
 
 @dataclass(frozen=True)
@@ -209,11 +188,11 @@ def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
 
 def kept_by_layer(config: Config) -> float:
     """Bytes that a layer keeps of one micro-batch from its forward to its backward pass."""
-    return _Sizes.of(config, attention_on_gpu(config)).kept
+    return _Sizes(config, attention_on_gpu(config)).kept
 
 
 def _in_flight(config: Config) -> tuple[int, int]:
-    """Chunks' activations that wait for their backward pass, and for their weight gradients, on the fullest stage.
+    """Chunks' activations that wait for their backward pass, and for their weight gradients, on the stage with most.
 
     The slots of `schedules.build_schedule`, in closed form.
     """
@@ -226,12 +205,7 @@ def _in_flight(config: Config) -> tuple[int, int]:
     return min(most, stages * chunks), min(most, stages * chunks)
 
 
-# --- The moments ------------------------------------------------------------------------------------------------------
-
-
-def _stored(sizes: _Sizes) -> tuple[float, float]:
-    """Bytes of masters and of moments."""
-    return sizes.master * sizes.held.stored, 2 * sizes.master * sizes.held.stored
+# --- The three points -------------------------------------------------------------------------------------------------
 
 
 def _computed(sizes: _Sizes) -> tuple[float, float]:
@@ -261,17 +235,12 @@ def _layer_gradients(sizes: _Sizes) -> float:
 
 
 def _activations(sizes: _Sizes) -> float:
-    kept = sizes.kept * sizes.layers
     if sizes.config.mesh.pipe == 1:
-        return kept
+        return sizes.kept * sizes.layers
     slots, pending = _in_flight(sizes.config)
-    # The backward pass reads its slot of the ring buffer into an array of its own.
-    return kept * (slots + 1) + _pending(sizes) * (pending + (pending > 0))
-
-
-def _pending(sizes: _Sizes) -> float:
-    """ZB-H1: bytes of both factors of each kernel's gradient, for the layers of a chunk."""
-    return sizes.layers * sizes.factors
+    # The backward pass reads its slot of the ring buffer into an array of its own. ZB-H1: both factors of each kernel's
+    # gradient wait.
+    return sizes.layers * (sizes.kept * (slots + 1) + sizes.factors * (pending + (pending > 0)))
 
 
 def _messages(sizes: _Sizes) -> float:
@@ -284,52 +253,58 @@ def _messages(sizes: _Sizes) -> float:
 
 
 def _weights_in_hand(sizes: _Sizes) -> float:
-    """Bytes of the one layer's weights that a scan has cut out of the stack, or gathered, and of their gradients."""
-    if sizes.held.gathered:
-        return sizes.of_layer * (2 * sizes.width + sizes.master)
-    return sizes.of_layer * sizes.width
+    """Bytes of the one layer's weights that a scan has cut out of the stack, or gathered, and of their gradients; and
+    of the copy of a chunk's weights, where a stage has several."""
+    chunks = sizes.config.mesh.chunks
+    widths = 2 * sizes.width + sizes.master if sizes.held.gathered else sizes.width
+    return sizes.of_layer * widths + (sizes.width * sizes.held.layers / chunks if chunks > 1 else 0.0)
 
 
-def _chunk_in_hand(sizes: _Sizes) -> float:
-    """Bytes of the copy of a chunk's weights, where a stage has several."""
-    mesh = sizes.config.mesh
-    return sizes.width * sizes.held.layers / mesh.chunks if mesh.chunks > 1 else 0.0
+def _memory(
+    sizes: _Sizes,
+    moment: str,
+    computed: float,
+    gradients: float,
+    activations: float = 0.0,
+    logits: float = 0.0,
+    workspace: float = 0.0,
+) -> Memory:
+    """With masters and moments, which are there all the time; `computed` are the copies that the step uses."""
+    masters = sizes.master * sizes.held.stored
+    return Memory(masters + computed, 2 * masters, gradients, activations, logits, workspace, moment)
 
 
 def _backward(sizes: _Sizes) -> Memory:
     """While the layers are differentiated, after the first of them."""
-    masters, moments = _stored(sizes)
     layers, shared = _computed(sizes)
     held, c = sizes.held, sizes.width
     repeats = sizes.accumulates  # the embedding is needed again, by the next micro-batch
     # The gradient of the embedding as output layer waits for that as input; in a pipeline it is summed up at once.
     waiting = c * held.table if sizes.config.mesh.pipe == 1 else 0.0
     gradients = _layer_gradients(sizes) + _sums(sizes) + waiting
-    work = sizes.work + _weights_in_hand(sizes) + _chunk_in_hand(sizes)
+    work = sizes.work + _weights_in_hand(sizes)
     work += _messages(sizes) + sizes.biases + sizes.batch
-    parameters = masters + layers + (shared if repeats else 0.0)
-    return Memory(parameters, moments, gradients, _activations(sizes), 0.0, work, "backward")
+    computed = layers + (shared if repeats else 0.0)
+    return _memory(sizes, "backward", computed, gradients, _activations(sizes), workspace=work)
 
 
 def _head(sizes: _Sizes) -> Memory:
     """When the logits are there, and their gradient takes their place."""
-    masters, moments = _stored(sizes)
     layers, shared = _computed(sizes)
     # The gradient of the embedding takes the place of its copy, unless another micro-batch needs that.
     gradients = _sums(sizes) + (sizes.width * sizes.held.table if sizes.accumulates else 0.0)
     work = sizes.heads + _messages(sizes) + sizes.biases / 2 + sizes.batch
-    return Memory(masters + layers + shared, moments, gradients, _activations(sizes), sizes.logits, work, "head")
+    return _memory(sizes, "head", layers + shared, gradients, _activations(sizes), sizes.logits, work)
 
 
 def _reduction(sizes: _Sizes) -> Memory:
     """After the backward pass: gradients in the compute type become float32 and are summed over `data`."""
-    masters, moments = _stored(sizes)
     held, mesh = sizes.held, sizes.config.mesh
     whole = held.layers - held.gathered + held.shared
     wide = sizes.master * (whole + held.gathered_shards)
     if mesh.data == 1 and not sizes.accumulates:
-        return Memory(masters, moments, sizes.width * whole, 0.0, 0.0, sizes.batch, "reduction")  # nothing is summed
+        return _memory(sizes, "reduction", 0.0, sizes.width * whole, workspace=sizes.batch)  # nothing is summed
     # They are converted one after the other, so the last that is still in both types is the largest.
     both = not (held.gathered or sizes.accumulates or sizes.width == sizes.master)
     narrow = sizes.width * held.largest if both else 0.0
-    return Memory(masters, moments, narrow + wide, 0.0, 0.0, sizes.batch, "reduction")
+    return _memory(sizes, "reduction", 0.0, narrow + wide, workspace=sizes.batch)
