@@ -1,7 +1,7 @@
-"""`mjax plan`: what a run of a config will do, said before it starts and without touching a device.
+"""`mjax plan`: predict what a run of a config will do, before it starts and without touching a device.
 
-A plan is a list of sections in a fixed order. Each is made by a function of the arguments, which gives None where the
-config has nothing of it (no schedule without a pipeline) or where it was not asked for.
+A plan is a list of sections in a fixed order. Each is made by a function of what is planned, which returns None where
+the config has no such part (no schedule without a pipeline) or where it was not asked for.
 """
 
 from __future__ import annotations
@@ -61,8 +61,6 @@ class PlanArguments:
     save_program: Path | None = None
     """With --compile: write the step into this file, for a cluster to compile and for people to read."""
     search: Annotated[SearchArguments, tyro.conf.arg(name="")] = field(default_factory=SearchArguments)
-    searched: Annotated[Section | None, tyro.conf.Suppress] = None
-    """What the search found; no flag."""
     json: bool = False
     """Print one JSON object instead of tables."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -83,62 +81,107 @@ def plan(argv: Sequence[str]) -> int:
     return run_plan(arguments)
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """What is planned: the arguments, a checked config, the GPU in its server, its rates, and what the search found."""
+
+    arguments: PlanArguments
+    config: Config
+    gpu: Gpu | None
+    calibration: Calibration
+    searched: Section | None = None
+
+    @property
+    def per_server(self) -> int:
+        """GPUs of a server; 8 where no GPU is named, which is refused elsewhere."""
+        return 8 if self.gpu is None else self.gpu.gpus_per_node
+
+
 def run_plan(arguments: PlanArguments) -> int:
-    """Print the plan of a checked config; returns the exit code.
+    """Print the plan of a config; returns the exit code.
 
     Raises:
       UsageError: the config cannot run, a picture is of something that it does not have, or it cannot be written where
         it should go.
     """
+    planned = _Planned(arguments, arguments.settings, *_hardware(arguments))
+    about = ""
+    if arguments.search.devices is not None:
+        planned, about = _with_the_fastest(planned)
+    config, gpu = planned.config, planned.gpu
+    # A plan needs no data.
+    validate(replace(config, data=replace(config.data, mock=True)), arguments.config)
+    if arguments.schedule_figure is not None:
+        _check_pipeline(planned)
+    if arguments.compile:
+        from mjax.planner.compile_section import check_arguments
+
+        check_arguments(config, gpu and gpu.name, planned.per_server, arguments.save_program)
+    attention_on_gpu(config) if gpu is None else attention_on_gpu(config, gpu.compute_capability)
+    if arguments.search.write is not None:  # after all that can be refused
+        write_config(config, arguments.search.write, about)
+
+    sections = {key: build(planned) for key, build in SECTIONS.items()}
+    if arguments.json:
+        values = {key: None if section is None else section.values for key, section in sections.items()}
+        print(json.dumps(values, allow_nan=False))
+    else:
+        print("\n\n".join(section.text for section in sections.values() if section is not None))
+    return 0
+
+
+def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration]:
+    """The GPU that was named, in the server that was described, and its rates; flags that cannot work are refused."""
     for name in ("schedule_figure", "memory_figure", "communication_figure"):
         if (file := getattr(arguments, name)) is not None:
             check_picture(f"--{name.replace('_', '-')}", file)
     check_search(arguments.search, arguments.gpu)
     if arguments.save_program is not None and not arguments.compile:
         raise UsageError("--save-program writes what --compile compiles; add --compile --gpu h100")
-    _check_server(arguments)
+    per_server, network, file = arguments.devices_per_node, arguments.network, arguments.calibration
     if arguments.gpu is not None:
-        arguments = replace(arguments, gpu=gpu_named(arguments.gpu).name)  # it may be given as JAX calls the device
-    about = ""
-    if arguments.search.devices is not None:
-        arguments, about = _with_the_fastest(arguments)
-    config = arguments.settings
-    # A plan needs no data.
-    validate(replace(config, data=replace(config.data, mock=True)), arguments.config)
-    if arguments.schedule_figure is not None:
-        _check_pipeline(arguments)
+        gpu = gpu_named(arguments.gpu).in_server(per_server, network)
+        return gpu, default_calibration() if file is None else read_calibration(file)
+    for flag, value in (("--devices-per-node", per_server), ("--network", network)):
+        if value is not None:
+            raise UsageError(f"{flag} {value:g} describes the server of a GPU; add --gpu, such as --gpu h100")
+    if file is not None:
+        raise UsageError(f"--calibration {file} is for a GPU; add --gpu, such as --gpu h100")
+    return None, default_calibration()
 
-    if arguments.compile:
-        from mjax.planner.compile_section import check_arguments
 
-        check_arguments(config, arguments.gpu, _per_server(arguments), arguments.save_program)
-    _check_gpu(arguments)
-    if arguments.search.write is not None:  # after all that can be refused
-        write_config(config, arguments.search.write, about)
+def _with_the_fastest(planned: _Planned) -> tuple[_Planned, str]:
+    """What is planned with --devices: the fastest way to run the config on so many; and words about it."""
+    from mjax.planner.search_command import run_search
 
-    sections = {key: build(arguments) for key, build in SECTIONS.items()}
-    if arguments.json:
-        print(
-            json.dumps(
-                {key: None if section is None else section.values for key, section in sections.items()}, allow_nan=False
-            )
+    arguments, gpu, calibration = planned.arguments, planned.gpu, planned.calibration
+    Rates(gpu, calibration, planned.config.precision.compute)  # refuses a dtype whose time cannot be predicted
+    fastest, section, about = run_search(arguments.search, arguments.config, planned.config, gpu, calibration)
+    return replace(planned, config=fastest, searched=section), about
+
+
+def _check_pipeline(planned: _Planned) -> None:
+    layers = planned.config.model.layers
+    if planned.config.mesh.pipe == 1:
+        stages = next((count for count in range(2, layers) if layers % count == 0), layers)
+        keep = " --keep mesh.pipe" if planned.searched is not None else ""
+        raise UsageError(
+            f"--schedule-figure draws a pipeline and {planned.arguments.config} has none; give it stages, such as "
+            f"--mesh.pipe {stages}{keep}"
         )
-    else:
-        print("\n\n".join(section.text for section in sections.values() if section is not None))
-    return 0
 
 
 # --- The sections -----------------------------------------------------------------------------------------------------
 
 
-def _run(arguments: PlanArguments) -> Section:
+def _run(planned: _Planned) -> Section:
     """What is planned."""
     from mjax.models.build import count_parameters
 
-    config = arguments.settings
+    config, name = planned.config, planned.arguments.config
     mesh, train, parameters = config.mesh, config.train, count_parameters(config.model)
     values = {
-        "config": arguments.config,
+        "config": name,
         "parameters": parameters,
         "mesh": {"pipe": mesh.pipe, "data": mesh.data, "model": mesh.model},
         "devices": mesh.devices,
@@ -154,12 +197,12 @@ def _run(arguments: PlanArguments) -> Section:
         "recomputation": train.recompute,
         "ZeRO": mesh.zero,
     }
-    return Section(arguments.config, values, named_rows(rows))
+    return Section(name, values, named_rows(rows))
 
 
-def _schedule(arguments: PlanArguments) -> Section | None:
+def _schedule(planned: _Planned) -> Section | None:
     """The pipeline's schedule, drawn where that is asked for."""
-    config, file = arguments.settings, arguments.schedule_figure
+    config, file = planned.config, planned.arguments.schedule_figure
     if config.mesh.pipe == 1:
         return None
     from mjax.parallel.schedules import schedule_of, slot_times
@@ -194,114 +237,55 @@ def _schedule(arguments: PlanArguments) -> Section | None:
     return Section("Schedule", values, named_rows(rows))
 
 
-def _memory(arguments: PlanArguments) -> Section:
+def _memory(planned: _Planned) -> Section:
     """Bytes on each device, by kind."""
     from mjax.planner.memory_section import memory_section
 
-    gpu = None if arguments.gpu is None else _gpu(arguments)
-    return memory_section(arguments.settings, gpu, arguments.memory_figure)
+    return memory_section(planned.config, planned.gpu, planned.arguments.memory_figure)
 
 
-def _communication(arguments: PlanArguments) -> Section:
+def _communication(planned: _Planned) -> Section:
     """The collectives of the traced step, drawn where that is asked for."""
     from mjax.planner.comms import communication_section, ledger
-    from mjax.planner.comms_figure import draw_communication
 
-    found, file = ledger(arguments.settings), arguments.communication_figure
+    found, file = ledger(planned.config), planned.arguments.communication_figure
     if file is not None:
-        draw_communication(found, file, arguments.config)
+        from mjax.planner.comms_figure import draw_communication
+
+        draw_communication(found, file, planned.arguments.config)
     return communication_section(found, None if file is None else str(file))
 
 
-def _time(arguments: PlanArguments) -> Section | None:
+def _time(planned: _Planned) -> Section | None:
     """The time of a step and of the run, for a GPU that was named."""
-    if arguments.gpu is None:
+    gpu = planned.gpu
+    if gpu is None:
         return None
     from mjax.planner.time_section import time_section
 
-    gpu, calibration = _predictions(arguments)
     try:
-        Rates(gpu, calibration, arguments.settings.precision.compute)
+        Rates(gpu, planned.calibration, planned.config.precision.compute)
     except UsageError as error:  # memory and communication need no peak
         return Section(f"Time on {gpu.name}", {"gpu": gpu.name, "seconds": None, "why": str(error)}, [str(error)])
-    return time_section(arguments.settings, gpu, calibration)
+    return time_section(planned.config, gpu, planned.calibration)
 
 
-def _compile(arguments: PlanArguments) -> Section | None:
+def _compile(planned: _Planned) -> Section | None:
     """The step as XLA compiles it for a GPU, where that is asked for."""
-    if not arguments.compile:
+    if not planned.arguments.compile:
         return None
     from mjax.planner.compile_section import compile_and_tell
 
-    return compile_and_tell(arguments.settings, arguments.gpu, _per_server(arguments), arguments.save_program)
-
-
-def _with_the_fastest(arguments: PlanArguments) -> tuple[PlanArguments, str]:
-    """What is planned with --devices: the fastest way to run the config on so many; and words about it."""
-    from mjax.planner.search_command import run_search
-
-    gpu, calibration = _predictions(arguments)
-    Rates(gpu, calibration, arguments.settings.precision.compute)  # refuses a type of which no time can be said
-    fastest, section, about = run_search(arguments.search, arguments.config, arguments.settings, gpu, calibration)
-    return replace(arguments, settings=fastest, searched=section), about
+    return compile_and_tell(planned.config, planned.gpu.name, planned.per_server, planned.arguments.save_program)
 
 
 # In the order in which they are printed; the keys are those of --json.
-SECTIONS: dict[str, Callable[[PlanArguments], Section | None]] = {
+SECTIONS: dict[str, Callable[[_Planned], Section | None]] = {
     "run": _run,
     "schedule": _schedule,
     "memory": _memory,
     "communication": _communication,
     "time": _time,
-    "search": lambda arguments: arguments.searched,
+    "search": lambda planned: planned.searched,
     "compile": _compile,
 }
-
-
-# --- What is refused --------------------------------------------------------------------------------------------------
-
-
-def _check_pipeline(arguments: PlanArguments) -> None:
-    config = arguments.settings
-    if config.mesh.pipe == 1:
-        layers = config.model.layers
-        stages = next((count for count in range(2, layers) if layers % count == 0), layers)
-        raise UsageError(
-            f"--schedule-figure draws a pipeline and {arguments.config} has none; give it stages, such as "
-            f"--mesh.pipe {stages}{' --keep mesh.pipe' if arguments.search.devices is not None else ''}"
-        )
-
-
-def _check_server(arguments: PlanArguments) -> None:
-    for flag, value in (("--devices-per-node", arguments.devices_per_node), ("--network", arguments.network)):
-        if value is not None and arguments.gpu is None:
-            raise UsageError(f"{flag} {value:g} describes the server of a GPU; add --gpu, such as --gpu h100")
-
-
-def _check_gpu(arguments: PlanArguments) -> None:
-    """Refuse before anything is computed what the sections would refuse after it."""
-    file = arguments.calibration
-    if arguments.gpu is not None:
-        gpu, _ = _predictions(arguments)
-        attention_on_gpu(arguments.settings, gpu.compute_capability)
-        return
-    if file is not None:
-        raise UsageError(f"--calibration {file} is for a GPU; add --gpu, such as --gpu h100")
-    attention_on_gpu(arguments.settings)
-
-
-def _predictions(arguments: PlanArguments) -> tuple[Gpu, Calibration]:
-    """The GPU and its rates, checked."""
-    file = arguments.calibration
-    calibration = default_calibration() if file is None else read_calibration(file)
-    return _gpu(arguments), calibration
-
-
-def _gpu(arguments: PlanArguments) -> Gpu:
-    """The GPU that was named, in the server that was described."""
-    return gpu_named(arguments.gpu).in_server(arguments.devices_per_node, arguments.network)
-
-
-def _per_server(arguments: PlanArguments) -> int:
-    """GPUs of a server; 8 where no GPU is named, which is refused elsewhere."""
-    return 8 if arguments.gpu is None else _gpu(arguments).gpus_per_node
