@@ -1,16 +1,15 @@
-"""`mjax clean`: documents in, the documents worth training on out, and a report of what went and why.
+"""`mjax clean`: keep the documents worth training on, and report what was removed and why.
 
-The steps are the filters of the papers, one after the other, over every document:
+The steps are the papers' filters, applied to every document in this order:
 
     repair          broken Unicode is repaired with ftfy: "donâ€™t" → "don't"        as Megatron's cleanup_dataset.py
     decontaminate   text of evaluation sets is cut out (decontaminate.py)           as Megatron's filter_ngrams.py
-    short           what has fewer than 128 tokens by now is removed                arXiv 1909.08053, section 4
-    keep            the user's own functions say what stays: language, quality
+    short           documents of fewer than 128 tokens are removed                  arXiv 1909.08053, section 4
+    keep            the user's own functions decide what stays: language, quality
 
-The order makes what is written true of the output: every document in it is long enough and was accepted as it stands.
-The corpus is read once; where evaluation text is to be cut out, it is read once more before, to count which of its runs
-of words are common phrases. Documents are streamed; memory holds the evaluation sets' runs of words, 8 bytes a word, in
-each worker.
+In this order every document of the output is long enough and was accepted in its final form. The corpus is read once;
+to cut out evaluation text it is first read once more, to count which runs of words are common phrases. Documents are
+streamed; each worker holds the evaluation sets' runs of words in memory, 8 bytes a word.
 """
 
 import importlib
@@ -38,32 +37,32 @@ from mjax.errors import RunError, UsageError
 
 REPAIRED, CUT, MORE_PIECES = "repaired", "cut at evaluation text", "more pieces by that"
 NOTHING_LEFT, TOO_MANY_PIECES = "nothing left beside evaluation text", f"cut into more than {MOST_PIECES} pieces"
-AHEAD = 16  # characters a token, at most, in text whose beginning alone shows that it is long enough
+AHEAD = 16  # characters a token, at most, in text whose beginning shows that it is long enough
 
 
 @dataclass(frozen=True, kw_only=True)
 class CleanArguments(FilterArguments):
-    """Repair broken Unicode, cut out evaluation text, and remove documents that are short or not wanted."""
+    """Repair broken Unicode, cut out evaluation text, and remove documents that are short or unwanted."""
 
     repair: bool = True
-    """Repair broken Unicode with ftfy; it also straightens quotes and unfolds ligatures."""
+    """Repair broken Unicode with ftfy, which also straightens quotes and expands ligatures."""
     decontaminate: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILES …")] = ()
-    """Evaluation sets, as text files: 13 words in a row that a document shares with one are cut out of it, with 200
-    characters on either side."""
+    """Evaluation sets, as text files: where a document shares 13 words in a row with one, they are cut out of it with
+    200 characters on either side."""
     decontaminate_key: str = "text"
     """Field of the evaluation sets that holds the text."""
     common: Count = 10
-    """Runs of words that the input holds this often are common phrases and are not cut out."""
+    """Runs of words that occur at least this often in the input are common phrases and are not cut out."""
     minimum_tokens: CountOrZero = 128
     """Remove documents of fewer tokens; 0: none."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
-    """What counts tokens, as in `mjax prepare`; when not given, words between white space are counted."""
+    """Tokenizer that counts tokens, as in `mjax prepare`; by default, words between white space are counted."""
     keep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION …")] = ()
-    """Functions of yours that take a document's text and say, True or False, whether it stays; also MODULE:FUNCTION."""
+    """Your functions that take a document's text and return True to keep it or False; also MODULE:FUNCTION."""
 
     @property
     def short(self) -> str:
-        """Why a short document is removed."""
+        """Reason for removing a short document."""
         return f"fewer than {self.minimum_tokens} {'tokens' if self.tokenizer else 'words'}"
 
 
@@ -120,7 +119,7 @@ def _check(arguments: CleanArguments) -> None:
 
 
 def _in_order(tallies: dict[str, Tally], how: CleanArguments) -> dict[str, Any]:
-    """The tallies as the report has them: every step that was asked for, in its order, even if it took nothing."""
+    """The tallies as in the report: every requested step, in order, even if it removed nothing."""
     cutting = bool(how.decontaminate)
     changed = [REPAIRED] * how.repair + [CUT, MORE_PIECES] * cutting
     removed = [NOTHING_LEFT, TOO_MANY_PIECES] * cutting + [how.short] * (how.minimum_tokens > 0)
@@ -130,10 +129,10 @@ def _in_order(tallies: dict[str, Tally], how: CleanArguments) -> dict[str, Any]:
 
 
 def _remarks(arguments: CleanArguments, report: dict[str, Any]) -> Iterator[str]:
-    """What there is to say beside the table."""
+    """Remarks below the table."""
     if found := report.get("decontaminate"):
         yield (
-            f"Of {found['runs']:,} runs of words in the evaluation sets {found['runs_met']:,} were met; "
+            f"Found {found['runs_met']:,} of {found['runs']:,} runs of words of the evaluation sets, "
             f"{found['common_runs']:,} of them {found['common']} times or more: common phrases, not cut out."
         )
     if arguments.minimum_tokens and not arguments.tokenizer:
@@ -145,12 +144,12 @@ def _remarks(arguments: CleanArguments, report: dict[str, Any]) -> Iterator[str]
 
 @dataclass
 class CleanPart:
-    """What one block has given.
+    """Result of one block.
 
     Attributes:
-      kept: lines of the documents that stay.
-      removed: lines of the story of those that went.
-      malformed: lines that hold no document.
+      kept: lines of the documents kept.
+      removed: lines of the record of those removed.
+      malformed: malformed lines.
       tallies: documents read, changed, removed and kept, by the names above.
     """
 
@@ -164,17 +163,17 @@ class CleanPart:
         self.tallies.setdefault(name, Tally(name)).add(text, **example)
 
     def remove(self, reason: str, text: str, source: str, /, **details: Any) -> None:
-        """Note that a document went."""
+        """Record that a document was removed."""
         self.removed += outputs.json_line({"source": source, "reason": reason, **details})
         self.count(reason, text, source=source, text=outputs.excerpt(text), **details)
 
 
 class Cleaner:
-    """Takes documents through all steps; `grams` are evaluation text to cut out, None: nothing is searched for.
+    """Applies all steps to documents; `grams` is the evaluation text to cut out, if any.
 
     Raises:
       UsageError: the tokenizer or a function cannot be loaded.
-      RunError: a function fails on a document, or gives something else than True or False.
+      RunError: a function fails on a document, or returns something other than True or False.
     """
 
     def __init__(self, how: CleanArguments, grams: Grams | None):
@@ -192,7 +191,7 @@ class Cleaner:
         return part
 
     def count_block(self, block: Block) -> Counter[int]:
-        """How often each run of evaluation text occurs in a block."""
+        """Count how often each run of evaluation text occurs in a block."""
         counts: Counter[int] = Counter()
         for document in parse(block, self.how.key)[0]:
             counts.update(decontaminate.count_matches(document.text, self.grams))
@@ -221,21 +220,20 @@ class Cleaner:
             self._judge(document._replace(text=text), part, {})
 
     def _judge(self, document: Document, part: CleanPart, split: dict[str, str]) -> None:
-        """Keep a document or remove it; `split` names it where it is a piece of one."""
-        text, source = document.text, document.source
-        if self._is_short(text):
-            part.remove(self.how.short, text, source, **split)
-            return
+        """Keep or remove a document; `split` names it where it is a piece of one."""
+        reason = self.how.short if self._is_short(document.text) else None
         for spec, function in self._keep:
-            if not _verdict(spec, function, document):
-                part.remove(f"--keep {spec}", text, source, **split)
-                return
+            if reason is None and not _verdict(spec, function, document):
+                reason = f"--keep {spec}"
+        if reason is not None:
+            part.remove(reason, document.text, document.source, **split)
+            return
         part.kept += outputs.document_line(document, self.how.key, **split)
-        part.count("kept", text)
+        part.count("kept", document.text)
 
     def _is_short(self, text: str) -> bool:
         minimum = self.how.minimum_tokens
-        # The beginning of a long text is enough, if it has twice the tokens: a cut changes only those next to it.
+        # The beginning of a long text is enough if it has twice the tokens: a cut changes only tokens next to it.
         beginning = text[: AHEAD * minimum]
         if len(beginning) < len(text) and len(self._encode(beginning)) >= 2 * minimum:
             return False
@@ -246,7 +244,7 @@ def load_function(spec: str) -> Callable[[str], bool]:
     """The function that --keep SPEC names: FILE.py:FUNCTION, or MODULE:FUNCTION of an installed module.
 
     Raises:
-      UsageError: there is none, or its file fails.
+      UsageError: there is no such function, or its file fails.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
@@ -273,5 +271,5 @@ def _verdict(spec: str, function: Callable[[str], bool], document: Document) -> 
     except Exception as error:
         raise RunError(f"--keep {spec} failed on {document.source}: {error!r}") from error
     if not isinstance(verdict, bool | np.bool_):
-        raise RunError(f"--keep {spec} gave {verdict!r} for {document.source}; it has to give True or False")
+        raise RunError(f"--keep {spec} returned {verdict!r} for {document.source}; return True or False")
     return bool(verdict)

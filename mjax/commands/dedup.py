@@ -1,19 +1,19 @@
-"""`mjax dedup`: of documents that are the same, or nearly the same, only the first stays.
+"""`mjax dedup`: keep only the first of documents that are the same, or nearly the same.
 
 Exact duplicates have the same text, byte for byte. Near-duplicates have a Jaccard similarity of their shingles at or
-above a threshold (0.7 in arXiv 1909.08053, section 4): shingles.py says what that is, minhash.py how candidates are
-found, near_duplicates.py how they are compared. Similar pairs are joined into clusters, and of each cluster the
-document that comes first in the input stays. So a document that went is at least as similar as the threshold to some
-other document of its cluster, which need not be the one that stayed.
+above a threshold (0.7 in arXiv 1909.08053, section 4): shingles.py defines it, minhash.py finds candidates, and
+near_duplicates.py compares them. Similar pairs are joined into clusters, and the first document of each cluster is
+kept. So a removed document is at least as similar as the threshold to some other document of its cluster, which need
+not be the one that was kept.
 
-The corpus is read three times, by worker processes that get raw blocks of it, so that the main process has only to read
-and write. Memory holds about 100 bytes a document, however long it is, and the names of those that are removed:
+The corpus is read three times. Worker processes get raw blocks of it, so that the main process only reads and writes.
+Memory holds about 100 bytes a document, however long it is, and the names of those that are removed:
 
     1. every text    → its digest, its signature, its bands           files of 600 to 950 bytes a document
     2. candidates    → their shingles                                 a file of 8 bytes a word
     3. every text    → kept or removed
 
-The files lie beside the output while it is made.
+These files lie beside the output until it is complete.
 """
 
 import hashlib
@@ -39,23 +39,24 @@ from mjax.data.workers import Workers, useful_workers
 from mjax.errors import RunError, UsageError
 from mjax.progress import progress
 
+DIGEST = "V16"  # of a text: 128 bits of BLAKE2b
 EXACT, NEAR = "exact duplicate", "near-duplicate"
-KEPT, NAMED, SHOWN = 1, 2, 4  # what is asked of a document: its line for the output, where it came from, its text
+KEPT, NAMED, SHOWN = 1, 2, 4  # what is needed of a document: its line for the output, its source, its text
 
 
 @dataclass(frozen=True, kw_only=True)
 class DedupArguments(FilterArguments):
-    """Remove exact and near-duplicate documents: of each group of similar ones the first in the input stays."""
+    """Remove exact and near-duplicate documents; the first of each group of similar ones in the input is kept."""
 
     exact: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Only remove documents whose text is the same, byte for byte."""
+    """Remove only documents whose text is the same, byte for byte."""
     threshold: float = 0.7
-    """Jaccard similarity of shingles from which documents are near-duplicates, 0.3 to 1."""
+    """Jaccard similarity of shingles at which documents are near-duplicates, 0.3 to 1."""
     shingles: Unit = "words"
-    """What a shingle is made of: words in lower case without punctuation, or characters as they are (for languages that
-    put no spaces between words)."""
+    """Unit of a shingle: words in lower case without punctuation, or characters as they are (for languages that put no
+    spaces between words)."""
     shingle_size: Count = 5
-    """Words or characters a shingle. Megatron's tools took 5 characters."""
+    """Words or characters in a shingle. Megatron's tools took 5 characters."""
 
 
 def dedup(arguments: DedupArguments) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def dedup(arguments: DedupArguments) -> dict[str, Any]:
 
 
 def _remarks(arguments: DedupArguments, report: dict[str, Any]) -> Iterator[str]:
-    """What there is to say beside the table."""
+    """Remarks below the table."""
     if near := report.get("near_duplicates"):
         recall = near["expected_recall"][f"{arguments.threshold:.3g}"]
         yield (
@@ -96,12 +97,12 @@ def _remarks(arguments: DedupArguments, report: dict[str, Any]) -> Iterator[str]
 
 @dataclass
 class Duplicates:
-    """What was found out about every document of a corpus, in the order in which they come.
+    """Duplicates of every document of a corpus, in input order.
 
     Attributes:
-      same: the first document with the same text, itself where there is none before it; int64 [documents].
-      blocks: documents of each block of the corpus.
-      clusters: near-duplicates among those that come first; None where only exact ones were looked for.
+      same: the first document with the same text, which may be itself; int64 [documents].
+      blocks: documents in each block of the corpus.
+      clusters: near-duplicates among the first ones; None if only exact duplicates were looked for.
       candidates: documents whose shingles were compared with others'.
     """
 
@@ -112,34 +113,35 @@ class Duplicates:
 
     @property
     def instead(self) -> np.ndarray:
-        """int64 [documents]: the document that stays for each, itself where it stays."""
+        """int64 [documents]: the document kept in place of each, itself where it is kept."""
         return self.same if self.clusters is None else self.clusters.first[self.same]
 
     @property
     def near(self) -> np.ndarray:
-        """bool [documents]: whether it goes although no document before it has the same text."""
+        """bool [documents]: whether it is removed although no earlier document has the same text."""
         numbers = np.arange(len(self.same))
         return (self.instead != numbers) & (self.same == numbers)
 
     def again(self, corpus: Corpus, verb: str, values: np.ndarray) -> Iterator[tuple[Block, np.ndarray]]:
-        """The blocks of the corpus once more, each with its part of `values` [documents]."""
+        """Read the corpus again: its blocks, each with its part of `values` [documents]."""
         parts = np.split(values, np.cumsum(self.blocks)[:-1]) if self.blocks else []
         for block, part in zip_longest(outputs.watched_blocks(corpus, verb), parts):
             if block is None or part is None:
-                raise RunError(f"{corpus.names[-1]} has changed while it was read; run the same command again")
+                raise RunError(f"{corpus.names[-1]} changed while it was read; run the same command again")
             yield block, part
 
 
 def find_duplicates(corpus: Corpus, how: DedupArguments, bands: Bands, folder: Path, workers: Workers) -> Duplicates:
-    """Read `corpus` once, or twice where near-duplicates are looked for; `folder` takes the files in between."""
+    """Read `corpus` once, or twice to look for near-duplicates; `folder` is for temporary files."""
     sketches = SketchFiles(folder, bands.count)
-    digests = [np.empty((0, 2), np.uint64)]
+    digests = [np.empty(0, DIGEST)]
     for part in outputs.first_reading(corpus, "reading", workers, partial(_read_block, how, bands)):
         digests.append(part.digests)
         if part.sketches is not None:
             sketches.append(part.sketches)
     sketches.close()
-    same = _first_with_the_same(np.concatenate(digests))
+    _, first, group = np.unique(np.concatenate(digests), return_index=True, return_inverse=True)
+    same = first[group]
     found = Duplicates(same, [len(part) for part in digests[1:]])
     if how.exact or len(same) == 0:
         return found
@@ -158,7 +160,7 @@ def find_duplicates(corpus: Corpus, how: DedupArguments, bands: Bands, folder: P
 
 
 class _Reading(NamedTuple):
-    """Of a block: digests of its documents, uint64 [documents, 2], their sketches, and malformed lines."""
+    """Of a block: digests of its documents, DIGEST [documents], their sketches, and malformed lines."""
 
     digests: np.ndarray
     sketches: Sketches | None
@@ -170,32 +172,22 @@ def _read_block(how: DedupArguments, bands: Bands, block: Block) -> _Reading:
     texts = [document.text for document in documents]
     digests = b"".join(hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
     sketched = None if how.exact or not texts else sketch(texts, how.shingle_size, how.shingles, bands)
-    return _Reading(np.frombuffer(digests, np.uint64).reshape(-1, 2), sketched, malformed)
+    return _Reading(np.frombuffer(digests, DIGEST), sketched, malformed)
 
 
 def _shingle_block(how: DedupArguments, task: tuple[Block, np.ndarray]) -> list[np.ndarray]:
-    """Distinct shingles of those documents of a block that are wanted."""
+    """Distinct shingles of the wanted documents of a block."""
     texts = [document.text for document, want in zip(_documents(how, *task), task[1], strict=True) if want]
     hashes, offsets = shingle_hashes(texts, how.shingle_size, how.shingles)
     return [shingle_set(hashes[begin:end]) for begin, end in pairwise(offsets)]
 
 
 def _documents(how: DedupArguments, block: Block, values: np.ndarray) -> list[Document]:
-    """The documents of a block, for each of which there is one of `values`."""
+    """The documents of a block; `values` holds one for each."""
     documents, _ = parse(block, how.key)
     if len(documents) != len(values):
-        raise RunError(f"{block.file} has changed while it was read; run the same command again")
+        raise RunError(f"{block.file} changed while it was read; run the same command again")
     return documents
-
-
-def _first_with_the_same(digests: np.ndarray) -> np.ndarray:
-    """The first document with the same digest as each: uint64 [documents, 2] → int64 [documents]."""
-    order = np.lexsort(digests.T)  # stable: within a group by number
-    begins = np.ones(len(order), bool)
-    begins[1:] = (digests[order[1:]] != digests[order[:-1]]).any(axis=1)
-    same = np.empty(len(order), np.int64)
-    same[order] = order[begins][np.cumsum(begins) - 1]
-    return same
 
 
 # --- Writing: the third reading ---------------------------------------------------------------------------------------
@@ -204,14 +196,14 @@ def _first_with_the_same(digests: np.ndarray) -> np.ndarray:
 def _write(
     corpus: Corpus, how: DedupArguments, files: CleanedFiles, found: Duplicates, workers: Workers
 ) -> dict[str, Any]:
-    """Write what stays, what went and why; returns the steps of the report."""
+    """Write the documents kept, and the record of those removed; returns the steps of the report."""
     numbers = np.arange(len(found.same))
     instead, similar, similarity = found.instead, found.same.copy(), np.ones(len(numbers))
     stays, exact, near = instead == numbers, found.same != numbers, found.near
     if found.clusters is not None:
         similar[near], similarity[near] = found.clusters.similar[near], found.clusters.similarity[near]
     removed = np.flatnonzero(~stays)
-    # The least similar near-duplicates: who agrees with these removals agrees with all.
+    # Examples are the least similar near-duplicates, the most doubtful removals.
     doubtful = np.flatnonzero(near)[np.argsort(similarity[near], kind="stable")]
     examples = {EXACT: np.flatnonzero(exact)[:EXAMPLES], NEAR: doubtful[:EXAMPLES]}
 
@@ -253,8 +245,8 @@ def _write(
 
 
 class _Part(NamedTuple):
-    """Of a block: the documents that stay, as lines of JSON; bytes of text in UTF-8, int64 [documents]; and by their
-    number in the block the sources of the documents that are NAMED, and the texts of those that are SHOWN."""
+    """Of a block: the documents kept, as lines of JSON; bytes of text in UTF-8, int64 [documents]; and by their number
+    in the block the sources of the documents that are NAMED, and the texts of those that are SHOWN."""
 
     lines: bytes
     sizes: np.ndarray
@@ -264,18 +256,17 @@ class _Part(NamedTuple):
 
 def _write_block(how: DedupArguments, task: tuple[Block, np.ndarray]) -> _Part:
     documents, asked = _documents(how, *task), task[1]
+    kept, named, shown = (np.flatnonzero(asked & flag).tolist() for flag in (KEPT, NAMED, SHOWN))
     return _Part(
-        lines=b"".join(
-            outputs.document_line(one, how.key) for one, ask in zip(documents, asked, strict=True) if ask & KEPT
-        ),
-        sizes=np.fromiter((len(one.text.encode()) for one in documents), np.int64, len(documents)),
-        sources={number: documents[number].source for number in np.flatnonzero(asked & NAMED).tolist()},
-        texts={number: documents[number].text for number in np.flatnonzero(asked & SHOWN).tolist()},
+        lines=b"".join(outputs.document_line(documents[number], how.key) for number in kept),
+        sizes=np.array([len(one.text.encode()) for one in documents], np.int64),
+        sources={number: documents[number].source for number in named},
+        texts={number: documents[number].text for number in shown},
     )
 
 
 def _near_report(how: DedupArguments, bands: Bands, found: Duplicates) -> dict[str, Any]:
-    """How near-duplicates were looked for and found."""
+    """The report's section about near-duplicates: how they were found, and how many."""
     clusters, near = found.clusters, found.near
     sizes = np.unique(clusters.first[found.same == np.arange(len(near))], return_counts=True)[1]
     edges = np.linspace(how.threshold, 1, 7)
@@ -292,7 +283,5 @@ def _near_report(how: DedupArguments, bands: Bands, found: Duplicates) -> dict[s
         "pairs_confirmed": clusters.confirmed,
         "clusters": int((sizes > 1).sum()),
         "largest_cluster": int(sizes.max(initial=0)),
-        "removed_by_jaccard": {
-            f"{low:.3g} to {high:.3g}": count for (low, high), count in zip(pairwise(edges), counts, strict=True)
-        },
+        "removed_by_jaccard": {f"{edges[i]:.3g} to {edges[i + 1]:.3g}": count for i, count in enumerate(counts)},
     }

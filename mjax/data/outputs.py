@@ -1,12 +1,12 @@
-"""Output files of `mjax dedup` and `mjax clean`: the documents that stay, and a record of those removed.
+"""Output files of `mjax dedup` and `mjax clean`: the documents kept, and a record of those removed.
 
-    OUTPUT.jsonl           the documents that stay, in the order they came
-    OUTPUT.removed.jsonl   a line for each that went: where it came from and why
-    OUTPUT.report.json     how many documents and bytes each step took, with examples
+    OUTPUT.jsonl           the documents kept, in input order
+    OUTPUT.removed.jsonl   a line for each document removed: where it came from and why
+    OUTPUT.report.json     documents and bytes that each step removed, with examples
 
-All three are written into the folder OUTPUT.jsonl.tmp and get their names when everything is done, OUTPUT.jsonl last:
-if it exists, it is complete. The next run replaces the others if a run was killed. The same input gives the
-same bytes, whatever the number of workers.
+All three are written into the folder OUTPUT.jsonl.tmp and renamed when everything is done, OUTPUT.jsonl last: if it
+exists, it is complete. After a run that was killed, the next one replaces the others. The same input gives the same
+bytes, whatever the number of workers.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ SHOWN = 200  # characters of a text in an example
 
 @dataclass
 class Tally:
-    """Number of documents and bytes of UTF-8 text that a step has taken, with examples."""
+    """Documents and bytes of UTF-8 text that a step has counted, with examples."""
 
     name: str
     documents: int = 0
@@ -48,14 +48,14 @@ class Tally:
     examples: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, text: str, /, **example: Any) -> None:
-        """Count one document; an `example` is kept while there are few."""
+        """Count one document; the first few keep an `example`."""
         self.documents += 1
         self.bytes += len(text.encode())
         if example and len(self.examples) < EXAMPLES:
             self.examples.append(example)
 
     def merge(self, later: "Tally") -> None:
-        """Add what another worker has counted in the documents that follow."""
+        """Add the counts of the documents that follow, from another worker."""
         self.documents += later.documents
         self.bytes += later.bytes
         self.examples += later.examples[: EXAMPLES - len(self.examples)]
@@ -63,14 +63,14 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class FilterArguments(TextArguments):
-    """The flags of the commands that leave documents out."""
+    """Flags of the commands that remove documents."""
 
     output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
-    """Where to write what stays; FILE.removed.jsonl lists what went, and FILE.report.json says how much and why."""
+    """File for the documents kept; FILE.removed.jsonl lists those removed, FILE.report.json counts them by reason."""
 
 
 class CleanedFiles:
-    """Writes the three files of a run. Use as a context; without `finish` nothing gets its final name.
+    """Writes the three files of a run. Use it as a context manager; without `finish` no file gets its final name.
 
     Raises:
       UsageError: `--output` does not end in .jsonl, exists (without `--overwrite`), or is one of `inputs`.
@@ -84,9 +84,10 @@ class CleanedFiles:
             raise UsageError(f"--output {self.output} is not a .jsonl file; give one such as {possible}")
         self.removed_file = self.output.with_suffix(".removed.jsonl")
         self.report_file = self.output.with_suffix(".report.json")
+        read = {file.resolve() for file in inputs}
         for file in (self.output, self.removed_file, self.report_file):
-            if any(file.resolve() == one.resolve() for one in inputs):
-                raise UsageError(f"--output {self.output} would write {file}, which is read; choose another --output")
+            if file.resolve() in read:
+                raise UsageError(f"--output {self.output} would overwrite the input {file}; choose another --output")
         if self.output.exists() and not arguments.overwrite:
             raise UsageError(f"{self.output} exists; choose another --output, or add --overwrite to replace it")
         self.folder = Path(f"{self.output}.tmp")
@@ -109,15 +110,15 @@ class CleanedFiles:
             raise RunError(f"writing {self.output} stopped: {error}; nothing was left under that name") from error
 
     def keep(self, lines: bytes) -> None:
-        """Write documents that stay, each as `document_line` gives it."""
+        """Write documents kept, as lines of `document_line`."""
         self._kept.write(lines)
 
     def remove(self, lines: bytes) -> None:
-        """Write the record of documents that are removed, each as `json_line` of source, reason and details."""
+        """Write the record of documents removed, lines of `json_line` with source, reason and details."""
         self._removed.write(lines)
 
     def finish(self, story: dict[str, Any], corpus: Corpus) -> dict[str, Any]:
-        """Give the files their names; returns the report, which is `story` and what else there is to say."""
+        """Give the files their names; returns the report: `story`, malformed lines, output and version."""
         malformed = {"documents": corpus.malformed.count, "examples": corpus.malformed.examples}
         text = report_text({**story, "malformed": malformed, "output": self.output, "mjax_version": __version__})
         (self.folder / "report").write_bytes(text.encode())
@@ -128,7 +129,7 @@ class CleanedFiles:
         return json.loads(text)
 
     def show(self, report: dict[str, Any], remarks: Iterable[str]) -> None:
-        """Print the report: as JSON, or as a table with `remarks` of the command and where the story is."""
+        """Print the report as JSON, or as a table with the command's `remarks` and the names of the files."""
         if self._json:
             print(report_text(report), end="")
             return
@@ -142,26 +143,26 @@ class CleanedFiles:
             console.print(f"\n{malformed['documents']:,} malformed lines were skipped, the first ones:")
             for line in malformed["examples"]:
                 console.print(f"  {line}", markup=False)
-        places = f"What went, line by line: {self.removed_file}\nCounts and examples:     {self.report_file}"
+        places = f"Removed documents, line by line: {self.removed_file}\nCounts and examples: {self.report_file}"
         console.print(f"\n{places}", markup=False)
 
 
 def document_line(document: Document, key: str, **changes: Any) -> bytes:
-    """A document that stays, with all its fields; `changes` replace or add some."""
+    """A line of JSON for a document, with all its fields; `changes` replace or add some."""
     return json_line({**(document.fields or {}), key: document.text, **changes})
 
 
 def json_line(values: dict[str, Any]) -> bytes:
-    """One line of JSON in UTF-8; what JSON cannot say, such as a date of a Parquet file, becomes text."""
+    """One line of JSON in UTF-8; values that JSON lacks, such as a date of a Parquet file, become text."""
     line = json.dumps(values, ensure_ascii=False, default=str)
     try:
         return f"{line}\n".encode()
-    except UnicodeEncodeError:  # half of a surrogate pair in another field: \\ud83d is all that JSON can write
+    except UnicodeEncodeError:  # half of a surrogate pair in another field, which JSON can only escape: \\ud83d
         return f"{json.dumps(values, default=str)}\n".encode()
 
 
 def report_text(report: dict[str, Any]) -> str:
-    """The report as it stands in the file and as --json prints it."""
+    """The report as the file holds it and --json prints it."""
     text = json.dumps(report, indent=2, ensure_ascii=False, default=_plain)
     return text.encode(errors="replace").decode() + "\n"
 
@@ -170,7 +171,7 @@ def _plain(value: Any) -> Any:
     return dataclasses.asdict(value) if isinstance(value, Tally) else str(value)
 
 
-# --- What a person sees -----------------------------------------------------------------------------------------------
+# --- On the terminal --------------------------------------------------------------------------------------------------
 
 
 def watched_blocks(corpus: Corpus, verb: str) -> Iterator[Block]:
@@ -190,7 +191,7 @@ def first_reading(corpus: Corpus, verb: str, workers: Workers, function: Callabl
 
 
 def facts(rows: Iterable[Sequence[str]], justify: JustifyMethod = "left") -> Table:
-    """A table of names, values and remarks, the last column in the given way."""
+    """A table of names, values and remarks; `justify` is for the last column."""
     rows = list(rows)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")

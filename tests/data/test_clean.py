@@ -173,7 +173,7 @@ def test_the_report_adds_up(tmp_path, questions, hooks, capsys):
     assert report["kept"]["bytes"] == sum(len(one["text"].encode()) for one in kept)
     assert max(len(each["examples"]) for each in report["removed"]) == 10
     shown = capsys.readouterr().out
-    for what in ("120 documents", "− fewer than 50 words", "Of 4 runs of words", "words between white space", "16.7%"):
+    for what in ("120 documents", "− fewer than 50 words", "of 4 runs of words", "words between white space", "16.7%"):
         assert what in shown
 
 
@@ -205,7 +205,7 @@ def test_the_command_line_runs_it(tmp_path, questions, capsys):
 def test_a_function_that_fails_or_forgets_to_answer_is_named_with_the_document(tmp_path, hooks):
     for name, message in (
         ("fails", "failed on .*:1: IndexError"),
-        ("forgetful", "gave None for .*:1; .* True or False"),
+        ("forgetful", "returned None for .*:1; .* True or False"),
     ):
         with pytest.raises(RunError, match=message):
             run(tmp_path, ["a text"], keep=(f"{hooks}:{name}",))
@@ -226,7 +226,7 @@ def test_a_function_that_fails_or_forgets_to_answer_is_named_with_the_document(t
         ({"keep": ("hooks.py:number",)}, "has no function 'number'"),
         ({"keep": ("none.py:f",)}, "none.py cannot be loaded: FileNotFoundError"),
         ({"keep": ("no_such_module:f",)}, "no_such_module cannot be loaded: ModuleNotFoundError"),
-        ({"output": Path("in.jsonl"), "overwrite": True}, "would write in.jsonl, which is read"),
+        ({"output": Path("in.jsonl"), "overwrite": True}, "would overwrite the input in.jsonl"),
         ({"output": Path("out")}, r"--output out is not a \.jsonl file; give one such as out\.jsonl"),
     ],
 )

@@ -235,7 +235,7 @@ def test_an_input_that_changes_while_it_is_read_is_noticed(mixed, tmp_path, monk
 
     candidates = dedup_module.candidates
     monkeypatch.setattr("mjax.commands.dedup.candidates", changing)
-    with pytest.raises(RunError, match=r"a\.jsonl has changed while it was read; run the same command again"):
+    with pytest.raises(RunError, match=r"a\.jsonl changed while it was read; run the same command again"):
         run(*mixed, output=tmp_path / "out.jsonl")
 
 
@@ -272,7 +272,7 @@ def test_a_malformed_line_stops_the_run_or_is_skipped_and_counted(tmp_path, caps
         ({"inputs": ()}, "nothing to deduplicate; give files such as corpus.jsonl"),
         ({"inputs": (Path("none.jsonl"),)}, "there is no file none.jsonl"),
         ({"output": Path("out.txt")}, r"--output out\.txt is not a \.jsonl file; give one such as out\.jsonl"),
-        ({"output": Path("in.jsonl"), "overwrite": True}, r"would write in\.jsonl, which is read; choose another"),
+        ({"output": Path("in.jsonl"), "overwrite": True}, r"would overwrite the input in\.jsonl; choose another"),
         ({"output": Path("there.jsonl")}, r"there\.jsonl exists; choose another --output, or add --overwrite"),
         ({"threshold": 0.1}, r"--threshold 0\.1 .*use 0\.3 to 1"),
         ({"shingle_size": 0}, "--shingle-size is 0"),
