@@ -73,8 +73,9 @@ def clean(arguments: CleanArguments) -> dict[str, Any]:
       UsageError: arguments that cannot work, an input that cannot be read, or an output that exists.
       RunError: the output cannot be written, a worker was killed, or a function of --keep fails.
     """
-    _check(arguments)
     corpus = arguments.open()
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # --keep MODULE:FUNCTION looks here too
     evaluation = find_files(arguments.decontaminate)
     files = CleanedFiles(arguments, [*corpus.files, *evaluation])
     most = arguments.max_document_bytes
@@ -109,13 +110,6 @@ def clean(arguments: CleanArguments) -> dict[str, Any]:
         report = files.finish(report | _in_order(tallies, arguments), corpus)
     files.show(report, _remarks(arguments, report))
     return report
-
-
-def _check(arguments: CleanArguments) -> None:
-    if not arguments.inputs:
-        raise UsageError("there is nothing to clean; give files such as corpus.jsonl")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # --keep MODULE:FUNCTION looks here too
 
 
 def _in_order(tallies: dict[str, Tally], how: CleanArguments) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from mjax.data.near_duplicates import Clusters, ShingleFile, SketchFiles, candid
 from mjax.data.outputs import EXAMPLES, CleanedFiles, FilterArguments, Tally, where_they_differ
 from mjax.data.shingles import Unit, shingle_hashes, shingle_set
 from mjax.data.workers import Workers, useful_workers
-from mjax.errors import RunError, UsageError
+from mjax.errors import RunError
 from mjax.progress import progress
 
 DIGEST = "V16"  # of a text: 128 bits of BLAKE2b
@@ -66,8 +66,6 @@ def dedup(arguments: DedupArguments) -> dict[str, Any]:
       UsageError: arguments that cannot work, an input that cannot be read, or an output that exists.
       RunError: the output cannot be written, a worker was killed, or the input changed while it was read.
     """
-    if not arguments.inputs:
-        raise UsageError("there is nothing to deduplicate; give files such as corpus.jsonl")
     corpus, bands = arguments.open(), choose_bands(arguments.threshold)
     files = CleanedFiles(arguments, corpus.files)
     with files, Workers(useful_workers(arguments.workers, corpus.size)) as workers:

@@ -1,7 +1,7 @@
 """`mjax doctor`: the checks and their order.
 
-First what needs no device, then, in a process of its own, what JAX says and does, last the disk. This process imports
-no JAX, so nothing that is broken there can stop it.
+First the checks that need no device, then JAX in a child process, last the disk. This process imports no JAX, so
+nothing broken there can stop it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from mjax.doctor.report import Report
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """Check that this installation and this machine can train, and say what to do where not. Exit code 0: nothing is
-    red; 1: something is."""
+    """Check that this installation and this machine can train, and say how to fix what cannot. Exit code 1 if a check
+    is red, else 0."""
 
     config: str | None = None
-    """Check for this config too (its attention, the room for its checkpoints): a name in configs/, or a .py file."""
+    """Also check that this config can run (attention, room for checkpoints): a name in configs/, or a .py file."""
     runs: Path = Path("runs")
-    """Folder of run folders, where checkpoints go; or that of one run, to go on with it."""
+    """Folder of run folders, for checkpoints; or one run folder, to resume it."""
     limit: Annotated[float, Bounds(gt=0, le=31_536_000)] = 120.0
-    """Seconds that one check may take before it is given up; at most a year."""
+    """Time limit of each check, in seconds; at most a year."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object."""
 
@@ -57,7 +57,7 @@ def doctor(arguments: DoctorArguments) -> int:
     config = None if arguments.config is None else load_config(arguments.config)
     findings = []
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # the marks, where a terminal has no Unicode
+        sys.stdout.reconfigure(errors="replace")  # some terminals cannot print the marks
     with _told_to_end(), Report(shown=not arguments.json) as report:
         for finding in examine(config, arguments, report):
             findings.append(finding)
@@ -71,7 +71,7 @@ def doctor(arguments: DoctorArguments) -> int:
 
 @contextlib.contextmanager
 def _told_to_end() -> Iterator[None]:
-    """Make an exit of the signals that end a job, so that the child that holds the devices is ended too."""
+    """Exit on the signals that end a job, so that the child that holds the devices is ended too."""
     signals = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in signals}
     try:
@@ -82,13 +82,13 @@ def _told_to_end() -> Iterator[None]:
 
 
 def _plain(finding: Finding) -> dict:
-    """A finding for JSON, which knows no infinity and no NaN."""
+    """A finding for JSON, which has no infinity and no NaN."""
     figures = {name: value if math.isfinite(value) else None for name, value in finding.figures.items()}
     return {**dataclasses.asdict(finding), "figures": figures}
 
 
 def examine(config: Config | None, arguments: DoctorArguments, report: Report) -> Iterator[Finding]:
-    """All findings, as they come."""
+    """Run all checks and yield their findings."""
     limit = arguments.limit
     # --- Without JAX --------------------------------------------------------------------------------------------------
     yield from guarded("python", software.check_python)
@@ -105,7 +105,7 @@ def examine(config: Config | None, arguments: DoctorArguments, report: Report) -
 
     def check_flags() -> list[Finding]:
         findings, repaired = flags.check_flags(environment, limit)
-        environment.update(repaired)  # what follows runs without the flags that end a process
+        environment.update(repaired)  # later checks run without the flags that end a process
         return findings
 
     yield from guarded("flags", check_flags)
@@ -130,7 +130,7 @@ def examine(config: Config | None, arguments: DoctorArguments, report: Report) -
 
 
 def _or(otherwise, ask: Callable):
-    """Return what `ask` gives, or `otherwise` where it fails: a fact that other checks need must not end them all."""
+    """Return `ask()`, or `otherwise` if it fails: a fact that other checks need must not end them all."""
     try:
         return ask()
     except Exception:

@@ -1,7 +1,7 @@
 """`mjax data inspect`: the contents of a dataset in numbers, as a picture and as text.
 
-It reads the index and one document, whatever the size of the dataset, and takes Megatron's datasets as well. These
-bring no tokenizer along, so their sample is shown as token ids.
+It reads only the index and one document, whatever the size of the dataset, and accepts Megatron's datasets too. These
+have no tokenizer, so their sample is shown as token ids.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ SHOWN_TOKENS = 200  # of the sample
 
 @dataclass(frozen=True)
 class InspectArguments:
-    """Show what a dataset holds: documents, sequences, tokens, their lengths and a sample."""
+    """Show the contents of a dataset: documents, sequences, tokens, lengths and a sample."""
 
     prefix: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PREFIX")]
     """The dataset: data/corpus for data/corpus.bin and data/corpus.idx."""
     document: int = 0
-    """Number of the document shown as a sample, from 0."""
+    """Index of the document to show as a sample, from 0."""
     figure: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Draw a histogram of the documents' lengths into this .png, .pdf or .svg file."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -41,16 +41,16 @@ class InspectArguments:
 
 
 def inspect(arguments: InspectArguments) -> dict[str, Any]:
-    """Inspect a dataset, print what was found and return it.
+    """Inspect a dataset, print a summary and return it.
 
     Returns:
       prefix, documents, sequences, tokens; bytes, the size of PREFIX.bin; dtype of the tokens on disk; empty_documents;
-      lengths, quantiles of the tokens in a document and their mean; document, the number of the sample; sample_tokens,
-      those in all of that document; sample, its beginning: text, or token ids where the tokenizer is not known;
-      metadata, what `mjax prepare` noted, None for Megatron's datasets.
+      lengths, quantiles of the tokens in a document and their mean; document, the index of the sample; sample_tokens,
+      those of that whole document; sample, its beginning: text, or token ids if the tokenizer is unknown; metadata of
+      `mjax prepare`, None for Megatron's datasets.
 
     Raises:
-      UsageError: there is no such dataset or document, it is damaged, or the figure's format is not known.
+      UsageError: there is no such dataset or document, it is damaged, or the figure's format is unknown.
     """
     if arguments.figure:
         check_picture("--figure", arguments.figure)
@@ -103,11 +103,11 @@ def _show(found: dict[str, Any], metadata: DatasetMetadata | None, figure: Path 
     console = Console(soft_wrap=True, highlight=False)
     console.print(facts(_facts(found, metadata)))
     if figure:
-        console.print(f"their lengths are drawn in {figure}", markup=False)
+        console.print(f"histogram of lengths: {figure}", markup=False)
 
     tokens = found["sample_tokens"]
     cut = f", the first {SHOWN_TOKENS} of {tokens:,} tokens" if tokens > SHOWN_TOKENS else ""
-    form = "" if metadata else " (token ids: there is no tokenizer beside the dataset)"
+    form = "" if metadata else " (token ids: the dataset has no tokenizer)"
     console.print(f"\ndocument {found['document']}{cut}{form}:", style="bold", markup=False)
     console.print(found["sample"] if metadata else " ".join(map(str, found["sample"])), markup=False)
 
@@ -122,6 +122,6 @@ def _facts(found: dict[str, Any], metadata: DatasetMetadata | None) -> Iterator[
         yield "vocabulary", f"{metadata.vocabulary:,}", metadata.tokenizer
         yield "text", filesize.decimal(metadata.text_bytes), f"{metadata.bytes_per_token:.2f} bytes a token"
         if metadata.malformed:
-            yield "malformed", f"{metadata.malformed:,}", "lines were left out when it was prepared"
+            yield "malformed", f"{metadata.malformed:,}", "lines were skipped by prepare"
     for name, length in found["lengths"].items():
         yield "tokens a document" if name == "shortest" else "", f"{length:,.0f}", name

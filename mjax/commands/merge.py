@@ -1,8 +1,8 @@
-"""`mjax data merge`: several indexed datasets as one, document after document.
+"""`mjax data merge`: concatenate indexed datasets.
 
-Byte for byte what Megatron's tools/merge_datasets.py writes of the same parts in the same order. Tokens are copied as
-they are, a few megabytes at a time, so the parts have to agree on the tokenizer; where one is unknown, because the part
-has no metadata, nothing is claimed of the whole.
+The result is byte for byte that of Megatron's tools/merge_datasets.py for the same parts in the same order. Tokens are
+copied as they are, a few megabytes at a time, so the parts must share a tokenizer; if one part has no metadata, its
+tokenizer is unknown and the whole gets no metadata either.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from mjax.data.metadata import (
     tokenizer_folder,
     writing,
 )
-from mjax.data.progress import showing
 from mjax.errors import UsageError
+from mjax.progress import progress
 
 AGREEING = ("tokenizer", "vocabulary", "eod", "append_eod", "sentences")  # fields of the metadata
 ADDED = ("documents", "tokens", "text_bytes", "malformed")
@@ -40,7 +40,7 @@ ADDED = ("documents", "tokens", "text_bytes", "malformed")
 
 @dataclass(frozen=True)
 class MergeArguments:
-    """Write the documents of several datasets, one after the other, as one dataset."""
+    """Concatenate several datasets into one."""
 
     output: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Prefix of the new dataset."""
@@ -60,12 +60,12 @@ def merge(arguments: MergeArguments) -> None:
     began = time.perf_counter()
     output, parts = arguments.output, arguments.parts
     if len(parts) < 2:
-        raise UsageError(f"there is nothing to merge into {output}; give two prefixes or more after it")
+        raise UsageError(f"mjax data merge takes two datasets or more; give their prefixes after {output}")
     if Path(output) in map(Path, parts):
-        raise UsageError(f"{output} cannot be merged into itself; choose another name for the whole")
+        raise UsageError(f"{output} cannot be merged into itself; choose another output prefix")
     check_output(output, arguments.overwrite)
     datasets = [IndexedDataset(part) for part in parts]
-    dtype = datasets[0].dtype
+    dtype, tokens = datasets[0].dtype, sum(dataset.tokens for dataset in datasets)
     for other in datasets:
         if other.dtype != dtype:
             raise UsageError(
@@ -75,35 +75,33 @@ def merge(arguments: MergeArguments) -> None:
     known = [read_metadata(part) for part in parts]
     metadata = None if None in known else _merged(parts, known)
     with writing(output, "merging into", int(np.iinfo(dtype).max) + 1, dtype) as writer:
-        with showing("copying", sum(dataset.tokens for dataset in datasets) * dtype.itemsize) as advance:
+        with progress("copying", tokens * dtype.itemsize) as advance:
             for dataset in datasets:
                 for copied in writer.add_dataset(dataset):
-                    advance(copied, 0, copied)
-                advance(0, dataset.documents, 0)
+                    advance(copied)
         if metadata is not None:
             shutil.copytree(tokenizer_folder(parts[0]), temporary_tokenizer(output))
         put_beside(output, metadata)
 
-    tokens = sum(dataset.tokens for dataset in datasets)
     documents = sum(dataset.documents for dataset in datasets)
     size = filesize.decimal(tokens * dtype.itemsize)
     print(f"{output} is ready after {time.perf_counter() - began:.1f} s")
     print(f"{documents:,} documents, {tokens:,} tokens, {size}")
     if metadata is None:
         unknown = metadata_file(parts[known.index(None)])
-        print(
-            f"its tokenizer is unknown because {unknown} does not exist; it has no PREFIX.json and no PREFIX.tokenizer"
-        )
+        print(f"it has no metadata and no tokenizer, because {unknown} does not exist")
 
 
 def _merged(parts: Sequence[str], known: Sequence[DatasetMetadata]) -> DatasetMetadata:
-    """The metadata of the whole, once the parts agree on all that must be the same."""
+    """The metadata of the whole.
+
+    Raises:
+      UsageError: the parts do not agree.
+    """
     for part in parts:
         if not tokenizer_folder(part).is_dir():
-            raise UsageError(
-                f"there is no {tokenizer_folder(part)} beside {metadata_file(part)}; copy it along, or prepare {part} "
-                "again"
-            )
+            missing = f"there is no {tokenizer_folder(part)} beside {metadata_file(part)}"
+            raise UsageError(f"{missing}; copy it there, or prepare {part} again")
     for part, metadata in zip(parts[1:], known[1:], strict=True):
         for field in AGREEING:
             ours, theirs = getattr(known[0], field), getattr(metadata, field)

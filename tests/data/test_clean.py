@@ -215,7 +215,7 @@ def test_a_function_that_fails_or_forgets_to_answer_is_named_with_the_document(t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"inputs": ()}, "nothing to clean; give files such as corpus.jsonl"),
+        ({"inputs": ()}, "no input; give .txt, .jsonl or .parquet files"),
         ({"minimum_tokens": -1}, "--minimum-tokens is -1"),
         ({"common": 0}, "--common is 0"),
         ({"tokenizer": "gpt5"}, "--tokenizer gpt5 is not a known kind"),

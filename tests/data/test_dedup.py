@@ -269,7 +269,7 @@ def test_a_malformed_line_stops_the_run_or_is_skipped_and_counted(tmp_path, caps
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"inputs": ()}, "nothing to deduplicate; give files such as corpus.jsonl"),
+        ({"inputs": ()}, "no input; give .txt, .jsonl or .parquet files"),
         ({"inputs": (Path("none.jsonl"),)}, "there is no file none.jsonl"),
         ({"output": Path("out.txt")}, r"--output out\.txt is not a \.jsonl file; give one such as out\.jsonl"),
         ({"output": Path("in.jsonl"), "overwrite": True}, r"would overwrite the input in\.jsonl; choose another"),

@@ -63,7 +63,7 @@ def test_parts_without_metadata_are_merged_and_the_whole_claims_nothing(tmp_path
     assert [data.get(i).tolist() for i in range(len(data))] == [[7, 8, 9], [10], [11]] * 2
     assert data.document_indices.tolist() == [0, 2, 2, 3, 5, 5, 6]
     assert not metadata_file(tmp_path / "m").exists()
-    assert f"{part}.json does not exist; it has no PREFIX.json and no PREFIX.tokenizer" in capsys.readouterr().out
+    assert f"no metadata and no tokenizer, because {part}.json does not exist" in capsys.readouterr().out
 
 
 def test_overwriting_with_parts_of_an_unknown_tokenizer_removes_the_old_one(tmp_path):
@@ -85,12 +85,12 @@ def test_what_does_not_agree_is_refused_and_leaves_nothing(tmp_path, capsys):
     tokenizer_folder(lost).rmdir()
     before = sorted(tmp_path.iterdir())
     for parts, message in (
-        ([a], "there is nothing to merge into"),
+        ([a], "merge takes two datasets or more"),
         ([a, a, tmp_path / "none"], "none.bin does not exist"),
         ([a, b], f"{a}.json says append_eod True and {b}.json False; prepare both in the same way"),
         ([a, c], f"{a}.json says tokenizer 'bytes' and {c}.json 'sentencepiece'"),
         ([c, d], f"{c}.tokenizer and {d}.tokenizer are different tokenizers of the same kind and size"),
-        ([c, lost], f"there is no {lost}.tokenizer beside {lost}.json; copy it along"),
+        ([c, lost], f"there is no {lost}.tokenizer beside {lost}.json; copy it there"),
         ([a, wide], f"{a} holds tokens of dtype uint16 and {wide} of dtype int32"),
     ):
         assert merge(tmp_path / "m", *parts) == 2

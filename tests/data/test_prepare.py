@@ -200,7 +200,7 @@ def test_a_malformed_line_is_named_and_leaves_nothing(tmp_path, content, message
 @pytest.mark.parametrize(
     ("inputs", "options", "message"),
     [
-        ([], {}, "nothing to prepare; give .txt, .jsonl or .parquet files, or --demo"),
+        ([], {}, "no input; give .txt, .jsonl or .parquet files, or --demo"),
         (["here.txt"], {"workers": 0}, "--workers is 0; it must be at least 1"),
         (
             ["here.txt"],
@@ -220,7 +220,7 @@ def test_a_malformed_line_is_named_and_leaves_nothing(tmp_path, content, message
         (
             ["here.txt"],
             {"tokenizer": "bytes", "vocabulary": 300},
-            "--vocabulary 300 is for a tokenizer that is trained",
+            "--vocabulary 300 is only for training a tokenizer",
         ),
         (["here.txt"], {"tokenizer": "gpt5"}, "--tokenizer gpt5 is not a known kind"),
         (["here.txt"], {"vocabulary": 5000}, "--vocabulary 5000 is too large"),
