@@ -125,7 +125,7 @@ WORST = [
     ("Megatron's torch_dist", "iter_0000005/common.pt", lambda content: content.replace(b"args", b"arks"), "checksum"),
     ("WikiText103", "a.tokens", to(b"( [ { \" ' " * 30_000), None),
     ("squad1.1", "dev-v1.1.json", json_with("data", 0, "paragraphs", 0, "context", "( " * 50_000), None),
-    ("text, .jsonl.gz", "a.jsonl.gz", to(b""), "is empty, not even compressed"),
+    ("text, .jsonl.gz", "a.jsonl.gz", to(b""), "is empty, so it is not a compressed file"),
     ("text, .jsonl", "a.jsonl", lambda content: content + b'{"' + b"x" * 5000 + b'": 1}', "there is no key 'text'"),
 ]  # fmt: skip
 

@@ -1,15 +1,15 @@
-"""Files as blocks: pieces of half a megabyte that one worker takes at a time.
+"""Files as blocks: pieces of half a megabyte, one at a time for each worker.
 
-Reading is the part of `mjax prepare` that cannot be shared among workers: a compressed file is read from its beginning
-and lines have to be found before they can be counted. So it does nothing else. Lines are not parsed and text is not
-decoded here; a block carries raw lines and the number of the first one.
+Reading is the part of `mjax prepare` that workers cannot share: a compressed file is read from its beginning, and lines
+must be found before they can be counted. So reading does nothing else: no line is parsed and no text decoded here; a
+block holds raw lines and the number of the first one.
 
     .jsonl .txt           as they are; a .txt file is one block, and so is one of another ending of text (.md, .py, …)
     … .gz, .zst           unpacked on the way, in any number of members or frames
     .parquet              rows, of the text's column alone or of all columns
 
-A document that is too large, be it a line that never ends or kilobytes of .zst that unpack to gigabytes, is passed over
-as it is read, so that memory does not grow with it.
+A document that is too large, such as an endless line or kilobytes of .zst that unpack to gigabytes, is skipped while it
+is read, so that memory does not grow with it.
 """
 
 import gzip
@@ -29,14 +29,14 @@ else:
     from backports import zstd
 
 SIZE = 2**19  # bytes of lines in a block
-MOST_BYTES = 2**27  # of a document, when nothing is said: a book has one million, all of enwik8 a hundred
+MOST_BYTES = 2**27  # of a document, by default: a book has one million, all of enwik8 a hundred
 ROWS = 256  # rows of a Parquet file in a block: a row may be a book
 ENDINGS = (".jsonl", ".txt", ".jsonl.gz", ".txt.gz", ".jsonl.zst", ".txt.zst", ".parquet")
 OTHER_TEXT = (
     ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go",
     ".rs", ".rb", ".sh", ".sql",
 )  # fmt: skip
-"""Endings of files that are read as .txt is; also with .gz or .zst behind."""
+"""Endings of files that are read like .txt; also followed by .gz or .zst."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Block:
 
     Attributes:
       file: name of the file.
-      first: number of its first line or row, from 1; 0 where the file is one document.
-      size: bytes of the file it took; of a compressed file, of the compressed.
-      content: raw lines, the raw document, or rows; nothing where the block is one document that is too large.
-      split: rule by which a raw document is several (`--split-documents`).
-      most: bytes that a document may have.
-      too_large: whether the block is one document that is too large, whose bytes were not kept.
+      first: number of its first line or row, from 1; 0 if the file is one document.
+      size: bytes of the file it took, compressed ones for a compressed file.
+      content: raw lines, the raw document, or rows; empty for a document that is too large.
+      split: rule that splits a raw document (`--split-documents`).
+      most: largest size of a document, in bytes.
+      too_large: whether the block is one document that is too large, so that its bytes were not kept.
     """
 
     file: str
@@ -63,7 +63,7 @@ class Block:
 
 
 def ending_of(file: Path) -> str | None:
-    """The ending out of ENDINGS or of other text that `file` has; None where it has none of them."""
+    """The known ending of `file`, out of ENDINGS or of other text; None if it has none."""
     text = (f"{ending}{packed}" for ending in OTHER_TEXT for packed in ("", ".gz", ".zst"))
     return next((ending for ending in (*ENDINGS, *text) if file.name.endswith(ending)), None)
 
@@ -73,8 +73,8 @@ def read_blocks(file: Path, key: str, all_fields: bool, most: int = MOST_BYTES) 
 
     Args:
       file: any of ENDINGS.
-      key, all_fields: which columns of a Parquet file are wanted.
-      most: bytes that a document may have, a line of .jsonl with all of its fields.
+      key, all_fields: columns of a Parquet file to read.
+      most: largest size of a document in bytes, of a line of .jsonl with all of its fields.
 
     Raises:
       UsageError: the file is damaged or cut short, or, of Parquet, has no column `key` or needs a missing package.
@@ -85,7 +85,7 @@ def read_blocks(file: Path, key: str, all_fields: bool, most: int = MOST_BYTES) 
         return
     with file.open("rb") as raw:
         if ending.endswith((".gz", ".zst")) and not file.stat().st_size:
-            raise UsageError(f"{file} is empty, not even compressed; fetch or compress it again")
+            raise UsageError(f"{file} is empty, so it is not a compressed file; fetch or compress it again")
         try:
             yield from _raw_blocks(file, raw, _unpacked(raw, ending), ending.startswith(".jsonl"), most)
         except (EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError) as error:
@@ -109,7 +109,7 @@ def _raw_blocks(file: Path, raw: BinaryIO, stream: BinaryIO, lines: bool, most: 
     number, position = 1, 0
     while content := stream.read(SIZE):
         rest = stream.readline(most + 1)  # up to the end of the line
-        too_large = len(rest) > most  # otherwise `parse` sees to it
+        too_large = len(rest) > most  # `parse` handles shorter ones
         content = content[: content.rfind(b"\n") + 1] if too_large else content + rest
         ended = rest.endswith(b"\n")
         del rest
@@ -126,7 +126,7 @@ def _raw_blocks(file: Path, raw: BinaryIO, stream: BinaryIO, lines: bool, most: 
 
 
 def _at_most(stream: BinaryIO, size: int) -> bytes:
-    """The first `size` bytes of what is left; `read(size)` of some streams reserves as much however little there is."""
+    """Up to `size` more bytes; `read(size)` of some streams allocates all of `size`, however little is left."""
     pieces, left = [], size
     while left and (piece := stream.read(min(left, SIZE))):
         pieces.append(piece)
@@ -158,9 +158,7 @@ def _rows(file: Path, key: str, all_fields: bool, most: int) -> Iterator[Block]:
             names = table.schema_arrow.names
             if key not in names:
                 there = ", ".join(map(repr, names)) or "none"
-                raise UsageError(
-                    f"{file}: there is no column {key!r}, only {there}; name the one with the text by --key"
-                )
+                raise UsageError(f"{file}: there is no column {key!r}, only {there}; name the text's column with --key")
             rows = table.metadata.num_rows
             for batch in table.iter_batches(ROWS, columns=None if all_fields else [key]):
                 end = size * (first - 1 + len(batch)) // rows

@@ -1,12 +1,12 @@
 """Text from the user's files, read document by document.
 
 - A .txt file is one document (a book, a speech) in UTF-8, or several by a rule (`--split-documents`); line ends become
-  "\\n". It is read whole. So are .md, .py and other files of text.
-- A .jsonl file is one document a line, `{"text": "…"}`, and is read block by block however large it is.
+  "\\n". It is read whole, as are .md, .py and other text files.
+- A .jsonl file is one document per line, `{"text": "…"}`, read block by block whatever its size.
 - Both may be compressed: .gz and .zst.
-- A .parquet file is one document a row; the package pyarrow reads it.
+- A .parquet file is one document per row; the package pyarrow reads it.
 
-A line that is not what it should be stops the reading, or is skipped and counted, with the first ones kept as examples.
+A malformed line stops the reading, or is skipped and counted, with the first few kept as examples.
 """
 
 import glob
@@ -35,7 +35,7 @@ class Document(NamedTuple):
     Attributes:
       text: the text.
       size: bytes of the input file it took; of a compressed file, its share of the compressed.
-      source: FILE:LINE, or FILE where the file is the document; of one that is cut into several, the first line.
+      source: FILE:LINE, or FILE if the file is the document; for a part of a split file, its first line.
       fields: the JSON object or the Parquet row; None for a .txt file.
     """
 
@@ -47,10 +47,10 @@ class Document(NamedTuple):
 
 @dataclass
 class MalformedLines:
-    """The policy for malformed lines, and those met: their number, and the first ones as FILE:LINE: reason.
+    """The policy for malformed lines, their number, and the first few as FILE:LINE: reason.
 
     Raises:
-      UsageError: on adding one where they are to stop the reading: names file and line.
+      UsageError: on adding one under the policy "stop"; names file and line.
     """
 
     policy: Literal["stop", "skip"]
@@ -99,12 +99,12 @@ class Corpus:
 class TextFiles(Corpus):
     """The documents of files, in the order given; `key` names the text of a JSON line or a Parquet row.
 
-    With `all_fields` a Parquet file's documents carry all of their row, else the text alone. `malformed` says whether a
-    malformed line stops the reading or is skipped and counted in the attribute of that name, as is a document of more
-    than `most` bytes. `split` is the rule by which files of text are cut into documents; None leaves them whole.
+    With `all_fields` a Parquet file's documents have all columns of their row, else the text alone. A malformed line or
+    a document of more than `most` bytes stops the reading or is counted in the attribute `malformed`, depending on the
+    argument of that name. `split` is the rule that cuts text files into documents; None leaves them whole.
 
     Raises:
-      UsageError: a file is missing or of no known type; on reading, a file is damaged or a line malformed.
+      UsageError: a file is missing or of an unknown type; on reading, a file is damaged or a line malformed.
     """
 
     def __init__(
@@ -127,9 +127,7 @@ class TextFiles(Corpus):
                     f".gz or .zst, nor .parquet, nor other text ({', '.join(OTHER_TEXT)}); convert or rename it"
                 )
         if split is not None and files and all(ending_of(file).startswith((".jsonl", ".parquet")) for file in files):
-            raise UsageError(
-                f"--split-documents is for files of text, and {files[0]} has its own documents; leave it out"
-            )
+            raise UsageError(f"--split-documents is for text files, and {files[0]} has its own documents; leave it out")
         self.files, self.key, self.all_fields, self.split, self.most = files, key, all_fields, split, most
         self.malformed = MalformedLines(malformed)
         self.names = [str(file) for file in files]
@@ -147,23 +145,22 @@ class TextFiles(Corpus):
 
 @dataclass(frozen=True, kw_only=True)
 class TextArguments:
-    """The flags of all commands that read text: `mjax prepare`, `dedup` and `clean`."""
+    """Flags of all commands that read text: `mjax prepare`, `dedup` and `clean`."""
 
     output: Any
-    """Where to write."""
+    """Output."""
     inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES …")] = ()
-    """Text in UTF-8: .txt, .md, .py and the like are one document a file, .jsonl one a line, all plain, .gz or .zst;
-    .parquet is one a row. Folders and quoted patterns such as 'data/*.jsonl' stand for their files in the order of
+    """Text in UTF-8: .txt, .md, .py and the like hold one document per file, .jsonl one per line, all plain, .gz or
+    .zst; .parquet one per row. A folder, or a quoted pattern such as 'data/*.jsonl', means its files in the order of
     their names."""
     key: str = "text"
     """Field of a .jsonl line or column of a .parquet file that holds the text."""
     malformed: Literal["stop", "skip"] = "stop"
-    """What a malformed line does: stop, naming it, or be skipped and counted."""
+    """On a malformed line, stop and name it, or skip and count it."""
     max_document_bytes: Count = MOST_BYTES
-    """Largest document that is read, in bytes: a .txt file or a line of .jsonl, unpacked. A larger one is malformed."""
+    """Largest document, in bytes: an unpacked .txt file or line of .jsonl. A larger one is malformed."""
     workers: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
-    """Worker processes; as many as there are cores when not given, fewer where there is little text. The result is the
-    same with any number."""
+    """Worker processes; by default one per core, fewer for little text. The result is the same with any number."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace an existing output."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -173,7 +170,7 @@ class TextArguments:
         """The text of the inputs; `options` as in `TextFiles`.
 
         Raises:
-          UsageError: as there, or there are no inputs, or a number of these flags is out of its bounds.
+          UsageError: as there, or there are no inputs, or a number is out of its bounds.
         """
         if not self.inputs:
             raise UsageError("no input; give .txt, .jsonl or .parquet files, a folder or a pattern")
@@ -182,14 +179,14 @@ class TextArguments:
 
 
 def find_files(inputs: Sequence[Path]) -> list[Path]:
-    """Files that are meant: each input is a file, a folder, or a pattern that the shell left alone, such as '*.jsonl'.
+    """The input files: each input is a file, a folder, or a pattern that the shell did not expand, such as '*.jsonl'.
 
-    Inputs keep their order. The files of a pattern, and those of a folder that have a known ending, at any depth, are
-    sorted by their path, so the same command reads the same documents in the same order everywhere. Of a folder that
-    holds .jsonl, .txt or .parquet files these are meant, and not the README.md beside them.
+    Inputs keep their order. The files of a pattern, and those of a folder with a known ending, at any depth, are sorted
+    by path, so the same command reads the same documents in the same order everywhere. Of a folder with .jsonl, .txt or
+    .parquet files only these are read, not the README.md beside them.
 
     Raises:
-      UsageError: nothing matches, or a file is meant twice.
+      UsageError: nothing matches, or a file is named twice.
     """
     found: list[Path] = []
     for given in inputs:
@@ -210,7 +207,7 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
             found.append(given)
     twice = [file for file, times in Counter(found).items() if times > 1]
     if twice:
-        raise UsageError(f"{twice[0]} is given twice, and would be read twice; leave one out")
+        raise UsageError(f"{twice[0]} is given twice and would be read twice; leave one out")
     return found
 
 
@@ -218,11 +215,11 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
 
 
 class _Malformed(Exception):
-    """Why a line, row or file holds no text, and what is expected."""
+    """The reason why a line, row or file holds no text, and what is expected."""
 
 
 def parse(block: Block, key: str) -> tuple[list[Document], list[str]]:
-    """The documents of a block, and what is malformed in it, each as FILE:LINE: reason."""
+    """The documents of a block, and its malformed lines, each as FILE:LINE: reason."""
     documents, malformed = [], []
     for source, size, content in _pieces(block):
         try:
@@ -237,7 +234,7 @@ def parse(block: Block, key: str) -> tuple[list[Document], list[str]]:
 
 
 def _pieces(block: Block) -> Iterator[tuple[str, int, bytes | dict | None]]:
-    """Source, bytes of the input file and raw content of each document; None: its content was too large to keep."""
+    """Source, bytes of the input file and raw content of each document; None if that was too large to keep."""
     if block.first == 0 or block.too_large:
         source = f"{block.file}:{block.first}" if block.first else block.file
         yield source, block.size, None if block.too_large else block.content
@@ -291,10 +288,8 @@ def _parse_line(line: bytes, key: str) -> dict[str, Any]:
 
 
 def _too_large(block: Block) -> _Malformed:
-    return _Malformed(
-        f"a document has more than {block.most:,} bytes; cut it into several, or allow more with the "
-        "--max-document-bytes of prepare, dedup and clean"
-    )
+    fix = "split it, or allow more with the --max-document-bytes of prepare, dedup and clean"
+    return _Malformed(f"a document has more than {block.most:,} bytes; {fix}")
 
 
 def _expected(key: str) -> str:
@@ -305,7 +300,7 @@ def _expected(key: str) -> str:
 
 
 def check_rule(rule: str) -> None:
-    """Check a rule: `blank-line` (a document ends where blank lines follow), or N (a document is N lines).
+    """Check a rule: `blank-line` (a document ends at blank lines), or N (a document is N lines).
 
     Raises:
       UsageError: it is neither.
@@ -313,12 +308,12 @@ def check_rule(rule: str) -> None:
     if rule != BLANK_LINE and not (re.fullmatch(r"[0-9]+", rule) and int(rule) > 0):
         raise UsageError(
             f"--split-documents {rule} is neither {BLANK_LINE} nor a number of lines; use {BLANK_LINE} for a document "
-            "a paragraph, or a number such as 100 for one every 100 lines"
+            "per paragraph, or a number such as 100 for one per 100 lines"
         )
 
 
 def split_documents(text: str, rule: str) -> list[tuple[int, str]]:
-    """The documents in a text, each with the number of its first line, from 1; those without text are left out."""
+    """The documents in a text, each with its first line, from 1; empty ones are left out."""
     lines = text.split("\n")
     if rule == BLANK_LINE:
         blank = [-1, *(number for number, line in enumerate(lines) if not line.strip()), len(lines)]

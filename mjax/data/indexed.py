@@ -1,6 +1,6 @@
-"""Megatron's indexed dataset: all tokens in one flat file, and an index that says where each sequence lies.
+"""Megatron's indexed dataset: all tokens in one flat file, and an index that locates each sequence.
 
-PREFIX.bin holds the tokens of every sequence one after the other, without a header. PREFIX.idx is little-endian:
+PREFIX.bin holds the tokens of all sequences one after the other, without a header. PREFIX.idx is little-endian:
 
     bytes   content
     9       "MMIDIDX\\0\\0"
@@ -12,12 +12,12 @@ PREFIX.bin holds the tokens of every sequence one after the other, without a hea
     8 S     where each sequence begins in PREFIX.bin, in bytes, int64
     8 D     the sequence at which each document begins, int64; the first is 0, the last S
 
-A document is one or more sequences: one for GPT, one per sentence for BERT. The index is mapped into memory and tokens
-are read where they lie, so processes on one machine share the pages. A file that is cut short meanwhile is noticed
-before it is read: mapped pages that are gone would end the process. The tokens are never read as a whole. The index is,
-once and piece by piece: lengths, pointers and documents have to agree with each other and with the size of PREFIX.bin,
-so what is read later is never beyond a file nor another sequence's. That takes a second for a hundred million
-sequences; those of a terabyte of text are usually fewer.
+A document is one or more sequences: one for GPT, one per sentence for BERT. The index is mapped into memory, so
+processes on one machine share its pages, and tokens are read on demand. A file that is cut short meanwhile is noticed
+before it is read: reading mapped pages that are gone would kill the process. Opening a dataset checks the whole index,
+piece by piece: lengths, pointers and documents must agree with each other and with the size of PREFIX.bin, so that no
+later read leaves the file or its sequence. That takes a second for a hundred million sequences; a terabyte of text
+usually has fewer.
 
 Source: Megatron-LM, core/datasets/indexed_dataset.py.
 """
@@ -39,10 +39,10 @@ from mjax.errors import UsageError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries; "<" also means unpadded
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries; "<" means no padding
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floats: no ids
 PIECE = 2**16  # sequences whose index entries are checked at a time: they fit a core's cache
-SAMPLED, SAMPLED_TOKENS = 256, 512  # places of which a digest reads the tokens, and how many in each
+SAMPLED, SAMPLED_TOKENS = 256, 512  # places where a digest reads tokens, and how many in each
 COPIED = 2**24  # bytes that a merge copies at a time
 
 
@@ -75,14 +75,14 @@ class IndexedDataset:
       tokens: number of tokens.
 
     Raises:
-      UsageError: a file is missing, is not what it should be, is cut short, or holds no tokens.
+      UsageError: a file is missing, invalid, cut short, or holds no tokens.
     """
 
     def __init__(self, prefix: str | Path):
         self.prefix = str(prefix)
         for file in (token_file(prefix), index_file(prefix)):
             if not file.is_file():
-                raise UsageError(_missing(self.prefix, file))
+                raise _missing(self.prefix, file)
         sequences, self.dtype = _read_header(index_file(prefix))
 
         with index_file(prefix).open("rb") as stream:
@@ -99,10 +99,10 @@ class IndexedDataset:
         if size != described:
             raise UsageError(
                 f"{token_file(prefix)} is {size:,} bytes but {index_file(prefix)} describes {described:,}: "
-                "the two do not belong together or one was cut short; copy or prepare them again"
+                "they do not belong together, or one was cut short; copy or prepare them again"
             )
         if size == 0:
-            raise UsageError(f"{token_file(prefix)} holds no tokens; prepare it again from files that hold text")
+            raise UsageError(f"{token_file(prefix)} holds no tokens; prepare it again from files with text")
         self._stream = token_file(prefix).open("rb", buffering=0)
         self.tokens = size // self.dtype.itemsize
 
@@ -116,15 +116,14 @@ class IndexedDataset:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the sequences' lengths, in hexadecimal: what an order of samples depends on of the dataset."""
+        """SHA-256 of the sequences' lengths, in hexadecimal: all that the order of samples needs of the files."""
         return hashlib.sha256(self.lengths).hexdigest()
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of the index and of tokens from all over the file, in hexadecimal: which dataset this is.
+        """SHA-256 of the index and of tokens from all over the file, in hexadecimal: identifies the dataset.
 
-        The tokens are read in `SAMPLED` places, so that a terabyte takes a moment; a dataset of fewer bytes than these
-        hold is read whole.
+        The tokens are read in `SAMPLED` places, so that a terabyte takes a moment; a small dataset is read whole.
         """
         digest = hashlib.sha256(f"{self.dtype.str} {self.fingerprint}".encode())
         digest.update(self.document_indices)
@@ -148,11 +147,11 @@ class IndexedDataset:
         if not 0 <= offset <= end <= size:
             raise IndexError(f"tokens {offset} to {end} of sequence {index} of {self.prefix}, which holds {size}")
         tokens = self.join(np.array([index]), offset, end)
-        tokens.flags.writeable = False  # what is written to it would not reach the file
+        tokens.flags.writeable = False  # writing to it would not change the file
         return tokens
 
     def join(self, sequences: np.ndarray, begin: int, end: int) -> np.ndarray:
-        """Tokens of `sequences` [n ≥ 1] laid end to end, from token `begin` of the first up to `end` of the last.
+        """Tokens of `sequences` [n ≥ 1], concatenated, from token `begin` of the first up to `end` of the last.
 
         Raises:
           UsageError: a file has been cut short since it was opened.
@@ -165,8 +164,8 @@ class IndexedDataset:
         return self._read(list(zip(starts.tolist(), stops.tolist(), strict=True)))
 
     def _read(self, ranges: list[tuple[int, int]]) -> np.ndarray:
-        """The tokens of the file in these ranges, one behind the other."""
-        joined: list[list[int]] = []  # sentences that follow each other are read at once
+        """The tokens of the file in these ranges, concatenated."""
+        joined: list[list[int]] = []  # adjacent sentences are read in one call
         for begin, end in ranges:
             if joined and joined[-1][1] == begin:
                 joined[-1][1] = end
@@ -177,28 +176,27 @@ class IndexedDataset:
         room = memoryview(out.view(np.uint8))
         for begin, end in joined:
             place, stop = begin * size, done + (end - begin) * size
-            while done < stop:  # the system may give less at once
+            while done < stop:  # the system may return less
                 got = os.preadv(self._stream.fileno(), [room[done:stop]], place)
                 if not got:
-                    raise UsageError(_cut_short(token_file(self.prefix)))
+                    raise _cut_short(token_file(self.prefix))
                 done, place = done + got, place + got
         return out
 
     def _check_index(self) -> None:
         if self._index.size() < self._index_size:
-            raise UsageError(_cut_short(index_file(self.prefix)))
+            raise _cut_short(index_file(self.prefix))
 
 
-def _cut_short(file: Path) -> str:
-    return (
-        f"{file} has been cut short since it was opened; copy or prepare it again, and leave it alone while it is read"
-    )
+def _cut_short(file: Path) -> UsageError:
+    return UsageError(f"{file} was cut short while it was read; copy or prepare it again")
 
 
-def _missing(prefix: str, file: Path) -> str:
+def _missing(prefix: str, file: Path) -> UsageError:
+    fix = f"prepare it with `python -m mjax prepare FILES --output {prefix}`"
     if prefix.endswith((".bin", ".idx")):
-        return f"{file} does not exist; give the prefix without the ending: {prefix[:-4]}"
-    return f"{file} does not exist; prepare it with `python -m mjax prepare FILES --output {prefix}`"
+        fix = f"give the prefix without the ending: {prefix[:-4]}"
+    return UsageError(f"{file} does not exist; {fix}")
 
 
 def _unreadable(file: Path, problem: str) -> UsageError:
@@ -218,24 +216,22 @@ def _read_header(file: Path) -> tuple[int, np.dtype]:
         raise _unreadable(file, f"cut short: it ends after {len(header)} bytes")
     _, version, code, sequences, boundaries = HEADER.unpack(header)
     if version != VERSION:
-        raise UsageError(f"{file} is of version {version}; mjax reads version {VERSION}, so prepare the data again")
+        raise UsageError(f"{file} has version {version}; mjax reads version {VERSION}: prepare the data again")
     if code not in DTYPES:
         known = ", ".join(f"{number} {np.dtype(dtype)}" for number, dtype in DTYPES.items())
-        raise UsageError(f"{file} holds tokens of type code {code}; mjax reads {known}, so prepare the data again")
+        raise UsageError(f"{file} has dtype code {code}; mjax reads {known}: prepare the data again")
     size, expected = file.stat().st_size, HEADER.size + 12 * sequences + 8 * boundaries
     if size < expected or boundaries == 0:
         raise _unreadable(file, f"cut short: {size:,} of {expected:,} bytes are there")
     if size == expected + sequences and sequences:
-        raise UsageError(
-            f"{file} is the index of a multimodal dataset; mjax reads text only, so prepare the text alone"
-        )
+        raise UsageError(f"{file} is the index of a multimodal dataset; mjax reads text only: prepare the text alone")
     if size > expected:
         raise _unreadable(file, f"{size:,} bytes where {expected:,} are expected")
     return sequences, np.dtype(DTYPES[code]).newbyteorder("<")
 
 
 def _check_documents(file: Path, boundaries: np.ndarray, sequences: int) -> None:
-    """Documents begin at 0, never before the one in front of them, and end with the last sequence."""
+    """Check that documents begin at 0, never before the previous one, and end with the last sequence."""
     if boundaries[0] != 0 or boundaries[-1] != sequences:
         covered = f"{boundaries[0]} to {boundaries[-1]} of {sequences}"
         raise _unreadable(file, f"damaged: its documents cover sequences {covered}")
@@ -247,7 +243,7 @@ def _check_documents(file: Path, boundaries: np.ndarray, sequences: int) -> None
 
 
 def _described_bytes(file: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """Bytes that all sequences take, once each is known to begin where the one before it ends."""
+    """Bytes of all sequences; checks that each begins where the previous one ends."""
     end = 0
     for start in range(0, len(lengths), PIECE):
         sizes = lengths[start : start + PIECE].astype(np.int64)
@@ -275,11 +271,11 @@ class IndexedDatasetWriter:
     with IndexedDatasetWriter("data/corpus", vocabulary=50257) as writer:
         writer.add_document([17, 4, 50256])
 
-    The files get their final names when the block ends, the index last, so a dataset that can be opened is whole. When
-    the block ends in an exception nothing is left. An existing dataset of that name is replaced. A process that is
-    killed leaves PREFIX.bin.tmp and PREFIX.idx.tmp at most, which the next writer of that name takes over.
+    The files get their final names when the block ends, the index last, so a dataset that can be opened is complete. An
+    exception in the block leaves nothing. An existing dataset of that name is replaced. A process that is killed leaves
+    at most PREFIX.bin.tmp and PREFIX.idx.tmp, which the next writer of that name reuses.
 
-    `dtype` is Megatron's choice for the vocabulary where it is not given.
+    `dtype` is Megatron's choice for the vocabulary by default.
 
     Raises:
       UsageError: another process is writing a dataset of that name.
@@ -298,9 +294,7 @@ class IndexedDatasetWriter:
         self._stream = self._temporary[0].open("ab")
         if not lock(self._stream, self._temporary[0], lambda line: print(line, file=sys.stderr)):
             self._stream.close()
-            raise UsageError(
-                f"another process is writing {self.prefix} at this moment; wait for it, or choose another name"
-            )
+            raise UsageError(f"another process is writing {self.prefix}; wait for it, or choose another name")
         self._stream.truncate(0)
         return self
 
@@ -315,7 +309,7 @@ class IndexedDatasetWriter:
         return len(self.document_indices) - 1
 
     def add_document(self, *sequences: Sequence[int] | np.ndarray) -> None:
-        """Append a document of sequences of token ids; there may be none, and a sequence may be empty.
+        """Append a document of sequences of token ids, possibly none; a sequence may be empty.
 
         Raises:
           ValueError: a token id is negative or not below the vocabulary.
@@ -326,7 +320,7 @@ class IndexedDatasetWriter:
         self.add_documents(tokens, lengths, np.array([len(arrays)]))
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> None:
-        """Append many documents at once: a few NumPy calls for all of them.
+        """Append many documents with a few NumPy calls.
 
         Args:
           tokens: token ids of all documents one after the other, integers [tokens].
@@ -360,7 +354,7 @@ class IndexedDatasetWriter:
                 left -= len(piece)
                 yield len(piece)
         if left:
-            raise UsageError(_cut_short(token_file(dataset.prefix)))
+            raise _cut_short(token_file(dataset.prefix))
         self._add_index(dataset.lengths, np.diff(dataset.document_indices))
 
     def _add_index(self, lengths: np.ndarray, sequences: np.ndarray) -> None:
@@ -369,14 +363,14 @@ class IndexedDatasetWriter:
         self.document_indices.frombytes(ends.tobytes())
         self.tokens += int(lengths.sum(dtype=np.int64))
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(self, exception, error, traceback) -> None:
         try:
-            if kind is None:
+            if exception is None:
                 self._finish()
         finally:
             for file in self._temporary:
                 file.unlink(missing_ok=True)
-            self._stream.close()  # last, for it gives up the lock
+            self._stream.close()  # last, because it releases the lock
 
     def _finish(self) -> None:
         self._stream.flush()

@@ -37,7 +37,7 @@ def test_a_document_that_never_ends_is_refused_and_memory_stays_flat(tmp_path, e
     corpus = documents(tmp_path, ending, packing, bytes(HUGE))
     tracemalloc.start()
     try:
-        with pytest.raises(UsageError, match=rf"a\{ending}.*: a document has more than {MOST:,} bytes; cut it into"):
+        with pytest.raises(UsageError, match=rf"a\{ending}.*: a document has more than {MOST:,} bytes; split it"):
             list(corpus)
         assert tracemalloc.get_traced_memory()[1] < 4 * MOST < HUGE / 4
     finally:
@@ -138,14 +138,14 @@ def test_a_dataset_that_is_cut_short_while_it_is_read_is_named(dataset, file):
     assert dataset.get(3999).tolist() == [99] * 5
     os.truncate(file(dataset.prefix), 4096)
     for read in (lambda: dataset.get(3999), lambda: dataset.join(np.array([3998, 3999]), 0, 5)):
-        with pytest.raises(UsageError, match=rf"{file('d').name} has been cut short since it was opened"):
+        with pytest.raises(UsageError, match=rf"{file('d').name} was cut short while it was read"):
             read()
 
 
 def test_a_dataset_that_is_cut_short_while_it_is_merged_is_named(dataset, tmp_path):
     os.truncate(token_file(dataset.prefix), 4096)
     with (
-        pytest.raises(UsageError, match=r"d\.bin has been cut short since it was opened"),
+        pytest.raises(UsageError, match=r"d\.bin was cut short while it was read"),
         IndexedDatasetWriter(tmp_path / "whole", 100) as writer,
     ):
         list(writer.add_dataset(dataset))

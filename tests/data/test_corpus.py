@@ -115,7 +115,7 @@ def test_a_parquet_file_that_is_cut_short_or_foreign_is_named(tmp_path, damage):
 
 def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path):
     file = write_parquet(tmp_path / "a.parquet", TEXTS)
-    with pytest.raises(UsageError, match=r"a\.parquet: there is no column 'body', only 'id', 'text'; .* by --key"):
+    with pytest.raises(UsageError, match=r"a\.parquet: there is no column 'body', only 'id', 'text'; .* with --key"):
         list(TextFiles([file], key="body", malformed="skip"))
 
 
@@ -173,7 +173,7 @@ def test_folders_and_patterns_stand_for_their_files_in_the_order_of_their_paths(
     ("given", "message"),
     [
         (["x/*.jsonl"], r"no file matches x/\*\.jsonl; give another pattern"),
-        (["b/deep", "b"], r"b/deep/1\.txt is given twice, and would be read twice; leave one out"),
+        (["b/deep", "b"], r"b/deep/1\.txt is given twice and would be read twice; leave one out"),
         (["empty"], r"the folder empty holds no \.jsonl, .* or \.parquet file"),
     ],
 )

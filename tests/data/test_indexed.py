@@ -114,8 +114,8 @@ def test_a_foreign_index_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("offset", "data", "message"),
     [
-        (9, struct.pack("<Q", 2), "is of version 2; mjax reads version 1"),
-        (17, b"\x07", "type code 7; mjax reads 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16"),
+        (9, struct.pack("<Q", 2), "has version 2; mjax reads version 1"),
+        (17, b"\x07", "dtype code 7; mjax reads 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16"),
         (34 + 36 + 24, struct.pack("<q", 9), "its documents cover sequences 0 to 9 of 3"),
     ],
 )

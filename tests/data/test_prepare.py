@@ -209,7 +209,7 @@ def test_a_malformed_line_is_named_and_leaves_nothing(tmp_path, content, message
         ),
         (["here.txt"], {"split_documents": "sentence"}, "sentence is neither blank-line nor a number of lines; use"),
         (["here.txt"], {"split_documents": "0"}, "0 is neither blank-line nor a number of lines; use"),
-        (["here.jsonl"], {"split_documents": "10"}, "for files of text, and here.jsonl has its own documents"),
+        (["here.jsonl"], {"split_documents": "10"}, "for text files, and here.jsonl has its own documents"),
         ([], {"demo": True, "split_documents": "10"}, "--demo brings its own documents; leave out --split-documents"),
         (["here.txt"], {"demo": True}, "--demo brings its own text; leave out here.txt"),
         (["nowhere.txt"], {}, "there is no file nowhere.txt"),
