@@ -1,4 +1,4 @@
-"""The attention kernel that training would use here, run forward and backward and held against NumPy."""
+"""The attention kernel that training would use here, run forward and backward and compared with NumPy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mjax.errors import UsageError
 from mjax.models import attention
 from mjax.models.alibi import alibi_slopes
 
-# Largest difference from NumPy's float64, relative to the largest number: products of 16-bit inputs are summed in
-# float32, and probabilities and results rounded to 8 (bf16) or 11 (fp16) bits.
+# Largest allowed difference from NumPy's float64, relative to the largest value: products of 16-bit inputs are summed
+# in float32, and probabilities and results rounded to 8 (bf16) or 11 (fp16) bits.
 BOUNDS = {"bf16": 3e-2, "fp16": 5e-3, "fp32": 1e-4, "fp64": 1e-4}
 
 
 @check("attention")
 def check_attention(config: Config | None = None) -> Found:
-    """Check the kernel that `auto`, or the config, takes here: its output and its gradients.
+    """Check output and gradients of the kernel that `auto`, or the config, selects here.
 
     Without a config: bf16, head size 64, no dropout.
     """
@@ -42,25 +42,24 @@ def check_attention(config: Config | None = None) -> Found:
     if platform == "gpu" and jax.local_device_count() > 1:
         found += f", on {called(jax.local_devices()[0])} of {jax.local_device_count()}"
     if compute == "fp64":
-        found += "; the config's fp64 is not tried"
+        found += "; the config's fp64 is not tested"
     if not error < BOUNDS[compute]:
-        allowed = f"{BOUNDS[compute]:.0e} is allowed"
-        found = f"{kernel} gives wrong numbers in {tried}: off by {error:.1e} of the largest, {allowed}"
+        found = f"{kernel} is wrong in {tried}: relative error {error:.1e}, {BOUNDS[compute]:.0e} is allowed"
         other = "xla" if kernel != "xla" else "xla_blocks"
         return RED, found, f"--model.attention {other}, and report it with jax's version", figures
-    if notices:  # `auto` took a slower kernel, and says why
+    if notices:  # `auto` selected a slower kernel, and says why
         why = notices[0].removeprefix("attention: ")
         advice = "--model.attention-dropout 0" if model.attention_dropout > 0 else None
         return YELLOW, f"{found}; {why}", advice, figures
     if config is None and kernel == "cudnn":
-        found += "; with --model.attention-dropout above 0, as the papers' configs have it, the slower xla"
+        found += "; with --model.attention-dropout above 0, as in the papers' configs, the slower xla"
     return GREEN, found, None, figures
 
 
 def largest_error(kernel: str, model: ModelConfig, compute: str, documents: bool) -> float:
-    """Largest difference of output and gradients between `kernel` and NumPy, relative to the largest number of each.
+    """Largest difference of output and gradients between `kernel` and NumPy, relative to the largest value of each.
 
-    Two samples of at most 128 positions, two heads; with `documents` several documents in each.
+    Two samples of at most 128 positions, two heads; with `documents`, several documents in each.
     """
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}.get(compute, jnp.float32)
     shape = (2, min(model.sequence, 128), 2, model.head_size)
@@ -81,13 +80,13 @@ def largest_error(kernel: str, model: ModelConfig, compute: str, documents: bool
 
 
 def reference(q, k, v, causal: bool, documents=None, slopes=None) -> tuple[np.ndarray, ...]:
-    """Attention as its formula says, softmax(q kᵀ / √d) v, and the gradients of the sum of its squares; float64.
+    """Attention by its formula, softmax(q kᵀ / √d) v, and the gradients of the sum of its squares; float64.
 
     Shapes: q, k, v [b, s, n, d], documents [b, s], slopes [n] → output and gradients of q, k and v [b, s, n, d].
     """
     scale = 1 / np.sqrt(q.shape[-1])
     scores = np.einsum("bqnd,bknd->bnqk", q, k) * scale
-    back = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])  # how far a key lies behind its query
+    back = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])  # distance from a query back to a key
     if slopes is not None:
         scores -= slopes[:, None, None] * back
     if causal:

@@ -1,7 +1,7 @@
-"""Checks in a process of their own, so that a driver that hangs or aborts takes only its own line with it.
+"""Checks in a child process, so that a driver that hangs or aborts costs only its own line of the report.
 
-The child runs the checks it is named, one after the other, and writes a line of JSON for each. When it says nothing for
-too long, or ends before its time, the check that it was at is red, and another child goes on with the one after it.
+The child runs the given checks one after the other and writes a line of JSON for each. If it is silent for too long or
+ends early, its current check is red, and another child continues with the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mjax.doctor.finding import RED, YELLOW, Finding, advice_on, listed
 
 SILENT = "--limit 600 where a machine is slow to start; else the driver or the file system hangs: sudo dmesg | tail"
 PROBE = (sys.executable, "-m", "mjax.doctor.probe")
-LAST_WORDS = 2000  # lines that are kept of what a child says: XLA's stack traces are some hundred
+LAST_WORDS = 2000  # lines kept of a child's stderr: XLA's stack traces are some hundred
 
 
 def run_in_child(
@@ -33,15 +33,15 @@ def run_in_child(
     command: Sequence[str] = PROBE,
     foundation: str | None = None,
 ) -> Iterator[Finding]:
-    """The findings of the checks `names`, as they come.
+    """Run the checks `names` and yield their findings.
 
     Args:
       settings: plain values for the checks.
       environment: of the child.
-      limit: seconds that a check may take; the first includes the child's start.
-      begin: is told the name of each check before it runs.
-      command: what starts the child; it gets the settings and the names as arguments.
-      foundation: a check without which the ones after it make no sense; where it is red they are not run.
+      limit: seconds for each check; the first includes the child's start.
+      begin: called with the name of each check before it runs.
+      command: starts the child; its arguments are the settings and the names.
+      foundation: a check that the later ones need; if it is red they are not run.
     """
     names = list(names)
     while names:
@@ -55,17 +55,17 @@ def run_in_child(
 
 
 def _one_child(names, settings, environment, limit, begin, command) -> Iterator[tuple[str, list[Finding]]]:
-    """Findings by check, until all are there or the child is lost; the check that lost it is among them."""
+    """Findings by check, until all are done or the child is lost; the last is then the check that lost it."""
     try:
         child = subprocess.Popen(
             [*command, json.dumps(settings), *names],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,  # no file: where the disk is full or read-only, there is a report all the same
+            stderr=subprocess.PIPE,  # not a file, so that a full or read-only disk does not prevent the report
             env=dict(environment),
             start_new_session=True,
         )
     except OSError as error:
-        found = f"no process could be started to check it: {error.strerror or error}"
+        found = f"cannot start a process for the check: {error.strerror or error}"
         yield names[0], [Finding(names[0], RED, found, "ulimit -a; free some memory, or end processes")]
         return
     lines: queue.Queue[bytes] = queue.Queue()
@@ -84,7 +84,7 @@ def _one_child(names, settings, environment, limit, begin, command) -> Iterator[
                 try:
                     code = child.wait(timeout=limit)
                 except subprocess.TimeoutExpired:
-                    found = f"the process that checked it does not end in {limit:g} s"
+                    found = f"the process of this check does not end in {limit:g} s"
                     yield name, [Finding(name, RED, found, SILENT)]
                     return
                 listener.join(timeout=5)  # a process that the child left behind may hold the pipe
@@ -96,7 +96,7 @@ def _one_child(names, settings, environment, limit, begin, command) -> Iterator[
 
 
 def _forward(stream, put: Callable[[bytes], None]) -> threading.Thread:
-    """Hand on the lines of a pipe, and nothing at its end, from a thread."""
+    """Pass on the lines of a pipe, then an empty one at its end, from a thread."""
 
     def read() -> None:
         with stream:
@@ -111,12 +111,12 @@ def _forward(stream, put: Callable[[bytes], None]) -> threading.Thread:
 
 def _lost(name: str, code: int, errors: str) -> Finding:
     said = [line for line in errors.splitlines() if line.strip()]
-    # XLA's last words are a line that begins with F and the date; the stack after it helps nobody here.
+    # XLA's fatal message is a line that begins with F and the date; the stack trace after it does not help here.
     fatal = [line for line in said if line[:1] == "F" and line[1:5].isdecimal()]
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    words = (fatal or said or ["and said nothing"])[-1].strip()
-    memory = " (the system ends a process so when memory is short)" if code == -signal.SIGKILL else ""
-    found = f"the process that checked it {how}{memory}: {words[:300]}"
+    words = (fatal or said or ["no message"])[-1].strip()
+    memory = " (as the system does when memory is short)" if code == -signal.SIGKILL else ""
+    found = f"the process of this check {how}{memory}: {words[:300]}"
     return Finding(name, RED, found, advice_on(words, "report it with this line"))
 
 

@@ -1,4 +1,4 @@
-"""The devices that JAX sees, and the share of their memory that it will use."""
+"""The devices that JAX sees, and the share of their memory that it uses."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from mjax.doctor.finding import (
 from mjax.hardware import USABLE_FRACTION
 from mjax.launch import MEMORY_FRACTIONS
 
-ENOUGH = 0.85  # of a GPU's memory; what is left is for CUDA's own, NCCL's and cuDNN's
+ENOUGH = 0.85  # of a GPU's memory; the rest is for CUDA, NCCL and cuDNN
 
 
 def by_kind() -> dict[str, list[jax.Device]]:
-    """The devices that a check tries, by what JAX calls them: all GPUs; of a CPU one, however many are simulated."""
+    """The devices to check, by JAX's name for their kind: all GPUs, or one CPU device however many are simulated."""
     devices = jax.local_devices()
     kinds: dict[str, list[jax.Device]] = {}
     for device in devices[:1] if devices[0].platform == "cpu" else devices:
@@ -37,7 +37,7 @@ def by_kind() -> dict[str, list[jax.Device]]:
 
 
 def called(device: jax.Device) -> str:
-    """'GPU 3', by the number that JAX gives it: 0 is the first in CUDA_VISIBLE_DEVICES."""
+    """'GPU 3', by JAX's number: 0 is the first in CUDA_VISIBLE_DEVICES."""
     return f"{device.platform.upper()} {device.id}"
 
 
@@ -49,7 +49,7 @@ def check_devices(
 
     Args:
       driver, cuda: as in `driver.check_driver`.
-      complaints: a list that JAX's log messages of its start are put into, read after it has started.
+      complaints: list that collects JAX's log messages while it starts; read afterwards.
     """
     platforms = environment.get("JAX_PLATFORMS")
     try:
@@ -88,7 +88,7 @@ def check_devices(
 @check("device memory")
 def check_device_memory(driver: Driver, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Check the share of a GPU's memory that JAX takes; nothing on a CPU."""
-    totals = dict(zip(driver.gpus, driver.memory, strict=False))  # of a slice of a GPU the driver does not say it
+    totals = dict(zip(driver.gpus, driver.memory, strict=False))  # the driver does not know it for a slice of a GPU
     for kind, devices in by_kind().items():
         if devices[0].platform == "gpu":
             limit = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in devices)
@@ -97,19 +97,18 @@ def check_device_memory(driver: Driver, environment: Mapping[str, str] = os.envi
 
 @check("device memory")
 def judge_device_memory(limit: float, total: float, environment: Mapping[str, str], kind: str) -> Found:
-    """Findings from the bytes that JAX allows itself and those that a GPU has; 0 where they are not known."""
+    """Compare the bytes that JAX may use with those of a GPU; 0 means unknown."""
     allocator = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
     if allocator == "platform":
         found = "XLA_PYTHON_CLIENT_ALLOCATOR=platform asks the driver for every array, which is slow"
         return YELLOW, found, "unset XLA_PYTHON_CLIENT_ALLOCATOR"
     if not limit or not total:
-        usable = f"JAX may use {gibibytes(limit)} of" if limit else "JAX does not say how much it may use of"
-        what = f"{usable} {kind}{'' if total else '; the driver does not say how much that has'}"
-        return FIGURE, what
+        usable = gibibytes(limit) if limit else "an unknown part"
+        return FIGURE, f"JAX may use {usable} of {kind}{'' if total else '; the driver does not report its memory'}"
     figures = {"usable_gib": limit / 2**30, "total_gib": total / 2**30}
     found = f"JAX may use {gibibytes(limit)} of {gibibytes(total)} of {kind}"
     if environment.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0"):
-        found += ", piece by piece (XLA_PYTHON_CLIENT_PREALLOCATE), so that it may break into parts too small to use"
+        found += ", allocated piece by piece (XLA_PYTHON_CLIENT_PREALLOCATE), so that it may become fragmented"
         return YELLOW, found, "unset XLA_PYTHON_CLIENT_PREALLOCATE", figures
     if limit < ENOUGH * total:
         named = next((name for name in MEMORY_FRACTIONS if name in environment), MEMORY_FRACTIONS[0])

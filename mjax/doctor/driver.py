@@ -1,4 +1,4 @@
-"""The NVIDIA driver, asked without JAX: by what the kernel shows, and by nvidia-smi under a time limit."""
+"""The NVIDIA driver, examined without JAX: through /proc and /sys, and nvidia-smi with a time limit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mjax.doctor.finding import GREEN, RED, YELLOW, Found, check, gibibytes
 OLDEST_DRIVER = {12: 525, 13: 580}
 QUERY = "name,driver_version,memory.total,memory.used"
 ANSWER_SECONDS = 20.0
-# What nvidia-smi says where there is nothing for it to show.
+# Messages of nvidia-smi on a machine without a GPU.
 NOTHING_THERE = ("No devices were found", "couldn't communicate with the NVIDIA driver", "couldn't find libnvidia-ml")
-USED_BY_OTHERS = 2**30  # bytes; less is what a desktop or a monitoring process takes
+USED_BY_OTHERS = 2**30  # bytes; a desktop or a monitoring process takes less
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class Driver:
     """Facts about this machine's NVIDIA GPUs."""
 
     version: str | None = None
-    """Of the driver; None where none is in reach."""
+    """Driver version; None if no driver is accessible."""
     gpus: tuple[str, ...] = ()
     """Names of the GPUs that the driver shows."""
     memory: tuple[float, ...] = ()
     """Bytes of each."""
     used: tuple[float, ...] = ()
-    """Bytes of each that are taken."""
+    """Bytes in use of each."""
     on_bus: int = 0
-    """NVIDIA GPUs on the PCI bus, whether a driver has them or not; a container sees those of its host."""
+    """NVIDIA GPUs on the PCI bus, with or without a driver; a container sees those of its host."""
     problem: str | None = None
-    """Error of nvidia-smi, if it gave one."""
+    """Error of nvidia-smi, if any."""
 
 
 def read_driver(root: Path = Path("/"), ask: Callable[[list[str]], str] | None = None) -> Driver:
-    """Ask this machine; `root` is where /proc and /sys are, `ask` runs a command and returns what it printed."""
+    """Examine this machine; `root` holds /proc and /sys, `ask` runs a command and returns its output."""
     loaded = re.search(r"Module\s+(?:for\s+\S+\s+)?(\d+(?:\.\d+)+)", _text(root / "proc/driver/nvidia/version"))
     known = Driver(loaded[1] if loaded else None, on_bus=_on_bus(root))
     if ask is None and shutil.which("nvidia-smi") is None:
@@ -66,14 +66,14 @@ def read_driver(root: Path = Path("/"), ask: Callable[[list[str]], str] | None =
 
 @check("driver")
 def check_driver(driver: Driver, cuda: int | None) -> Found:
-    """Check that driver and jax fit together; `cuda` is the major version that jax's plugin is built for, if any.
+    """Check that driver and jax fit together; `cuda` is the major version of jax's plugin, if any.
 
-    nvidia-smi's problems come first: a driver that hangs would hang everything after it.
+    nvidia-smi's problems come first: a driver that hangs would hang all later checks.
     """
     problem, said = driver.problem, f" ({driver.problem})" if driver.problem else ""
     bare = any(words in problem for words in NOTHING_THERE) if problem else driver.version and not driver.gpus
     if bare and not driver.on_bus:
-        found = f"NVIDIA's driver or its tools, and no NVIDIA GPU on the PCI bus: a login node perhaps{said}"
+        found = f"NVIDIA's driver or tools, but no NVIDIA GPU on the PCI bus: perhaps a login node{said}"
         advice = "to train on GPUs, ask on a node that has some: srun --gpus-per-node 1 python -m mjax doctor"
         return YELLOW, found, advice
     if driver.problem:
@@ -92,7 +92,7 @@ def check_driver(driver: Driver, cuda: int | None) -> Found:
     if branch < oldest and branch >= OLDEST_DRIVER[12]:
         newer = f'pip install "jax[cuda12]", or {newer}'
     if cuda is None:
-        found = f"driver {driver.version} with {gpus} is here, and jax is the build for CPUs: it cannot use them"
+        found = f"driver {driver.version} with {gpus}, but jax is the build for CPUs: it cannot use them"
         install = "pip install -r requirements-cuda.txt"
         return RED, found, f"{newer} and {install}" if branch < oldest else install
     if branch < oldest:
@@ -109,17 +109,17 @@ def _without_driver(driver: Driver, cuda: int | None) -> Found:
     install = "install NVIDIA driver 580 or newer; a container has to be started with --gpus all"
     if driver.on_bus:
         status = YELLOW if cuda is None else RED
-        what = f"{driver.on_bus} NVIDIA GPU{'s' * (driver.on_bus > 1)} on the PCI bus, and no driver in reach"
+        what = f"{driver.on_bus} NVIDIA GPU{'s' * (driver.on_bus > 1)} on the PCI bus, but no driver accessible"
         return status, f"{what}: no GPU can be used", install
     if cuda is None:
         return GREEN, "no NVIDIA GPU on this machine, and jax is the build for CPUs"
-    found = f"jax is the build for CUDA {cuda}, and no NVIDIA driver is in reach: no GPU can be used"
+    found = f"jax is the build for CUDA {cuda}, but no NVIDIA driver is accessible: no GPU can be used"
     return YELLOW, found, f"to train on a GPU, {install}; mjax plan needs none"
 
 
 @check("visible")
 def check_visible(driver: Driver, environment: Mapping[str, str] = os.environ) -> Found | None:
-    """Find environment variables that hide GPUs from JAX; nothing where there is no GPU to hide."""
+    """Find environment variables that hide GPUs from JAX; nothing if there is no GPU."""
     if not driver.gpus:
         return None
     platforms, devices = environment.get("JAX_PLATFORMS"), environment.get("CUDA_VISIBLE_DEVICES")
@@ -136,12 +136,9 @@ def check_visible(driver: Driver, environment: Mapping[str, str] = os.environ) -
         return YELLOW, f"CUDA_VISIBLE_DEVICES={devices!r} hides all {count} GPUs", "unset CUDA_VISIBLE_DEVICES"
     asked = len([name for name in devices.split(",") if name.strip()])
     if shown < asked:
-        return (
-            YELLOW,
-            f"CUDA_VISIBLE_DEVICES={devices} names a GPU that is not there, which hides it and those after it: "
-            f"{shown} of {count} are left",
-            f"number them from 0 to {count - 1}, or unset CUDA_VISIBLE_DEVICES",
-        )
+        found = f"CUDA_VISIBLE_DEVICES={devices} names an unknown GPU, which hides it and all after it: "
+        advice = f"number them from 0 to {count - 1}, or unset CUDA_VISIBLE_DEVICES"
+        return YELLOW, f"{found}{shown} of {count} are left", advice
     what = f"{shown} of {count} GPUs" if "MIG-" not in devices else "a slice of a GPU"
     return GREEN, f"{what}, by CUDA_VISIBLE_DEVICES={devices}"
 
@@ -152,7 +149,7 @@ def visible_gpus(driver: Driver, environment: Mapping[str, str] = os.environ) ->
     if devices is None:
         return len(driver.gpus)
     shown = 0
-    for name in devices.split(","):  # CUDA stops at the first that it does not know
+    for name in devices.split(","):  # CUDA stops at the first unknown one
         known = int(name) < len(driver.gpus) if name.strip().isdecimal() else name.strip().startswith(("GPU-", "MIG-"))
         if not known:
             break
@@ -162,13 +159,12 @@ def visible_gpus(driver: Driver, environment: Mapping[str, str] = os.environ) ->
 
 @check("libraries")
 def check_libraries(environment: Mapping[str, str] = os.environ, cuda: int | None = None) -> Found | None:
-    """Find another CUDA that LD_LIBRARY_PATH puts before the one that jax's wheels bring; nothing without one."""
-    for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if cuda is not None else ():
-        if not folder:
-            continue
+    """Find another CUDA that LD_LIBRARY_PATH puts before that of jax's wheels; nothing if there is none."""
+    folders = environment.get("LD_LIBRARY_PATH", "").split(":") if cuda is not None else ()
+    for folder in filter(None, folders):
         found = [name for name in ("libcudnn.so", "libcublas.so", "libnccl.so") if list(Path(folder).glob(f"{name}*"))]
         if found:
-            what = f"LD_LIBRARY_PATH puts {folder}/{found[0]} before the one that belongs to jax"
+            what = f"LD_LIBRARY_PATH puts {folder}/{found[0]} before jax's own"
             return YELLOW, what, "unset LD_LIBRARY_PATH"
     return None
 
@@ -197,7 +193,7 @@ def _ask(command: list[str]) -> str:
     try:
         output, complaints = process.communicate(timeout=ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
-        process.kill()  # and not waited for: what hangs in the driver cannot be killed
+        process.kill()  # without waiting: a process that hangs in the driver cannot be killed
         raise
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command, output, complaints)

@@ -1,4 +1,4 @@
-"""Results of checks: one line each, its colour, and what to type where it is not green."""
+"""Results of checks: one line each, its colour, and what to type if it is not green."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class Finding:
     check: str
     """The check, in a word or two."""
     status: str
-    """`green`: right. `yellow`: works, and is not what one would want. `red`: training will fail or be wrong.
-    `figure`: a measured number that nothing is known to compare with."""
+    """`green`: right. `yellow`: works, but could be better. `red`: training will fail or be wrong. `figure`: a measured
+    number without a known reference."""
     found: str
     """The result, in one sentence without a full stop."""
     advice: str | None = None
     """The remedy: a line to type, or a sentence."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Numbers that were measured, by a name that ends in their unit; for --json."""
+    """Measured numbers, by a name that ends in the unit; for --json."""
 
 
 Found = tuple
-"""The rest of a finding: (status, found), and where there is more to say (…, advice) or (…, advice, figures)."""
+"""The rest of a finding: (status, found), (status, found, advice) or (status, found, advice, figures)."""
 
 
 def check(name: str) -> Callable[[Callable[..., Found | Iterable[Found] | None]], Callable[..., list[Finding]]]:
-    """Make the check `name` of a function that returns what it found, yields several of it, or returns None."""
+    """Make the check `name` of a function that returns or yields `Found`s, or returns None."""
 
     def decorate(look: Callable[..., Found | Iterable[Found] | None]) -> Callable[..., list[Finding]]:
         @functools.wraps(look)
@@ -52,10 +52,10 @@ def check(name: str) -> Callable[[Callable[..., Found | Iterable[Found] | None]]
 
 
 def guarded(name: str, run: Callable[[], list[Finding]]) -> list[Finding]:
-    """The findings of `run`; one that is red where it fails itself, so that it never hides the others."""
+    """The findings of `run`; if it raises, one red finding, so that it never hides the others."""
     try:
         return run()
-    except Exception as error:  # whatever it is, it is about this check alone
+    except Exception as error:  # any error concerns this check alone
         place = traceback.extract_tb(error.__traceback__)[-1]
         advice = f"look at {place.filename}, line {place.lineno}; if it is mjax's own fault, report it"
         found = f"could not be checked: {type(error).__name__}: {first_line(error)}"
@@ -63,12 +63,12 @@ def guarded(name: str, run: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def advice_on(said: str, otherwise: str) -> str:
-    """Advice for something that ended with these words: memory that is short has one cause, whatever missed it."""
+    """Advice for a check that failed with the message `said`; memory that is short has its own."""
     return MEMORY_IS_TAKEN if re.search("RESOURCE_EXHAUSTED|OUT_OF_MEMORY", said) else otherwise
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, or its type where it says nothing."""
+    """The first line of an exception's message, or its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -1,6 +1,6 @@
-"""XLA_FLAGS: a flag that this XLA does not know ends the process without a Python error, so a child tries them.
+"""XLA_FLAGS: an unknown flag ends the process without a Python error, so a child process tries them.
 
-Every version of XLA drops flags; a line copied from a recipe of last year is the usual cause.
+Every version of XLA drops flags; the usual cause is a line copied from an old recipe.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def check_flags(environment: Mapping[str, str], limit: float) -> tuple[list[Find
     """Try to start XLA with the flags that are set.
 
     Args:
-      limit: seconds that a start may take.
+      limit: seconds for a start.
 
     Returns:
-      The findings, and an environment in which it does: the one given, without the flags that would end the process.
+      The findings, and an environment in which XLA starts: the given one without the flags that would end the process.
     """
     repaired = dict(environment)
     try:
@@ -39,13 +39,13 @@ def check_flags(environment: Mapping[str, str], limit: float) -> tuple[list[Find
 
 
 def _judge(environment: dict[str, str], limit: float) -> Found:
-    """The result; flags that would end the process are taken out of `environment`."""
+    """The result; removes from `environment` the flags that would end the process."""
     flags = environment.get("XLA_FLAGS", "").strip()
     if not flags:
         return GREEN, "XLA_FLAGS is not set"
     said = refusal(flags, environment, limit)
     if said is None:
-        return GREEN, f"XLA takes XLA_FLAGS={flags}"
+        return GREEN, f"XLA accepts XLA_FLAGS={flags}"
     words = shlex.split(flags)
     unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", said)
     value = re.search(r"Couldn't interpret value (.*) for flag (\w+)", said)
@@ -56,7 +56,7 @@ def _judge(environment: dict[str, str], limit: float) -> Found:
         what = f"XLA does not know {listed(wrong)}, and ends every process that has {them} set"
     elif value:
         wrong = [f"--{value[2]}"]
-        advice = f"give --{value[2]} a value that it takes, or leave it out of XLA_FLAGS"
+        advice = f"give --{value[2]} a valid value, or remove it from XLA_FLAGS"
         what = f"XLA cannot read the value {value[1]!r} of --{value[2]}, and ends every process that has it set"
     elif not flags.startswith("--"):
         wrong, advice = None, "begin each flag with --"
@@ -75,7 +75,7 @@ def _judge(environment: dict[str, str], limit: float) -> Found:
 
 
 def known_flags() -> list[str]:
-    """Words in XLA's library that look like flags. Not each of them is one."""
+    """Words in XLA's library that look like flags; some are not."""
     spec = importlib.util.find_spec("jaxlib")
     libraries = [file for place in spec.submodule_search_locations for file in Path(place).glob("*.so")] if spec else []
     found: set[bytes] = set()
@@ -86,19 +86,19 @@ def known_flags() -> list[str]:
 
 
 def _instead(flag: str, environment: Mapping[str, str], limit: float) -> str:
-    """Advice for an unknown flag: the nearest that XLA really takes, if there is one."""
+    """Advice for an unknown flag: the nearest one that XLA accepts, if any."""
     for name in difflib.get_close_matches(flag.lstrip("-"), known_flags(), n=2, cutoff=0.7):
         said = refusal(f"--{name}=true", environment, limit)
         if said is None or "Unknown flag" not in said:
-            return f"take {flag} out of XLA_FLAGS; the nearest that there is: --{name}"
-    return f"take {flag} out of XLA_FLAGS"
+            return f"remove {flag} from XLA_FLAGS; the nearest known flag is --{name}"
+    return f"remove {flag} from XLA_FLAGS"
 
 
 def refusal(flags: str, environment: Mapping[str, str], limit: float) -> str | None:
-    """The last words of a process that ends on these flags; None where it starts.
+    """The message of a process that these flags end; None if it starts.
 
     Raises:
-      subprocess.TimeoutExpired: it does neither in `limit` seconds.
+      subprocess.TimeoutExpired: neither happens in `limit` seconds.
     """
     variables = {**environment, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", READ_FLAGS]

@@ -13,16 +13,16 @@ from mjax import launch
 from mjax.config import Config
 from mjax.doctor.finding import GREEN, RED, YELLOW, Found, check, gibibytes
 
-LEAST_SHARED = 2**30  # bytes of /dev/shm; NCCL's processes on one host talk through it
-LEAST_FILES = 4096  # a checkpoint of many arrays, the data and the connections to the other processes together
+LEAST_SHARED = 2**30  # bytes of /dev/shm, through which NCCL's processes on one host communicate
+LEAST_FILES = 4096  # enough for a checkpoint of many arrays, the data and connections to other processes
 
 
 @check("memory")
 def check_memory(config: Config | None = None, root: Path = Path("/")) -> Found:
-    """Host memory that is free, within the limits of container and job; beside a checkpoint's copy, given a config.
+    """Free host memory within the limits of container and job, compared with a checkpoint's copy if given a config.
 
-    A checkpoint is copied to host memory before it is written. How many of a mesh's devices are this host's is not
-    known here, so eight are assumed, or all where there are fewer.
+    A checkpoint is copied to host memory before it is written. The number of devices on this host is unknown here, so
+    eight are assumed, or the whole mesh if it is smaller.
     """
     text = (root / "proc/meminfo").read_text()
     total, available = (int(re.search(rf"{name}:\s+(\d+)", text)[1]) * 1024 for name in ("MemTotal", "MemAvailable"))
@@ -34,7 +34,7 @@ def check_memory(config: Config | None = None, root: Path = Path("/")) -> Found:
     found = f"{gibibytes(available)} of {gibibytes(total)} free{within}"
     if config is not None:
         devices, here = config.mesh.devices, min(8, config.mesh.devices)
-        copy = state_bytes(config) * here / devices  # replicas share the writing of what they have in common
+        copy = state_bytes(config) * here / devices  # replicas share the writing
         found += f"; a checkpoint's copy takes {gibibytes(copy)} of a host with {here} of its {devices} GPUs"
         if copy > available:
             return YELLOW, found, "use hosts with more memory, or more of them", figures
@@ -49,10 +49,10 @@ def state_bytes(config: Config) -> int:
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit of memory and what is used of it, in bytes, for this process's control group and each above it.
+    """Memory limit and use, in bytes, of this process's control group and each above it.
 
-    A container's limit stands at the top of what it sees, Slurm's at the job or the step. Files in memory that nobody
-    has read of late are given back before a process is ended, so they are not counted as used.
+    A container's limit is at the top of its hierarchy, Slurm's at the job or the step. Cached files that were not read
+    recently are evicted before a process is killed, so they do not count as used.
     """
     groups = root / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.exists() else []:
@@ -78,10 +78,10 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 @check("shared memory")
 def check_shared_memory(devices: int, folder: Path = Path("/dev/shm")) -> Found | None:
-    """Check that /dev/shm has room for NCCL; a container has 64 MiB of it unless told otherwise.
+    """Check that /dev/shm has room for NCCL; a container has 64 MiB by default.
 
     Args:
-      devices: GPUs of this host; one alone does not need it.
+      devices: GPUs of this host; a single one does not need it.
     """
     if not folder.is_dir():
         return None if devices < 2 else (RED, f"there is no {folder}", "mount a tmpfs there")
@@ -106,17 +106,16 @@ def check_open_files(limit: int | None = None) -> Found:
 
 @check("processes")
 def check_processes(environment: Mapping[str, str] = os.environ) -> Found:
-    """Name the processes that `train.py` would join; this command joins none and looks at its own host alone."""
+    """Name the processes that `train.py` would join; this command joins none and checks its own host only."""
     launched = launch.launched_by(environment)
     if launched is not None:
         name, count = launched
         which = f"{count} processes" if count else "an indexed job"
-        return GREEN, f"{name} started {which}: train.py joins them, this command looks at one host"
+        return GREEN, f"{name} started {which}: train.py joins them, this command checks one host"
     if "SLURM_JOB_ID" in environment:
         nodes = environment.get("SLURM_JOB_NUM_NODES", "?")
-        found = (
-            f"inside Slurm job {environment['SLURM_JOB_ID']} of {nodes} nodes, outside srun: train.py would run alone"
-        )
+        job = f"Slurm job {environment['SLURM_JOB_ID']} of {nodes} nodes"
+        found = f"inside {job}, outside srun: train.py would run alone"
         if nodes == "1":
             return GREEN, found
         return YELLOW, found, "srun python train.py …, see docs/cluster.md"

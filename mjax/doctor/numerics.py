@@ -1,7 +1,7 @@
-"""Three small operations that training is made of, on this device, against NumPy in float64.
+"""Small operations of training on this device, compared with NumPy in float64.
 
-A miscompiled kernel or a broken chip gives wrong numbers without a word; JAX 0.11.0 and 0.11.1 gave wrong ones on one
-kind of GPU, and only outside `jit` (jax issue 40633). So what can be run both ways is run both ways.
+A miscompiled kernel or a broken chip silently gives wrong results; JAX 0.11.0 and 0.11.1 did on one kind of GPU, and
+only outside `jit` (jax issue 40633). So operations run both inside and outside `jit` where that is possible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mjax.parallel.layers import LayerNorm, vocab_parallel_cross_entropy
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.mesh import make_mesh
 
-# A product this close is of float32 inputs; TF32 rounds them to 11 bits and is off by 1e-4 and more.
+# Relative error of products in full float32; TF32 rounds inputs to 11 bits, with errors of 1e-4 and more.
 FULL_FLOAT32 = 1e-5
 
 WRONG = "do not train here; try another device (CUDA_VISIBLE_DEVICES), then another version of jax, and report it"
@@ -30,15 +30,15 @@ WRONG = "do not train here; try another device (CUDA_VISIBLE_DEVICES), then anot
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation with its truth; results and truths are lists of arrays."""
+    """An operation with its reference result; both are lists of arrays."""
 
     name: str
     run: Callable[..., Sequence[Array]]
     inputs: Sequence[Array]
-    """Arguments of `run`: XLA would compute with constants when it compiles, and not on the device."""
+    """Arguments of `run`: with constants, XLA would compute at compile time instead of on the device."""
     truth: Sequence[np.ndarray]
     bound: float
-    """Largest difference that is right, relative to the largest number."""
+    """Largest allowed difference, relative to the largest value."""
     modes: tuple[str, ...] = ("jit", "no jit")
 
     def result(self, mode: str) -> Sequence[Array]:
@@ -50,7 +50,7 @@ class Operation:
 def check_numerics(
     operations: Callable[[jax.Device], Sequence[Operation]] | None = None, devices: Sequence[jax.Device] | None = None
 ) -> Found | list[Found]:
-    """Check each operation on each device; one line for all, or one for each that is wrong."""
+    """Check each operation on each device; one finding for all, or one for each that is wrong."""
     devices = [device for kind in by_kind().values() for device in kind] if devices is None else devices
     errors, default = {}, 0.0
     wrong: list[Found] = []
@@ -58,33 +58,33 @@ def check_numerics(
         with jax.default_device(device):
             tried = (operations or standard_operations)(device)
             for operation in tried:
-                # A bad compiler shows on any GPU, and a bad chip either way: the others take half of the time.
+                # A compiler's fault shows on any GPU, a chip's in either mode: one mode is enough on the others.
                 modes = operation.modes if device is devices[0] else operation.modes[:1]
                 by_mode = {mode: relative_error(operation.result(mode), operation.truth) for mode in modes}
                 errors[operation.name] = max(*by_mode.values(), errors.get(operation.name, 0.0))
                 if off := [mode for mode, error in by_mode.items() if not error < operation.bound]:
                     worst = max(by_mode.values())
-                    found = f"{operation.name} is wrong on {called(device)} ({listed(off)}): off by {worst:.1e} of the "
-                    found += f"largest, {operation.bound:.0e} is allowed"
-                    wrong.append((RED, found, WRONG, {"error_relative": worst}))
+                    found = f"{operation.name} is wrong on {called(device)} ({listed(off)}): relative error {worst:.1e}"
+                    allowed = f"{operation.bound:.0e} is allowed"
+                    wrong.append((RED, f"{found}, {allowed}", WRONG, {"error_relative": worst}))
             default = max(default, default_error())
     figures = {f"{name.replace(' ', '_')}_relative": error for name, error in errors.items()}
     if wrong:
         return wrong
     parts = ", ".join(f"{one.name} {errors[one.name]:.0e} (< {one.bound:.0e})" for one in tried)
     parts += f" on the worst of {len(devices)} devices" if len(devices) > 1 else ""
-    kind = "full" if default < FULL_FLOAT32 else f"TF32 or less ({default:.0e})"
+    precision = "full" if default < FULL_FLOAT32 else f"TF32 or less ({default:.0e})"
     figures["fp32_default_relative"] = default
-    return GREEN, f"off NumPy by {parts}; float32 products are {kind} by default", None, figures
+    return GREEN, f"errors against NumPy: {parts}; float32 products are {precision} by default", None, figures
 
 
 def standard_operations(device: jax.Device) -> list[Operation]:
-    """A bf16 and a float32 matrix product, cross entropy and LayerNorm with their gradients, as training has them."""
+    """A bf16 and a float32 matrix product, and training's cross entropy and LayerNorm with their gradients."""
     return [_product(jnp.bfloat16, 2**-8), _product(jnp.float32, FULL_FLOAT32), _cross_entropy(device), _layer_norm()]
 
 
 def default_error() -> float:
-    """Error of a float32 product at JAX's default precision, relative to the largest number."""
+    """Error of a float32 product at JAX's default precision, relative to the largest value."""
     product = _product(jnp.float32, FULL_FLOAT32)
     return relative_error([jax.jit(jnp.matmul)(*product.inputs)], product.truth)
 
@@ -147,7 +147,7 @@ def _layer_norm() -> Operation:
 
 
 def relative_error(found: Sequence[Array], truth: Sequence[np.ndarray]) -> float:
-    """Largest difference relative to the largest number of each array; infinite where one is not finite."""
+    """Largest difference relative to the largest value of each array; infinite if a value is not finite."""
     errors = []
     for array, right in zip(found, truth, strict=True):
         difference = np.abs(np.asarray(array, np.float64) - right).max()

@@ -1,6 +1,6 @@
-"""The child's side of `child.py`: python -m mjax.doctor.probe SETTINGS CHECK …, a line of JSON for each check.
+"""The child process of `child.py`: python -m mjax.doctor.probe SETTINGS CHECK …, a line of JSON for each check.
 
-Whatever a library prints goes to standard error, so that standard output holds those lines alone.
+All that a library prints goes to stderr, so that stdout holds only those lines.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ CHECKS = {
     "all-reduce": ("rates:check_all_reduce",),
     "storage": ("storage:check_storage", "runs", "config", "name"),
 }
-"""By the check's name: MODULE:FUNCTION in mjax/doctor, imported when it runs, and the settings that it takes."""
+"""By check: MODULE:FUNCTION in mjax/doctor, imported when it runs, and the settings it takes."""
 ON_DEVICES = tuple(name for name in CHECKS if name != "storage")
 
 
 class _Complaints(logging.Handler):
-    """Keeps the last line of what is logged: of a stack trace, the exception."""
+    """Keeps the last line of each log record: of a stack trace, the exception."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -44,7 +44,7 @@ class _Complaints(logging.Handler):
 
 
 def main(arguments: list[str]) -> None:
-    """Run the checks that are named, and write what each found."""
+    """Run the named checks and write their findings."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     complaints = _Complaints()

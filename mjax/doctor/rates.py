@@ -1,4 +1,4 @@
-"""Rates of products, copies and all-reduces on this device, beside what its data sheet promises."""
+"""Rates of matrix products, copies and all-reduces on this device, compared with its data sheet."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mjax.parallel import mappings
 from mjax.parallel.mappings import MODEL
 from mjax.parallel.mesh import make_mesh
 
-MEASURED_SECONDS = 0.3  # for each figure, after it has run twice
-SIMULATED_COUNT = 2**20  # numbers that a simulated device adds
-# Of a data sheet's figure, what a healthy device reaches with ease; less has a cause that can be found.
+MEASURED_SECONDS = 0.3  # for each rate, after two runs
+SIMULATED_COUNT = 2**20  # elements that a simulated device adds
+# Share of the data sheet's rate that a healthy device reaches easily; less has a cause that can be found.
 ENOUGH = {"matmul": 0.6, "copy": 0.6, "all-reduce": 0.4}
 THROTTLED = "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER: is it throttled, capped, or used by someone else?"
 SLOW = {
@@ -33,9 +33,9 @@ SLOW = {
 
 
 def _slowest(measure: Callable[[jax.Device], tuple]) -> Iterator[tuple[str, jax.Device, tuple, str]]:
-    """For each kind of device: its name, the slowest device, what `measure` gave for it, and words for which one it is.
+    """For each kind of device: its name, the slowest device, its result of `measure`, and words that name it.
 
-    `measure` gives the rate first.
+    `measure` returns the rate first.
     """
     for kind, devices in by_kind().items():
         measured = {device: measure(device) for device in devices}
@@ -54,7 +54,7 @@ def check_matmul() -> Iterator[Finding]:
 def _multiply(device: jax.Device) -> tuple[float, str, int]:
     """FLOP/s of a product of two [size, size] matrices, the dtype and the size.
 
-    16 bits on a GPU, float32 on a CPU, which has none fast.
+    16 bits on a GPU; float32 on a CPU, where 16 bits are slow.
     """
     on_gpu = device.platform == "gpu"
     gpu = gpu_of(device.device_kind)
@@ -64,14 +64,14 @@ def _multiply(device: jax.Device) -> tuple[float, str, int]:
     multiply = jax.jit(jnp.matmul)
     with jax.default_device(device):
         x = jax.random.normal(jax.random.key(0), (size, size), dtype)
-        weight = x / size**0.5  # products keep their size, however many follow
+        weight = x / size**0.5  # repeated products keep their magnitude
         seconds = seconds_of(lambda x: multiply(x, weight), x)
     return 2 * size**3 / seconds, compute, size
 
 
 @check("matmul")
 def judge_matmul(flops: float, compute: str, size: int, device_kind: str, which: str = "") -> Found:
-    """The finding of a product of two [size, size] matrices that ran at `flops` FLOP/s on the device `which`."""
+    """Compare a product of two [size, size] matrices at `flops` FLOP/s, on the device `which`, with the data sheet."""
     found = f"{compute} {flops / 1e12:,.3g} TFLOP/s in a product of {size:,} × {size:,}{which}"
     figures = {"matmul_tflops": flops / 1e12}
     return _beside("matmul", found, flops, lambda gpu: gpu.peak(compute), device_kind, figures)
@@ -79,13 +79,13 @@ def judge_matmul(flops: float, compute: str, size: int, device_kind: str, which:
 
 @check("copy")
 def check_copy() -> Iterator[Finding]:
-    """GB/s of reading and writing device memory, and between it and the host's, of the slowest device of each kind."""
+    """GB/s of device memory, and between device and host, of the slowest device of each kind."""
     for kind, slowest, (rate,), which in _slowest(_copy):
         yield from judge_copy(rate, kind, _between_host_and(slowest) if slowest.platform == "gpu" else None, which)
 
 
 def _copy(device: jax.Device) -> tuple[float]:
-    """Bytes a second that an addition in place reads and writes."""
+    """Bytes per second that an in-place addition reads and writes."""
     count = 2**28 if device.platform == "gpu" else 2**24  # float32 numbers
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     with jax.default_device(device):
@@ -93,9 +93,9 @@ def _copy(device: jax.Device) -> tuple[float]:
 
 
 def _between_host_and(device: jax.Device) -> tuple[float, float]:
-    """Bytes a second to the device and from it."""
+    """Bytes per second to the device and from it."""
     host = np.ones(2**26, np.float32)
-    jax.block_until_ready(jax.device_put(host, device))  # pages of both are there
+    jax.block_until_ready(jax.device_put(host, device))  # allocates the pages of both
     begun = time.perf_counter()
     there = jax.block_until_ready(jax.device_put(host, device))
     middle = time.perf_counter()
@@ -106,7 +106,7 @@ def _between_host_and(device: jax.Device) -> tuple[float, float]:
 
 @check("copy")
 def judge_copy(rate: float, device_kind: str, host: tuple[float, float] | None = None, which: str = "") -> Found:
-    """The finding of device memory that moved `rate` bytes a second, and of copies from and to the host."""
+    """Compare device memory that moved `rate` bytes per second with the data sheet; `host`: to and from the device."""
     found, figures = f"{rate / 1e9:,.0f} GB/s read and written in device memory{which}", {"memory_gb_per_s": rate / 1e9}
     if host is not None:
         to_device, from_device = (each / 1e9 for each in host)
@@ -118,16 +118,16 @@ def judge_copy(rate: float, device_kind: str, host: tuple[float, float] | None =
 def _beside(
     name: str, found: str, rate: float, rate_of: Callable[[Gpu], float | None], device: str, figures: dict[str, float]
 ) -> Found:
-    """A rate beside what the data sheet of the device promises, if there is one."""
+    """Compare a rate with the data sheet of the device, if there is one."""
     gpu = gpu_of(device)
     promised = None if gpu is None else rate_of(gpu)
     if promised is None:
-        return FIGURE, f"{found}; mjax has no data sheet of {device} for it", None, figures
+        return FIGURE, f"{found}; mjax has no data sheet for {device}", None, figures
     scale, unit = (1e12, "TFLOP/s") if name == "matmul" else (1e9, "GB/s")
     figures = {**figures, "of_data_sheet": rate / promised}
     found = f"{found}, {rate / promised:.0%} of the {promised / scale:,.0f} {unit} of {device}"
     if rate > 1.05 * promised:
-        return YELLOW, f"{found}: that cannot be", "mjax/hardware.py is wrong: report it", figures
+        return YELLOW, f"{found}: impossible", "mjax/hardware.py is wrong: report it", figures
     if rate < ENOUGH[name] * promised:
         return YELLOW, f"{found}: slow", SLOW[name], figures
     return GREEN, found, None, figures
@@ -135,7 +135,7 @@ def _beside(
 
 @check("all-reduce")
 def check_all_reduce() -> Found | list[Finding] | None:
-    """Check a sum over `model` and measure the bus bandwidth; nothing where there is one device."""
+    """Check a sum over `model` and measure the bus bandwidth; nothing for a single device."""
     devices = jax.local_devices()
     ranks = len(devices)
     if ranks == 1:
@@ -152,9 +152,9 @@ def check_all_reduce() -> Found | list[Finding] | None:
     expected = ranks * (ranks + 1) // 2
     low, high = float(total.min()), float(total.max())
     if not (low == high == expected):
-        found = f"the sum over {ranks} devices is {low:g} to {high:g} where it is {expected}"
-        return RED, found, "NCCL_DEBUG=INFO python -m mjax doctor; NCCL_P2P_DISABLE=1 as a trial"
-    # Simulated devices share a few threads: two sums on their way at once may wait for each other forever.
+        found = f"the sum over {ranks} devices is {low:g} to {high:g}, not {expected}"
+        return RED, found, "NCCL_DEBUG=INFO python -m mjax doctor; try NCCL_P2P_DISABLE=1"
+    # Simulated devices share a few threads: two concurrent sums may deadlock.
     wait = (lambda x: x) if on_gpus else jax.block_until_ready
     seconds = seconds_of(lambda _: wait(reduce(ones)), total)
     wire = 2 * (ranks - 1) / ranks * count * jnp.dtype(dtype).itemsize
@@ -163,22 +163,22 @@ def check_all_reduce() -> Found | list[Finding] | None:
 
 @check("all-reduce")
 def judge_all_reduce(bus: float, ranks: int, device_kind: str, simulated: bool) -> Found:
-    """The finding of a right sum over `ranks` devices at `bus` bytes a second of bus bandwidth.
+    """Compare a correct sum over `ranks` devices, at `bus` bytes per second of bus bandwidth, with the data sheet.
 
-    Bus bandwidth is what each device sends, 2 (n − 1) / n of its array, over the time, as NCCL's tests count it.
+    Bus bandwidth is what each device sends, 2 (n − 1) / n of its array, divided by the time, as in NCCL's tests.
     """
-    found = f"right over {ranks} devices, {bus / 1e9:,.1f} GB/s bus bandwidth over model"
+    found = f"correct over {ranks} devices, {bus / 1e9:,.1f} GB/s bus bandwidth over model"
     figures = {"bus_gb_per_s": bus / 1e9}
     if simulated:
-        found += "; the devices are simulated, so this says nothing of a real one"
+        found += "; the devices are simulated, so this says nothing about real ones"
         return FIGURE, found, None, figures
     return _beside("all-reduce", found, bus, lambda gpu: gpu.node_bandwidth, device_kind, figures)
 
 
 def seconds_of(step: Callable[[Array], Array], x: Array, budget: float = MEASURED_SECONDS) -> float:
-    """Seconds of one `step` in a row of them, each taking what the one before gave; at most about `budget` in all.
+    """Seconds per `step` in a chain, each taking the previous result; about `budget` in all.
 
-    Python runs ahead of the device, so that the time to start a kernel does not count as long as it is shorter.
+    Python runs ahead of the device, so launch time does not count while it is shorter than the kernel.
     """
     x = jax.block_until_ready(step(x))  # compiled
     begun = time.perf_counter()

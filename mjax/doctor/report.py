@@ -1,4 +1,4 @@
-"""Findings on the screen: one after the other as they come, in words as well as in colour."""
+"""Print findings as they come, in words as well as in colour."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.text import Text
 
 from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding
 
-# A word and a sign for each colour: there are terminals, logs and eyes without.
+# A word and a sign for each colour: not every terminal, log or reader sees colours.
 MARKS = {
     GREEN: ("✓ ok", "green"),
     YELLOW: ("! look", "yellow"),
@@ -20,9 +20,9 @@ NAME_WIDTH = 14
 
 
 class Report:
-    """Prints findings; on a terminal, what is being checked stands below them.
+    """Prints findings; on a terminal, also the current check below them.
 
-    With `shown` false it is silent, for --json.
+    With `shown` false it prints nothing, for --json.
     """
 
     def __init__(self, console: Console | None = None, shown: bool = True):
@@ -39,7 +39,7 @@ class Report:
             self._status.stop()
 
     def begin(self, check: str) -> None:
-        """Say what is looked at now."""
+        """Show the name of the current check."""
         if self._status:
             self._status.update(f"checking {check} …")
 
@@ -55,11 +55,11 @@ class Report:
         self.console.print(line)
 
     def close(self, findings: list[Finding]) -> None:
-        """Print how many there are of each."""
+        """Print the number of findings of each status."""
         count = {status: sum(finding.status == status for finding in findings) for status in MARKS}
         parts = [f"{count[GREEN]} ok", f"{count[YELLOW]} to look at", f"{count[RED]} to fix"]
         style = MARKS[RED if count[RED] else YELLOW if count[YELLOW] else GREEN][1]
-        end = "mjax will not train as it should before what is marked ✗ is fixed" if count[RED] else "ready to train"
+        end = "fix what is marked ✗ before training" if count[RED] else "ready to train"
         self.console.print(Text(f"\n{', '.join(parts)}: {end}", style=style))
 
     def _fold(self, text: str, indent: str) -> str:

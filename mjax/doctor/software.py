@@ -1,6 +1,6 @@
 """Python and packages: the installed versions must work together, as their own metadata says.
 
-No package is imported: the metadata answers for one that is broken too.
+No package is imported, so broken ones can be examined too.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ CUDA_BUILDS = re.compile(r"jax-cuda(\d+)-(?:plugin|pjrt)")
 
 @check("python")
 def check_python(version: tuple[int, ...] = sys.version_info[:3], executable: str = sys.executable) -> Found:
-    """Check that mjax runs on this Python."""
+    """Check that mjax supports this Python."""
     text = ".".join(map(str, version[:3]))
     if text not in PYTHON:
-        return RED, f"{text}, and mjax needs {PYTHON}", "python3.11 -m venv .venv, then install"
+        return RED, f"{text}, but mjax needs {PYTHON}", "python3.11 -m venv .venv, then install"
     return GREEN, f"{text}, {executable}"
 
 
 @check("packages")
 def check_packages(requirements: list[str] | None = None) -> Iterator[Found]:
-    """Check that every package that mjax needs is there, in a version that it was written for."""
+    """Check that every required package is installed, in a supported version."""
     lines = _requirements() if requirements is None else requirements
     wanted: dict[str, Requirement] = {}
     for requirement in map(Requirement, lines):
@@ -54,7 +54,7 @@ def check_packages(requirements: list[str] | None = None) -> Iterator[Found]:
         elif not requirement.specifier.contains(version, prereleases=True):
             lowest = SpecifierSet(",".join(str(part) for part in requirement.specifier if part.operator == ">="))
             newer = bool(lowest) and lowest.contains(version, prereleases=True)
-            what = (YELLOW, "newer than mjax was tried with") if newer else (RED, "too old or excluded")
+            what = (YELLOW, "newer than tested with mjax") if newer else (RED, "too old or excluded")
             wrong.setdefault(what, []).append(requirement)
     for (status, what), them in wrong.items():
         versions = ((r, installed.get(canonicalize_name(r.name))) for r in them)
@@ -62,12 +62,12 @@ def check_packages(requirements: list[str] | None = None) -> Iterator[Found]:
         yield status, f"{what}: {listed(named)}", "pip install " + " ".join(f'"{r.name}{r.specifier}"' for r in them)
     if not wrong:
         versions = [f"{name} {installed[name]}" for name in SHOWN if name in installed]
-        yield GREEN, f"all {len(wanted)} that mjax needs, among them {listed(versions)}"
+        yield GREEN, f"all {len(wanted)} required packages, among them {listed(versions)}"
 
 
 @check("jax")
 def check_jax() -> Found:
-    """Check that jax, jaxlib and the CUDA plugin are of one version: each is a wheel of its own, the plugin two."""
+    """Check that jax, jaxlib and the CUDA plugin have one version: each is a separate wheel, the plugin two."""
     installed = packages.installed()
     jax, jaxlib = installed.get("jax"), installed.get("jaxlib")
     if jax is None or jaxlib is None:
@@ -83,11 +83,8 @@ def check_jax() -> Found:
         return RED, f"jax {jax} does not work with jaxlib {jaxlib}: it wants {accepted}", advice
     if len(majors) > 1:
         both = listed([f"{name} {version}" for name, version in sorted(plugins.items())])
-        return (
-            YELLOW,
-            f"two CUDA builds are installed, and JAX takes one: {both}",
-            f"pip uninstall jax-cuda{min(majors)}-plugin jax-cuda{min(majors)}-pjrt",
-        )
+        advice = f"pip uninstall jax-cuda{min(majors)}-plugin jax-cuda{min(majors)}-pjrt"
+        return YELLOW, f"two CUDA builds are installed, and JAX uses one: {both}", advice
     strays = {name: version for name, version in plugins.items() if Version(version) != Version(jaxlib)}
     if strays:
         named = listed([f"{name} {version}" for name, version in sorted(strays.items())])
@@ -99,12 +96,11 @@ def check_jax() -> Found:
     (major,) = majors
     names = {"cuDNN": f"nvidia-cudnn-cu{major}", "NCCL": f"nvidia-nccl-cu{major}"}
     libraries = listed([f"{what} {installed[name]}" for what, name in names.items() if name in installed])
-    found = f"jax {jax}, jaxlib {jaxlib}: the build for CUDA {major}, with {libraries}"
-    return GREEN, found
+    return GREEN, f"jax {jax}, jaxlib {jaxlib}: the build for CUDA {major}, with {libraries}"
 
 
 def _requirements() -> list[str]:
-    """The lines of requirements.txt in a source tree, else what the installed package says of itself."""
+    """The lines of requirements.txt in a source tree, else the requirements of the installed package."""
     file = Path(mjax.__file__).parents[1] / "requirements.txt"
     if file.is_file():
         lines = [line.split("#")[0].strip() for line in file.read_text().splitlines()]

@@ -1,6 +1,6 @@
 """The folder of checkpoints: write access, room and speed.
 
-A file system that does not answer cannot be interrupted, so this runs in a process of its own (`child.py`).
+A file system that hangs cannot be interrupted, so this runs in a child process (`child.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mjax.doctor.host import state_bytes
 from mjax.state.manifest import steps_in
 
 FILE_BYTES = 64 * 2**20
-SLOW = 100e6  # bytes a second; one hard disk. A parallel file system or an NVMe drive gives ten times that
+SLOW = 100e6  # bytes per second, those of a hard disk; a parallel file system or an NVMe drive is ten times faster
 LEAST_FREE = 2**30
 
 
@@ -29,18 +29,18 @@ def check_storage(runs: Path, config: Config | None = None, name: str = "") -> F
 
     Args:
       runs: folder of run folders, or the folder of one run.
-      name: of the run, whose checkpoints need no room a second time.
+      name: of the run; room that its checkpoints already take is not needed again.
     """
     folder = next(place for place in (runs.absolute(), *runs.absolute().parents) if os.path.lexists(place))
-    where = str(runs) if folder == runs.absolute() else f"{folder} (where {runs} will be made)"
+    where = str(runs) if folder == runs.absolute() else f"{folder} (where {runs} will be created)"
     try:
         write, read = measure(folder)
         free = shutil.disk_usage(folder).free
-        there = max(checkpoints_in(runs), checkpoints_in(runs / name))
-    except FileNotFoundError:  # its name is there, and leads nowhere
+        there = max(len(steps_in(run / "checkpoints")) for run in (runs, runs / name))
+    except FileNotFoundError:  # a dangling link
         target = os.path.realpath(folder)
         advice = f"mkdir -p {shlex.quote(target)}, or choose another folder with --runs"
-        return RED, f"{where} is a link to {target}, which is not there", advice
+        return RED, f"{where} is a link to {target}, which does not exist", advice
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "free some space there" if full else "make it writable"
@@ -49,31 +49,22 @@ def check_storage(runs: Path, config: Config | None = None, name: str = "") -> F
     return judge_storage(where, free, write, read, config, there)
 
 
-def checkpoints_in(run: Path) -> int:
-    """Count the checkpoints in the folder of a run, which need not exist.
-
-    Raises:
-      OSError: it cannot be read.
-    """
-    return len(steps_in(run / "checkpoints"))
-
-
 def measure(folder: Path) -> tuple[float, float]:
-    """Bytes a second of writing (to the medium, not to memory) and of reading, in `folder`.
+    """Bytes per second of writing (to the disk, not to memory) and of reading, in `folder`.
 
     Raises:
       OSError: it cannot be written.
     """
-    block = os.urandom(2**20)  # a file system that compresses gains nothing
+    block = os.urandom(2**20)  # cannot be compressed by the file system
     descriptor, name = tempfile.mkstemp(prefix=".mjax-doctor-", dir=folder)
-    os.unlink(name)  # at once: nothing is left behind, whoever ends this process
+    os.unlink(name)  # so that nothing is left behind, however this process ends
     with os.fdopen(descriptor, "r+b", buffering=0) as file:
         begun = time.perf_counter()
         for _ in range(FILE_BYTES // len(block)):
             file.write(block)
         os.fsync(file.fileno())
         written = time.perf_counter()
-        if hasattr(os, "posix_fadvise"):  # else the pages would come from memory
+        if hasattr(os, "posix_fadvise"):  # else the pages are read from memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         begun_reading = time.perf_counter()
@@ -88,9 +79,9 @@ def measure(folder: Path) -> tuple[float, float]:
 
 @check("storage")
 def judge_storage(where: str, free: int, write: float, read: float, config: Config | None, there: int = 0) -> Found:
-    """Findings from what was measured: `free` in bytes, `write` and `read` in bytes a second.
+    """Findings from the measurements: `free` in bytes, `write` and `read` in bytes per second.
 
-    Of the checkpoints that a run of `config` keeps, `there` have been written before.
+    Of the checkpoints that a run of `config` keeps, `there` exist already.
     """
     found = f"{where}: {gibibytes(free)} free, writes {write / 1e6:,.0f} MB/s, reads {read / 1e6:,.0f} MB/s"
     figures = {"free_gib": free / 2**30, "write_mb_per_s": write / 1e6, "read_mb_per_s": read / 1e6}
@@ -98,14 +89,14 @@ def judge_storage(where: str, free: int, write: float, read: float, config: Conf
     if config is not None:
         size = state_bytes(config)
         there = min(there, config.checkpoint.keep_last)
-        more = config.checkpoint.keep_last + 1 - there  # an old one goes when the new one is complete
+        more = config.checkpoint.keep_last + 1 - there  # an old one is removed when the new one is complete
         least = more * size
         found += f"; a checkpoint is {gibibytes(size)}, {size / write / 60:,.1f} min at this rate from one host"
         figures["checkpoint_gib"] = size / 2**30
     if free < least:
         room = f"{gibibytes(least)} are needed"
         if config is not None:
-            room += f" for {more} of them" + (f", besides the {there} that lie there" if there else "")
+            room += f" for {more} of them" + (f", besides the {there} already there" if there else "")
         advice = "free some space there, or choose another folder with --runs"
         return (YELLOW if config is None else RED, f"{found}; {room}", advice, figures)
     if write < SLOW:

@@ -88,4 +88,4 @@ def test_a_disk_that_is_full_or_read_only_is_not_needed(monkeypatch):
 def test_checks_whose_process_cannot_be_started_are_red_each():
     findings = list(run_in_child(("a", "b"), {}, os.environ, 5.0, command=("/nowhere/python",)))
     assert statuses(findings) == [("a", RED), ("b", RED)]
-    assert findings[0].found == "no process could be started to check it: No such file or directory"
+    assert findings[0].found == "cannot start a process for the check: No such file or directory"

@@ -89,7 +89,7 @@ def test_the_memory_of_each_kind_of_gpu_is_its_own_and_that_of_a_slice_is_not_kn
     large, small, part = check_device_memory(driver, {})
     assert (large.status, large.found) == (GREEN, f"JAX may use 72.0 GiB of 80.0 GiB of {H100}")
     assert (small.status, small.found) == (YELLOW, f"JAX may use 2.0 GiB of 4.0 GiB of {t400}, 50%")
-    assert part.found == f"JAX may use 9.0 GiB of {slice_of_one}; the driver does not say how much that has"
+    assert part.found == f"JAX may use 9.0 GiB of {slice_of_one}; the driver does not report its memory"
 
 
 def test_a_slice_of_a_gpu_is_not_a_gpu_that_is_missing(monkeypatch):

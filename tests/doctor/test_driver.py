@@ -95,8 +95,8 @@ def test_nvidia_smi_on_a_node_without_a_gpu_is_yellow_and_beside_one_red(tmp_pat
     ("driver", "cuda", "status", "words"),
     [
         (Driver(), None, GREEN, "no NVIDIA GPU on this machine"),
-        (Driver(), 13, YELLOW, "no NVIDIA driver is in reach"),
-        (Driver(on_bus=8), 13, RED, "8 NVIDIA GPUs on the PCI bus, and no driver in reach"),
+        (Driver(), 13, YELLOW, "no NVIDIA driver is accessible"),
+        (Driver(on_bus=8), 13, RED, "8 NVIDIA GPUs on the PCI bus, but no driver accessible"),
         (Driver(on_bus=1), None, YELLOW, "1 NVIDIA GPU on the PCI bus"),
         (EIGHT, None, RED, "jax is the build for CPUs"),
         (Driver("570.86", (H100,)), 13, RED, "570.86 is too old for jax's CUDA 13, which needs 580"),

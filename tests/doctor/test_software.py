@@ -56,7 +56,7 @@ def test_a_package_newer_than_was_tried_is_yellow(monkeypatch):
 
 def test_a_package_that_two_lines_name_is_one_package_that_both_hold_for():
     (finding,) = check_packages(["numpy>=2.0", "NumPy<1000", "jax"])
-    assert finding.found.startswith("all 2 that mjax needs")
+    assert finding.found.startswith("all 2 required packages")
     (finding,) = check_packages(["numpy<1.0", "numpy>=0.1"])
     assert (finding.status, finding.advice) == (YELLOW, 'pip install "numpy<1.0,>=0.1"')
 

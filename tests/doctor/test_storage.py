@@ -92,7 +92,7 @@ def test_checkpoints_that_a_run_has_written_need_no_room_a_second_time(tmp_path,
         (tmp_path / "gpt_8b/checkpoints" / name / "manifest.json").touch()
         (finding,) = check_storage(tmp_path, config, "gpt_8b")
         assert finding.status == status
-        assert status == GREEN or "185.9 GiB are needed for 2 of them, besides the 1 that lie there" in finding.found
+        assert status == GREEN or "185.9 GiB are needed for 2 of them, besides the 1 already there" in finding.found
     assert check_storage(tmp_path / "gpt_8b", config, "gpt_8b")[0].status == GREEN
     assert check_storage(tmp_path, config, "another")[0].status == RED
 
@@ -102,7 +102,7 @@ def test_a_link_that_leads_nowhere_is_red(tmp_path, deeper):
     (tmp_path / "runs").symlink_to(tmp_path / "scratch disk")
     (finding,) = check_storage(tmp_path / "runs" / deeper)
     assert finding.status == RED
-    assert f"is a link to {tmp_path}/scratch disk, which is not there" in finding.found
+    assert f"is a link to {tmp_path}/scratch disk, which does not exist" in finding.found
     assert finding.advice.startswith(f"mkdir -p '{tmp_path}/scratch disk'")
 
 
@@ -120,4 +120,4 @@ def test_a_folder_that_may_not_be_entered_is_red(tmp_path, monkeypatch):
         monkeypatch.setattr(os, name, behind(getattr(os, name)))
     (finding,) = check_storage(tmp_path / "closed" / "runs")
     assert finding.status == RED
-    assert finding.found.endswith("closed/runs will be made) cannot be written: Permission denied")
+    assert finding.found.endswith("closed/runs will be created) cannot be written: Permission denied")
