@@ -182,25 +182,14 @@ class _Line:
         return match[1] if match else ""
 
 
+LINE = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:, (.*))?")
+
+
 def _read_line(text: str) -> _Line | None:
-    match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", text)
-    if match is None:
-        return None
-    start = match.end()
-    end = _closing(text, start) + 1 if text[start] == "(" else text.index(" ", start)
-    opening = text.index("(", end)
-    closing = _closing(text, opening)
-    return _Line(match[1], text[start:end], text[end:opening].strip(), text[opening + 1 : closing], text[closing + 1 :])
-
-
-def _closing(text: str, opening: int) -> int:
-    """Index of the parenthesis that closes the one at `opening`."""
-    depth = 0
-    for match in re.compile(r"[()]").finditer(text, opening):
-        depth += 1 if match[0] == "(" else -1
-        if depth == 0:
-            return match.start()
-    raise HloError(f"a parenthesis is never closed in: {text[:200].strip()}")
+    match = LINE.fullmatch(text)
+    if match is None and " = " in text:
+        raise HloError(f"this line is not in a form that is known: {text[:200].strip()}")
+    return match and _Line(*match.groups(""))
 
 
 def _arrays(shape: str) -> list[tuple[str, int]]:

@@ -9,7 +9,7 @@ such as tanh is needed for two results, two where a sum over a row has to be kno
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +57,7 @@ class Regions:
         self.written = {value for value in program.outputs if value is not None}
         for operation in program.operations:
             if operation.is_kernel:
-                self.written |= {*operation.outputs, *filter(_is_value, operation.inputs)}
+                self.written |= {*operation.outputs, *_read(operation)}
         self.producer = {value: each for each in program.operations for value in each.outputs}
         self._region: dict[int, Region] = {}
         for region in self._cut():
@@ -92,7 +92,7 @@ class Regions:
 
     def _region_of(self, operations: list[Operation]) -> Region:
         size, made = self.program.bytes, {value for each in operations for value in each.outputs}
-        read = {value for each in operations for value in each.inputs if value is not None}
+        read = {value for each in operations for value in _read(each)}
         largest = max(map(size, made))
         return Region(
             frozenset(read - made),
@@ -175,21 +175,14 @@ def backward_work(backward: Backward, sequence: int) -> Work:
         if region is not None and made in depends:
             peak = max(peak, held_by(region) + sum(again.values()))
         again = {value: size for value, size in again.items() if last[value] > time}
-    gathers = [each for each in program.operations if each.is_collective and _grows(program, each)]
-    given = [value for each in program.operations if each.name == STAND_IN for value in filter(_is_value, each.inputs)]
-    return Work(
-        peak,
-        _largest(program, (each.outputs[0] for each in gathers)),
-        _largest(program, filter(is_score, given)),
-    )
-
-
-def _grows(program: Program, operation: Operation) -> bool:
-    return program.bytes(operation.outputs[0]) > sum(map(program.bytes, filter(_is_value, operation.inputs)))
-
-
-def _largest(program: Program, values: Iterable[int]) -> int:
-    return max(map(program.bytes, values), default=0)
+    gathered = [
+        each.outputs[0]
+        for each in program.operations
+        if each.is_collective and program.bytes(each.outputs[0]) > sum(map(program.bytes, _read(each)))
+    ]
+    given = [value for each in program.operations if each.name == STAND_IN for value in _read(each)]
+    largest, biases = ([program.bytes(value) for value in values] for values in (gathered, filter(is_score, given)))
+    return Work(peak, max(largest, default=0), max(biases, default=0))
 
 
 def _as_late_as_possible(
@@ -200,12 +193,10 @@ def _as_late_as_possible(
 
     def sources(operation: Operation) -> set[int]:
         if operation.is_kernel:
-            return set(filter(_is_value, operation.inputs))
+            return set(_read(operation))
         found, seen, open_ = set(), set(), [operation]
         while open_:
-            for value in open_.pop().inputs:
-                if value is None or value in seen:
-                    continue
+            for value in set(_read(open_.pop())) - seen:
                 seen.add(value)
                 if value in regions.written or value in made or value not in regions.producer:
                     found.add(value)
@@ -233,5 +224,6 @@ def _as_late_as_possible(
             yield from make(value)
 
 
-def _is_value(value: int | None) -> bool:
-    return value is not None
+def _read(operation: Operation) -> list[int]:
+    """The values that an operation reads."""
+    return [value for value in operation.inputs if value is not None]

@@ -5,7 +5,7 @@ Each refusal names the count of GPUs that would do.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 
 from mjax.batch_size import BatchSizes
@@ -47,7 +47,10 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
     alone = replace(config.train, micro_batch=1, recompute="none")
     validate(replace(config, mesh=MeshConfig(), data=replace(config.data, mock=True), train=alone))
     if not any(candidates(config, devices, keep)):
-        counts = _counts_around(config, devices, gpus_per_node, keep)
+        usual = _usual_counts(gpus_per_node)
+        sides = [n for n in reversed(usual) if n < devices], [n for n in usual if n > devices]
+        nearest = (next((n for n in side if any(candidates(config, n, keep))), None) for side in sides)
+        counts = [count for count in nearest if count is not None]
         layers, heads, batch = config.model.layers, config.model.heads, config.train.global_batch
         kept = f" with {', '.join(keep)} kept" if keep else ""
         use = f"use --devices {' or '.join(map(str, counts))}" if counts else "give it another --target-batch"
@@ -94,7 +97,9 @@ def enough_devices(
     thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.chunks": 1}
     free = {name: value for name, value in thrifty.items() if name not in keep}
     small = with_values(config, free)
-    for count in _counts_above(max(devices, int(needed) - 1), gpus_per_node):
+    for count in _usual_counts(gpus_per_node):
+        if count <= max(devices, int(needed) - 1):
+            continue
         needs = (memory_of(each).total for each in candidates(small, count, {*keep, *free}))
         if any(free_share(each, capacity) >= HEADROOM for each in needs):
             return count
@@ -108,23 +113,10 @@ def _of_rampup(config: Config) -> str:
     return f" that grows there by multiples of {batch_unit(config)}"
 
 
-def _counts_above(devices: int, gpus_per_node: int) -> Iterator[int]:
-    """Counts of GPUs above `devices` that people have, up to LARGEST."""
-    counts = [*range(1, gpus_per_node), *range(gpus_per_node, LARGEST + 1, gpus_per_node)]
-    return (count for count in counts if count > devices and _is_usual(count, gpus_per_node))
-
-
-def _counts_around(config: Config, devices: int, gpus_per_node: int, keep: Collection[str]) -> list[int]:
-    """The nearest counts below and above that have a candidate."""
-    below = (count for count in range(min(devices - 1, LARGEST), 0, -1) if _is_usual(count, gpus_per_node))
-    above = _counts_above(devices, gpus_per_node)
-    nearest = [next((n for n in side if any(candidates(config, n, keep))), None) for side in (below, above)]
-    return [count for count in nearest if count is not None]
-
-
-def _is_usual(devices: int, gpus_per_node: int) -> bool:
-    """Whether so many GPUs are whole nodes, or a half, a quarter … of one."""
-    return devices % gpus_per_node == 0 or gpus_per_node % devices == 0
+def _usual_counts(gpus_per_node: int) -> list[int]:
+    """Counts of GPUs that people have: whole nodes, or a half, a quarter … of one."""
+    parts = [n for n in range(1, gpus_per_node) if gpus_per_node % n == 0]
+    return [*parts, *range(gpus_per_node, LARGEST + 1, gpus_per_node)]
 
 
 # --- Another batch ----------------------------------------------------------------------------------------------------

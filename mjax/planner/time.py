@@ -49,18 +49,19 @@ PARTS = ("matmul", "attention", "elementwise", "head", "model", "pipe", "bubble"
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, by part; the parts add up to `total`.
+    """Seconds of one optimizer step, by part.
 
     Attributes:
-      matmul: matrix products of the layers, those that are recomputed too.
-      attention: scores, softmax and weighted sums.
-      elementwise: memory-bound kernels of the layers.
-      head: embedding, logits and loss, without their collectives.
-      model: collectives over `model` that nothing hides.
-      pipe: messages between stages.
-      bubble: waiting while the pipeline fills and drains.
-      data: sums and gathers over `data`, and of the embedding over `pipe`.
-      optimizer: accumulation of gradients, norm, Adam.
+      parts: seconds by name; they add up to `total`.
+        matmul: matrix products of the layers, those that are recomputed too.
+        attention: scores, softmax and weighted sums.
+        elementwise: memory-bound kernels of the layers.
+        head: embedding, logits and loss, without their collectives.
+        model: collectives over `model` that nothing hides.
+        pipe: messages between stages.
+        bubble: waiting while the pipeline fills and drains.
+        data: sums and gathers over `data`, and of the embedding over `pipe`.
+        optimizer: accumulation of gradients, norm, Adam.
       model_tflops: TFLOP/s of one GPU, as `model_flops` counts (nothing recomputed, attention whole).
       mfu: those over the peak.
       error: relative error bar of `total`.
@@ -68,25 +69,12 @@ class StepTime:
       caveats: what of this run lies outside what the calibration was fitted on.
     """
 
-    matmul: float
-    attention: float
-    elementwise: float
-    head: float
-    model: float
-    pipe: float
-    bubble: float
-    data: float
-    optimizer: float
+    parts: dict[str, float]
     model_tflops: float
     mfu: float
     error: float
     mean: float
     caveats: tuple[str, ...] = ()
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Seconds by part."""
-        return {name: getattr(self, name) for name in PARTS}
 
     @property
     def total(self) -> float:
@@ -112,14 +100,7 @@ def predict_time(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     total = sum(seconds.values())
     tflops = model_flops(config) / total / config.mesh.devices / 1e12
     error, caveats = calibration.error_of(config, count_parameters(config.model), gpu)
-    return StepTime(
-        **seconds,
-        model_tflops=tflops,
-        mfu=tflops * 1e12 / rates.peak,
-        error=error,
-        mean=_mean(config, step, total),
-        caveats=caveats,
-    )
+    return StepTime(seconds, tflops, tflops * 1e12 / rates.peak, error, _mean(config, step, total), caveats)
 
 
 def _mean(config: Config, step: _Step, total: float) -> float:

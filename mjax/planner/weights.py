@@ -6,7 +6,8 @@ The model is traced once; its storage on a mesh is then arithmetic on shapes, th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
 from functools import lru_cache
 
 from jax.sharding import PartitionSpec as P
@@ -39,30 +40,29 @@ class Held:
     largest: int = 0
 
 
+def held_by(model: ModelConfig, mesh: MeshConfig) -> Held:
+    """What one device of `mesh` holds of `model`."""
+    return _held(model, MeshConfig(mesh.pipe, mesh.data, mesh.model, zero=mesh.zero))  # all that it depends on
+
+
 @lru_cache(maxsize=4096)
-def held(model: ModelConfig, pipe: int, data: int, ranks: int, zero: int) -> Held:
-    """What one device holds of `model` on a mesh of `pipe` × `data` × `ranks` (those of `model`)."""
-    mesh = MeshConfig(pipe, data, ranks, zero=zero)
-    total = Held()
+def _held(model: ModelConfig, mesh: MeshConfig) -> Held:
+    total: Counter[str] = Counter()
     for name, (shape, spec) in abstract_weights(model).items():
         storage = storage_of(name, shape, spec, mesh)
         stored, computed = _local(shape, storage.spec, mesh), _local(shape, spec, mesh)
-        total = replace(total, stored=total.stored + stored)
+        total["stored"] += stored
         if not is_layer(name):
-            table = computed if name == "embedding.table" else 0
-            total = replace(total, shared=total.shared + computed, table=total.table + table)
+            total["shared"] += computed
+            total["table"] += computed if name == "embedding.table" else 0
             continue
-        computed //= pipe
-        total = replace(total, layers=total.layers + computed, largest=max(total.largest, computed))
+        computed //= mesh.pipe
+        total["layers"] += computed
+        total["largest"] = max(total["largest"], computed)
         if storage.in_loop:
-            shards = total.gathered_shards + stored
-            total = replace(total, gathered=total.gathered + computed, gathered_shards=shards)
-    return total
-
-
-def held_by(model: ModelConfig, mesh: MeshConfig) -> Held:
-    """`held` for a `MeshConfig`."""
-    return held(model, mesh.pipe, mesh.data, mesh.model, mesh.zero)
+            total["gathered"] += computed
+            total["gathered_shards"] += stored
+    return Held(**total)
 
 
 def _local(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> int:

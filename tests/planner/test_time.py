@@ -106,11 +106,11 @@ def test_flash_attention_takes_its_flops_over_its_rate_five_products_backward_fo
     forward = config.model.layers * b * 4 * s * s * h / 2  # the masked half is left out
     rates = replace(MJAX_FROM_PAPERS, launch=0.0)
     rate = 989.4e12 * rates.attention
-    assert predict_time(config, H100, rates).attention == pytest.approx(3.5 * forward / rate)
+    assert predict_time(config, H100, rates).parts["attention"] == pytest.approx(3.5 * forward / rate)
     again = replace(config, train=replace(config.train, recompute="selective"))
-    assert predict_time(again, H100, rates).attention == pytest.approx(4.5 * forward / rate)
+    assert predict_time(again, H100, rates).parts["attention"] == pytest.approx(4.5 * forward / rate)
     both_sides = replace(config, model=replace(config.model, kind="bert"))
-    assert predict_time(both_sides, H100, rates).attention == pytest.approx(7 * forward / rate)
+    assert predict_time(both_sides, H100, rates).parts["attention"] == pytest.approx(7 * forward / rate)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_the_bytes_on_the_wire_are_those_of_the_traced_step(mesh, train):
     # Under a pipeline the bubble holds messages and the waiting for other stages' collectives over `model`.
     idle = predict_time(config, BYTE_A_SECOND, replace(OPEN, software=replace(OPEN.software, sends_every_tick=False)))
     message = parts["pipe"] / (2 * config.micro_batches * config.mesh.chunks)
-    over_pipe = parts["pipe"] + parts["bubble"] - idle.bubble + 2 * (config.mesh.pipe - 1) * message
+    over_pipe = parts["pipe"] + parts["bubble"] - idle.parts["bubble"] + 2 * (config.mesh.pipe - 1) * message
     # The embedding's gradient and weights cross `pipe` too; the prediction has them with what crosses `data`.
     assert over_pipe + parts["data"] == pytest.approx(sent["pipe"] + sent.get("data", 0), rel=0.02)
 
