@@ -33,33 +33,34 @@ from mjax.validation import validate
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """Show what a run of a config will do. Any field of the config can be changed by a flag: --mesh.pipe 4."""
+    """Predict what a run of a config will do. Any field of the config can be changed by a flag: --mesh.pipe 4."""
 
     config: str = "gpt_demo"
     """Name of a file in configs/, or a path to a .py file that defines `config`."""
     run: Annotated[Path | None, tyro.conf.arg(aliases=["--resume"])] = None
-    """In place of a config: that of the run in this folder."""
+    """Plan the config of the run in this folder, in place of --config."""
     schedule_figure: Path | None = None
     """Draw the pipeline's schedule into this file: .png, .pdf or .svg."""
     memory_figure: Path | None = None
-    """Draw bytes by kind, with every kind of recomputation, into this file: .png, .pdf or .svg."""
+    """Draw bytes by kind, for each recomputation mode, into this file: .png, .pdf or .svg."""
     communication_figure: Path | None = None
     """Draw what a device sends, by axis and source, into this file: .png, .pdf or .svg."""
     gpu: str | None = None
-    """The GPU to plan for, such as h100: adds whether it fits and how long a step takes.
-    mjax/hardware.py has all names."""
+    """The GPU to plan for, such as h100: predicts if the config fits and how long a step takes. mjax/hardware.py lists
+    all names."""
     calibration: Path | None = None
-    """Rates measured on your machine, from benchmarks/calibrate.py; those of published runs when not given."""
+    """Rates measured on your machine by benchmarks/calibrate.py; when not given, those of published runs."""
     compile: bool = False
-    """Compile the step ahead of time for --gpu, which need not be here: memory as XLA allocates it, collectives as it
-    schedules them. Takes from half a minute to some minutes, and JAX's CUDA wheels (requirements-cuda.txt)."""
+    """Compile the step for --gpu ahead of time, without the GPU: memory as XLA allocates it, collectives as it
+    schedules them. Takes from half a minute to several minutes; needs JAX's CUDA wheels (requirements-cuda.txt)."""
     devices_per_node: Count | None = None
-    """GPUs of a server, for the search, for times and for --compile; as the GPU comes when not given, mostly 8."""
+    """GPUs in a server, for the search, the time and --compile; when not given, the usual number for the GPU, mostly
+    8."""
     network: Positive | None = None
-    """Gigabits a second, one way, of all network cards of a server together, such as 1600 for four of 400; as the GPU
-    comes when not given, in proportion to --devices-per-node."""
+    """Gigabits a second, one way, of all network cards of a server together, such as 1600 for four of 400; when not
+    given, the usual bandwidth for the GPU, in proportion to --devices-per-node."""
     save_program: Path | None = None
-    """With --compile: write the step into this file, for a cluster to compile and for people to read."""
+    """With --compile: write the step into this file, to be compiled on a cluster and read by people."""
     search: Annotated[SearchArguments, tyro.conf.arg(name="")] = field(default_factory=SearchArguments)
     json: bool = False
     """Print one JSON object instead of tables."""
@@ -83,7 +84,7 @@ def plan(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class _Planned:
-    """What is planned: the arguments, a checked config, the GPU in its server, its rates, and what the search found."""
+    """The arguments, the config that is planned, the GPU in its server, its rates, and what the search found."""
 
     arguments: PlanArguments
     config: Config
@@ -151,7 +152,7 @@ def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration]:
 
 
 def _with_the_fastest(planned: _Planned) -> tuple[_Planned, str]:
-    """What is planned with --devices: the fastest way to run the config on so many; and words about it."""
+    """With --devices: the plan of the fastest way to run the config on that many GPUs, and words about it."""
     from mjax.planner.search_command import run_search
 
     arguments, gpu, calibration = planned.arguments, planned.gpu, planned.calibration
@@ -175,7 +176,7 @@ def _check_pipeline(planned: _Planned) -> None:
 
 
 def _run(planned: _Planned) -> Section:
-    """What is planned."""
+    """The config: parameters, mesh and batch."""
     from mjax.models.build import count_parameters
 
     config, name = planned.config, planned.arguments.config

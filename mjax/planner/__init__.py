@@ -1,1 +1,1 @@
-"""What a run will cost, said before it starts. Nothing here touches a device."""
+"""Predictions of a run before it starts: memory, communication, time. Nothing here touches a device."""

@@ -1,4 +1,4 @@
-"""How much of a GPU's promised rates a program reaches, and which program: what the time model is fitted with.
+"""Fractions of a GPU's promised rates that a program reaches, and the program: the time model is fitted with these.
 
 A `Calibration` is a handful of rates, each a fraction of what `mjax/hardware.py` promises, and the `Software` for which
 they hold. There are three in this file, fitted to published runs of Megatron-LM (`benchmarks/published.py`; a test fits
@@ -34,7 +34,7 @@ WholeOrZero = Annotated[int, Bounds(ge=0, le=MOST)]
 
 @dataclass(frozen=True)
 class Software:
-    """What a training program does that no config says. Read from its code, never fitted.
+    """Properties of a training program that no config holds. Read from its code, never fitted.
 
     Bytes are those of 16-bit activations: read and written by the kernels of one layer's forward pass, for each element
     of the tensor that is named.
@@ -47,15 +47,15 @@ class Software:
         dropout; not what the two products read and write.
       kernels: launches of the forward pass of a layer beside its products.
       backward_traffic: bytes of a backward pass over those of the forward.
-      flash: whether there is a flash attention kernel.
+      flash: it has a flash attention kernel.
       repeated_sums: all-reduces of a layer that full recomputation sends again. The last one of a layer is dead code,
         which XLA removes.
       gradient_bytes: of an element when gradients are summed over `data`.
       accumulate_bytes: read and written for each weight when the gradients of a micro-batch are added up.
-      optimizer_bytes: read and written for each weight by norm, clipping, Adam and the cast to the compute type.
+      optimizer_bytes: read and written for each weight by norm, clipping, Adam and the cast to the compute dtype.
       splits_messages: each rank of `model` sends its part of an activation to the next stage and gathers there
         (arXiv 2104.04473, section 4.1), with sequence parallelism or without.
-      sends_every_tick: stages meet after every tick of the schedule and send both ways, whether somebody waits or not.
+      sends_every_tick: stages meet after every tick of the schedule and send both ways, even if nothing waits for it.
       hides_backward_sums: the collective behind a column-parallel layer's backward pass runs beside the product for the
         gradient of its weights.
       hides_gradient_sums: sums over `data` run beside the backward pass.
@@ -151,7 +151,7 @@ class Calibration:
     versions: dict[str, str] = field(default_factory=dict)
 
     def error_of(self, config: Config, parameters: int, gpu: Gpu) -> tuple[float, tuple[str, ...]]:
-        """The error bar of a prediction for a model of so many parameters, and what the calibration has not seen."""
+        """The error bar of a prediction for a model of that many parameters, and what the calibration has not seen."""
         caveats = []
         if gpu.name != self.gpu:
             caveats.append(f"calibrated on {self.gpu}, not on {gpu.name}")
@@ -196,7 +196,7 @@ MJAX_FROM_PAPERS = dataclasses.replace(
 
 
 def default_calibration() -> Calibration:
-    """What `predict_time` uses where no calibration is given."""
+    """The calibration of `predict_time` where none is given."""
     return MJAX_FROM_PAPERS
 
 

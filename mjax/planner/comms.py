@@ -59,7 +59,7 @@ class Collective:
       axes: the mesh axes of more than one rank that it runs over, in the order of the mesh.
       ranks: devices that take part in one.
       shape: of what a device puts in.
-      dtype: its type.
+      dtype: of that.
       part: where it comes from, one of `scopes.PARTS`; empty where that is unknown.
       phase: forward, backward or recomputation; empty outside differentiation.
       loops: lengths of the loops around it, the outermost first.
@@ -80,12 +80,12 @@ class Collective:
 
     @property
     def count(self) -> int:
-        """How often a step runs it, on the stage that runs it most."""
+        """Times that a step runs it, on the stage that runs it most."""
         return max(self.counts)
 
     @property
     def source(self) -> str:
-        """Where it comes from, in words."""
+        """Its part of the model and phase, in words."""
         return " ".join(filter(None, (self.part or "elsewhere", self.phase)))
 
     @property
@@ -231,7 +231,7 @@ def source_of(name_stack: str) -> tuple[str, str]:
 
 
 def communication_section(ledger: Ledger, figure: str | None = None) -> Section:
-    """What a device sends in a step, by axis and source; `figure` is the file of the picture, if there is one."""
+    """Bytes that a device sends in a step, by axis and source; `figure` is the file of the picture, if there is one."""
     values = {
         "bytes_by_axis": {axes_name(axes): sent for axes, sent in ledger.by_axis().items()},
         "bytes_by_source": ledger.by_source(),
@@ -241,7 +241,7 @@ def communication_section(ledger: Ledger, figure: str | None = None) -> Section:
         "figure": figure,
     }
     if not ledger.records:
-        return Section("Communication", values, ["none: one device has nobody to talk to"])
+        return Section("Communication", values, ["none, on a mesh of one device"])
     rows = []
     for axes in sorted(ledger.by_axis(), key=ledger.by_axis().get, reverse=True):
         over = ledger.over(*axes)
@@ -270,7 +270,7 @@ def human_bytes(count: float) -> str:
 
 
 def _where(ledger: Ledger) -> str:
-    """Which device, where they differ."""
+    """The stage that a row counts, where stages differ."""
     differ = any(len(set(record.counts)) > 1 for record in ledger.records)
     return ", in each row on the pipeline stage that sends most" if differ else ""
 
@@ -280,7 +280,7 @@ def _where(ledger: Ledger) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in the program the reader is: names so far, loops, and how often it is run."""
+    """A place in the program: names so far, loops, and how often it runs."""
 
     stack: str
     sizes: dict[str, int]
@@ -317,7 +317,7 @@ def _read(jaxpr, runs: dict[str, np.ndarray], place: _Place) -> Iterator[Collect
 
 
 def _conditional(equation, branches: list, runs: dict[str, np.ndarray], place: _Place) -> Iterator[Collective]:
-    """What the pipeline's conditionals run is counted by the table; of another one it must not matter."""
+    """A conditional of the pipeline counts by the schedule's table; all branches of any other one must be alike."""
     name = str(equation.source_info.name_stack).rsplit("/", 1)[-1]
     if name in runs:
         place = replace(place, counts=place.outside * runs[name])
@@ -327,7 +327,7 @@ def _conditional(equation, branches: list, runs: dict[str, np.ndarray], place: _
     elif all(branch == found[0] for branch in found):
         yield from found[0]
     else:
-        raise ValueError(f"a collective is in a conditional of which nobody knows how often it runs: {place.stack}")
+        raise ValueError(f"a collective is in a conditional that runs an unknown number of times: {place.stack}")
 
 
 def _records(equation, place: _Place) -> Iterator[Collective]:

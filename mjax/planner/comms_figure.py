@@ -38,7 +38,7 @@ def draw_communication(ledger: Ledger, file: Path | BinaryIO, name: str = "") ->
 
     Args:
       ledger: what to draw.
-      file: where to; what is no path is written as PNG.
+      file: a path, or an open file, which gets a PNG.
       name: of the config, for the title.
     """
     sent = ledger.by_axis()

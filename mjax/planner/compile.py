@@ -1,7 +1,7 @@
 """The train step compiled for NVIDIA GPUs that are not there.
 
 XLA needs no GPU to compile for one: it needs to be told about it. `targets/` holds a sheet for each GPU, in XLA's own
-words (GpuTargetConfigProto), and a topology of so many servers gives a mesh of devices that exist on paper. The step is
+words (GpuTargetConfigProto), and a topology of servers gives a mesh of devices that exist on paper. The step is
 the one that training runs, from `build_program`, with the XLA flags of this process.
 
 What comes out is what a cluster would get, with one difference: nothing can be measured here, so XLA takes its default
@@ -39,7 +39,7 @@ class AllocatedMemory:
       arguments: state and batch: what a step is given.
       outputs: what it returns.
       aliased: of the outputs, what takes the place of arguments: the new state that of the old.
-      temporaries: all that lives within a step: the weights in the compute type, gradients, activations.
+      temporaries: all that lives within a step: the weights in the compute dtype, gradients, activations.
       peak: the most of all these that is alive at once.
     """
 
@@ -51,13 +51,13 @@ class AllocatedMemory:
 
     @property
     def total(self) -> int:
-        """What a step needs: XLA takes the temporaries in one piece, so this and not `peak` has to fit."""
+        """Bytes that have to fit: XLA takes the temporaries in one piece, so this is more than `peak`."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """What compiling a step ahead of time gave.
+    """A step compiled ahead of time.
 
     Attributes:
       gpu: name of the sheet: h100.
@@ -100,9 +100,9 @@ def check_compile(config: Config, gpu: str | None, per_server: int = 8) -> None:
     """
     names = sheet_names()
     if gpu is None:
-        raise UsageError(f"--compile needs to know for which GPU; add --gpu with one of {', '.join(names)}")
+        raise UsageError(f"--compile needs a GPU to compile for; add --gpu with one of {', '.join(names)}")
     if gpu not in names:
-        raise UsageError(f"--gpu {gpu}: there is no sheet to compile for it; use one of {', '.join(names)}")
+        raise UsageError(f"--gpu {gpu} cannot be compiled for; use one of {', '.join(names)}")
     if per_server < 1:
         raise UsageError(f"--devices-per-node is {per_server}; it must be at least 1")
     devices = config.mesh.devices
@@ -129,7 +129,7 @@ def compile_step(
       config: validated; `model.attention` auto is resolved as on a GPU.
       gpu: name of a sheet.
       per_server: GPUs of a server.
-      announce: is told what is being done: it takes from seconds to minutes.
+      announce: is called with the name of each phase; they take from seconds to minutes.
 
     Raises:
       UsageError: JAX or cuDNN refuses what the config asks for.

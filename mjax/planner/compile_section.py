@@ -1,4 +1,4 @@
-"""What `mjax plan --compile` prints: memory, collectives as scheduled, kernels, and the ledger beside them."""
+"""The section of `mjax plan --compile`: memory, collectives as scheduled, kernels, and the ledger beside them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Rows = list[dict[str, Any]]
 
 
 def check_arguments(config: Config, gpu: str | None, per_server: int, file: Path | None) -> None:
-    """Refuse before JAX is imported what `compile_and_tell` could not do.
+    """Refuse what `compile_and_tell` could not do.
 
     Raises:
       UsageError: one sentence that says what to type.
@@ -38,7 +38,7 @@ def check_arguments(config: Config, gpu: str | None, per_server: int, file: Path
 
 
 def compile_and_tell(config: Config, gpu: str, per_server: int, file: Path | None = None) -> Section:
-    """Compile the step of a checked config, save it where that is asked for, and say what became of it.
+    """Compile the step of a checked config, save it where that is asked for, and report on it.
 
     Args:
       config, gpu, per_server: as for `compile_step`.
@@ -65,7 +65,7 @@ def compile_section(compiled: Compilation, expected: Counts, formula: float) -> 
     """The section of a plan.
 
     Args:
-      compiled: what is told of.
+      compiled: the step.
       expected: what the ledger counts, in the same way: every branch taken.
       formula: bytes on a device, as `predict_memory` says.
     """
@@ -113,7 +113,7 @@ def compile_section(compiled: Compilation, expected: Counts, formula: float) -> 
 
 @contextmanager
 def announcing() -> Iterator[Callable[[str], None]]:
-    """Tell on the error stream what is being done, and on a terminal that it is still being done."""
+    """Announce each phase on the error stream; on a terminal, with the time that it has taken so far."""
     from rich.progress import TextColumn, TimeElapsedColumn
 
     from mjax.progress import progress
@@ -121,13 +121,13 @@ def announcing() -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda what: print(f"mjax: {what} …", file=sys.stderr, flush=True)
         return
-    figures = TimeElapsedColumn(), TextColumn("{task.description}")
-    with progress("compiling", None, *figures, transient=True) as advance:
+    columns = TimeElapsedColumn(), TextColumn("{task.description}")
+    with progress("compiling", None, *columns, transient=True) as advance:
         yield lambda what: advance(0, description=what)
 
 
 def totals(records: Iterable[Collective]) -> Counts:
-    """What the ledger counts, as the text of a program counts it: calls and bytes with every branch taken."""
+    """The ledger as the text of a program counts it: calls and bytes with every branch taken."""
     counted: dict[Key, tuple[int, int]] = {}
     for record in records:
         key = record.axes, record.operation, record.dtype

@@ -19,17 +19,17 @@ def check_new(file: Path, flag: str = "--write") -> None:
     """Refuse a file that cannot be written, before work is spent on what goes into it.
 
     Raises:
-      UsageError: it is no .py file, it is there already, or its folder is not.
+      UsageError: it is not a .py file, it exists already, or its folder does not.
     """
     if file.suffix != ".py":
-        raise UsageError(f"{flag} {file} is no Python file; let its name end in .py")
+        raise UsageError(f"{flag} {file} is not a Python file; use a name that ends in .py")
     if file.exists():
-        raise UsageError(f"{flag} {file} is there already and stays as it is; name another file, or move it away")
+        raise UsageError(f"{flag} {file} already exists and is not overwritten; name another file, or move it away")
     check_folder(flag, file)
 
 
 def write_config(config: Config, file: Path, about: str) -> None:
-    """Write `config` into the new file `file`, whole or not at all; `load_config` gives back exactly this config.
+    """Write `config` into the new file `file`, atomically; `load_config` returns exactly this config.
 
     Args:
       config: what to write.
@@ -37,7 +37,7 @@ def write_config(config: Config, file: Path, about: str) -> None:
       about: docstring of the file: a first line, an empty one, and what else there is to say.
 
     Raises:
-      UsageError: the file is there already, or has no folder.
+      UsageError: the file exists already, or its folder does not.
     """
     check_new(file)
     temporary = file.with_name(f"{file.stem}.tmp.py")

@@ -1,4 +1,4 @@
-"""Fitting a config into the memory of a GPU: does it, and if not, what would make it fit, cheapest first.
+"""Checks that a config fits into the memory of a GPU, and proposes changes that make it fit, cheapest first.
 
 Every combination of the changes below is tried in numbers; one that runs (`validate`) and leaves HEADROOM of the memory
 free is proposed, unless a part of it alone would be enough. Prices only put the proposals in order: they are ranks, not
@@ -58,8 +58,8 @@ class Change:
     price: int
 
     def needs(self, config: Config) -> str:
-        """What it needs, beside what it changes: `20.2 GiB`, or on other devices than those of `config`
-        `20.2 GiB on each of 16`."""
+        """The memory it needs: `20.2 GiB`, or `20.2 GiB on each of 16` where it uses another number of devices than
+        `config`."""
         devices = self.config.mesh.devices
         more = f" on each of {devices:,}" if devices != config.mesh.devices else ""
         return f"{self.memory.total / GIB:.1f} GiB{more}"
@@ -112,7 +112,7 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
     except UsageError as error:
         if not force:
             raise UsageError(f"{error}; --force tries it as it is") from None
-        say(f"memory  {error}; tried all the same, because of --force")
+        say(f"memory  {error}; continuing because of --force")
 
 
 def check_memory(config: Config, usable: float, gpu: str, name: str = "this config") -> str:
@@ -125,7 +125,7 @@ def check_memory(config: Config, usable: float, gpu: str, name: str = "this conf
       name: what the config is called.
 
     Returns:
-      A warning where it fits and leaves less than HEADROOM free, else an empty text.
+      A warning where it fits and leaves less than HEADROOM free, else an empty string.
 
     Raises:
       UsageError: more is needed than `usable`.
@@ -150,8 +150,7 @@ def check_memory(config: Config, usable: float, gpu: str, name: str = "this conf
 
 
 def memory_of(device) -> tuple[float, str] | None:
-    """Bytes that XLA may allocate on a device of JAX, and what it is called; None where it is no GPU or does not
-    say."""
+    """Bytes that XLA may allocate on a JAX device, and its name; None where it is not a GPU or does not say."""
     limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform == "gpu" else None
     return (float(limit), device.device_kind) if limit else None
 

@@ -1,4 +1,4 @@
-"""What XLA made of a program: its collectives, kernels and waits, read from scheduled HLO for NVIDIA GPUs.
+"""Collectives, kernels and waits of a compiled program, read from scheduled HLO for NVIDIA GPUs.
 
 Scheduled HLO is a list of kernels in the order in which a GPU is given them. A collective is two lines of it, and what
 stands between them runs while the bytes travel:
@@ -49,7 +49,7 @@ class HloError(ValueError):
 
 @dataclass(frozen=True)
 class Beside:
-    """What a GPU computes between the start of a collective and the wait for it.
+    """Kernels that a GPU runs between the start of a collective and the wait for it.
 
     Attributes:
       products: matrix products and attention kernels.
@@ -71,7 +71,7 @@ class ScheduledCollective:
       bytes: of the operand, on one device: what it puts in.
       count: times a step, loops multiplied.
       calls: the same for the collective; 0 but for the first of its operands, so that calls add up.
-      conditional: whether it stands in a branch, and `count` is the most it can be.
+      conditional: True where it stands in a branch, and `count` is the most it can be.
       beside: what runs while it is under way.
       source: the operation of the traced program that it comes from, as XLA names it; empty where XLA does not say.
     """
@@ -88,7 +88,7 @@ class ScheduledCollective:
 
     @property
     def key(self) -> tuple[tuple[str, ...], str, str]:
-        """What collectives are counted by: axes, operation and dtype."""
+        """Axes, operation and dtype, by which collectives are counted."""
         return self.axes, self.operation, self.dtype
 
     @property
@@ -193,11 +193,11 @@ def _read_line(text: str) -> _Line | None:
 
 
 def _arrays(shape: str) -> list[tuple[str, int]]:
-    """(type, bytes) of every array of a shape."""
+    """(dtype, bytes) of every array of a shape."""
     found = []
     for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape):
         if dtype not in BITS:
-            raise HloError(f"the type {dtype} is not known: {shape[:100]}")
+            raise HloError(f"dtype {dtype} is not known: {shape[:100]}")
         found.append((dtype, BITS[dtype] * math.prod(int(dim) for dim in dims.split(",") if dim) // 8))
     return found
 
@@ -223,7 +223,7 @@ class _Module:
     # --- Which lines run, and how often -------------------------------------------------------------------------------
 
     def executed(self) -> Iterator[tuple[list[_Line], int, bool]]:
-        """(lines, times a step, whether in a branch) of every computation that runs as a list of kernels."""
+        """(lines, times a step, True in a branch) of every computation that runs as a list of kernels."""
         waiting = [(self.entry, 1, False)]
         while waiting:
             name, times, conditional = waiting.pop()
@@ -275,7 +275,7 @@ class _Module:
         return next((inner for inner in wrapped if self.operation_of(inner)), line)
 
     def beside(self, computation: list[_Line], place: int) -> Beside:
-        """What stands between the collective at `place` and the wait for it."""
+        """The kernels between the collective at `place` and the wait for it."""
         start, found = computation[place], []
         if not start.opcode.endswith("-start"):
             return Beside()
@@ -295,7 +295,7 @@ class _Module:
     # --- Kernels ------------------------------------------------------------------------------------------------------
 
     def kernel_of(self, line: _Line) -> str | None:
-        """What kind of kernel a line starts; None where it starts none, or a collective."""
+        """The type of kernel that a line starts; None where it starts none, or a collective."""
         opcode = line.opcode
         if opcode in FREE or opcode in CONTROL or self.operation_of(line):
             return None

@@ -1,9 +1,9 @@
-"""How many bytes a device needs, said before anything is compiled: a sum in which every term names its array.
+"""Bytes that a device needs, before anything is compiled: a sum in which every term names its array.
 
     masters, moments       float32: 12 bytes an element, sharded as `parallel/zero.py` says
-    weights to compute     a copy in the compute type, cast at the start of the step, and gathered where it is sharded
+    weights to compute     a copy in the compute dtype, cast at the start of the step, and gathered where it is sharded
     kept activations       what the forward pass leaves to the backward pass, for every layer and micro-batch in flight
-    gradients              one of each weight in the compute type; float32 sums where micro-batches are accumulated
+    gradients              one of each weight in the compute dtype; float32 sums where micro-batches are accumulated
     logits                 [b s, v / p] of one micro-batch
     work                   what one layer's backward pass has in hand at its peak
 
@@ -18,7 +18,7 @@ of them is what the step needs:
 `tests/planner/compiled_memory.json` holds what XLA allocates for the same configs; `benchmarks/memory.py` compiles them
 again. The counting is that of arXiv 2205.05198, section 4, for what JAX keeps in place of what PyTorch keeps.
 
-Letters as everywhere: b, s, v; c bytes of the compute type, p devices along `model`.
+Letters as everywhere: b, s, v; c bytes of the compute dtype, p devices along `model`.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Memory:
     """Bytes on the device that needs most, at the peak of a training step.
 
     Attributes:
-      parameters: float32 masters, and the copy in the compute type that the step computes with.
+      parameters: float32 masters, and the copy in the compute dtype that the step computes with.
       optimizer: Adam's two moments.
-      gradients: of all layers in the compute type, sums over micro-batches in float32.
+      gradients: of all layers in the compute dtype, sums over micro-batches in float32.
       activations: what is kept for the backward pass.
       logits: scores of the vocabulary; 0 where the peak is at another point.
       workspace: everything else, mostly the work of one layer.
@@ -79,12 +79,12 @@ class Memory:
 
 
 def free_share(needed: float, usable: float) -> float:
-    """What `needed` bytes leave free of `usable` ones, as a fraction; below HEADROOM nobody knows whether they fit."""
+    """The fraction of `usable` bytes that `needed` ones leave free; below HEADROOM they may not fit."""
     return 1 - needed / usable
 
 
 def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memory:
-    """What a training step of `config` needs, on the device that needs most; no device is touched.
+    """Predict the memory of a training step of `config`, on the device that needs most; no device is touched.
 
     Args:
       config: validated; `model.attention` a kernel's name, or `auto`, which is taken as on this GPU.
@@ -298,13 +298,13 @@ def _head(sizes: _Sizes) -> Memory:
 
 
 def _reduction(sizes: _Sizes) -> Memory:
-    """After the backward pass: gradients in the compute type become float32 and are summed over `data`."""
+    """After the backward pass: gradients in the compute dtype become float32 and are summed over `data`."""
     held, mesh = sizes.held, sizes.config.mesh
     whole = held.layers - held.gathered + held.shared
     wide = sizes.master * (whole + held.gathered_shards)
     if mesh.data == 1 and not sizes.accumulates:
         return _memory(sizes, "reduction", 0.0, sizes.width * whole, workspace=sizes.batch)  # nothing is summed
-    # They are converted one after the other, so the last that is still in both types is the largest.
+    # They are converted one after the other, so the last that is still in both dtypes is the largest.
     both = not (held.gathered or sizes.accumulates or sizes.width == sizes.master)
     narrow = sizes.width * held.largest if both else 0.0
     return _memory(sizes, "reduction", 0.0, narrow + wide, workspace=sizes.batch)

@@ -1,4 +1,4 @@
-"""What `mjax plan` says of memory: bytes by kind, and with --gpu whether they fit and what would make them fit."""
+"""The memory section of `mjax plan`: bytes by kind, and with --gpu a verdict and changes that would make them fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a kernel or a collective takes on a GPU: the data sheet times the calibration."""
+"""Seconds of a kernel or a collective on a GPU: the data sheet times the calibration."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from mjax.errors import UsageError, either
 from mjax.hardware import Gpu
 from mjax.planner.calibration import Calibration
 
-# Bytes of a number of each type.
+# Bytes of an element of each dtype.
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How long a GPU takes for a kernel or a collective: the data sheet times the calibration. Seconds, bytes, FLOPs.
+    """Seconds of kernels and collectives on a GPU: the data sheet times the calibration. Seconds, bytes, FLOPs.
 
     Attributes:
       gpu, calibration: what it is made of.
-      compute: type of the products.
+      compute: dtype of the products.
       peak: FLOP/s.
     """
 

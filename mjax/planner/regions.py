@@ -1,4 +1,4 @@
-"""What a compiler makes of a traced program between its products: fused kernels, and the arrays between them.
+"""The fused kernels that a compiler makes of a traced program between its products, and the arrays between them.
 
 A product, a collective or a kernel of cuDNN reads whole arrays and writes whole arrays. All that stands between two of
 them fuses: a *region* is a connected piece of such operations, and only what a kernel or the end of the program reads
@@ -28,8 +28,8 @@ class Region:
       inputs: values that it reads.
       outputs: values that it writes.
       wide: bytes of its largest array in float32 or wider.
-      reduces: whether it sums over a dim of an array as large as that.
-      has_function: whether it computes an exponential, a tanh or the like.
+      reduces: it sums over a dim of an array as large as that.
+      has_function: it computes an exponential, a tanh or a similar function.
     """
 
     inputs: frozenset[int]
@@ -103,7 +103,7 @@ class Regions:
         )
 
     def is_wide(self, value: int) -> bool:
-        """Whether a value is floating and of 32 bits or more."""
+        """True where a value is floating-point and has 32 bits or more."""
         dtype = self.program.values[value].dtype
         return np.issubdtype(dtype, np.floating) and dtype.itemsize >= 4
 
@@ -126,7 +126,7 @@ class Work:
     """Bytes that one layer's backward pass holds besides what was kept for it and what it hands on.
 
     Attributes:
-      peak: of the fullest of its regions: what it writes and has inside, and what was computed again for later ones.
+      peak: of the region that needs most: what it writes and has inside, and what was computed again for later ones.
       gathered: of the largest array that is gathered.
       biases: of what cuDNN's attention is given written out beside q, k and v.
     """
@@ -162,7 +162,7 @@ def backward_work(backward: Backward, sequence: int) -> Work:
     narrowest = min(program.values[value].dtype.itemsize for value in depends if program.shape(value))
 
     def is_single(value: int) -> bool:
-        """Whether a wide value is of the compute type itself, as in float32."""
+        """True where a wide value has the compute dtype itself, as in float32."""
         return program.values[value].dtype.itemsize == narrowest and not is_score(value)
 
     order = list(_as_late_as_possible(program, regions, depends))

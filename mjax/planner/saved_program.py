@@ -2,7 +2,7 @@
 
 The file is a zip archive of
 
-    manifest.json     the config, mesh and GPU, versions and flags, the names, shapes and types of all arguments
+    manifest.json     the config, mesh and GPU, versions and flags, the names, shapes and dtypes of all arguments
     step.stablehlo    the step as XLA is given it, by `jax.export`: any later JAX of the next half year compiles it
     scheduled.hlo     what XLA made of it here, to be read by people
 
@@ -60,7 +60,7 @@ def check_save(file: Path) -> None:
 
 
 def save_program(file: Path, config: Config, program, platform: str, facts: dict[str, Any], scheduled: str) -> None:
-    """Write the step of `program` to `file`, whole or not at all.
+    """Write the step of `program` to `file`, atomically.
 
     Args:
       file: replaced if it is there.
@@ -116,7 +116,7 @@ def open_program(file: Path) -> SavedProgram:
     """Read what `save_program` wrote. Nothing in the file is executed before its step is called.
 
     Raises:
-      UsageError: it is no such file, is damaged or far too large, or was written in a later format.
+      UsageError: it is not such a file, is damaged or far too large, or was written in another format.
     """
     from jax import export
 
@@ -124,20 +124,20 @@ def open_program(file: Path) -> SavedProgram:
         with zipfile.ZipFile(file) as archive:
             manifest, step = json.loads(_unpacked(archive, "manifest.json")), _unpacked(archive, "step.stablehlo")
         if not isinstance(manifest, dict):
-            raise ValueError("its manifest is no object")
+            raise ValueError("its manifest is not an object")
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"{file} is no program that mjax plan --save-program wrote, or it is damaged ({error})"
+            f"{file} is not a program that mjax plan --save-program wrote, or it is damaged ({error})"
         ) from error
     if manifest.get("format") != FORMAT:
         raise UsageError(
-            f"{file} has format {manifest.get('format')} and this mjax reads {FORMAT}; write it anew with "
+            f"{file} has format {manifest.get('format')} and this mjax reads {FORMAT}; write it again with "
             "mjax plan --save-program"
         )
     try:
         return SavedProgram(manifest, export.deserialize(bytearray(step)))
-    except Exception as error:  # flatbuffers says of damaged bytes whatever they lead it to
-        raise UsageError(f"{file}: the step in it is damaged ({error}); write it anew") from error
+    except Exception as error:  # flatbuffers may raise anything on damaged bytes
+        raise UsageError(f"{file}: the step in it is damaged ({error}); write it again") from error
 
 
 def _unpacked(archive: zipfile.ZipFile, name: str) -> bytes:

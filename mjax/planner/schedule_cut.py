@@ -22,13 +22,13 @@ GAP = 2.5
 
 @dataclass(frozen=True)
 class Timeline:
-    """Where the ticks of a schedule are drawn. Times are in the unit of the passes' durations.
+    """The places at which the ticks of a schedule are drawn. Times are in the unit of the passes' durations.
 
     Attributes:
       start: [ticks], where each tick begins.
       begin: [ticks], where it is drawn.
       length: [ticks], how long it takes.
-      shown: bool [ticks], whether it is drawn.
+      shown: bool [ticks], True where it is drawn.
       span: of the picture.
       gaps: (begin, end, ticks left out) of each gap in the picture.
       phases: (name, begin, end) in the picture; none where nothing is left out.

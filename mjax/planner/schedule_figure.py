@@ -41,7 +41,7 @@ def draw_schedule(
 
     Args:
       schedule: what to draw.
-      file: where to; what is no path is written as PNG.
+      file: a path, or an open file, which gets a PNG.
       forward, backward, weight: time of F, B and W of one micro-batch through one chunk, in any one unit.
     """
     times = [forward, backward, weight]
@@ -90,13 +90,13 @@ def describe_bubble(schedule: Schedule, forward: float, backward: float, weight:
 
 
 def describe_in_flight(schedule: Schedule) -> str:
-    """What the first and the last stage hold at most."""
+    """Micro-batches that the first and the last stage hold at most."""
     last = schedule.stages - 1
     return f"{schedule.in_flight(0)} on stage 0, {schedule.in_flight(last)} on stage {last}"
 
 
 def display_name(schedule: Schedule) -> str:
-    """What its paper calls it."""
+    """The schedule's name in its paper."""
     name = {"gpipe": "GPipe", "1f1b": "1F1B", "zb-h1": "ZB-H1", "forward": "Forward only"}[schedule.name]
     return name + ", interleaved" * (schedule.chunks > 1)
 
@@ -108,7 +108,7 @@ def _title(schedule: Schedule) -> str:
 
 
 def _pixels_of_a_forward(forwards: float) -> int:
-    """Width of a box, if the whole is this many forwards long. A whole number, lest thin boxes differ in width."""
+    """Width of a box, if the whole is this many forwards long. A whole number, so that thin boxes are equally wide."""
     at_least = ceil(1275 / forwards)  # the title has to fit
     return max(at_least, min(50, ceil(2000 / forwards)))
 

@@ -1,4 +1,4 @@
-"""The planner's search: which mesh, micro-batch and recomputation run a config fastest on so many GPUs.
+"""The planner's search: which mesh, micro-batch and recomputation run a config fastest on a number of GPUs.
 
 A candidate is the config with another mesh, micro-batch and recomputation, never another model: the loss curve is the
 same for all of them. What `mjax.validation` would refuse is never made, because sizes are taken from divisors:
@@ -64,34 +64,30 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
     fixed = {name: value_of(config, name) for name in keep}
     train, unit = config.train, batch_unit(config)
 
-    def options(name: str, possible: Sequence) -> Sequence:
-        """What a field can be: if it is kept, only its own value, where that is possible."""
-        return [value for value in possible if fixed.get(name, value) == value]
+    def or_kept(name: str, possible: Sequence) -> Sequence:
+        """A kept value stays also where the field has no effect on this mesh."""
+        return [fixed[name]] if name in fixed else possible
 
     for pipe, data, model in meshes(config, devices):
-        if not (options("mesh.pipe", [pipe]) and options("mesh.data", [data]) and options("mesh.model", [model])):
-            continue
-        # Where it changes nothing, a kept value stays all the same.
-        schedules = SCHEDULES if pipe > 1 else SCHEDULES[:1]
-        schedules = [fixed["mesh.schedule"]] if "mesh.schedule" in fixed else schedules
-        zeros = [fixed["mesh.zero"]] if "mesh.zero" in fixed else ZERO if data > 1 else ZERO[:1]
-        for micro_batch in options("train.micro_batch", divisors(unit // data)):
-            in_groups = pipe > 1 and unit // data // micro_batch % pipe == 0
-            chunk_counts = options("mesh.chunks", divisors(config.model.layers // pipe) if in_groups else [1])
+        for micro_batch in divisors(unit // data):
             tokens = micro_batch * config.model.choices * config.model.sequence
-            by_tokens = (
-                [False, True] if tokens % model == 0 and (model > 1 or "mesh.sequence_parallel" in fixed) else [False]
-            )
-            trains = [
-                replace(train, micro_batch=micro_batch, recompute=recompute)
-                for recompute in options("train.recompute", RECOMPUTE)
-            ]
-            for sequence_parallel, schedule, chunks, zero in product(
-                options("mesh.sequence_parallel", by_tokens), schedules, chunk_counts, zeros
-            ):
-                mesh = MeshConfig(pipe, data, model, sequence_parallel, schedule, chunks, zero)
-                for portions in trains:
-                    yield replace(config, mesh=mesh, train=portions)
+            splits = tokens % model == 0 and (model > 1 or "mesh.sequence_parallel" in fixed)
+            in_groups = pipe > 1 and unit // data // micro_batch % pipe == 0
+            possible = {
+                "mesh.pipe": [pipe],
+                "mesh.data": [data],
+                "mesh.model": [model],
+                "mesh.sequence_parallel": [False, True] if splits else [False],
+                "mesh.schedule": or_kept("mesh.schedule", SCHEDULES if pipe > 1 else SCHEDULES[:1]),
+                "mesh.chunks": divisors(config.model.layers // pipe) if in_groups else [1],
+                "mesh.zero": or_kept("mesh.zero", ZERO if data > 1 else ZERO[:1]),
+                "train.micro_batch": [micro_batch],
+                "train.recompute": RECOMPUTE,
+            }
+            options = [[value for value in possible[name] if fixed.get(name, value) == value] for name in SEARCHED]
+            for *mesh, _, recompute in product(*options):
+                portions = replace(train, micro_batch=micro_batch, recompute=recompute)
+                yield replace(config, mesh=MeshConfig(*mesh), train=portions)
 
 
 def meshes(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
@@ -130,7 +126,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
       devices: how many the candidates use.
@@ -153,7 +149,7 @@ class Found:
 
     @property
     def tried(self) -> int:
-        """How many candidates there were."""
+        """Number of candidates."""
         return len(self.roomy) + len(self.tight) + len(self.too_big)
 
     def free(self, candidate: Candidate) -> float:
@@ -179,7 +175,7 @@ def search(
       time_of: seconds of its step, and of those of the run in the mean; asked for what fits only.
       capacity: bytes that a device has for the program.
       keep: those of `SEARCHED` that stay as they are in `config`.
-      progress: hands the candidates on one after the other, and may show how far it is.
+      progress: passes the candidates through, and may show progress.
     """
     roomy, tight, too_big = [], [], []
     for candidate in progress(list(candidates(config, devices, keep))):
@@ -193,12 +189,12 @@ def search(
 
 
 def rank(candidate: Candidate) -> tuple:
-    """What candidates are sorted by: seconds of the run to four digits, then how much there is of each thing."""
+    """The sort key of candidates: seconds of the run to four digits, then complexity."""
     return float(f"{candidate.time.mean:.4g}"), complexity(candidate.config)
 
 
 def complexity(config: Config) -> tuple[int, ...]:
-    """The less, the simpler; what a reader of the config has to know more about comes first."""
+    """Smaller is simpler; what a reader of the config needs to know most about comes first."""
     mesh, train = config.mesh, config.train
     schedule = SCHEDULES.index(mesh.schedule) if mesh.schedule in SCHEDULES else len(SCHEDULES)
     recompute = RECOMPUTE.index(train.recompute)
@@ -227,7 +223,7 @@ class Alternative:
     least: float | None
 
     def others(self, best: Config) -> list[str]:
-        """What else differs between the candidate and the best: ['model 4', 'micro-batch 2']."""
+        """Other fields in which the candidate differs from the best: ['model 4', 'micro-batch 2']."""
         if self.candidate is None:
             return []
         pairs = [(name, value_of(self.candidate.config, name)) for name in SEARCHED if name != self.field]
@@ -235,7 +231,7 @@ class Alternative:
 
 
 def alternatives(found: Found) -> list[Alternative]:
-    """For each field, what the best candidate would lose by another value of it: all else is searched anew.
+    """For each field, what the best candidate would lose by another value of it, with all else searched again.
 
     Fields of which every candidate has the same value are left out, and those that follow from others: `data` is what
     `pipe` and `model` leave, and without a pipeline there are no schedule and no chunks.
@@ -282,7 +278,7 @@ def short(name: str) -> str:
 
 
 def word(value: Any) -> str:
-    """A value of a field as a person says it."""
+    """A value of a field, in words."""
     return ("no", "yes")[value] if isinstance(value, bool) else str(value)
 
 

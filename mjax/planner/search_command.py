@@ -61,7 +61,7 @@ def run_search(
 
 
 def _showing(every: list[Config]) -> Iterator[Config]:
-    """The candidates one after the other; after the first second with a bar, on a terminal only."""
+    """The candidates one after the other; on a terminal with a progress bar after the first second."""
     from mjax.progress import progress
 
     began = time.perf_counter()

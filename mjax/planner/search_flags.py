@@ -1,4 +1,4 @@
-"""Flags of the planner's search, and what is refused of them before anything is imported that takes long."""
+"""Flags of the planner's search, checked before anything is imported that takes long."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class SearchArguments:
     """Flags of the search."""
 
     devices: Count | None = None
-    """Search the fastest way to run the config on this many GPUs: mesh, micro-batch, recomputation (needs --gpu)."""
+    """Search for the fastest way to run the config on this many GPUs: mesh, micro-batch, recomputation. Needs --gpu."""
     target_batch: Count | None = None
-    """Search at this global batch, in sequences; the samples of the run stay, so its steps change. The learning rate
-    stays too."""
+    """Search at this global batch, in sequences; the run keeps its samples and its learning rate, so its number of
+    steps changes."""
     keep: tuple[str, ...] = ()
-    """Fields that the search leaves as they are: any of mesh.pipe, mesh.data, mesh.model, mesh.sequence_parallel,
+    """Fields that the search does not change: any of mesh.pipe, mesh.data, mesh.model, mesh.sequence_parallel,
     mesh.schedule, mesh.chunks, mesh.zero, train.micro_batch, train.recompute."""
     top: Count = 10
     """Candidates to show, the fastest first."""
     price: NotNegative | None = None
-    """Price of a GPU for an hour, in any currency, to show what the run costs."""
+    """Price of a GPU-hour, in any currency, to show the cost of the run."""
     write: Path | None = None
     """Write the fastest config into this new file, which train.py runs: ends in .py."""
 
@@ -34,10 +34,10 @@ def check_search(arguments: SearchArguments, gpu: str | None) -> None:
     """Refuse flags that cannot work.
 
     Raises:
-      UsageError: a flag has no meaning without another, the file cannot be written.
+      UsageError: a flag has no effect without another one, or the file cannot be written.
     """
     if arguments.devices is not None and gpu is None:
-        raise UsageError(f"--devices {arguments.devices} needs to know of what kind; add --gpu, such as --gpu h100")
+        raise UsageError(f"--devices {arguments.devices} needs a GPU to plan for; add --gpu, such as --gpu h100")
     if arguments.devices is None:
         for flag in fields(SearchArguments):
             if getattr(arguments, flag.name) != flag.default:

@@ -1,4 +1,4 @@
-"""What can be searched: another global batch, and refusals of devices that no mesh fits and models that fit on no mesh.
+"""Checks before and after a search: another global batch, devices that no mesh uses, models that fit on no mesh.
 
 Each refusal names the count of GPUs that would do.
 """
@@ -22,7 +22,7 @@ LARGEST = 16_384
 
 
 def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Collection[str] = ()) -> None:
-    """Refuse what has no candidate at all.
+    """Refuse a search without any candidate.
 
     Raises:
       UsageError: one sentence, with the counts of GPUs that would do.

@@ -1,4 +1,4 @@
-"""What the planner's search has to say: the fastest candidates, what holds each back, and what each choice is worth."""
+"""The section of the planner's search: the fastest candidates, their bottlenecks, and what each choice is worth."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIKE_THE_BEST = ("mesh.model", "mesh.sequence_parallel", "mesh.schedule", "mesh.
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked.
+    """The question that a search answers.
 
     Attributes:
       name: of the config.
@@ -72,7 +72,7 @@ def report(
 
     Args:
       found: with at least one candidate that fits.
-      question: what was asked.
+      question: what the search answers.
       seconds: how long the search took.
       written: the file that the best was written into.
       narrowed: from the function of that name.
@@ -128,7 +128,7 @@ class Cost:
 
 
 def cost(candidate: Candidate, devices: int, question: Question) -> Cost:
-    """What all steps of a candidate cost."""
+    """The cost of all steps of a candidate."""
     hours = candidate.time.mean * candidate.config.train.steps / 3600
     return Cost(hours / 24, hours * devices, None if question.price is None else hours * devices * question.price)
 
@@ -156,7 +156,7 @@ def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float
 
 
 def held_back_by(candidate: Candidate, found: Found) -> str:
-    """What takes the most time beside the matrix products, and the memory where too little is left of it."""
+    """The parts that take most time beside the matrix products, and the memory where too little of it is left."""
     parts = {name: seconds for name, seconds in candidate.time.parts.items() if name != "matmul"}
     largest = sorted(parts, key=parts.__getitem__, reverse=True)[:2]
     words = [f"{name} {parts[name] / candidate.time.total:.0%}" for name in largest if parts[name] > 0]
@@ -187,7 +187,7 @@ def _beside(candidate: Candidate, best: Candidate) -> str:
 
 
 def faster_by(first: Candidate, second: Candidate) -> str:
-    """Where the second of two candidates takes more time, and where less."""
+    """Parts in which the second of two candidates takes more time, or less."""
     change = second.time.mean - first.time.mean
     if abs(change) < 1e-4 * first.time.mean:
         return "the same time to four digits; the simpler one comes first"
@@ -233,7 +233,7 @@ def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
 
 
 def tight_warning(found: Found) -> str:
-    """What there is to say where nothing leaves enough of the memory free; else an empty text."""
+    """A warning where no candidate leaves enough memory free; else an empty string."""
     if found.roomy:
         return ""
     return (
@@ -254,7 +254,7 @@ def _own_verdict(found: Found, config: Config) -> str:
 
 
 def _own_rank(found: Found, config: Config) -> int | None:
-    """Where the config itself is among those that fit, counted from 1."""
+    """The rank of the config itself among those that fit, counted from 1."""
     ranks = (rank for rank, each in enumerate(found.ranked, 1) if each.config == config)
     return next(ranks, None)
 
@@ -296,7 +296,7 @@ def settings(config: Config) -> dict[str, Any]:
 def narrowed(
     found: Found, config: Config, memory_of: MemoryOf, time_of: TimeOf, keep: Collection[str] = ()
 ) -> tuple[dict[str, Any] | None, str]:
-    """What the ramp-up or schedule of the batch has left out of a search, since each of its sizes has to divide.
+    """Candidates that the ramp-up or schedule of the batch left out of a search, since each of its sizes has to divide.
 
     Args:
       found: with at least one candidate that fits.

@@ -4,7 +4,7 @@ Three things are kept apart:
 
     hardware     `Gpu`: what the data sheet promises (`mjax/hardware.py`).
     software     `Software`: what the program does that no config says: which tensors its kernels read and write, what
-                 it sends again, in which type. Read from the code, never fitted.
+                 it sends again, in which dtype. Read from the code, never fitted.
     calibration  `Calibration`: how much of the promised rates is reached: a few numbers, fitted to published runs or
                  measured on the user's machine, with the error that they leave (`calibration.py` has both).
 
@@ -91,7 +91,7 @@ def predict_time(config: Config, gpu: Gpu, calibration: Calibration | None = Non
       calibration: program and rates; mjax with the rates of published runs when not given.
 
     Raises:
-      UsageError: the GPU has no peak of the config's compute type, or not the attention kernel it asks for.
+      UsageError: the GPU has no peak for the config's compute dtype, or not the attention kernel it asks for.
     """
     calibration = calibration or default_calibration()
     rates = Rates(gpu, calibration, config.precision.compute)
@@ -192,7 +192,7 @@ class _Step:
 
     @cached_property
     def _micro_batch(self) -> dict[str, float]:
-        """What each micro-batch adds to a step, by part."""
+        """Seconds that each micro-batch adds to a step, by part."""
         mesh = self.config.mesh
         seconds = {part: self.layers * sum(p.get(part, 0.0) for p in self._passes) for part in PARTS}
         seconds["head"] += self.head()
@@ -279,7 +279,7 @@ class _Step:
         return self.rates.sum(ranks, 1, whole)
 
     def _hidden(self) -> float:
-        """What of a layer's backward sums runs beside the gradients of the column-parallel weights before them.
+        """The part of a layer's backward sums that runs beside gradients of the column-parallel weights before them.
 
         With sequence parallelism that is the scatter; the gather before it is needed at once.
         """

@@ -1,4 +1,4 @@
-"""What `mjax plan --gpu` says of time: a step by its parts, speed, MFU and how it is counted, days of the run."""
+"""The time section of `mjax plan --gpu`: a step by its parts, speed, MFU and how it is counted, days of the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
       calibration: rates that are reached; the planner's own when not given.
 
     Raises:
-      UsageError: the GPU has no peak of the config's compute type.
+      UsageError: the GPU has no peak for the config's compute dtype.
     """
     calibration = calibration or default_calibration()
     step = predict_time(config, gpu, calibration)

@@ -1,4 +1,4 @@
-"""What one device stores of a model's weights, and computes with: the traced model by the rules of `parallel/zero.py`.
+"""Weights that one device stores, and computes with: the traced model by the rules of `parallel/zero.py`.
 
 The model is traced once; its storage on a mesh is then arithmetic on shapes, thousands of meshes a second.
 """
@@ -41,7 +41,7 @@ class Held:
 
 
 def held_by(model: ModelConfig, mesh: MeshConfig) -> Held:
-    """What one device of `mesh` holds of `model`."""
+    """Elements of `model` that one device of `mesh` holds."""
     return _held(model, MeshConfig(mesh.pipe, mesh.data, mesh.model, zero=mesh.zero))  # all that it depends on
 
 

@@ -315,7 +315,7 @@ def test_what_cannot_be_counted_is_refused(monkeypatch):
 
     with pytest.raises(ValueError, match="in a loop of unknown length"):
         read_collectives(traced(loop))
-    with pytest.raises(ValueError, match="in a conditional of which nobody knows how often"):
+    with pytest.raises(ValueError, match="in a conditional that runs an unknown number of times"):
         read_collectives(traced(conditional))
     monkeypatch.delitem(OPERATIONS, "psum_invariant")
     with pytest.raises(ValueError, match=r"does not know what psum_invariant sends over \('model',\)"):

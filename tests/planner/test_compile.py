@@ -107,8 +107,8 @@ def test_a_head_size_that_jax_lowers_only_beside_a_gpu_is_one_sentence():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "--compile needs to know for which GPU; add --gpu with one of a100, b200, h100, h200"),
-        (["--gpu", "v100"], "--gpu v100: there is no sheet to compile for it; use one of a100, b200, h100, h200"),
+        ([], "--compile needs a GPU to compile for; add --gpu with one of a100, b200, h100, h200"),
+        (["--gpu", "v100"], "--gpu v100 cannot be compiled for; use one of a100, b200, h100, h200"),
         (["--gpu", "h100", "--devices-per-node", "0"], "--devices-per-node is 0; it must be at least 1"),
         (
             ["--gpu", "h100", "--mesh.data", "3", "--mesh.model", "4", "--train.global-batch", "24"],

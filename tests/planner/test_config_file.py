@@ -52,7 +52,7 @@ def test_a_file_that_came_in_the_meantime_stays_as_it_is(tmp_path, monkeypatch):
         return source(config, about)
 
     monkeypatch.setattr(config_file, "config_source", late)
-    with pytest.raises(UsageError, match="is there already and stays as it is"):
+    with pytest.raises(UsageError, match="already exists and is not overwritten"):
         write_config(load_config("gpt_8b"), file, "A.\n\nB.")
     assert file.read_text() == "theirs"
 
@@ -83,9 +83,9 @@ def test_a_file_that_is_there_or_has_no_place_is_refused(tmp_path):
     there = tmp_path / "there.py"
     there.write_text("mine")
     for file, message in (
-        (there, "is there already and stays as it is"),
+        (there, "already exists and is not overwritten"),
         (tmp_path / "no" / "such.py", "there is no folder"),
-        (Path("plan.json"), "let its name end in .py"),
+        (Path("plan.json"), "use a name that ends in .py"),
     ):
         with pytest.raises(UsageError, match=message):
             check_new(file)

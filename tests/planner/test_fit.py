@@ -138,7 +138,7 @@ def test_training_that_does_not_fit_is_refused_before_it_begins(monkeypatch, tmp
 def test_force_goes_on_and_says_so(monkeypatch, tmp_path, capsys):
     begun = planted(monkeypatch, 1e5)
     assert cli.main([*TINY, *SIXTEEN, "--runs", str(tmp_path), "--force"]) == 0
-    assert "tried all the same, because of --force" in capsys.readouterr().out
+    assert "continuing because of --force" in capsys.readouterr().out
     assert begun
 
 

@@ -181,7 +181,7 @@ def test_a_branch_counts_as_if_it_were_always_taken_and_says_so():
         ("[4,2]<=[8]", "{{0,1},{2,3}}", "lie along no axes"),
         ("[4,2]<=[8]", "{{0,1,2},{3}}", "groups of different sizes"),
         ("all-reduce-done(%all-reduce-start.2)", "copy(%product)", "nothing waits for all-reduce-start.2"),
-        ("bf16[64,32]{1,0} all-reduce-start(%product)", "mx4[64,32]{1,0} all-reduce-start(%x2)", "the type mx4"),
+        ("bf16[64,32]{1,0} all-reduce-start(%product)", "mx4[64,32]{1,0} all-reduce-start(%x2)", "dtype mx4"),
     ],
 )
 def test_what_it_does_not_know_it_refuses(old, new, message):

@@ -65,7 +65,7 @@ def test_a_step_that_was_saved_computes_the_same_bits(tmp_path):
 def test_what_is_no_saved_program_is_refused_in_one_sentence(tmp_path):
     file = tmp_path / "step.mjax"
     file.write_bytes(b"\x80\x04\x95 a pickle, perhaps")
-    with pytest.raises(UsageError, match="is no program that mjax plan --save-program wrote"):
+    with pytest.raises(UsageError, match="is not a program that mjax plan --save-program wrote"):
         open_program(file)
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("manifest.json", json.dumps({"format": 2}))
@@ -99,10 +99,10 @@ def test_a_small_file_that_would_unpack_to_a_large_one_is_refused(tmp_path, monk
 
 def test_a_damaged_program_is_refused_in_one_sentence(tmp_path):
     file = tmp_path / "step.mjax"
-    with pytest.raises(UsageError, match="is no program that mjax plan --save-program wrote"):
+    with pytest.raises(UsageError, match="is not a program that mjax plan --save-program wrote"):
         open_program(file)  # there is no such file
     for manifest, words in (
-        ("[]", "its manifest is no object"),
+        ("[]", "its manifest is not an object"),
         ("[" * 100_000, "or it is damaged .maximum recursion"),
         ('{"format": 1}', "the step in it is damaged"),
     ):

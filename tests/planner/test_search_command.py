@@ -99,14 +99,14 @@ def test_the_written_config_trains(tmp_path, capsys):
     # The same search again does not write over it.
     before = file.read_text()
     assert cli.main([*SEARCH, "--write", str(file)]) == 2
-    assert "is there already and stays as it is" in capsys.readouterr().err
+    assert "already exists and is not overwritten" in capsys.readouterr().err
     assert file.read_text() == before
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--devices", "8"], "--devices 8 needs to know of what kind; add --gpu, such as --gpu h100"),
+        (["--devices", "8"], "--devices 8 needs a GPU to plan for; add --gpu, such as --gpu h100"),
         (["--devices", "8", "--gpu", "h10"], "--gpu h10 is not known, did you mean 'h100'?"),
         (["--devices", "0", "--gpu", "h100"], "--devices is 0; it must be at least 1"),
         (
