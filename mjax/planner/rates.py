@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 from mjax.errors import UsageError, either
 from mjax.hardware import Gpu
@@ -13,30 +12,26 @@ from mjax.planner.calibration import Calibration
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
-@dataclass(frozen=True)
 class Rates:
     """Seconds of kernels and collectives on a GPU: the data sheet times the calibration. Seconds, bytes, FLOPs.
 
     Attributes:
-      gpu, calibration: what it is made of.
+      gpu, calibration: the two that are multiplied.
       compute: dtype of the products.
       peak: FLOP/s.
+
+    Raises:
+      UsageError: no peak is known for this dtype.
     """
 
-    gpu: Gpu
-    calibration: Calibration
-    compute: str
-    peak: float = field(init=False)
-
-    def __post_init__(self):
-        peak = self.gpu.peak(self.compute)
-        if peak is None:
-            known = either(self.gpu.peak_tflops)
+    def __init__(self, gpu: Gpu, calibration: Calibration, compute: str):
+        self.gpu, self.calibration, self.compute, self.peak = gpu, calibration, compute, gpu.peak(compute)
+        if self.peak is None:
+            known = either(gpu.peak_tflops)
             raise UsageError(
-                f"no {self.compute} peak is known for {self.gpu.name}, so its time cannot be predicted; "
+                f"no {compute} peak is known for {gpu.name}, so its time cannot be predicted; "
                 f"use --precision.compute {known}, or add the peak in mjax/hardware.py"
             )
-        object.__setattr__(self, "peak", peak)
 
     def product(self, m: float, n: float, k: float, batch: float = 1.0) -> float:
         """[m, k] × [k, n], `batch` times in one kernel."""

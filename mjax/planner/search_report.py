@@ -246,11 +246,11 @@ def _own_verdict(found: Found, config: Config) -> str:
     best, rank = found.ranked[0], _own_rank(found, config)
     if rank is not None:
         return f"{_beside(found.ranked[rank - 1], best)}, rank {rank:,}"
-    tight = next((each for each in found.tight if each.config == config), None)
-    if tight is not None:
-        return f"{_beside(tight, best)}, not ranked: it leaves {found.free(tight):.1%} of the memory free"
-    size = next((size for each, size in found.too_big if each == config), None)
-    return "is not among those that were tried" if size is None else f"{size / GIB:.1f} GiB, which is too big"
+    for tight in found.tight:
+        if tight.config == config:
+            return f"{_beside(tight, best)}, not ranked: it leaves {found.free(tight):.1%} of the memory free"
+    sizes = [size for each, size in found.too_big if each == config]
+    return f"{sizes[0] / GIB:.1f} GiB, which is too big" if sizes else "is not among those that were tried"
 
 
 def _own_rank(found: Found, config: Config) -> int | None:
