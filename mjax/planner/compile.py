@@ -135,7 +135,6 @@ def compile_step(
       UsageError: JAX or cuDNN refuses what the config asks for.
       RunError: XLA cannot compile the step.
     """
-    import jax
     from jax.experimental.topologies import get_topology_desc
 
     from mjax.parallel.mesh import make_mesh
@@ -149,43 +148,26 @@ def compile_step(
         topology=f"1x{servers}x{min(sizes.devices, per_server)}",  # slices × servers × GPUs of a server
         target_config=(SHEETS / f"{gpu}.txtpb").read_text(),
     )
-    mesh = make_mesh(sizes, topology.devices)
+    mesh, device_kind = make_mesh(sizes, topology.devices), topology.devices[0].device_kind
 
-    # --- Trace --------------------------------------------------------------------------------------------------------
     announce("tracing the step")
-    clock = time.perf_counter()
+    began = time.perf_counter()
     program = build_program(config, mesh)
-    try:
-        lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
-    except NotImplementedError as error:
-        # JAX asks the GPU it sees what cuDNN can do on it. Here it sees none, and assumes the least.
-        raise UsageError(
-            f"JAX does not lower cuDNN's attention here: {str(error).splitlines()[0]} Where it sees no GPU it assumes "
-            "one older than Hopper; add --model.attention xla"
-        ) from error
-    tracing = time.perf_counter() - clock
-
-    # --- Compile ------------------------------------------------------------------------------------------------------
-    announce(f"compiling for {sizes.devices:,} × {topology.devices[0].device_kind}")
-    clock = time.perf_counter()
-    try:
-        with _without_compilation_cache():
-            compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        raise RunError(f"XLA cannot compile this step for {gpu}: {str(error).splitlines()[0]}") from error
-    compiling = time.perf_counter() - clock
-
-    # --- Read ---------------------------------------------------------------------------------------------------------
+    lowered = _lower(program)
+    traced = time.perf_counter()
+    announce(f"compiling for {sizes.devices:,} × {device_kind}")
+    compiled = _compile(lowered, gpu)
+    done = time.perf_counter()
     announce("reading what XLA made of it")
     text, stats = compiled.as_text(), compiled.memory_analysis()
     return Compilation(
         gpu=gpu,
-        device_kind=topology.devices[0].device_kind,
+        device_kind=device_kind,
         gpu_memory=memory_of(gpu),
         servers=servers,
         attention=config.model.attention,
-        tracing=tracing,
-        compiling=compiling,
+        tracing=traced - began,
+        compiling=done - traced,
         resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         memory=AllocatedMemory(
             stats.argument_size_in_bytes,
@@ -198,6 +180,28 @@ def compile_step(
         text=text,
         step=program,
     )
+
+
+def _lower(program):
+    """The traced step of a `TrainProgram`."""
+    try:
+        return program.train_step.lower(program.abstract_state, program.abstract_batch)
+    except NotImplementedError as error:
+        # JAX asks the GPU it sees what cuDNN can do on it. Here it sees none, and assumes the least.
+        raise UsageError(
+            f"JAX does not lower cuDNN's attention here: {str(error).splitlines()[0]} Where it sees no GPU it assumes "
+            "one older than Hopper; add --model.attention xla"
+        ) from error
+
+
+def _compile(lowered, gpu: str):
+    import jax
+
+    try:
+        with _without_compilation_cache():
+            return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise RunError(f"XLA cannot compile this step for {gpu}: {str(error).splitlines()[0]}") from error
 
 
 def _read(text: str, mesh: dict[str, int]) -> ScheduledProgram:
