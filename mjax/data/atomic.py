@@ -14,10 +14,10 @@ CANNOT_LOCK = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}  # s
 
 
 def take_lock(stream: BinaryIO, say: Callable[[str], None]) -> bool:
-    """Make this process the only one to hold `stream`; False where another holds it.
+    """Lock `stream` for this process; False if another process holds the lock.
 
-    The lock goes with the process, however that ends, so nobody has to clean up after one that was killed. On a file
-    system without locks `say` is told so in one sentence, and the answer is True.
+    The lock ends with the process, however that ends, so it never has to be cleaned up. On a file system without locks
+    `say` gets one sentence about it, and the result is True.
     """
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -32,15 +32,15 @@ def take_lock(stream: BinaryIO, say: Callable[[str], None]) -> bool:
 
 
 def lock(stream: BinaryIO, file: Path, say: Callable[[str], None] = print) -> bool:
-    """`take_lock` on a temporary file; False also where another process has just finished it."""
+    """`take_lock` on a temporary file; False also if another process has just renamed it."""
     return take_lock(stream, say) and file.exists() and os.path.samestat(os.fstat(stream.fileno()), file.stat())
 
 
 def to_disk(place: Path) -> None:
-    """Have a file, or a folder with all in it, survive a power failure.
+    """Make a file, or a folder with all its content, survive a power failure.
 
     Raises:
-      OSError: the system could not write it, such as EIO or ENOSPC. A file system that knows no fsync is none.
+      OSError: the system could not write it, such as EIO or ENOSPC. A file system without fsync is not an error.
     """
     if place.is_dir():
         for inside in sorted(place.iterdir()):
@@ -50,19 +50,19 @@ def to_disk(place: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Rename a file or folder, replacing a file that is there, and bring the rename to the disk."""
+    """Rename a file or folder, replacing an existing file, and bring the rename to the disk."""
     os.replace(old, new)
     _sync(new.parent)
 
 
 def put(temporary: Path, place: Path) -> None:
-    """Give a finished file or folder its name once all of it is on the disk: it is there whole or not at all."""
+    """Bring a finished file or folder to the disk, then give it its name: it exists completely or not at all."""
     to_disk(temporary)
     rename(temporary, place)
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a text file that is there whole or as it was before, whenever the process ends."""
+    """Write a text file atomically: it has the new content or the old, whenever the process ends."""
     temporary = file.with_name(file.name + ".tmp")
     temporary.write_text(text, encoding="utf-8", newline="")
     put(temporary, file)
@@ -77,21 +77,21 @@ def make_folder(folder: Path) -> None:
 
 
 def remove(file: Path) -> None:
-    """Remove a file if it is there, and bring that to the disk before what follows."""
+    """Remove a file if it exists, and bring the removal to the disk."""
     with contextlib.suppress(FileNotFoundError):
         file.unlink()
         _sync(file.parent)
 
 
 def set_aside(place: Path, word: str = "damaged") -> Path:
-    """Rename what is not to be used but not to be lost either, such as `60` to `60.damaged`; returns the new name."""
+    """Rename an unusable file or folder that must not be lost, such as `60` to `60.damaged`; returns the new name."""
     aside = free_name(place, word)
     rename(place, aside)
     return aside
 
 
 def free_name(place: Path, word: str) -> Path:
-    """`PLACE.WORD`, or `PLACE.WORD.2` and so on where that is taken."""
+    """`PLACE.WORD`, or `PLACE.WORD.2` and so on if that exists."""
     numbers = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
     names = (place.with_name(f"{place.name}.{word}{number}") for number in numbers)
     return next(name for name in names if not os.path.lexists(name))

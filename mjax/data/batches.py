@@ -1,7 +1,7 @@
-"""Batches as a function of the step, and a thread that works a few steps ahead.
+"""Batches as a function of the step, and a thread that prefetches a few steps.
 
-Samples are taken in order: a batch begins where the one before it ended, whatever their sizes. A process that feeds
-only some devices asks for its rows alone; which rows it asks for never changes what is in them.
+Samples are taken in order: a batch begins where the previous one ended, whatever their sizes. A process that feeds only
+some devices asks for its rows alone; the rows are the same however they are divided.
 """
 
 from collections import deque

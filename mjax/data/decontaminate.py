@@ -1,22 +1,22 @@
-"""Evaluation text is cut out of training text, by the rule of Megatron's tools/openwebtext/filter_ngrams.py.
+"""Cut evaluation text out of training text, by the rules of Megatron's tools/openwebtext/filter_ngrams.py.
 
-A test set that was trained on measures memory. Its texts are turned into runs of 13 words (GRAM), in lower case and
-without punctuation; a text of 8 to 12 words is one run, and a shorter one none. Where a document holds such a run, the
-run goes, and 200 characters on either side of it, up to the end of the sentence there:
+A test set that was trained on measures memory. Its texts become runs of 13 words (GRAM), in lower case and without
+punctuation; a text of 8 to 12 words is one run, a shorter one none. Where a document contains such a run, the run is
+removed with 200 characters on either side, up to the end of the sentence there:
 
     … the sentence before. │ Some words. (200 characters) RUN (200 characters) words. │ The sentence after …
     ───────── piece ─────── cut ─────────────────────────────────────────────────── ── searched on ──────────
 
-A piece of 200 characters or fewer goes too, and a document that falls into more than ten pieces goes altogether. Runs
-that the training text holds ten times or more are common phrases, such as a license, and are left alone; so remove
-duplicates first, or ten copies of a test set pass for one.
+Pieces of 200 characters or fewer are removed too, and a document that falls into more than ten pieces is removed
+altogether. Runs that occur in the training text ten times or more are common phrases, such as a license, and are kept;
+so remove duplicates first, or ten copies of a test set look like a common phrase.
 
-Two rules follow the original to the letter: a text of fewer than 13 words is not searched, and runs of 8 to 12 words
-are looked for wherever 13 words are left, and last among the last 13. One does not: the original counts a run only
-where it does not overlap the one before, so that of a long common phrase most runs pass for rare; here all count.
+Two rules follow the original exactly: a text of fewer than 13 words is not searched, and runs of 8 to 12 words are
+searched wherever 13 words are left, and last among the last 13. One does not: the original counts a run only if it does
+not overlap the one before, so that most runs of a long common phrase look rare; here all count.
 
-Runs are compared by their 64-bit hashes (shingles.py): of 2,000 corpora of 10¹⁰ words, searched for a million runs, one
-would lose a sentence by chance.
+Runs are compared by 64-bit hashes (shingles.py): of 2,000 corpora of 10¹⁰ words, searched for a million runs, one would
+lose a sentence by chance.
 """
 
 import sys
@@ -29,8 +29,8 @@ import numpy as np
 from mjax.data.shingles import window_hashes, word_hashes
 
 GRAM, SHORTEST_GRAM = 13, 8  # words
-MARGIN = 200  # characters that go on either side
-SHORTEST_PIECE = 200  # characters, of which a piece has to have more
+MARGIN = 200  # characters removed on either side
+SHORTEST_PIECE = 200  # characters; a piece must have more
 MOST_PIECES = 10
 SENTENCE_ENDS = ".!?"
 
@@ -38,11 +38,11 @@ Grams = dict[int, np.ndarray]
 """Evaluation text: sorted hashes of its runs, uint64, by their number of words."""
 
 Found = dict[int, list[tuple[int, int]]]
-"""Runs of it that a document holds: first word and hash of each, in order, by their number of words."""
+"""Runs of it in a document: first word and hash of each, in order, by their number of words."""
 
 
 class Words:
-    """A text as hashed words that know their place."""
+    """A text as hashed words with their places."""
 
     def __init__(self, text: str):
         self.text = text
@@ -52,7 +52,7 @@ class Words:
         return len(self.hashes)
 
     def runs(self, words: int) -> np.ndarray:
-        """Hash of each run of `words` words, uint64 [runs]; none where the text is shorter."""
+        """Hash of each run of `words` words, uint64 [runs]; empty if the text is shorter."""
         if len(self) < words:
             return np.empty(0, np.uint64)
         return window_hashes(self.hashes, np.array([len(self)]), words)[0]
@@ -80,7 +80,7 @@ def evaluation_grams(texts: Iterable[str]) -> Grams:
 
 
 def count_matches(text: str, grams: Grams) -> Counter[int]:
-    """Count how often each run, named by its hash, occurs in `text`."""
+    """Count how often each run occurs in `text`, by hash."""
     return Counter(gram for places in Words(text).find(grams).values() for _, gram in places)
 
 
@@ -91,7 +91,7 @@ def without_common(grams: Grams, counts: Counter[int], common: int) -> Grams:
 
 
 def cut(text: str, grams: Grams) -> tuple[list[str], list[str]]:
-    """Cut `text`: the pieces that remain, and the runs it was cut at; without runs, the text is the only piece."""
+    """Cut `text`: returns the remaining pieces and the runs it was cut at; without runs, the text is the only piece."""
     words = Words(text)
     found = words.find(grams)
     pieces, runs, begin = [], [], 0
@@ -99,7 +99,7 @@ def cut(text: str, grams: Grams) -> tuple[list[str], list[str]]:
         starts, ends = words.starts[match], words.ends[match]
         runs.append(text[starts[0] : ends[-1]])
         start = int(starts[0])
-        # The original takes the run for as long as its words with single spaces between them.
+        # For the original, a run is as long as its words with single spaces between them.
         end = start + int((ends - starts).sum()) + len(starts) - 1
         before = max(text.rfind(mark, begin, max(start - MARGIN + 1, 0)) for mark in SENTENCE_ENDS)
         if before + 1 - begin > SHORTEST_PIECE:
@@ -118,7 +118,7 @@ def _first_match(found: Found, begin: int, count: int) -> slice | None:
     """
 
     def first_from(length: int, begin: int) -> int:
-        """The word at which the first match of `length` words begins; one beyond all words where there is none."""
+        """The word at which the first match of `length` words begins; beyond all words if there is none."""
         index = bisect_left(found[length], (begin,))
         return found[length][index][0] if index < len(found[length]) else sys.maxsize
 
@@ -134,6 +134,6 @@ def _first_match(found: Found, begin: int, count: int) -> slice | None:
 
 
 def _folded(text: str) -> str:
-    """`text` in lower case, every character in its place: the few whose lower case is longer stay as they are."""
+    """`text` in lower case without moving characters: the few whose lower case is longer are kept."""
     lower = text.lower()
     return lower if len(lower) == len(text) else "".join(c.lower() if len(c.lower()) == 1 else c for c in text)

@@ -1,8 +1,8 @@
 """A picture of the lengths of a dataset's documents.
 
-Lengths spread over many powers of ten, so the axis is logarithmic and so are the bins. The bars count documents; the
-line says which share of all tokens lies in documents up to that length, for it is tokens that a model trains on, and
-few long documents can hold most of them.
+Lengths spread over many powers of ten, so axis and bins are logarithmic. The bars count documents; the line shows the
+share of all tokens in documents up to that length, because a model trains on tokens, and few long documents can hold
+most of them.
 """
 
 from pathlib import Path
@@ -17,8 +17,8 @@ POINTS = 2000  # of the line, at most
 
 
 def bin_edges(present: np.ndarray) -> np.ndarray:
-    """Edges of bins for sorted lengths above 0, and the end of the last: whole numbers, evenly spread in powers of
-    ten, from the shortest document to behind the longest. Few documents get few bins (Rice's rule)."""
+    """Edges of bins for sorted lengths above 0: whole numbers, evenly spread in powers of ten, from the shortest
+    document to beyond the longest. Few documents get few bins (Rice's rule)."""
     first, end = present[0], present[-1] + 1
     bins = min(2 * np.cbrt(len(present)), np.log10(end / first) * BINS_A_DECADE)
     return np.unique(np.ceil(np.geomspace(first, end, max(2, round(bins) + 1))))  # no bin between 1 and 2 tokens
@@ -27,7 +27,7 @@ def bin_edges(present: np.ndarray) -> np.ndarray:
 def draw_lengths(lengths: np.ndarray, name: str, file: Path) -> None:
     """Draw a histogram of `lengths`, tokens in each document [documents], into `file`, in the format of its suffix.
 
-    Documents without tokens have no place on a logarithmic axis; the title counts them.
+    Documents without tokens cannot be shown on a logarithmic axis; the title counts them.
     """
     present = np.sort(lengths[lengths > 0])
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")

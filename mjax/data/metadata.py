@@ -1,6 +1,6 @@
 """Files that `mjax prepare` writes beside a dataset: PREFIX.json, and the tokenizer's folder PREFIX.tokenizer.
 
-Megatron's datasets have neither; mjax trains on them all the same, but cannot show their text.
+Megatron's datasets have neither; mjax can train on them but cannot show their text.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class DatasetMetadata:
     """Origin and size of a dataset; every field is a plain JSON value.
 
     Attributes:
-      tokenizer: kind of the tokenizer whose files lie in PREFIX.tokenizer.
+      tokenizer: scheme of the tokenizer in PREFIX.tokenizer.
       vocabulary: token ids run from 0 to vocabulary - 1.
       eod: id that ends a document.
       append_eod: whether every document that is not empty ends with `eod`.
@@ -35,9 +35,9 @@ class DatasetMetadata:
       text_bytes: bytes of the text in UTF-8.
       inputs: files the text was read from, in order.
       mjax_version: version that wrote it.
-      sequences: one a document that is not empty, or one a sentence; None in what older versions wrote.
-      sentences: language by whose rules documents were split into sentences; None where they were not.
-      malformed: malformed lines that were left out.
+      sequences: one per document that is not empty, or one per sentence; None in files of older versions.
+      sentences: language whose rules split documents into sentences; None if they were not split.
+      malformed: malformed lines that were skipped.
       malformed_examples: the first of them, as FILE:LINE: reason.
     """
 
@@ -57,7 +57,7 @@ class DatasetMetadata:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text that a token stands for: turns a loss per token into one per byte."""
+        """Bytes of text per token; converts a loss per token into one per byte."""
         return self.text_bytes / self.tokens
 
 
@@ -72,7 +72,7 @@ def tokenizer_folder(prefix: str | Path) -> Path:
 
 
 def digest_of_folder(folder: Path) -> str:
-    """SHA-256 of the files in a folder and of their names, such as of a tokenizer."""
+    """SHA-256 of the files in a folder, such as a tokenizer's, and of their names."""
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
         if file.is_file():
@@ -81,15 +81,15 @@ def digest_of_folder(folder: Path) -> str:
 
 
 def read_metadata(prefix: str | Path) -> DatasetMetadata | None:
-    """Read PREFIX.json; None where there is none, as for Megatron's datasets.
+    """Read PREFIX.json; None if it does not exist, as for Megatron's datasets.
 
     Raises:
-      UsageError: there is one, but it is damaged.
+      UsageError: it is damaged.
     """
     file = metadata_file(prefix)
     if not file.is_file():
         return None
-    fix = "prepare the data again, or delete it to do without"
+    fix = "prepare the data again, or delete it to train without metadata"
     values = read_json(file, fix)
     names = [field.name for field in dataclasses.fields(DatasetMetadata)]
     known = {name: values[name] for name in names if name in values} if isinstance(values, dict) else values
@@ -107,7 +107,7 @@ def read_metadata(prefix: str | Path) -> DatasetMetadata | None:
 
 
 def dataset_files(prefix: str | Path) -> list[Path]:
-    """All that belongs to a dataset: tokens, index, metadata and the tokenizer's folder."""
+    """All files of a dataset: tokens, index, metadata and the tokenizer's folder."""
     return [token_file(prefix), index_file(prefix), metadata_file(prefix), tokenizer_folder(prefix)]
 
 
@@ -119,11 +119,11 @@ def temporary_tokenizer(prefix: str | Path) -> Path:
 def check_output(prefix: str, overwrite: bool) -> None:
     """Check that a dataset may be written under `prefix`.
 
-    Files of a killed run do not prevent it: as long as there are tokens or an index under a temporary name and no index
-    under the final one, the parts beside them are its own.
+    Files of a killed run do not prevent it: if tokens or an index have a temporary name and no index has the final one,
+    the files beside them are its own.
 
     Raises:
-      UsageError: `prefix` cannot be one, or a dataset is there and `overwrite` is not set.
+      UsageError: `prefix` is not a valid prefix, or the dataset exists and `overwrite` is not set.
     """
     if prefix.endswith(("/", ".bin", ".idx")) or Path(prefix).is_dir():
         raise UsageError(f"{prefix} is not a prefix; give one such as data/corpus, to which .bin and .idx are added")
@@ -135,10 +135,10 @@ def check_output(prefix: str, overwrite: bool) -> None:
 
 @contextmanager
 def writing(prefix: str, verb: str, vocabulary: int, dtype: np.dtype | None = None) -> Iterator[IndexedDatasetWriter]:
-    """Write the dataset `prefix`; `temporary_tokenizer(prefix)` is free meanwhile and is gone afterwards.
+    """Write the dataset `prefix`; the block may fill `temporary_tokenizer(prefix)`, which is removed afterwards.
 
     Raises:
-      RunError: it cannot be written; `verb` says what was done.
+      RunError: it cannot be written; `verb` names the work.
     """
     tokenizer = temporary_tokenizer(prefix)
     try:
@@ -153,10 +153,10 @@ def writing(prefix: str, verb: str, vocabulary: int, dtype: np.dtype | None = No
 
 
 def put_beside(prefix: str | Path, metadata: DatasetMetadata | None) -> None:
-    """Give the metadata and the temporary tokenizer their names, in place of those of an older dataset.
+    """Give the metadata and the temporary tokenizer their final names, replacing those of an older dataset.
 
-    Call it when the tokens are written but not yet in place: from here on an old dataset is gone, and the index, which
-    makes the new one readable, comes last. With None the new dataset has neither metadata nor tokenizer.
+    Call it when the tokens are written but not yet renamed: this removes an old dataset, and the index, which makes the
+    new one readable, comes last. With None the new dataset has neither metadata nor tokenizer.
     """
     remove(index_file(prefix))
     shutil.rmtree(tokenizer_folder(prefix), ignore_errors=True)

@@ -1,17 +1,17 @@
-"""MinHash and bands: which documents are worth comparing, found without comparing every pair.
+"""MinHash and bands: find the documents worth comparing without comparing every pair.
 
 A hash function puts the shingles of a document in a random order; the first one is its MinHash. Two documents have the
-same with a chance of J, their Jaccard similarity, so of HASHES functions a share of J agrees (Broder 1997). The HASHES
-values of a document are its signature. It is cut into bands of `rows` values, and documents that agree in all rows of
-at least one band are candidates (Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", section 3.4):
+same MinHash with probability J, their Jaccard similarity, so a share J of HASHES functions agrees (Broder 1997). The
+HASHES values of a document are its signature. It is divided into bands of `rows` values, and documents that agree in
+all rows of a band are candidates (Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", section 3.4):
 
     P(candidate) = 1 - (1 - J^rows)^bands        the S-curve: flat, a steep rise, flat
 
-The rise is to lie just below the threshold: below it candidates are compared in vain, above it duplicates are missed.
-`choose_bands` asks for a recall of 99% for pairs exactly at the threshold, where it is lowest.
+The rise should be just below the threshold: further down, candidates are compared in vain; further up, duplicates are
+missed. `choose_bands` requires a recall of 99% for pairs exactly at the threshold, where it is lowest.
 
 Signatures come from the Rust library `rensa`. Its R-MinHash fills the HASHES places from a few hashes per shingle
-(Dahlgaard et al. 2017, "Fast Similarity Sketching") and keeps to the S-curve, which the tests measure.
+(Dahlgaard et al. 2017, "Fast Similarity Sketching") and follows the S-curve, as the tests measure.
 """
 
 import math
@@ -32,13 +32,13 @@ SEED = 1908_09053 % 2**31
 
 @dataclass(frozen=True)
 class Bands:
-    """Cut of a signature: `count` bands of `rows` values; what is left over is in no band."""
+    """Division of a signature into `count` bands of `rows` values; a remainder is in no band."""
 
     rows: int
     count: int
 
     def recall(self, similarity: float) -> float:
-        """Chance that a pair of this Jaccard similarity shares a band: the S-curve."""
+        """Probability that a pair of this Jaccard similarity shares a band: the S-curve."""
         return 1 - (1 - similarity**self.rows) ** self.count
 
 
@@ -50,7 +50,7 @@ def choose_bands(threshold: float) -> Bands:
     """
     if not LOWEST_THRESHOLD <= threshold <= 1:
         raise UsageError(
-            f"--threshold {threshold:g} is not a Jaccard similarity to look for; "
+            f"--threshold {threshold:g} is not a Jaccard similarity that can be searched for; "
             f"use {LOWEST_THRESHOLD:g} to 1, such as 0.7, or --exact for equal texts only"
         )
     return next(
@@ -62,13 +62,13 @@ def choose_bands(threshold: float) -> Bands:
 
 @dataclass(frozen=True)
 class Sketches:
-    """Data kept of a batch of documents until their near-duplicates are found.
+    """Data of a batch of documents, kept until their near-duplicates are found.
 
     Attributes:
       signatures: uint8 [documents, HASHES]: the lowest byte of each MinHash, enough to estimate a similarity (Li, König
         2010, "b-Bit Minwise Hashing").
       keys: uint64 [bands, documents]: documents with the same key share the band. A document without shingles shares
-        none: its keys are 0.
+        no band: its keys are 0.
     """
 
     signatures: np.ndarray
@@ -87,7 +87,7 @@ def sketch(texts: Sequence[str], size: int, unit: Unit, bands: Bands) -> Sketche
             key ^= values[:, band * bands.rows + row]
             key *= np.uint64(0x100000001B3)
             key ^= key >> np.uint64(29)
-    keys |= np.uint64(1)  # so that 0 is nobody's
+    keys |= np.uint64(1)  # so that 0 means no shingles
     keys[:, np.diff(offsets) == 0] = 0
     return Sketches(values.astype(np.uint8), keys)
 
@@ -102,5 +102,5 @@ def estimate(signatures: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def worth_comparing(threshold: float) -> float:
-    """The estimate below which a pair is left out: five standard deviations under the threshold."""
+    """The estimate below which a pair is skipped: five standard deviations under the threshold."""
     return threshold - 5 * math.sqrt(threshold * (1 - threshold) / HASHES)

@@ -1,21 +1,20 @@
-"""From bands to clusters: candidates are compared for certain, and what is alike is joined.
+"""From bands to clusters: compare candidates exactly and join similar documents.
 
-Documents stand here for their numbers 0 … n-1. What is known of them lies in files, because a large corpus has more
-signatures than memory:
+Documents are numbered 0 … n-1. Their data are kept in files, because a large corpus has more signatures than memory:
 
-    BAND.keys     uint64 a document: documents with the same key are candidates of each other
-    signatures    HASHES bytes a document: a first estimate
-    shingles      the sorted shingles of every document that is a candidate: the truth
+    BAND.keys     uint64 per document: documents with the same key are candidates of each other
+    signatures    HASHES bytes per document: a first estimate
+    shingles      the sorted shingles of every candidate: the exact similarity
 
-`find_clusters` takes one band after the other. It sorts the documents by their key, which puts candidates side by side,
-and looks at pairs of neighbours, then at pairs two apart, and so on. A pair is compared by its shingles unless
+`find_clusters` handles one band after the other. It sorts the documents by key, which puts candidates side by side, and
+examines adjacent pairs, then pairs two apart, and so on. A pair is compared by its shingles unless
 
-- both are in one cluster already: what a chain of similar documents joins stays joined, so nothing could change,
+- both are in one cluster already, so that the result could not change it,
 - their signatures differ by more than chance allows,
-- an earlier band has brought them together: then they were compared there.
+- they share an earlier band, where they were compared.
 
-A bucket in which all are joined is done, so ten thousand copies of one page cost ten thousand comparisons and not fifty
-million. Which pairs are compared depends on the documents alone, never on the number of workers.
+A bucket whose documents are all joined is done, so ten thousand copies of one page cost ten thousand comparisons, not
+fifty million. The pairs compared depend on the documents alone, never on the number of workers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -47,21 +46,21 @@ class SketchFiles:
             part.tofile(stream)
 
     def close(self) -> None:
-        """No more documents are to come; from here on they can be read."""
+        """End writing; from now on the files can be read."""
         for stream in self._streams:
             stream.close()
 
     def keys(self, band: int) -> np.ndarray:
-        """One band of all documents, uint64 [documents], read from the disk where it is touched."""
+        """One band of all documents, uint64 [documents], mapped from disk."""
         return _mapped(self._files[band], np.uint64)
 
     def signatures(self) -> np.ndarray:
-        """uint8 [documents, HASHES], read from the disk where it is touched."""
+        """uint8 [documents, HASHES], mapped from disk."""
         return _mapped(self._files[-1], np.uint8).reshape(-1, HASHES)
 
 
 class ShingleFile:
-    """The distinct shingles of some documents, appended one after the other to a file."""
+    """The distinct shingles of some documents, appended to a file."""
 
     def __init__(self, file: Path, documents: np.ndarray):
         self.file, self._documents = file, documents  # sorted numbers of the documents to come
@@ -85,11 +84,11 @@ class Clusters:
     """Groups of documents that are linked by pairs at or above the threshold.
 
     Attributes:
-      first: int64 [documents]: the first document of each one's cluster, itself where it is alone.
-      similar: int64 [documents]: the most similar document that each was compared with and found alike; -1: none.
+      first: int64 [documents]: the first document of each one's cluster, itself if it is alone.
+      similar: int64 [documents]: the most similar document found at or above the threshold; -1: none.
       similarity: float64 [documents]: their Jaccard similarity.
       compared: pairs whose shingles were compared.
-      confirmed: those of them at or above the threshold.
+      confirmed: pairs at or above the threshold.
     """
 
     first: np.ndarray
@@ -100,7 +99,7 @@ class Clusters:
 
 
 def candidates(files: SketchFiles, distinct: np.ndarray) -> np.ndarray:
-    """Sorted numbers of the documents that share a band with another one; only those in `distinct` take part."""
+    """Sorted numbers of the documents in `distinct` that share a band with another one of them."""
     found = np.zeros(len(distinct), bool)
     for band in range(files.bands):
         found[_buckets(files.keys(band), distinct)[0]] = True
@@ -134,7 +133,7 @@ def find_clusters(
 
 
 def _buckets(keys: np.ndarray, distinct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Documents that share their key with another one, and the number of their bucket; sorted by bucket and number."""
+    """Documents that share their key with another one, and their buckets; sorted by bucket and number."""
     documents = np.flatnonzero(distinct & (keys != 0))
     keys = keys[documents]
     order = np.argsort(keys, kind="stable")
@@ -146,11 +145,11 @@ def _buckets(keys: np.ndarray, distinct: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _neighbours(members: np.ndarray, buckets: np.ndarray, parents: np.ndarray) -> Iterator[np.ndarray]:
-    """Pairs of members of one bucket that are not joined yet, int64 [pairs, 2], by growing distance in the bucket."""
+    """Pairs of one bucket that are not joined yet, int64 [pairs, 2], by increasing distance in the bucket."""
     distance = 1
     while len(members) > distance:
         roots = _roots(parents, members)
-        # Buckets that are joined, or have no pair at this distance, are done.
+        # Buckets that are joined or have no pair at this distance are done.
         begins = np.flatnonzero(np.concatenate(([True], buckets[1:] != buckets[:-1])))
         sizes = np.diff(np.append(begins, len(buckets)))
         open_ones = np.minimum.reduceat(roots, begins) != np.maximum.reduceat(roots, begins)
@@ -164,7 +163,7 @@ def _neighbours(members: np.ndarray, buckets: np.ndarray, parents: np.ndarray) -
 def _promising(
     pairs: np.ndarray, signatures: np.ndarray, earlier: list[np.ndarray], threshold: float
 ) -> Iterator[np.ndarray]:
-    """The pairs whose signatures are alike and that no earlier band has brought together."""
+    """The pairs with similar signatures that share no earlier band."""
     for start in range(0, len(pairs), AT_ONCE):
         one, other = pairs[start : start + AT_ONCE].T
         alike = estimate(signatures[one], signatures[other]) >= worth_comparing(threshold)
@@ -179,7 +178,7 @@ def _promising(
 
 
 def _compare(pairs: np.ndarray, shingles: ShingleFile, threshold: float, clusters: Clusters, workers: Workers) -> None:
-    """Compare each pair by its shingles and join what is similar."""
+    """Compare each pair by its shingles and join similar documents."""
     parts = np.concatenate((shingles.parts(pairs[:, 0]), shingles.parts(pairs[:, 1])), axis=1)  # [pairs, 4]
     sizes = np.sort(parts[:, [1, 3]] - parts[:, [0, 2]], axis=1)
     possible = sizes[:, 0] >= threshold * sizes[:, 1] - 1  # |A ∩ B| ≤ |A|, |A ∪ B| ≥ |B|; 1 for the rounding
@@ -199,14 +198,14 @@ def _compare(pairs: np.ndarray, shingles: ShingleFile, threshold: float, cluster
 
 
 def _similarities(task: tuple[Path, np.ndarray]) -> np.ndarray:
-    """Jaccard similarity of pairs, float64 [pairs]; given are the file and their parts of it, int64 [pairs, 4]."""
+    """Jaccard similarity of pairs, float64 [pairs], from the file and their places in it, int64 [pairs, 4]."""
     file, parts = task
     shingles = _mapped(file, np.uint64)
     return np.array([jaccard(shingles[a:b], shingles[c:d]) for a, b, c, d in parts.tolist()])
 
 
 def _roots(parents: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """The first document of the cluster of each of `documents`; shortens their ways to it."""
+    """The first document in the cluster of each of `documents`; shortens the paths to it."""
     roots = parents[documents]
     while not np.array_equal(above := parents[roots], roots):
         roots = above
@@ -215,5 +214,5 @@ def _roots(parents: np.ndarray, documents: np.ndarray) -> np.ndarray:
 
 
 def _mapped(file: Path, dtype: type) -> np.ndarray:
-    """The numbers in a file, read from the disk where they are touched."""
+    """The numbers in a file, mapped from disk."""
     return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)

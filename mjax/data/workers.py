@@ -1,7 +1,7 @@
-"""The same function over many batches, on all cores, with the results in the order of the batches.
+"""Map a function over batches on all cores, with results in order.
 
-Workers are fresh processes, not copies of this one, which may hold threads and a GPU by now. At most a few batches
-wait, so memory does not grow with the corpus. With one worker everything happens in this process.
+Workers are fresh processes, not copies of this one, which may already have threads and a GPU. Only a few batches wait,
+so memory does not grow with the corpus. With one worker everything happens in this process.
 """
 
 import multiprocessing
@@ -19,8 +19,8 @@ from mjax.errors import RunError, UsageError
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
 
-WAITING = 2  # batches a worker: one in work, one ready
-WORTH_A_WORKER = 2**22  # bytes of input: less is done before another process has started
+WAITING = 2  # batches per worker: one in work, one ready
+WORTH_A_WORKER = 2**22  # bytes of input; less is done before another process has started
 
 
 def all_cores() -> int:
@@ -29,12 +29,12 @@ def all_cores() -> int:
 
 
 def useful_workers(asked: int | None, size: int) -> int:
-    """Workers for `size` bytes of input if `asked` says nothing: all cores, but fewer where there is little to do."""
+    """`asked` workers, or by default all cores, but fewer for little input (`size` bytes)."""
     return max(1, min(all_cores(), size // WORTH_A_WORKER)) if asked is None else asked
 
 
 class Workers:
-    """A pool of `count` processes, in each of which `make(*arguments)` is made once. Use as a context.
+    """A pool of `count` processes, each of which calls `make(*arguments)` once. Use it as a context manager.
 
     Raises:
       UsageError: `count` is below 1.
@@ -60,12 +60,12 @@ class Workers:
         _make(None, ())
 
     def map(self, function: Callable[..., Result], items: Iterable[Item]) -> Iterator[Result]:
-        """`function(item)` of each item, in order, or `function(made, item)` with what `make` has made in the process.
+        """`function(item)` of each item, in order, or `function(made, item)` with the process's result of `make`.
 
         Items are drawn as workers become free.
 
         Raises:
-          RunError: a worker was killed; what the function itself raises is raised here.
+          RunError: a worker was killed. Exceptions of the function are raised here too.
         """
         if self._pool is None:
             yield from map(partial(_call, function), items)
@@ -80,7 +80,7 @@ class Workers:
                 yield running.popleft().result()
         except BrokenProcessPool:
             raise RunError(
-                f"one of {self.count} worker processes was killed, most likely for want of memory; use fewer --workers"
+                f"one of {self.count} worker processes was killed, most likely for lack of memory; use fewer --workers"
             ) from None
 
 
@@ -103,6 +103,6 @@ def _start(*starting: Any) -> None:
 
 
 def _leave_with_parent() -> None:
-    """End this process when its parent is gone, even if that was killed outright."""
+    """End this process when its parent ends, even if that was killed."""
     multiprocessing.parent_process().join()
     os._exit(1)

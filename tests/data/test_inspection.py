@@ -65,7 +65,7 @@ def test_any_document_can_be_shown(dataset, capsys):
 
 def test_a_dataset_without_metadata_shows_token_ids_of_all_sequences_of_a_document(foreign, capsys):
     shown = inspect(capsys, foreign)
-    assert "document 0 (token ids: there is no tokenizer beside the dataset):\n1 2 3 69999\n" in shown
+    assert "document 0 (token ids: the dataset has no tokenizer):\n1 2 3 69999\n" in shown
     found = json.loads(inspect(capsys, foreign, "--document", 1, "--json"))
     assert (found["metadata"], found["sample_tokens"], found["sample"]) == (None, 301, list(range(200)))
     assert "document 1, the first 200 of 301 tokens" in inspect(capsys, foreign, "--document", 1)
@@ -77,7 +77,8 @@ def test_lengths_are_those_of_documents_not_of_sequences(foreign):
 
 @pytest.mark.parametrize(("name", "magic"), [("a.png", PNG), ("a.pdf", PDF)])
 def test_the_lengths_can_be_drawn(dataset, tmp_path, capsys, name, magic):
-    assert f"drawn in {tmp_path}/{name}" in inspect(capsys, dataset, "--figure", tmp_path / name).replace("\n", "")
+    shown = inspect(capsys, dataset, "--figure", tmp_path / name).replace("\n", "")
+    assert f"histogram of lengths: {tmp_path}/{name}" in shown
     assert (tmp_path / name).read_bytes().startswith(magic)
 
 

@@ -93,7 +93,7 @@ def test_two_runs_do_not_write_the_same_dataset_at_once(tmp_path):
     with IndexedDatasetWriter(tmp_path / "d", 100) as first:
         first.add_document([1, 2, 3])
         with (
-            pytest.raises(UsageError, match=r"another process is writing .*d at this moment; wait for it, or choose"),
+            pytest.raises(UsageError, match=r"another process is writing .*d; wait for it, or choose"),
             IndexedDatasetWriter(tmp_path / "d", 100),
         ):
             pass

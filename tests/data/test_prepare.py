@@ -205,7 +205,7 @@ def test_a_malformed_line_is_named_and_leaves_nothing(tmp_path, content, message
         (
             ["here.txt"],
             {"split_sentences": True, "language": "klingon"},
-            "the sentence rules of 'klingon' are not there",
+            "the sentence rules of 'klingon' are missing",
         ),
         (["here.txt"], {"split_documents": "sentence"}, "sentence is neither blank-line nor a number of lines; use"),
         (["here.txt"], {"split_documents": "0"}, "0 is neither blank-line nor a number of lines; use"),
@@ -374,7 +374,7 @@ def test_a_worker_that_is_killed_ends_the_run_in_one_sentence(lines, tmp_path, s
             yield block
 
     monkeypatch.setattr("mjax.data.corpus.read_blocks", killing_a_worker)
-    with pytest.raises(RunError, match="2 worker processes was killed, most likely for want of memory"):
+    with pytest.raises(RunError, match="2 worker processes was killed, most likely for lack of memory"):
         run(lines, output=tmp_path / "d", tokenizer="bytes", workers=2)
     assert nothing_but(tmp_path, "corpus.jsonl")
 

