@@ -103,8 +103,6 @@ def check_compile(config: Config, gpu: str | None, per_server: int = 8) -> None:
         raise UsageError(f"--compile needs a GPU to compile for; add --gpu with one of {', '.join(names)}")
     if gpu not in names:
         raise UsageError(f"--gpu {gpu} cannot be compiled for; use one of {', '.join(names)}")
-    if per_server < 1:
-        raise UsageError(f"--devices-per-node is {per_server}; it must be at least 1")
     devices = config.mesh.devices
     if devices > per_server and devices % per_server:
         raise UsageError(

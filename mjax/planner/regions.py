@@ -192,8 +192,6 @@ def _as_late_as_possible(
     made = set(program.inputs)
 
     def sources(operation: Operation) -> set[int]:
-        if operation.is_kernel:
-            return set(_read(operation))
         found, seen, open_ = set(), set(), [operation]
         while open_:
             for value in set(_read(open_.pop())) - seen:

@@ -3,11 +3,13 @@
 The form is that of figures 3 and 4 of arXiv 2104.04473: two tones for forward and backward, darker for a stage's first
 chunk and lighter for its later ones, the micro-batch's number in the box, grey where a stage is idle. Time is that of
 the lock-step table: a tick lasts as long on every stage, its forwards begin together and so do its backwards. Where all
-of it would be a barcode, the middle of the steady state is left out (`schedule_cut.py`).
+of it would be a barcode, the middle of the steady state is left out: there no stage is idle and every tick is like the
+others, so hundreds of them say no more than a few. What is left out is a gap in the picture, and says how long it is.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import BinaryIO
@@ -22,7 +24,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from mjax.parallel.schedules import Schedule, Slots
-from mjax.planner.schedule_cut import Timeline, timeline
 
 # Okabe and Ito's palette: apart for every kind of colour vision, and of different lightness too.
 COLOURS = {"forward": "#0072B2", "backward": "#E69F00", "weight gradient": "#009E73"}
@@ -32,6 +33,12 @@ DPI, POINT = 150, 150 / 72  # pixels in an inch, and in a point
 MARGINS = 132, 150, 195, 98  # pixels to the left, to the right, above and below the rows
 PHASES = 36  # pixels more above the rows, where phases are named
 SMALLEST_NUMBER = 6.0  # points; numbers that would have to be smaller are left out
+READABLE = 96
+"""Forwards in a picture that still shows them one by one, with their numbers."""
+LEAST = 3
+"""Ticks of a steady state that stay at each of its ends."""
+GAP = 2.5
+"""Width of a gap, in forwards."""
 
 
 def draw_schedule(
@@ -233,3 +240,78 @@ def _draw_legend(figure: Figure, schedule: Schedule, left_center: tuple[float, f
         fontsize=10 * scale,
         labelcolor=INK,
     )
+
+
+# --- Time without its middle ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The places at which the ticks of a schedule are drawn. Times are in the unit of the passes' durations.
+
+    Attributes:
+      start: [ticks], where each tick begins.
+      begin: [ticks], where it is drawn.
+      length: [ticks], how long it takes.
+      shown: bool [ticks], True where it is drawn.
+      span: of the picture.
+      gaps: (begin, end, ticks left out) of each gap in the picture.
+      phases: (name, begin, end) in the picture; none where nothing is left out.
+    """
+
+    start: np.ndarray
+    begin: np.ndarray
+    length: np.ndarray
+    shown: np.ndarray
+    span: float
+    gaps: list[tuple[float, float, int]]
+    phases: list[tuple[str, float, float]]
+
+
+def timeline(schedule: Schedule, length: np.ndarray, forward: float) -> Timeline:
+    """The ticks to draw.
+
+    Args:
+      schedule: what is drawn.
+      length: [ticks], the time of each.
+      forward: the time of F.
+    """
+    runs = _steady(schedule)
+    shown = np.ones(len(length), bool)
+    if length.sum() > READABLE * forward and runs:
+        often = max(end - first for first, end in runs)
+        for keep in range(often // 2, LEAST - 1, -1):  # as much as can be read
+            shown[:] = True
+            for first, end in runs:
+                shown[first + keep : max(end - keep, first + keep)] = False
+            if length[shown].sum() <= READABLE * forward:
+                break
+    left_out = [(first, end) for first, end in _stretches(~shown)]
+    width = np.where(shown, length, 0.0)
+    for first, _ in left_out:
+        width[first] = GAP * forward
+    begin = width.cumsum() - width
+    gaps = [(begin[first], begin[first] + GAP * forward, end - first) for first, end in left_out]
+    phases = []
+    if gaps:
+        edges = [0, *(edge for run in runs for edge in run), len(length)]
+        names = ["warm-up", *["steady state", "turn"] * (len(runs) - 1), "steady state", "drain"]
+        ends = [*begin, width.sum()]
+        pairs = zip(names, edges, edges[1:], strict=False)
+        phases = [(name, ends[first], ends[end]) for name, first, end in pairs if end > first]
+    return Timeline(length.cumsum() - length, begin, length, shown, width.sum(), gaps, phases)
+
+
+def _steady(schedule: Schedule) -> list[tuple[int, int]]:
+    """The stretches [first, end) of ticks in which no stage is idle."""
+    on = np.stack([slots.on for slots in (schedule.forward, schedule.backward, schedule.weight) if slots is not None])
+    # One operation on every stage; or, where a tick has several, those that any stage runs on all.
+    alike = (on.all(axis=-1) == on.any(axis=-1)).all(axis=0)
+    busy = on.any(axis=0).all(axis=-1) if schedule.exclusive else alike
+    return [run for run in _stretches(busy) if run[1] - run[0] > 2 * LEAST]
+
+
+def _stretches(mask: np.ndarray) -> list[tuple[int, int]]:
+    """The stretches [first, end) in which `mask` holds."""
+    changes = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int)))
+    return [(int(first), int(end)) for first, end in changes.reshape(-1, 2)]

@@ -169,7 +169,7 @@ def search(
     """Try every candidate and rank those that fit.
 
     Args:
-      config: valid but for its mesh, its micro-batch and its recomputation (`search_limits.check_searchable`).
+      config: valid but for its mesh, its micro-batch and its recomputation (`search_command.check_searchable`).
       devices: how many there are.
       memory_of: bytes of a config on its busiest device.
       time_of: seconds of its step, and of those of the run in the mean; asked for what fits only.

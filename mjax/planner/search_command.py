@@ -1,26 +1,45 @@
-"""The search as `mjax plan --gpu … --devices …` runs it: checks, progress, the written config."""
+"""The search as `mjax plan --gpu … --devices …` runs it: another batch, refusals, progress, the written config.
+
+Each refusal of a number of GPUs names one that would do.
+"""
 
 from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import partial
 
-from mjax.config import Config
+from mjax.batch_size import BatchSizes
+from mjax.config import Config, DataConfig, MeshConfig, suggestion
+from mjax.errors import UsageError
 from mjax.hardware import GIB, Gpu
 from mjax.models.build import count_parameters
 from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration
 from mjax.planner.config_file import WIDTH
-from mjax.planner.memory import predict_memory
-from mjax.planner.search import Found, describe, search
+from mjax.planner.memory import HEADROOM, free_share, predict_memory
+from mjax.planner.search import (
+    SEARCHED,
+    Found,
+    MemoryOf,
+    batch_unit,
+    candidates,
+    describe,
+    divisors,
+    search,
+    with_values,
+)
 from mjax.planner.search_flags import SearchArguments
-from mjax.planner.search_limits import check_searchable, refuse_too_big, with_batch
 from mjax.planner.search_report import Question, cost, narrowed, report, tight_warning
 from mjax.planner.section import Section
 from mjax.planner.time import predict_time
 from mjax.planner.time_section import run_tokens
+from mjax.validation import validate
+
+LARGEST = 16_384
+"""The most GPUs that are tried when looking for how many would be enough."""
 
 
 def run_search(
@@ -99,3 +118,152 @@ def _about(found: Found, question: Question) -> str:
     return f"{question.name} for {found.devices:,} × {question.hardware}, as the planner found it.\n\n" + "\n".join(
         lines
     )
+
+
+# --- Refusals ---------------------------------------------------------------------------------------------------------
+
+
+def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Collection[str] = ()) -> None:
+    """Refuse a search without any candidate.
+
+    Raises:
+      UsageError: one sentence, with the counts of GPUs that would do.
+    """
+    for name in keep:
+        if name not in SEARCHED:
+            raise UsageError(
+                f"--keep {name}: the search does not change it{suggestion(name, list(SEARCHED))}; "
+                f"use any of {', '.join(SEARCHED)}"
+            )
+    if devices < 1:
+        raise UsageError(f"--devices is {devices}; it must be at least 1")
+    if devices > gpus_per_node and devices % gpus_per_node:
+        below = devices // gpus_per_node * gpus_per_node
+        smaller = [n for n in divisors(devices) if 1 < n < gpus_per_node]
+        servers = f", or --devices-per-node {smaller[-1]} for servers of {smaller[-1]}" if smaller else ""
+        raise UsageError(
+            f"--devices {devices} is not a multiple of the {gpus_per_node} GPUs of a server; "
+            f"use {below} or {below + gpus_per_node}{servers}"
+        )
+    # Without what the search decides, and without data, which a plan does not need.
+    alone = replace(config.train, micro_batch=1, recompute="none")
+    validate(replace(config, mesh=MeshConfig(), data=replace(config.data, mock=True), train=alone))
+    if not any(candidates(config, devices, keep)):
+        usual = _usual_counts(gpus_per_node)
+        sides = [n for n in reversed(usual) if n < devices], [n for n in usual if n > devices]
+        nearest = (next((n for n in side if any(candidates(config, n, keep))), None) for side in sides)
+        counts = [count for count in nearest if count is not None]
+        layers, heads, batch = config.model.layers, config.model.heads, config.train.global_batch
+        kept = f" with {', '.join(keep)} kept" if keep else ""
+        use = f"use --devices {' or '.join(map(str, counts))}" if counts else "give it another --target-batch"
+        raise UsageError(
+            f"--devices {devices} cannot be shared among {layers} layers, {heads} heads and a global batch of {batch}"
+            f"{_of_rampup(config)}{kept}; {use}"
+        )
+
+
+def refuse_too_big(
+    found: Found, config: Config, name: str, gpu: str, memory_of: MemoryOf, gpus_per_node: int, keep: Collection[str]
+) -> None:
+    """Refuse a search of which nothing fits: with what comes nearest, and how many GPUs would be enough.
+
+    Raises:
+      UsageError: nothing fits.
+    """
+    if found.ranked:
+        return
+    nearest, least = min(found.too_big, key=lambda pair: pair[1])
+    enough = enough_devices(config, found.devices, memory_of, found.capacity, gpus_per_node, keep)
+    advice = f"use --devices {enough}, where it fits" if enough else f"no count up to {LARGEST:,} is enough either"
+    raise UsageError(
+        f"none of {found.tried:,} ways to run {name} on {found.devices} × {gpu} fits: the smallest, "
+        f"{describe(nearest)}, takes {least / GIB:.1f} GiB of {found.capacity / GIB:.1f}; {advice}"
+    )
+
+
+def enough_devices(
+    config: Config,
+    devices: int,
+    memory_of: MemoryOf,
+    capacity: float,
+    gpus_per_node: int,
+    keep: Collection[str] = (),
+) -> int | None:
+    """The fewest GPUs above `devices` on which a thrifty candidate leaves HEADROOM free, or None where none was found.
+
+    Only candidates with one sequence in a micro-batch, full recomputation and one chunk are tried: those that take
+    least. So the answer is enough; that fewer would not do is likely, not certain.
+    """
+    # The least there is on a device: float32 masters and two moments, shared out over all.
+    needed = 12 * count_parameters(config.model) / capacity
+    thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.chunks": 1}
+    free = {name: value for name, value in thrifty.items() if name not in keep}
+    small = with_values(config, free)
+    for count in _usual_counts(gpus_per_node):
+        if count <= max(devices, int(needed) - 1):
+            continue
+        needs = (memory_of(each).total for each in candidates(small, count, {*keep, *free}))
+        if any(free_share(each, capacity) >= HEADROOM for each in needs):
+            return count
+    return None
+
+
+def _of_rampup(config: Config) -> str:
+    train = config.train
+    if train.batch_rampup is None and train.batch_schedule is None:
+        return ""
+    return f" that grows there by multiples of {batch_unit(config)}"
+
+
+def _usual_counts(gpus_per_node: int) -> list[int]:
+    """Counts of GPUs that people have: whole nodes, or a half, a quarter … of one."""
+    parts = [n for n in range(1, gpus_per_node) if gpus_per_node % n == 0]
+    return [*parts, *range(gpus_per_node, LARGEST + 1, gpus_per_node)]
+
+
+# --- Another batch ----------------------------------------------------------------------------------------------------
+
+
+def with_batch(config: Config, batch: int) -> Config:
+    """`config` with a global batch of `batch` and, to a step, the samples it had: in all, in warm-up and in decay.
+
+    The learning rate stays; what it should be at another batch is for the user to say.
+
+    Raises:
+      UsageError: batch is below 1 or above the samples of the run, or the config's ramp-up or schedule does not end in
+        it.
+    """
+    if batch < 1:
+        raise UsageError(f"--target-batch is {batch}; it must be at least 1")
+    train, optimizer = replace(config.train, global_batch=batch), config.optimizer
+    changed = replace(config, train=train)
+    validate(replace(changed, mesh=MeshConfig(), train=replace(train, micro_batch=1), data=DataConfig(mock=True)))
+    before, after = BatchSizes.of(config), BatchSizes.of(changed)
+    samples = before.samples_before(config.train.steps)
+    if _steps_of(after, samples) < 1:
+        raise UsageError(
+            f"--target-batch {batch} is more than the {samples:,} samples of the run; use {samples} or less"
+        )
+
+    def rescaled(steps: int, least: int = 1) -> int:
+        """The most steps that take no more samples than `steps` did."""
+        return max(least, _steps_of(after, before.samples_before(steps)))
+
+    decay, end = optimizer.decay_steps, optimizer.wsd_decay_steps
+    return replace(
+        changed,
+        train=replace(train, steps=rescaled(train.steps)),
+        optimizer=replace(
+            optimizer,
+            warmup_steps=rescaled(optimizer.warmup_steps, least=0),
+            decay_steps=None if decay is None else rescaled(decay),
+            # A length, counted from the end, where the batch has its last size.
+            wsd_decay_steps=None if end is None else max(1, end * config.train.global_batch // batch),
+        ),
+    )
+
+
+def _steps_of(sizes: BatchSizes, samples: int) -> int:
+    """The most steps that take no more than `samples` samples."""
+    first, done, size = next(piece for piece in reversed(sizes.pieces) if piece[1] <= samples)
+    return first + (samples - done) // size

@@ -14,8 +14,16 @@ from matplotlib.image import imread
 from mjax import cli
 from mjax.config import Config
 from mjax.parallel.schedules import build_schedule, forward_only, slot_times
-from mjax.planner.schedule_cut import timeline
-from mjax.planner.schedule_figure import COLOURS, IDLE, MARGINS, PHASES, _passes, describe_bubble, draw_schedule
+from mjax.planner.schedule_figure import (
+    COLOURS,
+    IDLE,
+    MARGINS,
+    PHASES,
+    _passes,
+    describe_bubble,
+    draw_schedule,
+    timeline,
+)
 from tests.conftest import ROOT
 
 # 72 layers; data 1 and micro-batches of 1, so the global batch is M. It has no data.

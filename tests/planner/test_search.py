@@ -11,7 +11,7 @@ from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig, ModelConfig, TrainConfig, load_config
 from mjax.errors import UsageError
 from mjax.planner.search import SEARCHED, alternatives, candidates, describe, search
-from mjax.planner.search_limits import check_searchable, enough_devices, refuse_too_big, with_batch
+from mjax.planner.search_command import check_searchable, enough_devices, refuse_too_big, with_batch
 from mjax.validation import validate
 
 SMALL = Config(
