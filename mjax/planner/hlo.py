@@ -14,11 +14,10 @@ collectives into one, which moves the same bytes in fewer calls.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,6 +36,7 @@ FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all",
     "opt-barrier", "domain",
 }  # fmt: skip
+LIBRARIES = {"__cudnn$fmha": "attention, cuDNN", "__cublas": "matrix product, cuBLAS"}  # by the call's target
 CONTROL = ("while", "conditional", "call")  # what runs other computations
 
 
@@ -237,27 +237,25 @@ class _Module:
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line.attributes)
             body = line.attribute("body")
             if trips is None:
-                if any(self.operation_of(inner) for inner in self._all_lines(body)):
+                if any(self.operation_of(inner) for inner in self._all_lines(self.computations[body])):
                     raise HloError(f"the loop {line.name} does not say how often it runs, and communicates")
                 return [(body, 1, True)]
             return [(body, int(trips[1]), False)]
         if line.opcode == "conditional":
-            return [(name, 1, True) for name in self._branches(line)]
+            listed = re.search(r"branch_computations=\{([^}]*)\}", line.attributes)
+            names = re.findall(r"%([\w.\-]+)", listed[1]) if listed else []
+            names = names or [line.attribute("true_computation"), line.attribute("false_computation")]
+            return [(name, 1, True) for name in names]
         if line.opcode == "call":
             return [(line.attribute("to_apply"), 1, False)]
         return []
 
-    def _branches(self, line: _Line) -> list[str]:
-        match = re.search(r"branch_computations=\{([^}]*)\}", line.attributes)
-        if match:
-            return re.findall(r"%([\w.\-]+)", match[1])
-        return [line.attribute("true_computation"), line.attribute("false_computation")]
-
-    def _all_lines(self, name: str) -> Iterator[_Line]:
-        for line in self.computations[name]:
+    def _all_lines(self, lines: Iterable[_Line]) -> Iterator[_Line]:
+        """These lines and, after each, those of the computations that it runs."""
+        for line in lines:
             yield line
-            if line.opcode in CONTROL:
-                yield from self._all_lines_of(line)
+            for name, _, _ in self._inner(line):
+                yield from self._all_lines(self.computations[name])
 
     # --- Collectives --------------------------------------------------------------------------------------------------
 
@@ -283,14 +281,8 @@ class _Module:
             if line.opcode.endswith("-done") and start.name in line.operands:
                 products = sum(kernel.startswith(("matrix product", "attention")) for kernel in found)
                 return Beside(products, len(found) - products)
-            inside = self._all_lines_of(line)
-            found += [kernel for each in inside if (kernel := self.kernel_of(each)) is not None]
+            found += filter(None, map(self.kernel_of, self._all_lines([line])))
         raise HloError(f"nothing waits for {start.name}")
-
-    def _all_lines_of(self, line: _Line) -> Iterator[_Line]:
-        if line.opcode not in CONTROL:
-            return iter((line,))
-        return itertools.chain.from_iterable(self._all_lines(inner) for inner, _, _ in self._inner(line))
 
     # --- Kernels ------------------------------------------------------------------------------------------------------
 
@@ -303,11 +295,8 @@ class _Module:
             return None
         if opcode == "custom-call":
             target = re.search(r'custom_call_target="([^"]*)"', line.attributes)[1]
-            if target.startswith("__cudnn$fmha"):
-                return "attention, cuDNN"
-            if target.startswith("__cublas"):
-                return "matrix product, cuBLAS"
-            return f"custom call {target}"
+            known = (kernel for prefix, kernel in LIBRARIES.items() if target.startswith(prefix))
+            return next(known, f"custom call {target}")
         if opcode == "fusion":
             return self._fusion(line)
         if opcode in ("copy", "copy-start"):
