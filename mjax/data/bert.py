@@ -1,23 +1,22 @@
-"""BERT's samples: two segments of text, some of their tokens hidden, and whether the segments are in their order.
+"""BERT's samples: two segments of text with some tokens hidden, and whether the segments are in order.
 
     sentences of a document      a b c | d e                       cut at a random place into two segments
     in order, or exchanged       a b c | d e   or   d e | a b c    half of the samples each
-    cut to the length wanted     the longer one loses a token at its front or its end, by turns of a coin
+    cut to the target length     the longer one loses tokens at its front or its end, at random
     tokens                       [CLS] a b c [SEP] d e [SEP] [PAD] [PAD]
     token types                    0   0 0 0   0   1 1   1     0     0
     documents                      0   0 0 0   0   0 0   0     1     1      attention stays within a number
     hidden                       [CLS] a b c [SEP] [MASK] e [SEP] [PAD] [PAD]
 
-The model guesses the hidden tokens (`masking`) and the order of the segments, which 1909.08053, §4.2 takes from ALBERT
-(Lan et al. 2020) in place of BERT's own question, whether the second follows the first at all. Without that second task
-a sample is one segment.
+The model predicts the hidden tokens (`masking`) and the order of the segments, which 1909.08053, §4.2 takes from ALBERT
+(Lan et al. 2020) in place of BERT's next-sentence prediction. Without that second task a sample is one segment.
 
-Sample i depends on the data, the seed and i alone: everything is drawn on a generator of its own, seeded with
-(seed + i) mod 2^32. It is Megatron's sample i, token for token, but for these:
+Sample i depends on the data, the seed and i alone: it has its own generator, seeded with (seed + i) mod 2^32. It is
+Megatron's sample i, token for token, with two exceptions:
 
-- Any padding id is right. Megatron fills its padding mask and its token types with that id, so both are wrong unless it
-  is 0, and takes every token of that id for padding, also one that masking put there.
-- An id in the middle of a sample stays what it is. Megatron replaces the padding id by 0 wherever it is.
+- Any padding id works. Megatron fills its padding mask and its token types with that id, so both are wrong unless it is
+  0, and treats every token of that id as padding, even one that masking inserted.
+- An id in the middle of a sample is kept. Megatron replaces the padding id by 0 everywhere.
 
 Source: Megatron-LM, core/datasets/bert_dataset.py.
 """
@@ -45,19 +44,19 @@ class BertDataset:
 
     Args:
       indexed: the sentences, as `mjax prepare --split-sentences --no-append-eod` writes them.
-      documents: which documents to draw from, as `split_sequences(split, indexed.documents)` gives them.
-      samples: how many samples must be there; None: those of one epoch.
+      documents: documents to draw from, as `split_sequences(split, indexed.documents)` gives them.
+      samples: minimum number of samples; None: one epoch.
       sequence: s, 5 or more.
-      seed: fixes the order and all that is drawn.
+      seed: determines the order and all random choices.
       pieces: the vocabulary.
-      name: what to call this part in errors.
-      sentence_order: whether samples are two segments, in their order or exchanged.
-      short_probability: share of samples that are wanted shorter than fits, from 0 to 1.
+      name: name of this part in errors.
+      sentence_order: whether samples are two segments, in order or exchanged.
+      short_probability: share of samples with a shorter target length, from 0 to 1.
       mask_probability: share of tokens that are hidden, above 0 and below 1.
       cache: keeps the index on disk.
 
     Raises:
-      UsageError: there are no documents, none that makes a sample, or `sequence` is too short.
+      UsageError: no document makes a sample, or `sequence` is too short.
       ValueError: a probability is outside its range.
     """
 
@@ -167,7 +166,7 @@ class BertDataset:
 
 
 def _generator(seed: int) -> np.random.RandomState:
-    """This thread's generator, seeded again: making one takes as long as drawing all the rest of a sample."""
+    """This thread's generator, reseeded: a new one would take as long as the rest of a sample."""
     if not hasattr(_of_thread, "random"):
         _of_thread.random = np.random.RandomState()
     _of_thread.random.seed(seed)
@@ -177,7 +176,7 @@ def _generator(seed: int) -> np.random.RandomState:
 def _truncate(
     one: np.ndarray, two: np.ndarray, wanted: int, random: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Both segments with `wanted` tokens at most: one token after the other off the longer, of equals the second."""
+    """Cut both segments to `wanted` tokens in total, one at a time off the longer one, or the second if equal."""
     bounds = [[0, len(one)], [0, len(two)]]
     excess = max(0, len(one) + len(two) - wanted)
     for draw in random.random_sample(excess).tolist():

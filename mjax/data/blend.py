@@ -1,21 +1,21 @@
 """Blends: samples of several datasets in fixed proportions, in Megatron's order.
 
-A blend is greedy. With weights w that sum to one and c_d samples of dataset d given out so far, sample i comes from the
-dataset that is furthest behind its share, the one with the largest
+A blend is greedy. With weights w that sum to one and c_d samples of dataset d so far, sample i comes from the dataset
+furthest behind its share, the one with the largest
 
     w_d · max(i, 1) − c_d        in float64; of equals, the first
 
 So every prefix of the blend has the weights' proportions, to a sample or so each. Datasets keep their own order.
 
-Each choice depends on all before it, which in C++ is a loop; here it is many short loops at once. The samples are cut
-into lanes of `LANE`. A lane begins with a guess of the counts at its start (the shares, rounded by largest remainder),
-and all lanes take their first step together, then their second, and so on, each step one operation on arrays. Then
-every lane's counts at its end are held against the guess of the next lane. Where they differ, that lane is walked again
-from the right counts. When none differs, the lanes join to the very walk of the loop: no guess is left in it.
+Each choice depends on all before it, which in C++ is a loop; here it is many short loops in parallel. The samples are
+divided into lanes of `LANE`. A lane begins with a guess of the counts at its start (the shares, rounded by largest
+remainder), and all lanes take their first step together, then their second, and so on, each step one operation on
+arrays. Then the counts at the end of each lane are compared with the guess of the next one, and lanes with wrong
+guesses are walked again from the right counts. When all guesses are right, the lanes are exactly the sequential walk.
 
-It takes few rounds, because two walks that start differently run together. Let Δ_d be how much more of d the first walk
-has taken. When they choose differently, the first a and the second b, then Δ_a < Δ_b: what is furthest behind in one
-walk is so because that walk took less of it. So every such step moves two Δ towards each other, and none apart.
+It takes few rounds, because two walks that start differently converge. Let Δ_d be how much more of d the first walk has
+taken. If they choose differently, the first a and the second b, then Δ_a < Δ_b: a dataset is furthest behind in a walk
+because that walk took less of it. So every such step moves two Δ towards each other, and none apart.
 
 Source: Megatron-LM, core/datasets/blended_dataset.py, utils.py and helpers.cpp (build_blending_indices and
 build_exhaustive_blending_indices).
@@ -35,12 +35,12 @@ SURPLUS = 0.005  # of every share, because the walk may be a sample ahead of it
 MOST_DATASETS = 32767  # their numbers are int16
 
 
-# --- As it is written -------------------------------------------------------------------------------------------------
+# --- Parsing ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Blend:
-    """Datasets by prefix, and their weights as they were given; None: each in proportion to its samples, once."""
+    """Datasets by prefix, and their weights as given; None: all samples of each, once."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
@@ -54,11 +54,11 @@ class Blend:
 def parse_blend(values: Sequence[str], flag: str = "--data.path") -> Blend:
     """The blend that '0.3 data/a 0.7 data/b' (weights and prefixes in turn) or 'data/a data/b' describes.
 
-    Megatron takes any odd number of values for prefixes, numbers among them; here a number is always a weight, unless
-    it stands alone.
+    Megatron takes any odd number of values as prefixes, even numbers among them; here a number is always a weight,
+    unless it is the only value.
 
     Raises:
-      UsageError: weights are missing, not above 0, or out of turn, or there are too many datasets.
+      UsageError: weights are missing, not above 0, or misplaced, or there are too many datasets.
     """
     values = [value.strip() for value in values]
     weights, prefixes = [_number(value) for value in values[::2]], values[1::2]
@@ -90,13 +90,13 @@ def _number(value: str) -> float | None:
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Weights divided by their sum, added up in NumPy's order as Megatron does: the last bit decides between equals."""
+    """Weights divided by their sum, added in NumPy's order as in Megatron: the last bit decides between equals."""
     weights = np.asarray(weights, np.float64)
     return (weights / weights.sum()).tolist()
 
 
 def samples_of_parts(samples: int, shares: Sequence[float]) -> list[int]:
-    """Samples that every dataset is asked for in a blend of `samples`: its share, rounded up, and half a percent."""
+    """Samples needed of every dataset in a blend of `samples`: its share, rounded up, plus half a percent."""
     return [math.ceil(math.ceil(samples * share) * (1 + SURPLUS)) for share in shares]
 
 
@@ -109,7 +109,7 @@ def build_blend_index(shares: Sequence[float], samples: int, sizes: Sequence[int
     Args:
       shares: weight of every dataset, [datasets]; they sum to one.
       samples: length of the blend.
-      sizes: samples of every dataset; one that is used up is passed over. None: they are enough.
+      sizes: samples of every dataset; exhausted ones are skipped. None: all have enough.
     """
     shares = np.asarray(shares, np.float64)
     limits = None if sizes is None else np.asarray(sizes, np.float64)
@@ -126,7 +126,7 @@ def build_blend_index(shares: Sequence[float], samples: int, sizes: Sequence[int
 
 
 def _guess(shares: np.ndarray, begins: np.ndarray) -> np.ndarray:
-    """Whole numbers near share × samples that sum to the samples, [lanes, datasets]: the largest remainders go up."""
+    """Integers near share × samples that sum to the samples, [lanes, datasets]; the largest remainders round up."""
     exact = shares * begins[:, None]
     counts = np.floor(exact + 1e-9)
     remainders = np.round(exact - counts, 9)  # equals stay equals, and the first of them comes first
@@ -154,7 +154,7 @@ def _walk(
 
 
 def number_within(index: np.ndarray) -> np.ndarray:
-    """Count the samples of the same dataset before each sample of a blend, int64 [samples]."""
+    """Number of earlier samples of the same dataset, for each sample of a blend, int64 [samples]."""
     order = np.argsort(index, kind="stable")  # all samples of dataset 0, then of dataset 1, …
     sizes = np.bincount(index)
     first = np.cumsum(sizes) - sizes

@@ -1,21 +1,21 @@
-"""Masked language modelling: which tokens of a sample BERT has to guess, and what it sees in their place.
+"""Masked language modelling: the tokens of a sample that BERT must predict, and their replacements.
 
-About 15% of the tokens are hidden, in spans of one to three whole words. A word is a piece of WordPiece and the "##"
-pieces that follow it:
+About 15% of the tokens are hidden, in spans of one to three whole words. A word is a WordPiece and the "##" pieces that
+follow it:
 
     tokens   [CLS]  the  un ##believ ##able  cat  sat  [SEP]
     words            0   1  1        1        2    3
 
 Words are visited in random order. At each the length n of a span is drawn, shorter ones more often: P(n) ∝ 1/n, that is
-55%, 27% and 18%. The span covers that word and the next n − 1; if it would hide more than is still to be hidden, it
-loses words from its end until it does not, and if the first alone is too much, or part of the span is hidden already,
-nothing happens. Of the tokens in a span 80% become [MASK], 10% a random token and 10% stay as they are, each by a
-draw of its own, so that the model cannot rely on seeing which tokens it has to guess. [CLS] and [SEP] are never hidden.
+55%, 27% and 18%. The span covers that word and the next n − 1; if it would hide too many tokens, it loses words from
+its end until it fits, and if the first word alone is too long, or part of the span is hidden already, it is skipped. Of
+the tokens in a span 80% become [MASK], 10% a random token and 10% are kept, each drawn separately, so that the model
+cannot see which tokens it has to predict. [CLS] and [SEP] are never hidden.
 
-The draws are Megatron's, in their order, on the generator that is given, so masks are Megatron's token for token. Its
-switches that pretrain_bert.py leaves off are absent: pieces in place of words, spans that are long rather than short or
-of a geometric distribution (SpanBERT's), and exchanging tokens besides (StructBERT's), which draws on NumPy's global
-generator and so cannot be repeated.
+The draws are Megatron's, in their order, on the given generator, so masks are Megatron's token for token. Options that
+pretrain_bert.py leaves off are absent: pieces instead of words, spans that are long rather than short or of a geometric
+distribution (SpanBERT's), and exchanged tokens (StructBERT's), which draws on NumPy's global generator and so cannot be
+repeated.
 
 Source: Devlin et al. 2019, §3.1; 1909.08053, §4.2; Megatron-LM, core/datasets/masked_dataset.py and bert_dataset.py.
 """
@@ -37,18 +37,18 @@ MASKED, REPLACED = 0.8, 0.5  # share that becomes [MASK], and of the rest the sh
 
 @dataclass(frozen=True)
 class WordPieces:
-    """Parts of a vocabulary that masking needs: its special ids, and which ids continue a word."""
+    """Parts of a vocabulary that masking needs: its special ids, and the ids that continue a word."""
 
     cls: int
     sep: int
     mask: int
     pad: int
     continues: np.ndarray
-    """Whether an id is a "##" piece, bool [vocabulary]."""
+    """True for "##" pieces, bool [vocabulary]."""
 
     @classmethod
     def of(cls, tokenizer: BertTokenizer) -> "WordPieces":
-        """Those of a tokenizer."""
+        """The parts of a tokenizer's vocabulary."""
         continues = np.zeros(tokenizer.vocabulary, bool)
         continues[[number for piece, number in tokenizer.library.get_vocab().items() if piece.startswith("##")]] = True
         return cls(tokenizer.cls, tokenizer.sep, tokenizer.mask, tokenizer.pad, continues)
@@ -57,8 +57,8 @@ class WordPieces:
 def find_words(tokens: np.ndarray, pieces: WordPieces) -> tuple[np.ndarray, np.ndarray]:
     """Find the tokens that may be hidden, and where among them each word begins and the last one ends.
 
-    The pieces of word w are the positions `places[bounds[w] : bounds[w + 1]]`. As in Megatron a segment that begins in
-    the middle of a word, having lost its first tokens, continues the last word of the one before.
+    The pieces of word w are at `places[bounds[w] : bounds[w + 1]]`. As in Megatron, a segment that lost the beginning
+    of a word continues the last word of the segment before.
 
     Args:
       tokens: [n], [CLS] and [SEP] included.
@@ -83,13 +83,13 @@ def create_masked_lm_predictions(
 
     Args:
       tokens: the sample, int32 [n], [CLS] and [SEP] included.
-      wanted: tokens that were wanted of it; no more than `probability` of them are hidden, should it be longer.
+      wanted: target length; at most `probability` of it are hidden, even in a longer sample.
       pieces: of the vocabulary.
       random: drawn from.
       probability: share of the tokens to hide, at least one.
 
     Returns:
-      The tokens as the model sees them, int32 [n], and whether each is to be guessed, bool [n].
+      The tokens as the model sees them, int32 [n], and whether each is to be predicted, bool [n].
     """
     most = int(min(probability * wanted, max(1, round(len(tokens) * probability))))
     places, bounds = (found.tolist() for found in find_words(tokens, pieces))

@@ -1,27 +1,27 @@
-"""Megatron's order of samples: from documents of every length to samples of exactly s + 1 tokens, shuffled twice.
+"""Megatron's order of samples: from documents of any length to samples of exactly s + 1 tokens, shuffled twice.
 
-A sample is s tokens and, shifted by one, their labels: s + 1 tokens in all. Three indices lead to it:
+A sample is s tokens and, shifted by one, their labels: s + 1 tokens in all. Three indices define it:
 
-    document index   the documents of all epochs, shuffled: laid end to end they are one long stream of tokens
+    document index   the documents of all epochs, shuffled; concatenated they are one long stream of tokens
     sample index     where in that stream sample k begins and ends: at tokens k s and (k + 1) s
-    shuffle index    the order in which samples are given out
+    shuffle index    the order of the samples
 
     stream     | document 7 | document 2      | document 9 | document 4 …
     samples    |── sample 0 ──|── sample 1 ──|── sample 2 ──|── …           neighbours share one token
 
-So samples run across documents, with only the end-of-document token between them, and each token but the first and the
-last few of the stream is predicted once. The number of epochs is the least that yields the samples asked for. Where
-only part of the last epoch is needed (less than 80% of its samples), it is shuffled apart and comes last, so that every
-document has been seen equally often before it begins. All shuffles draw on one generator, NumPy's legacy Mersenne
-Twister, whose stream is frozen for good.
+So samples cross document boundaries, with only the end-of-document token in between, and each token of the stream but
+the first and the last few is predicted once. The number of epochs is the smallest that yields the requested samples.
+If only part of the last epoch is needed (less than 80% of its samples), it is shuffled separately and comes last, so
+that every document has been seen equally often before. All shuffles use one generator, NumPy's legacy Mersenne Twister,
+whose stream never changes.
 
-What is left of the stream after the last whole sample is dropped, or, for validation, kept and padded with `PAD`.
-A document begins where the token before it is the end-of-document token; `labelled` turns that into positions, numbers
-of documents and a loss mask for those who do not want samples to run across documents after all.
+The rest of the stream after the last whole sample is dropped or, for validation, kept and padded with `PAD`. A document
+begins after each end-of-document token; `labelled` derives positions, document numbers and a loss mask from that, for
+training without attention across documents.
 
-Given the same files, split, seed and number of samples, sample i here is sample i in Megatron, token for token. One
-thing differs: how many samples a partial tail makes. Megatron's C++ divides in float32, which beyond 2^24 tokens can
-invent an empty sample at the end or lose the tail; here the division is of whole numbers.
+Given the same files, split, seed and number of samples, sample i is Megatron's sample i, token for token. One thing
+differs: the number of samples in a partial tail. Megatron's C++ divides in float32, which beyond 2^24 tokens can add an
+empty sample or lose the tail; here the division is exact.
 
 Source: Megatron-LM, core/datasets/gpt_dataset.py, helpers.cpp and blended_megatron_dataset_config.py.
 """
@@ -37,8 +37,8 @@ from mjax.data.cache import NO_CACHE, Arrays, IndexCache
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
 
-SEPARATE_BELOW = 0.80  # share of its samples below which the last epoch is shuffled apart
-PAD = -1  # stands where the stream has ended; no token of any dataset
+SEPARATE_BELOW = 0.80  # share of its samples below which the last epoch is shuffled separately
+PAD = -1  # marks positions after the end of the stream; never a token of a dataset
 
 # --- Splits -----------------------------------------------------------------------------------------------------------
 
@@ -46,12 +46,12 @@ PAD = -1  # stands where the stream has ended; no token of any dataset
 def split_sequences(split: str, sequences: int) -> tuple[range, range, range]:
     """Sequences of the training, validation and test parts: '949,50,1' of 1000 is 0–949, 949–999 and 999–1000.
 
-    Parts that are left out are empty: '98,2' has no test part. Parts are cut in the order of the file. Megatron takes
-    every run of digits and points for a number, whatever is between them ('949/50/1', '-1,2' for 1 and 2, '1e3' for 1
-    and 3); here only commas and spaces may be.
+    Missing parts are empty: '98,2' has no test part. Parts follow the order of the file. Megatron reads every run of
+    digits and points as a number, whatever is in between ('949/50/1', '-1,2' as 1 and 2, '1e3' as 1 and 3); here only
+    commas and spaces are allowed.
 
     Raises:
-      UsageError: `split` is not one to three numbers of which one is above 0.
+      UsageError: `split` is not one to three numbers, one of them above 0.
     """
     written = [part.strip() for part in split.split(",")]
     if not (len(written) <= 3 and all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", part) for part in written)):
@@ -62,7 +62,7 @@ def split_sequences(split: str, sequences: int) -> tuple[range, range, range]:
             f"--data.split {split!r} is not proportions of training, validation and test; "
             "give up to three numbers, one of them above 0, such as 949,50,1"
         )
-    total = float(np.sum(parts))  # Python's own sum rounds otherwise from 3.12 on
+    total = float(np.sum(parts))  # Python's sum rounds differently from 3.12 on
     bounds = accumulate((part / total for part in parts + [0.0] * (3 - len(parts))), initial=0.0)
     training, validation, test = (range(*pair) for pair in pairwise(round(bound * sequences) for bound in bounds))
     return training, validation, test
@@ -74,7 +74,7 @@ def split_sequences(split: str, sequences: int) -> tuple[range, range, range]:
 def build_document_index(
     documents: np.ndarray, epochs: int, random: np.random.RandomState, separate_last: bool
 ) -> np.ndarray:
-    """`documents` repeated `epochs` times, shuffled, the last epoch apart where asked; int32 [epochs × documents]."""
+    """`documents` repeated `epochs` times, shuffled, the last epoch separately if asked; int32 [epochs × documents]."""
     if separate_last:
         first = build_document_index(documents, epochs - 1, random, False)
         return np.concatenate([first, build_document_index(documents, 1, random, False)])
@@ -88,22 +88,22 @@ def build_sample_index(
 ) -> np.ndarray:
     """Beginning of each sample: (position in `document_index`, offset in tokens), int32 or int64 [samples + 1, 2].
 
-    Sample k runs from row k to row k + 1, with the extra token both included: the last token of a sample is the first
+    Sample k runs from row k to row k + 1, both included with the extra token: the last token of a sample is the first
     of the next. Megatron walks the documents to find these rows; here token k × `sequence` of the stream is looked up
-    among the ends of all documents, for all k at once. Where the stream has ended before, the row is that of its end.
+    among the ends of all documents, for all k at once. After the end of the stream, the row is that of its end.
 
     Args:
       lengths: tokens in each sequence of the dataset, [S].
       document_index: the stream, as positions in `lengths`.
       sequence: s.
-      samples: rows to build, less one.
-      extra_token: whether a sample has a token more than s, its last label.
+      samples: rows to build, minus one.
+      extra_token: whether a sample has s + 1 tokens, the last one a label only.
     """
     stream_lengths = lengths[document_index]
     ends = np.cumsum(stream_lengths, dtype=np.int64)
     begins = np.arange(samples + 1, dtype=np.int64) * sequence  # [samples + 1], as tokens of the stream
     begins[-1] = min(begins[-1], ends[-1] - extra_token)
-    # The document that holds the last token which is read before the row, so that empty documents are passed over.
+    # The document with the last token read before the row, so that empty documents are skipped.
     position = np.searchsorted(ends, begins + extra_token, side="left")
     offset = begins - (ends[position] - stream_lengths[position])
     position[0] = offset[0] = 0  # the walk begins at the very first document, empty or not
@@ -112,7 +112,7 @@ def build_sample_index(
 
 
 def build_shuffle_index(first: int, samples: int, random: np.random.RandomState) -> np.ndarray:
-    """A permutation of `samples` that shuffles the `first` and those after them apart, uint32 or int64 [samples]."""
+    """A permutation of `samples` that shuffles the `first` and the later ones separately, uint32 or int64 [samples]."""
     dtype = np.int64 if samples >= np.iinfo(np.uint32).max - 1 else np.uint32
     index = np.arange(samples, dtype=dtype)
     random.shuffle(index[:first])
@@ -130,7 +130,7 @@ def build_indices(
     extra_token: bool = True,
     keep_tail: bool = False,
 ) -> Arrays:
-    """The three indices of `samples` samples or more; see `GPTDataset` for what decides about them.
+    """The three indices of at least `samples` samples; see `GPTDataset` for the other arguments.
 
     Args:
       lengths: tokens in each sequence of the dataset, int32 [S].
@@ -144,7 +144,7 @@ def build_indices(
     total, tail = divmod(epochs * tokens - extra_token, sequence)
     total += keep_tail and tail > 0
 
-    random = np.random.RandomState(seed)  # the order of the two draws on it is part of the format
+    random = np.random.RandomState(seed)  # the order of its two uses is part of the format
     document_index = build_document_index(documents, epochs, random, apart)
     return {
         "document_index": document_index,
@@ -158,22 +158,22 @@ def epochs_of(tokens: int, samples: int | None, sequence: int, extra_token: bool
     return 1 if samples is None else max(1, -(-(samples * sequence + extra_token) // tokens))
 
 
-# --- What a sample says beside its tokens -----------------------------------------------------------------------------
+# --- Labels, positions and masks --------------------------------------------------------------------------------------
 
 
 def labelled(
     tokens: np.ndarray, names: Container[str] = ("tokens", "labels"), eod: int | None = None, mask_eod: bool = False
 ) -> dict[str, np.ndarray]:
-    """A sample as the model takes it: every token with its label, and what else `names` asks for.
+    """A sample as model input: every token with its label, and the other arrays in `names`.
 
-    It says what Megatron's `_get_ltor_masks_and_position_ids` does: token q attends to token k where k ≤ q and
+    It is equivalent to Megatron's `_get_ltor_masks_and_position_ids`: token q attends to token k if k ≤ q and
     documents[k] == documents[q].
 
     Args:
-      tokens: int [s + 1]; `PAD` at its end where the stream has ended.
+      tokens: int [s + 1]; `PAD` after the end of the stream.
       names: what to give, as `DataConfig.batch_types` says it.
-      eod: the id that ends a document; None: documents do not end.
-      mask_eod: whether a label does not count when its token is `eod`: nobody can foresee how a document begins.
+      eod: the id that ends a document; None: there are no boundaries.
+      mask_eod: whether to exclude the label after an `eod` token: the beginning of a document is unpredictable.
 
     Returns:
       "tokens" and "labels", int32 [s], with 0 for padding; where asked for, "loss_mask" bool [s] (False: this label
@@ -207,16 +207,16 @@ class GPTDataset:
 
     Args:
       indexed: the tokens.
-      documents: which of its sequences to draw from, as `split_sequences` gives them.
-      samples: how many samples must be there; None: those of one epoch. The order depends on it through the epochs.
+      documents: its sequences to draw from, as `split_sequences` gives them.
+      samples: minimum number of samples; None: one epoch. The order depends on it through the epochs.
       sequence: s.
-      seed: fixes the order.
-      name: what to call this part in errors.
-      vocabulary: ids must be below it: a lookup on the device would clip one that is too large, without a word.
+      seed: determines the order.
+      name: name of this part in errors.
+      vocabulary: ids must be below it: a lookup on the device would silently clip a larger one.
       extra_token: whether a sample takes s + 1 tokens of the stream and shares one with the next. Otherwise it takes s,
         and its last label is padding (Megatron's add_extra_token_to_sequence).
-      keep_tail: whether what is left at the end of the stream makes a last, padded sample (Megatron's
-        drop_last_partial_validation_sequence, the other way round).
+      keep_tail: whether the rest of the stream makes a last, padded sample (the opposite of Megatron's
+        drop_last_partial_validation_sequence).
       cache: keeps the indices on disk.
 
     Raises:
@@ -245,7 +245,7 @@ class GPTDataset:
         self.epochs = epochs_of(tokens, samples, sequence, extra_token)
 
         def build() -> Arrays:
-            lengths = indexed.lengths.copy()  # aligned, which those in the file are not: looked up twice as fast
+            lengths = indexed.lengths.copy()  # aligned, unlike those in the file: lookups take half the time
             numbers = np.arange(chosen.start, chosen.stop, dtype=np.int32) if stretch else chosen
             return build_indices(lengths, numbers, samples, sequence, seed, extra_token, keep_tail)
 
@@ -290,7 +290,7 @@ def check_ids(tokens: np.ndarray, vocabulary: int, sample: str, whose: str, fix:
 
 
 def _check_size(indexed: IndexedDataset, documents: int, tokens: int, sequence: int, name: str) -> None:
-    """Refuse a part of a dataset that makes no sample, with a way out that works."""
+    """Refuse a part of a dataset that makes no sample, with advice that works."""
     if documents and tokens >= sequence + 1:
         return
     there = f"none of its {len(indexed):,} documents"
@@ -300,7 +300,7 @@ def _check_size(indexed: IndexedDataset, documents: int, tokens: int, sequence: 
 
 
 def _way_out(indexed: IndexedDataset, documents: int, sequence: int) -> str:
-    """Say what to type so that a part of a dataset has a sample, and the part before it keeps one."""
+    """Advice for a part of a dataset without a sample, which leaves a sample for the part before it."""
     sample, total = sequence + 1, int(indexed.lengths.sum(dtype=np.int64))
     if documents == len(indexed):
         return f"{f'use --model.sequence {total - 1} or less, or ' if total > 1 else ''}prepare more text"
@@ -317,23 +317,23 @@ def _way_out(indexed: IndexedDataset, documents: int, sequence: int) -> str:
 
 
 def advice(tokens: int, sample: int) -> str:
-    """Say what to type if a dataset has too few documents to keep some for validation.
+    """Advice for a dataset with too few documents to keep some for validation.
 
     Args:
       tokens: in the dataset.
       sample: tokens that a sample needs.
     """
-    lines = min(max(tokens // (20 * sample), 1), 100)  # some twenty documents, where a line were a sample
+    lines = min(max(tokens // (20 * sample), 1), 100)  # some twenty documents, if a line were a sample
     return (
         f"prepare it again with --split-documents {lines} --overwrite (a document every {lines} lines; blank-line: "
-        "one a paragraph), or train without validation: --train.eval-interval 0"
+        "one per paragraph), or train without validation: --train.eval-interval 0"
     )
 
 
 class MockDataset:
-    """Tokens that need no data and can be learned: a sample counts from a start of its own by a stride of its own.
+    """Learnable tokens without data: each sample counts from its own start with its own stride.
 
-    Sample i depends on the seed and i alone; there is no last one. Ids wrap around at `vocabulary`.
+    Sample i depends on the seed and i alone; the dataset is endless. Ids wrap around at `vocabulary`.
     """
 
     def __init__(self, vocabulary: int, sequence: int, seed: int):

@@ -1,22 +1,22 @@
-"""Which sentences make a sample for BERT: runs of whole sentences of one document, in Megatron's order.
+"""The sentences of each BERT sample: runs of whole sentences of one document, in Megatron's order.
 
-A document is a row of sentences. Going through it, sentences are added to a sample until it has as many tokens as are
-wanted; the next sample begins with the sentence after. Two rules keep the ends useful: a sample that will be cut into
-two segments has two sentences at least, and a single sentence is never left over, so the last sample of a document may
-be much longer than wanted, and is cut to size when it is read.
+Sentences of a document are added to a sample until it reaches its target length; the next sample begins with the next
+sentence. Two rules keep the ends useful: a sample that will be cut into two segments has at least two sentences, and a
+single sentence is never left over, so the last sample of a document may be much longer than its target, and is cut when
+it is read.
 
     sentences  | 30 tokens | 25 | 40 | 18 | 31 | 22 |         wanted: 60
     samples    |── 0 ─────────────────|── 1 ────────|         after 55 tokens one more; after 1 only one would be left
 
-Mostly the tokens wanted are the most that fit, s − 3 beside [CLS], [SEP] and [SEP]. With a probability of about 10%
-they are fewer, any number from 2 on, since what fine-tuning sees is often short (google-research/bert,
-create_pretraining_data.py). One random word says whether a sample is short and how long it is, so that where s is 512
-and one in ten is short only even lengths come. Each epoch draws again. All samples of all epochs are shuffled together.
-Documents with fewer sentences than a sample needs are left out, and so are documents of several sentences one of which
-is longer than 512 tokens.
+The target is usually the longest that fits, s − 3 beside [CLS], [SEP] and [SEP]. With a probability of about 10% it is
+shorter, from 2 tokens up, because fine-tuning often sees short inputs (google-research/bert,
+create_pretraining_data.py). One random word decides both whether a sample is short and its length, so with s of 512 and
+one in ten short only even lengths occur. Each epoch draws new ones. All samples of all epochs are shuffled together.
+Documents with fewer sentences than a sample needs are skipped, and so are documents of several sentences with one
+longer than 512 tokens.
 
-Every wanted length depends on how many were drawn before it, so the walk is a loop, but one of samples rather than of
-sentences: where a sample ends is looked up among the running totals of tokens.
+Every target depends on the number of draws before it, so the walk is a loop, but over samples rather than sentences:
+the end of a sample is looked up among the running totals of tokens.
 
 Given the same files, documents, seed and number of samples the result is that of Megatron's C++, row for row.
 
@@ -30,8 +30,8 @@ from itertools import repeat
 
 import numpy as np
 
-LONG_SENTENCE = 512  # tokens; a document of several sentences with a longer one is left out
-PIECE = 2**16  # documents, or draws, that are Python numbers at a time
+LONG_SENTENCE = 512  # tokens; a document of several sentences with a longer one is skipped
+PIECE = 2**16  # documents, or draws, held as Python numbers at a time
 
 
 def build_pair_index(
@@ -43,18 +43,18 @@ def build_pair_index(
     seed: int,
     fewest: int = 2,
 ) -> np.ndarray:
-    """Sentences of each sample and the tokens wanted, (first sentence, one after the last, tokens), [rows, 3].
+    """Sentences of each sample and its target, (first sentence, one after the last, tokens), [rows, 3].
 
-    Epochs are whole, so there may be more rows than samples asked for; there are none where no document is of use.
+    Epochs are whole, so there may be more rows than samples asked for; none if no document is usable.
 
     Args:
       lengths: tokens in each sentence of the dataset, int32 [S].
       boundaries: sentence with which each document to draw from begins, and the end of the last, int64 [documents + 1].
-      samples: how many rows must be there; None: those of one epoch.
-      most: tokens wanted of a sample that is not short, 2 or more.
+      samples: minimum number of rows; None: one epoch.
+      most: target of a sample that is not short, in tokens, 2 or more.
       short_probability: share of samples that are short: 1 in round(1 / probability); 0: none.
-      seed: fixes lengths and order.
-      fewest: sentences of a sample, 2 where it is cut into two segments, or 1.
+      seed: determines lengths and order.
+      fewest: sentences that a sample needs: 2 if it is cut into two segments, else 1.
 
     Returns:
       uint32, or uint64 in a dataset of 2^32 sentences and more.
@@ -74,7 +74,7 @@ def build_pair_index(
 
 
 def _wanted_lengths(seed: int, most: int, short_probability: float) -> Iterator[int]:
-    """Tokens wanted of one sample after the other, from the words of `std::mt19937(seed)`."""
+    """Targets of successive samples, in tokens, from the words of `std::mt19937(seed)`."""
     if short_probability == 0:
         yield from repeat(most)
     one_in = math.floor(1 / short_probability + 0.5)  # C's round: halves go up
@@ -116,8 +116,8 @@ def _walk(lengths: np.ndarray, boundaries: np.ndarray, wanted: Iterator[int], mo
 def _shuffled(rows: int, seed: int) -> np.ndarray:
     """Row numbers as Fisher and Yates leave them, row i exchanged with row `word % (i + 1)`, i falling; int64 [rows].
 
-    Many exchanges are one operation on arrays. That is right where no row is in two of them, and in an eighth of the
-    root of the rows that are left hardly ever one is; where it is, they are made one by one.
+    Many exchanges are one operation on arrays. That is correct if no row is in two of them, which is nearly always so
+    for an eighth of the square root of the remaining rows; otherwise they are made one by one.
     """
     order = np.arange(rows)
     words = mersenne_twister_64(seed, rows)[: rows - 1]  # for the last row, the one before it, … and row 1
