@@ -338,16 +338,7 @@ def _records(equation, place: _Place) -> Iterator[Collective]:
     groups = equation.params.get("axis_index_groups")
     ranks = len(groups[0]) if groups else math.prod(place.sizes[axis] for axis in axes)
     part, phase = source_of(place.stack)
+    operation, counts = OPERATIONS[equation.primitive.name], tuple(place.counts.tolist())
     for operand in equation.invars:
-        yield Collective(
-            OPERATIONS[equation.primitive.name],
-            axes,
-            ranks,
-            tuple(operand.aval.shape),
-            str(operand.aval.dtype),
-            part,
-            phase,
-            place.loops,
-            tuple(place.counts.tolist()),
-            place.calls,
-        )
+        shape, dtype = tuple(operand.aval.shape), str(operand.aval.dtype)
+        yield Collective(operation, axes, ranks, shape, dtype, part, phase, place.loops, counts, place.calls)

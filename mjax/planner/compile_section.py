@@ -69,7 +69,7 @@ def compile_section(compiled: Compilation, expected: Counts, formula: float) -> 
       expected: what the ledger counts, in the same way: every branch taken.
       formula: bytes on a device, as `predict_memory` says.
     """
-    kernels, rows = compiled.program.kernels, _rows(compiled.program.collectives)
+    memory, kernels, rows = compiled.memory, compiled.program.kernels, _rows(compiled.program.collectives)
     found = {(tuple(row["axes"]), row["kind"], row["dtype"]): (row["calls"], row["bytes"]) for row in rows}
     values = {
         "gpu": compiled.gpu,
@@ -78,12 +78,7 @@ def compile_section(compiled: Compilation, expected: Counts, formula: float) -> 
         "attention": compiled.attention,
         "seconds": {"tracing": compiled.tracing, "compiling": compiled.compiling},
         "resident_bytes": compiled.resident,
-        "memory": {
-            **asdict(compiled.memory),
-            "total": compiled.memory.total,
-            "formula": formula,
-            "gpu": compiled.gpu_memory,
-        },
+        "memory": asdict(memory) | {"total": memory.total, "formula": formula, "gpu": compiled.gpu_memory},
         "collectives": rows,
         "ledger": [
             _named(key)
@@ -102,7 +97,7 @@ def compile_section(compiled: Compilation, expected: Counts, formula: float) -> 
     }
     parts = (
         _about(values),
-        _memory(values["memory"], compiled.memory.outputs - compiled.memory.aliased),
+        _memory(values["memory"], memory.outputs - memory.aliased),
         _collectives(rows),
         _kernels(values["kernels"]),
         _comparison(values["ledger"]),

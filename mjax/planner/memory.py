@@ -62,9 +62,9 @@ class Memory:
     parameters: float
     optimizer: float
     gradients: float
-    activations: float
-    logits: float
-    workspace: float
+    activations: float = 0.0
+    logits: float = 0.0
+    workspace: float = 0.0
     moment: str = "backward"
 
     @property
@@ -260,18 +260,10 @@ def _weights_in_hand(sizes: _Sizes) -> float:
     return sizes.of_layer * widths + (sizes.width * sizes.held.layers / chunks if chunks > 1 else 0.0)
 
 
-def _memory(
-    sizes: _Sizes,
-    moment: str,
-    computed: float,
-    gradients: float,
-    activations: float = 0.0,
-    logits: float = 0.0,
-    workspace: float = 0.0,
-) -> Memory:
+def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **others: float) -> Memory:
     """With masters and moments, which are there all the time; `computed` are the copies that the step uses."""
     masters = sizes.master * sizes.held.stored
-    return Memory(masters + computed, 2 * masters, gradients, activations, logits, workspace, moment)
+    return Memory(masters + computed, 2 * masters, gradients, **others, moment=moment)
 
 
 def _backward(sizes: _Sizes) -> Memory:
@@ -285,7 +277,7 @@ def _backward(sizes: _Sizes) -> Memory:
     work = sizes.work + _weights_in_hand(sizes)
     work += _messages(sizes) + sizes.biases + sizes.batch
     computed = layers + (shared if repeats else 0.0)
-    return _memory(sizes, "backward", computed, gradients, _activations(sizes), workspace=work)
+    return _memory(sizes, "backward", computed, gradients, activations=_activations(sizes), workspace=work)
 
 
 def _head(sizes: _Sizes) -> Memory:
@@ -294,7 +286,8 @@ def _head(sizes: _Sizes) -> Memory:
     # The gradient of the embedding takes the place of its copy, unless another micro-batch needs that.
     gradients = _sums(sizes) + (sizes.width * sizes.held.table if sizes.accumulates else 0.0)
     work = sizes.heads + _messages(sizes) + sizes.biases / 2 + sizes.batch
-    return _memory(sizes, "head", layers + shared, gradients, _activations(sizes), sizes.logits, work)
+    kept = {"activations": _activations(sizes), "logits": sizes.logits}
+    return _memory(sizes, "head", layers + shared, gradients, **kept, workspace=work)
 
 
 def _reduction(sizes: _Sizes) -> Memory:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
-from mjax.batch_size import BatchSizes
+from mjax.batch_size import BatchSizes, at_batch
 from mjax.config import Config, DataConfig, MeshConfig, suggestion
 from mjax.errors import UsageError
 from mjax.hardware import GIB, Gpu
@@ -24,20 +24,24 @@ from mjax.planner.search import (
     SEARCHED,
     Found,
     MemoryOf,
+    TimeOf,
     batch_unit,
     candidates,
     describe,
     divisors,
     search,
+    value_of,
     with_values,
 )
 from mjax.planner.search_flags import SearchArguments
-from mjax.planner.search_report import Question, cost, narrowed, report, tight_warning
+from mjax.planner.search_report import LeftOut, Question, cost, report, tight_warning
 from mjax.planner.section import Section
 from mjax.planner.time import predict_time
 from mjax.planner.time_section import run_tokens
 from mjax.validation import validate
 
+LIKE_THE_BEST = ("mesh.model", "mesh.sequence_parallel", "mesh.schedule", "mesh.zero", "train.recompute")
+"""Fields that do not depend on what divides the batch. They stay: all ways at the whole batch take minutes."""
 LARGEST = 16_384
 """The most GPUs that are tried when looking for how many would be enough."""
 
@@ -75,8 +79,9 @@ def run_search(
 
     question = Question(name, config, gpu, arguments.price, arguments.top, time_of, kernel_of)
     best, file = found.ranked[0].config, arguments.write
-    less = narrowed(found, config, memory_of, time_of, keep)
-    return best, report(found, question, seconds, None if file is None else str(file), less), _about(found, question)
+    left_out = narrowed(found, config, memory_of, time_of, keep)
+    section = report(found, question, seconds, None if file is None else str(file), left_out)
+    return best, section, _about(found, question)
 
 
 def _showing(every: list[Config]) -> Iterator[Config]:
@@ -267,3 +272,42 @@ def _steps_of(sizes: BatchSizes, samples: int) -> int:
     """The most steps that take no more than `samples` samples."""
     first, done, size = next(piece for piece in reversed(sizes.pieces) if piece[1] <= samples)
     return first + (samples - done) // size
+
+
+# --- A batch that grows -----------------------------------------------------------------------------------------------
+
+
+def narrowed(found: Found, config: Config, memory_of: MemoryOf, time_of: TimeOf, keep: Collection[str] = ()) -> LeftOut:
+    """Candidates that the ramp-up or schedule of the batch left out of a search, since each of its sizes has to divide.
+
+    Args:
+      found: with at least one candidate that fits.
+      config, memory_of, time_of, keep: as they were given to `search`.
+    """
+    train, unit, best = config.train, batch_unit(config), found.ranked[0]
+    if unit == train.global_batch:
+        return None, ""
+    rampup = train.batch_rampup
+    ramp = "" if rampup is None else f"--train.batch-rampup {' '.join(map(str, rampup))}"
+    flag = ramp or f"--train.batch-schedule '{train.batch_schedule}'"
+    values = {"flag": flag, "unit": unit, "seconds": None, "left_out": None, "needs": None}
+    start = (
+        f"{flag} narrows the search: what is left divides each of its {len(BatchSizes.of(config).sizes())} batch "
+        f"sizes, multiples of {unit}"
+    )
+    like = {name: value_of(best.config, name) for name in LIKE_THE_BEST}
+    whole = with_values(at_batch(config, train.global_batch), like)
+    first = search(whole, found.devices, memory_of, time_of, found.capacity, {*keep, *like}).ranked[:1]
+    if not first or float(f"{first[0].time.total:.4g}") >= float(f"{best.time.total:.4g}"):
+        return values, f"{start}; nothing like the best would be faster without it"
+
+    faster, seconds = first[0].config, first[0].time.total
+    mesh, micro_batch = faster.mesh, faster.train.micro_batch
+    needs, product = mesh.data * micro_batch, f"data {mesh.data} × micro-batch {micro_batch}"
+    if mesh.chunks > 1:
+        needs, product = needs * mesh.pipe, f"{product} × pipe {mesh.pipe} for the chunks"
+    instead = f": --train.batch-rampup {needs} {needs} {rampup[2]}" if rampup and needs < train.global_batch else ""
+    return values | {"seconds": seconds, "left_out": describe(faster), "needs": needs}, (
+        f"{start}. It leaves out {describe(faster)}: {seconds:.3g} s at the whole batch, "
+        f"{seconds / best.time.total - 1:+.1%}. That takes sizes that are multiples of {needs} ({product}){instead}"
+    )

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mjax.batch_size import BatchSizes, at_batch
 from mjax.config import Config
 from mjax.hardware import GIB, Gpu, gpu_named
 from mjax.planner.memory import HEADROOM
-from mjax.planner.search import (
-    SEARCHED,
-    Alternative,
-    Candidate,
-    Found,
-    MemoryOf,
-    TimeOf,
-    alternatives,
-    batch_unit,
-    describe,
-    search,
-    value_of,
-    with_values,
-    word,
-)
+from mjax.planner.search import SEARCHED, Alternative, Candidate, Found, TimeOf, alternatives, describe, value_of, word
 from mjax.planner.section import Section, table
 from mjax.planner.time_section import run_tokens
-
-LIKE_THE_BEST = ("mesh.model", "mesh.sequence_parallel", "mesh.schedule", "mesh.zero", "train.recompute")
-"""Fields that do not depend on what divides the batch. They stay: all ways at the whole batch take minutes."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +43,12 @@ class Question:
         return self.gpu.name + (f", {self.gpu.gpus_per_node} a server" * (self.gpu.gpus_per_node != usual))
 
 
+LeftOut = tuple[dict[str, Any] | None, str]
+"""What a growing batch left out of a search: plain values for JSON, and a sentence; None and empty where it did not."""
+
+
 def report(
-    found: Found,
-    question: Question,
-    seconds: float,
-    written: str | None = None,
-    narrowed: tuple[dict[str, Any] | None, str] = (None, ""),
+    found: Found, question: Question, seconds: float, written: str | None = None, left_out: LeftOut = (None, "")
 ) -> Section:
     """The section `search` of a plan.
 
@@ -75,7 +57,7 @@ def report(
       question: what the search answers.
       seconds: how long the search took.
       written: the file that the best was written into.
-      narrowed: from the function of that name.
+      left_out: by a batch that grows.
     """
     shown = found.ranked[: question.top]
     costs = [cost(each, found.devices, question) for each in shown]
@@ -97,7 +79,7 @@ def report(
             "best": [_values(*each) for each in zip(shown, costs, strict=True)],
             "alternatives": [_alternative_values(each) for each in others],
             "own": None if rank is None else {"rank": rank, "seconds": found.ranked[rank - 1].time.mean},
-            "narrowed": narrowed[0],
+            "narrowed": left_out[0],
             "written": written,
         },
         lines=[
@@ -110,7 +92,7 @@ def report(
             *_reasons(found, others),
             "",
             *_remarks(found, question, costs[0]),
-            *filter(None, [narrowed[1], f"written to {written}" if written else ""]),
+            *filter(None, [left_out[1], f"written to {written}" if written else ""]),
         ],
     )
 
@@ -288,47 +270,3 @@ def _alternative_values(other: Alternative) -> dict[str, Any]:
 def settings(config: Config) -> dict[str, Any]:
     """The fields in which candidates differ, by dotted name."""
     return {name: value_of(config, name) for name in SEARCHED}
-
-
-# --- A batch that grows -----------------------------------------------------------------------------------------------
-
-
-def narrowed(
-    found: Found, config: Config, memory_of: MemoryOf, time_of: TimeOf, keep: Collection[str] = ()
-) -> tuple[dict[str, Any] | None, str]:
-    """Candidates that the ramp-up or schedule of the batch left out of a search, since each of its sizes has to divide.
-
-    Args:
-      found: with at least one candidate that fits.
-      config, memory_of, time_of, keep: as they were given to `search`.
-
-    Returns:
-      Plain values for JSON, None where the batch does not grow; and a sentence, empty where it does not.
-    """
-    train, unit, best = config.train, batch_unit(config), found.ranked[0]
-    if unit == train.global_batch:
-        return None, ""
-    rampup = train.batch_rampup
-    ramp = "" if rampup is None else f"--train.batch-rampup {' '.join(map(str, rampup))}"
-    flag = ramp or f"--train.batch-schedule '{train.batch_schedule}'"
-    values = {"flag": flag, "unit": unit, "seconds": None, "left_out": None, "needs": None}
-    start = (
-        f"{flag} narrows the search: what is left divides each of its {len(BatchSizes.of(config).sizes())} batch "
-        f"sizes, multiples of {unit}"
-    )
-    like = {name: value_of(best.config, name) for name in LIKE_THE_BEST}
-    whole = with_values(at_batch(config, train.global_batch), like)
-    first = search(whole, found.devices, memory_of, time_of, found.capacity, {*keep, *like}).ranked[:1]
-    if not first or float(f"{first[0].time.total:.4g}") >= float(f"{best.time.total:.4g}"):
-        return values, f"{start}; nothing like the best would be faster without it"
-
-    faster, seconds = first[0].config, first[0].time.total
-    mesh, micro_batch = faster.mesh, faster.train.micro_batch
-    needs, product = mesh.data * micro_batch, f"data {mesh.data} × micro-batch {micro_batch}"
-    if mesh.chunks > 1:
-        needs, product = needs * mesh.pipe, f"{product} × pipe {mesh.pipe} for the chunks"
-    instead = f": --train.batch-rampup {needs} {needs} {rampup[2]}" if rampup and needs < train.global_batch else ""
-    return values | {"seconds": seconds, "left_out": describe(faster), "needs": needs}, (
-        f"{start}. It leaves out {describe(faster)}: {seconds:.3g} s at the whole batch, "
-        f"{seconds / best.time.total - 1:+.1%}. That takes sizes that are multiples of {needs} ({product}){instead}"
-    )
