@@ -30,7 +30,7 @@ import tyro
 
 from benchmarks.command import check_counts, check_output, in_one_sentence
 from benchmarks.fitting import SETTLES, Measurement, calibrate
-from mjax.config import ModelConfig
+from mjax.config import GPTConfig
 from mjax.errors import UsageError
 from mjax.hardware import Gpu, gpu_named, gpu_of
 from mjax.planner.calibration import Calibration, write_calibration
@@ -127,12 +127,12 @@ def _flash_runs(compute: str) -> bool:
     """Whether attention of a model that may have it would be cuDNN's on this device; if not, it is said why."""
     import jax
 
-    from mjax.models.attention import resolve_attention
+    from mjax.models.kernel_trial import resolve_attention
 
     if jax.default_backend() != "gpu":
         return False
     _, s, n, d = ATTENTIONS[0]
-    model = ModelConfig(hidden=n * d, heads=n, sequence=s, attention_dropout=0.0)
+    model = GPTConfig(hidden=n * d, heads=n, sequence=s, attention_dropout=0.0)
     try:
         return resolve_attention(model, compute, "gpu") == "cudnn"
     except UsageError as error:
@@ -162,7 +162,7 @@ def _sum_over_all(width: int) -> tuple[Callable, object]:
 
     from mjax.config import MeshConfig
     from mjax.parallel import mappings
-    from mjax.parallel.mappings import DATA
+    from mjax.parallel.axes import DATA
     from mjax.parallel.mesh import make_mesh
 
     devices = jax.device_count()

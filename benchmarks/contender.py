@@ -60,7 +60,7 @@ class Mjax:
     def __init__(self, config: Config, platform: str, threads: int):
         import jax
 
-        from mjax.models.attention import resolve_attention
+        from mjax.models.kernel_trial import resolve_attention
         from mjax.parallel.mesh import make_mesh
         from mjax.training.step import build_program
 

@@ -4,10 +4,10 @@ Small enough to measure on any machine, large enough that matrix products take m
 is left unpadded, as the peers have it.
 """
 
-from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from mjax.config import Config, DataConfig, GPTConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(
+    model=GPTConfig(
         layers=6,
         hidden=384,
         heads=6,

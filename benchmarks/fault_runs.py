@@ -25,10 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 STEPS, SAVES, EVALUATES = 60, 5, 4
 PATIENCE = 240  # seconds for a process that takes ten
 CONFIG = f"""
-from mjax.config import *
+from mjax.config import *, GPTConfig
 
 config = Config(
-    model=ModelConfig(layers=2, hidden=32, heads=4, sequence=16, vocabulary=257, vocabulary_multiple=64),
+    model=GPTConfig(layers=2, hidden=32, heads=4, sequence=16, vocabulary=257, vocabulary_multiple=64),
     data=DataConfig(path=("{{data}}",), split="80,20,0"),
     optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3, warmup_steps=2),
     precision=PrecisionConfig(compute="fp32"),

@@ -146,8 +146,8 @@ def write_distributed(folder: Path) -> None:
 def read_megatron(folder: Path) -> dict:
     opened = open_checkpoint(folder)
     place = str(opened.folder)
-    model = megatron_config(opened.arguments, opened.tensors, opened.kind, place)
+    model = megatron_config(opened.arguments, opened.tensors, opened.architecture, place)
     model = replace(model, vocabulary=29, vocabulary_multiple=128)
     import_config(model, place)
-    family = family_of(model.kind, opened.version, model.layernorm, model.layers)
+    family = family_of(model.kind, opened.version, getattr(model, "layernorm", "pre"), model.layers)
     return _tensors(family, opened.tensors, model, place)

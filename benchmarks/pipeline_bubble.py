@@ -30,6 +30,7 @@ import numpy as np
 from benchmarks.command import check_counts, in_one_sentence
 from mjax import launch
 from mjax.errors import UsageError
+from mjax.parallel.axes import PIPE
 from mjax.parallel.schedules import Schedule, build_schedule
 
 STAGES = 4
@@ -125,7 +126,7 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
 
     def layer(chunk, x, micro_batch, virtual_stage):
         kernel = jax.tree.map(lambda one: one[0], chunk)["kernel"]  # a chunk is one layer
-        return pause(layers.linear(x, kernel[...], 1))
+        return pause(layers.linear(kernel[...], x, 1)), {}
 
     # --- The model, with and without a pipeline -----------------------------------------------------------------------
 
@@ -136,16 +137,17 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
     program = pipeline.StageProgram(
         embed=lambda shared, micro_batch: micro_batch * shared["embed"],
         layers=layer,
-        head=lambda shared, x, micro_batch: (x * shared["head"]).sum(),
+        head=lambda shared, x, micro_batch: {"loss": (x * shared["head"]).sum()},
+        loss_weights={"loss": 1.0},
         rows=ROWS,
         shards=[()],
     )
 
     def step(shared, blocks, micro_batches):
-        loss, to_shared, to_blocks = pipeline.pipeline_gradients(
+        means, to_shared, to_blocks = pipeline.pipeline_gradients(
             schedule, program, shared, blocks, micro_batches, jnp.float32
         )
-        loss, to_shared = jax.tree.map(lambda x: mappings.sum_over(x, frozenset({mappings.PIPE})), (loss, to_shared))
+        loss, to_shared = jax.tree.map(lambda x: mappings.sum_over(x, frozenset({PIPE})), (means["loss"], to_shared))
         return loss, to_shared, to_blocks
 
     def without_pipeline(shared, kernels):
@@ -157,9 +159,9 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
     # --- Compiled -----------------------------------------------------------------------------------------------------
 
     # Virtual stage v · P + p is chunk v of stage p.
-    shape, split = (STAGES, WIDTH, WIDTH), PartitionSpec(mappings.PIPE)
+    shape, split = (STAGES, WIDTH, WIDTH), PartitionSpec(PIPE)
     if schedule.chunks > 1:
-        shape, split = (schedule.chunks, *shape), PartitionSpec(None, mappings.PIPE)
+        shape, split = (schedule.chunks, *shape), PartitionSpec(None, PIPE)
     blocks = {"kernel": nnx.Param(kernels.reshape(shape), contracted=1)}
     everywhere = PartitionSpec()
     stages = jax.shard_map(

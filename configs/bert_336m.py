@@ -6,10 +6,10 @@ source       arXiv 1909.08053, table 4 (336M), expected perplexity of masked tok
              for the hyperparameters. The paper names no floor of the learning rate; 1e-5 is that of Megatron's script.
 """
 
-from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mjax.config import BERTConfig, CheckpointConfig, Config, MeshConfig, OptimizerConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(kind="bert", layers=24, hidden=1024, heads=16, sequence=512, vocabulary=30522),
+    model=BERTConfig(layers=24, hidden=1024, heads=16, sequence=512, vocabulary=30522),
     mesh=MeshConfig(data=128),
     optimizer=OptimizerConfig(
         learning_rate=1e-4, min_learning_rate=1e-5, schedule="linear", warmup_steps=10_000, weight_decay=0.01

@@ -7,10 +7,10 @@ source       arXiv 1909.08053, table 4 (3.9B), expected perplexity of masked tok
              Megatron's script.
 """
 
-from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mjax.config import BERTConfig, CheckpointConfig, Config, MeshConfig, OptimizerConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(kind="bert", layers=48, hidden=2560, heads=40, sequence=512, vocabulary=30522),
+    model=BERTConfig(layers=48, hidden=2560, heads=40, sequence=512, vocabulary=30522),
     mesh=MeshConfig(data=128, model=4),
     optimizer=OptimizerConfig(
         learning_rate=1e-4, min_learning_rate=1e-5, schedule="linear", warmup_steps=10_000, weight_decay=0.01

@@ -7,19 +7,10 @@ data         `python -m mjax prepare --demo --output data/bert_demo --tokenizer 
 expected     on held-out text 5.18 nats a masked token, 5.90 by frequency alone; 67% of pairs in order (docs/bert.md)
 """
 
-from mjax.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    TrainConfig,
-)
+from mjax.config import BERTConfig, CheckpointConfig, Config, DataConfig, OptimizerConfig, PrecisionConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(
-        kind="bert",
+    model=BERTConfig(
         layernorm="post",  # with which the order is learned sooner in so small a model
         layers=2,
         hidden=128,

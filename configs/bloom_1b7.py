@@ -12,10 +12,10 @@ training     in samples of 2,048 tokens: 341B tokens in all, batch ramp-up from 
              below are as many. Each of the 21 batch sizes is compiled once
 """
 
-from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(
+    model=GPTConfig(
         layers=24,
         hidden=2048,
         heads=16,

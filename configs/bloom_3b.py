@@ -13,10 +13,10 @@ training     in samples of 2,048 tokens: 341B tokens in all, batch ramp-up from 
              below are as many. Each of the 11 batch sizes is compiled once
 """
 
-from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(
+    model=GPTConfig(
         layers=30,
         hidden=2560,
         heads=32,

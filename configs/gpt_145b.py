@@ -12,10 +12,10 @@ training     learning rate, moments and weight decay: the paper gives none, so t
              init_std of Megatron's script for it (pretrain_gpt3_175B.sh)
 """
 
-from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(layers=80, hidden=12288, heads=96, sequence=2048, init_std=0.006),
+    model=GPTConfig(layers=80, hidden=12288, heads=96, sequence=2048, init_std=0.006),
     mesh=MeshConfig(pipe=8, data=24, model=8, chunks=2),
     optimizer=OptimizerConfig(
         learning_rate=6e-5, min_learning_rate=6e-6, warmup_steps=79, decay_steps=55_101, weight_decay=0.1, beta2=0.95

@@ -13,10 +13,10 @@ training     in samples of 2,048 tokens: 146,484,375 in all (300B tokens), batch
              batch sizes is compiled once, in the first 12B tokens
 """
 
-from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(layers=96, hidden=12288, heads=96, sequence=2048, init_std=0.006),
+    model=GPTConfig(layers=96, hidden=12288, heads=96, sequence=2048, init_std=0.006),
     mesh=MeshConfig(pipe=16, data=8, model=8),
     optimizer=OptimizerConfig(
         learning_rate=6e-5, min_learning_rate=6e-6, warmup_steps=7_028, decay_steps=98_640, weight_decay=0.1, beta2=0.95

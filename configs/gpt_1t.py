@@ -12,10 +12,10 @@ training     learning rate, moments and weight decay: the paper gives none, so t
              init_std of Megatron's script for it (pretrain_gpt3_175B.sh)
 """
 
-from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(layers=128, hidden=25600, heads=160, sequence=2048, init_std=0.006),
+    model=GPTConfig(layers=128, hidden=25600, heads=160, sequence=2048, init_std=0.006),
     mesh=MeshConfig(pipe=64, data=6, model=8),
     optimizer=OptimizerConfig(
         learning_rate=6e-5, min_learning_rate=6e-6, warmup_steps=60, decay_steps=41_326, weight_decay=0.1, beta2=0.95

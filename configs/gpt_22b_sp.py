@@ -9,10 +9,10 @@ training     the run measures speed, 500 steps as in Megatron's scripts for such
              --train.global-batch together, and take steps, warm-up and decay from gpt_18b
 """
 
-from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(layers=48, hidden=6144, heads=64, sequence=2048),
+    model=GPTConfig(layers=48, hidden=6144, heads=64, sequence=2048),
     mesh=MeshConfig(data=1, model=8, sequence_parallel=True),
     optimizer=OptimizerConfig(
         learning_rate=1e-4, min_learning_rate=1e-5, warmup_steps=3, decay_steps=320, weight_decay=0.1, beta2=0.95

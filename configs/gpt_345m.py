@@ -6,10 +6,10 @@ source       arXiv 1909.08053, table 2 (355M), expected zero-shot WikiText103 pe
              section 5.1 for the hyperparameters (fp16 on V100: add --precision.compute fp16)
 """
 
-from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(layers=24, hidden=1024, heads=16, vocabulary_multiple=128),
+    model=GPTConfig(layers=24, hidden=1024, heads=16, vocabulary_multiple=128),
     mesh=MeshConfig(data=64, model=1),
     optimizer=OptimizerConfig(learning_rate=1.5e-4, min_learning_rate=1e-5, warmup_steps=3_000, weight_decay=0.01),
     train=TrainConfig(steps=300_000, global_batch=512, micro_batch=8, recompute="selective"),

@@ -11,10 +11,10 @@ training     learning rate, moments and weight decay: the paper gives none, so t
              2005.14165, table 2.1 and appendix B): 300B tokens, warm-up over 375M, cosine to a tenth over 260B
 """
 
-from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(layers=48, hidden=8192, heads=64, sequence=2048),
+    model=GPTConfig(layers=48, hidden=8192, heads=64, sequence=2048),
     mesh=MeshConfig(pipe=2, data=32, model=8),
     optimizer=OptimizerConfig(
         learning_rate=1e-4, min_learning_rate=1e-5, warmup_steps=119, decay_steps=82_652, weight_decay=0.1, beta2=0.95

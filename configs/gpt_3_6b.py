@@ -10,10 +10,10 @@ training     learning rate, moments and weight decay: the paper gives none, so t
              2005.14165, table 2.1 and appendix B): 300B tokens, warm-up over 375M, cosine to a tenth over 260B
 """
 
-from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(layers=30, hidden=3072, heads=32, sequence=2048),
+    model=GPTConfig(layers=30, hidden=3072, heads=32, sequence=2048),
     mesh=MeshConfig(data=32, model=2),
     optimizer=OptimizerConfig(
         learning_rate=1.6e-4,

@@ -10,10 +10,10 @@ training     the run measures speed, 500 steps as in Megatron's scripts for such
              --train.global-batch together, and take steps, warm-up and decay from gpt_530b
 """
 
-from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(layers=105, hidden=20480, heads=128, sequence=2048, init_std=0.006),
+    model=GPTConfig(layers=105, hidden=20480, heads=128, sequence=2048, init_std=0.006),
     mesh=MeshConfig(pipe=35, data=1, model=8, chunks=3, sequence_parallel=True),
     optimizer=OptimizerConfig(
         learning_rate=6e-5, min_learning_rate=6e-6, warmup_steps=3, decay_steps=320, weight_decay=0.1, beta2=0.95

@@ -12,10 +12,10 @@ training     learning rate, moments and weight decay: the paper gives none, so t
              init_std of Megatron's script for it (pretrain_gpt3_175B.sh)
 """
 
-from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(layers=60, hidden=10240, heads=80, sequence=2048, init_std=0.006),
+    model=GPTConfig(layers=60, hidden=10240, heads=80, sequence=2048, init_std=0.006),
     mesh=MeshConfig(pipe=4, data=32, model=8, chunks=3),
     optimizer=OptimizerConfig(
         learning_rate=6e-5, min_learning_rate=6e-6, warmup_steps=102, decay_steps=70_844, weight_decay=0.1, beta2=0.95

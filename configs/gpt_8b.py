@@ -6,10 +6,10 @@ source       arXiv 1909.08053, table 1, fourth row; section 5.1 for the hyperpar
              --precision.compute fp16)
 """
 
-from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(layers=72, hidden=3072, heads=32),
+    model=GPTConfig(layers=72, hidden=3072, heads=32),
     mesh=MeshConfig(data=64, model=8),
     optimizer=OptimizerConfig(learning_rate=1.5e-4, min_learning_rate=1e-5, warmup_steps=3_000, weight_decay=0.01),
     train=TrainConfig(steps=300_000, global_batch=512, micro_batch=8, recompute="selective"),

@@ -7,10 +7,10 @@ source       arXiv 1909.08053, table 2, expected zero-shot WikiText103 perplexit
              fp16)
 """
 
-from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 config = Config(
-    model=ModelConfig(layers=72, hidden=3072, heads=24),
+    model=GPTConfig(layers=72, hidden=3072, heads=24),
     mesh=MeshConfig(data=64, model=8),
     optimizer=OptimizerConfig(learning_rate=1.5e-4, min_learning_rate=1e-5, warmup_steps=3_000, weight_decay=0.01),
     train=TrainConfig(steps=300_000, global_batch=512, micro_batch=8, recompute="selective"),

@@ -9,15 +9,15 @@ from mjax.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    GPTConfig,
     LogConfig,
-    ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
     TrainConfig,
 )
 
 config = Config(
-    model=ModelConfig(
+    model=GPTConfig(
         layers=4, hidden=256, heads=8, sequence=128, vocabulary=4096, hidden_dropout=0.1, attention_dropout=0.1
     ),
     data=DataConfig(path=("data/demo",), split="95,5,0"),

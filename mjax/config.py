@@ -11,7 +11,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,94 +19,11 @@ from mjax.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, Share
 from mjax.data.atomic import write_whole
 from mjax.errors import UsageError, suggestion
 from mjax.json_files import read_json
+from mjax.model_config import Arrays, GPTConfig, ModelConfig, config_class, upgraded
+from mjax.model_config import BERTConfig as BERTConfig  # for the files in configs/
+from mjax.model_config import BERTTaskConfig as BERTTaskConfig
+from mjax.parallel import axes
 from mjax.plain_values import build
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Shape of the transformer. Dimension letters: s sequence, h hidden, n heads, d head size, f feed-forward, v
-    vocabulary."""
-
-    kind: Literal["gpt", "bert"] = "gpt"
-    """gpt predicts the next token; bert predicts masked tokens from both sides, and whether two stretches of text are
-    in order."""
-    layers: Count = 24
-    """Transformer layers."""
-    hidden: Count = 1024
-    """Width of the residual stream, h."""
-    heads: Count = 16
-    """Attention heads, n; the head size is hidden / heads."""
-    feed_forward: Count | None = None
-    """Width of the MLP, f; 4 × hidden when not given."""
-    sequence: Count = 1024
-    """Tokens in a sample, s; with learned positions, how many there are."""
-    positions: Literal["learned", "alibi"] = "learned"
-    """How a token knows its place: learned positions, added to the embedding; or ALiBi (arXiv 2108.12409), a penalty on
-    the distance between two tokens in attention, without weights (gpt only)."""
-    embedding_layernorm: bool = False
-    """gpt only: a LayerNorm after the embedding, as in BLOOM."""
-    vocabulary: Count = 50257
-    """Token ids the tokenizer can produce."""
-    vocabulary_multiple: Count = 1024
-    """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
-    activation: Literal["gelu_tanh", "gelu_erf"] = "gelu_tanh"
-    """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
-    mlm_activation: Literal["gelu_tanh", "gelu_erf"] | None = None
-    """bert only: GELU of the MLM head; that of the MLP when not given. Megatron's fused kernel is for the MLP, and its
-    head exact."""
-    hidden_dropout: Share = 0.1
-    """Dropout rate on the embedding and on both residual branches of a layer."""
-    attention_dropout: Share = 0.1
-    """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
-    layernorm_epsilon: NotNegative = 1e-5
-    """Added to the variance in LayerNorm."""
-    layernorm: Literal["pre", "post"] = "pre"
-    """bert only: LayerNorm before attention and MLP, as arXiv 1909.08053 rearranged it (figure 7b), or behind each sum,
-    as in the original BERT (7a)."""
-    head: Literal["pretraining", "classification", "multiple_choice", "span"] = "pretraining"
-    """bert only: pretraining predicts masked tokens and order; `mjax finetune` puts one head for its task instead."""
-    answers: Count = 2
-    """Classes of the head classification, choices of the head multiple_choice."""
-    init_std: NotNegative = 0.02
-    """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
-    attention: Literal["auto", "cudnn", "xla", "xla_blocks"] = "auto"
-    """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
-    a CPU."""
-
-    @property
-    def head_size(self) -> int:
-        """Width of one attention head, d."""
-        return self.hidden // self.heads
-
-    @property
-    def mlp_width(self) -> int:
-        """Width of the MLP, f."""
-        return 4 * self.hidden if self.feed_forward is None else self.feed_forward
-
-    @property
-    def padded_vocabulary(self) -> int:
-        """Rows of the embedding: `vocabulary` rounded up to `vocabulary_multiple`."""
-        return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
-
-    @property
-    def causal(self) -> bool:
-        """Whether a position sees none after it."""
-        return self.kind == "gpt"
-
-    @property
-    def choices(self) -> int:
-        """Sequences of a sample, c: one for each choice of a question, 1 but in multiple choice."""
-        return self.answers if self.head == "multiple_choice" else 1
-
-    @property
-    def outputs(self) -> int:
-        """Numbers that the head of a task gives: of a sequence, or with head span of each token."""
-        return {"classification": self.answers, "multiple_choice": 1, "span": 2}[self.head]
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """What a sample of a task is labelled with: a class, a choice, or the places of the first and last token."""
-        return ("start", "end") if self.head == "span" else ("label",)
 
 
 @dataclass(frozen=True)
@@ -133,7 +50,7 @@ class MeshConfig:
     @property
     def devices(self) -> int:
         """Devices the mesh needs."""
-        return self.pipe * self.data * self.model
+        return axes.devices(self)
 
 
 @dataclass(frozen=True)
@@ -166,10 +83,10 @@ class DataConfig:
     validation_tail: bool = False
     """Keep the last, partial sample of the validation part, padded; the padding does not count."""
     mask_probability: Annotated[float, Bounds(gt=0, lt=1, such_as="0.15")] = 0.15
-    """bert only: share of the tokens that are hidden and have to be found; Megatron's --mask-prob."""
+    """For pairs of text (BERT): share of the tokens that are hidden and have to be found; Megatron's --mask-prob."""
     short_probability: Annotated[float, Bounds(ge=0, le=1)] = 0.1
-    """bert only: share of the samples that are made shorter than fits, as texts for fine-tuning often are; Megatron's
-    --short-seq-prob."""
+    """For pairs of text (BERT): share of the samples that are made shorter than fits, as texts for fine-tuning often
+    are; Megatron's --short-seq-prob."""
     eod: CountOrZero | None = None
     """Id that ends a document, for the resets and the mask above; that of the data's tokenizer when not given."""
     cache: str | None = None
@@ -338,7 +255,7 @@ class LogConfig:
 class Config:
     """One run of mjax."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig = field(default_factory=GPTConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -353,37 +270,9 @@ class Config:
         """Micro-batches a data replica accumulates in one step, m."""
         return self.train.global_batch // (self.mesh.data * self.train.micro_batch)
 
-    def batch_arrays(self, evaluation: bool = False) -> dict[str, tuple[tuple[int, ...], str]]:
-        """The arrays of a batch: for each the shape that one sample has in it, [s] or [], and its type.
-
-        Of a GPT they are those of `DataConfig.batch_types`. Of a BERT:
-
-        tokens          the pair of stretches of text, with masks in it, and padding
-        labels          what stood in the place of each
-        loss_mask       whether a label counts: where a token was masked
-        token_types     0 in the first stretch of text, 1 in the second
-        documents       0 for text, 1 for padding: neither attends to the other
-        sentence_order  [], 0 where the stretches are in order, 1 where they are swapped
-
-        Of a BERT with the head of a task tokens, token_types and documents [c, s], a row for each choice, and [] the
-        labels of `ModelConfig.label_names`.
-        """
-        if self.model.kind == "gpt":
-            types = self.data.batch_types(evaluation)
-            return {name: ((self.model.sequence,), kind) for name, kind in types.items()}
-        if self.model.head != "pretraining":
-            rows, labels = ("tokens", "token_types", "documents"), self.model.label_names
-            shape = self.model.choices, self.model.sequence
-            return dict.fromkeys(rows, (shape, "int32")) | dict.fromkeys(labels, ((), "int32"))
-        types = {
-            "tokens": "int32",
-            "labels": "int32",
-            "loss_mask": "bool",
-            "token_types": "int32",
-            "documents": "int32",
-        }
-        arrays = {name: ((self.model.sequence,), kind) for name, kind in types.items()}
-        return {**arrays, "sentence_order": ((), "int32")}
+    def batch_arrays(self, evaluation: bool = False) -> Arrays:
+        """The arrays of a batch: for each the shape that one sample has in it, [s] or [], and its dtype."""
+        return self.model.batch(self.data, evaluation)
 
 
 # --- Finding and loading a config -------------------------------------------------------------------------------------
@@ -453,7 +342,12 @@ def from_dict(values: dict[str, Any], source: str = "config.json") -> Config:
     Raises:
       UsageError: a field is unknown or holds a value of another type; `source` says where it came from.
     """
-    return build(Config, values, source)
+    if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
+        return build(Config, values, source)  # which refuses it
+    model = upgraded(values.get("model", {}))
+    rest = {name: value for name, value in values.items() if name != "model"}
+    config = build(Config, rest, source)
+    return replace(config, model=build(config_class(model["kind"], source), model, source, "model."))
 
 
 def save_config(config: Config, file: Path) -> None:
@@ -476,8 +370,8 @@ def differences(ours: Config, theirs: Config) -> dict[str, tuple[Any, Any]]:
     found = {}
     for section in dataclasses.fields(Config):
         a, b = getattr(ours, section.name), getattr(theirs, section.name)
-        for knob in dataclasses.fields(a):
-            x, y = getattr(a, knob.name), getattr(b, knob.name)
+        for name in dict.fromkeys(knob.name for one in (a, b) for knob in dataclasses.fields(one)):
+            x, y = getattr(a, name, None), getattr(b, name, None)
             if x != y:
-                found[f"{section.name}.{knob.name}"] = (x, y)
+                found[f"{section.name}.{name}"] = (x, y)
     return found

@@ -20,6 +20,7 @@ import tyro
 
 from mjax.bounds import check_bounds, fields_of
 from mjax.errors import UsageError, either, suggestion
+from mjax.model_config import kinds_with
 
 T = TypeVar("T")
 
@@ -137,9 +138,9 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
       UsageError: there is a flag that `cls` does not have, or a number is out of its bounds.
     """
     if {"-h", "--help"} & set(argv):
-        _join_lines_of_help(cls)
+        _join_lines_of_help(cls, default)
     else:
-        _check_names(argv, set(flags_of(cls)), prog)
+        _check_names(argv, set(flags_of(cls, default)), prog)
     parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
     check_bounds(parsed)
     return parsed
@@ -150,11 +151,16 @@ def typed_flags(argv: Sequence[str]) -> set[str]:
     return {word[2:].partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
 
 
-def flags_of(cls: type, prefix: str = "") -> Iterator[str]:
-    """Names of the flags of `cls`, without dashes in front: 'config', 'mesh.data'."""
-    for _, flag, kind, marks in fields_of(cls):
+def flags_of(cls: type, default: object = None, prefix: str = "") -> Iterator[str]:
+    """Names of the flags of `cls`, without dashes in front: 'config', 'mesh.data'.
+
+    A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
+    """
+    for name, flag, kind, marks in fields_of(cls):
         if dataclasses.is_dataclass(kind):
-            yield from flags_of(kind, f"{prefix}{flag}." if flag else prefix)
+            held = getattr(default, name, None)
+            kind = kind if held is None else type(held)
+            yield from flags_of(kind, held, f"{prefix}{flag}." if flag else prefix)
         elif tyro.conf.Positional not in marks:
             yield prefix + flag
             yield from (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())
@@ -182,7 +188,9 @@ def _positive(name: str) -> str:
 
 def _instead(name: str, value: str, known: set[str], prog: str) -> str:
     """The flag to type in place of one that is not known."""
-    last = name.lower().rpartition(".")[2]
+    section, _, last = name.lower().rpartition(".")
+    if section == "model" and (kinds := list(kinds_with(last.replace("-", "_")))):
+        return f" for this model; it is for --model.kind {either(kinds)}: leave it out"
     ours = [flag for flag in ELSEWHERE.get(last, "").split() if flag in known]
     ours = ours or sorted(flag for flag in known if flag.rpartition(".")[2] == last)
     if ours:
@@ -197,7 +205,7 @@ def _instead(name: str, value: str, known: set[str], prog: str) -> str:
 # --- Help -------------------------------------------------------------------------------------------------------------
 
 
-def _join_lines_of_help(cls: type) -> None:
+def _join_lines_of_help(cls: type, default: object = None) -> None:
     """Give tyro each field's docstring as one line, which it wraps to the terminal; by itself it keeps our lines."""
     source = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
     texts = {}
@@ -208,6 +216,10 @@ def _join_lines_of_help(cls: type) -> None:
     for field in dataclasses.fields(cls):
         if field.name in texts:
             field.metadata = MappingProxyType({"help": texts[field.name]})
-    for kind in [*cls.__bases__, *(kind for _, _, kind, _ in fields_of(cls))]:
+    for base in cls.__bases__:
+        if dataclasses.is_dataclass(base):
+            _join_lines_of_help(base)
+    for name, _, kind, _ in fields_of(cls):
         if dataclasses.is_dataclass(kind):
-            _join_lines_of_help(kind)
+            held = getattr(default, name, None)
+            _join_lines_of_help(kind if held is None else type(held), held)

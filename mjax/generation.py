@@ -11,7 +11,7 @@ as soon as every sequence has ended. The weights are split over `model` as in tr
 same work, so every process of a cluster holds the result.
 
 **Positions.** A token's slot in the cache is its position. Prompts of different lengths are padded on the right; each
-sequence writes its next token over its own padding (`GPT.prefill` says why nothing ever looks at it).
+sequence writes its next token over its own padding (`CausalModel.prefill` says why nothing ever looks at it).
 
 **Compilation.** Widths of prompts and of the cache are rounded up to powers of two, and everything else about a request
 is an argument, so a second request of similar size compiles nothing.
@@ -39,8 +39,8 @@ from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.models.attention import KeyValues
-from mjax.models.gpt import GPT
-from mjax.models.transformer import decode_blocks
+from mjax.models.block import decode_blocks, stacks_of
+from mjax.models.causal import CausalModel
 from mjax.parallel.pipeline import run_in_turns
 from mjax.parallel.zero import gather_for_inference, gather_in_loop
 from mjax.sampling import Sampling, draw
@@ -72,16 +72,19 @@ class _State(NamedTuple):
     cached: KeyValues
 
 
-def _generate(config: Config, plan, slots: int, model: GPT, request: dict[str, Array]) -> tuple[Array, Array, Array]:
+def _generate(
+    config: Config, plan, slots: int, model: CausalModel, request: dict[str, Array]
+) -> tuple[Array, Array, Array]:
     """Inside `shard_map`: tokens int32 [b, slots], lengths int32 [b], and whether each ended at eod, bool [b]."""
     mesh, dtype = config.mesh, COMPUTE_TYPES[config.precision.compute]
     weights = gather_for_inference(model, plan, dtype)  # once, outside the loop
-    layers = partial(decode_blocks, weights_of=gather_in_loop(plan.blocks, dtype, inference=True))
+    gathered = [gather_in_loop(stack, dtype, inference=True) for stack in stacks_of(plan.blocks)]
+    layers = partial(decode_blocks, weights_of=gathered)
 
-    def decode(blocks, x, tokens, cached, lengths):
+    def decode(blocks, x, context, cached, lengths):
         if mesh.pipe == 1:
-            return layers(blocks, x, tokens, cached, lengths)
-        stage = lambda chunk, x, cached: layers(chunk, x, tokens, cached, lengths)  # noqa: E731
+            return layers(blocks, x, context, cached, lengths)
+        stage = lambda chunk, x, cached: layers(chunk, x, context, cached, lengths)  # noqa: E731
         return run_in_turns(mesh.pipe, mesh.chunks, stage, blocks, x, cached)
 
     prompts, lengths, eod = request["prompts"], request["lengths"], request["eod"]
@@ -125,7 +128,7 @@ class Generator:
     """The compiled program that continues prompts with any weights of one config.
 
     Attributes:
-      abstract_model: `GPT` of ShapeDtypeStructs with shardings: what weights are restored to.
+      abstract_model: the model of ShapeDtypeStructs with shardings: what weights are restored to.
     """
 
     def __init__(self, config: Config, mesh: Mesh):
@@ -139,7 +142,7 @@ class Generator:
         layout = lay_out(config, mesh)
         self.abstract_model = layout.abstract_model
 
-        def program(slots: int, model: GPT, request: dict[str, Array]):
+        def program(slots: int, model: CausalModel, request: dict[str, Array]):
             on_device = partial(_generate, config, layout.plan, slots)
             return jax.shard_map(on_device, mesh=mesh, in_specs=(layout.specs, P()), out_specs=P(), check_vma=True)(
                 model, request
@@ -148,7 +151,7 @@ class Generator:
         self._program = jax.jit(program, static_argnums=0)
 
     def generate(
-        self, model: GPT, prompts: Sequence[Sequence[int]], sampling: Sampling, eod: int
+        self, model: CausalModel, prompts: Sequence[Sequence[int]], sampling: Sampling, eod: int
     ) -> list[Continuation]:
         """Continue each of `prompts` until its document ends, `sampling.tokens` are there, or positions run out.
 
@@ -234,7 +237,7 @@ class Sample:
 
 
 def continue_texts(
-    generator: Generator, model: GPT, tokenizer: Tokenizer, prompts: Sequence[str], sampling: Sampling
+    generator: Generator, model: CausalModel, tokenizer: Tokenizer, prompts: Sequence[str], sampling: Sampling
 ) -> list[Sample]:
     """`Generator.generate` from text to text.
 
@@ -268,12 +271,12 @@ def print_samples(samples: Sequence[Sample], console: Console) -> None:
 
 
 def print_sample(run: Run, state: TrainState, data: TrainingData) -> None:
-    """Let a GPT that was just trained continue `log.prompt`, or the beginning of a validation sample.
+    """Let a causal model that was just trained continue `log.prompt`, or the beginning of a validation sample.
 
     This is the `on_end` of `training.loop.train`; it prints nothing where the run has no tokenizer or asks for none.
     """
     log, display = run.config.log, run.display
-    if data.tokenizer is None or log.sample_tokens == 0 or run.config.model.kind != "gpt":
+    if data.tokenizer is None or log.sample_tokens == 0 or not run.config.model.causal:
         return
     tokenizer = tokenizer_from_folder(data.tokenizer)
     prompt = log.prompt

@@ -8,27 +8,34 @@ from pathlib import Path
 
 import jax
 
-from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, read_config
+from mjax.config import Config, DataConfig, MeshConfig, read_config
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
-from mjax.models.build import Model
+from mjax.model_config import ModelConfig
+from mjax.models.protocol import Model
+from mjax.parallel import axes
 from mjax.state.checkpoint import Checkpoints
 from mjax.state.runs import checkpoint_steps
 from mjax.validation import validate
 
 MICRO_BATCHES_A_STAGE = 4  # where there is a pipeline: its bubble is then a fifth at most
-KINDS = {"gpt": "a GPT", "bert": "a BERT"}
 
 
-def read_run(run: Path, kind: str, reason: str) -> Config:
-    """The config of the run in folder `run`, whose model must be of this kind; `reason` says why no other will do.
+def read_run(run: Path, causal: bool, reason: str) -> Config:
+    """The config of the run in folder `run`.
+
+    Args:
+      run: its folder.
+      causal: whether its model must be one that continues text, or one that looks to both sides.
+      reason: why no other will do.
 
     Raises:
-      UsageError: the folder has no config, or its model is of another kind.
+      UsageError: the folder has no config, or another model.
     """
     config = read_config(run / "config.json")
-    if config.model.kind != kind:
-        raise UsageError(f"{run} holds {KINDS[config.model.kind]}, {reason}; give the run folder of {KINDS[kind]}")
+    if config.model.causal != causal:
+        wanted = "a GPT" if causal else "a BERT"
+        raise UsageError(f"{run} holds {config.model.title}, {reason}; give the run folder of {wanted}")
     return config
 
 
@@ -61,7 +68,7 @@ def inference_config(
     micro_batches = MICRO_BATCHES_A_STAGE * mesh.pipe if mesh.pipe > 1 else 1
     config = replace(
         config,
-        model=replace(config.model, attention=attention, hidden_dropout=0.0, attention_dropout=0.0),
+        model=replace(config.model.without_dropout(), attention=attention),
         mesh=mesh,
         precision=precision,
         data=DataConfig(mock=True),  # no data are read as samples of training
@@ -85,7 +92,7 @@ def check_enough_devices(mesh: MeshConfig) -> None:
       UsageError: it does.
     """
     if (found := len(jax.devices())) < mesh.devices:
-        flags = {"pipe": mesh.pipe, "data": mesh.data, "model": mesh.model}
+        flags = axes.sizes(mesh)
         given = " ".join(f"--mesh.{axis} {size}" for axis, size in flags.items() if size > 1)
         fewer = " ".join(f"--mesh.{axis} 1" for axis, size in flags.items() if size > 1)
         raise UsageError(f"{given} needs {mesh.devices} devices; {found} found: use {fewer}")

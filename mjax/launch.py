@@ -67,7 +67,11 @@ def simulate_devices(count: int) -> None:
     """
     if count < 1:
         raise UsageError(f"--simulate is {count}; it must be at least 1")
-    assert "jax" not in sys.modules, "devices can only be simulated before jax is imported"
+    if "jax" in sys.modules:  # the file of a config may import it; no device has been touched yet
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}".strip()

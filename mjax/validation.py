@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from mjax.batch_size import BatchSizes, parse_schedule
 from mjax.bounds import check_bounds
 from mjax.config import Config
@@ -23,7 +25,8 @@ def validate(config: Config, name: str = "this config") -> None:
     _check_shapes(config)
     _check_batch_sizes(config)
     _check_pipeline(config)
-    _check_kind(config)
+    _check_samples(config)
+    config.model.check(config)
     _check_sequence_parallel(config)
     _check_schedules(config)
     _check_data(config, name)
@@ -37,15 +40,10 @@ def _check_shapes(config: Config) -> None:
             f"--model.heads {model.heads} does not divide hidden size {model.hidden}; "
             f"use {_listed(_divisors(model.hidden))}"
         )
-    for what, size in (
-        ("heads", model.heads),
-        ("feed-forward width", model.mlp_width),
-        ("padded vocabulary", model.padded_vocabulary),
-    ):
+    columns = model.columns()
+    for what, size in columns.items():
         if size % mesh.model:
-            possible = [
-                n for n in _divisors(model.heads) if model.mlp_width % n == 0 and model.padded_vocabulary % n == 0
-            ]
+            possible = _divisors(math.gcd(*columns.values()))
             raise UsageError(f"--mesh.model {mesh.model} does not divide {what} {size}; use {_listed(possible)}")
 
     if train.global_batch % mesh.data:
@@ -63,7 +61,7 @@ def _check_shapes(config: Config) -> None:
 
 def _check_sequence_parallel(config: Config) -> None:
     model, mesh, train = config.model, config.mesh, config.train
-    tokens = train.micro_batch * model.choices * model.sequence
+    tokens = train.micro_batch * model.sequences * model.sequence
     if mesh.sequence_parallel and tokens % mesh.model:
         raise UsageError(
             f"--mesh.sequence-parallel cannot split the {tokens} tokens of a micro-batch over --mesh.model "
@@ -102,39 +100,22 @@ def _check_schedules(config: Config) -> None:
         )
 
 
-ONE_KIND = {
-    "model.layernorm": ("bert", "a GPT's LayerNorm comes first"),
-    "model.mlm_activation": ("bert", "a GPT has no MLM head"),
-    "model.head": ("bert", "a GPT predicts the next token"),
-    "data.mask_probability": ("bert", "a GPT's samples are whole and unmasked"),
-    "data.short_probability": ("bert", "a GPT's samples are whole and unmasked"),
-    "model.positions": ("gpt", "ALiBi says nothing about tokens that follow"),
-    "model.embedding_layernorm": ("gpt", "a BERT has that LayerNorm with --model.layernorm post"),
-    "data.reset_positions": ("gpt", "a BERT's samples are pairs with padding"),
-    "data.reset_attention": ("gpt", "a BERT's samples are pairs with padding"),
-    "data.mask_eod_loss": ("gpt", "a BERT's samples are pairs with padding"),
-    "data.validation_tail": ("gpt", "a BERT's samples are pairs with padding"),
-}
-"""Fields that one kind of model has: which, and why the other does not."""
+OF_PAIRS = ("mask_probability", "short_probability")
+OF_TEXT = ("reset_positions", "reset_attention", "mask_eod_loss", "validation_tail")
+"""Fields of `data` that are for a BERT's pairs of text, and for text that is read from left to right."""
 
 
-def _check_kind(config: Config) -> None:
-    """Refuse settings that the model's kind does not have."""
-    model, default = config.model, Config()
-    for name, (kind, reason) in ONE_KIND.items():
-        section, field = name.split(".")
-        value = getattr(getattr(config, section), field)
-        if model.kind != kind and value != getattr(getattr(default, section), field):
-            given = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-            raise UsageError(f"{given} is for --model.kind {kind}; leave it out, {reason}")
-    if model.positions == "alibi" and config.data.reset_positions:
-        raise UsageError(
-            "--data.reset-positions is for --model.positions learned; leave it out, ALiBi counts distances, which are "
-            "the same wherever a document begins"
-        )
-    for field in ("sequence", "vocabulary"):
-        if model.kind == "bert" and getattr(model, field) < 3:
-            raise UsageError(f"--model.{field} {getattr(model, field)} is too small for a BERT; use 3 or more")
+def _check_samples(config: Config) -> None:
+    """Refuse settings of the data that the model's samples do not have."""
+    default = type(config.data)()
+    others = {"text": (OF_PAIRS, "pairs of text, with --model.kind bert", "these samples are whole and unmasked")}
+    others["pairs"] = (OF_TEXT, "text, with --model.kind gpt", "a BERT's samples are pairs with padding")
+    fields, meant, reason = others.get(config.model.samples, ((), "", ""))
+    for field in fields:
+        value = getattr(config.data, field)
+        if value != getattr(default, field):
+            given = f"--data.{field.replace('_', '-')}" + ("" if value is True else f" {value}")
+            raise UsageError(f"{given} is for {meant}; leave it out, {reason}")
 
 
 def _check_data(config: Config, name: str) -> None:

@@ -117,7 +117,7 @@ def task_loss(weights, model, batch, masks=None):
 
 
 def _loss_and_gradients(weights, model, batch, masks=None):
-    total = loss if model.head == "pretraining" else task_loss
+    total = loss if model.kind == "bert" else task_loss
     (_, figures), gradients = jax.value_and_grad(total, has_aux=True)(weights, model, batch, masks)
     return figures, gradients
 

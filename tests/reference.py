@@ -51,7 +51,7 @@ def dropout_masks(model, b, seed, step):
         masks[layer, 1] = _keep(_fold(at, 1), model.attention_dropout, scores)
         masks[layer, 2] = _keep(_fold(at, 2), model.hidden_dropout, hidden)
         masks[layer, 3] = _keep(_fold(at, 3), model.hidden_dropout, hidden)
-    if model.head != "pretraining":
+    if model.kind == "bert_task":
         masks[0, 4] = _keep(_fold(_fold(words, 0), 4), model.hidden_dropout, (b, model.hidden))
     return masks
 

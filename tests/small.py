@@ -4,20 +4,31 @@ from dataclasses import replace
 from functools import cache, partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from mjax.config import (
+    Config,
+    DataConfig,
+    GPTConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from mjax.model_config import as_kind
 from mjax.models.build import build_model
 from mjax.names import leaf_name
-from mjax.parallel.mappings import DATA
+from mjax.parallel.axes import DATA
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks, plan_storage
 from mjax.state.precision import parameter_type
 from mjax.training.step import TrainProgram, build_program, loss_and_gradients
 
-MODEL = ModelConfig(
+MODEL = GPTConfig(
     layers=2,
     hidden=32,
     heads=8,
@@ -48,8 +59,10 @@ def small_config(
     samples=None,
     **changes,
 ) -> Config:
+    kind = "bert_task" if "head" in changes else changes.pop("kind", "gpt")
+    changes.pop("kind", None)
     return Config(
-        model=replace(MODEL, hidden_dropout=dropout, attention_dropout=dropout, **changes),
+        model=replace(as_kind(MODEL, kind), hidden_dropout=dropout, attention_dropout=dropout, **changes),
         mesh=MeshConfig(data=data, model=model, **(mesh or {})),
         data=DataConfig(mock=True, **(samples or {})),
         optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
@@ -61,9 +74,9 @@ def small_config(
 
 
 def batch_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
-    if config.model.head != "pretraining":
+    if config.model.samples is None:
         return examples_of(config, seed)
-    if config.model.kind == "bert":
+    if config.model.samples == "pairs":
         return pairs_of(config, seed)
     shape = (config.train.global_batch, config.model.sequence + 1)
     rows = np.random.default_rng(seed).integers(0, config.model.vocabulary, shape).astype(np.int32)
@@ -89,7 +102,7 @@ def pairs_of(config: Config, seed: int) -> dict[str, np.ndarray]:
 def examples_of(config: Config, seed: int) -> dict[str, np.ndarray]:
     """Random examples for the head of a task: another amount of padding in each row, and labels that are text."""
     model, random = config.model, np.random.default_rng(seed)
-    shape = config.train.global_batch, model.choices, model.sequence
+    shape = config.train.global_batch, model.sequences, model.sequence
     row, place = np.arange(shape[0] * shape[1]).reshape(*shape[:2], 1), np.arange(shape[2])
     length = shape[2] - row * 3 % (shape[2] // 2)
     limit = length[:, 0, 0] if model.head == "span" else model.answers
@@ -156,15 +169,26 @@ def weights_of(config: Config):
     Biases and LayerNorm weights are drawn at random, so that a term which multiplies them cannot hide behind zeros.
     """
     seed, compute = config.train.seed, config.precision.compute
-    plain = replace(config.model, attention="xla", hidden_dropout=0.0, attention_dropout=0.0)  # change no weight
+    plain = replace(config.model.without_dropout(), attention="xla")  # changes no weight
     own = jax.tree.structure(jax.eval_shape(lambda: build_model(seed, config.model, parameter_type(compute))))
     return jax.tree.unflatten(own, _drawn(plain, seed, compute))
 
 
-def gradient_program(config: Config):
+MEANS = {"gpt": ("loss",), "bert": ("mlm_loss", "order_loss", "order_accuracy"), "bert_task": ("loss", "accuracy")}
+
+
+def as_vector(means, names):
+    """What a model reports as one array, in the order of the serial references: [] of one name, else [k]."""
+    assert means.keys() == set(names)
+    values = [means[name] for name in names]
+    return values[0] if len(values) == 1 else jnp.stack(values)
+
+
+def gradient_program(config: Config, names: tuple[str, ...] | None = None):
     """(weights, batch, step, scale) → loss and gradients on the mesh of `config`, and a function that places the
     weights on it.
     """
+    names = names or MEANS.get(config.model.kind, ("loss",))
     mesh = make_mesh(config.mesh)
     model = cut_into_chunks(weights_of(config), config.mesh)
     plan = plan_storage(model, nnx.get_partition_spec(model), config.mesh)
@@ -177,4 +201,9 @@ def gradient_program(config: Config):
         out_specs=(P(), specs),
         check_vma=True,
     )
-    return jax.jit(program, compiler_options=QUICKLY), lambda: jax.device_put(model, shardings)
+
+    def with_vector(*arguments):
+        means, gradients = program(*arguments)
+        return as_vector(means, names), gradients
+
+    return jax.jit(with_vector, compiler_options=QUICKLY), lambda: jax.device_put(model, shardings)

@@ -10,6 +10,7 @@ import pytest
 from mjax.batch_size import BatchSizes
 from mjax.bounds import Bounds
 from mjax.config import (
+    BERTConfig,
     Config,
     DataConfig,
     MeshConfig,
@@ -271,24 +272,23 @@ def _with(**sections):
             _with(health={"spike": "skip", "spike_deviations": 0.0}),
             "--health.spike skip needs --health.spike-deviations above 0",
         ),
-        (_with(model={"layernorm": "post"}), "--model.layernorm post is for --model.kind bert"),
-        (_with(model={"mlm_activation": "gelu_erf"}), "--model.mlm-activation gelu_erf is for --model.kind bert"),
         (
-            _with(model={"kind": "bert"}, data={"reset_attention": True}),
-            "--data.reset-attention is for --model.kind gpt",
-        ),
-        (_with(model={"kind": "bert", "positions": "alibi"}), "--model.positions alibi is for --model.kind gpt"),
-        (
-            _with(model={"kind": "bert", "embedding_layernorm": True}),
-            "--model.embedding-layernorm is for --model.kind gpt",
+            replace(_with(data={"reset_attention": True}), model=BERTConfig()),
+            "--data.reset-attention is for text, with --model.kind gpt; leave it out",
         ),
         (
             _with(model={"positions": "alibi"}, data={"reset_positions": True}),
             "--data.reset-positions is for --model.positions learned; leave it out, ALiBi counts distances",
         ),
-        (_with(data={"mask_probability": 0.3}), "--data.mask-probability 0.3 is for --model.kind bert; leave it out"),
-        (_with(data={"short_probability": 0.0}), "--data.short-probability 0.0 is for --model.kind bert; leave it out"),
-        (_with(model={"kind": "bert", "vocabulary": 2}), "--model.vocabulary 2 is too small for a BERT"),
+        (
+            _with(data={"mask_probability": 0.3}),
+            "--data.mask-probability 0.3 is for pairs of text",
+        ),
+        (
+            _with(data={"short_probability": 0.0}),
+            "--data.short-probability 0.0 is for pairs of text",
+        ),
+        (replace(_with(), model=BERTConfig(vocabulary=2)), "--model.vocabulary 2 is too small for a BERT"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_sentence(config, words):
@@ -300,7 +300,7 @@ def test_what_cannot_run_is_refused_in_one_sentence(config, words):
 
 OUT_OF_BOUNDS = [
     ("model.layers", 0), ("model.feed_forward", 0), ("model.hidden_dropout", 1.0), ("model.attention_dropout", -0.1),
-    ("model.answers", 0), ("model.init_std", -0.1), ("mesh.pipe", 0), ("mesh.data", -1), ("mesh.model", 0),
+    ("model.init_std", -0.1), ("mesh.pipe", 0), ("mesh.data", -1), ("mesh.model", 0),
     ("data.mask_probability", 0.0), ("data.mask_probability", 1.0), ("data.short_probability", -0.1),
     ("data.short_probability", 1.1), ("data.short_probability", float("nan")), ("data.samples", 0), ("data.eod", -1),
     ("optimizer.learning_rate", float("nan")), ("optimizer.learning_rate", -1.0), ("optimizer.beta2", 1.0),

@@ -4,15 +4,15 @@ from mjax.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    GPTConfig,
     LogConfig,
-    ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
     TrainConfig,
 )
 
 config = Config(
-    model=ModelConfig(layers=2, hidden=32, heads=4, sequence=16, vocabulary=257, vocabulary_multiple=64),
+    model=GPTConfig(layers=2, hidden=32, heads=4, sequence=16, vocabulary=257, vocabulary_multiple=64),
     data=DataConfig(mock=True),
     optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3, warmup_steps=2),
     precision=PrecisionConfig(compute="fp32"),

@@ -20,7 +20,7 @@ import tyro
 from rich.console import Console
 
 from mjax.bounds import Count
-from mjax.config import ModelConfig, read_config
+from mjax.config import read_config
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.flags import parse
@@ -41,6 +41,7 @@ from mjax.interop.settings import config_values, model_config
 from mjax.interop.tensor_files import open_tensors, parse_size, write_tensors
 from mjax.interop.tokenizer_files import find_tokenizer, write_tokenizer
 from mjax.interop.weights import absent_heads, find_tensors, places, read_weights, weight_arrays
+from mjax.model_config import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.progress import progress
 from mjax.state.checkpoint import Checkpoints
@@ -146,7 +147,7 @@ def to_hf(arguments: ToHfArguments) -> int:
     family = family_of(config.model)
     tokenizer = _tokenizer_of(run, arguments.tokenizer)
     check_vocabulary(tokenizer, config.model)
-    library = None if tokenizer is None else fast_tokenizer(tokenizer, pairs=config.model.kind == "bert")
+    library = None if tokenizer is None else fast_tokenizer(tokenizer, pairs=config.model.samples != "text")
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     notices = Console(stderr=True, highlight=False)
@@ -189,7 +190,7 @@ def print_next_steps(source: Path, output: Path, model: ModelConfig, tokenizer: 
             f"no tokenizer found in {source}; convert again with --tokenizer KIND:FILES to keep one in the run, or "
             "give it to generate and evaluate each time"
         )
-    elif model.kind == "gpt":
+    elif model.causal:
         print(f'generate     python -m mjax generate --run {output} --prompt "…"')
     print(f"train on     python train.py --run {output} --data.path data/corpus")
 

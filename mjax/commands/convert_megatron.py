@@ -11,7 +11,6 @@ import tyro
 
 from mjax.bounds import Count
 from mjax.commands.convert import print_next_steps
-from mjax.config import ModelConfig
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.interop.convert import (
@@ -26,6 +25,7 @@ from mjax.interop.megatron.names import family_of
 from mjax.interop.model_folder import check_output
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import find_tensors, read_weights
+from mjax.model_config import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.progress import progress
 
@@ -67,12 +67,13 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     checkpoint = open_checkpoint(source, arguments.step)
     place = str(checkpoint.folder)
     model = model_config(
-        checkpoint.arguments, checkpoint.tensors, checkpoint.kind, place, arguments.heads, arguments.activation
+        checkpoint.arguments, checkpoint.tensors, checkpoint.architecture, place, arguments.heads, arguments.activation
     )
-    if model.layernorm == "post" and not (checkpoint.kind == "bert" and checkpoint.old_names):
+    layernorm = getattr(model, "layernorm", "pre")
+    if layernorm == "post" and not checkpoint.old_names:
         raise UsageError(
             f"{place}: apply_residual_connection_post_layernorm is set, and mjax knows it of old BERT models only: "
-            "megatron-core passes over it, and a GPT has no such form; convert another model"
+            "megatron-core passes over it; convert another model"
         )
     tokenizer = find_tokenizer(source, arguments.tokenizer)
     rows = model.vocabulary
@@ -80,7 +81,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
     check_vocabulary(tokenizer, model)
     config = import_config(model, place)
-    family = family_of(model.kind, checkpoint.version, model.layernorm, model.layers)
+    family = family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
     found = find_tensors(family, checkpoint.tensors, model, place)
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------

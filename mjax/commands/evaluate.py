@@ -100,7 +100,7 @@ def evaluate(arguments: EvaluateArguments) -> int:
 
 def _evaluate(arguments: EvaluateArguments) -> int:
     from mjax.inference import inference_config, restore_weights, run_tokenizer
-    from mjax.models.attention import with_kernel
+    from mjax.models.kernel_trial import with_kernel
     from mjax.parallel import processes
     from mjax.parallel.mesh import make_mesh
     from mjax.tasks.scoring import Scorer, TaskScorer

@@ -51,7 +51,7 @@ def finetune(arguments: FinetuneArguments) -> int:
 def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     from mjax.finetuning.tuning import Finetuning
     from mjax.inference import check_enough_devices, read_run, run_tokenizer
-    from mjax.models.attention import with_kernel
+    from mjax.models.kernel_trial import with_kernel
     from mjax.parallel import processes
     from mjax.state.runs import locked
     from mjax.training.agreement import agree, check_shared, facts_of
@@ -61,7 +61,7 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     console = lasting_console(sys.stderr, processes.is_first())
     say = lambda line: console.print(line, markup=False)  # noqa: E731
     run = arguments.checkpoint
-    saved = read_run(run, "bert", "and tasks with labels are for a BERT")
+    saved = read_run(run, False, "and tasks with labels are for a BERT")
     tokenizer = run_tokenizer(run, saved.model, flag=None)
     recipe = recipes.recipe_of(arguments, saved, say)
     with console.status(f"reading the files of {arguments.task}"):

@@ -51,7 +51,7 @@ def generate(arguments: GenerateArguments) -> int:
     if not arguments.prompt:
         raise UsageError("there is no prompt; add --prompt TEXT")
     run = arguments.checkpoint
-    saved = read_run(run, "gpt", "which continues no text")
+    saved = read_run(run, True, "which continues no text")
     config = inference_config(saved, MeshConfig(model=arguments.model_parallel))
     tokenizer = run_tokenizer(run, config.model, arguments.tokenizer)
 

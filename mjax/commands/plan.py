@@ -22,6 +22,7 @@ from mjax.errors import UsageError, check_picture
 from mjax.flags import parse, typed_flags
 from mjax.hardware import Gpu, gpu_named
 from mjax.models.kernels import attention_on_gpu
+from mjax.parallel import axes
 from mjax.planner.calibration import Calibration, default_calibration, read_calibration
 from mjax.planner.config_file import write_config
 from mjax.planner.rates import Rates
@@ -184,7 +185,7 @@ def _run(planned: _Planned) -> Section:
     values = {
         "config": name,
         "parameters": parameters,
-        "mesh": {"pipe": mesh.pipe, "data": mesh.data, "model": mesh.model},
+        "mesh": axes.sizes(mesh),
         "devices": mesh.devices,
         "global_batch": train.global_batch,
         "micro_batch": train.micro_batch,

@@ -34,7 +34,7 @@ from rich.console import Console
 
 from mjax import __version__
 from mjax.bounds import Bounds, check_bounds
-from mjax.config import DataConfig, ModelConfig
+from mjax.config import DataConfig
 from mjax.data.blocks import Block
 from mjax.data.corpus import Corpus, TextArguments, parse
 from mjax.data.indexed import token_dtype
@@ -55,6 +55,7 @@ from mjax.data.tokenizers.wordpiece import TRAINABLE
 from mjax.data.wikipedia import Wikipedia
 from mjax.data.workers import Workers, useful_workers
 from mjax.errors import UsageError
+from mjax.model_config import ModelConfig
 
 TRAINING_CHARACTERS = 2**26  # a larger sample does not improve a tokenizer
 CHUNK = 2**14  # characters that are sampled together

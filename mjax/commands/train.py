@@ -16,6 +16,7 @@ from mjax.config import Config, load_config, read_config
 from mjax.errors import UsageError, either, exit_code, explain
 from mjax.flags import parse, typed_flags
 from mjax.launch import Distributed
+from mjax.model_config import as_kind
 from mjax.resolve import resolve
 from mjax.validation import validate
 
@@ -146,6 +147,7 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     parser.add_argument("--config", nargs="?")
     parser.add_argument("--run", "--resume", dest="resume", type=Path, nargs="?")
     parser.add_argument("--name", nargs="?")
+    parser.add_argument("--model.kind", dest="kind", nargs="?")
     first, _ = parser.parse_known_args(argv)
     if first.resume is not None:
         for flag in ("config", "name"):
@@ -160,4 +162,7 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
             raise UsageError(f"--run {first.resume} holds no checkpoint; give a run folder such as runs/gpt_demo")
         return TrainArguments(resume=first.resume, settings=read_config(first.resume / "config.json"))
     config = first.config or TrainArguments.config
-    return TrainArguments(config=config, settings=load_config(config))
+    settings = load_config(config)
+    if first.kind is not None and first.kind != settings.model.kind:
+        settings = replace(settings, model=as_kind(settings.model, first.kind))
+    return TrainArguments(config=config, settings=settings)

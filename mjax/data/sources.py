@@ -57,14 +57,14 @@ def open_data(config: Config) -> TrainingData:
         no embedding for.
     """
     data, model, train = config.data, config.model, config.train
-    if model.head != "pretraining":
+    if model.samples is None:
         raise UsageError(
-            f"--model.head {model.head} is not for pre-training; leave it out, and type python -m mjax finetune --help"
+            f"--model.kind {model.kind} is not for pre-training; leave it out, and type python -m mjax finetune --help"
         )
     evaluates = train.eval_interval > 0
     if data.mock:
         mock, summary = MockDataset, "mock tokens"
-        if model.kind == "bert":
+        if model.samples == "pairs":
             mock, summary = partial(MockPairs, masked=data.mask_probability), "mock pairs of text"
         training = mock(model.vocabulary, model.sequence, train.seed)
         validation = mock(model.vocabulary, model.sequence, train.seed + 1) if evaluates else None
@@ -105,7 +105,7 @@ class _Files:
                 f"{model.vocabulary:,}; for a new run leave it out or use --model.vocabulary {metadata.vocabulary}, "
                 "and to go on with one prepare the data with its tokenizer"
             )
-        self._pieces = _word_pieces(prefixes, self.tokenizer) if model.kind == "bert" else None
+        self._pieces = _word_pieces(prefixes, self.tokenizer) if model.samples == "pairs" else None
         self.eod = data.eod if data.eod is not None or metadata is None else metadata.eod
         if self.eod is None and (data.reset_positions or data.reset_attention or data.mask_eod_loss):
             raise UsageError(
@@ -206,7 +206,7 @@ def _bundle(config, training, validation, eod, tokenizer, summary, notes) -> Tra
     data, whole = config.data, BatchSizes.constant(config.train.global_batch)
 
     def label(evaluation: bool):
-        if config.model.kind == "bert":
+        if config.model.samples == "pairs":
             return dict  # a sample is made whole by its dataset
         return partial(labelled, names=data.batch_types(evaluation), eod=eod, mask_eod=data.mask_eod_loss)
 

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.config import Config, ModelConfig
+from mjax.config import Config
 from mjax.doctor.devices import called
 from mjax.doctor.finding import GREEN, RED, YELLOW, Found, advice_on, check
 from mjax.doctor.numerics import relative_error
 from mjax.errors import UsageError
-from mjax.models import attention
-from mjax.models.alibi import alibi_slopes
+from mjax.model_config import GPTConfig, ModelConfig
+from mjax.models import attention, kernel_trial
+from mjax.models.positions import alibi_slopes
 
 # Largest allowed difference from NumPy's float64, relative to the largest value: products of 16-bit inputs are summed
 # in float32, and probabilities and results rounded to 8 (bf16) or 11 (fp16) bits.
@@ -25,13 +26,13 @@ def check_attention(config: Config | None = None) -> Found:
 
     Without a config: bf16, head size 64, no dropout.
     """
-    model = ModelConfig(attention_dropout=0.0) if config is None else config.model
+    model = GPTConfig(attention_dropout=0.0) if config is None else config.model
     compute = "bf16" if config is None else config.precision.compute
     documents = config is not None and "documents" in config.batch_arrays()
     platform = jax.default_backend()
     notices: list[str] = []
     try:
-        kernel = attention.resolve_attention(model, compute, platform, notices.append, documents)
+        kernel = kernel_trial.resolve_attention(model, compute, platform, notices.append, documents)
     except UsageError as error:
         found, _, advice = str(error).rpartition("; ")
         return RED, found, advice_on(found, advice)
@@ -66,7 +67,7 @@ def largest_error(kernel: str, model: ModelConfig, compute: str, documents: bool
     random = np.random.default_rng(0)
     inputs = [jnp.asarray(random.standard_normal(shape), dtype) for _ in range(3)]
     numbers = np.arange(shape[1]) // np.array([[5], [7]]) if documents else None
-    slopes = alibi_slopes(shape[2]) if model.positions == "alibi" else None
+    slopes = alibi_slopes(shape[2]) if model.biased_scores else None
 
     def total(q, k, v):
         there = {"documents": None if numbers is None else jnp.asarray(numbers)}

@@ -17,7 +17,7 @@ from mjax.doctor.devices import by_kind, called
 from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding, Found, check, listed
 from mjax.hardware import Gpu, gpu_of
 from mjax.parallel import mappings
-from mjax.parallel.mappings import MODEL
+from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
 
 MEASURED_SECONDS = 0.3  # for each rate, after two runs

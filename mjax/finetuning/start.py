@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 
 from mjax.config import Config
 from mjax.inference import restore_weights
-from mjax.models.build import Model, build_model
+from mjax.models.build import build_model
+from mjax.models.protocol import Model
 from mjax.names import leaf_name
 from mjax.parallel.zero import cut_into_chunks
 from mjax.state.layout import lay_out

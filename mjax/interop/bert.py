@@ -53,7 +53,7 @@ BERT = Family(
     ignored=r"(bert\.)?embeddings\.(position_ids|token_type_ids)",  # counted, and zeros: old versions stored them
     renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),  # of TensorFlow
     model_type="bert",
-    fixed={"kind": "bert", "layernorm": "post", "head": "pretraining"},
+    fixed={"kind": "bert", "layernorm": "post"},
     fields={
         "num_hidden_layers": ("layers", 12),
         "hidden_size": ("hidden", 768),
@@ -100,7 +100,7 @@ OF_TASKS = tuple(
         family,
         model=family.model.replace("PreTraining", task),
         names=family.names | {"head": tensor},
-        fixed=family.fixed | {"head": head},
+        fixed=family.fixed | {"kind": "bert_task", "head": head},
     )
     for family in (BERT, MEGATRON_BERT)
     for head, task, tensor in (

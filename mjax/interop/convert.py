@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.numpy import bfloat16
 
-from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, save_config
+from mjax.config import Config, DataConfig, MeshConfig, save_config
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.interop.bert import BERT, MEGATRON_BERT, OF_TASKS
@@ -23,7 +23,8 @@ from mjax.interop.gpt2 import GPT2
 from mjax.interop.model_folder import new_folder
 from mjax.interop.settings import fits
 from mjax.interop.weights import leaves
-from mjax.models.build import Model
+from mjax.model_config import ModelConfig
+from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
 from mjax.state.checkpoint import Checkpoints
 from mjax.state.layout import initial_weights, lay_out
@@ -82,7 +83,7 @@ def find_family(values: dict, file: Path) -> Family:
 
 def family_of(model: ModelConfig) -> Family:
     """The family that a model of mjax has a place in."""
-    if model.head == "pretraining" and model.mlm_activation not in (None, model.activation):
+    if getattr(model, "mlm_activation", None) not in (None, model.activation):
         raise UsageError(
             f"the MLP of this BERT has {model.activation} and its MLM head {model.mlm_activation}, and transformers "
             "has one activation for both; convert a model with one"
@@ -90,17 +91,19 @@ def family_of(model: ModelConfig) -> Family:
     for family in (*FAMILIES, *OF_TASKS):
         if fits(family, model):
             return family
-    layernorm = "a" if model.embedding_layernorm else "no"
+    settings = ("positions", "activation", "feed_forward", "embedding_layernorm", "layernorm", "head")
+    given = " ".join(
+        f"--model.{name.replace('_', '-')} {getattr(model, name)}" for name in settings if hasattr(model, name)
+    )
     raise UsageError(
-        f"transformers has no class for a {model.kind} with --model.positions {model.positions}, --model.activation "
-        f"{model.activation}, feed-forward {model.mlp_width} and {layernorm} LayerNorm after the embedding; "
-        "GPT2LMHeadModel has learned positions and none, BloomForCausalLM ALiBi, gelu_tanh, 4 × hidden and one"
+        f"transformers has no class for {model.title} with {given}; GPT2LMHeadModel has learned positions and no "
+        "LayerNorm after the embedding, BloomForCausalLM ALiBi, gelu_tanh, 4 × hidden and one"
     )
 
 
 def class_settings(model: ModelConfig) -> dict:
     """The settings of config.json that say how many classes a head has; their names are not in a run."""
-    if model.head != "classification":
+    if getattr(model, "head", None) != "classification":
         return {}
     names = [f"LABEL_{number}" for number in range(model.answers)]  # as transformers calls them
     return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mjax.config import ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.family import Family
+from mjax.model_config import ModelConfig, config_class
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -41,9 +41,11 @@ WITHOUT_EFFECT = {
 
 def fits(family: Family, model: ModelConfig) -> bool:
     """Whether a model is of this family."""
-    usual_width = model.mlp_width == 4 * model.hidden
+    usual_width = getattr(model, "mlp_width", None) == 4 * model.hidden
     any_width = any(ours == "feed_forward" for ours, _ in family.fields.values())
-    return (usual_width or any_width) and all(getattr(model, name) == value for name, value in family.fixed.items())
+    return (usual_width or any_width) and all(
+        getattr(model, name, None) == value for name, value in family.fixed.items()
+    )
 
 
 def model_config(family: Family, values: dict[str, Any], file: str, vocabulary_multiple: int) -> ModelConfig:
@@ -80,7 +82,7 @@ def model_config(family: Family, values: dict[str, Any], file: str, vocabulary_m
             f"{file}: {theirs['heads']} {found['heads']} does not divide {theirs['hidden']} {found['hidden']}; "
             "restore the file"
         )
-    return ModelConfig(**family.fixed, **found, vocabulary_multiple=vocabulary_multiple)
+    return config_class(family.fixed["kind"], file)(**family.fixed, **found, vocabulary_multiple=vocabulary_multiple)
 
 
 def _read(values: dict[str, Any], name: str, default: Any, file: str) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 
 from tokenizers import Tokenizer as Library
 
-from mjax.config import ModelConfig
 from mjax.data.tokenizers import (
     DESCRIPTION,
     BertTokenizer,
@@ -33,6 +32,7 @@ from mjax.data.tokenizers.huggingface import check_sizes
 from mjax.data.tokenizers.library import library_errors
 from mjax.errors import UsageError
 from mjax.interop.model_folder import read_object, write_object
+from mjax.model_config import ModelConfig
 
 FOUND_BY_FILES = (HuggingFaceTokenizer, GPT2Tokenizer, SentencePieceTokenizer)
 """In the order in which they are looked for: tokens that were added to a model later are in tokenizer.json only."""
@@ -116,7 +116,7 @@ def write_tokenizer(tokenizer: Tokenizer, library: Library, folder: Path, model:
       model: what the folder holds. A GPT's tokenizer adds nothing to a text and finds no special token in it, as in
         mjax. A BERT's puts [CLS] and [SEP] around it and reads a written [MASK] as one, as users of BERTs expect.
     """
-    pairs = model.kind == "bert"
+    pairs = model.samples != "text"
     content = library.to_str(pretty=True).encode()
     if isinstance(tokenizer, HuggingFaceTokenizer):  # whose own file has that name
         tokenizer = HuggingFaceTokenizer(content, "tokenizer.json", tokenizer.eod)

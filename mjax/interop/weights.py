@@ -20,11 +20,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from mjax.config import ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.family import Family
 from mjax.interop.tensor_files import FLOATS, Kind, Tensors
-from mjax.models.build import Model, build_model
+from mjax.model_config import ModelConfig
+from mjax.models.build import build_model
+from mjax.models.protocol import Model
 from mjax.names import leaf_name
 
 ROWS = 4096  # of an embedding that are read at once

@@ -1,4 +1,4 @@
-"""Attention, causal or to both sides: the kernels, and the choice among them.
+"""Attention, causal or to both sides: the module, and the kernels that it computes with.
 
 | kernel       | where            | what it does                                                            |
 |--------------|------------------|-------------------------------------------------------------------------|
@@ -7,7 +7,7 @@
 | `xla_blocks` | meant for CPUs   | the same over four blocks of queries, leaving out keys of the future    |
 
 All take q, k, v [b, s, n, d] with this rank's heads and return [b, s, n, d]. The kernel of a run is resolved once, at
-the start, by rule (`kernels.py`) and by running it (`resolve_attention`); nothing falls back on the way.
+the start, by rule (`kernels.py`) and by running it (`kernel_trial.py`); nothing falls back on the way.
 
 Where a sample holds several documents and they must not see each other, all kernels take the number of each token's
 document and mask what is not its own. With ALiBi all take the slopes of the heads (`alibi.py`) and add a penalty on
@@ -17,20 +17,20 @@ distance to the scores; cuDNN's kernel alone has to be given it written out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
-from mjax.config import Config, ModelConfig
-from mjax.errors import UsageError
-from mjax.models.alibi import alibi_slopes, distance_penalty
-from mjax.models.kernels import capability_of, choose_kernel
-from mjax.parallel import mappings
-from mjax.parallel.mappings import MODEL
+from mjax.model_config import ModelConfig
+from mjax.models.context import Context
+from mjax.models.positions import NO_POSITIONS, Positions, distance_penalty
+from mjax.parallel import mappings, random
+from mjax.parallel.axes import MODEL
+from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mjax.parallel.random import DropoutKey, dropout
 
 FLASH_STAND_IN = "cudnn, traced only"
@@ -55,7 +55,7 @@ def attend(
     only those in its document, where `documents` are given.
 
     Args:
-      q, k, v: [b, s, n, d].
+      q, k, v: [b, s, n, d]; keys and values may have fewer heads, each of which serves as many neighbouring queries.
       kernel: `cudnn`, `xla` or `xla_blocks`.
       rate, key: dropout of the probabilities; not with `cudnn`.
       documents: int [b, s], number of the document that a token belongs to; None: a sample is one document.
@@ -69,23 +69,53 @@ def attend(
         documents = mappings.vary(documents, mappings.varying_axes(q))
     if kernel in ("cudnn", FLASH_STAND_IN):
         assert rate == 0.0 or key is None, "cuDNN attention has no dropout in JAX's public interface"
-        # JAX hands cuDNN a mask as a bias, which is written out, and cuDNN writes out a gradient of it that nobody
-        # needs: 2 b s² bytes each, once for all heads and layers.
-        mask = None if documents is None else _same_document(documents, documents)[:, None]  # [b, 1, s, s]
-        # The same for ALiBi, whose penalty differs from head to head: 2 n s² bytes each for it and its gradient, and
-        # together with documents 2 b n s².
-        bias = None if slopes is None else _written_out(slopes, q.shape[1], q.dtype)
-        if kernel == FLASH_STAND_IN:
-            return _flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, mask) if x is not None))
-        return jax.nn.dot_product_attention(q, k, v, bias=bias, mask=mask, is_causal=causal, implementation="cudnn")
+        return _attend_cudnn(q, k, v, kernel, documents, causal, slopes)
+    k, v = _for_every_query(q, k, v)
     if slopes is not None:
         # Tied to this layer: else JAX computes the penalty [n, s, s] before the loop over layers, and every layer reads
         # from memory what costs it nothing to compute.
         slopes, _ = jax.lax.optimization_barrier((slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
-    if kernel == "xla":
-        return _attend_block(q, k, v, 0, rate, key, documents, causal, slopes)
-    # On a CPU it pays to copy once into [b, n, s, d], to leave out the keys in the future of a whole block, and to
-    # compute in float32: XLA runs small bf16 products there on one thread.
+    seen = _Seen(rate, key, documents, causal, slopes)
+    return _attend_block(q, k, v, 0, seen) if kernel == "xla" else _attend_in_blocks(q, k, v, seen)
+
+
+class _Seen(NamedTuple):
+    """What decides which probabilities remain; as the arguments of `attend`."""
+
+    rate: float
+    key: DropoutKey | None
+    documents: Array | None
+    causal: bool
+    slopes: Array | None
+
+
+def _for_every_query(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Keys and values with a head for each of the queries': [b, s, n, d]."""
+    if (group := q.shape[2] // k.shape[2]) == 1:
+        return k, v
+    return jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+
+
+def _attend_cudnn(
+    q: Array, k: Array, v: Array, kernel: str, documents: Array | None, causal: bool, slopes: Array | None
+) -> Array:
+    # JAX hands cuDNN a mask as a bias, which is written out, and cuDNN writes out a gradient of it that nobody needs:
+    # 2 b s² bytes each, once for all heads and layers.
+    mask = None if documents is None else _same_document(documents, documents)[:, None]  # [b, 1, s, s]
+    # The same for ALiBi, whose penalty differs from head to head: 2 n s² bytes each for it and its gradient, and
+    # together with documents 2 b n s².
+    bias = None if slopes is None else _written_out(slopes, q.shape[1], q.dtype)
+    if kernel == FLASH_STAND_IN:
+        return _flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, mask) if x is not None))
+    return jax.nn.dot_product_attention(q, k, v, bias=bias, mask=mask, is_causal=causal, implementation="cudnn")
+
+
+def _attend_in_blocks(q: Array, k: Array, v: Array, seen: _Seen) -> Array:
+    """Attention over four blocks of queries.
+
+    On a CPU it pays to copy once into [b, n, s, d], to leave out the keys in the future of a whole block, and to
+    compute in float32: XLA runs small bf16 products there on one thread.
+    """
     dtype = q.dtype
     q, k, v = (x.swapaxes(1, 2).astype(jnp.promote_types(dtype, jnp.float32)) for x in (q, k, v))
     blocks = 4 if q.shape[2] % 4 == 0 else 1
@@ -93,40 +123,17 @@ def attend(
     outputs = []
     for first in range(0, q.shape[2], width):
         end = first + width
-        read = end if causal else q.shape[2]
-        outputs.append(
-            _attend_block(
-                q[:, :, first:end],
-                k[:, :, :read],
-                v[:, :, :read],
-                first,
-                rate,
-                key,
-                documents,
-                causal,
-                slopes,
-                heads_first=True,
-            )
-        )
+        read = end if seen.causal else q.shape[2]
+        outputs.append(_attend_block(q[:, :, first:end], k[:, :, :read], v[:, :, :read], first, seen, heads_first=True))
     return jnp.concatenate(outputs, axis=2).swapaxes(1, 2).astype(dtype)
 
 
-def _attend_block(
-    q: Array,
-    k: Array,
-    v: Array,
-    first: int,
-    rate: float,
-    key: DropoutKey | None,
-    documents: Array | None,
-    causal: bool,
-    slopes: Array | None,
-    heads_first: bool = False,
-) -> Array:
+def _attend_block(q: Array, k: Array, v: Array, first: int, seen: _Seen, heads_first: bool = False) -> Array:
     """Attention of the queries from position `first` on: q [b, q, n, d], k and v [b, k, n, d] → [b, q, n, d].
 
-    With `heads_first` all of them are [b, n, …, d]. `documents` are those of the whole sample.
+    With `heads_first` all of them are [b, n, …, d].
     """
+    rate, key, documents, causal, slopes = seen
     queries, keys = ("bnqd", "bnkd") if heads_first else ("bqnd", "bknd")
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum(f"{queries},{keys}->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
@@ -190,6 +197,72 @@ def _same_document(queries: Array, keys: Array) -> Array:
     return queries[:, :, None] == keys[:, None, :]
 
 
+# --- The module -------------------------------------------------------------------------------------------------------
+
+
+class Attention(nnx.Module):
+    """Multi-head attention with the heads split over `model`. Shapes: x [t, h] → [t, h]."""
+
+    def __init__(
+        self,
+        key: Array,
+        config: ModelConfig,
+        dtype,
+        positions: Positions = NO_POSITIONS,
+        kv_heads: int | None = None,
+        bias: bool = True,
+    ):
+        """Draw the two matrices.
+
+        Args:
+          key: of `jax.random`.
+          config: sizes, kernel and dropout rate.
+          dtype: of the weights.
+          positions: what attention does with the places of tokens.
+          kv_heads: heads of keys and values, each for as many neighbouring heads of queries (arXiv 2305.13245); n when
+            not given. Then the first matrix is [h, 3, n, d], else [h, kv_heads, n / kv_heads + 2, d]: for each of them
+            its queries, its key and its value.
+          bias: whether both matrices have one.
+        """
+        qkv, out = jax.random.split(key)
+        heads, size = config.heads, config.head_size
+        self.config, self.positions = config, positions
+        self.grouped = kv_heads not in (None, heads)
+        columns, split = ((kv_heads, heads // kv_heads + 2, size), 0) if self.grouped else ((3, heads, size), 1)
+        self.qkv = ColumnParallelLinear(qkv, config.hidden, columns, split, config.init_std, dtype, bias)
+        self.out = RowParallelLinear(out, (heads, size), config.hidden, config.residual_std, dtype, bias)
+
+    def __call__(self, x: Array, context: Context) -> Array:
+        q, k, v = self._project(x, context)
+        config, key, slopes = self.config, context.key_of(random.ATTENTION), self.positions.slopes()
+        attended = attend(
+            q, k, v, config.attention, config.attention_dropout, key, context.documents, config.causal, slopes
+        )
+        attended = attended.reshape(context.tokens.count, *attended.shape[2:])
+        return self.out(checkpoint_name(attended, "context"), context.tokens)
+
+    def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+        """As `Block.decode`, for attention alone."""
+        (q, k, v), slopes = self._project(x, context), self.positions.slopes()
+        if cached is None:
+            attended = attend(q, k, v, self.config.attention, slopes=slopes)
+        else:
+            attended = attend_cached(q, k, v, cached, lengths, slopes)
+        return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), KeyValues(k, v)
+
+    def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
+        """Queries [b, s, n / p, d] and keys and values of this rank's heads."""
+        tokens = context.tokens
+        qkv = tokens.by_sequence(checkpoint_name(self.qkv(x, tokens), "qkv"))  # [b, s, 3, n / p, d]
+        if self.grouped:
+            b, s, _, _, size = qkv.shape
+            q, k, v = qkv[:, :, :, :-2].reshape(b, s, -1, size), qkv[:, :, :, -2], qkv[:, :, :, -1]
+        else:
+            q, k, v = (qkv[:, :, i] for i in range(3))
+        q, k = self.positions.turn(q, k, context)
+        return q, k, v
+
+
 # --- One position after those in a cache ------------------------------------------------------------------------------
 
 
@@ -218,6 +291,8 @@ def attend_cached(
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q = q / math.sqrt(q.shape[-1])
+    k, v = _for_every_query(q, k, v)
+    cached = KeyValues(*_for_every_query(q, *cached))
     before = jnp.einsum("bqnd,bknd->bnqk", q, cached.keys, preferred_element_type=wide)
     slots = jnp.arange(cached.keys.shape[1])
     if slopes is not None:  # a position's slot is its number; the new one, at `lengths`, is at no distance to itself
@@ -228,99 +303,3 @@ def attend_cached(
     probabilities = jax.nn.softmax(jnp.concatenate([before, itself], -1), axis=-1).astype(q.dtype)
     context = jnp.einsum("bnqk,bknd->bqnd", probabilities[..., :-1], cached.values)
     return context + jnp.einsum("bnqk,bknd->bqnd", probabilities[..., -1:], v)
-
-
-# --- Which kernel a run uses ------------------------------------------------------------------------------------------
-
-
-def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Config:
-    """`config` with the kernel that this process's devices will run in `model.attention` (`resolve_attention`).
-
-    Raises:
-      UsageError: the kernel asked for cannot do what the run needs, or fails when it is run.
-    """
-    documents = "documents" in config.batch_arrays()
-    kernel = resolve_attention(config.model, config.precision.compute, jax.default_backend(), announce, documents)
-    return replace(config, model=replace(config.model, attention=kernel))
-
-
-def resolve_attention(
-    model: ModelConfig,
-    compute: str,
-    platform: str,
-    announce: Callable[[str], None] = print,
-    documents: bool = False,
-) -> str:
-    """The kernel of this run: chosen by rule, then run once on a small array and compared with the plain one.
-
-    Args:
-      model: `model.attention` is the wish; `auto` leaves the choice to the rule in `kernels.py`.
-      compute: compute type of the run, as in the config.
-      platform: `jax.default_backend()`.
-      announce: receives one sentence where a slower kernel than cuDNN's has to be taken on a GPU.
-      documents: whether attention stays within documents (`data.reset_attention`, and BERT's padding).
-
-    Raises:
-      UsageError: the kernel asked for cannot do what the run needs, or fails when it is run.
-    """
-    capability = capability_of(jax.local_devices()[0])
-    kernel, obstacle = choose_kernel(model, compute, platform, documents, capability)
-    if model.attention == "auto" and platform == "gpu" and obstacle:
-        announce(f"attention: the slower kernel xla is used instead of cuDNN flash, because {obstacle}")
-    refusal = _self_test(kernel, model, compute, documents)
-    if refusal is None:
-        return kernel
-    biased = [what for what, is_there in (("document masks", documents), ("ALiBi", _alibi(model))) if is_there]
-    if model.attention == "auto" and kernel == "cudnn" and biased:  # a bias is not for every version and GPU
-        what = " and ".join(biased)
-        announce(f"attention: the slower kernel xla is used, because cuDNN flash refuses {what} ({refusal})")
-        return "xla"
-    raise UsageError(f"the attention kernel {kernel} does not run here ({refusal}); use --model.attention xla")
-
-
-def _alibi(model: ModelConfig) -> bool:
-    return model.positions == "alibi"
-
-
-def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -> str | None:
-    """Run `kernel` forward and backward on two heads, and compare with `xla` in float32.
-
-    With `documents` on samples of several, each sample cut elsewhere.
-
-    Returns:
-      What was said where it does not run.
-
-    Raises:
-      UsageError: it gives wrong numbers.
-    """
-    if kernel == "xla":
-        return None  # it is the reference
-    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}.get(compute, jnp.float32)
-    shape = (2, min(model.sequence, 128), 2, model.head_size)
-    q, k, v = (jax.random.normal(key, shape, jnp.float32) for key in jax.random.split(jax.random.key(0), 3))
-    numbers = jnp.arange(shape[1]) // jnp.array([[5], [7]]) if documents else None  # [b, s]
-    slopes = jnp.asarray(alibi_slopes(shape[2])) if _alibi(model) else None
-
-    def output_and_gradients(kernel, dtype):
-        def total(q, k, v):
-            q, k, v = (x.astype(dtype) for x in (q, k, v))
-            out = attend(q, k, v, kernel, documents=numbers, causal=model.causal, slopes=slopes)
-            out = out.astype(jnp.float32)
-            return jnp.square(out).sum(), out
-
-        return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
-
-    try:
-        found = jax.block_until_ready(output_and_gradients(kernel, dtype))
-    except Exception as error:  # whatever the library says, it says it about this kernel
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
-    expected = output_and_gradients("xla", jnp.float32)
-    tolerance = 1e-4 if dtype == jnp.float32 else 5e-2
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        difference = float(jnp.abs(a - b).max() / jnp.abs(b).max())
-        if not difference < tolerance:
-            raise UsageError(
-                f"the attention kernel {kernel} gives wrong numbers here (off by {difference:.1e} of the largest); "
-                "use --model.attention xla and report the versions in environment.json"
-            )
-    return None

@@ -8,7 +8,7 @@
     pooler       linear ─ tanh, of the first token of each sequence, [CLS]
     order head   linear, to 2: in order or swapped; sentence order (arXiv 1909.11942) in the place of next sentence
 
-The layers, the mesh and the pipeline are those of GPT; nothing but `model.kind` changes. The output layer is split by
+The layers, the mesh and the pipeline are those of GPT; only the architecture differs. The output layer is split by
 vocabulary as its embedding is, and so is its bias. The three small linear layers are whole on every rank of `model`:
 together they have two matrices of h × h, a sixth of a layer. With sequence parallelism each rank runs them on its own
 rows.
@@ -23,15 +23,21 @@ LayerNorm too. `pre` leaves the stream of residuals alone from embedding to head
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from mjax.config import ModelConfig
-from mjax.models.transformer import gelu, run_blocks, stack_blocks
+from mjax.model_config import BERTConfig, EncoderConfig
+from mjax.models.block import Block, PostNormBlock, run_blocks, stack
+from mjax.models.context import Context
+from mjax.models.mlp import gelu
+from mjax.models.transformer import transformer_layer
 from mjax.parallel import mappings, random
+from mjax.parallel.axes import MODEL
 from mjax.parallel.layers import (
     LayerNorm,
     VocabParallelEmbedding,
@@ -42,15 +48,10 @@ from mjax.parallel.layers import (
     recomputed,
     vocab_parallel_cross_entropy,
 )
-from mjax.parallel.mappings import MODEL
-from mjax.parallel.random import DropoutKey, dropout_tokens
 from mjax.parallel.sums import add_bias, lookup, tile_rows
 from mjax.parallel.tokens import Tokens
 
 TOKEN_TYPES = 2
-
-# What `BERT.batch_loss` sums up; the first two are the loss.
-FIGURES = ("mlm_loss", "order_loss", "order_accuracy")
 
 
 class Linear(nnx.Module):
@@ -61,13 +62,13 @@ class Linear(nnx.Module):
         self.bias = parameter(key, jax.nn.initializers.zeros, (out,), (None,), dtype)
 
     def __call__(self, x: Array) -> Array:
-        return add_bias(linear(x, self.kernel[...], 1), self.bias[...])
+        return add_bias(linear(self.kernel[...], x, 1), self.bias[...])
 
 
 class MLMHead(nnx.Module):
     """Scores of the token that stood in each place. Shapes: x [t, h] → [b · s, v / p], varying over `model`."""
 
-    def __init__(self, key: Array, config: ModelConfig, dtype):
+    def __init__(self, key: Array, config: BERTConfig, dtype):
         self.tanh = (config.mlm_activation or config.activation) == "gelu_tanh"
         self.transform = Linear(key, config.hidden, config.hidden, config.init_std, dtype)
         self.norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
@@ -81,7 +82,7 @@ class MLMHead(nnx.Module):
 class Encoder(nnx.Module):
     """Embeddings and layers: all of a BERT but its heads. `pooled` is for those that have a pooler."""
 
-    def __init__(self, keys: Sequence[Array], config: ModelConfig, dtype):
+    def __init__(self, keys: Sequence[Array], config: EncoderConfig, dtype):
         embedding, positions, token_types, blocks = keys
         self.config = config
         hidden, std = config.hidden, config.init_std
@@ -90,27 +91,24 @@ class Encoder(nnx.Module):
         )
         self.positions = parameter(positions, normal(std), (config.sequence, hidden), (None, None), dtype)
         self.token_types = parameter(token_types, normal(std), (TOKEN_TYPES, hidden), (None, None), dtype)
-        self.blocks = stack_blocks(blocks, config, dtype)
+        block = Block if config.layernorm == "pre" else PostNormBlock
+        self.blocks = stack(blocks, config.layers, partial(transformer_layer, config=config, dtype=dtype, block=block))
         norm = LayerNorm(hidden, config.layernorm_epsilon, dtype)
         if config.layernorm == "pre":
             self.final_norm = norm
         else:
             self.embedding_norm = norm
 
-    def embed(self, ids: Array, token_types: Array, tokens: Tokens, key: DropoutKey | None = None) -> Array:
-        """The stream before the first layer: `ids` and `token_types` int [b, s] → [t, h]."""
-        x = self.embedding(ids, tokens)
+    def embed(self, batch: dict[str, Array], context: Context) -> Array:
+        """The stream before the first layer: tokens and token types int [b, s] → [t, h]."""
+        tokens, token_types = context.tokens, context.tokens.mine(batch["token_types"].reshape(-1))
+        x = self.embedding(batch["tokens"], tokens)
         x = x + tokens.mine(tile_rows(self.positions[: tokens.positions], tokens.sequences))
         # A product rather than a lookup: its gradient adds up all rows of a type in float32, and in any order.
-        x = x + jax.nn.one_hot(tokens.mine(token_types.reshape(-1)), TOKEN_TYPES, dtype=x.dtype) @ self.token_types[...]
+        x = x + jax.nn.one_hot(token_types, TOKEN_TYPES, dtype=x.dtype) @ self.token_types[...]
         if self.config.layernorm == "post":
             x = self.embedding_norm(x)
-        place = None if key is None else key.fold(0).fold(random.EMBEDDING)
-        return dropout_tokens(x, self.config.hidden_dropout, place, tokens)
-
-    def embed_batch(self, batch: dict[str, Array], tokens: Tokens, key: DropoutKey | None) -> Array:
-        """`embed` of what `Config.batch_arrays` lists."""
-        return self.embed(batch["tokens"], batch["token_types"], tokens, key)
+        return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
 
     def normed(self, x: Array) -> Array:
         """What the heads read of the stream after the last layer. Shapes: [t, h] → [t, h]."""
@@ -134,10 +132,13 @@ class Encoder(nnx.Module):
 class BERT(Encoder):
     """An encoder with a head for masked tokens and one for the order of two stretches of text.
 
-    As with `GPT`, the same pytree holds whole weights outside `shard_map` and this device's shards inside.
+    Its loss is the mean cross entropy of the masked tokens plus the mean of the order's, Megatron's lm loss and sop
+    loss; beside them it reports how often the order is found.
     """
 
-    def __init__(self, key: Array, config: ModelConfig, dtype=jnp.float32):
+    loss_weights: ClassVar[dict[str, float]] = {"mlm_loss": 1.0, "order_loss": 1.0}
+
+    def __init__(self, key: Array, config: BERTConfig, dtype=jnp.float32):
         *encoder, mlm, pooler, order = jax.random.split(key, 7)
         super().__init__(encoder, config, dtype)
         self.mlm = MLMHead(mlm, config, dtype)
@@ -157,22 +158,23 @@ class BERT(Encoder):
           order and swapped [b, 2].
         """
         tokens = Tokens(*ids.shape)
-        x = self.embed(ids, token_types, tokens)
-        x = self.normed(run_blocks(self.blocks, x, tokens, None, "none", documents=documents))
+        context = Context(tokens, documents=documents)
+        x = self.embed({"tokens": ids, "token_types": token_types}, context)
+        x = self.normed(run_blocks(self.blocks, x, context)[0])
         return tokens.by_sequence(self.mlm(x, tokens, self.embedding)), self.order(self.pooled(x, tokens)[0])
 
-    def batch_loss(self, x: Array, batch: dict[str, Array], tokens: Tokens, key: DropoutKey | None = None) -> Array:
-        """Sums over this replica's sequences, from the stream after the last layer. These heads have no dropout.
+    def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
+        """The masked tokens, and the sequences."""
+        sequences = len(batch["sentence_order"])
+        masked = batch["loss_mask"].sum(dtype=jnp.int32)
+        return {"mlm_loss": masked, "order_loss": sequences, "order_accuracy": sequences}
 
-        Args:
-          x: [t, h].
-          batch: what `Config.batch_arrays` lists.
-          tokens: which tokens the rows of `x` are.
+    def loss(self, x: Array, batch: dict[str, Array], context: Context) -> dict[str, Array]:
+        """The cross entropy of the masked tokens, that of the order of the sequences, and how many orders are found.
 
-        Returns:
-          float32 [3], the same on every rank of `model`: the cross entropy of the masked tokens, that of the order of
-          the sequences, and how many sequences' order is found, which has no gradient.
+        These heads have no dropout.
         """
+        tokens = context.tokens
         x = self.normed(x)
         losses = vocab_parallel_cross_entropy(self.mlm(x, tokens, self.embedding), batch["labels"].reshape(-1))
         masked = losses.sum(where=batch["loss_mask"].reshape(-1))
@@ -184,4 +186,5 @@ class BERT(Encoder):
         order = -jnp.take_along_axis(log_probabilities, swapped[:, None], axis=-1)[:, 0]
         found = (scores[:, 1] > scores[:, 0]) == (swapped == 1)
         sums = jnp.stack([order.sum(where=owned), found.sum(where=owned, dtype=order.dtype)])
-        return jnp.concatenate([masked[None], mappings.leave(sums) if tokens.split else sums])
+        order_loss, order_found = mappings.leave(sums) if tokens.split else sums
+        return {"mlm_loss": masked, "order_loss": order_loss, "order_accuracy": order_found}

@@ -1,4 +1,4 @@
-"""The model of a config: a GPT, a BERT, or a BERT with the head of a task."""
+"""The model of a config, built or only traced."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import ModelConfig
-from mjax.models.bert import BERT
-from mjax.models.gpt import GPT
-from mjax.models.heads import TaskBERT
+from mjax.model_config import ModelConfig
+from mjax.models.protocol import Model
 from mjax.names import leaf_name
-
-Model = GPT | BERT | TaskBERT
 
 
 def build_model(seed: int | Array, config: ModelConfig, dtype=jnp.float32) -> Model:
     """The model whose weights are a function of `seed` and `config`, whatever the mesh it is sharded over."""
-    kinds = {"gpt": GPT, "bert": BERT if config.head == "pretraining" else TaskBERT}
-    return kinds[config.kind](jax.random.key(seed), config, dtype)
+    return config.build(jax.random.key(seed), dtype)
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Which attention kernel a run takes, by rule: the column `where` of the table in `attention.py`, without JAX.
+"""The choice of an attention kernel by rule: the column `where` of the table in `attention.py`, without JAX.
 
 Training asks for the GPU that it has, the planner for one that may be elsewhere.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mjax.config import Config, ModelConfig
+from mjax.config import Config
 from mjax.errors import UsageError
+from mjax.model_config import ModelConfig
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 """Compute capabilities: what NVIDIA numbers its GPUs by."""
@@ -78,9 +79,8 @@ def _cudnn_obstacle(
     if model.head_size % 8 or model.head_size > largest:
         allowed = f"a multiple of 8 up to {largest}{where}"
         return f"it needs a head size that is {allowed} and hidden / heads is {model.head_size}"
-    alibi = model.positions == "alibi"
-    if (documents or alibi) and model.sequence % 2:
-        padded = "--data.reset-attention" if model.kind == "gpt" else "a BERT's padding"
+    if (documents or model.biased_scores) and model.sequence % 2:
+        padded = "--data.reset-attention" if model.causal else "a BERT's padding"
         cause = padded if documents else "--model.positions alibi"
         return f"with {cause} it needs an even number of positions and --model.sequence is {model.sequence}"
     return None

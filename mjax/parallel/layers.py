@@ -14,8 +14,7 @@ which, and which form f and g have.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import partial
+from functools import partial, singledispatch
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from flax import nnx
 from jax import Array
 
 from mjax.parallel import mappings
-from mjax.parallel.mappings import MODEL
+from mjax.parallel.axes import MODEL
 from mjax.parallel.sums import add_bias, lookup, sum_rows
 from mjax.parallel.tokens import Tokens
 
@@ -80,13 +79,13 @@ def _layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
     return (normed * scale + bias).astype(x.dtype)
 
 
-def linear(x: Array, kernel: Array | PostponedKernel, dims: int) -> Array:
+@singledispatch
+def linear(kernel: Array, x: Array, dims: int) -> Array:
     """y = x A, contracting the last `dims` dims of x with the first of the kernel; both vary over the same mesh axes.
 
-    Shapes: x [t, *into], kernel [*into, *out] → y [t, *out].
+    Shapes: kernel [*into, *out], x [t, *into] → y [t, *out]. What stands for a kernel in a pass of its own registers
+    its product here (`postponed.py`).
     """
-    if isinstance(kernel, PostponedKernel):
-        return _linear_postponed(x, kernel.kernel, kernel.input, kernel.gradient, dims)
     return _linear(x, kernel, dims)
 
 
@@ -94,10 +93,11 @@ def linear(x: Array, kernel: Array | PostponedKernel, dims: int) -> Array:
 # gᵀ x, for which XLA copies g on a CPU (a sixth of the step); xᵀ g needs no copy anywhere.
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _linear(x: Array, kernel: Array, dims: int) -> Array:
-    return _linear_forward(x, kernel, dims)[0]
+    return linear_forward(x, kernel, dims)[0]
 
 
-def _linear_forward(x: Array, kernel: Array, dims: int):
+def linear_forward(x: Array, kernel: Array, dims: int):
+    """y, and what the backward pass needs."""
     out = kernel.shape[dims:]
     y = _matrix(x, dims) @ _matrix(kernel, len(out))
     return y.reshape(*x.shape[: x.ndim - dims], *out), (x, kernel)
@@ -105,10 +105,11 @@ def _linear_forward(x: Array, kernel: Array, dims: int):
 
 def _linear_backward(dims: int, residuals, gradient: Array):
     x, kernel = residuals
-    return _input_gradient(gradient, x, kernel, dims), kernel_gradient(x, gradient)
+    return input_gradient(gradient, x, kernel, dims), kernel_gradient(x, gradient)
 
 
-def _input_gradient(gradient: Array, x: Array, kernel: Array, dims: int) -> Array:
+def input_gradient(gradient: Array, x: Array, kernel: Array, dims: int) -> Array:
+    """g Aᵀ, the gradient of the input of `linear`, in the shape of `x`."""
     out = kernel.ndim - dims
     return (_matrix(gradient, out) @ _matrix(kernel, out).T).reshape(x.shape)
 
@@ -124,51 +125,7 @@ def _matrix(x: Array, columns: int) -> Array:
     return x.reshape(math.prod(x.shape[: x.ndim - columns]), -1)
 
 
-_linear.defvjp(_linear_forward, _linear_backward)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PostponedKernel:
-    """A kernel whose gradient is not multiplied out in the backward pass: ZB-H1's split (arXiv 2401.10241, section 2).
-
-    `linear` hands back the two factors of the gradient, as the "gradients" of two inputs that it does not look at.
-    Whoever asked for them multiplies them later (`kernel_gradient`).
-
-    Attributes:
-      kernel: [*into, *out]; no gradient comes back for it.
-      input: zeros [t, *into]; x comes back.
-      gradient: zeros [t, *out]; the gradient of y comes back.
-    """
-
-    kernel: Array
-    input: Array
-    gradient: Array
-
-    def __getitem__(self, _) -> PostponedKernel:  # as the array it stands for is read: `self.kernel[...]`
-        return self
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _linear_postponed(x: Array, kernel: Array, for_input: Array, for_gradient: Array, dims: int) -> Array:
-    return _linear_forward(x, kernel, dims)[0]
-
-
-def _linear_postponed_backward(dims: int, residuals, gradient: Array):
-    x, kernel = residuals
-    return _input_gradient(gradient, x, kernel, dims), jnp.zeros_like(kernel), x, gradient
-
-
-_linear_postponed.defvjp(
-    lambda x, kernel, for_input, for_gradient, dims: _linear_forward(x, kernel, dims), _linear_postponed_backward
-)
-
-
-def contracted_dims(weights) -> list[int | None]:
-    """For each leaf of `weights`, as `jax.tree.leaves` lists them: how many dims of it `linear` contracts, or None for
-    what is no kernel."""
-    parameters = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, nnx.Param))
-    return [parameter.get_metadata().get("contracted") for parameter in parameters]
+_linear.defvjp(linear_forward, _linear_backward)
 
 
 class ColumnParallelLinear(nnx.Module):
@@ -178,14 +135,15 @@ class ColumnParallelLinear(nnx.Module):
     split. Shapes: x [t, h], this rank's rows of the stream → y [b · s, *out] with out[split] / p, varying over `model`.
     """
 
-    def __init__(self, key: Array, width: int, out: tuple[int, ...], split: int, std: float, dtype):
+    def __init__(self, key: Array, width: int, out: tuple[int, ...], split: int, std: float, dtype, bias: bool = True):
         spec = tuple(MODEL if dim == split else None for dim in range(len(out)))
         self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, contracted=1)
-        self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype)
+        self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype) if bias else None
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:
         x = tokens.enter(x)  # the gradient of x needs every rank's columns
-        return add_bias(linear(x, self.kernel[...], 1), self.bias[...])  # [b s, *out / p]
+        y = linear(self.kernel[...], x, 1)  # [b s, *out / p]
+        return y if self.bias is None else add_bias(y, self.bias[...])
 
 
 class RowParallelLinear(nnx.Module):
@@ -195,14 +153,15 @@ class RowParallelLinear(nnx.Module):
     Shapes: x [b · s, *into] with into[0] / p, varying over `model` → y [t, h], this rank's rows of the stream.
     """
 
-    def __init__(self, key: Array, into: tuple[int, ...], width: int, std: float, dtype):
+    def __init__(self, key: Array, into: tuple[int, ...], width: int, std: float, dtype, bias: bool = True):
         spec = (MODEL, *(None,) * len(into))
         self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, contracted=len(into))
-        self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (None,), dtype)
+        self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (None,), dtype) if bias else None
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:
-        y = tokens.leave(linear(x, self.kernel[...], x.ndim - 1))
-        return add_bias(y, self.bias[...])  # after the sum: before it, the bias would be added p times
+        y = tokens.leave(linear(self.kernel[...], x, x.ndim - 1))
+        # After the sum: before it, the bias would be added p times.
+        return y if self.bias is None else add_bias(y, self.bias[...])
 
 
 class VocabParallelEmbedding(nnx.Module):
@@ -286,7 +245,7 @@ def vocab_parallel_cross_entropy(logits: Array, labels: Array) -> Array:
 
 def _cross_entropy_forward(logits: Array, labels: Array):
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    highest = mappings.maximum_over_model(wide.max(-1))  # [t]
+    highest = mappings.maximum(wide.max(-1))  # [t]
     local, owned = owned_rows(labels, logits.shape[-1])
     label_logit = jnp.take_along_axis(wide, local[..., None], -1)[..., 0]
     label_logit = jnp.where(owned, label_logit - highest, 0.0)
@@ -320,5 +279,5 @@ def vocab_parallel_argmax(logits: Array) -> Array:
     highest = logits.max(-1)
     ids = jnp.argmax(logits, -1).astype(jnp.int32) + mappings.rank(MODEL) * rows
     nobody = jnp.iinfo(jnp.int32).max
-    mine = jnp.where(highest == mappings.maximum_over_model(highest), ids, nobody)
-    return -mappings.maximum_over_model(-mine)
+    mine = jnp.where(highest == mappings.maximum(highest), ids, nobody)
+    return -mappings.maximum(-mine)

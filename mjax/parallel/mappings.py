@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-PIPE, DATA, MODEL = "pipe", "data", "model"
+from mjax.parallel.axes import MODEL, PIPE
 
 
 def varying_axes(x: Array) -> frozenset[str]:
@@ -58,62 +58,55 @@ def vary(x: Array, axes: frozenset[str]) -> Array:
 # --- Over the model axis ----------------------------------------------------------------------------------------------
 
 
-def enter(x: Array) -> Array:
-    """f: open a tensor-parallel region; the same on all ranks of `model` → varying. Its transpose is the all-reduce.
+def enter(x: Array, axis: str = MODEL) -> Array:
+    """f: open a region in which values differ along `axis`; the same on all ranks → varying. Its transpose is the
+    all-reduce.
 
     Raises:
-      ValueError: `x` varies over `model` already, so a region was left open.
+      ValueError: `x` varies over `axis` already, so a region was left open.
     """
-    if MODEL in varying_axes(x):
+    if axis in varying_axes(x):
         raise ValueError(
-            "enter() takes a value that is the same on every rank of `model`; this one varies: a leave() is missing"
+            f"enter() takes a value that is the same on every rank of `{axis}`; this one varies: a leave() is missing"
         )
-    return lax.pcast(x, MODEL, to="varying")
+    return lax.pcast(x, axis, to="varying")
 
 
-def leave(partial: Array) -> Array:
-    """g: close a tensor-parallel region by summing the partial results of all ranks. Its transpose is the identity.
+def leave(partial: Array, axis: str = MODEL) -> Array:
+    """g: close a region by summing the partial results of all ranks. Its transpose is the identity.
 
     Raises:
       ValueError: `partial` is the same on every rank already, so the sum would multiply it by the number of ranks.
     """
-    if MODEL not in varying_axes(partial):
+    if axis not in varying_axes(partial):
         raise ValueError(
-            "leave() takes partial sums that vary over `model`; this value is already the same on every rank"
+            f"leave() takes partial sums that vary over `{axis}`; this value is already the same on every rank"
         )
-    return lax.psum(partial, MODEL)
+    return lax.psum(partial, axis)
 
 
-def maximum_over_model(x: Array) -> Array:
-    """Largest value over the ranks of `model`; carries no gradient."""
-    return lax.pmax(lax.stop_gradient(x), MODEL)
-
-
-def gather_over_model(x: Array) -> Array:
-    """Concatenate the last dim over the ranks of `model`: [..., v/p] varying → [..., v] the same on every rank.
-
-    For sampling the next token; training never needs a whole row of logits.
-    """
-    return lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True, to="invarying")
+def maximum(x: Array, axis: str = MODEL) -> Array:
+    """Largest value over the ranks of `axis`; carries no gradient."""
+    return lax.pmax(lax.stop_gradient(x), axis)
 
 
 # --- Over the model axis, with tokens split over it -------------------------------------------------------------------
 
 
-def gather_tokens(x: Array) -> Array:
+def gather_tokens(x: Array, axis: str = MODEL) -> Array:
     """f of sequence parallelism: every rank's rows, one after the other: [t / p, …] → [t, …]. Its transpose is
     `scatter_tokens`."""
-    if MODEL not in varying_axes(x):
-        raise ValueError("gather_tokens() takes rows that are split over `model`; these are the same on every rank")
-    return lax.all_gather(x, MODEL, axis=0, tiled=True)
+    if axis not in varying_axes(x):
+        raise ValueError(f"gather_tokens() takes rows that are split over `{axis}`; these are the same on every rank")
+    return lax.all_gather(x, axis, axis=0, tiled=True)
 
 
-def scatter_tokens(partial: Array) -> Array:
+def scatter_tokens(partial: Array, axis: str = MODEL) -> Array:
     """g of sequence parallelism: sum the partial results and keep this rank's rows: [t, …] → [t / p, …]. Its transpose
     is `gather_tokens`."""
-    if MODEL not in varying_axes(partial):
-        raise ValueError("scatter_tokens() takes partial sums that vary over `model`; these are already complete")
-    return lax.psum_scatter(partial, MODEL, scatter_dimension=0, tiled=True)
+    if axis not in varying_axes(partial):
+        raise ValueError(f"scatter_tokens() takes partial sums that vary over `{axis}`; these are already complete")
+    return lax.psum_scatter(partial, axis, scatter_dimension=0, tiled=True)
 
 
 # --- Over pipe --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The mesh: devices laid out along the axes pipe × data × model.
+"""The mesh: devices laid out along the axes pipe × data × model (`axes.py`).
 
 `model` is the innermost axis, so the devices that exchange activations in every layer are neighbours, on one server and
 its NVLink; replicas along `data` meet once a step and may be far apart (arXiv 2104.04473, section 3.4).
@@ -13,11 +13,14 @@ from collections.abc import Sequence
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
-from mjax.parallel.mappings import DATA, MODEL, PIPE
+from mjax.parallel import axes
 
-AXES = (PIPE, DATA, MODEL)
+_replicas = axes.splitting("batch")
+BATCH = P(_replicas if len(_replicas) > 1 else _replicas[0])
+"""How every array of a batch is split: its first dim over the replicas."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -27,14 +30,21 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
       ValueError: there are fewer devices than the mesh needs.
     """
     devices = jax.devices() if devices is None else devices
-    shape = (config.pipe, config.data, config.model)
+    sizes = axes.sizes(config)
     # Auto outside, manual inside shard_map: make_mesh would otherwise type arrays with explicit shardings.
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: config.devices])
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=_auto(sizes), devices=devices[: config.devices]
+    )
 
 
 def abstract_mesh(config: MeshConfig) -> AbstractMesh:
     """The same mesh without devices: enough to trace a step for 512 GPUs on a laptop."""
-    return AbstractMesh((config.pipe, config.data, config.model), AXES, axis_types=(AxisType.Auto,) * 3)
+    sizes = axes.sizes(config)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=_auto(sizes))
+
+
+def _auto(sizes: dict[str, int]) -> tuple[AxisType, ...]:
+    return (AxisType.Auto,) * len(sizes)
 
 
 def sharded_shapes(shapes, specs, mesh: Mesh | AbstractMesh):

@@ -33,11 +33,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mjax.parallel import mappings, scopes
-from mjax.parallel.layers import PostponedKernel, contracted_dims, kernel_gradient
-from mjax.parallel.mappings import PIPE
+from mjax.parallel.axes import PIPE
+from mjax.parallel.layers import kernel_gradient
+from mjax.parallel.postponed import PostponedKernel, contracted_dims
 from mjax.parallel.schedules import Schedule
 
 Weights = Any  # a pytree of arrays
+Means = dict[str, Array]
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,19 @@ class StageProgram:
 
     Attributes:
       embed: (shared weights, micro-batch) → the stream before the first layer [t, h].
-      layers: (layers of a chunk, stream, micro-batch, number of the virtual stage) → the stream after them.
-      head: (shared weights, stream, micro-batch) → loss [], or figures [k] of which the sum is differentiated.
+      layers: (layers of a chunk, stream, micro-batch, number of the virtual stage) → the stream after them, and what
+        they add to means by name, [] each.
+      head: (shared weights, stream, micro-batch) → parts of means by name, [] each.
+      loss_weights: by name the weight of a mean in the loss, which is differentiated.
       rows: tokens of a micro-batch, b · s.
       shards: for each leaf of the layers, the (axis, dim) along which `layers` gathers it: those along which its
         gradient has to be scattered.
     """
 
     embed: Callable[[Weights, Any], Array]
-    layers: Callable[[Weights, Array, Any, Array], Array]
-    head: Callable[[Weights, Array, Any], Array]
+    layers: Callable[[Weights, Array, Any, Array], tuple[Array, Means]]
+    head: Callable[[Weights, Array, Any], Means]
+    loss_weights: dict[str, float]
     rows: int
     shards: list[tuple[tuple[str, int], ...]]
 
@@ -63,7 +68,7 @@ class StageProgram:
 def pipeline_gradients(
     schedule: Schedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches, accumulator
 ):
-    """Loss and gradients of all micro-batches, from inside `shard_map`.
+    """Means and gradients of all micro-batches, from inside `shard_map`.
 
     Args:
       schedule: with a backward pass, for as many stages as `pipe` has ranks.
@@ -74,51 +79,57 @@ def pipeline_gradients(
       accumulator: type of the sums.
 
     Returns:
-      This device's loss [] or [k], and its gradients of `shared` and `blocks`: complete but for the sums over `pipe`
-      (shared weights) and `data`.
+      This device's parts of the means by name, and its gradients of `shared` and `blocks`: complete but for the sums
+      over `pipe` (shared weights) and `data`.
     """
     shared, blocks, micro_batches = _vary_over_pipe((shared, blocks, micro_batches))
-    stage = _Stage(schedule, program, shared, blocks, micro_batches)
+    stage = _Stage(schedule, program, shared, blocks, micro_batches, accumulator)
+    residuals, beside = stage.kept_types()
     pending = [_buffer(schedule.pending_slots, factor) for factor in jax.tree.leaves(stage.factors)]
     state = _State(
         received=(stage.message, stage.message),
         activations=_buffer(schedule.activation_slots + 1, stage.message),
         gradients=_buffer(schedule.gradient_slots + 1, stage.message),
         outputs=_buffer(schedule.output_slots + 1, stage.message),
-        residuals=[_buffer(schedule.residual_slots, kind) for kind in stage.residual_types()],
+        residuals=[_buffer(schedule.residual_slots, kind) for kind in residuals],
+        beside=stage.zeros(beside),
         sums=_Sums(
-            loss=_zeros(stage.loss_type, accumulator),
+            means=stage.zeros(stage.mean_types),
             shared=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), shared),
             blocks=[jnp.zeros_like(w, dtype=accumulator) for w in jax.tree.leaves(blocks)],
             pending=pending,
         ),
     )
     state, _ = lax.scan(stage.tick, state, _column(schedule))
-    return state.sums.loss, state.sums.shared, jax.tree.unflatten(jax.tree.structure(blocks), state.sums.blocks)
+    gradients = jax.tree.unflatten(jax.tree.structure(blocks), state.sums.blocks)
+    return state.sums.means | state.beside, state.sums.shared, gradients
 
 
-def pipeline_loss(schedule: Schedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches) -> Array:
-    """Sum over all micro-batches of what `head` gives on this device, for a `schedule` that has forward passes only."""
+def pipeline_sums(schedule: Schedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches):
+    """Sum over all micro-batches of what `head` and the layers give on this device, for a `schedule` that has forward
+    passes only; arguments as for `pipeline_gradients`."""
     shared, blocks, micro_batches = _vary_over_pipe((shared, blocks, micro_batches))
     stage = _Stage(schedule, program, shared, blocks, micro_batches)
 
     def tick(carry, row):
-        arrived, activations, total = carry
+        arrived, activations, total, beside = carry
         slot = row["forward"]
         activations = _put(activations, row["receive_activation"], arrived)
 
-        def forward(x, total):
+        def forward(x, total, beside):
             micro_batch = stage.micro_batch(slot)
-            y = program.layers(stage.chunk(slot), stage.input(slot, x), micro_batch, slot["virtual_stage"])
-            add = lambda total: total + program.head(shared, y, micro_batch)  # noqa: E731
-            return y, _if(scopes.F_LAST, slot["last"], add, lambda total: total, total)
+            y, new = program.layers(stage.chunk(slot), stage.input(slot, x), micro_batch, slot["virtual_stage"])
+            add = lambda total: _add(total, program.head(shared, y, micro_batch))  # noqa: E731
+            return y, _if(scopes.F_LAST, slot["last"], add, lambda total: total, total), _add(beside, new)
 
-        y, total = _if(scopes.F, slot["on"], forward, lambda *kept: kept, activations[slot["message"]], total)
+        y, *sums = _if(scopes.F, slot["on"], forward, lambda *kept: kept, activations[slot["message"]], total, beside)
         with jax.named_scope(scopes.PIPELINE):
-            return (mappings.to_next_stage(y), activations, total), None
+            return (mappings.to_next_stage(y), activations, *sums), None
 
-    start = stage.message, _buffer(schedule.activation_slots + 1, stage.message), _zeros(stage.loss_type)
-    return lax.scan(tick, start, _column(schedule))[0][2]
+    activations = _buffer(schedule.activation_slots + 1, stage.message)
+    start = stage.message, activations, stage.zeros(stage.mean_types), stage.zeros(stage.kept_types()[1])
+    _, _, total, beside = lax.scan(tick, start, _column(schedule))[0]
+    return total | beside if beside else total
 
 
 def run_in_turns(
@@ -174,12 +185,12 @@ class _Sums:
     """What backward passes add to.
 
     Attributes:
-      loss: what the head gives, [] or [k].
+      means: what the head gives, by name.
       shared, blocks: gradients of the shared weights and, leaf by leaf, of this stage's layers.
       pending: factors of postponed weight gradients, [slots, …] each.
     """
 
-    loss: Array
+    means: Means
     shared: Weights
     blocks: list[Array]
     pending: list[Array]
@@ -195,7 +206,8 @@ class _State:
       activations, gradients: those that wait, [slots, t, h].
       outputs: on the last stage, what its last layers gave and the head has not had yet, [slots, t, h].
       residuals: those of each forward in flight, [slots, …] each.
-      sums: loss and gradients so far.
+      beside: parts of means that layers have given.
+      sums: means and gradients so far.
     """
 
     received: tuple[Array, Array]
@@ -203,19 +215,28 @@ class _State:
     gradients: Array
     outputs: Array
     residuals: list[Array]
+    beside: Means
     sums: _Sums
 
 
 class _Stage:
     """The three passes of a stage, and the tick that runs them."""
 
-    def __init__(self, schedule: Schedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches):
-        self.schedule, self.program = schedule, program
+    def __init__(
+        self,
+        schedule: Schedule,
+        program: StageProgram,
+        shared: Weights,
+        blocks: Weights,
+        micro_batches,
+        accumulator=None,
+    ):
+        self.schedule, self.program, self.accumulator = schedule, program, accumulator
         self.shared, self.blocks, self.micro_batches = shared, blocks, micro_batches
         first = _at(micro_batches, 0)
         message = jax.eval_shape(program.embed, shared, first)
         self.message = _zeros(message)
-        self.loss_type = jax.eval_shape(program.head, shared, message, first)
+        self.mean_types = jax.eval_shape(program.head, shared, message, first)
         # Which leaves of a chunk are kernels whose gradients wait for W.
         self.contracted = contracted_dims(blocks) if schedule.weight else [None] * len(jax.tree.leaves(blocks))
         self.factors = self._zero_factors()
@@ -242,14 +263,15 @@ class _Stage:
         activations = _put(state.activations, row["receive_activation"], state.received[0])
         gradients = _put(state.gradients, row["receive_gradient"], state.received[1])
         f, b = row["forward"], row["backward"]
-        y, outputs, residuals = _if(
+        y, outputs, residuals, beside = _if(
             scopes.F,
             f["on"],
-            lambda x, outputs, residuals: self._forward(f, x, outputs, residuals),
+            lambda x, outputs, residuals, beside: self._forward(f, x, outputs, residuals, beside),
             lambda *kept: kept,
             activations[f["message"]],
             state.outputs,
             state.residuals,
+            state.beside,
         )
         # Where a tick holds one operation, no message may leave before all three have run: a stage would wait for its
         # neighbour's forward before its own backward. No compiler can change that order if B and W hand on the message
@@ -277,29 +299,29 @@ class _Stage:
             )
         with jax.named_scope(scopes.PIPELINE):
             received = mappings.to_next_stage(y), mappings.to_previous_stage(dx)
-        return _State(received, activations, gradients, outputs, residuals, sums), None
+        return _State(received, activations, gradients, outputs, residuals, beside, sums), None
 
-    def _forward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array]):
+    def _forward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array], beside: Means):
         """F: the stream after the layers; it and the residuals are put into their slots."""
-        y, new = self._differentiate(
+        y, means, new = self._differentiate(
             self.chunk(slot), self.input(slot, arrived), self.micro_batch(slot), slot["virtual_stage"]
         )
         residuals = [_put(buffer, slot["residual"], value) for buffer, value in zip(residuals, new, strict=True)]
-        return y, _put(outputs, slot["output"], y), residuals
+        return y, _put(outputs, slot["output"], y), residuals, _add(beside, means)
 
     def _backward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array], sums: _Sums):
         """B: the gradient of the stage's input. Those of weights are added to the sums or, split, left to W."""
         micro_batch = self.micro_batch(slot)
         residuals = [buffer[slot["residual"]] for buffer in residuals]
 
-        def head(_, loss, to_shared):
+        def head(_, means, to_shared):
             y = outputs[slot["output"]]
             run = lambda shared, y: self.program.head(shared, y, micro_batch)  # noqa: E731
-            value, (new, dy) = value_and_gradients(run, self.shared, y)
-            return dy, loss + value.astype(loss.dtype), _add(to_shared, new)
+            found, (new, dy) = means_and_gradients(self.program.loss_weights, run, self.shared, y)
+            return dy, _add(means, found), _add(to_shared, new)
 
-        dy, loss, to_shared = _if(
-            scopes.B_LAST, slot["last"], head, lambda *kept: kept, arrived, sums.loss, sums.shared
+        dy, means, to_shared = _if(
+            scopes.B_LAST, slot["last"], head, lambda *kept: kept, arrived, sums.means, sums.shared
         )
         to_rest, dx, factors = self._pull_back(self.chunk(slot), residuals, dy)
 
@@ -310,7 +332,7 @@ class _Stage:
         to_shared = _if(scopes.B_FIRST, slot["first"], embedding, lambda kept: kept, to_shared)
         pending = jax.tree.leaves(factors)
         sums = _Sums(
-            loss,
+            means,
             to_shared,
             self._add_to_chunk(sums.blocks, to_rest, slot),
             [_put(buffer, slot["pending"], value) for buffer, value in zip(sums.pending, pending, strict=True)],
@@ -326,41 +348,47 @@ class _Stage:
             product = jax.vmap(kernel_gradient)(x, gradient)  # [layers, *into, *out]
             with jax.named_scope(scopes.GRADIENT):
                 for axis, dim in reversed(gathered):
-                    product = mappings.scatter_sum(product.astype(sums.loss.dtype), axis, dim)
+                    product = mappings.scatter_sum(product.astype(self.accumulator), axis, dim)
             products.append(product)
         return dataclasses.replace(sums, blocks=self._add_to_chunk(sums.blocks, products, slot, kernels=True))
 
     # --- From F to B --------------------------------------------------------------------------------------------------
 
-    def residual_types(self) -> list:
-        """Shapes and types of the residuals, from a trace of their own."""
+    def zeros(self, types):
+        """Zeros to add things of these types to, in the accumulator's dtype."""
+        return jax.tree.map(lambda kind: _zeros(kind, self.accumulator), types)
+
+    def kept_types(self) -> tuple[list, Means]:
+        """Shapes and dtypes of the residuals and of what layers give to means, from a trace of their own."""
 
         def forward(chunk, x):
-            return self._differentiate(chunk, x, _at(self.micro_batches, 0), jnp.int32(0))[1]
+            _, means, residuals = self._differentiate(chunk, x, _at(self.micro_batches, 0), jnp.int32(0))
+            return residuals, means
 
         return jax.eval_shape(forward, self.chunk({"chunk": 0}), self.message)
 
-    def _differentiate(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array) -> tuple[Array, list[Array]]:
-        """The stream after the layers, and the residuals of their derivative that are not weights."""
+    def _differentiate(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array):
+        """The stream after the layers, what they give to means, and the residuals of the derivative of both that are
+        not weights."""
         rest, kernels = self._split(chunk)
 
         def layers(rest, x, factors):
             return self.program.layers(self._join(rest, kernels, factors), x, micro_batch, virtual_stage)
 
-        y, pullback = jax.vjp(layers, rest, x, self.factors)
+        (y, means), pullback = jax.vjp(layers, rest, x, self.factors)
         leaves, structure = jax.tree.flatten(pullback)
         weights = [*rest, *kernels]
         which = [next((i for i, weight in enumerate(weights) if leaf is weight), None) for leaf in leaves]
-        self.pullback = structure, which
-        return y, [leaf for leaf, weight in zip(leaves, which, strict=True) if weight is None]
+        self.pullback = structure, which, means
+        return y, means, [leaf for leaf, weight in zip(leaves, which, strict=True) if weight is None]
 
     def _pull_back(self, chunk: Weights, residuals: list[Array], dy: Array):
-        """The derivative of the layers, put together again and applied to `dy`."""
-        structure, which = self.pullback
+        """The derivative of the layers, put together again and applied to `dy`, the gradient of what they gave."""
+        structure, which, means = self.pullback
         rest, kernels = self._split(chunk)
         weights, residuals = [*rest, *kernels], iter(residuals)
         leaves = [next(residuals) if index is None else weights[index] for index in which]
-        return jax.tree.unflatten(structure, leaves)(dy)
+        return jax.tree.unflatten(structure, leaves)((dy, _in_loss(self.program.loss_weights, means)))
 
     # --- Kernels whose gradients are postponed ------------------------------------------------------------------------
 
@@ -411,10 +439,18 @@ class _Stage:
 # --- Small tools ------------------------------------------------------------------------------------------------------
 
 
-def value_and_gradients(function: Callable[..., Array], *arguments):
-    """`function(*arguments)`, one number or several, and the gradient of their sum in each of the arguments."""
-    value, pullback = jax.vjp(function, *arguments)
-    return value, pullback(jnp.ones_like(value))
+def means_and_gradients(loss_weights: dict[str, float], function: Callable[..., Means], *arguments):
+    """`function(*arguments)`, and the gradient in each of the arguments of the loss that these means make up."""
+    means, pullback = jax.vjp(function, *arguments)
+    return means, pullback(_in_loss(loss_weights, means))
+
+
+def _in_loss(loss_weights: dict[str, float], means: Means) -> Means:
+    """The gradient of the loss in each mean: its weight."""
+    return {
+        name: mappings.vary(jnp.full(mean.shape, loss_weights.get(name, 0.0), mean.dtype), mappings.varying_axes(mean))
+        for name, mean in means.items()
+    }
 
 
 def _column(schedule: Schedule) -> dict:

@@ -14,7 +14,7 @@ import jax
 from jax import Array
 
 from mjax.parallel import mappings
-from mjax.parallel.mappings import MODEL
+from mjax.parallel.axes import MODEL
 
 
 @dataclass(frozen=True)

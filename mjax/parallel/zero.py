@@ -31,9 +31,9 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
 from mjax.names import leaf_name
-from mjax.parallel import mappings, scopes
-from mjax.parallel.layers import PostponedKernel
-from mjax.parallel.mappings import DATA, MODEL, PIPE
+from mjax.parallel import axes, mappings, scopes
+from mjax.parallel.axes import DATA, PIPE
+from mjax.parallel.postponed import PostponedKernel
 
 
 @dataclass(frozen=True)
@@ -96,27 +96,27 @@ def layer_dims(mesh: MeshConfig) -> int:
 def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> Storage:
     """How the weight `name` of this whole shape is stored, whose module says `spec`."""
     layers = layer_dims(mesh) if is_layer(name) else 0
-    axes: list[tuple[str, ...]] = [() if entry is None else (entry,) for entry in spec]
-    axes = [()] * (len(shape) - len(axes)) + axes  # a chunk dim is not in the model's spec
+    split_by: list[tuple[str, ...]] = [() if entry is None else (entry,) for entry in spec]
+    split_by = [()] * (len(shape) - len(split_by)) + split_by  # a chunk dim is not in the model's spec
     gathers: list[tuple[str, int]] = []
 
     def split(axis: str) -> None:
         """Split the first dim that divides, behind the axes that split it already: its rows stay contiguous."""
         ranks = getattr(mesh, axis)
         for dim in range(layers, len(shape)):
-            local = shape[dim] // math.prod(getattr(mesh, other) for other in axes[dim])
+            local = shape[dim] // math.prod(getattr(mesh, other) for other in split_by[dim])
             if local % ranks == 0:
-                axes[dim] = (*axes[dim], axis)
+                split_by[dim] = (*split_by[dim], axis)
                 gathers.insert(0, (axis, dim - len(shape)))
                 return
 
     if mesh.pipe > 1 and layers:
-        axes[layers - 1] = (PIPE,)
+        split_by[layers - 1] = (PIPE,)
     elif mesh.pipe > 1:
         split(PIPE)
     if mesh.zero and mesh.data > 1:
         split(DATA)
-    entries = (entry[0] if len(entry) == 1 else entry or None for entry in axes)
+    entries = (entry[0] if len(entry) == 1 else entry or None for entry in split_by)
     return Storage(P(*entries), tuple(gathers), in_loop=mesh.zero == 3 and layers > 0 and bool(gathers))
 
 
@@ -124,21 +124,17 @@ def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> 
 def gather_weights(model, plan, dtype, mesh: MeshConfig):
     """The weights of the computation in `dtype`, from inside `shard_map`; those gathered in the loop stay shards.
 
-    They vary over every axis along which their gradients are summed after the backward pass and not in it: `data`,
-    `pipe`, and with sequence parallelism `model`.
+    They vary over every axis along which their gradients are summed after the backward pass and not in it
+    (`axes.summed`).
     """
-    axes = {DATA}
-    if mesh.pipe > 1:
-        axes.add(PIPE)
-    if mesh.sequence_parallel:
-        axes.add(MODEL)
+    summed = axes.summed(mesh)
 
     def one(shard: Array, storage: Storage) -> Array:
         if not storage.in_loop:
             shard = shard.astype(dtype)
             for axis, dim in storage.gathers:
                 shard = mappings.gather_shards(shard, axis, dim)
-        return mappings.vary(shard, frozenset(axes))
+        return mappings.vary(shard, summed)
 
     return jax.tree.map(one, model, plan)
 

@@ -29,7 +29,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from mjax.config import Config
 from mjax.parallel import scopes
-from mjax.parallel.mesh import AXES, abstract_mesh
+from mjax.parallel.axes import NAMES
+from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.schedules import Schedule, schedule_of
 from mjax.planner.section import Section, table
 from mjax.training.step import build_program
@@ -172,7 +173,7 @@ def ledger(config: Config) -> Ledger:
     Two things are traced in another form, because they communicate nothing and the ledger is the same without them:
     attention as XLA's kernel, which every machine can trace, and no dropout, whose masks are a third of the equations.
     """
-    config = replace(config, model=replace(config.model, attention="xla", hidden_dropout=0.0, attention_dropout=0.0))
+    config = replace(config, model=replace(config.model.without_dropout(), attention="xla"))
     with jax.enable_x64(config.precision.compute == "fp64"):
         program = build_program(config, abstract_mesh(config.mesh))
         step = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr
@@ -334,7 +335,7 @@ def _records(equation, place: _Place) -> Iterator[Collective]:
     """A record for each operand of a collective."""
     # An axis of one rank is crossed by nothing, and a compiled program does not show it.
     names = [axis for axis in axes_of(equation) if place.sizes[axis] > 1]
-    axes = tuple(sorted(names, key=lambda axis: AXES.index(axis) if axis in AXES else len(AXES)))
+    axes = tuple(sorted(names, key=lambda axis: NAMES.index(axis) if axis in NAMES else len(NAMES)))
     groups = equation.params.get("axis_index_groups")
     ranks = len(groups[0]) if groups else math.prod(place.sizes[axis] for axis in axes)
     part, phase = source_of(place.stack)

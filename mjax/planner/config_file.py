@@ -53,11 +53,16 @@ def write_config(config: Config, file: Path, about: str) -> None:
 def config_source(config: Config, about: str) -> str:
     """The text of a config file."""
     sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
-    changed = {name: values for name, section in sections.items() if (values := _changed(section))}
-    classes = sorted(["Config", *(type(sections[name]).__name__ for name in changed)])
+    default = Config()
+    changed = {name: _changed(section) for name, section in sections.items() if section != getattr(default, name)}
+    classes: dict[str, list[str]] = {"mjax.config": ["Config"]}
+    for cls in (type(sections[name]) for name in changed):
+        classes.setdefault("mjax.config" if cls.__module__.startswith("mjax.") else cls.__module__, []).append(
+            cls.__name__
+        )
     calls = [_call(f"    {name}={type(sections[name]).__name__}", values) for name, values in changed.items()]
     docstring = about.strip().replace("\\", "\\\\").replace('"""', "'''")
-    imports = _import("from mjax.config import ", classes)
+    imports = "\n".join(_import(f"from {module} import ", sorted(names)) for module, names in classes.items())
     return f'"""{docstring}\n"""\n\n{imports}\n\nconfig = Config(\n{"".join(calls)})\n'
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from mjax.config import Config
 from mjax.data.atomic import put
 from mjax.errors import UsageError, check_folder
+from mjax.parallel import axes
 
 FORMAT = 1
 # Bytes that are unpacked at most. A step holds no weights: that of gpt_8b in a pipeline takes 144 kB.
@@ -88,7 +89,7 @@ def save_program(file: Path, config: Config, program, platform: str, facts: dict
         "format": FORMAT,
         "config": asdict(config),
         "platform": platform,
-        "mesh": {"pipe": mesh.pipe, "data": mesh.data, "model": mesh.model},
+        "mesh": axes.sizes(mesh),
         "arguments": [
             {
                 "name": leaf_name(path[1:]),

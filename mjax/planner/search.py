@@ -70,7 +70,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
 
     for pipe, data, model in meshes(config, devices):
         for micro_batch in divisors(unit // data):
-            tokens = micro_batch * config.model.choices * config.model.sequence
+            tokens = micro_batch * config.model.sequences * config.model.sequence
             splits = tokens % model == 0 and (model > 1 or "mesh.sequence_parallel" in fixed)
             in_groups = pipe > 1 and unit // data // micro_batch % pipe == 0
             possible = {
@@ -93,7 +93,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
 def meshes(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
     """(pipe, data, model) whose product is `devices` and over which the model and the global batch divide."""
     model, unit = config.model, batch_unit(config)
-    matrices = math.gcd(model.heads, model.mlp_width, model.padded_vocabulary)
+    matrices = math.gcd(*model.columns().values())
     for tensor in divisors(math.gcd(devices, matrices)):
         for pipe in divisors(math.gcd(devices // tensor, model.layers)):
             data = devices // (tensor * pipe)

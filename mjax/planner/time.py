@@ -161,7 +161,7 @@ class _Step:
         self.config, self.rates, self.software = config, rates, rates.calibration.software
         model, mesh = config.model, config.mesh
         self.element = WIDTHS[config.precision.compute]
-        self.tokens = config.train.micro_batch * model.choices * model.sequence
+        self.tokens = config.train.micro_batch * model.sequences * model.sequence
         self.samples = config.train.micro_batch
         capability = rates.gpu.compute_capability
         self.flash = self.software.flash and attention_on_gpu(config, capability) == "cudnn"

@@ -40,7 +40,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     calibration = calibration or default_calibration()
     step = predict_time(config, gpu, calibration)
     devices, compute = config.mesh.devices, config.precision.compute
-    step_tokens = config.train.global_batch * config.model.choices * config.model.sequence
+    step_tokens = config.train.global_batch * config.model.sequences * config.model.sequence
     peak = gpu.peak(compute) * devices * step.total
     hardware = hardware_flops(config) / step.total / devices / 1e12
     causal = model_flops(config, causal=True) / peak
@@ -85,7 +85,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
 
 def run_tokens(config: Config) -> int:
     """Tokens of all steps of the run."""
-    return BatchSizes.of(config).samples_before(config.train.steps) * config.model.choices * config.model.sequence
+    return BatchSizes.of(config).samples_before(config.train.steps) * config.model.sequences * config.model.sequence
 
 
 def _duration(seconds: float) -> str:

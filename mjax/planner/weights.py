@@ -12,7 +12,8 @@ from functools import lru_cache
 
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import MeshConfig, ModelConfig
+from mjax.config import MeshConfig
+from mjax.model_config import ModelConfig
 from mjax.models.build import abstract_weights
 from mjax.parallel.zero import is_layer, storage_of
 

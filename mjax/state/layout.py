@@ -10,7 +10,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from mjax.config import Config
-from mjax.models.build import Model, build_model
+from mjax.models.build import build_model
+from mjax.models.protocol import Model
 from mjax.parallel.mesh import sharded_shapes
 from mjax.parallel.zero import cut_into_chunks, plan_storage
 from mjax.state.precision import parameter_type

@@ -15,7 +15,7 @@ from mjax.data.corpus import Document, TextFiles, find_files
 from mjax.errors import RunError, UsageError
 
 MOST_NATS = 20.0  # v1.0 shows no perplexity above e^20
-FOR_TEXT = "gpt", "which predicts no next token"  # the model that windows of text need, and what others lack
+FOR_TEXT = True, "which predicts no next token"  # the model that windows of text need, and what others lack
 
 
 class Window(NamedTuple):

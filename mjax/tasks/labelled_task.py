@@ -25,9 +25,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from mjax.config import ModelConfig
 from mjax.data.tokenizers import BertTokenizer, Tokenizer
 from mjax.errors import RunError, UsageError
+from mjax.model_config import BERTTaskConfig, ModelConfig, as_kind
 from mjax.tasks.interface import Figure
 from mjax.tasks.rows import Examples, Pair, as_rows
 
@@ -89,10 +89,11 @@ class LabelledTask(ABC):
         """True if any validation set has labels."""
         return any(examples.labels for examples in self.validation.values())
 
-    def with_head(self, model: ModelConfig) -> ModelConfig:
+    def with_head(self, model: ModelConfig) -> BERTTaskConfig:
         """The config of `model` with the head that this task needs."""
-        answers = {"classification": self.classes, "multiple_choice": self.choices}.get(self.head, model.answers)
-        return replace(model, head=self.head, answers=answers)
+        given = getattr(model, "answers", BERTTaskConfig.answers)
+        answers = {"classification": self.classes, "multiple_choice": self.choices}.get(self.head, given)
+        return replace(as_kind(model, "bert_task"), head=self.head, answers=answers)
 
     # --- What a task says ---------------------------------------------------------------------------------------------
 
@@ -214,10 +215,10 @@ def finite(outputs: Outputs) -> Outputs:
 
 def is_fine_tuned(model: ModelConfig) -> bool:
     """Return True if a model has the head of a task."""
-    return model.head != "pretraining"
+    return isinstance(model, BERTTaskConfig)
 
 
-def what_is_told(model: ModelConfig) -> str:
+def what_is_told(model: BERTTaskConfig) -> str:
     """Describe the head's output for an error message: '3 classes'."""
     kinds = {"classification": f"{model.answers} classes", "multiple_choice": f"{model.answers} choices"}
     return kinds.get(model.head, "where an answer is")

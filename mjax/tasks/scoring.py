@@ -27,17 +27,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config
-from mjax.models.build import Model
-from mjax.models.gpt import GPT
+from mjax.models.causal import CausalModel
+from mjax.models.context import Context
 from mjax.models.heads import TaskBERT
+from mjax.models.protocol import Model
 from mjax.parallel import mappings
 from mjax.parallel.layers import vocab_parallel_argmax, vocab_parallel_cross_entropy
-from mjax.parallel.mappings import DATA
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.mesh import BATCH
 from mjax.state.layout import lay_out
 from mjax.tasks.interface import Score, Window
 from mjax.tasks.rows import Batch, Examples, padded_batches
-from mjax.training.step import sum_over_batch, tokens_of
+from mjax.training.step import sum_over_batch
 
 T = TypeVar("T")
 NARROWEST = 64  # positions; narrower windows would save less than another compilation costs
@@ -60,27 +60,26 @@ class RowScorer(ABC):
         self.config = config
         layout = lay_out(config, mesh)
         self.abstract_model = layout.abstract_model
-        self._sharding = NamedSharding(mesh, P(DATA))
+        self._sharding = NamedSharding(mesh, BATCH)
 
         def program(width: int, model: Model, batch: dict[str, Array]) -> Array:
             narrow = replace(config, model=replace(config.model, sequence=width))
-            head = partial(self.head, tokens_of(narrow))
-            on_device = partial(rows_of_batch, narrow, layout.plan, head=head)
-            specs = layout.specs, dict.fromkeys(batch, P(DATA))
+            on_device = partial(rows_of_batch, narrow, layout.plan, head=self.head)
+            specs = layout.specs, dict.fromkeys(batch, BATCH)
             return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True)(model, batch)
 
         self._program = jax.jit(program, static_argnums=0)
 
     @staticmethod
     @abstractmethod
-    def head(tokens: Tokens, weights: Model, x: Array, batch: dict[str, Array]) -> Array:
+    def head(weights: Model, x: Array, batch: dict[str, Array], context: Context) -> Array:
         """The numbers of each row of a micro-batch, inside `shard_map`: [b, …], the same on every rank of `model`.
 
         Args:
-          tokens: which tokens the rows of `x` are.
           weights: of the model, gathered.
           x: the stream after the last layer [t, h].
           batch: the arrays of the micro-batch.
+          context: of its tokens.
         """
 
     @abstractmethod
@@ -105,22 +104,22 @@ class RowScorer(ABC):
 
 
 class Scorer(RowScorer):
-    """Scores windows of text with a GPT."""
+    """Scores windows of text with a causal model."""
 
     @staticmethod
-    def head(tokens: Tokens, weights: GPT, x: Array, batch: dict[str, Array]) -> Array:
+    def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: Context) -> Array:
         """Loss and number of correct labels of each row, [b, 2].
 
         The counts are exact: a window has far fewer labels than the 2^24 up to which float32 holds every whole number.
         """
-        labels, counts = batch["labels"], batch["loss_mask"]  # [b, s]
+        tokens, labels, counts = context.tokens, batch["labels"], batch["loss_mask"]  # [b, s]
         logits = weights.logits(x, tokens)  # [b s, v / p]
         losses = tokens.by_sequence(vocab_parallel_cross_entropy(logits, labels.reshape(-1)))
         correct = (tokens.by_sequence(vocab_parallel_argmax(logits)) == labels) & counts
         return jnp.stack([losses.sum(-1, where=counts), correct.sum(-1, dtype=losses.dtype)], -1)  # [b, 2]
 
     def score(
-        self, model: GPT, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
+        self, model: CausalModel, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
     ) -> Score:
         """Score all `windows` together; arguments as of `score_each`."""
         return sum(self.score_each(model, windows, on_progress), Score())
@@ -128,7 +127,7 @@ class Scorer(RowScorer):
     __call__ = score
 
     def score_each(
-        self, model: GPT, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
+        self, model: CausalModel, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
     ) -> list[Score]:
         """Score each of `windows`.
 
@@ -187,9 +186,9 @@ class TaskScorer(RowScorer):
     """Scores examples with a BERT that has a task's head."""
 
     @staticmethod
-    def head(tokens: Tokens, weights: TaskBERT, x: Array, batch: dict[str, Array]) -> Array:
+    def head(weights: TaskBERT, x: Array, batch: dict[str, Array], context: Context) -> Array:
         """The scores of the task's head."""
-        return weights.scores(x, batch, tokens)
+        return weights.scores(x, batch, context)
 
     def __call__(
         self, model: TaskBERT, examples: Examples, on_progress: Callable[[int], None] = lambda examples: None
@@ -217,16 +216,17 @@ def rows_of_batch(config: Config, plan, model: Model, batch: dict[str, Array], h
 
     Args:
       config, plan, model, batch: as for `step.loss_and_gradients`.
-      head: (weights, stream after the last layer [t, h], micro-batch) → [b, …], the same on every rank of `model`.
+      head: (weights, stream after the last layer [t, h], micro-batch, context) → [b, …], the same on every rank of
+        `model`.
 
     Returns:
       [B, …], the same on every device.
     """
-    choices = config.model.choices
+    sequences = config.model.sequences
 
-    def placed(weights: Model, x: Array, micro_batch: dict[str, Array]) -> Array:
-        found = head(weights, x, micro_batch)
-        own = micro_batch["samples"][::choices] // choices  # [b], rows of the global batch
+    def placed(weights: Model, x: Array, micro_batch: dict[str, Array], context: Context) -> Array:
+        found = head(weights, x, micro_batch, context)
+        own = micro_batch["samples"][::sequences] // sequences  # [b], rows of the global batch
         zeros = jnp.zeros((config.train.global_batch, *found.shape[1:]), found.dtype)
         return mappings.vary(zeros, mappings.varying_axes(found)).at[own].set(found)
 

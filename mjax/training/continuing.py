@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from mjax.batch_size import training_samples
+from mjax.bounds import fields_of
 from mjax.config import CheckpointConfig, Config, DataConfig, HealthConfig, LogConfig, differences, read_config
 from mjax.data.atomic import write_whole
 from mjax.data.blend import parse_blend
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
+from mjax.model_config import TUNING
+from mjax.parallel.axes import NAMES
 from mjax.state.runs import checkpoint_steps
 
 
@@ -32,16 +35,8 @@ def _every_field(section: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(section))
 
 
-FIXED = {
-    "model": (
-        "kind", "layers", "hidden", "heads", "feed_forward", "sequence", "positions", "vocabulary",
-        "vocabulary_multiple", "layernorm", "embedding_layernorm", "head", "answers",
-    ),
-}  # fmt: skip
+# The fields of a model are FIXED but for the attention kernel and those marked `TUNING` in its config.
 LEARNED = {
-    "model": (
-        "activation", "mlm_activation", "hidden_dropout", "attention_dropout", "layernorm_epsilon", "init_std",
-    ),
     "data": (
         "path", "split", "train_path", "valid_path", "mock", "samples", "reset_positions", "reset_attention",
         "mask_eod_loss", "validation_tail", "mask_probability", "short_probability", "eod",
@@ -57,7 +52,7 @@ LEARNED = {
 }  # fmt: skip
 FREE = {
     "model": ("attention",),
-    "mesh": ("pipe", "data", "model", "sequence_parallel", "schedule", "chunks", "zero"),
+    "mesh": (*NAMES, "sequence_parallel", "schedule", "chunks", "zero"),
     "data": ("test_path", "cache"),
     "train": ("steps", "micro_batch", "recompute", "eval_interval", "eval_batches"),
     # Whole sections: none of their fields says what is learned from which samples.
@@ -88,7 +83,7 @@ def changes_since(folder: Path, config: Config, allow: bool = False, resumed: bo
     before = read_config(folder / "config.json")
     changed = differences(before, config)
     for name, (old, new) in changed.items():
-        if _is_in(FIXED, name):
+        if _is_fixed(config, name):
             raise UsageError(
                 f"{folder} holds a run of another model ({name} {old}, now {new}); "
                 "choose another --name, or leave the model as it was"
@@ -114,6 +109,12 @@ def save_digests(folder: Path, data: DataConfig) -> None:
     write_whole(folder / DIGESTS, json.dumps(_digests(data), indent=2) + "\n")
 
 
+def _is_fixed(config: Config, name: str) -> bool:
+    section, knob = name.split(".")
+    tuned = {field for field, _, _, marks in fields_of(type(config.model)) if TUNING in marks}
+    return section == "model" and not _is_in(FREE, name) and knob not in tuned
+
+
 def _is_in(fields: dict[str, tuple[str, ...]], name: str) -> bool:
     section, knob = name.split(".")
     return knob in fields.get(section, ())
@@ -125,7 +126,7 @@ def _meaning(config: Config, name: str) -> Any:
     decay_steps = optimizer.decay_steps or config.train.steps
     match name.split("."):
         case "model", "mlm_activation":
-            return config.model.mlm_activation or config.model.activation
+            return getattr(config.model, "mlm_activation", None) or config.model.activation
         case "data", "samples":
             return training_samples(config)
         case "data", knob if knob in PATHS:

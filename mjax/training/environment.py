@@ -17,6 +17,7 @@ import jax
 import mjax
 from mjax.config import Config
 from mjax.data.atomic import set_aside, write_whole
+from mjax.parallel import axes
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
 
@@ -36,7 +37,7 @@ def describe(config: Config, say: Callable[[str], None]) -> dict:
         "devices": len(devices),
         "processes": jax.process_count(),
         "host": platform.node(),
-        "mesh": {"pipe": config.mesh.pipe, "data": config.mesh.data, "model": config.mesh.model},
+        "mesh": axes.sizes(config.mesh),
         "attention": config.model.attention,
         "flags": {
             name: os.environ[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS", "GLIBC_TUNABLES") if name in os.environ

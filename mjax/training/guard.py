@@ -26,8 +26,8 @@ from mjax.data.atomic import write_whole
 from mjax.errors import UnhealthyError, UsageError
 from mjax.parallel.processes import from_first, is_first
 from mjax.state.checkpoint import Checkpoints
-from mjax.state.train_state import StepMetrics
 from mjax.training.health import HEALTHY, SKIPPED, SPIKE, Health
+from mjax.training.losses import StepMetrics
 from mjax.training.metrics import Record
 
 MOST_REWINDS = 3  # to one checkpoint

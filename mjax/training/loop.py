@@ -23,22 +23,24 @@ from mjax.config import Config, save_config
 from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import TrainingData, open_data
 from mjax.launch import Distributed
-from mjax.models.attention import with_kernel
-from mjax.models.build import Model, count_parameters
+from mjax.models.build import count_parameters
+from mjax.models.kernel_trial import with_kernel
+from mjax.models.protocol import Model
 from mjax.names import leaf_name
-from mjax.parallel.mappings import PIPE
+from mjax.parallel.axes import PIPE
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.processes import from_first, is_first, told_to_stop
 from mjax.parallel.schedules import schedule_of, slot_times
 from mjax.state.checkpoint import Checkpoints
 from mjax.state.runs import locked
-from mjax.state.train_state import StepMetrics, TrainState, mean_of
+from mjax.state.train_state import TrainState
 from mjax.training import environment
 from mjax.training.agreement import agree, check_shared, facts_of
 from mjax.training.continuing import save_digests
 from mjax.training.display import Display, losses, verdict
 from mjax.training.flops import model_flops, peak_tflops
 from mjax.training.guard import Guard, check_start, continue_from, not_finite
+from mjax.training.losses import StepMetrics, mean_of
 from mjax.training.metrics import MetricsLog, Record, finite_or_none
 from mjax.training.replicas import Replicas
 from mjax.training.step import TrainProgram, build_program
@@ -58,8 +60,7 @@ class Result:
       step: steps taken.
       state: the last state.
       validation_loss: of the last evaluation, nats a token; None where there was none.
-      validation_figures: of a BERT what it is the sum of (`bert.FIGURES`), and the entropy of the masked tokens; of one
-        with the head of a task the task's figures.
+      validation_figures: its other means by name; of a BERT also the entropy of the masked tokens.
       stopped: whether it was told to stop, be it in the last step, which is not measured then.
     """
 
@@ -219,7 +220,7 @@ def _say_what_is_left(display: Display, result: Result, folder: Path, config: Co
             display.say(line)
     display.say(f"curve       {folder / 'loss.png'}")
     display.say(f"checkpoint  {folder / 'checkpoints' / str(result.step)}")
-    if config.model.kind == "gpt" and (folder / "tokenizer").is_dir():
+    if config.model.causal and (folder / "tokenizer").is_dir():
         display.say(f'more text   python -m mjax generate --run {folder} --prompt "…"')
 
 
@@ -376,8 +377,8 @@ class Run:
         """
         batches = range(self.config.train.eval_batches)
         found = [self.program.eval_step(model, self._to_devices(validation, i, evaluation=True)) for i in batches]
-        loss, figures = mean_of(jax.device_get(found))
-        if self.config.model.kind == "bert":
+        loss, figures = mean_of(jax.device_get(found), self.program.abstract_state.model.loss_weights)
+        if self.config.model.samples == "pairs":
             if self.entropy is None:
                 self.entropy = label_entropy(map(validation.at, batches))
             figures = figures | {"unigram_entropy": self.entropy}
@@ -390,7 +391,7 @@ class Run:
         seconds, self.clock = now - self.clock, now
         config = self.config
         size = self.sizes.size(step - 1)
-        tokens = size * config.model.choices * config.model.sequence
+        tokens = size * config.model.sequences * config.model.sequence
         tflops = self.flops * (size / config.train.global_batch) / seconds / config.mesh.devices / 1e12
         return Record(
             step=step,
@@ -400,13 +401,13 @@ class Run:
             loss_scale=float(metrics.loss_scale),
             skipped=bool(metrics.skipped),
             broken=bool(metrics.broken),
-            tokens=self.sizes.samples_before(step) * config.model.choices * config.model.sequence,
+            tokens=self.sizes.samples_before(step) * config.model.sequences * config.model.sequence,
             seconds=seconds,
             tokens_per_second=tokens / seconds,
             tflops=tflops,
             mfu=tflops / self.peak if self.peak else None,
             nonfinite=not_finite(metrics, self.program.gradient_names),
-            figures={name: finite_or_none(float(value)) for name, value in metrics.figures.items()},
+            figures={name: finite_or_none(float(value)) for name, value in metrics.metrics.items()},
         )
 
     def _limit(self, step: int) -> tuple[jax.Array, ...]:

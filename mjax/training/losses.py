@@ -1,62 +1,110 @@
-"""What a loss is the mean of, and the figures it comes with: one number of a GPT, three of a BERT (`bert.FIGURES`), two
-of a BERT with the head of a task (`heads.FIGURES`).
+"""What a step reports: means over the global batch by name, of the sums and counts that a model gives.
 
-Models sum over the sequences they are given; `share` makes parts of a mean over the global batch of such sums, wherever
-they are taken.
+A model sums over the sequences it is given (`models/protocol.py`). `shares` says what each of its sums is multiplied by
+to be its part of the mean over the global batch, wherever it is taken: so parts are only added.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mjax.config import Config
-from mjax.models import bert, heads
-from mjax.parallel import mappings, scopes
-from mjax.parallel.mappings import DATA
-from mjax.state.precision import parameter_type
+from mjax.models.protocol import Batch, Model
+from mjax.parallel import axes, mappings, scopes
 
 
 @jax.named_scope(scopes.LOSS)
-def count_labels(config: Config, batch: dict[str, Array]) -> Array | int:
-    """Labels of the global batch that count: int32 [], the same on every device, or a number where all do."""
-    if config.model.head != "pretraining":
-        return config.train.global_batch
-    if "loss_mask" not in batch:
-        return config.train.global_batch * config.model.sequence
-    counted = batch["loss_mask"].sum(dtype=jnp.int32)
-    return mappings.sum_over(counted, mappings.varying_axes(counted))
+def global_counts(model: Model, batch: Batch) -> dict[str, Array | int]:
+    """`Model.counts` of the global batch, from this replica's part: int32 [], the same on every device, or a number."""
+
+    def everywhere(count: Array | int) -> Array | int:
+        if isinstance(count, int):
+            return count * math.prod(map(mappings.size, axes.splitting("batch")))
+        return mappings.sum_over(count, mappings.varying_axes(count))
+
+    return {name: everywhere(count) for name, count in model.counts(batch).items()}
 
 
-def share(config: Config, scale: Array | float, labels: Array | int) -> Array | float:
-    """What the loss of a label is multiplied by, to give the mean: [], or of a BERT [3], for each of its sums.
+def shares(counts: dict[str, Array | int], scale: Array | float = 1.0) -> dict[str, Array | float]:
+    """What a sum is multiplied by, to be a part of `scale` times its mean. Of nothing the mean is 0."""
+    return {
+        name: scale / (count if isinstance(count, int) else jnp.maximum(count, 1)) for name, count in counts.items()
+    }
 
-    Of no labels the loss is 0, and so is its gradient.
+
+def total_loss(weights: dict[str, float], means: dict[str, Array]) -> Array:
+    """The loss: the means that have a weight, added up with it."""
+    return sum(means[name] if weight == 1.0 else weight * means[name] for name, weight in weights.items())
+
+
+def other_metrics(means: dict) -> dict:
+    """All means but the one that is the loss itself."""
+    return {name: mean for name, mean in means.items() if name != "loss"}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepMetrics:
+    """What a step reports; the same on every device.
+
+    Attributes:
+      loss: float32 [], mean cross entropy over the labels of the global batch that count, before the update, in nats;
+        0 where none counts; the weighed sum of several, where a model has several.
+      grad_norm: float32 [], global L2 norm of the unscaled gradient before clipping.
+      learning_rate: float32 [].
+      loss_scale: float32 [], the one this step was computed with.
+      skipped: bool [], whether nothing was updated: a gradient, weight or moment was not finite, or the loss was above
+        the limit.
+      broken: int32 [], number of parameters whose weights or moments were not finite, or beyond all bounds, before it.
+      first_broken: int32 [], index into `TrainProgram.gradient_names` of the first of them.
+      nonfinite: int32 [], number of gradients that are not finite.
+      first_nonfinite: int32 [], index into `TrainProgram.gradient_names` of the one the backward pass reached first.
+      metrics: the other means by name, float32 [] each: of a BERT its losses one by one, and how often the order is
+        found.
     """
-    of_label = scale / (labels if isinstance(labels, int) else jnp.maximum(labels, 1))
-    if config.model.kind == "gpt" or config.model.head != "pretraining":
-        return of_label
-    of_sequence = scale / config.train.global_batch
-    return jnp.stack([of_label, of_sequence, of_sequence])
+
+    loss: Array
+    grad_norm: Array
+    learning_rate: Array
+    loss_scale: Array
+    skipped: Array
+    broken: Array
+    first_broken: Array
+    nonfinite: Array
+    first_nonfinite: Array
+    metrics: dict[str, Array] = field(default_factory=dict)
 
 
-def named(config: Config, figures: Array) -> tuple[Array, dict[str, Array]]:
-    """The loss and the other figures by name: of a BERT also what its loss is the sum of."""
-    if config.model.kind == "gpt":
-        return figures, {}
-    by_name = dict(zip(_names(config), figures, strict=True))
-    if config.model.head == "pretraining":
-        return by_name["mlm_loss"] + by_name["order_loss"], by_name
-    return by_name.pop("loss"), by_name
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EvalMetrics:
+    """What an evaluation of one batch reports; the same on every device.
+
+    Attributes:
+      loss: float32 [], as of `StepMetrics`.
+      means: by name, without dropout, float32 []; losses in nats, 0 where nothing counts.
+      counts: by name how many things it is the mean of, int32 []: the weight of this batch among others.
+    """
+
+    loss: Array
+    means: dict[str, Array]
+    counts: dict[str, Array]
 
 
-def no_loss(config: Config) -> Array:
-    """What the losses of micro-batches are added to: zeros, [], of a BERT [3], with the head of a task [2]."""
-    shape = () if config.model.kind == "gpt" else (len(_names(config)),)
-    return mappings.vary(jnp.zeros(shape, parameter_type(config.precision.compute)), frozenset({DATA}))
+def mean_of(batches: list[EvalMetrics], weights: dict[str, float]) -> tuple[float, dict[str, float]]:
+    """Loss and metrics of several batches as of one: a label weighs the same, whichever batch it is in.
 
-
-def _names(config: Config) -> tuple[str, ...]:
-    """The names of what a BERT sums up, with its own heads or that of a task."""
-    return bert.FIGURES if config.model.head == "pretraining" else heads.FIGURES
+    Args:
+      batches: what each reports, fetched.
+      weights: `Model.loss_weights`.
+    """
+    means = {}
+    for name in batches[0].means:
+        counts = [int(batch.counts[name]) for batch in batches]
+        total = sum(float(batch.means[name]) * count for batch, count in zip(batches, counts, strict=True))
+        means[name] = total / max(sum(counts), 1)
+    return total_loss(weights, means), other_metrics(means)

@@ -13,7 +13,8 @@ from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig, OptimizerConfig
 from mjax.names import leaf_name
 from mjax.parallel import scopes
-from mjax.parallel.mappings import PIPE, rank, sum_over, varying_axes
+from mjax.parallel.axes import PIPE
+from mjax.parallel.mappings import rank, sum_over, varying_axes
 from mjax.parallel.zero import is_layer, layer_dims
 
 LARGEST = 1e20  # no weight or first moment of a sound run comes near it

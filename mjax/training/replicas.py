@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.errors import UnhealthyError
 from mjax.names import leaf_name
 from mjax.parallel import mappings
-from mjax.parallel.mappings import DATA, MODEL, PIPE
+from mjax.parallel.axes import DATA, NAMES
 
 MOST_SHOWN = 4  # devices
 
@@ -91,9 +91,9 @@ class Replicas:
 
 def _hashes(shards: list[Array]) -> Array:
     """A hash of each shard of each device: uint32 [pipe, data, model, arrays], the same everywhere."""
-    everywhere = frozenset((PIPE, DATA, MODEL))
-    own = jnp.stack([_hash_of(mappings.vary(shard, everywhere)) for shard in shards])[None, None, None]
-    for dim, axis in enumerate((PIPE, DATA, MODEL)):
+    everywhere = frozenset(NAMES)
+    own = jnp.stack([_hash_of(mappings.vary(shard, everywhere)) for shard in shards]).reshape(*[1] * len(NAMES), -1)
+    for dim, axis in enumerate(NAMES):
         own = mappings.gather_whole(own, axis, dim)
     return own
 

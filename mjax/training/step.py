@@ -11,7 +11,6 @@ or in the layers.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,27 +27,26 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.batch_size import at_batch
 from mjax.config import Config
-from mjax.models.build import Model
-from mjax.models.transformer import run_blocks
-from mjax.names import leaf_name
-from mjax.parallel import mappings, scopes
-from mjax.parallel.mappings import DATA
-from mjax.parallel.mesh import sharded_shapes
-from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_loss, value_and_gradients
-from mjax.parallel.random import DropoutKey
-from mjax.parallel.schedules import forward_only, schedule_of
-from mjax.parallel.tokens import Tokens
-from mjax.parallel.zero import (
-    gather_in_loop,
-    gather_weights,
-    is_layer,
-    reduce_gradients,
-)
+from mjax.models.protocol import Model
+from mjax.parallel import axes, mappings, scopes
+from mjax.parallel.axes import DATA
+from mjax.parallel.mesh import BATCH, sharded_shapes
+from mjax.parallel.pipeline import means_and_gradients
+from mjax.parallel.zero import gather_weights, reduce_gradients
 from mjax.state.layout import initial_weights, lay_out
 from mjax.state.precision import COMPUTE_TYPES, LossScale, parameter_type
-from mjax.state.train_state import EvalMetrics, StepMetrics, TrainState
-from mjax.training.losses import count_labels, named, no_loss, share
+from mjax.state.train_state import TrainState
+from mjax.training.forward import Forward
+from mjax.training.losses import (
+    EvalMetrics,
+    StepMetrics,
+    global_counts,
+    other_metrics,
+    shares,
+    total_loss,
+)
 from mjax.training.optimizer import adamw, backward_order, gradient_names, learning_rate, squares_and_broken
+from mjax.training.stages import pipeline_means_and_gradients, sum_over_stages
 
 
 @dataclass(frozen=True)
@@ -102,13 +100,13 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None =
     abstract_state = sharded_shapes(shapes, specs, mesh)
 
     # --- Programs -----------------------------------------------------------------------------------------------------
-    batch_sharding = NamedSharding(mesh, P(DATA))
+    batch_sharding = NamedSharding(mesh, BATCH)
     training, evaluation = config.batch_arrays(), config.batch_arrays(evaluation=True)
     names = gradient_names(shapes.model, config.mesh)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
     on_devices = shard_map(
         partial(_train_step, config, transform, rate_after, layout.plan, np.array(backward_order(names))),
-        in_specs=(specs, dict.fromkeys(training, P(DATA)), P()),
+        in_specs=(specs, dict.fromkeys(training, BATCH), P()),
         out_specs=(specs, P()),
     )
 
@@ -117,7 +115,7 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None =
 
     eval_step = shard_map(
         partial(_eval_step, config, layout.plan),
-        in_specs=(specs.model, dict.fromkeys(evaluation, P(DATA))),
+        in_specs=(specs.model, dict.fromkeys(evaluation, BATCH)),
         out_specs=P(),
     )
     return TrainProgram(
@@ -169,8 +167,8 @@ def _train_step(
 ):
     """One step as a single device sees it: its shards of `state`, its replica's rows of `batch` [B / data, …]."""
     scale = state.loss_scale.scale
-    loss, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale)
-    loss, figures = named(config, loss)
+    means, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale)
+    loss = total_loss(state.model.loss_weights, means)
     squares, broken = squares_and_broken(gradients, state.model, state.optimizer[0], config.mesh)
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(norm)
@@ -196,7 +194,7 @@ def _train_step(
     nonfinite = ~jnp.isfinite(squares)[order]
     metrics = StepMetrics(
         loss=loss,
-        figures=figures,
+        metrics=other_metrics(means),
         grad_norm=norm,
         learning_rate=rate,
         loss_scale=scale,
@@ -210,12 +208,11 @@ def _train_step(
 
 
 def loss_and_gradients(config: Config, plan, model: Model, batch: dict[str, Array], step: Array, scale: Array):
-    """Mean loss over the labels of the global batch that count, and its gradient, from inside `shard_map`.
+    """The means of a model over the global batch, and the gradient of its loss, from inside `shard_map`.
 
     Every label of the batch weighs the same, on whatever rank and in whatever micro-batch it is. Megatron by default
     takes the mean of each micro-batch and then the mean of these, so a label weighs more the fewer count beside it;
-    its --calculate-per-token-loss is what is done here. Without a loss mask the two are the same. The loss of a BERT is
-    this mean over masked tokens plus the mean of the order's over sequences, Megatron's lm loss and sop loss.
+    its --calculate-per-token-loss is what is done here. Without a loss mask the two are the same.
 
     Args:
       config: as for `build_program`.
@@ -226,112 +223,49 @@ def loss_and_gradients(config: Config, plan, model: Model, batch: dict[str, Arra
       scale: float32 [], multiplies the loss before differentiation and is divided out of both results.
 
     Returns:
-      Loss [], of a BERT the means [3] of `bert.FIGURES`, or with the head of a task those [2] of `heads.FIGURES`; and a
-      gradient in float32 for each shard of `model`, the same wherever the shard is.
+      Means by name, [] each; and a gradient in float32 for each shard of `model`, the same wherever the shard is.
     """
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
-    program = stage_program(config, plan, share(config, scale, count_labels(config, batch)), step)
-    differentiate = _accumulate if config.mesh.pipe == 1 else _pipeline
-    loss, gradients = differentiate(config, program, weights, micro_batches_of(config, batch))
+    factors = shares(global_counts(model, batch), scale)
+    forward = Forward(config, plan, factors, step)
+    micro_batches = micro_batches_of(config, batch)
+    if config.mesh.pipe == 1:
+        means, gradients = accumulate(forward, weights, micro_batches)
+    else:
+        means, gradients = pipeline_means_and_gradients(forward, weights, micro_batches)
     # The one data-parallel reduction: float32, outside every loop.
     gradients = reduce_gradients(gradients, model, plan)
     with jax.named_scope(scopes.LOSS):
-        loss = mappings.sum_over(loss, mappings.varying_axes(loss))
-    return jax.tree.map(lambda x: x / scale, (loss, gradients))
+        means = {name: mappings.sum_over(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
+    return jax.tree.map(lambda x: x / scale, (means, gradients))
 
 
-def stage_program(config: Config, plan, share: Array | float, step: Array | None = None) -> StageProgram:
-    """The model as a pipeline stage runs it; one device without a pipeline runs its three parts one after the other.
-
-    Args:
-      config, plan: as above.
-      share: what the loss of each label that counts is multiplied by (`losses.share`).
-      step: numbers the dropout masks; None for evaluation, which has none.
-    """
-    model, train, mesh = config.model, config.train, config.mesh
-    tokens = tokens_of(config)
-    weights_of = gather_in_loop(plan.blocks, COMPUTE_TYPES[config.precision.compute])
-    layers_in_chunk = model.layers // (mesh.pipe * mesh.chunks)
-
-    def key(micro_batch: dict[str, Array]) -> DropoutKey | None:
-        if step is None or model.hidden_dropout == model.attention_dropout == 0:
-            return None
-        return DropoutKey.of(train.seed, step, micro_batch["samples"])
-
-    @jax.named_scope(scopes.LAYER)
-    def layers(blocks, x, micro_batch, virtual_stage):
-        recompute = "none" if step is None else train.recompute
-        first_layer = virtual_stage * layers_in_chunk + 1
-        documents = micro_batch.get("documents")
-        return run_blocks(blocks, x, tokens, key(micro_batch), recompute, first_layer, weights_of, documents)
-
-    @jax.named_scope(scopes.EMBEDDING)
-    def embed(weights, micro_batch):
-        return weights.embed_batch(micro_batch, tokens, key(micro_batch))
-
-    @jax.named_scope(scopes.HEAD)
-    def head(weights, x, micro_batch):
-        return weights.batch_loss(x, micro_batch, tokens, key(micro_batch)) * share
-
-    return StageProgram(
-        embed=embed,
-        layers=layers,
-        head=head,
-        rows=tokens.count,
-        shards=[storage.gathers if storage.in_loop else () for storage in jax.tree.leaves(plan.blocks)],
-    )
-
-
-def tokens_of(config: Config) -> Tokens:
-    """Which tokens the rows of the stream are, of one micro-batch."""
-    return Tokens(config.train.micro_batch * config.model.choices, config.model.sequence, config.mesh.sequence_parallel)
-
-
-def _run(program: StageProgram, weights: Model, micro_batch: dict[str, Array]) -> Array:
-    """This replica's share of the loss of one micro-batch, without a pipeline."""
-    x = program.embed(weights, micro_batch)
-    return program.head(weights, program.layers(weights.blocks, x, micro_batch, 0), micro_batch)
-
-
-def _accumulate(config: Config, program: StageProgram, weights: Model, micro_batches: dict[str, Array]):
-    """Scaled loss or figures, as of `loss_and_gradients`, and gradient of this replica's share of the mean over the
-    global batch, varying over `data`."""
-    accumulator = parameter_type(config.precision.compute)
+def accumulate(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
+    """This replica's parts of the means, and the gradient of its part of the loss, varying over `data`: one micro-batch
+    after the other, added up in float32."""
+    accumulator = parameter_type(forward.config.precision.compute)
 
     def differentiate(micro_batch):
-        loss, (gradients,) = value_and_gradients(lambda weights: _run(program, weights, micro_batch), weights)
-        return loss, gradients
+        run = lambda weights: forward(weights, micro_batch)  # noqa: E731
+        means, (gradients,) = means_and_gradients(weights.loss_weights, run, weights)
+        return means, gradients
 
     def add(total, micro_batch):
         found = differentiate(micro_batch)
         return jax.tree.map(lambda t, f: t + f.astype(t.dtype), total, found), None
 
-    if config.micro_batches == 1:  # nothing to accumulate: no second copy of the gradients
-        loss, gradients = differentiate(jax.tree.map(lambda x: x[0], micro_batches))
-        return loss, jax.tree.map(lambda g: g.astype(accumulator), gradients)
+    if forward.config.micro_batches == 1:  # nothing to accumulate: no second copy of the gradients
+        means, gradients = differentiate(jax.tree.map(lambda x: x[0], micro_batches))
+        return means, jax.tree.map(lambda g: g.astype(accumulator), gradients)
+    nothing = mappings.vary(jnp.zeros((), accumulator), frozenset(axes.splitting("batch")))
     zeros = jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), weights)
-    return jax.lax.scan(add, (no_loss(config), zeros), micro_batches)[0]
-
-
-def _pipeline(config: Config, program: StageProgram, weights: Model, micro_batches: dict[str, Array]):
-    """As `_accumulate`, of what this stage of a pipeline runs; both vary over `pipe` too."""
-    schedule = schedule_of(config)
-    shared, blocks = _without_blocks(weights), weights.blocks
-    accumulator = parameter_type(config.precision.compute)
-    loss, to_shared, to_blocks = pipeline_gradients(schedule, program, shared, blocks, micro_batches, accumulator)
-    to_shared.blocks = to_blocks
-    return loss, to_shared
-
-
-def _without_blocks(weights: Model) -> Model:
-    """The embedding and the head alone: the model with nothing in the place of its layers."""
-    return jax.tree_util.tree_map_with_path(lambda path, w: None if is_layer(leaf_name(path)) else w, weights)
+    return jax.lax.scan(add, (dict.fromkeys(forward.factors, nothing), zeros), micro_batches)[0]
 
 
 def _eval_step(config: Config, plan, model: Model, batch: dict[str, Array]) -> EvalMetrics:
-    labels = count_labels(config, batch)
-    loss, figures = named(config, sum_over_batch(config, plan, model, batch, share(config, 1.0, labels)))
-    return EvalMetrics(loss, jnp.int32(labels), figures)
+    counts = global_counts(model, batch)
+    means = sum_over_batch(config, plan, model, batch, shares(counts))
+    return EvalMetrics(total_loss(model.loss_weights, means), means, jax.tree.map(jnp.int32, counts))
 
 
 def sum_over_batch(
@@ -339,31 +273,28 @@ def sum_over_batch(
     plan,
     model: Model,
     batch: dict[str, Array],
-    factors: Array | float = 1.0,
+    factors: dict[str, Array | float] | None = None,
     head: Callable | None = None,
-) -> Array:
+):
     """What the head gives for each micro-batch of the global batch, summed, without dropout, from inside `shard_map`.
 
     Args:
       config, plan, model, batch: as for `loss_and_gradients`.
-      factors: what the loss of each label that counts is multiplied by (`losses.share`).
-      head: (weights, stream after the last layer [t, h], micro-batch) → array of any shape, the same on every rank of
-        `model`; the loss when not given.
+      factors: what each sum of the model is multiplied by (`losses.shares`).
+      head: (weights, stream after the last layer [t, h], micro-batch, context) → array of any shape, the same on every
+        rank of `model`; the means by name when not given.
 
     Returns:
       The sum, of the head's shape, the same on every device.
     """
-    mesh = config.mesh
-    weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], mesh)
-    program, micro_batches = stage_program(config, plan, factors), micro_batches_of(config, batch)
-    if head is not None:
-        program = dataclasses.replace(program, head=head)
-    if mesh.pipe > 1:
-        schedule = forward_only(mesh.pipe, config.micro_batches, mesh.chunks)
-        total = pipeline_loss(schedule, program, _without_blocks(weights), weights.blocks, micro_batches)
+    weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
+    forward, micro_batches = Forward(config, plan, factors or {}, head=head), micro_batches_of(config, batch)
+    if config.mesh.pipe > 1:
+        total = sum_over_stages(forward, weights, micro_batches)
     else:
-        total = jax.lax.map(partial(_run, program, weights), micro_batches).sum(0)
-    return mappings.sum_over(total, mappings.varying_axes(total))
+        each = jax.lax.map(lambda micro_batch: forward(weights, micro_batch), micro_batches)
+        total = jax.tree.map(lambda parts: parts.sum(0), each)
+    return jax.tree.map(lambda x: mappings.sum_over(x, mappings.varying_axes(x)), total)
 
 
 def micro_batches_of(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
@@ -375,7 +306,7 @@ def micro_batches_of(config: Config, batch: dict[str, Array]) -> dict[str, Array
     chex.assert_tree_shape_prefix(batch, (rows,))
     for name in batch.keys() & {"tokens", "labels"}:
         chex.assert_axis_dimension(batch[name], -1, config.model.sequence)
-    sequences = rows * config.model.choices
+    sequences = rows * config.model.sequences
     samples = mappings.rank(DATA) * sequences + jnp.arange(sequences)
 
     def split(x):

@@ -28,15 +28,15 @@ from jax import Array
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
+from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
+from mjax.model_config import ModelConfig
 from mjax.models.attention import FLASH_STAND_IN
-from mjax.parallel.mappings import DATA
-from mjax.parallel.mesh import abstract_mesh
-from mjax.parallel.pipeline import StageProgram
+from mjax.parallel.mesh import BATCH, abstract_mesh
 from mjax.parallel.zero import gather_weights
 from mjax.state.layout import lay_out
 from mjax.state.precision import COMPUTE_TYPES
-from mjax.training.step import micro_batches_of, stage_program
+from mjax.training.forward import Forward
+from mjax.training.step import micro_batches_of
 
 # The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next product.
 VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "pvary", "name", "copy", "stop_gradient", "reduce_precision"}
@@ -285,7 +285,7 @@ class Traced:
 
 @lru_cache(maxsize=64)
 def _undisturbed(model: ModelConfig) -> ModelConfig:
-    return replace(model, layers=1, hidden_dropout=0.0, attention_dropout=0.0)
+    return replace(model.without_dropout(), layers=1)
 
 
 @lru_cache(maxsize=1024)
@@ -312,26 +312,26 @@ def head(of: Traced) -> Head:
 
 
 def _trace(config: Config, part: Callable) -> Any:
-    """What `part` finds, called inside the `shard_map` with the program of a stage, weights and a micro-batch."""
+    """What `part` finds, called inside the `shard_map` with the forward pass, weights, a micro-batch and the stream."""
     mesh, arrays, found = abstract_mesh(config.mesh), config.batch_arrays(), []
     batch = {name: jax.ShapeDtypeStruct((1, *shape), kind) for name, (shape, kind) in arrays.items()}
 
     def on_device(model, batch):
         weights = gather_weights(model, layout.plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
-        program = stage_program(config, layout.plan, 1.0, np.int32(0))
+        forward = Forward(config, layout.plan, dict.fromkeys(model.counts(batch), 1.0), np.int32(0))
         micro_batch = jax.tree.map(lambda rows: rows[0], micro_batches_of(config, batch))
-        found.append(part(program, weights, micro_batch, program.embed(weights, micro_batch)))
+        found.append(part(forward, weights, micro_batch, forward.embed(weights, micro_batch)))
         return jnp.zeros(())
 
     with jax.enable_x64(config.precision.compute == "fp64"):
         layout = lay_out(config, mesh)
-        specs = layout.specs, dict.fromkeys(arrays, P(DATA))
+        specs = layout.specs, dict.fromkeys(arrays, BATCH)
         jax.eval_shape(jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P()), layout.abstract_model, batch)
     return found[0]
 
 
-def _forward(stage: StageProgram, weights, micro_batch, x: Array) -> Layer:
-    jaxpr = jax.make_jaxpr(lambda blocks, x: stage.layers(blocks, x, micro_batch, 0))(weights.blocks, x).jaxpr
+def _forward(forward: Forward, weights, micro_batch, x: Array) -> Layer:
+    jaxpr = jax.make_jaxpr(lambda blocks, x: forward.layers(blocks, x, micro_batch))(weights.blocks, x).jaxpr
     (scan,) = _scans(jaxpr)
     program, branches = Program(scan.params["jaxpr"]), [[]]
     for operation in program.operations:
@@ -347,26 +347,26 @@ def _forward(stage: StageProgram, weights, micro_batch, x: Array) -> Layer:
     )
 
 
-def _backward(stage: StageProgram, weights, micro_batch, x: Array) -> Backward:
+def _backward(forward: Forward, weights, micro_batch, x: Array) -> Backward:
     """The stacked layers run in a scan: its body is one layer, and what it stacks up is what a layer keeps."""
 
     def gradients(blocks, x, gradient):
-        y, backward = jax.vjp(lambda blocks, x: stage.layers(blocks, x, micro_batch, 0), blocks, x)
+        y, backward = jax.vjp(lambda blocks, x: forward.layers(blocks, x, micro_batch)[0], blocks, x)
         return y, backward(gradient)
 
-    forward, backward = _scans(jax.make_jaxpr(gradients)(weights.blocks, x, x).jaxpr)
+    first, backward = _scans(jax.make_jaxpr(gradients)(weights.blocks, x, x).jaxpr)
     return Backward(
         program=Program(backward.params["jaxpr"]),
         constants=backward.params["num_consts"],
         carried=backward.params["num_carry"],
-        kept=sum(_bytes(variable.aval) for variable in forward.outvars[forward.params["num_carry"] :]),
+        kept=sum(_bytes(variable.aval) for variable in first.outvars[first.params["num_carry"] :]),
         stream=_bytes(x),
     )
 
 
-def _head(stage: StageProgram, weights, micro_batch, x: Array) -> Head:
+def _head(forward: Forward, weights, micro_batch, x: Array) -> Head:
     def loss_and_backward(weights, x):
-        return jax.vjp(lambda weights, x: stage.head(weights, x, micro_batch).sum(), weights, x)
+        return jax.vjp(lambda weights, x: sum(forward.loss(weights, x, micro_batch).values()), weights, x)
 
     jaxpr = jax.make_jaxpr(loss_and_backward)(weights, x).jaxpr
     # One array may be there for several backward passes; what came in is kept by whoever made it.

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mjax.config import Config, DataConfig, ModelConfig, TrainConfig
+from mjax.config import BERTConfig, Config, DataConfig, TrainConfig
 from mjax.data.bert import BertDataset
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.data.metadata import DatasetMetadata, tokenizer_folder, write_metadata
@@ -37,7 +37,7 @@ def write(prefix, spec="bert-uncased:{}", append_eod=False):
 
 def config_of(*path):
     return Config(
-        model=ModelConfig(kind="bert", layers=1, hidden=8, heads=1, sequence=32, vocabulary=32),
+        model=BERTConfig(layers=1, hidden=8, heads=1, sequence=32, vocabulary=32),
         data=DataConfig(path=path, split="80,20"),
         train=TrainConfig(steps=10, global_batch=8, micro_batch=4, eval_interval=5, eval_batches=1),
     )

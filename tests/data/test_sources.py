@@ -7,7 +7,7 @@ import pytest
 import tyro
 
 from mjax.commands.train import TrainArguments
-from mjax.config import Config, DataConfig, ModelConfig, TrainConfig, from_dict, to_dict
+from mjax.config import Config, DataConfig, GPTConfig, TrainConfig, from_dict, to_dict
 from mjax.data import cache
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.data.metadata import DatasetMetadata, tokenizer_folder, write_metadata
@@ -39,7 +39,7 @@ def described(name, tokenizer="bytes", vocabulary=257, eod=EOD):
 
 def config_of(steps=10, batch=4, eval_interval=5, **data):
     return Config(
-        model=ModelConfig(sequence=16, vocabulary=257),
+        model=GPTConfig(sequence=16, vocabulary=257),
         data=DataConfig(**data),
         train=TrainConfig(steps=steps, global_batch=batch, micro_batch=1, eval_interval=eval_interval, eval_batches=1),
     )

@@ -7,7 +7,7 @@ import tyro
 
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.commands.train import TrainArguments
-from mjax.config import Config, DataConfig, ModelConfig, TrainConfig
+from mjax.config import Config, DataConfig, GPTConfig, TrainConfig
 from mjax.data.corpus import split_documents
 from mjax.data.sources import open_data
 from mjax.errors import UsageError
@@ -35,7 +35,7 @@ def _opens(file, preparing: list[str], training: list[str], tries: int) -> None:
     prefix = str(file.with_suffix(""))
     prepare(tyro.cli(PrepareArguments, args=[str(file), "--output", prefix, "--tokenizer", "bytes", *preparing]))
     default = Config(
-        model=ModelConfig(sequence=64, vocabulary=257),
+        model=GPTConfig(sequence=64, vocabulary=257),
         data=DataConfig(path=(prefix,)),
         train=TrainConfig(steps=4, global_batch=4, micro_batch=1, eval_batches=1),
     )

@@ -6,7 +6,7 @@ import json
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from mjax.config import ModelConfig
+from mjax.config import GPTConfig
 from mjax.data.tokenizers import GPT2Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.data.tokenizers.bert import CasedBertTokenizer, UncasedBertTokenizer
 from tests.data.vocabularies import NASTY, TEXTS, byte_of_character, gpt2_files, hf_byte_pairs, hf_unigram, rank_file
@@ -68,7 +68,7 @@ def test_files_with_the_line_ends_of_windows_are_read_alike(tmp_path):
 
 @pytest.mark.parametrize(("model_axis", "padded"), [(1, 50_304), (2, 50_432), (4, 50_688), (8, 51_200)])
 def test_gpt2s_vocabulary_is_padded_as_megatrons_with_a_multiple_of_128_times_the_model_axis(model_axis, padded):
-    assert ModelConfig(vocabulary=50_257, vocabulary_multiple=128 * model_axis).padded_vocabulary == padded
+    assert GPTConfig(vocabulary=50_257, vocabulary_multiple=128 * model_axis).padded_vocabulary == padded
 
 
 # --- BERT -------------------------------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from mjax.config import load_config
 from mjax.doctor.attention import check_attention, largest_error, reference
 from mjax.doctor.finding import GREEN, RED, YELLOW
 from mjax.errors import UsageError
-from mjax.models import attention
+from mjax.models import attention, kernel_trial
 
 
 @pytest.fixture
 def chosen(monkeypatch):
     """Have mjax choose the kernel `xla` without a word."""
-    monkeypatch.setattr(attention, "resolve_attention", lambda *_: "xla")
+    monkeypatch.setattr(kernel_trial, "resolve_attention", lambda *_: "xla")
 
 
 def broken(monkeypatch, **changes):
@@ -67,7 +67,7 @@ def test_memory_that_others_hold_is_no_reason_for_another_kernel(monkeypatch):
     def resolve(*_):
         raise UsageError("the attention kernel cudnn does not run here (RESOURCE_EXHAUSTED: Out of memory); use xla")
 
-    monkeypatch.setattr(attention, "resolve_attention", resolve)
+    monkeypatch.setattr(kernel_trial, "resolve_attention", resolve)
     assert check_attention()[0].advice.startswith("nvidia-smi shows which process holds")
 
 
@@ -96,7 +96,7 @@ def test_a_slower_kernel_that_auto_has_to_take_is_yellow_with_the_reason(monkeyp
         announce("attention: the slower kernel xla is used instead of cuDNN flash, because it has no dropout")
         return "xla"
 
-    monkeypatch.setattr(attention, "resolve_attention", resolve)
+    monkeypatch.setattr(kernel_trial, "resolve_attention", resolve)
     monkeypatch.setattr("mjax.doctor.attention.largest_error", lambda *_: 1e-6)
     (finding,) = check_attention(small("gpt_demo", attention_dropout=0.1))
     assert (finding.status, finding.advice) == (YELLOW, "--model.attention-dropout 0")
@@ -107,7 +107,7 @@ def test_a_kernel_that_does_not_run_is_red_with_what_to_use_instead(monkeypatch)
     def resolve(*_):
         raise UsageError("the attention kernel cudnn does not run here (no plan); use --model.attention xla")
 
-    monkeypatch.setattr(attention, "resolve_attention", resolve)
+    monkeypatch.setattr(kernel_trial, "resolve_attention", resolve)
     (finding,) = check_attention()
     assert (finding.status, finding.advice) == (RED, "use --model.attention xla")
     assert finding.found == "the attention kernel cudnn does not run here (no plan)"

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from mjax import cli
-from mjax.config import ModelConfig, read_config, save_config
+from mjax.config import read_config, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.validation import validate
@@ -80,10 +80,14 @@ WRONG = {
     "a damaged request": (finetune("--output", "PLACE/old"), "request.json is not JSON"),
     "a head in pre-training": (
         lambda p: ["train", "--config", "bert_336m", "--data.mock", "--model.head", "span"],
-        "--model.head span is not for pre-training; leave it out, and type python -m mjax finetune --help",
+        "has no --model.head for this model; it is for --model.kind bert_task: leave it out",
+    ),
+    "a head in pre-training by its kind": (
+        lambda p: ["train", "--config", "bert_336m", "--data.mock", "--model.kind", "bert_task"],
+        "--model.kind bert_task is not for pre-training; leave it out, and type python -m mjax finetune --help",
     ),
     "a head on a GPT": (
-        lambda p: ["train", "--data.mock", "--model.head", "span"], "--model.head span is for --model.kind bert",
+        lambda p: ["train", "--data.mock", "--model.head", "span"], "it is for --model.kind bert_task: leave it out",
     ),
     "evaluating what was not fine-tuned": (
         lambda p: ["evaluate", "--checkpoint", f"{p}/bert", "--task", "mnli", "--data", f"{p}/mnli/dev_matched.tsv"],
@@ -140,6 +144,5 @@ def test_a_config_with_a_head_is_read_back_and_validated(place, tmp_path):
     save_config(config, tmp_path / "config.json")
     assert read_config(tmp_path / "config.json") == config
     validate(config)
-    assert ModelConfig(kind="bert").head == "pretraining"
     with pytest.raises(UsageError, match=r"--model\.answers is 0; it must be at least 1"):
         validate(small_config(kind="bert", head="classification", answers=0))

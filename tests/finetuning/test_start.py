@@ -8,6 +8,7 @@ import pytest
 from mjax.config import MeshConfig, read_config
 from mjax.finetuning.start import Start
 from mjax.inference import restore_weights
+from mjax.model_config import as_kind
 from mjax.parallel.mesh import make_mesh
 from mjax.state.layout import lay_out
 from mjax.training.step import build_program
@@ -24,7 +25,7 @@ def run(tmp_path_factory):
 
 def beginning(run, mesh=ONE, **changes) -> Start:
     saved = read_config(run / "config.json")
-    model = replace(saved.model, attention="xla", **{"head": "classification", "answers": 3} | changes)
+    model = replace(as_kind(saved.model, "bert_task"), attention="xla", **{"answers": 3} | changes)
     config = replace(saved, model=model, mesh=mesh)
     return Start(run, saved, config, make_mesh(mesh), build_program(config, make_mesh(mesh)))
 

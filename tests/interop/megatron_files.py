@@ -37,7 +37,7 @@ def draw(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     flat |= {"positions": (model.sequence, h)}
     if model.kind == "bert":
         flat |= {"token_types": (2, h)}
-    if model.layernorm == "post":
+    if getattr(model, "layernorm", "pre") == "post":
         flat = {name.replace("final_norm", "embedding_norm"): shape for name, shape in flat.items()}
     weights = {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in flat.items()}
     for name in weights.keys() & {"embedding.table", "mlm.bias"}:
@@ -86,7 +86,7 @@ def share(
         return {"weight": weights[f"{name}.kernel"].T, "bias": weights[f"{name}.bias"]}
 
     per_stage = model.layers // stages
-    layers, post = {}, model.layernorm == "post"
+    layers, post = {}, getattr(model, "layernorm", "pre") == "post"
     for local, i in enumerate(range(stage * per_stage, (stage + 1) * per_stage)):
         of = {name.removeprefix("blocks."): array[i] for name, array in weights.items() if name.startswith("blocks.")}
         heads, wide = part(model.heads), part(model.mlp_width)

@@ -24,7 +24,7 @@ from mjax.interop.settings import model_config
 from mjax.interop.tensor_files import SafetensorsFiles, open_tensors
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import find_tensors, places, read_weights, weight_arrays
-from mjax.parallel.mappings import DATA, MODEL
+from mjax.parallel.axes import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.state.checkpoint import Checkpoints
 from mjax.training.metrics import read_metrics

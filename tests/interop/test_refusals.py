@@ -265,5 +265,5 @@ def test_an_export_of_what_no_class_of_transformers_has_is_refused(option, tmp_p
     save_config(small_config(**option), tmp_path / "config.json")
     assert cli.main(["convert", "to-hf", str(tmp_path), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert "transformers has no class for a gpt with --model.positions" in error
+    assert "transformers has no class for a GPT with --model.positions" in error
     assert not (tmp_path / "out").exists()

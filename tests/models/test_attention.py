@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.config import ModelConfig
+from mjax.config import GPTConfig
 from mjax.errors import UsageError
-from mjax.models import attention
-from mjax.models.alibi import alibi_slopes
-from mjax.models.attention import attend, resolve_attention
+from mjax.models import attention, kernel_trial
+from mjax.models.attention import attend
+from mjax.models.kernel_trial import resolve_attention
+from mjax.models.positions import alibi_slopes
 
-MODEL = ModelConfig(hidden=32, heads=4, sequence=16, attention_dropout=0.0)
+MODEL = GPTConfig(hidden=32, heads=4, sequence=16, attention_dropout=0.0)
 
 
 def _inputs(positions=16):
@@ -77,7 +78,7 @@ def test_auto_follows_its_table_and_announces_a_slower_kernel(changes, compute, 
 def test_auto_takes_cudnn_only_on_a_gpu_that_has_it(monkeypatch, capability, changes, expected):
     said = []
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(compute_capability=capability)])
-    monkeypatch.setattr(attention, "_self_test", lambda *_: None)
+    monkeypatch.setattr(kernel_trial, "_self_test", lambda *_: None)
     kernel = resolve_attention(replace(MODEL, **changes), "bf16", "gpu", said.append)
     assert kernel == ("cudnn" if expected is None else "xla")
     assert expected is None or expected in said[0]
@@ -86,7 +87,7 @@ def test_auto_takes_cudnn_only_on_a_gpu_that_has_it(monkeypatch, capability, cha
 
 def test_cudnn_is_taken_where_it_can_be_and_is_run_first(monkeypatch):
     ran = []
-    monkeypatch.setattr(attention, "_self_test", lambda kernel, *_: ran.append(kernel))
+    monkeypatch.setattr(kernel_trial, "_self_test", lambda kernel, *_: ran.append(kernel))
     assert resolve_attention(MODEL, "bf16", "gpu", pytest.fail) == "cudnn"
     assert ran == ["cudnn"]
 
@@ -145,9 +146,9 @@ def test_a_kernel_with_wrong_numbers_is_found_at_the_start(monkeypatch):
     def attend(q, k, v, kernel, **options):
         return right(q, k, v, kernel, **options) * (1.5 if kernel == "xla_blocks" else 1.0)
 
-    monkeypatch.setattr(attention, "attend", attend)
+    monkeypatch.setattr(kernel_trial, "attend", attend)
     with pytest.raises(UsageError, match="gives wrong numbers here"):
-        attention._self_test("xla_blocks", MODEL, "fp32", documents=False)
+        kernel_trial._self_test("xla_blocks", MODEL, "fp32", documents=False)
 
 
 def test_a_kernel_that_does_not_keep_to_documents_is_found_at_the_start(monkeypatch):
@@ -156,7 +157,7 @@ def test_a_kernel_that_does_not_keep_to_documents_is_found_at_the_start(monkeypa
     def attend(q, k, v, kernel, documents, **options):
         return right(q, k, v, kernel, documents=documents if kernel == "xla" else None, **options)
 
-    monkeypatch.setattr(attention, "attend", attend)
+    monkeypatch.setattr(kernel_trial, "attend", attend)
     resolve_attention(MODEL, "fp32", "cpu")
     with pytest.raises(UsageError, match="gives wrong numbers here"):
         resolve_attention(MODEL, "fp32", "cpu", documents=True)
@@ -168,7 +169,7 @@ def test_a_kernel_that_leaves_alibi_out_is_found_at_the_start(monkeypatch):
     def attend(q, k, v, kernel, slopes, **options):
         return right(q, k, v, kernel, slopes=slopes if kernel == "xla" else None, **options)
 
-    monkeypatch.setattr(attention, "attend", attend)
+    monkeypatch.setattr(kernel_trial, "attend", attend)
     resolve_attention(MODEL, "fp32", "cpu")
     with pytest.raises(UsageError, match="gives wrong numbers here"):
         resolve_attention(replace(MODEL, positions="alibi"), "fp32", "cpu")

@@ -7,7 +7,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax.models.build import build_model
-from mjax.parallel.mappings import MODEL
+from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
 from tests.small import QUICKLY, pairs_of, small_config
 

@@ -7,11 +7,11 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from mjax.models.alibi import alibi_slopes
 from mjax.models.attention import KeyValues, attend, attend_cached
 from mjax.models.build import build_model
+from mjax.models.positions import alibi_slopes
 from mjax.names import leaf_name
-from mjax.parallel.mappings import MODEL
+from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.planner.comms import ledger
 from tests.against_reference import largest_error

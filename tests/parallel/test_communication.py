@@ -51,10 +51,21 @@ PACKAGES_BELOW = {
 
 MODULES_BELOW = {
     "parallel": {"bounds", "config", "errors", "launch", "names"},
-    "models": {"config", "errors", "names"},
+    "models": {"config", "errors", "model_config", "names"},
     "data": {"batch_size", "bounds", "config", "errors", "json_files", "names", "plain_values", "progress"},
     "state": {"config", "errors", "names"},
-    "training": {"batch_size", "config", "errors", "hardware", "launch", "names", "packages", "validation"},
+    "training": {
+        "batch_size",
+        "bounds",
+        "config",
+        "errors",
+        "hardware",
+        "launch",
+        "model_config",
+        "names",
+        "packages",
+        "validation",
+    },
 }
 """Packages that may import these modules of the root only."""
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
 from mjax.parallel import mappings
+from mjax.parallel.axes import MODEL
 from mjax.parallel.layers import (
     ColumnParallelLinear,
     LayerNorm,
@@ -18,7 +19,6 @@ from mjax.parallel.layers import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
-from mjax.parallel.mappings import MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.tokens import Tokens
 

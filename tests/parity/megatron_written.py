@@ -7,16 +7,17 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from mjax import cli
-from mjax.config import MeshConfig, ModelConfig, PrecisionConfig, read_config
+from mjax.config import GPTConfig, MeshConfig, PrecisionConfig, read_config
 from mjax.interop.convert import abstract_weights
-from mjax.parallel.mappings import MODEL
+from mjax.model_config import as_kind
+from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.state.checkpoint import Checkpoints
 from tests.interop.megatron_files import share
 from tests.small import named
 
-GPT = ModelConfig(layers=2, hidden=24, heads=4, feed_forward=40, sequence=10, vocabulary=29, vocabulary_multiple=128)
-BERT = replace(GPT, kind="bert", activation="gelu_erf")
+GPT = GPTConfig(layers=2, hidden=24, heads=4, feed_forward=40, sequence=10, vocabulary=29, vocabulary_multiple=128)
+BERT = replace(as_kind(GPT, "bert"), activation="gelu_erf")
 PADDED = 32
 FLAGS = ("--heads", "4", "--vocabulary", "29")
 """What the checkpoints do not say."""

@@ -8,10 +8,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
+from mjax.config import BERTConfig, Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.models.build import build_model
 from mjax.names import leaf_name
-from mjax.parallel.mappings import MODEL
+from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
 from tests.small import gradient_program, pairs_of
 
@@ -28,8 +28,8 @@ SHAPES = {
 
 
 def _config(shape, layernorm, activation="gelu_erf", parallel=1):
-    model = ModelConfig(
-        kind="bert", layernorm=layernorm, activation=activation, attention="xla", vocabulary_multiple=1,
+    model = BERTConfig(
+        layernorm=layernorm, activation=activation, attention="xla", vocabulary_multiple=1,
         hidden_dropout=0.0, attention_dropout=0.0, layernorm_epsilon=1e-12, **SHAPES[shape],
     )  # fmt: skip
     return Config(

@@ -8,11 +8,11 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig
-from mjax.models.alibi import alibi_slopes
+from mjax.config import Config, DataConfig, GPTConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig
 from mjax.models.build import build_model
+from mjax.models.positions import alibi_slopes
 from mjax.names import leaf_name
-from mjax.parallel.mappings import DATA, MODEL
+from mjax.parallel.axes import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
 from tests.small import gradient_program
 
@@ -34,7 +34,7 @@ SHAPES = {
 
 
 def _config(shape, data=1, parallel=1):
-    model = ModelConfig(
+    model = GPTConfig(
         positions="alibi", embedding_layernorm=True, attention="xla", hidden_dropout=0.0, attention_dropout=0.0,
         vocabulary_multiple=32 if "padded" in shape else 1, **SHAPES[shape],
     )  # fmt: skip

@@ -17,8 +17,9 @@ from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.interop.bert import BERT, MEGATRON_BERT
 from mjax.interop.convert import abstract_weights
 from mjax.interop.weights import places, weight_arrays
-from mjax.models.transformer import run_blocks
-from mjax.parallel.mappings import MODEL
+from mjax.models.block import run_blocks
+from mjax.models.context import Context
+from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.tokens import Tokens
 from mjax.state.checkpoint import Checkpoints
@@ -182,9 +183,9 @@ def _hidden(config, weights, tokens, token_types, documents):
     """The stream after the last layer: [b, s, h]."""
 
     def forward(weights, tokens, token_types, documents):
-        places = Tokens(*tokens.shape)
-        x = weights.embed(tokens, token_types, places)
-        return places.by_sequence(run_blocks(weights.blocks, x, places, None, "none", documents=documents))
+        context = Context(Tokens(*tokens.shape), documents=documents)
+        x = weights.embed({"tokens": tokens, "token_types": token_types}, context)
+        return context.tokens.by_sequence(run_blocks(weights.blocks, x, context)[0])
 
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_weights(config))
     mapped = jax.shard_map(forward, mesh=make_mesh(MeshConfig()), in_specs=(specs, P(), P(), P()), out_specs=P())

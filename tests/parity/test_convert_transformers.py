@@ -18,7 +18,7 @@ from mjax.interop.convert import abstract_weights
 from mjax.interop.gpt2 import GPT2
 from mjax.interop.tensor_files import FLOATS, Kind, open_tensors
 from mjax.interop.weights import places, weight_arrays
-from mjax.parallel.mappings import DATA, MODEL
+from mjax.parallel.axes import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.sampling import Sampling
 from tests.data.vocabularies import NAMES, NASTY, TEXTS, specs

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from mjax.config import Config, DataConfig, GPTConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig
 from mjax.models.build import build_model
 from mjax.names import leaf_name
-from mjax.parallel.mappings import DATA, MODEL
+from mjax.parallel.axes import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
 from tests.small import gradient_program
 
@@ -24,8 +24,8 @@ from tests.parity.trajectory import losses_of_both  # noqa: E402
 pytestmark = pytest.mark.parity
 
 SHAPES = {
-    "four heads": ModelConfig(layers=2, hidden=32, heads=4, sequence=24, vocabulary=96, vocabulary_multiple=32),
-    "odd heads": ModelConfig(layers=3, hidden=36, heads=3, sequence=17, vocabulary=100, vocabulary_multiple=1),
+    "four heads": GPTConfig(layers=2, hidden=32, heads=4, sequence=24, vocabulary=96, vocabulary_multiple=32),
+    "odd heads": GPTConfig(layers=3, hidden=36, heads=3, sequence=17, vocabulary=100, vocabulary_multiple=1),
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 from mjax import cli
 from mjax.inference import inference_config
 from mjax.interop.convert import write_run
+from mjax.model_config import as_kind
 from mjax.names import leaf_name
 from mjax.parallel.mesh import make_mesh
 from mjax.tasks.labelled import Examples
@@ -35,7 +36,7 @@ CASES = [(head, layernorm) for head in HEADS for layernorm in ("pre", "post")]
 
 def _task_config(head, layernorm):
     config = _config("odd heads", layernorm)
-    return replace(config, model=replace(config.model, **HEADS[head]))
+    return replace(config, model=replace(as_kind(config.model, "bert_task"), **HEADS[head]))
 
 
 def _peer(model):

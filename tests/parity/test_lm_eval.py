@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from mjax import cli
 from mjax.errors import UsageError
 from mjax.models.gpt import GPT
-from mjax.parallel.mappings import MODEL
+from mjax.parallel.axes import MODEL
 from tests.conftest import ROOT
 from tests.data.vocabularies import TEXTS, gpt2_files
 from tests.interop.folders import CONFIG, tensors_of, write_folder

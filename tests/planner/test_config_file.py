@@ -61,9 +61,9 @@ def test_only_what_differs_from_the_defaults_is_written():
     source = config_source(load_config("gpt_8b"), "Short.\n\nAnd good.")
     assert source == (
         '"""Short.\n\nAnd good.\n"""\n\n'
-        "from mjax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig\n\n"
+        "from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig\n\n"
         "config = Config(\n"
-        "    model=ModelConfig(layers=72, hidden=3072, heads=32),\n"
+        "    model=GPTConfig(layers=72, hidden=3072, heads=32),\n"
         "    mesh=MeshConfig(data=64, model=8),\n"
         "    optimizer=OptimizerConfig(warmup_steps=3000),\n"
         '    train=TrainConfig(recompute="selective"),\n'

@@ -48,7 +48,7 @@ def test_the_compiled_configs_are_of_all_sizes_and_modes():
     assert min(sizes) < 3.6e8
     assert max(sizes) > 1.7e11
     assert {config.model.kind for config in configs} == {"gpt", "bert"}
-    assert {config.model.positions for config in configs} == {"learned", "alibi"}
+    assert {config.model.biased_scores for config in configs} == {False, True}
     assert {config.train.recompute for config in configs} == {"none", "selective", "full"}
     assert {config.mesh.zero for config in configs} == {0, 1, 3}
     assert {config.mesh.sequence_parallel for config in configs} == {False, True}

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from mjax import cli
 from mjax.errors import UsageError
 from mjax.parallel import mappings
-from mjax.parallel.mappings import DATA
+from mjax.parallel.axes import DATA
 from mjax.parallel.mesh import make_mesh, sharded_shapes
 from mjax.planner import compile as ahead
 from mjax.planner import saved_program

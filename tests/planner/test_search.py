@@ -8,14 +8,15 @@ from itertools import product
 import pytest
 
 from mjax.batch_size import BatchSizes
-from mjax.config import Config, MeshConfig, ModelConfig, TrainConfig, load_config
+from mjax.config import Config, GPTConfig, MeshConfig, TrainConfig, load_config
 from mjax.errors import UsageError
+from mjax.model_config import as_kind
 from mjax.planner.search import SEARCHED, alternatives, candidates, describe, search
 from mjax.planner.search_command import check_searchable, enough_devices, refuse_too_big, with_batch
 from mjax.validation import validate
 
 SMALL = Config(
-    model=ModelConfig(layers=4, hidden=32, heads=4, sequence=4, vocabulary=257, vocabulary_multiple=64),
+    model=GPTConfig(layers=4, hidden=32, heads=4, sequence=4, vocabulary=257, vocabulary_multiple=64),
     train=TrainConfig(steps=100, global_batch=8, micro_batch=1),
 )
 SMALL = replace(SMALL, data=replace(SMALL.data, mock=True))
@@ -76,7 +77,7 @@ def is_simplest(config):
         changed(SMALL, model={"layers": 6}, train={"global_batch": 12}),
         changed(SMALL, model={"feed_forward": 6, "vocabulary": 250, "vocabulary_multiple": 2}),
         changed(SMALL, train={"batch_rampup": (4, 2, 20)}),
-        changed(SMALL, model={"kind": "bert", "head": "multiple_choice", "answers": 3, "sequence": 5}),
+        replace(SMALL, model=replace(as_kind(SMALL.model, "bert_task"), head="multiple_choice", answers=3, sequence=5)),
     ],
     ids=["gpt", "six layers", "odd widths", "ramp-up", "bert"],
 )

@@ -12,9 +12,10 @@ import pytest
 
 from benchmarks.published import errors, fit, table_1, table_5, v100_scaling
 from mjax.batch_size import BatchSizes, at_batch
-from mjax.config import Config, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig, load_config
+from mjax.config import Config, GPTConfig, MeshConfig, PrecisionConfig, TrainConfig, load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
+from mjax.model_config import as_kind
 from mjax.parallel.schedules import build_schedule
 from mjax.planner.calibration import MEGATRON_A100, MEGATRON_V100, MJAX_FROM_PAPERS
 from mjax.planner.comms import ledger
@@ -74,7 +75,7 @@ def test_the_error_bar_of_mjax_holds_on_runs_that_no_rate_was_fitted_to():
 
 def _config(**changes):
     config = Config(
-        model=ModelConfig(layers=16, hidden=2048, heads=16, hidden_dropout=0.0, attention_dropout=0.0),
+        model=GPTConfig(layers=16, hidden=2048, heads=16, hidden_dropout=0.0, attention_dropout=0.0),
         mesh=MeshConfig(data=2),
         train=TrainConfig(global_batch=64, micro_batch=4),
     )
@@ -109,7 +110,7 @@ def test_flash_attention_takes_its_flops_over_its_rate_five_products_backward_fo
     assert predict_time(config, H100, rates).parts["attention"] == pytest.approx(3.5 * forward / rate)
     again = replace(config, train=replace(config.train, recompute="selective"))
     assert predict_time(again, H100, rates).parts["attention"] == pytest.approx(4.5 * forward / rate)
-    both_sides = replace(config, model=replace(config.model, kind="bert"))
+    both_sides = replace(config, model=as_kind(config.model, "bert"))
     assert predict_time(both_sides, H100, rates).parts["attention"] == pytest.approx(7 * forward / rate)
 
 

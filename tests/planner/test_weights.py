@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from mjax.config import available_configs, load_config
+from mjax.model_config import as_kind
 from mjax.names import leaf_name
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.zero import is_layer
@@ -60,5 +61,7 @@ def test_what_a_device_holds_under_every_kind_of_sharding_is_what_the_layout_say
 @pytest.mark.parametrize("layernorm", ["pre", "post"])
 def test_a_fine_tuned_bert_has_the_weights_of_its_head(head, layernorm):
     config = load_config("bert_demo")
-    config = replace(config, model=replace(config.model, head=head, layernorm=layernorm, answers=3))
+    config = replace(
+        config, model=replace(as_kind(config.model, "bert_task"), head=head, layernorm=layernorm, answers=3)
+    )
     assert counted(config) == vars(held_by(config.model, config.mesh))

@@ -109,8 +109,8 @@ def test_a_batch_without_masks_has_the_loss_of_its_order_alone(run):
     run, weights = run
     batch = batch_of(run.config) | {"loss_mask": np.zeros((8, 16), bool)}
     found = run.program.eval_step(weights, jax.device_put(batch, run.program.batch_sharding))
-    assert float(found.figures["mlm_loss"]) == 0.0
-    assert float(found.loss) == float(found.figures["order_loss"]) > 0.1
+    assert float(found.means["mlm_loss"]) == 0.0
+    assert float(found.loss) == float(found.means["order_loss"]) > 0.1
 
 
 def test_the_gradients_of_the_heads_are_reached_first():

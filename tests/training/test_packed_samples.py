@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.batch_size import BatchSizes
 from mjax.models.build import build_model
-from mjax.parallel.mappings import MODEL
+from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.planner.comms import ledger
 from mjax.training import loop
@@ -112,10 +112,10 @@ def test_evaluation_gives_the_mean_over_the_labels_that_count_and_their_number(e
     whole = {name: jnp.asarray(value) for name, value in named(weights).items()}
     expected, _ = reference.loss_and_gradients(whole, run.config.model, batch)
     assert float(found.loss) == pytest.approx(float(expected), rel=1e-5)
-    assert int(found.labels) == batch["loss_mask"].sum()
+    assert int(found.counts["loss"]) == batch["loss_mask"].sum()
     nothing = batch | {"loss_mask": np.zeros((8, 16), bool)}
     found = run.program.eval_step(weights, jax.device_put(nothing, run.program.batch_sharding))
-    assert (float(found.loss), int(found.labels)) == (0.0, 0)
+    assert (float(found.loss), int(found.counts["loss"])) == (0.0, 0)
 
 
 def test_an_evaluation_weighs_its_batches_by_the_labels_that_count(evaluating):

@@ -11,11 +11,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from mjax.config import ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.megatron.names import EMBEDDING, TRUNKS
 from mjax.interop.megatron.pickles import StandIn
 from mjax.interop.tensor_files import Tensors
+from mjax.model_config import ModelConfig, config_class
 
 Activation = Literal["gelu_tanh", "gelu_erf"]
 
@@ -94,15 +94,20 @@ def model_config(
         numbers[ours] = float(value)
     if arguments is not None and activation is not None:
         raise UsageError(f"{source} says itself which GELU its model has; leave out --activation")
-    return ModelConfig(
-        kind=kind,
+    layernorm = "post" if said.get("apply_residual_connection_post_layernorm") else "pre"
+    if layernorm == "post" and kind != "bert":
+        raise UsageError(
+            f"{source}: apply_residual_connection_post_layernorm is set, and mjax knows it of old BERT models only: "
+            "a GPT has no such form; convert another model"
+        )
+    return config_class(kind, source)(
         layers=shapes["num_layers"],
         hidden=hidden,
         heads=count,
         feed_forward=None if shapes["ffn_hidden_size"] == 4 * hidden else shapes["ffn_hidden_size"],
         sequence=shapes["max_position_embeddings"],
         vocabulary=shapes["padded_vocab_size"],
-        layernorm="post" if said.get("apply_residual_connection_post_layernorm") else "pre",
+        **({"layernorm": layernorm} if kind == "bert" else {}),
         **_activations(kind, arguments, activation, source),
         **numbers,
     )

@@ -33,7 +33,7 @@ class Checkpoint:
 
     Attributes:
       folder: where it is.
-      kind: of its model.
+      architecture: of its model.
       tensors: the weights by today's names, whole.
       version: `checkpoint_version`; 0 where there is none.
       arguments: of the run that wrote it; None where there are none.
@@ -42,7 +42,7 @@ class Checkpoint:
     """
 
     folder: Path
-    kind: Literal["gpt", "bert"]
+    architecture: Literal["gpt", "bert"]
     tensors: Tensors
     version: float
     arguments: dict[str, Any] | None

@@ -1,4 +1,6 @@
-"""ALiBi: attention that knows positions by their distance (Press et al., arXiv 2108.12409, section 3).
+"""Positions inside attention: nothing, for a model that adds them to its embedding, or ALiBi.
+
+ALiBi: attention that knows positions by their distance (Press et al., arXiv 2108.12409, section 3).
 
 Nothing is added to the embedding. Each head lowers its scores in proportion to how far back a key lies:
 
@@ -19,13 +21,48 @@ not negligible.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mjax.models.context import Context
 from mjax.parallel import mappings
-from mjax.parallel.mappings import MODEL
+from mjax.parallel.axes import MODEL
+
+
+@dataclass(frozen=True)
+class Positions:
+    """What attention does with the places of tokens; this one does nothing. Others override one of the two."""
+
+    def turn(self, q: Array, k: Array, context: Context) -> tuple[Array, Array]:
+        """Queries and keys [b, s, n, d] as attention compares them; a rotary embedding turns them here."""
+        return q, k
+
+    def slopes(self) -> Array | None:
+        """What a step of distance lowers a score by, for each of this rank's heads [n / p]; None: nothing."""
+        return None
+
+
+NO_POSITIONS = Positions()
+
+
+@dataclass(frozen=True)
+class ALiBi(Positions):
+    """A penalty on the distance between two tokens.
+
+    Attributes:
+      heads: n, of all ranks together.
+    """
+
+    heads: int
+
+    def slopes(self) -> Array:
+        """The slopes of this rank's heads, from inside `shard_map`: [n / p], varying over `model`."""
+        own = self.heads // mappings.size(MODEL)
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(alibi_slopes(self.heads)), mappings.rank(MODEL) * own, own)
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
@@ -34,16 +71,6 @@ def alibi_slopes(heads: int) -> np.ndarray:
     slopes = 2.0 ** (-8 * np.arange(1, lower + 1) / lower)
     between = 2.0 ** (-8 * np.arange(1, 2 * lower, 2) / (2 * lower))
     return np.concatenate([slopes, between])[:heads]
-
-
-def local_slopes(heads: int) -> Array:
-    """The slopes of this rank's heads, from inside `shard_map`: [n / p], varying over `model`.
-
-    Args:
-      heads: n, of all ranks together.
-    """
-    own = heads // mappings.size(MODEL)
-    return jax.lax.dynamic_slice_in_dim(jnp.asarray(alibi_slopes(heads)), mappings.rank(MODEL) * own, own)
 
 
 def distance_penalty(slopes: Array, ahead: Array, dtype) -> Array:

@@ -1,0 +1,334 @@
+"""Configs of models: what every model has, and for each architecture a dataclass of its own.
+
+A config.json names the dataclass in `model.kind`. A model that is not part of mjax derives its config from
+`ModelConfig` and registers it:
+
+    @register
+    @dataclass(frozen=True)
+    class TwinConfig(ModelConfig):
+        kind: Literal["twin"] = "twin"
+        module: ClassVar[str] = f"{__name__}:Twin"
+
+This module imports no JAX, so that `--help` answers at once; the model is imported when it is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from mjax.bounds import Count, NotNegative, Share
+from mjax.errors import UsageError, suggestion
+
+C = TypeVar("C", bound="type[ModelConfig]")
+Arrays = dict[str, tuple[tuple[int, ...], str]]
+"""By name of an array of a batch the shape that one sample has in it, [s] or [], and its dtype."""
+
+
+class Tuning:
+    """Mark of a field that a run may change where it is meant: weights stay what they are, what is learned changes."""
+
+
+TUNING = Tuning()
+Tuned = Annotated[NotNegative, TUNING]
+Rate = Annotated[Share, TUNING]
+Gelu = Literal["gelu_tanh", "gelu_erf"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Fields that every model has. Dimension letters: s sequence, h hidden, n heads, d head size, f feed-forward, v
+    vocabulary.
+
+    Attributes:
+      title: the model in a sentence.
+      module: MODULE:CLASS of the model (`models/protocol.py`), imported when it is built.
+      samples: what it is trained on: text, pairs of stretches of text, or None for examples of a task.
+      sequences: sequences of a sample, c.
+      causal: whether a position sees none after it; such a model can continue a text.
+      biased_scores: whether something other than documents is added to the scores of attention.
+      attention_dropout: dropout rate on attention probabilities.
+    """
+
+    kind: str = ""
+    """Architecture of the model."""
+    layers: Count = 24
+    """Transformer layers."""
+    hidden: Count = 1024
+    """Width of the residual stream, h."""
+    heads: Count = 16
+    """Attention heads, n; the head size is hidden / heads."""
+    sequence: Count = 1024
+    """Tokens in a sample, s; with learned positions, how many there are."""
+    vocabulary: Count = 50257
+    """Token ids the tokenizer can produce."""
+    vocabulary_multiple: Count = 1024
+    """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
+    init_std: Tuned = 0.02
+    """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
+    attention: Literal["auto", "cudnn", "xla", "xla_blocks"] = "auto"
+    """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
+    a CPU."""
+
+    title: ClassVar[str] = "a language model"
+    module: ClassVar[str] = ""
+    samples: ClassVar[Literal["text", "pairs"] | None] = "text"
+    sequences: ClassVar[int] = 1
+    causal: ClassVar[bool] = True
+    biased_scores: ClassVar[bool] = False
+    attention_dropout: ClassVar[float] = 0.0
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head, d."""
+        return self.hidden // self.heads
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """Rows of the embedding: `vocabulary` rounded up to `vocabulary_multiple`."""
+        return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
+
+    @property
+    def residual_std(self) -> float:
+        """Initial standard deviation of projections into the residual stream: init_std / √(2 L)."""
+        return self.init_std / (2 * self.layers) ** 0.5
+
+    def build(self, key, dtype):
+        """The model with weights drawn from `key`, a key of `jax.random`, in `dtype`."""
+        module, _, name = self.module.partition(":")
+        return getattr(importlib.import_module(module), name)(key, self, dtype)
+
+    def batch(self, data, evaluation: bool = False) -> Arrays:
+        """The arrays of a batch with this `DataConfig`; here those of a model that predicts the next token."""
+        return {name: ((self.sequence,), dtype) for name, dtype in data.batch_types(evaluation).items()}
+
+    def columns(self) -> dict[str, int]:
+        """The sizes that `mesh.model` has to divide, by their names."""
+        return {"heads": self.heads, "padded vocabulary": self.padded_vocabulary}
+
+    def check(self, config) -> None:
+        """Refuse settings of the run, a `Config`, that this model cannot work with.
+
+        Raises:
+          UsageError: one sentence with the flag, its value and what to type.
+        """
+
+    def without_dropout(self) -> ModelConfig:
+        """The same model with all dropout rates 0."""
+        rates = (field.name for field in dataclasses.fields(self) if field.name.endswith("_dropout"))
+        return dataclasses.replace(self, **dict.fromkeys(rates, 0.0))
+
+
+@dataclass(frozen=True)
+class TransformerConfig(ModelConfig):
+    """Fields of the transformers of GPT-2, BERT and Megatron-LM."""
+
+    feed_forward: Count | None = None
+    """Width of the MLP, f; 4 × hidden when not given."""
+    activation: Annotated[Gelu, TUNING] = "gelu_tanh"
+    """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
+    hidden_dropout: Rate = 0.1
+    """Dropout rate on the embedding and on both residual branches of a layer."""
+    attention_dropout: Rate = 0.1
+    """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
+    layernorm_epsilon: Tuned = 1e-5
+    """Added to the variance in LayerNorm."""
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP, f."""
+        return 4 * self.hidden if self.feed_forward is None else self.feed_forward
+
+    def columns(self) -> dict[str, int]:
+        return {
+            "heads": self.heads,
+            "feed-forward width": self.mlp_width,
+            "padded vocabulary": self.padded_vocabulary,
+        }
+
+
+@dataclass(frozen=True)
+class GPTConfig(TransformerConfig):
+    """A decoder that predicts the next token: GPT-2 as Megatron trains it, and BLOOM."""
+
+    kind: Literal["gpt"] = "gpt"
+    """Architecture of the model."""
+    positions: Literal["learned", "alibi"] = "learned"
+    """How a token knows its place: learned positions, added to the embedding; or ALiBi (arXiv 2108.12409), a penalty on
+    the distance between two tokens in attention, without weights."""
+    embedding_layernorm: bool = False
+    """A LayerNorm after the embedding, as in BLOOM."""
+
+    title: ClassVar[str] = "a GPT"
+    module: ClassVar[str] = "mjax.models.gpt:GPT"
+
+    @property
+    def biased_scores(self) -> bool:
+        return self.positions == "alibi"
+
+    def check(self, config) -> None:
+        if self.positions == "alibi" and config.data.reset_positions:
+            raise UsageError(
+                "--data.reset-positions is for --model.positions learned; leave it out, ALiBi counts distances, which "
+                "are the same wherever a document begins"
+            )
+
+
+@dataclass(frozen=True)
+class EncoderConfig(TransformerConfig):
+    """Fields of a BERT, whatever its head."""
+
+    layernorm: Literal["pre", "post"] = "pre"
+    """LayerNorm before attention and MLP, as arXiv 1909.08053 rearranged it (figure 7b), or behind each sum, as in the
+    original BERT (7a)."""
+
+    causal: ClassVar[bool] = False
+
+    def check(self, config) -> None:
+        for field in ("sequence", "vocabulary"):
+            if getattr(self, field) < 3:
+                raise UsageError(f"--model.{field} {getattr(self, field)} is too small for a BERT; use 3 or more")
+
+
+@dataclass(frozen=True)
+class BERTConfig(EncoderConfig):
+    """An encoder that predicts masked tokens from both sides, and whether two stretches of text are in order."""
+
+    kind: Literal["bert"] = "bert"
+    """Architecture of the model."""
+    mlm_activation: Annotated[Gelu | None, TUNING] = None
+    """GELU of the MLM head; that of the MLP when not given. Megatron's fused kernel is for the MLP, and its head
+    exact."""
+
+    title: ClassVar[str] = "a BERT"
+    module: ClassVar[str] = "mjax.models.bert:BERT"
+    samples: ClassVar[Literal["pairs"]] = "pairs"
+
+    def batch(self, data, evaluation: bool = False) -> Arrays:
+        """The arrays of a batch.
+
+        tokens          the pair of stretches of text, with masks in it, and padding
+        labels          what stood in the place of each
+        loss_mask       whether a label counts: where a token was masked
+        token_types     0 in the first stretch of text, 1 in the second
+        documents       0 for text, 1 for padding: neither attends to the other
+        sentence_order  [], 0 where the stretches are in order, 1 where they are swapped
+        """
+        names = {"tokens": "int32", "labels": "int32", "loss_mask": "bool", "token_types": "int32"}
+        rows = {name: ((self.sequence,), dtype) for name, dtype in {**names, "documents": "int32"}.items()}
+        return {**rows, "sentence_order": ((), "int32")}
+
+
+@dataclass(frozen=True)
+class BERTTaskConfig(EncoderConfig):
+    """A BERT with the head of a task, as `mjax finetune` trains it."""
+
+    kind: Literal["bert_task"] = "bert_task"
+    """Architecture of the model."""
+    head: Literal["classification", "multiple_choice", "span"] = "classification"
+    """What the head scores: classes of a sequence, choices of a question, or tokens as an answer's first and last."""
+    answers: Count = 2
+    """Classes of the head classification, choices of the head multiple_choice."""
+
+    title: ClassVar[str] = "a BERT with the head of a task"
+    module: ClassVar[str] = "mjax.models.heads:TaskBERT"
+    samples: ClassVar[None] = None
+
+    @property
+    def sequences(self) -> int:
+        return self.answers if self.head == "multiple_choice" else 1
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the head gives: of a sequence, or with head span of each token."""
+        return {"classification": self.answers, "multiple_choice": 1, "span": 2}[self.head]
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The labels of a sample: a class, a choice, or the places of the first and last token."""
+        return ("start", "end") if self.head == "span" else ("label",)
+
+    def batch(self, data, evaluation: bool = False) -> Arrays:
+        """Tokens, token types and documents [c, s], a row for each choice, and the labels [] of `label_names`."""
+        rows = dict.fromkeys(("tokens", "token_types", "documents"), ((self.sequences, self.sequence), "int32"))
+        return rows | dict.fromkeys(self.label_names, ((), "int32"))
+
+
+# --- The registry -----------------------------------------------------------------------------------------------------
+
+REGISTRY: dict[str, type[ModelConfig]] = {}
+
+
+def register(config: C) -> C:
+    """Make a config known by the default of its field `kind`; a decorator.
+
+    Raises:
+      ValueError: another config has the name.
+    """
+    name = next(field.default for field in dataclasses.fields(config) if field.name == "kind")
+    if not name or REGISTRY.setdefault(name, config).__qualname__ != config.__qualname__:
+        raise ValueError(f"{config.__name__} has the kind {name!r}, which is taken or empty; give it one of its own")
+    REGISTRY[name] = config
+    return config
+
+
+for _config in (GPTConfig, BERTConfig, BERTTaskConfig):
+    register(_config)
+
+
+def config_class(kind: Any, source: str) -> type[ModelConfig]:
+    """The dataclass of the models that are called `kind`.
+
+    Raises:
+      UsageError: there is none; `source` says where the name comes from.
+    """
+    if not isinstance(kind, str) or kind not in REGISTRY:
+        near = suggestion(kind, list(REGISTRY)) if isinstance(kind, str) else ""
+        raise UsageError(
+            f"{source}: there is no model of the kind {kind!r}{near}; there are {', '.join(REGISTRY)}, and a model of "
+            "your own is known after --config FILE.py with the file that registers it"
+        )
+    return REGISTRY[kind]
+
+
+def as_kind(model: ModelConfig, kind: str) -> ModelConfig:
+    """A config of another architecture, with the fields of `model` that it has too."""
+    cls = config_class(kind, "--model.kind")
+    shared = {field.name for field in dataclasses.fields(cls)} - {"kind"}
+    values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name in shared}
+    return cls(**values)
+
+
+# Fields that once every config had, whatever its kind, with their defaults.
+_SHARED_ONCE = {
+    "positions": "learned",
+    "embedding_layernorm": False,
+    "layernorm": "pre",
+    "mlm_activation": None,
+    "head": "pretraining",
+    "answers": 2,
+}
+
+
+def upgraded(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a config.json's model, also of one written when all architectures shared a dataclass."""
+    values = {"kind": "gpt", **values}
+    if values["kind"] == "bert" and values.get("head", "pretraining") != "pretraining":
+        values["kind"] = "bert_task"
+        values.pop("mlm_activation", None)
+    known = {field.name for field in dataclasses.fields(REGISTRY.get(values["kind"], ModelConfig))}
+    return {
+        name: value
+        for name, value in values.items()
+        if name in known or name not in _SHARED_ONCE or value != _SHARED_ONCE[name]
+    }
+
+
+def kinds_with(field: str) -> Iterator[str]:
+    """The kinds of the registered models that have a field."""
+    for kind, cls in REGISTRY.items():
+        if field in {each.name for each in dataclasses.fields(cls)}:
+            yield kind

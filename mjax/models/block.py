@@ -1,0 +1,196 @@
+"""A layer, composed of the parts it is given, and the scan over stacked layers.
+
+    Block, pre-LN (arXiv 1909.08053, figure 7b)
+
+    x ─┬─ norm ─ attention ─ dropout ─ + ─┬─ norm ─ MLP ─ dropout ─ + ─▶
+       └──────────────────────────────┘   └────────────────────────┘
+
+    PostNormBlock, the original BERT (figure 7a)
+
+    x ─┬─ attention ─ dropout ─ + ─ norm ─┬─ MLP ─ dropout ─ + ─ norm ─▶
+       └──────────────────────┘           └────────────────┘
+
+Attention and MLP open and close a tensor-parallel region each, so a layer has two all-reduces forward and two backward.
+Between them the stream is [t, h], a row a token: all tokens of the micro-batch, or with sequence parallelism this
+rank's.
+
+**A layer is any module** that is called with the stream and a `Context` and returns the stream, or the stream and a
+dict of sums: terms of the loss that arise on the way, such as the balance of a mixture of experts. They count as if the
+model's `loss` had returned them (`protocol.py`).
+
+What a layer keeps for its backward pass has names, and `recompute` says which of them stay (arXiv 2205.05198, section
+5): `none` keeps what autodiff asks for, `selective` the four names below, `full` only the layer's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from mjax.models.attention import Attention, KeyValues
+from mjax.models.context import Context
+from mjax.parallel import random
+from mjax.parallel.zero import all_but_gathered_weights
+
+# Residuals that stay, by `train.recompute`; None leaves the choice to autodiff.
+KEPT: dict[str, tuple[str, ...] | None] = {
+    "none": None,
+    "selective": ("qkv", "context", "residual", "mlp_up"),
+    "full": (),
+}
+
+Sums = dict[str, Array]
+
+
+class Block(nnx.Module):
+    """One transformer layer, normed before attention and MLP. Shapes: x [t, h], this rank's rows of the stream → the
+    same."""
+
+    def __init__(
+        self,
+        attention_norm: nnx.Module,
+        attention: Attention,
+        mlp_norm: nnx.Module,
+        mlp: nnx.Module,
+        dropout: float = 0.0,
+    ):
+        """Put the parts together.
+
+        Args:
+          attention_norm, mlp_norm: called with x.
+          attention, mlp: called with x and a `Context`.
+          dropout: rate on what attention and MLP add to the stream.
+        """
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.dropout = dropout
+
+    def __call__(self, x: Array, context: Context) -> Array:
+        y = self.attention(self.attention_norm(x), context)
+        x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
+        y = self.mlp(self.mlp_norm(x), context)
+        return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
+
+    def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+        """The layer without dropout, and the keys and values of `x`, for generation.
+
+        Args:
+          x: [t, h], whole prompts; with a cache one position a sequence, the one after the cached ones.
+          context: of these tokens.
+          cached: this layer's keys and values of the `lengths` int [b] positions before `x`; None at the start.
+        """
+        y, new = self.attention.decode(self.attention_norm(x), context, cached, lengths)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x), context), new
+
+
+class PostNormBlock(Block):
+    """One transformer layer of the original BERT, normed behind each sum."""
+
+    def __call__(self, x: Array, context: Context) -> Array:
+        y = self.attention(x, context)
+        x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
+        x = self.attention_norm(x)
+        x = x + context.dropout(self.mlp(x, context), self.dropout, random.MLP_OUTPUT)
+        # What a norm reads is kept for its backward pass; in the pre-LN layer that is the next layer's input.
+        return self.mlp_norm(checkpoint_name(x, "residual"))
+
+
+def stack(key: Array, layers: int, layer: Callable[[Array], nnx.Module]) -> nnx.Module:
+    """`layers` layers as one whose weights have a leading layer dim. Layer i is the same draw at any depth."""
+    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(layers))
+    # Without transform_metadata the layer dim would silently be missing from the PartitionSpecs.
+    return nnx.vmap(layer, transform_metadata={nnx.PARTITION_NAME: None})(keys)
+
+
+def stacks_of(blocks) -> Sequence:
+    """The stacks of a model, in order; a model of equal layers has one."""
+    return blocks if isinstance(blocks, nnx.List) else [blocks]
+
+
+def run_blocks(
+    blocks,
+    x: Array,
+    context: Context,
+    recompute: str = "none",
+    first_layer: Array | int = 1,
+    weights_of: Sequence[Callable | None] | None = None,
+) -> tuple[Array, Sums]:
+    """Apply stacked layers one after the other: a scan, so that compile time does not grow with depth.
+
+    Args:
+      blocks: a stack of layers, or an `nnx.List` of stacks; weights have a leading layer dim.
+      x: [t, h].
+      context: of its tokens.
+      recompute: `none`, `selective` or `full`.
+      first_layer: number of the first of these layers in the model, from 1; it chooses the dropout masks.
+      weights_of: for each stack what turns that which is stored of a layer into its weights, where they are gathered
+        layer by layer (FSDP). They are gathered again in the backward pass, never kept.
+
+    Returns:
+      The stream after the layers [t, h], and the sums of the layers by name, float32 [] each.
+    """
+    sums: Sums = {}
+    for layers, (one, count) in zip(stacks_of(blocks), _with_weights(blocks, weights_of), strict=True):
+        x, found = _run_stack(layers, x, context, recompute, first_layer, one, count)
+        sums = {name: sums.get(name, 0) + found.get(name, 0) for name in {**sums, **found}}
+        first_layer = first_layer + count
+    return x, sums
+
+
+def _with_weights(blocks, weights_of: Sequence[Callable | None] | None) -> Iterator[tuple[Callable | None, int]]:
+    """For each stack its entry of `weights_of` and its number of layers here."""
+    stacks = stacks_of(blocks)
+    for layers, one in zip(stacks, weights_of or [None] * len(stacks), strict=True):
+        yield one, jax.tree.leaves(layers)[0].shape[0]
+
+
+def _run_stack(layers, x: Array, context: Context, recompute: str, first_layer, weights_of, count: int):
+    def layer(x, layer_and_number):
+        block, number = layer_and_number
+        if weights_of is not None:
+            block = weights_of(block)
+        found = block(x, context.of_layer(number))
+        return found if isinstance(found, tuple) else (found, {})
+
+    kept = KEPT[recompute]
+    if kept is not None:
+        policy = jax.checkpoint_policies.save_only_these_names(*kept)
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
+    elif weights_of is not None:
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=all_but_gathered_weights)
+    x, sums = jax.lax.scan(layer, x, (layers, first_layer + jnp.arange(count)))
+    return x, jax.tree.map(lambda each: each.sum(0), sums)
+
+
+def decode_blocks(
+    blocks,
+    x: Array,
+    context: Context,
+    cached: KeyValues | None,
+    lengths: Array,
+    weights_of: Sequence[Callable | None] | None = None,
+) -> tuple[Array, KeyValues]:
+    """`decode` of stacked layers: `cached` and the keys and values returned have a leading layer dim, of all stacks.
+
+    `weights_of` is that of `run_blocks`.
+    """
+    found, first = [], 0
+    for layers, (one, count) in zip(stacks_of(blocks), _with_weights(blocks, weights_of), strict=True):
+
+        def layer(x, block_and_cached, one=one):
+            block, cached = block_and_cached
+            block = block if one is None else one(block)
+            return block.decode(x, context, cached, lengths)
+
+        own = jax.tree.map(lambda part: part[first : first + count], cached)  # noqa: B023 (used at once)
+        x, new = jax.lax.scan(layer, x, (layers, own))
+        found.append(new)
+        first += count
+    return x, found[0] if len(found) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)

@@ -1,0 +1,128 @@
+"""What all models have that predict the next token: the loss, and generation with a cache.
+
+A model derives from `CausalModel` and gives `embed` and `logits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from mjax.models.attention import KeyValues
+from mjax.models.block import decode_blocks, run_blocks
+from mjax.models.context import Context
+from mjax.parallel import mappings
+from mjax.parallel.axes import MODEL
+from mjax.parallel.layers import vocab_parallel_cross_entropy
+from mjax.parallel.random import DropoutKey
+from mjax.parallel.tokens import Tokens
+
+# (stacked layers, x, context, cached keys and values, lengths) → (x, new keys and values)
+DecodeBlocks = Callable[[nnx.Module, Array, Context, KeyValues | None, Array], tuple[Array, KeyValues]]
+
+
+class CausalModel(nnx.Module):
+    """A decoder-only language model; see `protocol.Model`."""
+
+    loss_weights: ClassVar[dict[str, float]] = {"loss": 1.0}
+
+    def embed(self, batch: dict[str, Array], context: Context) -> Array:
+        """The stream before the first layer: `batch["tokens"]` int [b, s] → [t, h]."""
+        raise NotImplementedError
+
+    def logits(self, x: Array, tokens: Tokens) -> Array:
+        """Scores of the next token after the last layer: x [t, h] → [b · s, v / p], varying over `model`."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        ids: Array,
+        key: DropoutKey | None = None,
+        recompute: str = "none",
+        positions: Array | None = None,
+        documents: Array | None = None,
+    ) -> Array:
+        """Logits of the next token at every position.
+
+        Args:
+          ids: int [b, s], the same on every rank of `model`.
+          key: dropout masks of this forward pass; None for evaluation.
+          recompute: `none`, `selective` or `full`.
+          positions: int [b, s], which position a token has; 0 … s − 1 when not given.
+          documents: int [b, s], number of each token's document, where attention must stay within it.
+
+        Returns:
+          [b, s, v / p] in the dtype of the weights, varying over `model`.
+        """
+        context = Context(Tokens(*ids.shape), key, positions, documents)
+        x, _ = run_blocks(self.blocks, self.embed({"tokens": ids}, context), context, recompute)
+        return context.tokens.by_sequence(self.logits(x, context.tokens))
+
+    def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
+        """The labels, or those that the loss mask lets count."""
+        if "loss_mask" not in batch:
+            return {"loss": batch["labels"].size}
+        return {"loss": batch["loss_mask"].sum(dtype=jnp.int32)}
+
+    def loss(self, x: Array, batch: dict[str, Array], context: Context) -> dict[str, Array]:
+        """The cross entropy of the labels that count. The head has no dropout."""
+        losses = vocab_parallel_cross_entropy(self.logits(x, context.tokens), batch["labels"].reshape(-1))  # [b · s]
+        if "loss_mask" not in batch:
+            return {"loss": losses.sum()}
+        return {"loss": losses.sum(where=batch["loss_mask"].reshape(-1))}
+
+    # --- Generation ---------------------------------------------------------------------------------------------------
+
+    def prefill(
+        self, prompts: Array, lengths: Array, slots: int, decode: DecodeBlocks = decode_blocks
+    ) -> tuple[Array, KeyValues]:
+        """Read whole prompts at once, and keep the keys and values of their positions.
+
+        A position's slot in the cache is its number. So prompts of different lengths are padded on the right: causal
+        attention never looks at what comes later, and decoding overwrites the padding before it could.
+
+        Args:
+          prompts: int [b, s], padded on the right with any valid id.
+          lengths: int [b], tokens of each prompt, at least 1.
+          slots: size of the cache, at least s.
+          decode: runs the layers; another one than `decode_blocks` where they are spread over a pipeline.
+
+        Returns:
+          Logits of the token after each prompt [b, v], the same on every rank of `model`, and the cache
+          [l, b, slots, n / p, d].
+        """
+        context = Context(Tokens(*prompts.shape))
+        x, new = decode(self.blocks, self.embed({"tokens": prompts}, context), context, None, lengths)
+        last = jnp.take_along_axis(context.tokens.by_sequence(x), (lengths - 1)[:, None, None], axis=1)[:, 0]
+        room = [(0, 0), (0, 0), (0, slots - prompts.shape[1]), (0, 0), (0, 0)]
+        return self._row(last), jax.tree.map(lambda part: jnp.pad(part, room), new)
+
+    def decode(
+        self, tokens: Array, cached: KeyValues, lengths: Array, decode: DecodeBlocks = decode_blocks
+    ) -> tuple[Array, KeyValues]:
+        """Read one token of each sequence, whose `lengths` tokens before it are in the cache.
+
+        Args:
+          tokens: int [b], the tokens at positions `lengths`.
+          cached: [l, b, S, n / p, d].
+          lengths: int [b], below S.
+          decode: as for `prefill`.
+
+        Returns:
+          Logits of the token after it [b, v], the same on every rank of `model`, and the cache that includes it.
+        """
+        context = Context(Tokens(tokens.shape[0], 1), positions=lengths[:, None])
+        x = self.embed({"tokens": tokens[:, None]}, context)
+        x, new = decode(self.blocks, x, context, cached, lengths)
+        sequences = jnp.arange(tokens.shape[0])
+        cached = jax.tree.map(lambda slots, one: slots.at[:, sequences, lengths].set(one[:, :, 0]), cached, new)
+        return self._row(x), cached
+
+    def _row(self, x: Array) -> Array:
+        """Logits of one position of each sequence: x [b, h] → [b, v], the same on every rank of `model`."""
+        return mappings.gather_whole(self.logits(x, Tokens(x.shape[0], 1)), MODEL, -1)

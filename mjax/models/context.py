@@ -1,0 +1,39 @@
+"""The context of a forward pass: what every layer may want to know about its tokens, in one object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from jax import Array
+
+from mjax.parallel.random import DropoutKey, dropout_tokens
+from mjax.parallel.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the rows of the stream are, beside the stream itself.
+
+    Attributes:
+      tokens: which tokens the rows are.
+      key: dropout masks of this forward pass, inside a layer those of the layer; None: no dropout.
+      positions: int [b, s], which position a token has; None: 0 … s − 1.
+      documents: int [b, s], number of a token's document, where attention must stay within it.
+    """
+
+    tokens: Tokens
+    key: DropoutKey | None = None
+    positions: Array | None = None
+    documents: Array | None = None
+
+    def of_layer(self, number: Array | int) -> Context:
+        """The context of a layer, numbered from 1; 0 is the embedding."""
+        return self if self.key is None else replace(self, key=self.key.fold(number))
+
+    def key_of(self, site: int) -> DropoutKey | None:
+        """The masks of one of the sites of a layer (`parallel/random.py`)."""
+        return None if self.key is None else self.key.fold(site)
+
+    def dropout(self, x: Array, rate: float, site: int) -> Array:
+        """Dropout of the stream, [t, h] → [t, h], with the masks of a site."""
+        return dropout_tokens(x, rate, self.key_of(site), self.tokens)

@@ -1,0 +1,105 @@
+"""The attention kernel of a run: chosen by rule (`kernels.py`), then run once and compared with the plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from mjax.config import Config
+from mjax.errors import UsageError
+from mjax.model_config import ModelConfig
+from mjax.models.attention import attend
+from mjax.models.kernels import capability_of, choose_kernel
+from mjax.models.positions import alibi_slopes
+
+
+def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Config:
+    """`config` with the kernel that this process's devices will run in `model.attention` (`resolve_attention`).
+
+    Raises:
+      UsageError: the kernel asked for cannot do what the run needs, or fails when it is run.
+    """
+    documents = "documents" in config.batch_arrays()
+    kernel = resolve_attention(config.model, config.precision.compute, jax.default_backend(), announce, documents)
+    return replace(config, model=replace(config.model, attention=kernel))
+
+
+def resolve_attention(
+    model: ModelConfig,
+    compute: str,
+    platform: str,
+    announce: Callable[[str], None] = print,
+    documents: bool = False,
+) -> str:
+    """The kernel of this run: chosen by rule, then run once on a small array and compared with the plain one.
+
+    Args:
+      model: `model.attention` is the wish; `auto` leaves the choice to the rule.
+      compute: compute type of the run, as in the config.
+      platform: `jax.default_backend()`.
+      announce: receives one sentence where a slower kernel than cuDNN's has to be taken on a GPU.
+      documents: whether attention stays within documents (`data.reset_attention`, and BERT's padding).
+
+    Raises:
+      UsageError: the kernel asked for cannot do what the run needs, or fails when it is run.
+    """
+    capability = capability_of(jax.local_devices()[0])
+    kernel, obstacle = choose_kernel(model, compute, platform, documents, capability)
+    if model.attention == "auto" and platform == "gpu" and obstacle:
+        announce(f"attention: the slower kernel xla is used instead of cuDNN flash, because {obstacle}")
+    refusal = _self_test(kernel, model, compute, documents)
+    if refusal is None:
+        return kernel
+    biased = [what for what, is_there in (("document masks", documents), ("ALiBi", model.biased_scores)) if is_there]
+    if model.attention == "auto" and kernel == "cudnn" and biased:  # a bias is not for every version and GPU
+        what = " and ".join(biased)
+        announce(f"attention: the slower kernel xla is used, because cuDNN flash refuses {what} ({refusal})")
+        return "xla"
+    raise UsageError(f"the attention kernel {kernel} does not run here ({refusal}); use --model.attention xla")
+
+
+def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -> str | None:
+    """Run `kernel` forward and backward on two heads, and compare with `xla` in float32.
+
+    With `documents` on samples of several, each sample cut elsewhere.
+
+    Returns:
+      What was said where it does not run.
+
+    Raises:
+      UsageError: it gives wrong numbers.
+    """
+    if kernel == "xla":
+        return None  # it is the reference
+    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}.get(compute, jnp.float32)
+    shape = (2, min(model.sequence, 128), 2, model.head_size)
+    q, k, v = (jax.random.normal(key, shape, jnp.float32) for key in jax.random.split(jax.random.key(0), 3))
+    numbers = jnp.arange(shape[1]) // jnp.array([[5], [7]]) if documents else None  # [b, s]
+    slopes = jnp.asarray(alibi_slopes(shape[2])) if model.biased_scores else None
+
+    def output_and_gradients(kernel, dtype):
+        def total(q, k, v):
+            q, k, v = (x.astype(dtype) for x in (q, k, v))
+            out = attend(q, k, v, kernel, documents=numbers, causal=model.causal, slopes=slopes)
+            out = out.astype(jnp.float32)
+            return jnp.square(out).sum(), out
+
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+
+    try:
+        found = jax.block_until_ready(output_and_gradients(kernel, dtype))
+    except Exception as error:  # whatever the library says, it says it about this kernel
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    expected = output_and_gradients("xla", jnp.float32)
+    tolerance = 1e-4 if dtype == jnp.float32 else 5e-2
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        difference = float(jnp.abs(a - b).max() / jnp.abs(b).max())
+        if not difference < tolerance:
+            raise UsageError(
+                f"the attention kernel {kernel} gives wrong numbers here (off by {difference:.1e} of the largest); "
+                "use --model.attention xla and report the versions in environment.json"
+            )
+    return None

@@ -1,0 +1,87 @@
+"""The mesh axes: one row each, from which specs, reductions and the commands' tables follow.
+
+    axis     splits     gradient of a weight, where ranks of the axis hold the same weight
+    pipe     layers     of the stages that use it: summed after the backward pass
+    data     batch      of the rank's own samples: summed after the backward pass
+    model    columns    the same on every rank; with sequence parallelism of its own tokens: summed after it
+
+The first axis is outermost, the last innermost: its devices are neighbours. A new axis is a row here, a field of its
+name in `MeshConfig`, and whatever computes with it. This module imports no JAX.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Splits = Literal["layers", "batch", "columns"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis.
+
+    Attributes:
+      name: in PartitionSpecs; `--mesh.NAME` is its size.
+      splits: what its ranks have different parts of: layers, samples of the batch, or columns and rows of matrices.
+      sums: whether weights that are the same along it have another gradient on each rank, to be summed after the
+        backward pass: always, where its size is above 1, or with sequence parallelism.
+      exchanged: what its devices send each other.
+      often: and how often.
+    """
+
+    name: str
+    splits: Splits
+    sums: Literal["always", "above 1", "with sequence parallelism"]
+    exchanged: str
+    often: str
+
+
+AXES = (
+    Axis(
+        "pipe",
+        splits="layers",
+        sums="above 1",
+        exchanged="activations and their gradients, b·s·h numbers",
+        often="at the borders of stages",
+    ),
+    Axis(
+        "data",
+        splits="batch",
+        sums="always",
+        exchanged="gradients, all weights in float32",
+        often="once a step",
+    ),
+    Axis(
+        "model",
+        splits="columns",
+        sums="with sequence parallelism",
+        exchanged="activations, b·s·h numbers",
+        often="four times a layer",
+    ),
+)
+NAMES = tuple(axis.name for axis in AXES)
+PIPE, DATA, MODEL = NAMES
+
+
+def sizes(mesh) -> dict[str, int]:
+    """Devices along each axis, by name, of a `MeshConfig`."""
+    return {name: getattr(mesh, name) for name in NAMES}
+
+
+def devices(mesh) -> int:
+    """Devices of the whole mesh."""
+    return math.prod(sizes(mesh).values())
+
+
+def splitting(what: Splits) -> tuple[str, ...]:
+    """Names of the axes that split something, outermost first."""
+    return tuple(axis.name for axis in AXES if axis.splits == what)
+
+
+def summed(mesh) -> frozenset[str]:
+    """Axes over which the gradients of weights are summed after the backward pass and not in it."""
+    asked = {"always": lambda axis: True, "above 1": lambda axis: sizes(mesh)[axis.name] > 1}
+    asked["with sequence parallelism"] = lambda axis: mesh.sequence_parallel
+    return frozenset(axis.name for axis in AXES if asked[axis.sums](axis))

@@ -1,0 +1,90 @@
+"""The forward pass of one micro-batch: a model from its batch to its part of the means.
+
+Without a pipeline the three parts run one after the other (`Forward.__call__`). The stages of a pipeline run them in
+ticks (`stages.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import Array
+
+from mjax.config import Config
+from mjax.models.block import Sums, run_blocks, stacks_of
+from mjax.models.context import Context
+from mjax.models.protocol import Model
+from mjax.parallel import scopes
+from mjax.parallel.random import DropoutKey
+from mjax.parallel.tokens import Tokens
+from mjax.parallel.zero import gather_in_loop
+from mjax.state.precision import COMPUTE_TYPES
+
+MicroBatch = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The forward pass of a config.
+
+    Attributes:
+      config: of the run.
+      plan: how each weight is stored (`zero.plan_storage`).
+      factors: by name what a sum of the model is multiplied by, to be its part of the mean (`losses.shares`).
+      step: int32 [], numbers the dropout masks; None for evaluation, which has none.
+      head: in the place of the model's loss: (weights, x, micro-batch, context) → arrays.
+    """
+
+    config: Config
+    plan: Any
+    factors: dict[str, Array | float]
+    step: Array | None = None
+    head: Callable | None = None
+
+    def __call__(self, weights: Model, micro_batch: MicroBatch):
+        """The parts of the means by name, [] each; or what `head` gives."""
+        x = self.embed(weights, micro_batch)
+        x, beside = self.layers(weights.blocks, x, micro_batch)
+        found = self.loss(weights, x, micro_batch)
+        return found if self.head else found | beside
+
+    @jax.named_scope(scopes.EMBEDDING)
+    def embed(self, weights: Model, micro_batch: MicroBatch) -> Array:
+        """The stream before the first layer [t, h]."""
+        return weights.embed(micro_batch, self.context(micro_batch))
+
+    @jax.named_scope(scopes.LAYER)
+    def layers(self, blocks, x: Array, micro_batch: MicroBatch, first: Array | int = 1) -> tuple[Array, Sums]:
+        """The stream after some layers, of which the first is numbered `first`, and parts of means that they add."""
+        dtype = COMPUTE_TYPES[self.config.precision.compute]
+        gathered = [gather_in_loop(stack, dtype) for stack in stacks_of(self.plan.blocks)]
+        recompute = "none" if self.step is None else self.config.train.recompute
+        x, sums = run_blocks(blocks, x, self.context(micro_batch), recompute, first, gathered)
+        return x, {} if self.head else self._parts(sums)
+
+    @jax.named_scope(scopes.HEAD)
+    def loss(self, weights: Model, x: Array, micro_batch: MicroBatch):
+        """The parts of the means by name, from the stream after the last layer; or what `head` gives."""
+        context = self.context(micro_batch)
+        if self.head is not None:
+            return self.head(weights, x, micro_batch, context)
+        return self._parts(weights.loss(x, micro_batch, context))
+
+    def context(self, micro_batch: MicroBatch) -> Context:
+        """The context of a micro-batch."""
+        key = None
+        if self.step is not None and self.config.model.without_dropout() != self.config.model:
+            key = DropoutKey.of(self.config.train.seed, self.step, micro_batch["samples"])
+        return Context(tokens_of(self.config), key, micro_batch.get("positions"), micro_batch.get("documents"))
+
+    def _parts(self, sums: Sums) -> dict[str, Array]:
+        return {name: total * self.factors[name] for name, total in sums.items()}
+
+
+def tokens_of(config: Config) -> Tokens:
+    """Which tokens the rows of the stream are, of one micro-batch."""
+    model, mesh = config.model, config.mesh
+    return Tokens(config.train.micro_batch * model.sequences, model.sequence, mesh.sequence_parallel)
