@@ -1,0 +1,74 @@
+"""Run folders written before models had configs of their own (commit f7db904) continue, on their mesh and on others.
+
+runs_of_f7db904.tar.xz holds four runs after 4 of 6 steps, each with the losses of the two steps that followed, and
+a fine-tuned BERT:
+
+    python train.py --config gpt_345m --name gpt --train.steps 4 --model.layers 4 --model.hidden 8 --model.heads 2 \
+        --model.sequence 8 --model.vocabulary 20 --model.vocabulary-multiple 32 --mesh.data 1 --data.mock …
+    bert          --config bert_336m --model.layernorm post
+    interleaved   --mesh.pipe 2 --mesh.chunks 2
+    bloom         --config bloom_560m
+"""
+
+import json
+import subprocess
+import sys
+import tarfile
+
+import numpy as np
+import pytest
+
+from mjax.config import MeshConfig, read_config
+from mjax.inference import restore_weights
+from mjax.model_config import BERTConfig, BERTTaskConfig, GPTConfig
+from mjax.parallel.mesh import make_mesh
+from mjax.state.layout import lay_out
+from mjax.training.metrics import read_metrics
+from tests.conftest import ROOT
+from tests.small import named
+from tests.test_train_command import environment
+
+
+@pytest.fixture
+def runs(tmp_path):
+    with tarfile.open(ROOT / "tests" / "state" / "runs_of_f7db904.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "mesh"),
+    [
+        ("gpt", 1, ""),
+        ("bert", 1, ""),
+        ("bloom", 1, ""),
+        ("interleaved", 2, ""),
+        ("interleaved", 1, "--mesh.pipe 1 --mesh.chunks 1"),
+        ("gpt", 4, "--mesh.pipe 2 --mesh.model 2"),
+    ],
+)
+def test_an_old_run_continues_with_the_losses_it_would_have_had(runs, name, devices, mesh):
+    flags = ["--resume", str(runs / name), "--train.steps", "6", "--simulate", str(devices), *mesh.split()]
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *flags], env=environment(), capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert "continued after step 4" in result.stdout
+    losses = [record["loss"] for record in read_metrics(runs / name / "metrics.jsonl")]
+    assert losses[4:] == pytest.approx(json.loads((runs / name / "losses-5-6.json").read_text()), rel=2e-6)
+
+
+def test_old_configs_become_those_of_their_models(runs):
+    kinds = {name: type(read_config(runs / name / "config.json").model) for name in ("gpt", "bert", "bloom")}
+    assert kinds == {"gpt": GPTConfig, "bert": BERTConfig, "bloom": GPTConfig}
+    assert read_config(runs / "bert" / "config.json").model.layernorm == "post"
+    assert read_config(runs / "bloom" / "config.json").model.positions == "alibi"
+
+
+def test_an_old_fine_tuned_model_opens(runs):
+    config = read_config(runs / "fine-tuned" / "config.json")
+    assert isinstance(config.model, BERTTaskConfig)
+    assert (config.model.head, config.model.answers, config.model.sequences) == ("classification", 3, 1)
+    layout = lay_out(config, make_mesh(MeshConfig()))
+    _, weights = restore_weights(runs / "fine-tuned", layout.abstract_model, None, print)
+    assert np.isfinite(named(weights)["head.kernel"]).all()
