@@ -51,6 +51,7 @@ class ModelConfig:
       causal: whether a position sees none after it; such a model can continue a text.
       biased_scores: whether something other than documents is added to the scores of attention.
       attention_dropout: dropout rate on attention probabilities.
+      window: tokens that a position sees, itself included; None: all up to its own.
     """
 
     kind: str = ""
@@ -80,6 +81,7 @@ class ModelConfig:
     causal: ClassVar[bool] = True
     biased_scores: ClassVar[bool] = False
     attention_dropout: ClassVar[float] = 0.0
+    window: ClassVar[int | None] = None
 
     @property
     def head_size(self) -> int:
@@ -161,6 +163,9 @@ class GPTConfig(TransformerConfig):
     the distance between two tokens in attention, without weights."""
     embedding_layernorm: bool = False
     """A LayerNorm after the embedding, as in BLOOM."""
+    window: Annotated[Count | None, TUNING] = None
+    """Tokens that a position sees in attention, itself included (sliding window, arXiv 2004.05150); all before it when
+    not given."""
 
     title: ClassVar[str] = "a GPT"
     module: ClassVar[str] = "mjax.models.gpt:GPT"

@@ -77,6 +77,8 @@ def logits(weights, model, tokens, masks=None, positions=None, documents=None):
     s = tokens.shape[1]
     order = np.arange(s)
     visible = (order[:, None] >= order)[None, None]  # [1, 1, query, key]
+    if model.window is not None:
+        visible = visible & (order[:, None] - order < model.window)
     if documents is not None:
         visible = visible & (documents[:, None, :, None] == documents[:, None, None, :])
     x = weights["embedding.table"][tokens]

@@ -31,6 +31,7 @@ from tests.small import BLOOM, small_config
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 NO_EOD = -1
 GREEDY = Sampling(tokens=6, temperature=0)
+WINDOW = {"window": 4, **BLOOM}
 
 
 def with_shardings(generator, build):
@@ -73,7 +74,10 @@ def full_forward(sequence=16):
 # --- The cache --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mesh", "changes"), [((1, 1), {}), ((1, 4), {}), ((1, 1), BLOOM), ((1, 2), BLOOM)])
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [((1, 1), {}), ((1, 4), {}), ((1, 1), BLOOM), ((1, 2), BLOOM), ((1, 1), {"window": 1}), ((1, 2), WINDOW)],
+)
 def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass_at_every_position(mesh, changes):
     lengths, last = np.array([3, 1, 7], np.int32), 12
 
@@ -406,7 +410,7 @@ def test_a_run_without_a_tokenizer_continues_text_with_the_one_that_is_given(run
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
     (tmp_path / "tokenizer").mkdir()  # as one that is copied from elsewhere
-    with pytest.raises(UsageError, match=r"mjax_tokenizer\.json does not exist, .* --tokenizer KIND:FILES"):
+    with pytest.raises(UsageError, match=r"has no mjax_tokenizer\.json, .* --tokenizer KIND:FILES"):
         run_generate(arguments_of("--checkpoint", tmp_path, *flags))
     save_config(small_config(vocabulary=60), tmp_path / "config.json")
     with pytest.raises(UsageError, match=r"--tokenizer bytes has 257 ids and the model of .* 60; name the one"):

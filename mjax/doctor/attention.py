@@ -13,7 +13,6 @@ from mjax.doctor.numerics import relative_error
 from mjax.errors import UsageError
 from mjax.model_config import GPTConfig, ModelConfig
 from mjax.models import attention, kernel_trial
-from mjax.models.positions import alibi_slopes
 
 # Largest allowed difference from NumPy's float64, relative to the largest value: products of 16-bit inputs are summed
 # in float32, and probabilities and results rounded to 8 (bf16) or 11 (fp16) bits.
@@ -66,21 +65,18 @@ def largest_error(kernel: str, model: ModelConfig, compute: str, documents: bool
     shape = (2, min(model.sequence, 128), 2, model.head_size)
     random = np.random.default_rng(0)
     inputs = [jnp.asarray(random.standard_normal(shape), dtype) for _ in range(3)]
-    numbers = np.arange(shape[1]) // np.array([[5], [7]]) if documents else None
-    slopes = alibi_slopes(shape[2]) if model.biased_scores else None
+    options = kernel_trial.trial_options(model, shape[1], documents)
 
     def total(q, k, v):
-        there = {"documents": None if numbers is None else jnp.asarray(numbers)}
-        there["slopes"] = None if slopes is None else jnp.asarray(slopes, jnp.float32)
-        out = attention.attend(q, k, v, kernel, causal=model.causal, **there).astype(jnp.float32)
+        out = attention.attend(q, k, v, kernel, **options).astype(jnp.float32)
         return jnp.square(out).sum(), out
 
     gradients, output = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(*inputs)
-    expected = reference(*(np.asarray(x, np.float64) for x in inputs), model.causal, numbers, slopes)
+    expected = reference(*(np.asarray(x, np.float64) for x in inputs), **options)
     return relative_error((output, *gradients), expected)
 
 
-def reference(q, k, v, causal: bool, documents=None, slopes=None) -> tuple[np.ndarray, ...]:
+def reference(q, k, v, causal: bool, documents=None, slopes=None, window=None) -> tuple[np.ndarray, ...]:
     """Attention by its formula, softmax(q kᵀ / √d) v, and the gradients of the sum of its squares; float64.
 
     Shapes: q, k, v [b, s, n, d], documents [b, s], slopes [n] → output and gradients of q, k and v [b, s, n, d].
@@ -89,10 +85,13 @@ def reference(q, k, v, causal: bool, documents=None, slopes=None) -> tuple[np.nd
     scores = np.einsum("bqnd,bknd->bnqk", q, k) * scale
     back = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])  # distance from a query back to a key
     if slopes is not None:
-        scores -= slopes[:, None, None] * back
+        scores -= np.asarray(slopes, np.float64)[:, None, None] * back
     if causal:
         scores = np.where(back >= 0, scores, -np.inf)
+    if window is not None:
+        scores = np.where(back < window, scores, -np.inf)
     if documents is not None:
+        documents = np.asarray(documents)
         scores = np.where((documents[:, :, None] == documents[:, None, :])[:, None], scores, -np.inf)
     probabilities = np.exp(scores - scores.max(-1, keepdims=True))
     probabilities /= probabilities.sum(-1, keepdims=True)

@@ -91,13 +91,13 @@ def family_of(model: ModelConfig) -> Family:
     for family in (*FAMILIES, *OF_TASKS):
         if fits(family, model):
             return family
-    settings = ("positions", "activation", "feed_forward", "embedding_layernorm", "layernorm", "head")
+    settings = ("positions", "activation", "feed_forward", "embedding_layernorm", "window", "layernorm", "head")
     given = " ".join(
         f"--model.{name.replace('_', '-')} {getattr(model, name)}" for name in settings if hasattr(model, name)
     )
     raise UsageError(
         f"transformers has no class for {model.title} with {given}; GPT2LMHeadModel has learned positions and no "
-        "LayerNorm after the embedding, BloomForCausalLM ALiBi, gelu_tanh, 4 × hidden and one"
+        "LayerNorm after the embedding, BloomForCausalLM ALiBi, gelu_tanh, 4 × hidden and one; neither has a window"
     )
 
 

@@ -4,14 +4,14 @@
 |--------------|------------------|-------------------------------------------------------------------------|
 | `cudnn`      | GPUs since A100  | cuDNN's fused flash attention: no s × s matrix in memory, no dropout     |
 | `xla`        | anywhere         | scores, softmax and weighted sum as XLA compiles them                   |
-| `xla_blocks` | meant for CPUs   | the same over four blocks of queries, leaving out keys of the future    |
+| `xla_blocks` | meant for CPUs   | the same over four blocks of queries, leaving out keys that none sees   |
 
 All take q, k, v [b, s, n, d] with this rank's heads and return [b, s, n, d]. The kernel of a run is resolved once, at
 the start, by rule (`kernels.py`) and by running it (`kernel_trial.py`); nothing falls back on the way.
 
 Where a sample holds several documents and they must not see each other, all kernels take the number of each token's
-document and mask what is not its own. With ALiBi all take the slopes of the heads (`alibi.py`) and add a penalty on
-distance to the scores; cuDNN's kernel alone has to be given it written out.
+document and mask what is not its own. With ALiBi all take the slopes of the heads (`positions.py`) and add a penalty on
+distance to the scores; cuDNN's kernel alone has to be given it written out. With a window all mask the keys before it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def attend(
     documents: Array | None = None,
     causal: bool = True,
     slopes: Array | None = None,
+    window: int | None = None,
 ) -> Array:
     """Softmax(q kᵀ / √d) v over the positions that each query sees: all, or with `causal` those up to its own; of these
-    only those in its document, where `documents` are given.
+    only the last `window`, and only those in its document, where these are given.
 
     Args:
       q, k, v: [b, s, n, d]; keys and values may have fewer heads, each of which serves as many neighbouring queries.
@@ -61,21 +62,26 @@ def attend(
       documents: int [b, s], number of the document that a token belongs to; None: a sample is one document.
       causal: whether a query sees no later position; False: it sees those after it too (BERT).
       slopes: [n], ALiBi's, of these heads; only with `causal`. None: the scores know nothing of positions.
+      window: how many positions a query sees, its own included; only with `causal`. None: all up to its own.
     """
     assert slopes is None or causal, "ALiBi says nothing about positions after a query's own"
+    assert window is None or causal, "a window ends at a query's own position"
+    if window is not None and window >= q.shape[1]:
+        window = None  # it leaves nothing out
     if slopes is not None:
         slopes = mappings.vary(slopes, mappings.varying_axes(q))
     if documents is not None:
         documents = mappings.vary(documents, mappings.varying_axes(q))
+    seen = _Seen(rate, key, documents, causal, slopes, window)
     if kernel in ("cudnn", FLASH_STAND_IN):
         assert rate == 0.0 or key is None, "cuDNN attention has no dropout in JAX's public interface"
-        return _attend_cudnn(q, k, v, kernel, documents, causal, slopes)
+        return _attend_cudnn(q, k, v, kernel, seen)
     k, v = _for_every_query(q, k, v)
     if slopes is not None:
         # Tied to this layer: else JAX computes the penalty [n, s, s] before the loop over layers, and every layer reads
         # from memory what costs it nothing to compute.
         slopes, _ = jax.lax.optimization_barrier((slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
-    seen = _Seen(rate, key, documents, causal, slopes)
+        seen = seen._replace(slopes=slopes)
     return _attend_block(q, k, v, 0, seen) if kernel == "xla" else _attend_in_blocks(q, k, v, seen)
 
 
@@ -87,6 +93,7 @@ class _Seen(NamedTuple):
     documents: Array | None
     causal: bool
     slopes: Array | None
+    window: int | None
 
 
 def _for_every_query(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
@@ -96,9 +103,8 @@ def _for_every_query(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     return jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
 
 
-def _attend_cudnn(
-    q: Array, k: Array, v: Array, kernel: str, documents: Array | None, causal: bool, slopes: Array | None
-) -> Array:
+def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, seen: _Seen) -> Array:
+    _, _, documents, causal, slopes, window = seen
     # JAX hands cuDNN a mask as a bias, which is written out, and cuDNN writes out a gradient of it that nobody needs:
     # 2 b s² bytes each, once for all heads and layers.
     mask = None if documents is None else _same_document(documents, documents)[:, None]  # [b, 1, s, s]
@@ -107,14 +113,17 @@ def _attend_cudnn(
     bias = None if slopes is None else _written_out(slopes, q.shape[1], q.dtype)
     if kernel == FLASH_STAND_IN:
         return _flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, mask) if x is not None))
-    return jax.nn.dot_product_attention(q, k, v, bias=bias, mask=mask, is_causal=causal, implementation="cudnn")
+    local = None if window is None else (window - 1, 0)  # JAX counts the positions beside a query's own
+    return jax.nn.dot_product_attention(
+        q, k, v, bias=bias, mask=mask, is_causal=causal, local_window_size=local, implementation="cudnn"
+    )
 
 
 def _attend_in_blocks(q: Array, k: Array, v: Array, seen: _Seen) -> Array:
     """Attention over four blocks of queries.
 
-    On a CPU it pays to copy once into [b, n, s, d], to leave out the keys in the future of a whole block, and to
-    compute in float32: XLA runs small bf16 products there on one thread.
+    On a CPU it pays to copy once into [b, n, s, d], to leave out the keys that no query of a block sees, in its future
+    or before its window, and to compute in float32: XLA runs small bf16 products there on one thread.
     """
     dtype = q.dtype
     q, k, v = (x.swapaxes(1, 2).astype(jnp.promote_types(dtype, jnp.float32)) for x in (q, k, v))
@@ -123,17 +132,21 @@ def _attend_in_blocks(q: Array, k: Array, v: Array, seen: _Seen) -> Array:
     outputs = []
     for first in range(0, q.shape[2], width):
         end = first + width
-        read = end if seen.causal else q.shape[2]
-        outputs.append(_attend_block(q[:, :, first:end], k[:, :, :read], v[:, :, :read], first, seen, heads_first=True))
+        read = slice(0 if seen.window is None else max(0, first - seen.window + 1), end if seen.causal else q.shape[2])
+        outputs.append(
+            _attend_block(q[:, :, first:end], k[:, :, read], v[:, :, read], first, seen, read.start, heads_first=True)
+        )
     return jnp.concatenate(outputs, axis=2).swapaxes(1, 2).astype(dtype)
 
 
-def _attend_block(q: Array, k: Array, v: Array, first: int, seen: _Seen, heads_first: bool = False) -> Array:
-    """Attention of the queries from position `first` on: q [b, q, n, d], k and v [b, k, n, d] → [b, q, n, d].
+def _attend_block(
+    q: Array, k: Array, v: Array, first: int, seen: _Seen, first_key: int = 0, heads_first: bool = False
+) -> Array:
+    """Attention of the queries from position `first` on to the keys from `first_key` on.
 
-    With `heads_first` all of them are [b, n, …, d].
+    Shapes: q [b, q, n, d], k and v [b, k, n, d] → [b, q, n, d]; with `heads_first` all of them are [b, n, …, d].
     """
-    rate, key, documents, causal, slopes = seen
+    rate, key, documents, causal, slopes, window = seen
     queries, keys = ("bnqd", "bnkd") if heads_first else ("bqnd", "bknd")
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum(f"{queries},{keys}->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
@@ -141,12 +154,15 @@ def _attend_block(q: Array, k: Array, v: Array, first: int, seen: _Seen, heads_f
     if causal:
         # Counted on the device: an array from here would be a residual of every layer that computes its scores again.
         query, other = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[2:], dim) for dim in (0, 1))
-        visible = other <= first + query  # [q, k]
+        query = first - first_key + query  # numbered from the first key, as the keys are
+        visible = other <= query  # [q, k]
+        if window is not None:
+            visible = visible & (other > query - window)
         if slopes is not None:
-            scores = scores + distance_penalty(slopes, other - (first + query), wide)
+            scores = scores + distance_penalty(slopes, other - query, wide)
     if documents is not None:
-        end, read = first + scores.shape[2], scores.shape[3]
-        same = _same_document(documents[:, first:end], documents[:, :read])
+        end, read = first + scores.shape[2], first_key + scores.shape[3]
+        same = _same_document(documents[:, first:end], documents[:, first_key:read])
         visible = (visible & same)[:, None]  # [b, 1, q, k]
     # Added rather than selected: the backward pass of a sum keeps no mask.
     scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)
@@ -154,7 +170,8 @@ def _attend_block(q: Array, k: Array, v: Array, first: int, seen: _Seen, heads_f
     if key is not None and rate > 0.0:
         local_heads = scores.shape[1]
         heads = mappings.rank(MODEL) * local_heads + jnp.arange(local_heads)
-        probabilities = dropout(probabilities, rate, key, heads, first + jnp.arange(scores.shape[2]))
+        rows = first + jnp.arange(scores.shape[2])
+        probabilities = dropout(probabilities, rate, key, heads, rows, first_column=first_key)
     return jnp.einsum(f"bnqk,{keys}->{queries}", probabilities, v)
 
 
@@ -235,9 +252,8 @@ class Attention(nnx.Module):
     def __call__(self, x: Array, context: Context) -> Array:
         q, k, v = self._project(x, context)
         config, key, slopes = self.config, context.key_of(random.ATTENTION), self.positions.slopes()
-        attended = attend(
-            q, k, v, config.attention, config.attention_dropout, key, context.documents, config.causal, slopes
-        )
+        seen = {"documents": context.documents, "causal": config.causal, "slopes": slopes, "window": config.window}
+        attended = attend(q, k, v, config.attention, config.attention_dropout, key, **seen)
         attended = attended.reshape(context.tokens.count, *attended.shape[2:])
         return self.out(checkpoint_name(attended, "context"), context.tokens)
 
@@ -245,9 +261,9 @@ class Attention(nnx.Module):
         """As `Block.decode`, for attention alone."""
         (q, k, v), slopes = self._project(x, context), self.positions.slopes()
         if cached is None:
-            attended = attend(q, k, v, self.config.attention, slopes=slopes)
+            attended = attend(q, k, v, self.config.attention, slopes=slopes, window=self.config.window)
         else:
-            attended = attend_cached(q, k, v, cached, lengths, slopes)
+            attended = attend_cached(q, k, v, cached, lengths, slopes, self.config.window)
         return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), KeyValues(k, v)
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
@@ -274,7 +290,13 @@ class KeyValues(NamedTuple):
 
 
 def attend_cached(
-    q: Array, k: Array, v: Array, cached: KeyValues, lengths: Array, slopes: Array | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    cached: KeyValues,
+    lengths: Array,
+    slopes: Array | None = None,
+    window: int | None = None,
 ) -> Array:
     """Attention of one new position of each sequence over the positions before it and itself.
 
@@ -285,6 +307,7 @@ def attend_cached(
       cached: [b, S, n, d], of which the first `lengths` slots of a sequence hold its positions.
       lengths: int [b].
       slopes: [n], ALiBi's, of these heads.
+      window: how many positions the new one sees, itself included; None: all.
 
     Returns:
       [b, 1, n, d].
@@ -297,8 +320,10 @@ def attend_cached(
     slots = jnp.arange(cached.keys.shape[1])
     if slopes is not None:  # a position's slot is its number; the new one, at `lengths`, is at no distance to itself
         before = before + distance_penalty(slopes, (slots - lengths[:, None])[:, None], wide)
-    written = slots < lengths[:, None]
-    before = before + jnp.where(written, 0.0, MASKED).astype(wide)[:, None, None]
+    visible = slots < lengths[:, None]
+    if window is not None:
+        visible = visible & (slots > lengths[:, None] - window)
+    before = before + jnp.where(visible, 0.0, MASKED).astype(wide)[:, None, None]
     itself = jnp.einsum("bqnd,bqnd->bnq", q, k, preferred_element_type=wide)[..., None]
     probabilities = jax.nn.softmax(jnp.concatenate([before, itself], -1), axis=-1).astype(q.dtype)
     context = jnp.einsum("bnqk,bknd->bqnd", probabilities[..., :-1], cached.values)

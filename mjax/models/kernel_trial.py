@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,18 +54,33 @@ def resolve_attention(
     refusal = _self_test(kernel, model, compute, documents)
     if refusal is None:
         return kernel
-    biased = [what for what, is_there in (("document masks", documents), ("ALiBi", model.biased_scores)) if is_there]
-    if model.attention == "auto" and kernel == "cudnn" and biased:  # a bias is not for every version and GPU
-        what = " and ".join(biased)
+    options = {"document masks": documents, "ALiBi": model.biased_scores, "a window": model.window is not None}
+    asked = [what for what, is_there in options.items() if is_there]
+    if model.attention == "auto" and kernel == "cudnn" and asked:  # they are not for every version and GPU
+        what = " and ".join(asked)
         announce(f"attention: the slower kernel xla is used, because cuDNN flash refuses {what} ({refusal})")
         return "xla"
     raise UsageError(f"the attention kernel {kernel} does not run here ({refusal}); use --model.attention xla")
 
 
+def trial_options(model: ModelConfig, positions: int, documents: bool) -> dict[str, Any]:
+    """What `attend` is tried with beside two samples of two heads: all that the model asks of a kernel but dropout.
+
+    Args:
+      model: whose attention it is.
+      positions: s, of each sample; a window is cut to half of it, so that it leaves something out.
+      documents: whether attention stays within documents, of which each sample has several, each cut elsewhere.
+    """
+    return {
+        "documents": jnp.arange(positions) // jnp.array([[5], [7]]) if documents else None,  # [b, s]
+        "causal": model.causal,
+        "slopes": jnp.asarray(alibi_slopes(2)) if model.biased_scores else None,
+        "window": None if model.window is None else min(model.window, max(1, positions // 2)),
+    }
+
+
 def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -> str | None:
     """Run `kernel` forward and backward on two heads, and compare with `xla` in float32.
-
-    With `documents` on samples of several, each sample cut elsewhere.
 
     Returns:
       What was said where it does not run.
@@ -77,14 +93,12 @@ def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}.get(compute, jnp.float32)
     shape = (2, min(model.sequence, 128), 2, model.head_size)
     q, k, v = (jax.random.normal(key, shape, jnp.float32) for key in jax.random.split(jax.random.key(0), 3))
-    numbers = jnp.arange(shape[1]) // jnp.array([[5], [7]]) if documents else None  # [b, s]
-    slopes = jnp.asarray(alibi_slopes(shape[2])) if model.biased_scores else None
+    options = trial_options(model, shape[1], documents)
 
     def output_and_gradients(kernel, dtype):
         def total(q, k, v):
             q, k, v = (x.astype(dtype) for x in (q, k, v))
-            out = attend(q, k, v, kernel, documents=numbers, causal=model.causal, slopes=slopes)
-            out = out.astype(jnp.float32)
+            out = attend(q, k, v, kernel, **options).astype(jnp.float32)
             return jnp.square(out).sum(), out
 
         return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)

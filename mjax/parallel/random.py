@@ -81,7 +81,7 @@ def keep_mask(rate: float, rows: tuple[Array, Array], columns: int) -> Array:
     return word < np.uint32(min(round((1.0 - rate) * 2**32), 2**32 - 1))
 
 
-def dropout(x: Array, rate: float, key: DropoutKey | None, *indices: Array) -> Array:
+def dropout(x: Array, rate: float, key: DropoutKey | None, *indices: Array, first_column: int = 0) -> Array:
     """Zero elements of `x` with probability `rate` and scale the others by 1 / (1 − rate).
 
     Args:
@@ -89,11 +89,15 @@ def dropout(x: Array, rate: float, key: DropoutKey | None, *indices: Array) -> A
       rate: probability; 0 returns `x`.
       key: which masks; None (evaluation) returns `x`.
       indices: for each middle dim, the *global* index of each of its local elements (positions, heads).
+      first_column: global index of the first column.
     """
     if key is None or rate == 0.0:
         return x
     assert x.ndim == 2 + len(indices), f"{x.ndim} dims need {x.ndim - 2} indices, got {len(indices)}"
-    return _dropout(x, key.rows(*indices), rate)
+    first, second = key.rows(*indices)
+    if first_column:
+        first = first + np.uint32(first_column)  # `keep_mask` adds the number of a column to it
+    return _dropout(x, (first, second), rate)
 
 
 def dropout_tokens(x: Array, rate: float, key: DropoutKey | None, tokens: Tokens) -> Array:

@@ -38,7 +38,8 @@ def test_the_reference_is_the_gradient_of_what_it_computes():
     random = np.random.default_rng(0)
     q, k, v = random.standard_normal((3, 2, 6, 2, 4))
     documents, slopes = np.arange(6) // np.array([[2], [4]]), np.array([0.5, 0.25])
-    for options in ({"causal": False}, {"causal": True, "documents": documents, "slopes": slopes}):
+    every = {"causal": True, "documents": documents, "slopes": slopes}
+    for options in ({"causal": False}, every, {"causal": True, "window": 3}):
         gradients = reference(q, k, v, **options)[1:]
         for index, gradient in enumerate(gradients):
             direction = random.standard_normal(q.shape)
@@ -71,9 +72,12 @@ def test_memory_that_others_hold_is_no_reason_for_another_kernel(monkeypatch):
     assert check_attention()[0].advice.startswith("nvidia-smi shows which process holds")
 
 
-@pytest.mark.parametrize(("name", "change"), [("bert_demo", "documents"), ("bloom_560m", "slopes")])
-def test_the_check_is_of_the_configs_own_attention(monkeypatch, chosen, name, change):
-    config = small(name)
+@pytest.mark.parametrize(
+    ("name", "change", "model"),
+    [("bert_demo", "documents", {}), ("bloom_560m", "slopes", {}), ("gpt_demo", "window", {"window": 4})],
+)
+def test_the_check_is_of_the_configs_own_attention(monkeypatch, chosen, name, change, model):
+    config = small(name, **model)
     assert check_attention(config)[0].status == GREEN
     broken(monkeypatch, **{change: None})
     assert check_attention(config)[0].status == RED

@@ -258,6 +258,8 @@ def test_a_pickle_without_torch_asks_for_it(tmp_path, monkeypatch):
         {"embedding_layernorm": True},
         {"positions": "alibi", "embedding_layernorm": True, "activation": "gelu_erf"},
         {"positions": "alibi", "embedding_layernorm": True, "feed_forward": 100},
+        {"window": 8},
+        {"positions": "alibi", "embedding_layernorm": True, "activation": "gelu_tanh", "window": 8},
     ],
     ids=str,
 )

@@ -25,19 +25,24 @@ def _inputs(positions=16):
 @pytest.mark.parametrize("kernel", ["xla", "xla_blocks"])
 @pytest.mark.parametrize("positions", [16, 13])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("causal", [True, False])
-def test_kernels_equal_the_textbook_formula(kernel, positions, packed, causal):
+@pytest.mark.parametrize(
+    ("causal", "window"), [(True, None), (False, None), (True, 1), (True, 3), (True, 6), (True, 16)]
+)
+def test_kernels_equal_the_textbook_formula(kernel, positions, packed, causal, window):
     q, k, v = _inputs(positions)
     documents = np.sort(np.random.default_rng(0).integers(0, 4, (2, positions)))
     visible = np.ones((1, positions, positions), bool)
     visible = np.tril(visible) if causal else visible
+    if window is not None:
+        visible = np.triu(visible, 1 - window)
     if packed:
         visible = visible & (documents[:, :, None] == documents[:, None])
     scores = np.einsum("bqnd,bknd->bnqk", q, k) / np.sqrt(8)
     scores = np.where(visible[:, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("bnqk,bknd->bqnd", weights / weights.sum(-1, keepdims=True), v)
-    found = attend(q, k, v, kernel, documents=jnp.asarray(documents) if packed else None, causal=causal)
+    numbers = jnp.asarray(documents) if packed else None
+    found = attend(q, k, v, kernel, documents=numbers, causal=causal, window=window)
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
@@ -46,6 +51,28 @@ def test_the_future_has_no_influence(kernel):
     q, k, v = _inputs()
     changed = attend(q, k.at[:, 9:].add(100.0), v.at[:, 9:].add(100.0), kernel)
     np.testing.assert_array_equal(changed[:, :9], attend(q, k, v, kernel)[:, :9])
+
+
+def test_blocks_of_queries_leave_out_the_keys_that_none_of_them_sees():
+    jaxpr = jax.make_jaxpr(lambda q, k, v: attend(q, k, v, "xla_blocks", window=3))(*_inputs()).jaxpr
+    products = [equation for equation in jaxpr.eqns if equation.primitive.name == "dot_general"]
+    scores = [equation.outvars[0].aval.shape for equation in products][::2]
+    assert scores == [(2, 4, 4, 4), *[(2, 4, 4, 6)] * 3]
+
+
+@pytest.mark.parametrize("window", [1, 3, 15])
+def test_cudnn_is_given_the_window_as_jax_counts_it(monkeypatch, window):
+    right, given = jax.nn.dot_product_attention, []
+
+    def run_by_xla(*inputs, implementation, **options):
+        given.append(implementation)
+        return right(*inputs, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", run_by_xla)
+    inputs = _inputs()
+    found = attend(*inputs, "cudnn", window=window)
+    np.testing.assert_allclose(found, attend(*inputs, "xla", window=window), atol=2e-6)
+    assert given == ["cudnn"]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +159,12 @@ def test_where_cudnn_takes_no_alibi_auto_says_so_and_takes_xla(documents, refuse
         resolve_attention(replace(alibi, sequence=15, attention="cudnn"), "bf16", "gpu")
 
 
+def test_where_cudnn_takes_no_window_auto_says_so_and_takes_xla():
+    said = []
+    assert resolve_attention(replace(MODEL, window=4), "bf16", "gpu", said.append) == "xla"
+    assert "the slower kernel xla is used, because cuDNN flash refuses a window (" in said[0]
+
+
 def test_cudnn_is_not_tried_with_documents_on_an_odd_number_of_positions():
     said, odd = [], replace(MODEL, sequence=15)
     assert resolve_attention(odd, "bf16", "gpu", said.append, documents=True) == "xla"
@@ -175,14 +208,28 @@ def test_a_kernel_that_leaves_alibi_out_is_found_at_the_start(monkeypatch):
         resolve_attention(replace(MODEL, positions="alibi"), "fp32", "cpu")
 
 
+@pytest.mark.parametrize("window", [5, 100])
+def test_a_kernel_that_leaves_the_window_out_is_found_at_the_start(monkeypatch, window):
+    right = attention.attend
+
+    def attend(q, k, v, kernel, window, **options):
+        return right(q, k, v, kernel, window=window if kernel == "xla" else None, **options)
+
+    monkeypatch.setattr(kernel_trial, "attend", attend)
+    with pytest.raises(UsageError, match="gives wrong numbers here"):
+        resolve_attention(replace(MODEL, window=window), "fp32", "cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("alibi", [False, True])
-def test_cudnn_equals_xla_on_this_gpu(documents, alibi):
+@pytest.mark.parametrize("window", [None, 1, 40])
+def test_cudnn_equals_xla_on_this_gpu(documents, alibi, window):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in _inputs(128))
     numbers = jnp.arange(128) // jnp.array([[5], [60]]) if documents else None
     slopes = jnp.asarray(alibi_slopes(4)) if alibi else None
     found, expected = (
-        np.asarray(attend(q, k, v, kernel, documents=numbers, slopes=slopes), np.float32) for kernel in ("cudnn", "xla")
+        np.asarray(attend(q, k, v, kernel, documents=numbers, slopes=slopes, window=window), np.float32)
+        for kernel in ("cudnn", "xla")
     )
     np.testing.assert_allclose(found, expected, atol=2e-2)

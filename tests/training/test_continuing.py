@@ -21,7 +21,7 @@ FIXED = {
     ),
 }  # fmt: skip
 LEARNED = continuing.LEARNED | {
-    "model": ("activation", "hidden_dropout", "attention_dropout", "layernorm_epsilon", "init_std"),
+    "model": ("activation", "window", "hidden_dropout", "attention_dropout", "layernorm_epsilon", "init_std"),
 }
 
 
