@@ -30,6 +30,11 @@ def abstract_weights(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], P]
     return {leaf_name(path): (leaf.shape, spec) for (path, leaf), spec in zip(named, specs, strict=True)}
 
 
+def has_several_stacks(config: ModelConfig) -> bool:
+    """Whether the model's layers are an `nnx.List` of stacks rather than one."""
+    return any(name.startswith("blocks.0.") for name in abstract_weights(config))
+
+
 def count_parameters(config: ModelConfig) -> int:
     """Exact number of trainable parameters; those of a tied embedding count once."""
     return sum(math.prod(shape) for shape, _ in abstract_weights(config).values())

@@ -10,7 +10,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from mjax.config import Config
-from mjax.models.build import build_model
+from mjax.errors import UsageError
+from mjax.models.build import build_model, has_several_stacks
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import sharded_shapes
 from mjax.parallel.zero import cut_into_chunks, plan_storage
@@ -39,7 +40,16 @@ def initial_weights(config: Config) -> Model:
 
 
 def lay_out(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
-    """The layout of the model of `config` on `mesh`, which has the shape `config.mesh`; nothing is allocated."""
+    """The layout of the model of `config` on `mesh`, which has the shape `config.mesh`; nothing is allocated.
+
+    Raises:
+      UsageError: a pipeline is asked for, and the model has several stacks of layers.
+    """
+    if config.mesh.pipe > 1 and has_several_stacks(config.model):
+        raise UsageError(
+            f"--mesh.pipe {config.mesh.pipe} cannot split {config.model.title}, which has several stacks of layers; "
+            "leave it out"
+        )
     shapes = jax.eval_shape(lambda: initial_weights(config))
     plan = plan_storage(shapes, nnx.get_partition_spec(shapes), config.mesh)
     specs = jax.tree.map(lambda storage: storage.spec, plan)

@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from mjax.config import Config
 from mjax.hardware import gpu_of
-from mjax.training.trace import Traced, head, layer_forward
+from mjax.training.trace import Layer, Traced, head, stacks_forward
 
 
 def model_flops(config: Config, causal: bool = False) -> float:
@@ -46,14 +46,20 @@ def hardware_flops(config: Config, causal: bool = False) -> float:
 
 def _layers(config: Config, causal: bool) -> float:
     """Forward FLOPs of a sample in the layers."""
-    layer = layer_forward(_whole(config))
-    return config.model.layers * sum(each.flops for each in layer.of_weights) + _attention(config, causal)
+    weights = sum(count * sum(each.flops for each in layer.of_weights) for count, layer in _stacks(config))
+    return weights + _attention(config, causal)
 
 
 def _attention(config: Config, causal: bool) -> float:
     """Those of scores and weighted sums."""
-    full = config.model.layers * sum(each.flops for each in layer_forward(_whole(config)).of_activations)
+    full = sum(count * sum(each.flops for each in layer.of_activations) for count, layer in _stacks(config))
     return full / 2 if causal and config.model.causal else full
+
+
+def _stacks(config: Config) -> list[tuple[int, Layer]]:
+    """The layers of each stack, and one of them."""
+    stacks = stacks_forward(_whole(config))
+    return [(config.model.layers, stacks[0][1])] if len(stacks) == 1 else list(stacks)
 
 
 def _head(config: Config) -> float:

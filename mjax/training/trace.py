@@ -8,7 +8,8 @@ What is traced is one layer for one sample on one rank of `model`: all of it gro
 micro-batch, and every layer is alike. Dropout is left out, since its masks are hashed again and never kept.
 
     Program          a jaxpr as one list of operations: calls inlined, views resolved, dead code removed
-    layer_forward    products and sums of a layer
+    stacks_forward   the number of layers of each stack, and products and sums of one of them
+    layer_forward    the same of a layer, for a model with one stack
     layer_backward   what a layer keeps, and what its backward pass does
     head             products of the head, and what it keeps
 """
@@ -29,8 +30,10 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
+from mjax.errors import UsageError
 from mjax.model_config import ModelConfig
 from mjax.models.attention import FLASH_STAND_IN
+from mjax.models.build import has_several_stacks
 from mjax.parallel.mesh import BATCH, abstract_mesh
 from mjax.parallel.zero import gather_weights
 from mjax.state.layout import lay_out
@@ -252,7 +255,7 @@ class Traced:
     """What is traced: all that a layer and the head depend on. Configs that share it share their traces.
 
     Attributes:
-      model: with one layer and without dropout.
+      model: without dropout, and with one layer where all are alike.
       data: what a batch has in it.
       compute: type.
       ranks: of `model`.
@@ -285,13 +288,29 @@ class Traced:
 
 @lru_cache(maxsize=64)
 def _undisturbed(model: ModelConfig) -> ModelConfig:
-    return replace(model.without_dropout(), layers=1)
+    model = model.without_dropout()
+    return model if has_several_stacks(model) else replace(model, layers=1)
 
 
 @lru_cache(maxsize=1024)
-def layer_forward(of: Traced) -> Layer:
-    """The forward pass of a layer."""
+def stacks_forward(of: Traced) -> tuple[tuple[int, Layer], ...]:
+    """For each stack its layers, and the forward pass of one; a model with one stack is traced with one layer."""
     return _trace(replace(of, sequence_parallel=False).config(), _forward)
+
+
+def layer_forward(of: Traced) -> Layer:
+    """The forward pass of a layer.
+
+    Raises:
+      UsageError: layers differ, and only FLOPs are known of these.
+    """
+    stacks = stacks_forward(of)
+    if len(stacks) > 1:
+        raise UsageError(
+            f"mjax plan predicts models whose layers are all alike, and this one has {len(stacks)} stacks of layers; "
+            "start train.py without a plan"
+        )
+    return stacks[0][1]
 
 
 @lru_cache(maxsize=1024)
@@ -330,10 +349,13 @@ def _trace(config: Config, part: Callable) -> Any:
     return found[0]
 
 
-def _forward(forward: Forward, weights, micro_batch, x: Array) -> Layer:
+def _forward(forward: Forward, weights, micro_batch, x: Array) -> tuple[tuple[int, Layer], ...]:
     jaxpr = jax.make_jaxpr(lambda blocks, x: forward.layers(blocks, x, micro_batch))(weights.blocks, x).jaxpr
-    (scan,) = _scans(jaxpr)
-    program, branches = Program(scan.params["jaxpr"]), [[]]
+    return tuple((scan.params["length"], _layer(Program(scan.params["jaxpr"]), x)) for scan in _scans(jaxpr))
+
+
+def _layer(program: Program, x: Array) -> Layer:
+    branches = [[]]
     for operation in program.operations:
         if operation.name == "dot_general" and (product := product_of(operation.equation)).of_weight:
             branches[-1].append(product)
