@@ -268,7 +268,7 @@ class Config:
     @property
     def micro_batches(self) -> int:
         """Micro-batches a data replica accumulates in one step, m."""
-        return self.train.global_batch // (self.mesh.data * self.train.micro_batch)
+        return self.train.global_batch // (axes.replicas(self.mesh) * self.train.micro_batch)
 
     def batch_arrays(self, evaluation: bool = False) -> Arrays:
         """The arrays of a batch: for each the shape that one sample has in it, [s] or [], and its dtype."""

@@ -75,6 +75,11 @@ def devices(mesh) -> int:
     return math.prod(sizes(mesh).values())
 
 
+def replicas(mesh) -> int:
+    """Parts that a batch is cut into: devices along all axes that split it."""
+    return math.prod(sizes(mesh)[name] for name in splitting("batch"))
+
+
 def splitting(what: Splits) -> tuple[str, ...]:
     """Names of the axes that split something, outermost first."""
     return tuple(axis.name for axis in AXES if axis.splits == what)

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mjax.parallel.axes import MODEL, PIPE
+from mjax.parallel.axes import MODEL, PIPE, splitting
 
 
 def varying_axes(x: Array) -> frozenset[str]:
@@ -42,6 +42,15 @@ def varying_axes(x: Array) -> frozenset[str]:
 def rank(axis: str) -> Array:
     """Index of this device on `axis`: int32 [], varying over it."""
     return lax.axis_index(axis)
+
+
+def replica() -> Array:
+    """Number of the part of the batch that this device has: int32 [], varying over the axes that split it."""
+    first, *others = splitting("batch")
+    number = rank(first)
+    for axis in others:
+        number = number * size(axis) + rank(axis)
+    return number
 
 
 def size(axis: str) -> int:

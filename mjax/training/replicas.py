@@ -29,6 +29,8 @@ from mjax.parallel import mappings
 from mjax.parallel.axes import DATA, NAMES
 
 MOST_SHOWN = 4  # devices
+DIM = NAMES.index(DATA)
+"""The dim of the mesh along which copies are compared."""
 
 
 class Replicas:
@@ -58,22 +60,23 @@ class Replicas:
             return
         leaves = jax.tree.leaves(model)
         hashes = jax.device_get(self._hash([leaves[index] for index in self._copied]))
-        odd: dict[tuple[int, int, int], list[str]] = defaultdict(list)  # by place on the mesh, what differs there
-        for pipe, model_rank, leaf in np.ndindex(hashes.shape[0], *hashes.shape[2:]):
-            copies = hashes[pipe, :, model_rank, leaf].tolist()
+        odd: dict[tuple[int, ...], list[str]] = defaultdict(list)  # by place on the mesh, what differs there
+        along_data = np.moveaxis(hashes, DIM, -1)
+        for *place, leaf in np.ndindex(along_data.shape[:-1]):
+            copies = along_data[*place, leaf].tolist()
             (usual, most), *others = Counter(copies).most_common()
             if not others:
                 continue
             tied = others[0][1] == most  # nobody can say who is right
             for rank, copy in enumerate(copies):
                 if tied or copy != usual:
-                    odd[pipe, rank, model_rank].append(self._names[leaf])
+                    odd[*place[:DIM], rank, *place[DIM:]].append(self._names[leaf])
         if odd:
             raise UnhealthyError(self._sentence(step, odd))
 
     def _sentence(self, step: int, odd: dict[tuple[int, int, int], list[str]]) -> str:
         names = list(dict.fromkeys(name for of_device in odd.values() for name in of_device))
-        places = [f"{self._place(*place)}" for place in sorted(odd, key=lambda place: place[1])]
+        places = [self._place(place) for place in sorted(odd, key=lambda place: place[DIM])]
         if len(places) > MOST_SHOWN:
             places[MOST_SHOWN:] = [f"{len(places) - MOST_SHOWN} more"]
         what = names[0] + (f" and {len(names) - 1} more arrays" if len(names) > 1 else "")
@@ -84,13 +87,13 @@ class Replicas:
             "comparison: find out which, leave that host out, and type the same command to continue"
         )
 
-    def _place(self, pipe: int, rank: int, model_rank: int) -> str:
-        device = self.mesh.devices[pipe, rank, model_rank]
-        return f"replica {rank} (device {device.id} of process {device.process_index})"
+    def _place(self, place: tuple[int, ...]) -> str:
+        device = self.mesh.devices[place]
+        return f"replica {place[DIM]} (device {device.id} of process {device.process_index})"
 
 
 def _hashes(shards: list[Array]) -> Array:
-    """A hash of each shard of each device: uint32 [pipe, data, model, arrays], the same everywhere."""
+    """A hash of each shard of each device: uint32 [pipe, data, model, arrays] (`axes.NAMES`), the same everywhere."""
     everywhere = frozenset(NAMES)
     own = jnp.stack([_hash_of(mappings.vary(shard, everywhere)) for shard in shards]).reshape(*[1] * len(NAMES), -1)
     for dim, axis in enumerate(NAMES):

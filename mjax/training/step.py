@@ -29,7 +29,6 @@ from mjax.batch_size import at_batch
 from mjax.config import Config
 from mjax.models.protocol import Model
 from mjax.parallel import axes, mappings, scopes
-from mjax.parallel.axes import DATA
 from mjax.parallel.mesh import BATCH, sharded_shapes
 from mjax.parallel.pipeline import means_and_gradients
 from mjax.parallel.zero import gather_weights, reduce_gradients
@@ -302,12 +301,12 @@ def micro_batches_of(config: Config, batch: dict[str, Array]) -> dict[str, Array
 
     A sample of several sequences, [c, s], lends its rows to the micro-batch one after the other.
     """
-    rows = config.train.global_batch // config.mesh.data
+    rows = config.train.global_batch // axes.replicas(config.mesh)
     chex.assert_tree_shape_prefix(batch, (rows,))
     for name in batch.keys() & {"tokens", "labels"}:
         chex.assert_axis_dimension(batch[name], -1, config.model.sequence)
     sequences = rows * config.model.sequences
-    samples = mappings.rank(DATA) * sequences + jnp.arange(sequences)
+    samples = mappings.replica() * sequences + jnp.arange(sequences)
 
     def split(x):
         return x.reshape(config.micro_batches, -1, *x.shape[1:][-1:])
