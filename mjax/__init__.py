@@ -1,3 +1,47 @@
-"""mjax: GPT and BERT training the way Megatron-LM does it, in JAX, with every collective in one readable file."""
+"""mjax: language models trained the way Megatron-LM does it, in JAX, with every collective in one readable file.
+
+The Python interface (docs/python.md). Nothing is imported before it is used, and `import mjax` imports no JAX.
+
+    load_config(name)              a config of configs/, of a .py file or of a run's config.json
+    Config                         the same from its parts, such as mjax.config.MeshConfig
+    validate(config)               refuse what cannot run, in the sentence of the command line
+    simulate(devices)              let one CPU play several devices; before the first array
+    make_mesh(config.mesh)         the mesh, over the devices that JAX sees
+    build_program(config, mesh)    initial state, train step and evaluation step, ready to be called
+    Trainer(config, folder)        a run, with a data source, callbacks, a loss and an optimizer of your own
+    open_run(folder)               config, tokenizer and weights of a run
+    generate(folder, prompts)      continue prompts
+    evaluate(folder, task, data)   metrics of a task
+    plan(config, gpu)              what `mjax plan --json` prints
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+_PLACES = {
+    "Config": "mjax.config:Config",
+    "Trainer": "mjax.training.trainer:Trainer",
+    "build_program": "mjax.training.step:build_program",
+    "evaluate": "mjax.commands.evaluate:metrics_of",
+    "generate": "mjax.commands.generate:continuations_of",
+    "load_config": "mjax.config:load_config",
+    "make_mesh": "mjax.parallel.mesh:make_mesh",
+    "open_run": "mjax.inference:open_run",
+    "plan": "mjax.commands.plan:plan_of",
+    "simulate": "mjax.launch:simulate_devices",
+    "validate": "mjax.validation:validate",
+}
+
+__all__ = ["__version__", *_PLACES]
+
+
+def __getattr__(name: str):
+    if name not in _PLACES:
+        raise AttributeError(f"module 'mjax' has no attribute {name!r}; it has {', '.join(_PLACES)}")
+    module, _, inside = _PLACES[name].partition(":")
+    return getattr(importlib.import_module(module), inside)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PLACES])

@@ -71,6 +71,8 @@ class DataConfig:
     """With train_path: a blend for tests after training. Training checks that it is there and never reads it."""
     mock: bool = False
     """Draw deterministic tokens instead of reading data.path; for measuring speed."""
+    own: bool = False
+    """Batches come from the program that calls `mjax.Trainer`, which sets this."""
     samples: Count | None = None
     """Training samples the order is drawn for; those of all steps together when not given. Megatron's order of samples
     depends on it, so hold it fixed to lengthen a run without changing the order."""

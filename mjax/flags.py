@@ -20,7 +20,7 @@ import tyro
 
 from mjax.bounds import check_bounds, fields_of
 from mjax.errors import UsageError, either, suggestion
-from mjax.model_config import kinds_with
+from mjax.model_config import KIND_FLAG, kinds_with
 
 T = TypeVar("T")
 
@@ -190,7 +190,7 @@ def _instead(name: str, value: str, known: set[str], prog: str) -> str:
     """The flag to type in place of one that is not known."""
     section, _, last = name.lower().rpartition(".")
     if section == "model" and (kinds := list(kinds_with(last.replace("-", "_")))):
-        return f" for this model; it is for --model.kind {either(kinds)}: leave it out"
+        return f" for this model; it is for {KIND_FLAG} {either(kinds)}: leave it out"
     ours = [flag for flag in ELSEWHERE.get(last, "").split() if flag in known]
     ours = ours or sorted(flag for flag in known if flag.rpartition(".")[2] == last)
     if ours:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from mjax.config import Config, DataConfig, MeshConfig, read_config
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
@@ -14,11 +15,62 @@ from mjax.errors import UsageError
 from mjax.model_config import ModelConfig
 from mjax.models.protocol import Model
 from mjax.parallel import axes
+from mjax.parallel.mesh import make_mesh
 from mjax.state.checkpoint import Checkpoints
+from mjax.state.layout import lay_out
 from mjax.state.runs import checkpoint_steps
 from mjax.validation import validate
 
 MICRO_BATCHES_A_STAGE = 4  # where there is a pipeline: its bubble is then a fifth at most
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A trained run.
+
+    Attributes:
+      folder: of the run.
+      config: as it was saved.
+      step: of the checkpoint.
+      weights: float32 master weights, on the devices of `mesh`.
+      mesh: of the devices.
+    """
+
+    folder: Path
+    config: Config
+    step: int
+    weights: Model
+    mesh: Mesh
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the run keeps.
+
+        Raises:
+          UsageError: it keeps none.
+        """
+        return run_tokenizer(self.folder, self.config.model, flag=None)
+
+
+def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | None = None) -> OpenRun:
+    """Open a run folder: its config, and the weights of checkpoint `step`, or of the newest that is not damaged.
+
+    Args:
+      folder: of the run.
+      step: of the checkpoint.
+      mesh: to put the weights on, one device when not given; it need not be what the run was trained on.
+
+    Raises:
+      UsageError: there is no such run or checkpoint.
+      RunError: it is damaged.
+    """
+    folder, mesh = Path(folder), mesh or MeshConfig()
+    config = read_config(folder / "config.json")
+    check_enough_devices(mesh)
+    devices = make_mesh(mesh)
+    abstract = lay_out(replace(config, mesh=mesh), devices).abstract_model
+    step, weights = restore_weights(folder, abstract, step, print)
+    return OpenRun(folder, config, step, weights, devices)
 
 
 def read_run(run: Path, causal: bool, reason: str) -> Config:

@@ -265,6 +265,7 @@ class BERTTaskConfig(EncoderConfig):
 # --- The registry -----------------------------------------------------------------------------------------------------
 
 REGISTRY: dict[str, type[ModelConfig]] = {}
+KIND_FLAG = "--model.kind"
 
 
 def register(config: C) -> C:
@@ -299,9 +300,14 @@ def config_class(kind: Any, source: str) -> type[ModelConfig]:
     return REGISTRY[kind]
 
 
+def kind_of(model: ModelConfig) -> str:
+    """The name of a model's architecture."""
+    return model.kind
+
+
 def as_kind(model: ModelConfig, kind: str) -> ModelConfig:
     """A config of another architecture, with the fields of `model` that it has too."""
-    cls = config_class(kind, "--model.kind")
+    cls = config_class(kind, KIND_FLAG)
     shared = {field.name for field in dataclasses.fields(cls)} - {"kind"}
     values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name in shared}
     return cls(**values)

@@ -10,6 +10,7 @@ from mjax.config import Config
 from mjax.data.blend import parse_blend
 from mjax.data.samples import split_sequences
 from mjax.errors import UsageError, either
+from mjax.model_config import KIND_FLAG
 from mjax.parallel.schedules import check_counts
 
 LARGEST_SUGGESTED = 2**16  # a config.json may hold any number: nobody waits for its divisors
@@ -108,8 +109,8 @@ OF_TEXT = ("reset_positions", "reset_attention", "mask_eod_loss", "validation_ta
 def _check_samples(config: Config) -> None:
     """Refuse settings of the data that the model's samples do not have."""
     default = type(config.data)()
-    others = {"text": (OF_PAIRS, "pairs of text, with --model.kind bert", "these samples are whole and unmasked")}
-    others["pairs"] = (OF_TEXT, "text, with --model.kind gpt", "a BERT's samples are pairs with padding")
+    others = {"text": (OF_PAIRS, f"pairs of text, with {KIND_FLAG} bert", "these samples are whole and unmasked")}
+    others["pairs"] = (OF_TEXT, f"text, with {KIND_FLAG} gpt", "a BERT's samples are pairs with padding")
     fields, meant, reason = others.get(config.model.samples, ((), "", ""))
     for field in fields:
         value = getattr(config.data, field)
@@ -121,7 +122,7 @@ def _check_samples(config: Config) -> None:
 def _check_data(config: Config, name: str) -> None:
     """That there are data, named in one of the two ways, and that blends have their form."""
     data = config.data
-    if data.mock:
+    if data.mock or data.own:
         return
     if not data.path and not data.train_path:
         raise UsageError(

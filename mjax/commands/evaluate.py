@@ -87,18 +87,47 @@ def evaluate(arguments: EvaluateArguments) -> int:
         model is not one for the task.
       RunError: the checkpoint is damaged, or its model gives scores that are not finite.
     """
+    _check(arguments)
+    if arguments.simulate is not None:
+        launch.simulate_devices(arguments.simulate)
+    from mjax.parallel import processes
+
+    processes.start(arguments.distributed)
+    step, figures = _measure(arguments)
+    if processes.is_first():
+        report(arguments, step, figures)
+    return 0
+
+
+def metrics_of(folder: str | Path, task: str, data: str, **options) -> dict[str, float | int | str]:
+    """Metrics of a task by name, as `mjax evaluate --json` prints them.
+
+    Args:
+      folder: of the run.
+      task: wikitext103, lambada or perplexity; of a fine-tuned run the task it is for.
+      data: file of the task.
+      options: other fields of `EvaluateArguments`, such as `mesh` or `step`.
+
+    Raises:
+      UsageError: as on the command line.
+    """
+    arguments = EvaluateArguments(checkpoint=Path(folder), task=task, data=str(data), **options)
+    _check(arguments)
+    return {figure.name: figure.value for figure in _measure(arguments)[1]}
+
+
+def _check(arguments: EvaluateArguments) -> None:
+    """Refuse flags that do not go together."""
     task, of_text, labelled = arguments.task, list(TEXT_TASKS), list(TASKS)
     check_name(task, of_text + labelled)
     if task in of_text and arguments.predictions is not None:
         raise UsageError(f"--predictions is for {either(labelled)}; leave it out, {task} predicts text")
     if task in labelled and arguments.overlap is not None:
         raise UsageError(f"--overlap is for {either(of_text)}; leave it out, {task} says itself what is cut")
-    if arguments.simulate is not None:
-        launch.simulate_devices(arguments.simulate)
-    return _evaluate(arguments)
 
 
-def _evaluate(arguments: EvaluateArguments) -> int:
+def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Figure]]:
+    """The step of the checkpoint, and the metrics; writes the predictions that are asked for."""
     from mjax.inference import inference_config, restore_weights, run_tokenizer
     from mjax.models.kernel_trial import with_kernel
     from mjax.parallel import processes
@@ -106,7 +135,6 @@ def _evaluate(arguments: EvaluateArguments) -> int:
     from mjax.tasks.scoring import Scorer, TaskScorer
 
     # --- The run and the file -----------------------------------------------------------------------------------------
-    processes.start(arguments.distributed)
     notices = Console(stderr=True, highlight=False, quiet=not processes.is_first())
     say = lambda line: notices.print(line, markup=False)  # noqa: E731
     run, labelled = arguments.checkpoint, arguments.task in TASKS
@@ -134,12 +162,10 @@ def _evaluate(arguments: EvaluateArguments) -> int:
     columns = MofNCompleteColumn(), TextColumn(unit)
     with progress(arguments.task, sum(map(len, sets.values())), *columns, console=notices, transient=True) as advance:
         scores = {name: scorer(model, rows, advance) for name, rows in sets.items()}
-    if processes.is_first():
-        if arguments.predictions is not None:
-            for file in write_predictions(arguments.predictions, task, scores):
-                say(f"predictions  {file}")
-        report(arguments, step, task.figures(scores if labelled else list(scores.values())))
-    return 0
+    if processes.is_first() and arguments.predictions is not None:
+        for file in write_predictions(arguments.predictions, task, scores):
+            say(f"predictions  {file}")
+    return step, task.figures(scores if labelled else list(scores.values()))
 
 
 def _read_run(arguments: EvaluateArguments) -> Config:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from mjax.bounds import check_bounds
 from mjax.config import MeshConfig
 from mjax.errors import UsageError
-from mjax.generation import Generator, continue_texts, print_samples
+from mjax.generation import Generator, Sample, continue_texts, print_samples
 from mjax.inference import inference_config, read_run, restore_weights, run_tokenizer
 from mjax.parallel.mesh import make_mesh
 from mjax.sampling import Sampling
@@ -50,17 +51,7 @@ def generate(arguments: GenerateArguments) -> int:
     check_bounds(arguments)
     if not arguments.prompt:
         raise UsageError("there is no prompt; add --prompt TEXT")
-    run = arguments.checkpoint
-    saved = read_run(run, True, "which continues no text")
-    config = inference_config(saved, MeshConfig(model=arguments.model_parallel))
-    tokenizer = run_tokenizer(run, config.model, arguments.tokenizer)
-
-    generator = Generator(config, make_mesh(config.mesh))
-    say = lambda line: notices.print(line, markup=False)  # noqa: E731
-    step, model = restore_weights(run, generator.abstract_model, arguments.step, say)
-    with notices.status(f"checkpoint {step}: writing up to {arguments.sampling.tokens} tokens"):
-        samples = continue_texts(generator, model, tokenizer, arguments.prompt, arguments.sampling)
-
+    step, samples = _continued(arguments, notices)
     if arguments.json:
         for sample in samples:
             print(json.dumps({"step": step, **dataclasses.asdict(sample)}))
@@ -70,6 +61,36 @@ def generate(arguments: GenerateArguments) -> int:
         if sample.ended == "positions":
             notices.print(
                 f"prompt {number}: stopped after {sample.tokens} of {arguments.sampling.tokens} tokens, "
-                f"because the model has {config.model.sequence} positions"
+                f"because the model has {sample.prompt_tokens + sample.tokens} positions"
             )
     return 0
+
+
+def continuations_of(folder: str | Path, prompts: str | Sequence[str], **options) -> list[Sample]:
+    """Continue prompts with the newest checkpoint of a run.
+
+    Args:
+      folder: of the run.
+      prompts: one text or several.
+      options: fields of `Sampling`, such as `tokens` and `temperature`, and other fields of `GenerateArguments`.
+
+    Raises:
+      UsageError: as on the command line.
+    """
+    chosen = {name: options.pop(name) for name in {field.name for field in fields(Sampling)} & options.keys()}
+    prompts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
+    arguments = GenerateArguments(Path(folder), prompts, Sampling(**chosen), **options)
+    return _continued(arguments, Console(stderr=True, highlight=False))[1]
+
+
+def _continued(arguments: GenerateArguments, notices: Console) -> tuple[int, list[Sample]]:
+    """The step of the checkpoint, and the prompts continued by it."""
+    run = arguments.checkpoint
+    saved = read_run(run, True, "which continues no text")
+    config = inference_config(saved, MeshConfig(model=arguments.model_parallel))
+    tokenizer = run_tokenizer(run, config.model, arguments.tokenizer)
+    generator = Generator(config, make_mesh(config.mesh))
+    say = lambda line: notices.print(line, markup=False)  # noqa: E731
+    step, model = restore_weights(run, generator.abstract_model, arguments.step, say)
+    with notices.status(f"checkpoint {step}: writing up to {arguments.sampling.tokens} tokens"):
+        return step, continue_texts(generator, model, tokenizer, arguments.prompt, arguments.sampling)

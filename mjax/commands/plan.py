@@ -99,8 +99,33 @@ class _Planned:
         return 8 if self.gpu is None else self.gpu.gpus_per_node
 
 
+def plan_of(config: Config, gpu: str | None = None, **options) -> dict:
+    """What `mjax plan --json` prints: parameters, schedule, memory, communication and, with a GPU, time.
+
+    Args:
+      config: of the run.
+      gpu: such as "h100"; predicts times, and whether the memory suffices.
+      options: other fields of `PlanArguments`, such as `calibration`.
+
+    Raises:
+      UsageError: as on the command line.
+    """
+    sections = sections_of(PlanArguments(config="this config", settings=config, gpu=gpu, **options))
+    return json.loads(json.dumps({key: section and section.values for key, section in sections.items()}))
+
+
 def run_plan(arguments: PlanArguments) -> int:
-    """Print the plan of a config; returns the exit code.
+    """Print the plan of a config; returns the exit code."""
+    sections = sections_of(arguments)
+    if arguments.json:
+        print(json.dumps({key: section and section.values for key, section in sections.items()}, allow_nan=False))
+    else:
+        print("\n\n".join(section.text for section in sections.values() if section is not None))
+    return 0
+
+
+def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
+    """The sections of a plan by name.
 
     Raises:
       UsageError: the config cannot run, a picture is of something that it does not have, or it cannot be written where
@@ -123,13 +148,7 @@ def run_plan(arguments: PlanArguments) -> int:
     if arguments.search.write is not None:  # after all that can be refused
         write_config(config, arguments.search.write, about)
 
-    sections = {key: build(planned) for key, build in SECTIONS.items()}
-    if arguments.json:
-        values = {key: None if section is None else section.values for key, section in sections.items()}
-        print(json.dumps(values, allow_nan=False))
-    else:
-        print("\n\n".join(section.text for section in sections.values() if section is not None))
-    return 0
+    return {key: build(planned) for key, build in SECTIONS.items()}
 
 
 def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration]:

@@ -29,6 +29,7 @@ from rich.table import Table
 from mjax.config import Config, differences, read_config
 from mjax.data.atomic import rename, take_lock
 from mjax.errors import UsageError, check_picture, suggestion
+from mjax.model_config import kind_of
 from mjax.models.build import count_parameters
 from mjax.runs_figure import draw_runs
 from mjax.state.manifest import GOOD, MANIFEST
@@ -172,7 +173,7 @@ def row_of(folder: Path) -> Row:
         state = ("done" if step >= config.train.steps else "stopped") if checkpoints else "no checkpoint"
     return Row(
         name=folder.name,
-        model=f"{config.model.kind} {config.model.layers} × {config.model.hidden}",
+        model=f"{kind_of(config.model)} {config.model.layers} × {config.model.hidden}",
         parameters=count_parameters(config.model),
         step=step,
         steps=config.train.steps,

@@ -16,7 +16,7 @@ from mjax.config import Config, load_config, read_config
 from mjax.errors import UsageError, either, exit_code, explain
 from mjax.flags import parse, typed_flags
 from mjax.launch import Distributed
-from mjax.model_config import as_kind
+from mjax.model_config import KIND_FLAG, as_kind, kind_of
 from mjax.resolve import resolve
 from mjax.validation import validate
 
@@ -147,7 +147,7 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     parser.add_argument("--config", nargs="?")
     parser.add_argument("--run", "--resume", dest="resume", type=Path, nargs="?")
     parser.add_argument("--name", nargs="?")
-    parser.add_argument("--model.kind", dest="kind", nargs="?")
+    parser.add_argument(KIND_FLAG, dest="architecture", nargs="?")
     first, _ = parser.parse_known_args(argv)
     if first.resume is not None:
         for flag in ("config", "name"):
@@ -163,6 +163,6 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
         return TrainArguments(resume=first.resume, settings=read_config(first.resume / "config.json"))
     config = first.config or TrainArguments.config
     settings = load_config(config)
-    if first.kind is not None and first.kind != settings.model.kind:
-        settings = replace(settings, model=as_kind(settings.model, first.kind))
+    if first.architecture is not None and first.architecture != kind_of(settings.model):
+        settings = replace(settings, model=as_kind(settings.model, first.architecture))
     return TrainArguments(config=config, settings=settings)

@@ -26,6 +26,7 @@ from mjax.data.mock_pairs import MockPairs
 from mjax.data.samples import GPTDataset, MockDataset, labelled, split_sequences
 from mjax.data.tokenizers import BertTokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
+from mjax.model_config import KIND_FLAG, kind_of
 
 PARTS = ("training", "validation", "test")
 
@@ -59,7 +60,13 @@ def open_data(config: Config) -> TrainingData:
     data, model, train = config.data, config.model, config.train
     if model.samples is None:
         raise UsageError(
-            f"--model.kind {model.kind} is not for pre-training; leave it out, and type python -m mjax finetune --help"
+            f"{KIND_FLAG} {kind_of(model)} is not for pre-training; leave it out, and type python -m mjax finetune "
+            "--help"
+        )
+    if data.own:
+        raise UsageError(
+            "this run was trained on batches of a program (mjax.Trainer); continue it from there, or for data of its "
+            "own add --data.no-own and --data.path PREFIX"
         )
     evaluates = train.eval_interval > 0
     if data.mock:

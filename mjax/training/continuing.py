@@ -38,7 +38,7 @@ def _every_field(section: type) -> tuple[str, ...]:
 # The fields of a model are FIXED but for the attention kernel and those marked `TUNING` in its config.
 LEARNED = {
     "data": (
-        "path", "split", "train_path", "valid_path", "mock", "samples", "reset_positions", "reset_attention",
+        "path", "split", "train_path", "valid_path", "mock", "own", "samples", "reset_positions", "reset_attention",
         "mask_eod_loss", "validation_tail", "mask_probability", "short_probability", "eod",
     ),
     "optimizer": (

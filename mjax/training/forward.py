@@ -35,7 +35,8 @@ class Forward:
       plan: how each weight is stored (`zero.plan_storage`).
       factors: by name what a sum of the model is multiplied by, to be its part of the mean (`losses.shares`).
       step: int32 [], numbers the dropout masks; None for evaluation, which has none.
-      head: in the place of the model's loss: (weights, x, micro-batch, context) → arrays.
+      objective: in the place of the model's loss, with the same names: (weights, x, micro-batch, context) → sums.
+      head: in the place of sums and means, for inference: (weights, x, micro-batch, context) → arrays.
     """
 
     config: Config
@@ -43,6 +44,7 @@ class Forward:
     factors: dict[str, Array | float]
     step: Array | None = None
     head: Callable | None = None
+    objective: Callable | None = None
 
     def __call__(self, weights: Model, micro_batch: MicroBatch):
         """The parts of the means by name, [] each; or what `head` gives."""
@@ -71,7 +73,8 @@ class Forward:
         context = self.context(micro_batch)
         if self.head is not None:
             return self.head(weights, x, micro_batch, context)
-        return self._parts(weights.loss(x, micro_batch, context))
+        loss = self.objective or type(weights).loss
+        return self._parts(loss(weights, x, micro_batch, context))
 
     def context(self, micro_batch: MicroBatch) -> Context:
         """The context of a micro-batch."""

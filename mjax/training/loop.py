@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.batch_size import BatchSizes
@@ -72,6 +73,23 @@ class Result:
     stopped: bool = False
 
 
+@dataclass(frozen=True)
+class Options:
+    """What a caller from Python may pass beside a config.
+
+    Attributes:
+      loss: in the place of the model's (`Forward.objective`).
+      optimizer: in the place of AdamW (`build_program`).
+      on_step: called with the record of each step; True ends the run.
+      show: whether to print what runs and how far it is.
+    """
+
+    loss: Callable | None = None
+    optimizer: optax.GradientTransformation | None = None
+    on_step: Callable[[Record], bool] = lambda record: False
+    show: bool = True
+
+
 def train(
     config: Config,
     folder: Path,
@@ -79,6 +97,8 @@ def train(
     watchdog: Watchdog | None = None,
     step: int | None = None,
     on_end: Callable[[Run, TrainState, TrainingData], None] | None = None,
+    data: TrainingData | None = None,
+    options: Options | None = None,
 ) -> Result:
     """Train `config` in the run folder `folder`, continuing from its newest checkpoint if it has one.
 
@@ -89,6 +109,8 @@ def train(
       watchdog: over the processes of this run; None: there are no others.
       step: the checkpoint to continue from, while later ones are set aside; None: the newest.
       on_end: called after the last step, before the results are printed; not called where the run was stopped.
+      data: in the place of those that the config names.
+      options: other parts of the caller's.
 
     Raises:
       UsageError: data, devices or an existing run do not fit the config; nothing was changed.
@@ -96,7 +118,7 @@ def train(
       UnhealthyError: too many of its steps were unhealthy, now or when it last ended.
     """
     # --- Data: whatever is wrong with a file is found before a device is touched --------------------------------------
-    data = open_data(config)
+    data, options = data or open_data(config), options or Options()
 
     # --- Devices, and the attention kernel that will be used ----------------------------------------------------------
     check_devices(config, jax.device_count(), name)
@@ -111,8 +133,8 @@ def train(
     check_start(folder, step)
 
     # --- Program and state --------------------------------------------------------------------------------------------
-    program = build_program(resolved, mesh)
-    display = Display(config.train.steps, shown=is_first())
+    program = build_program(resolved, mesh, optimizer=options.optimizer, loss=options.loss)
+    display = Display(config.train.steps, shown=is_first() and options.show)
     watchdog.say = display.say
     with contextlib.ExitStack() as stack:
         if is_first():
@@ -148,7 +170,7 @@ def train(
             stack.enter_context(contextlib.closing(log))
 
         # --- Steps ----------------------------------------------------------------------------------------------------
-        run = Run(resolved, mesh, program, checkpoints, log, display, watchdog)
+        run = Run(resolved, mesh, program, checkpoints, log, display, watchdog, options)
         run.guard.continued_from = step if step >= 0 else None
         result = run.steps(state, start, data.training, data.validation)
         checkpoints.wait()
@@ -236,7 +258,9 @@ class Run:
         log: MetricsLog | None,
         display: Display,
         watchdog: Watchdog,
+        options: Options = Options(),
     ):
+        self.options, self.told_to_end = options, False
         self.config, self.mesh, self.program, self.checkpoints = config, mesh, program, checkpoints
         self.log, self.display, self.watchdog = log, display, watchdog
         self.sizes = BatchSizes.of(config)
@@ -305,6 +329,8 @@ class Run:
                 waiting = step, metrics
                 if told_to_stop(self.steps_before + step):
                     stop.name = "SIGTERM"
+                if self.told_to_end:
+                    stop.name = "a callback"
                 ends = step == last or stop.requested
                 evaluates = validation is not None and (step == last or step % config.train.eval_interval == 0)
                 saves = ends or self.guard.saves(step)
@@ -345,7 +371,8 @@ class Run:
             self.programs[size] = self.program
         elif new:
             with jax.transfer_guard("allow"):  # building makes a few constants
-                self.programs[size] = build_program(self.config, self.mesh, batch=size)
+                options = {"optimizer": self.options.optimizer, "loss": self.options.loss}
+                self.programs[size] = build_program(self.config, self.mesh, size, **options)
         if len(self.sizes.pieces) > 1:
             self.display.say(f"batch {size} from step {step}" + (": compiling" if new else ""))
         return self.programs[size]
@@ -425,6 +452,7 @@ class Run:
         if self.log and due:
             self.log.write(record)
         self.display.show(record)
+        self.told_to_end |= bool(self.options.on_step(record))
         if record.unhealthy:
             self.display.say(f"step {record.step} {record.unhealthy}")
         if problem := self.guard.health.problem(ended=record.step == self.config.train.steps):

@@ -82,7 +82,7 @@ def _decay(shape: str, part: Array) -> Array:
 
 
 @jax.named_scope(scopes.OPTIMIZER)
-def squares_and_broken(gradients, model, moments: optax.ScaleByAdamState, mesh: MeshConfig) -> list[Array]:
+def squares_and_broken(gradients, model, state: optax.OptState, mesh: MeshConfig) -> list[Array]:
     """By parameter, layer by layer: the squared L2 norm of its gradient, and how many of its elements have a weight or
     moments that cannot be right; float32 [parameters of `gradient_names`] each, the same on every device.
 
@@ -96,12 +96,25 @@ def squares_and_broken(gradients, model, moments: optax.ScaleByAdamState, mesh: 
     def squares(gradient):
         return jnp.square(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)))
 
-    def broken(weight, mu, nu):
-        sound = (jnp.abs(weight) <= LARGEST) & (jnp.abs(mu) <= LARGEST) & (nu >= 0) & jnp.isfinite(nu)
+    def broken(weight, *moments):
+        sound = jnp.abs(weight) <= LARGEST
+        for number, moment in enumerate(moments):
+            if is_adam and number == 1:
+                sound &= (moment >= 0) & jnp.isfinite(moment)
+            else:
+                sound &= jnp.abs(moment) <= LARGEST
         return (~sound).astype(jnp.promote_types(weight.dtype, jnp.float32))
 
-    flags = jax.tree.map(broken, model, moments.mu, moments.nu)
+    is_adam = isinstance(state, tuple) and isinstance(state[0], optax.ScaleByAdamState)
+    flags = jax.tree.map(broken, model, *like_the_model(state, model))
     return sums_by_parameter([jax.tree.map(squares, gradients), flags], mesh)
+
+
+def like_the_model(state: optax.OptState, model) -> list:
+    """The parts of an optimizer's state that have an array for each weight, such as Adam's two moments."""
+    structure = jax.tree.structure(model)
+    fits = lambda part: jax.tree.structure(part) == structure  # noqa: E731
+    return [part for part in jax.tree.leaves(state, is_leaf=fits) if fits(part)]
 
 
 @jax.named_scope(scopes.OPTIMIZER)
@@ -165,7 +178,7 @@ def backward_order(names: list[str]) -> list[int]:
         name, _, layer = names[index].partition(" of layer ")
         if layer:
             sublayers = ("mlp.", "mlp_norm", "attention.", "attention_norm")
-            return 1, -int(layer), next(i for i, part in enumerate(sublayers) if part in name)
+            return 1, -int(layer), next((i for i, part in enumerate(sublayers) if part in name), len(sublayers))
         return (0,) if name.startswith(HEADS) else (2,)
 
     return sorted(range(len(names)), key=reached)

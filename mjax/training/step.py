@@ -72,7 +72,13 @@ class TrainProgram:
     gradient_names: list[str]
 
 
-def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None = None) -> TrainProgram:
+def build_program(
+    config: Config,
+    mesh: Mesh | AbstractMesh,
+    batch: int | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    loss: Callable | None = None,
+) -> TrainProgram:
     """Write the program of `config` for `mesh`. Nothing is compiled or allocated before it is called.
 
     Args:
@@ -80,11 +86,13 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None =
       mesh: of the shape `config.mesh`; an abstract one is enough for tracing.
       batch: global batch of a step; `config.train.global_batch` when not given. The learning rate follows the sizes of
         the whole run either way.
+      optimizer: gives the direction of a step, which the learning rate is multiplied by; AdamW when not given.
+      loss: (model, stream after the last layer, micro-batch, context) → sums by name, in the place of `Model.loss`.
     """
     rate_after = partial(learning_rate, config)
     config = at_batch(config, batch or config.train.global_batch)
     # --- Shapes, then shardings ---------------------------------------------------------------------------------------
-    transform = adamw(config.optimizer)
+    transform = optimizer or adamw(config.optimizer)
     layout = lay_out(config, mesh)
     shapes = jax.eval_shape(partial(first_state, config, transform), layout.abstract_model)
     specs = TrainState(
@@ -104,7 +112,7 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None =
     names = gradient_names(shapes.model, config.mesh)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
     on_devices = shard_map(
-        partial(_train_step, config, transform, rate_after, layout.plan, np.array(backward_order(names))),
+        partial(_train_step, config, transform, rate_after, layout.plan, np.array(backward_order(names)), loss),
         in_specs=(specs, dict.fromkeys(training, BATCH), P()),
         out_specs=(specs, P()),
     )
@@ -113,7 +121,7 @@ def build_program(config: Config, mesh: Mesh | AbstractMesh, batch: int | None =
         return on_devices(state, batch, jnp.float32(limit))
 
     eval_step = shard_map(
-        partial(_eval_step, config, layout.plan),
+        partial(_eval_step, config, layout.plan, loss),
         in_specs=(specs.model, dict.fromkeys(evaluation, BATCH)),
         out_specs=P(),
     )
@@ -160,15 +168,16 @@ def _train_step(
     rate_after,
     plan,
     order: np.ndarray,
+    objective: Callable | None,
     state: TrainState,
     batch: dict[str, Array],
     limit: Array,
 ):
     """One step as a single device sees it: its shards of `state`, its replica's rows of `batch` [B / data, …]."""
     scale = state.loss_scale.scale
-    means, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale)
+    means, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, objective)
     loss = total_loss(state.model.loss_weights, means)
-    squares, broken = squares_and_broken(gradients, state.model, state.optimizer[0], config.mesh)
+    squares, broken = squares_and_broken(gradients, state.model, state.optimizer, config.mesh)
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(norm)
     applied = finite & (broken.sum() == 0) & (loss <= limit)  # the same values on every device, so all of them agree
@@ -206,7 +215,15 @@ def _train_step(
     return new_state, metrics
 
 
-def loss_and_gradients(config: Config, plan, model: Model, batch: dict[str, Array], step: Array, scale: Array):
+def loss_and_gradients(
+    config: Config,
+    plan,
+    model: Model,
+    batch: dict[str, Array],
+    step: Array,
+    scale: Array,
+    objective: Callable | None = None,
+):
     """The means of a model over the global batch, and the gradient of its loss, from inside `shard_map`.
 
     Every label of the batch weighs the same, on whatever rank and in whatever micro-batch it is. Megatron by default
@@ -220,13 +237,14 @@ def loss_and_gradients(config: Config, plan, model: Model, batch: dict[str, Arra
       batch: this replica's rows of the arrays in `Config.batch_arrays`, [B / data, …].
       step: int32 [], numbers the dropout masks.
       scale: float32 [], multiplies the loss before differentiation and is divided out of both results.
+      objective: in the place of `Model.loss`.
 
     Returns:
       Means by name, [] each; and a gradient in float32 for each shard of `model`, the same wherever the shard is.
     """
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
     factors = shares(global_counts(model, batch), scale)
-    forward = Forward(config, plan, factors, step)
+    forward = Forward(config, plan, factors, step, objective=objective)
     micro_batches = micro_batches_of(config, batch)
     if config.mesh.pipe == 1:
         means, gradients = accumulate(forward, weights, micro_batches)
@@ -261,9 +279,9 @@ def accumulate(forward: Forward, weights: Model, micro_batches: dict[str, Array]
     return jax.lax.scan(add, (dict.fromkeys(forward.factors, nothing), zeros), micro_batches)[0]
 
 
-def _eval_step(config: Config, plan, model: Model, batch: dict[str, Array]) -> EvalMetrics:
+def _eval_step(config: Config, plan, objective: Callable | None, model: Model, batch: dict[str, Array]) -> EvalMetrics:
     counts = global_counts(model, batch)
-    means = sum_over_batch(config, plan, model, batch, shares(counts))
+    means = sum_over_batch(config, plan, model, batch, shares(counts), objective=objective)
     return EvalMetrics(total_loss(model.loss_weights, means), means, jax.tree.map(jnp.int32, counts))
 
 
@@ -274,6 +292,7 @@ def sum_over_batch(
     batch: dict[str, Array],
     factors: dict[str, Array | float] | None = None,
     head: Callable | None = None,
+    objective: Callable | None = None,
 ):
     """What the head gives for each micro-batch of the global batch, summed, without dropout, from inside `shard_map`.
 
@@ -282,12 +301,14 @@ def sum_over_batch(
       factors: what each sum of the model is multiplied by (`losses.shares`).
       head: (weights, stream after the last layer [t, h], micro-batch, context) → array of any shape, the same on every
         rank of `model`; the means by name when not given.
+      objective: in the place of `Model.loss`.
 
     Returns:
       The sum, of the head's shape, the same on every device.
     """
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
-    forward, micro_batches = Forward(config, plan, factors or {}, head=head), micro_batches_of(config, batch)
+    forward = Forward(config, plan, factors or {}, head=head, objective=objective)
+    micro_batches = micro_batches_of(config, batch)
     if config.mesh.pipe > 1:
         total = sum_over_stages(forward, weights, micro_batches)
     else:

@@ -52,7 +52,17 @@ PACKAGES_BELOW = {
 MODULES_BELOW = {
     "parallel": {"bounds", "config", "errors", "launch", "names"},
     "models": {"config", "errors", "model_config", "names"},
-    "data": {"batch_size", "bounds", "config", "errors", "json_files", "names", "plain_values", "progress"},
+    "data": {
+        "batch_size",
+        "bounds",
+        "config",
+        "errors",
+        "json_files",
+        "model_config",
+        "names",
+        "plain_values",
+        "progress",
+    },
     "state": {"config", "errors", "names"},
     "training": {
         "batch_size",

@@ -64,8 +64,8 @@ class Launcher:
         monkeypatch.setattr(loop, "check_devices", lambda *_: None)  # one of the test's sixteen is enough
         monkeypatch.setattr(MetricsLog, "draw", lambda _: None)  # takes longer than all steps
 
-    def _build(self, config, mesh):
-        program = self.build(config, mesh)
+    def _build(self, config, mesh, **options):
+        program = self.build(config, mesh, **options)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state)
 
         def step(state, batch, *limit):

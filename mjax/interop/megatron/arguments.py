@@ -107,7 +107,7 @@ def model_config(
         feed_forward=None if shapes["ffn_hidden_size"] == 4 * hidden else shapes["ffn_hidden_size"],
         sequence=shapes["max_position_embeddings"],
         vocabulary=shapes["padded_vocab_size"],
-        **({"layernorm": layernorm} if kind == "bert" else {}),
+        **{"gpt": {}, "bert": {"layernorm": layernorm}}[kind],
         **_activations(kind, arguments, activation, source),
         **numbers,
     )
@@ -175,4 +175,5 @@ def _activations(
         )
     if not arguments.get("bias_gelu_fusion"):
         return {"activation": "gelu_erf"}
-    return {"activation": "gelu_tanh"} if kind == "gpt" else {"activation": "gelu_tanh", "mlm_activation": "gelu_erf"}
+    of_head = {"gpt": {}, "bert": {"mlm_activation": "gelu_erf"}}
+    return {"activation": "gelu_tanh", **of_head[kind]}

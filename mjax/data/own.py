@@ -1,0 +1,75 @@
+"""Batches that come from the caller: a function of the step, or an iterator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from mjax.batch_size import BatchSizes
+from mjax.errors import UsageError
+
+Arrays = Mapping[str, np.ndarray]
+Source = Callable[[int], Arrays] | Iterator[Arrays]
+
+
+class OwnBatches:
+    """Global batches from a function of the step (from 0) or an iterator, in the form of `Batches`.
+
+    An iterator is asked for its batches in their order; a run that continues passes over those of the steps it has
+    taken, so it must give the same ones again.
+    """
+
+    def __init__(self, source: Source, sizes: BatchSizes, arrays: dict[str, tuple[tuple[int, ...], str]]):
+        """Nothing is read before the first step.
+
+        Args:
+          source: gives {name: array [B, …]}.
+          sizes: samples of each step.
+          arrays: by name the shape of a sample and the dtype that are expected (`Config.batch_arrays`).
+        """
+        self.source, self.sizes, self.arrays = source, sizes, arrays
+        self._next, self._last = 0, (-1, {})
+
+    def at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+        """The rows of the batch of `step`.
+
+        Raises:
+          UsageError: the source ends before this step, or gives something else than the model takes.
+        """
+        if self._last[0] != step:
+            self._last = step, self._checked(step, self._read(step))
+        return {name: array[rows] for name, array in self._last[1].items()}
+
+    def _read(self, step: int) -> Arrays:
+        if callable(self.source):
+            return self.source(step)
+        if step < self._next:
+            raise UsageError(
+                f"the iterator of batches is past step {step}; pass a function of the step to go back to earlier ones"
+            )
+        try:
+            while self._next <= step:
+                batch = next(self.source)
+                self._next += 1
+        except StopIteration:
+            raise UsageError(
+                f"the iterator of batches ended after {self._next} batches; lower train.steps, or give it more"
+            ) from None
+        return batch
+
+    def _checked(self, step: int, batch: Arrays) -> dict[str, np.ndarray]:
+        size = self.sizes.size(step)
+        wanted = {name: ((size, *shape), np.dtype(dtype)) for name, (shape, dtype) in self.arrays.items()}
+        if not isinstance(batch, Mapping) or batch.keys() != wanted.keys():
+            given = ", ".join(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            raise UsageError(f"the batch of step {step} has {given}; the model takes {', '.join(wanted)}")
+        found = {name: np.asarray(batch[name]) for name in wanted}
+        for name, (shape, dtype) in wanted.items():
+            array = found[name]
+            if array.shape != shape or (array.dtype.kind != dtype.kind and not np.can_cast(array.dtype, dtype)):
+                raise UsageError(
+                    f"{name} of step {step} is {array.dtype.name} {list(array.shape)}; give {dtype.name} {list(shape)}"
+                )
+            found[name] = array.astype(dtype, copy=False)
+        return found

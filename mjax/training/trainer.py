@@ -1,0 +1,104 @@
+"""A training run from Python: `train.py` as an object, with parts of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import optax
+
+from mjax.batch_size import BatchSizes
+from mjax.config import Config
+from mjax.data.own import OwnBatches, Source
+from mjax.data.sources import TrainingData
+from mjax.errors import UsageError
+from mjax.training import loop
+from mjax.training.continuing import changes_since
+from mjax.training.loop import Options, Result
+from mjax.training.metrics import Record
+from mjax.validation import validate
+
+Callback = Callable[[Record], bool | None]
+
+
+class Trainer:
+    """A run in a folder, new or continued, on the devices that JAX sees.
+
+    trainer = Trainer(config, "runs/mine", data=lambda step: {"tokens": …, "labels": …})
+    result = trainer.train()
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: str | Path,
+        *,
+        data: Source | None = None,
+        validation: Callable[[int], dict] | None = None,
+        callbacks: Sequence[Callback] = (),
+        loss: Callable | None = None,
+        optimizer: optax.GradientTransformation | None = None,
+        allow_change: bool = False,
+        show: bool = True,
+    ):
+        """Check everything that can be checked without a device.
+
+        Args:
+          config: as a file in configs/ has it, or `load_config` gives it.
+          folder: of the run, as `train.py --name` makes it; made if it does not exist, else the run in it continues.
+          data: a function of the step (from 0) or an iterator that gives the arrays of `config.batch_arrays()`, global
+            batches of NumPy arrays [B, …]; the config's `data` section when not given. In a run of several processes
+            each is asked for the whole batch, and uses the rows of its devices.
+          validation: the same for validation, a function of the batch's index; needed with `data` unless
+            `train.eval_interval` is 0.
+          callbacks: each is called after each step with its `Record` (step, loss, learning rate, tokens per second, …;
+            val_loss where it was measured). The devices are one step ahead. One that returns True ends the run: the
+            next checkpoint is saved at once. Of several processes all must return the same.
+          loss: (model, stream after the last layer [t, h], micro-batch, `Context`) → sums by name, in the place of the
+            model's `loss`; names and counts stay the model's (`models/protocol.py`).
+          optimizer: an optax transform that gives the direction of a step, such as `optax.scale_by_lion()`; the step
+            subtracts learning rate × direction, with the config's schedule. AdamW by the config when not given.
+          allow_change: continue a run although a setting that changes what it learns is another one.
+          show: print what runs and how far it is, as `train.py` does.
+
+        Raises:
+          UsageError: the sentence that `train.py` would print.
+        """
+        self.folder, self.callbacks = Path(folder), tuple(callbacks)
+        if data is not None:
+            if config.train.eval_interval and validation is None:
+                raise UsageError(
+                    "data is given and validation is not, and --train.eval-interval is "
+                    f"{config.train.eval_interval}; give validation, or set train.eval_interval to 0"
+                )
+            named = dict.fromkeys(("path", "train_path", "valid_path", "test_path"), ())
+            config = replace(config, data=replace(config.data, own=True, **named))
+        validate(config, str(folder))
+        self.config, self.data = config, data and self._own(config, data, validation)
+        self.changes = changes_since(self.folder, config, allow_change)
+        self.options = Options(loss, optimizer, self._called, show)
+
+    def train(self) -> Result:
+        """Take the steps that are left, and return how the run ended and its last state.
+
+        Raises:
+          UsageError: data, devices or the run in the folder do not fit the config; nothing was changed.
+          RunError: the run cannot go on; what was saved is intact.
+          UnhealthyError: too many of its steps were unhealthy.
+        """
+        return loop.train(self.config, self.folder, str(self.folder), data=self.data, options=self.options)
+
+    @staticmethod
+    def _own(config: Config, data: Source, validation: Callable[[int], dict] | None) -> TrainingData:
+        whole = BatchSizes.constant(config.train.global_batch)
+        return TrainingData(
+            training=OwnBatches(data, BatchSizes.of(config), config.batch_arrays()),
+            validation=None if validation is None else OwnBatches(validation, whole, config.batch_arrays(True)),
+            tokenizer=None,
+            summary="batches of the caller",
+        )
+
+    def _called(self, record: Record) -> bool:
+        answers = [callback(record) for callback in self.callbacks]  # every one, whatever the others say
+        return any(answers)
