@@ -86,8 +86,8 @@ def test_one_replica_has_nothing_to_compare_with():
 def test_a_run_whose_replicas_differ_ends_with_exit_code_3_and_saves_nothing_more(tmp_path, monkeypatch, capsys):
     original = loop.build_program
 
-    def build(config, mesh):
-        program = original(config, mesh)
+    def build(config, mesh, **options):
+        program = original(config, mesh, **options)
 
         def step(state, batch, *rest):
             with jax.transfer_guard("allow"):

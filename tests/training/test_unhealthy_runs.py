@@ -46,7 +46,7 @@ def build():
     """`build_program`, once for all runs here: what differs between them is not in the program."""
     programs, original = [], loop.build_program
 
-    def build(config, mesh):
+    def build(config, mesh, **options):
         if not programs:
             programs.append(original(config, mesh))
         return programs[0]
