@@ -228,6 +228,12 @@ def test_the_backward_order_goes_from_the_last_layer_to_the_embedding():
     assert sorted(ordered) == sorted(names)
 
 
+def test_the_backward_order_takes_layers_with_parts_of_other_names():
+    names = ["embedding.table", *(f"blocks.{part} of layer {i}" for part in ("gate.kernel", "mlp.up") for i in (1, 2))]
+    ordered = [names[i] for i in backward_order(names)]
+    assert ordered == [f"blocks.{part} of layer {i}" for i in (2, 1) for part in ("mlp.up", "gate.kernel")] + names[:1]
+
+
 @pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 2, "chunks": 2, "zero": 1}, {"pipe": 4, "zero": 3}])
 def test_each_gradient_has_its_own_squared_norm_on_a_pipeline(mesh):
     config = small_config(2, 2, layers=8, mesh=mesh)
