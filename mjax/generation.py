@@ -41,7 +41,7 @@ from mjax.errors import UsageError
 from mjax.models.attention import KeyValues
 from mjax.models.block import decode_blocks, stacks_of
 from mjax.models.causal import CausalModel
-from mjax.parallel.pipeline import run_in_turns
+from mjax.parallel.turns import run_in_turns
 from mjax.parallel.zero import gather_for_inference, gather_in_loop
 from mjax.sampling import Sampling, draw
 from mjax.state.layout import lay_out

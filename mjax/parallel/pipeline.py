@@ -35,8 +35,9 @@ from jax import Array, lax
 from mjax.parallel import mappings, scopes
 from mjax.parallel.axes import PIPE
 from mjax.parallel.layers import kernel_gradient
-from mjax.parallel.postponed import PostponedKernel, contracted_dims
+from mjax.parallel.postponed import PostponedKernel, contracted_dims, zero_factors
 from mjax.parallel.schedules import Schedule
+from mjax.parallel.slots import add, at, branch, buffer, put, vary_over_pipe, zeros_like
 
 Weights = Any  # a pytree of arrays
 Means = dict[str, Array]
@@ -82,16 +83,16 @@ def pipeline_gradients(
       This device's parts of the means by name, and its gradients of `shared` and `blocks`: complete but for the sums
       over `pipe` (shared weights) and `data`.
     """
-    shared, blocks, micro_batches = _vary_over_pipe((shared, blocks, micro_batches))
+    shared, blocks, micro_batches = vary_over_pipe((shared, blocks, micro_batches))
     stage = _Stage(schedule, program, shared, blocks, micro_batches, accumulator)
     residuals, beside = stage.kept_types()
-    pending = [_buffer(schedule.pending_slots, factor) for factor in jax.tree.leaves(stage.factors)]
+    pending = [buffer(schedule.pending_slots, factor) for factor in jax.tree.leaves(stage.factors)]
     state = _State(
         received=(stage.message, stage.message),
-        activations=_buffer(schedule.activation_slots + 1, stage.message),
-        gradients=_buffer(schedule.gradient_slots + 1, stage.message),
-        outputs=_buffer(schedule.output_slots + 1, stage.message),
-        residuals=[_buffer(schedule.residual_slots, kind) for kind in residuals],
+        activations=buffer(schedule.activation_slots + 1, stage.message),
+        gradients=buffer(schedule.gradient_slots + 1, stage.message),
+        outputs=buffer(schedule.output_slots + 1, stage.message),
+        residuals=[buffer(schedule.residual_slots, kind) for kind in residuals],
         beside=stage.zeros(beside),
         sums=_Sums(
             means=stage.zeros(stage.mean_types),
@@ -108,72 +109,31 @@ def pipeline_gradients(
 def pipeline_sums(schedule: Schedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches):
     """Sum over all micro-batches of what `head` and the layers give on this device, for a `schedule` that has forward
     passes only; arguments as for `pipeline_gradients`."""
-    shared, blocks, micro_batches = _vary_over_pipe((shared, blocks, micro_batches))
+    shared, blocks, micro_batches = vary_over_pipe((shared, blocks, micro_batches))
     stage = _Stage(schedule, program, shared, blocks, micro_batches)
 
     def tick(carry, row):
         arrived, activations, total, beside = carry
         slot = row["forward"]
-        activations = _put(activations, row["receive_activation"], arrived)
+        activations = put(activations, row["receive_activation"], arrived)
 
         def forward(x, total, beside):
             micro_batch = stage.micro_batch(slot)
             y, new = program.layers(stage.chunk(slot), stage.input(slot, x), micro_batch, slot["virtual_stage"])
-            add = lambda total: _add(total, program.head(shared, y, micro_batch))  # noqa: E731
-            return y, _if(scopes.F_LAST, slot["last"], add, lambda total: total, total), _add(beside, new)
+            with_head = lambda total: add(total, program.head(shared, y, micro_batch))  # noqa: E731
+            total = branch(scopes.F_LAST, slot["last"], with_head, lambda total: total, total)
+            return y, total, add(beside, new)
 
-        y, *sums = _if(scopes.F, slot["on"], forward, lambda *kept: kept, activations[slot["message"]], total, beside)
+        y, *sums = branch(
+            scopes.F, slot["on"], forward, lambda *kept: kept, activations[slot["message"]], total, beside
+        )
         with jax.named_scope(scopes.PIPELINE):
             return (mappings.to_next_stage(y), activations, *sums), None
 
-    activations = _buffer(schedule.activation_slots + 1, stage.message)
+    activations = buffer(schedule.activation_slots + 1, stage.message)
     start = stage.message, activations, stage.zeros(stage.mean_types), stage.zeros(stage.kept_types()[1])
     _, _, total, beside = lax.scan(tick, start, _column(schedule))[0]
     return total | beside if beside else total
-
-
-def run_in_turns(
-    stages: int,
-    chunks: int,
-    layers: Callable[[Weights, Array, Any], tuple[Array, Any]],
-    blocks: Weights,
-    x: Array,
-    kept,
-) -> tuple[Array, Any]:
-    """One stage after the other, with what is too little to fill a pipeline: text generation.
-
-    Args:
-      stages, chunks: P and V.
-      layers: (layers of a chunk, stream, what the chunk has kept) → (stream after them, what is new to keep).
-      blocks: this stage's layers, as for `pipeline_gradients`.
-      x: the stream before the first layer, the same on every stage.
-      kept: pytree with a leading dim of this stage's layers, or None.
-
-    Returns:
-      The stream after the last layer, the same on every stage, and what is new, with a leading dim of this stage's
-      layers.
-    """
-
-    def chunk_of(tree, chunk, cut: bool):
-        if chunks == 1:
-            return tree
-        return _at(tree if cut else jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:]), tree), chunk)
-
-    blocks, x, kept = _vary_over_pipe((blocks, x, kept))
-    run = lambda chunk, x: layers(chunk_of(blocks, chunk, True), x, chunk_of(kept, chunk, False))  # noqa: E731
-    new = jax.tree.map(lambda kind: _buffer(chunks, kind), jax.eval_shape(run, 0, x)[1])
-
-    def turn(carry, number):
-        def mine(x, new):
-            y, found = run(number // stages, x)
-            return y, jax.tree.map(lambda buffer, value: _put(buffer, number // stages, value), new, found)
-
-        is_mine = (mappings.rank(PIPE) == number % stages).astype(jnp.int32)
-        x, new = _if("turn", is_mine, mine, lambda *kept: kept, *carry)
-        return (mappings.to_next_stage(x), new), None
-
-    (x, new), _ = lax.scan(turn, (x, new), jnp.arange(stages * chunks))
-    return mappings.from_first_stage(x), jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), new)
 
 
 # --- One stage --------------------------------------------------------------------------------------------------------
@@ -233,37 +193,39 @@ class _Stage:
     ):
         self.schedule, self.program, self.accumulator = schedule, program, accumulator
         self.shared, self.blocks, self.micro_batches = shared, blocks, micro_batches
-        first = _at(micro_batches, 0)
+        first = at(micro_batches, 0)
         message = jax.eval_shape(program.embed, shared, first)
-        self.message = _zeros(message)
+        self.message = zeros_like(message)
         self.mean_types = jax.eval_shape(program.head, shared, message, first)
         # Which leaves of a chunk are kernels whose gradients wait for W.
         self.contracted = contracted_dims(blocks) if schedule.weight else [None] * len(jax.tree.leaves(blocks))
-        self.factors = self._zero_factors()
+        self.factors = zero_factors(
+            self.chunk({"chunk": 0}), self.contracted, program.shards, program.rows, self.message
+        )
         self.pullback = None  # structure of what `jax.vjp` returns, and which of its leaves are weights
 
     def micro_batch(self, slot: dict):
         """The micro-batch of a slot."""
-        return _at(self.micro_batches, slot["micro_batch"])
+        return at(self.micro_batches, slot["micro_batch"])
 
     def chunk(self, slot: dict) -> Weights:
         """The layers of a slot's chunk, with one layer dim."""
-        return _at(self.blocks, slot["chunk"]) if self.schedule.chunks > 1 else self.blocks
+        return at(self.blocks, slot["chunk"]) if self.schedule.chunks > 1 else self.blocks
 
     def input(self, slot: dict, arrived: Array) -> Array:
         """What the layers of a slot start from."""
         embed = lambda _: self.program.embed(self.shared, self.micro_batch(slot))  # noqa: E731
-        return _if(scopes.F_FIRST, slot["first"], embed, lambda x: x, arrived)
+        return branch(scopes.F_FIRST, slot["first"], embed, lambda x: x, arrived)
 
     # --- The passes ---------------------------------------------------------------------------------------------------
 
     def tick(self, state: _State, row: dict) -> tuple[_State, None]:
         """One row of the table."""
         # Stored first: a write after the reads would make XLA copy both buffers in every tick.
-        activations = _put(state.activations, row["receive_activation"], state.received[0])
-        gradients = _put(state.gradients, row["receive_gradient"], state.received[1])
+        activations = put(state.activations, row["receive_activation"], state.received[0])
+        gradients = put(state.gradients, row["receive_gradient"], state.received[1])
         f, b = row["forward"], row["backward"]
-        y, outputs, residuals, beside = _if(
+        y, outputs, residuals, beside = branch(
             scopes.F,
             f["on"],
             lambda x, outputs, residuals, beside: self._forward(f, x, outputs, residuals, beside),
@@ -277,7 +239,7 @@ class _Stage:
         # neighbour's forward before its own backward. No compiler can change that order if B and W hand on the message
         # too, and they have one to hand on: a stage that runs B has no activation to send, and one that runs W nothing.
         instead = jnp.zeros_like if self.schedule.exclusive else lambda message: message
-        dx, sums, y = _if(
+        dx, sums, y = branch(
             scopes.B,
             b["on"],
             lambda dy, sums, y: (*self._backward(b, dy, outputs, residuals, sums), instead(y)),
@@ -288,7 +250,7 @@ class _Stage:
         )
         if self.schedule.weight:
             w = row["weight"]
-            sums, y, dx = _if(
+            sums, y, dx = branch(
                 scopes.W,
                 w["on"],
                 lambda sums, y, dx: (self._weights(w, sums), instead(y), instead(dx)),
@@ -306,8 +268,8 @@ class _Stage:
         y, means, new = self._differentiate(
             self.chunk(slot), self.input(slot, arrived), self.micro_batch(slot), slot["virtual_stage"]
         )
-        residuals = [_put(buffer, slot["residual"], value) for buffer, value in zip(residuals, new, strict=True)]
-        return y, _put(outputs, slot["output"], y), residuals, _add(beside, means)
+        residuals = [put(buffer, slot["residual"], value) for buffer, value in zip(residuals, new, strict=True)]
+        return y, put(outputs, slot["output"], y), residuals, add(beside, means)
 
     def _backward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array], sums: _Sums):
         """B: the gradient of the stage's input. Those of weights are added to the sums or, split, left to W."""
@@ -318,24 +280,24 @@ class _Stage:
             y = outputs[slot["output"]]
             run = lambda shared, y: self.program.head(shared, y, micro_batch)  # noqa: E731
             found, (new, dy) = means_and_gradients(self.program.loss_weights, run, self.shared, y)
-            return dy, _add(means, found), _add(to_shared, new)
+            return dy, add(means, found), add(to_shared, new)
 
-        dy, means, to_shared = _if(
+        dy, means, to_shared = branch(
             scopes.B_LAST, slot["last"], head, lambda *kept: kept, arrived, sums.means, sums.shared
         )
         to_rest, dx, factors = self._pull_back(self.chunk(slot), residuals, dy)
 
         def embedding(to_shared):
             _, pullback = jax.vjp(lambda shared: self.program.embed(shared, micro_batch), self.shared)
-            return _add(to_shared, pullback(dx)[0])
+            return add(to_shared, pullback(dx)[0])
 
-        to_shared = _if(scopes.B_FIRST, slot["first"], embedding, lambda kept: kept, to_shared)
+        to_shared = branch(scopes.B_FIRST, slot["first"], embedding, lambda kept: kept, to_shared)
         pending = jax.tree.leaves(factors)
         sums = _Sums(
             means,
             to_shared,
             self._add_to_chunk(sums.blocks, to_rest, slot),
-            [_put(buffer, slot["pending"], value) for buffer, value in zip(sums.pending, pending, strict=True)],
+            [put(buffer, slot["pending"], value) for buffer, value in zip(sums.pending, pending, strict=True)],
         )
         return dx, sums
 
@@ -356,13 +318,13 @@ class _Stage:
 
     def zeros(self, types):
         """Zeros to add things of these types to, in the accumulator's dtype."""
-        return jax.tree.map(lambda kind: _zeros(kind, self.accumulator), types)
+        return jax.tree.map(lambda kind: zeros_like(kind, self.accumulator), types)
 
     def kept_types(self) -> tuple[list, Means]:
         """Shapes and dtypes of the residuals and of what layers give to means, from a trace of their own."""
 
         def forward(chunk, x):
-            _, means, residuals = self._differentiate(chunk, x, _at(self.micro_batches, 0), jnp.int32(0))
+            _, means, residuals = self._differentiate(chunk, x, at(self.micro_batches, 0), jnp.int32(0))
             return residuals, means
 
         return jax.eval_shape(forward, self.chunk({"chunk": 0}), self.message)
@@ -403,25 +365,6 @@ class _Stage:
         leaves = [next(postponed) if dims else next(rest) for dims in self.contracted]
         return jax.tree.unflatten(jax.tree.structure(self.blocks), leaves)
 
-    def _zero_factors(self) -> list[tuple[Array, Array]]:
-        """Zeros in the place of input and output gradient of each postponed kernel, [layers, b · s, …] each."""
-        factors = []
-        axes = mappings.varying_axes(self.message)
-        for kernel, dims, shards in zip(
-            jax.tree.leaves(self.chunk({"chunk": 0})), self.contracted, self.program.shards, strict=True
-        ):
-            if not dims:
-                continue
-            layers, *shape = kernel.shape
-            for axis, dim in shards:
-                shape[dim] *= mappings.size(axis)
-            zeros = [
-                jnp.zeros((layers, self.program.rows, *part), self.message.dtype)
-                for part in (shape[:dims], shape[dims:])
-            ]
-            factors.append(tuple(mappings.vary(part, axes | mappings.varying_axes(kernel)) for part in zeros))
-        return factors
-
     def _add_to_chunk(self, sums: list[Array], new: list[Array], slot: dict, kernels: bool = False) -> list[Array]:
         """Add the gradients of the kernels, or of all other leaves, of one chunk to the stage's."""
         new, added = iter(new), []
@@ -432,11 +375,11 @@ class _Stage:
                 added.append(total + next(new).astype(total.dtype))
             else:
                 here = total[slot["chunk"]]
-                added.append(_put(total, slot["chunk"], here + next(new).astype(total.dtype)))
+                added.append(put(total, slot["chunk"], here + next(new).astype(total.dtype)))
         return added
 
 
-# --- Small tools ------------------------------------------------------------------------------------------------------
+# --- Means, and a column of the table ---------------------------------------------------------------------------------
 
 
 def means_and_gradients(loss_weights: dict[str, float], function: Callable[..., Means], *arguments):
@@ -466,39 +409,3 @@ def _column(schedule: Schedule) -> dict:
             fields = {field.name: own(getattr(slots, field.name)) for field in dataclasses.fields(slots)}
             column[kind] = {**fields, "virtual_stage": fields["chunk"] * schedule.stages + stage}
     return column
-
-
-def _if(name: str, condition: Array, then: Callable, otherwise: Callable, *operands):
-    """Run one of two branches. What is only handed through belongs into `otherwise`: XLA copies it in the other.
-
-    `name` says which conditional it is to those who read the traced program.
-    """
-    with jax.named_scope(name):
-        return lax.switch(condition, [otherwise, then], *operands)
-
-
-def _at(tree, index):
-    """Entry `index` of the first dim of every leaf."""
-    return jax.tree.map(lambda leaf: leaf[index], tree)
-
-
-def _put(buffer: Array, slot: Array, value: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(buffer, mappings.vary(value, mappings.varying_axes(buffer)), slot, 0)
-
-
-def _add(sums, new):
-    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, new)
-
-
-def _zeros(kind, dtype=None) -> Array:
-    """Zeros of the shape, type and varying axes of `kind`."""
-    return mappings.vary(jnp.zeros(kind.shape, dtype or kind.dtype), mappings.varying_axes(kind))
-
-
-def _buffer(slots: int, kind) -> Array:
-    return mappings.vary(jnp.zeros((slots, *kind.shape), kind.dtype), mappings.varying_axes(kind) | {PIPE})
-
-
-def _vary_over_pipe(tree):
-    """A conditional whose predicate varies and whose operands do not would be typed as the same on every rank."""
-    return jax.tree.map(lambda leaf: mappings.vary(leaf, frozenset({PIPE})), tree)

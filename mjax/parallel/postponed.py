@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from mjax.parallel import mappings
 from mjax.parallel.layers import input_gradient, linear, linear_forward
 
 
@@ -65,3 +66,28 @@ def contracted_dims(weights) -> list[int | None]:
     what is no kernel."""
     parameters = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, nnx.Param))
     return [parameter.get_metadata().get("contracted") for parameter in parameters]
+
+
+def zero_factors(
+    layers, contracted: list[int | None], gathered: list[tuple[tuple[str, int], ...]], rows: int, stream: Array
+) -> list[tuple[Array, Array]]:
+    """Zeros in the place of input and output gradient of each postponed kernel, [layers, b · s, …] each.
+
+    Args:
+      layers: stacked, as they are stored.
+      contracted: of each leaf, as `contracted_dims` gives it.
+      gathered: of each leaf the (axis, dim) along which it is put together before it is used.
+      rows: tokens of a micro-batch, b · s.
+      stream: of the dtype and the varying axes of activations.
+    """
+    factors = []
+    for kernel, dims, shards in zip(jax.tree.leaves(layers), contracted, gathered, strict=True):
+        if not dims:
+            continue
+        count, *shape = kernel.shape
+        for axis, dim in shards:
+            shape[dim] *= mappings.size(axis)
+        zeros = [jnp.zeros((count, rows, *part), stream.dtype) for part in (shape[:dims], shape[dims:])]
+        axes = mappings.varying_axes(stream) | mappings.varying_axes(kernel)
+        factors.append(tuple(mappings.vary(part, axes) for part in zeros))
+    return factors

@@ -54,8 +54,8 @@ def test_all_kinds_of_parallelism_together_equal_the_serial_reference(schedule, 
 
 
 def test_a_residual_read_from_the_wrong_slot_is_seen(monkeypatch):
-    put = pipeline._put
-    monkeypatch.setattr(pipeline, "_put", lambda buffer, slot, value: put(buffer, 0 * slot, value))
+    put = pipeline.put
+    monkeypatch.setattr(pipeline, "put", lambda buffer, slot, value: put(buffer, 0 * slot, value))
     errors = largest_error(small_config(2, 2, compute="fp64", layers=4, mesh={"pipe": 2, "schedule": "1f1b"}))
     assert max(errors.values()) > 1e-4
 
