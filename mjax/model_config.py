@@ -295,8 +295,8 @@ def config_class(kind: Any, source: str) -> type[ModelConfig]:
         near = suggestion(kind, list(REGISTRY)) if isinstance(kind, str) else ""
         raise UsageError(
             f"{source}: there is no model of the kind {kind!r}{near}; there are {', '.join(REGISTRY)}, and a model of "
-            "your own is known to train and plan with --config FILE.py, the file that registers it, and to Python after "
-            "its import"
+            "your own is known to train and plan with --config FILE.py, the file that registers it, and to Python "
+            "after its import"
         )
     return REGISTRY[kind]
 
