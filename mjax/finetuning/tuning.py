@@ -37,8 +37,8 @@ from mjax.tasks.labelled import LabelledTask
 from mjax.tasks.scoring import TaskScorer
 from mjax.training import environment
 from mjax.training.display import Display
-from mjax.training.loop import PREEMPTED
 from mjax.training.metrics import Announced, MetricsLog
+from mjax.training.result import PREEMPTED
 from mjax.training.step import build_program
 from mjax.training.watchdog import Watchdog
 

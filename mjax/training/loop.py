@@ -11,12 +11,11 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.batch_size import BatchSizes
@@ -24,70 +23,27 @@ from mjax.config import Config, save_config
 from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import TrainingData, open_data
 from mjax.launch import Distributed
-from mjax.models.build import count_parameters
 from mjax.models.kernel_trial import with_kernel
 from mjax.models.protocol import Model
-from mjax.names import leaf_name
-from mjax.parallel.axes import PIPE
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.processes import from_first, is_first, told_to_stop
-from mjax.parallel.schedules import schedule_of, slot_times
 from mjax.state.checkpoint import Checkpoints
 from mjax.state.runs import locked
 from mjax.state.train_state import TrainState
-from mjax.training import environment
+from mjax.training import announce, environment
 from mjax.training.agreement import agree, check_shared, facts_of
 from mjax.training.continuing import save_digests
-from mjax.training.display import Display, losses, verdict
+from mjax.training.display import Display, losses
 from mjax.training.flops import model_flops, peak_tflops
 from mjax.training.guard import Guard, check_start, continue_from, not_finite
 from mjax.training.losses import StepMetrics, mean_of
 from mjax.training.metrics import MetricsLog, Record, finite_or_none
 from mjax.training.replicas import Replicas
+from mjax.training.result import PREEMPTED, Options, Result
 from mjax.training.step import TrainProgram, build_program
 from mjax.training.stop import StopSignal
 from mjax.training.watchdog import COMPILING, Watchdog
 from mjax.validation import check_devices
-
-PREEMPTED = 75  # exit code: saved, run me again
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended.
-
-    Attributes:
-      exit_code: 0 when all steps are done, 75 when it was stopped and has saved.
-      step: steps taken.
-      state: the last state.
-      validation_loss: of the last evaluation, nats a token; None where there was none.
-      validation_figures: its other means by name; of a BERT also the entropy of the masked tokens.
-      stopped: whether it was told to stop, be it in the last step, which is not measured then.
-    """
-
-    exit_code: int
-    step: int
-    state: TrainState
-    validation_loss: float | None
-    validation_figures: dict[str, float] = field(default_factory=dict)
-    stopped: bool = False
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a caller from Python may pass beside a config.
-
-    Attributes:
-      loss: in the place of the model's (`Forward.objective`).
-      optimizer: in the place of AdamW (`build_program`).
-      on_step: called with the record of each step; True ends the run.
-      show: whether to print what runs and how far it is.
-    """
-
-    loss: Callable | None = None
-    optimizer: optax.GradientTransformation | None = None
-    on_step: Callable[[Record], bool] = lambda record: False
-    show: bool = True
 
 
 def train(
@@ -144,28 +100,19 @@ def train(
         )
         if (step := from_first(-1 if step is None else step)) >= 0:
             continue_from(checkpoints, step, display.say)
-        if checkpoints.steps() == [0]:
-            start, state = 0, _with_weights_alone(checkpoints, program)
-            display.say("weights of checkpoint 0, which holds nothing else: the optimizer begins afresh")
-        elif checkpoints.steps():
-            start, state = checkpoints.restore(program.abstract_state)
-        else:
-            start, state = 0, program.initialize()
-        _say_what_runs(display, resolved, data, folder, start)
-        if config.mesh.pipe > 1 and (whole := _weights_on_every_stage(program)):
+        start, state = _first_state(checkpoints, program, display)
+        announce.what_runs(display, resolved, data, folder, start)
+        if config.mesh.pipe > 1 and (whole := announce.replicated_on_stages(program)):
             display.say(
-                f"storage {', '.join(whole)} on every stage: --mesh.pipe {config.mesh.pipe} divides no dim of it"
+                f"replicated on every pipeline stage (no dim divisible by --mesh.pipe {config.mesh.pipe}): "
+                f"{', '.join(whole)}"
             )
         if start >= config.train.steps:
             display.say(f"all {start} steps are done; raise --train.steps to go on, or choose another --name")
             return Result(0, start, state, None)
         log = None
         if is_first():
-            save_config(config, folder / "config.json")
-            save_digests(folder, config.data)
-            environment.write(resolved, folder, display.say)
-            if data.tokenizer is not None:
-                shutil.copytree(data.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
+            _write_folder(config, resolved, data, folder, display.say)
             log = MetricsLog(folder, start, config.log.tensorboard, config.log.wandb, display.say)
             stack.enter_context(contextlib.closing(log))
 
@@ -177,8 +124,30 @@ def train(
         if result.exit_code == 0:
             if on_end is not None:
                 on_end(run, result.state, data)
-            _say_what_is_left(display, result, folder, config)
+            announce.what_is_left(
+                display, result.step, result.validation_loss, result.validation_figures, folder, config
+            )
     return result
+
+
+def _first_state(checkpoints: Checkpoints, program: TrainProgram, display: Display) -> tuple[int, TrainState]:
+    """The step to continue after and the state: of the newest checkpoint, or the first one."""
+    if checkpoints.steps() == [0]:
+        state = _with_weights_alone(checkpoints, program)
+        display.say("Loaded weights from checkpoint 0; starting with fresh optimizer state")
+        return 0, state
+    if checkpoints.steps():
+        return checkpoints.restore(program.abstract_state)
+    return 0, program.initialize()
+
+
+def _write_folder(config: Config, resolved: Config, data: TrainingData, folder: Path, say: Callable) -> None:
+    """Write what makes a folder a run folder, beside checkpoints and metrics."""
+    save_config(config, folder / "config.json")
+    save_digests(folder, config.data)
+    environment.write(resolved, folder, say)
+    if data.tokenizer is not None:
+        shutil.copytree(data.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
 
 
 def _with_weights_alone(checkpoints: Checkpoints, program: TrainProgram) -> TrainState:
@@ -189,61 +158,6 @@ def _with_weights_alone(checkpoints: Checkpoints, program: TrainProgram) -> Trai
     state = replace(program.initialize(), model=None)  # the weights drawn at random make room first
     _, weights = checkpoints.restore(program.abstract_state.model, field="model")
     return replace(state, model=weights)
-
-
-def _say_what_runs(display: Display, config: Config, data: TrainingData, folder: Path, start: int) -> None:
-    model, mesh, train = config.model, config.mesh, config.train
-    kind = jax.devices()[0].device_kind
-    batches = BatchSizes.of(config)
-    tokens = batches.samples_before(train.steps) * model.sequence
-    sizes = [size for first_step, _, size in batches.pieces if first_step < train.steps]
-    size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
-    parameters, compute = count_parameters(model), config.precision.compute
-    display.say(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}")
-    display.say(f"mesh    {_describe_mesh(config)} on {mesh.devices} × {kind}")
-    display.say(f"data    {data.summary}")
-    for note in data.notes:
-        display.say(f"        {note}")
-    display.say(f"plan    {train.steps:,} steps of {size} × {model.sequence} tokens, {tokens:,} in all")
-    display.say(f"run     {folder}" + (f", continued after step {start}" if start else ""))
-    if peak_tflops(kind, config.precision.compute) is None:
-        display.say(
-            f"mfu     not shown: no {config.precision.compute} peak is known for {kind}; "
-            "mjax/hardware.py says how to add it"
-        )
-
-
-def _describe_mesh(config: Config) -> str:
-    """`pipe 4 (1f1b, 2 chunks, bubble 18.8%) × data 2 × model 2, sequence parallel, ZeRO-1`."""
-    mesh, words = config.mesh, ""
-    if mesh.pipe > 1:
-        bubble = schedule_of(config).bubble(*slot_times(config))
-        chunks = f", {mesh.chunks} chunks" if mesh.chunks > 1 else ""
-        words = f"pipe {mesh.pipe} ({mesh.schedule}{chunks}, bubble {bubble:.1%}) × "
-    words += f"data {mesh.data} × model {mesh.model}"
-    words += ", sequence parallel" if mesh.sequence_parallel else ""
-    return words + (f", ZeRO-{mesh.zero}" if mesh.zero else "")
-
-
-def _weights_on_every_stage(program: TrainProgram) -> list[str]:
-    """Names of the weights outside the layers that every stage of a pipeline stores, because no dim of them divides."""
-    return [
-        leaf_name(path)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(program.abstract_state.model)
-        if PIPE not in str(leaf.sharding.spec)
-    ]
-
-
-def _say_what_is_left(display: Display, result: Result, folder: Path, config: Config) -> None:
-    if result.validation_loss is not None:
-        for line in verdict(
-            result.validation_loss, result.validation_figures, config.train.eval_batches * config.train.global_batch
-        ):
-            display.say(line)
-    display.say(f"curve       {folder / 'loss.png'}")
-    display.say(f"checkpoint  {folder / 'checkpoints' / str(result.step)}")
-    if config.model.causal and (folder / "tokenizer").is_dir():
-        display.say(f'more text   python -m mjax generate --run {folder} --prompt "…"')
 
 
 class Run:
@@ -258,9 +172,9 @@ class Run:
         log: MetricsLog | None,
         display: Display,
         watchdog: Watchdog,
-        options: Options = Options(),
+        options: Options | None = None,
     ):
-        self.options, self.told_to_end = options, False
+        self.options, self.told_to_end = options or Options(), False
         self.config, self.mesh, self.program, self.checkpoints = config, mesh, program, checkpoints
         self.log, self.display, self.watchdog = log, display, watchdog
         self.sizes = BatchSizes.of(config)

@@ -15,8 +15,8 @@ from mjax.data.sources import TrainingData
 from mjax.errors import UsageError
 from mjax.training import loop
 from mjax.training.continuing import changes_since
-from mjax.training.loop import Options, Result
 from mjax.training.metrics import Record
+from mjax.training.result import Options, Result
 from mjax.validation import validate
 
 Callback = Callable[[Record], bool | None]

@@ -267,7 +267,7 @@ def test_an_imported_model_is_trained_on_any_mesh_and_exported_again(tmp_path, c
     save_config(replace(tiny, model=imported), run / "config.json")
     mesh = ["--mesh.data", "8", "--mesh.model", "2", "--train.micro-batch", "1", "--train.steps", "4"]
     assert cli.main(["train", "--resume", str(run), *mesh]) == 0
-    assert "the optimizer begins afresh" in capsys.readouterr().out
+    assert "starting with fresh optimizer state" in capsys.readouterr().out
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4]
     assert sorted(entry.name for entry in (run / "checkpoints").iterdir()) == ["0", "4"]
 

@@ -1,0 +1,75 @@
+"""What a run says on the screen before its first step and after its last one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from mjax.batch_size import BatchSizes
+from mjax.config import Config
+from mjax.data.sources import TrainingData
+from mjax.models.build import count_parameters
+from mjax.names import leaf_name
+from mjax.parallel.axes import PIPE
+from mjax.parallel.schedules import schedule_of, slot_times
+from mjax.training.display import Display, verdict
+from mjax.training.flops import peak_tflops
+from mjax.training.step import TrainProgram
+
+
+def what_runs(display: Display, config: Config, data: TrainingData, folder: Path, start: int) -> None:
+    """Say what runs: model, mesh, data, steps and folder."""
+    model, mesh, train = config.model, config.mesh, config.train
+    kind = jax.devices()[0].device_kind
+    batches = BatchSizes.of(config)
+    tokens = batches.samples_before(train.steps) * model.sequence
+    sizes = [size for first_step, _, size in batches.pieces if first_step < train.steps]
+    size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
+    parameters, compute = count_parameters(model), config.precision.compute
+    display.say(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}")
+    display.say(f"mesh    {describe_mesh(config)} on {mesh.devices} × {kind}")
+    display.say(f"data    {data.summary}")
+    for note in data.notes:
+        display.say(f"        {note}")
+    display.say(f"plan    {train.steps:,} steps of {size} × {model.sequence} tokens, {tokens:,} in all")
+    display.say(f"run     {folder}" + (f", continued after step {start}" if start else ""))
+    if peak_tflops(kind, config.precision.compute) is None:
+        display.say(
+            f"mfu     not shown: no {config.precision.compute} peak is known for {kind}; "
+            "mjax/hardware.py says how to add it"
+        )
+
+
+def describe_mesh(config: Config) -> str:
+    """`pipe 4 (1f1b, 2 chunks, bubble 18.8%) × data 2 × model 2, sequence parallel, ZeRO-1`."""
+    mesh, words = config.mesh, ""
+    if mesh.pipe > 1:
+        bubble = schedule_of(config).bubble(*slot_times(config))
+        chunks = f", {mesh.chunks} chunks" if mesh.chunks > 1 else ""
+        words = f"pipe {mesh.pipe} ({mesh.schedule}{chunks}, bubble {bubble:.1%}) × "
+    words += f"data {mesh.data} × model {mesh.model}"
+    words += ", sequence parallel" if mesh.sequence_parallel else ""
+    return words + (f", ZeRO-{mesh.zero}" if mesh.zero else "")
+
+
+def replicated_on_stages(program: TrainProgram) -> list[str]:
+    """Names of the weights outside the layers that every stage of a pipeline stores, because no dim of them divides."""
+    return [
+        leaf_name(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(program.abstract_state.model)
+        if PIPE not in str(leaf.sharding.spec)
+    ]
+
+
+def what_is_left(
+    display: Display, step: int, loss: float | None, metrics: dict[str, float], folder: Path, config: Config
+) -> None:
+    """Say what a finished run has left, and what to type next."""
+    if loss is not None:
+        for line in verdict(loss, metrics, config.train.eval_batches * config.train.global_batch):
+            display.say(line)
+    display.say(f"curve       {folder / 'loss.png'}")
+    display.say(f"checkpoint  {folder / 'checkpoints' / str(step)}")
+    if config.model.causal and (folder / "tokenizer").is_dir():
+        display.say(f'more text   python -m mjax generate --run {folder} --prompt "…"')
