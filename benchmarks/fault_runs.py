@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STEPS, SAVES, EVALUATES = 60, 5, 4
 PATIENCE = 240  # seconds for a process that takes ten
 CONFIG = f"""
-from mjax.config import *, GPTConfig
+from mjax.config import *
 
 config = Config(
     model=GPTConfig(layers=2, hidden=32, heads=4, sequence=16, vocabulary=257, vocabulary_multiple=64),
