@@ -67,7 +67,7 @@ class OwnBatches:
         found = {name: np.asarray(batch[name]) for name in wanted}
         for name, (shape, dtype) in wanted.items():
             array = found[name]
-            if array.shape != shape or (array.dtype.kind != dtype.kind and not np.can_cast(array.dtype, dtype)):
+            if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
                 raise UsageError(
                     f"{name} of step {step} is {array.dtype.name} {list(array.shape)}; give {dtype.name} {list(shape)}"
                 )
