@@ -120,7 +120,7 @@ class ModelConfig:
 
     def without_dropout(self) -> ModelConfig:
         """The same model with all dropout rates 0."""
-        rates = (field.name for field in dataclasses.fields(self) if field.name.endswith("_dropout"))
+        rates = (name for name in _names(type(self)) if name.endswith("_dropout"))
         return dataclasses.replace(self, **dict.fromkeys(rates, 0.0))
 
 
@@ -309,9 +309,8 @@ def kind_of(model: ModelConfig) -> str:
 def as_kind(model: ModelConfig, kind: str) -> ModelConfig:
     """A config of another architecture, with the fields of `model` that it has too."""
     cls = config_class(kind, KIND_FLAG)
-    shared = {field.name for field in dataclasses.fields(cls)} - {"kind"}
-    values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name in shared}
-    return cls(**values)
+    shared = (_names(cls) & _names(type(model))) - {"kind"}
+    return cls(**{name: getattr(model, name) for name in shared})
 
 
 # Fields that once every config had, whatever its kind, with their defaults.
@@ -331,7 +330,9 @@ def upgraded(values: dict[str, Any]) -> dict[str, Any]:
     if values["kind"] == "bert" and values.get("head", "pretraining") != "pretraining":
         values["kind"] = "bert_task"
         values.pop("mlm_activation", None)
-    known = {field.name for field in dataclasses.fields(REGISTRY.get(values["kind"], ModelConfig))}
+    if not isinstance(values["kind"], str) or values["kind"] not in REGISTRY:
+        return values  # which `config_class` refuses
+    known = _names(REGISTRY[values["kind"]])
     return {
         name: value
         for name, value in values.items()
@@ -342,5 +343,9 @@ def upgraded(values: dict[str, Any]) -> dict[str, Any]:
 def kinds_with(field: str) -> Iterator[str]:
     """The kinds of the registered models that have a field."""
     for kind, cls in REGISTRY.items():
-        if field in {each.name for each in dataclasses.fields(cls)}:
+        if field in _names(cls):
             yield kind
+
+
+def _names(cls: type[ModelConfig]) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
