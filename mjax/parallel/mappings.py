@@ -27,6 +27,8 @@ stage of the pipeline by `to_next_stage` and their gradients back by `to_previou
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -51,6 +53,11 @@ def replica() -> Array:
     for axis in others:
         number = number * size(axis) + rank(axis)
     return number
+
+
+def replicas() -> int:
+    """Parts that the batch is cut into: devices along all axes that split it."""
+    return math.prod(map(size, splitting("batch")))
 
 
 def size(axis: str) -> int:

@@ -6,7 +6,6 @@ to be its part of the mean over the global batch, wherever it is taken: so parts
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mjax.models.protocol import Batch, Model
-from mjax.parallel import axes, mappings, scopes
+from mjax.parallel import mappings, scopes
 
 
 @jax.named_scope(scopes.LOSS)
@@ -23,7 +22,7 @@ def global_counts(model: Model, batch: Batch) -> dict[str, Array | int]:
 
     def everywhere(count: Array | int) -> Array | int:
         if isinstance(count, int):
-            return count * math.prod(map(mappings.size, axes.splitting("batch")))
+            return count * mappings.replicas()
         return mappings.sum_over(count, mappings.varying_axes(count))
 
     return {name: everywhere(count) for name, count in model.counts(batch).items()}
