@@ -26,7 +26,7 @@ BLOOM = Family(
     copies={"lm_head.weight": "transformer.word_embeddings.weight"},
     model_type="bloom",
     generates=True,
-    fixed={"kind": "gpt", "positions": "alibi", "embedding_layernorm": True, "window": None, "activation": "gelu_tanh"},
+    fixed={"kind": "gpt", "positions": "alibi", "embedding_layernorm": True, "activation": "gelu_tanh"},
     fields={
         "n_layer": ("layers", 2),
         "hidden_size": ("hidden", 64),

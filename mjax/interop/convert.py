@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ from mjax.interop.bloom import BLOOM
 from mjax.interop.family import Family
 from mjax.interop.gpt2 import GPT2
 from mjax.interop.model_folder import new_folder
-from mjax.interop.settings import fits
+from mjax.interop.settings import fits, unlike
 from mjax.interop.weights import leaves
 from mjax.model_config import ModelConfig
 from mjax.models.protocol import Model
@@ -83,22 +84,31 @@ def find_family(values: dict, file: Path) -> Family:
 
 def family_of(model: ModelConfig) -> Family:
     """The family that a model of mjax has a place in."""
-    if getattr(model, "mlm_activation", None) not in (None, model.activation):
+    if getattr(model, "mlm_activation", None) not in (None, getattr(model, "activation", None)):
         raise UsageError(
             f"the MLP of this BERT has {model.activation} and its MLM head {model.mlm_activation}, and transformers "
             "has one activation for both; convert a model with one"
         )
-    for family in (*FAMILIES, *OF_TASKS):
+    families = (*FAMILIES, *OF_TASKS)
+    for family in families:
         if fits(family, model):
             return family
-    settings = ("positions", "activation", "feed_forward", "embedding_layernorm", "window", "layernorm", "head")
-    given = " ".join(
-        f"--model.{name.replace('_', '-')} {getattr(model, name)}" for name in settings if hasattr(model, name)
-    )
+    near = [family for family in families if family.fixed["kind"] == model.kind]
+    if not near:
+        kinds = ", ".join(dict.fromkeys(family.fixed["kind"] for family in families))
+        raise UsageError(f"transformers has no class for {model.title}; convert a model of one of the kinds {kinds}")
+    theirs = {family.model: unlike(family, model) for family in near}
+    asked = (*(name for family in near for name in family.fixed), *(name for each in theirs.values() for name in each))
+    given = [name for name in dict.fromkeys(asked) if any(name in each for each in theirs.values())]
     raise UsageError(
-        f"transformers has no class for {model.title} with {given}; GPT2LMHeadModel has learned positions and no "
-        "LayerNorm after the embedding, BloomForCausalLM ALiBi, gelu_tanh, 4 × hidden and one; neither has a window"
+        f"transformers has no class for {model.title} with "
+        + " ".join(f"--model.{name.replace('_', '-')} {getattr(model, name)}" for name in given)
+        + "".join(f"; {other} has {_listed(each)}" for other, each in theirs.items())
     )
+
+
+def _listed(fields: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in fields.items())
 
 
 def class_settings(model: ModelConfig) -> dict:

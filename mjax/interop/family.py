@@ -31,7 +31,8 @@ class Family:
       padded: whether the files have more rows than there are tokens.
       model_type: in config.json, as everything below.
       generates: whether it writes text, and so has a generation_config.json.
-      fixed: fields of `ModelConfig` that every model of the family has so, and no model of another family.
+      fixed: fields of `ModelConfig` that every model of the family has so, and no model of another family. A field that
+        is in neither this nor `fields` has its default.
       fields: transformers' name of a field → ours, and what holds where config.json leaves it out. A float may be any
         number from 0 on, a text is an activation, and every other field a whole number above 0. A family without one
         for feed_forward has 4 × hidden.

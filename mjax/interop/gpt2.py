@@ -25,7 +25,7 @@ GPT2 = Family(
     ignored=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",  # the causal mask, which old versions stored
     model_type="gpt2",
     generates=True,
-    fixed={"kind": "gpt", "positions": "learned", "embedding_layernorm": False, "window": None},
+    fixed={"kind": "gpt", "positions": "learned", "embedding_layernorm": False},
     fields={
         "n_layer": ("layers", 12),
         "n_embd": ("hidden", 768),

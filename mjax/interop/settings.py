@@ -7,6 +7,7 @@ passing over it could change the model in silence.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from mjax.errors import UsageError
@@ -38,14 +39,29 @@ WITHOUT_EFFECT = {
     "torchscript", "transformers_version", "typical_p", "use_bfloat16", "use_cache",
 }  # fmt: skip
 
+TOLD_ELSEWHERE = {"attention", "vocabulary_multiple", "feed_forward", "mlm_activation", "answers"}
+"""Fields of our configs that do not change what a model computes, or for which there is more than one rule."""
+
 
 def fits(family: Family, model: ModelConfig) -> bool:
     """Whether a model is of this family."""
-    usual_width = getattr(model, "mlp_width", None) == 4 * model.hidden
-    any_width = any(ours == "feed_forward" for ours, _ in family.fields.values())
-    return (usual_width or any_width) and all(
-        getattr(model, name, None) == value for name, value in family.fixed.items()
-    )
+    return not unlike(family, model)
+
+
+def unlike(family: Family, model: ModelConfig) -> dict[str, Any]:
+    """The fields in which a model is not of this family, and their values there.
+
+    A field that the family does not mention has its default there, so a new option of a model is refused until a family
+    has it.
+    """
+    told = {ours for ours, _ in family.fields.values()}
+    expected = dict(family.fixed)
+    for field in dataclasses.fields(model):
+        if field.name not in told | TOLD_ELSEWHERE:
+            expected.setdefault(field.name, field.default)
+    if "feed_forward" not in told and getattr(model, "mlp_width", None) != 4 * model.hidden:
+        expected["feed_forward"] = 4 * model.hidden
+    return {name: value for name, value in expected.items() if getattr(model, name, None) != value}
 
 
 def model_config(family: Family, values: dict[str, Any], file: str, vocabulary_multiple: int) -> ModelConfig:

@@ -76,6 +76,8 @@ def places(family: Family, model: ModelConfig) -> dict[str, Place]:
                             name = name.format(layer, layer + 1) + (".bias" if ours.endswith(".bias") else ".weight")
                             part = None if isinstance(names, str) else which
                             found[name] = _place(family, model, shapes, ours, layer, part)
+    nameless = shapes.keys() - {place.ours for place in found.values()}
+    assert not nameless, f"the table of {family.model} has no name for {', '.join(sorted(nameless))}"
     return found
 
 

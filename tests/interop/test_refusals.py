@@ -3,6 +3,7 @@
 import json
 import struct
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,11 @@ from safetensors.numpy import save_file
 from mjax import cli
 from mjax.config import save_config
 from mjax.errors import UsageError
+from mjax.interop.convert import family_of
+from mjax.interop.gpt2 import GPT2
 from mjax.interop.tensor_files import open_tensors, parse_size
+from mjax.interop.weights import places
+from tests import toy_model
 from tests.interop.folders import CONFIG, tensors_of, write_folder
 from tests.small import small_config
 
@@ -268,4 +273,19 @@ def test_an_export_of_what_no_class_of_transformers_has_is_refused(option, tmp_p
     assert cli.main(["convert", "to-hf", str(tmp_path), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert "transformers has no class for a GPT with --model.positions" in error
+    for name, value in option.items():  # gelu_tanh is of both families
+        assert f" --model.{name.replace('_', '-')} {value}" in error or value == "gelu_tanh"
+    assert "; GPT2LMHeadModel has " in error
+    assert "; BloomForCausalLM has " in error
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_of_a_model_of_one_s_own_is_refused_by_its_title():
+    with pytest.raises(UsageError, match="no class for a toy; convert a model of one of the kinds gpt, bert"):
+        family_of(toy_model.config.model)
+
+
+def test_a_table_without_a_name_for_a_weight_is_refused():
+    names = {ours: name for ours, name in GPT2.names.items() if ours != "blocks.mlp_norm"}
+    with pytest.raises(AssertionError, match=r"no name for blocks\.mlp_norm\.bias, blocks\.mlp_norm\.scale"):
+        places(replace(GPT2, names=names), small_config().model)
