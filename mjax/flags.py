@@ -14,7 +14,7 @@ import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
@@ -95,7 +95,9 @@ ELSEWHERE = {
     "eod-mask-loss": "data.mask-eod-loss", "mask-prob": "data.mask-probability",
     "short-seq-prob": "data.short-probability", "data-cache-path": "data.cache", "mock-data": "data.mock",
     # --- checkpoints, logging, the run
-    "save-interval": "checkpoint.interval", "save-steps": "checkpoint.interval",
+    "save-interval": "checkpoint.interval", "save-steps": "checkpoint.interval", "save-every": "checkpoint.interval",
+    "checkpoint-every": "checkpoint.interval", "every": "checkpoint.interval log.interval",
+    "eval-every": "train.eval-interval", "log-every": "log.interval",
     "save-total-limit": "checkpoint.keep-last",
     "checkpoint-interval": "checkpoint.interval", "log-interval": "log.interval", "logging-steps": "log.interval",
     "wandb-project": "log.wandb", "wandb": "log.wandb", "tensorboard-dir": "log.tensorboard", "save": "runs output",
@@ -140,7 +142,7 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
     if {"-h", "--help"} & set(argv):
         _join_lines_of_help(cls, default)
     else:
-        _check_names(argv, set(flags_of(cls, default)), prog)
+        _check_names(argv, dict(_kinds_of(cls, default)), prog)
     parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
     check_bounds(parsed)
     return parsed
@@ -151,8 +153,13 @@ def typed_flags(argv: Sequence[str]) -> set[str]:
     return {word[2:].partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
 
 
-def flags_of(cls: type, default: object = None, prefix: str = "") -> Iterator[str]:
-    """Names of the flags of `cls`, without dashes in front: 'config', 'mesh.data'.
+def flags_of(cls: type, default: object = None) -> Iterator[str]:
+    """Names of the flags of `cls`, without dashes in front: 'config', 'mesh.data'."""
+    return (name for name, _ in _kinds_of(cls, default))
+
+
+def _kinds_of(cls: type, default: object = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names of the flags of `cls`, and the types of their values.
 
     A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
     """
@@ -160,30 +167,40 @@ def flags_of(cls: type, default: object = None, prefix: str = "") -> Iterator[st
         if dataclasses.is_dataclass(kind):
             held = getattr(default, name, None)
             kind = kind if held is None else type(held)
-            yield from flags_of(kind, held, f"{prefix}{flag}." if flag else prefix)
+            yield from _kinds_of(kind, held, f"{prefix}{flag}." if flag else prefix)
         elif tyro.conf.Positional not in marks:
-            yield prefix + flag
-            yield from (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())
+            names = (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())
+            yield from ((name, kind) for name in (prefix + flag, *names))
 
 
-# --- Flags that are not there -----------------------------------------------------------------------------------------
+# --- Flags that are not there, and values of flags that take none ----------------------------------------------------
 
 
-def _check_names(argv: Sequence[str], known: set[str], prog: str) -> None:
+def _check_names(argv: Sequence[str], kinds: dict[str, Any], prog: str) -> None:
     for word, after in itertools.pairwise([*argv, "--"]):
         if not word.startswith("--") or word == "--":
             continue
         name, _, value = word[2:].partition("=")
         name = name.replace("_", "-")
-        if name not in known and _positive(name) not in known:
+        ours = name if name in kinds else _positive(name)
+        if ours not in kinds:
             value = value or ("" if after.startswith("--") else after)
-            raise UsageError(f"{prog} has no --{name}{_instead(name, value, known, prog)}")
+            raise UsageError(f"{prog} has no --{name}{_instead(name, value, set(kinds), prog)}")
+        value = value or (after if after.lower() in ("true", "false") else "")
+        if kinds[ours] is bool and value:
+            raise UsageError(f"--{name} {value}: it takes no value; type --{ours} or --{_negative(ours)}")
 
 
 def _positive(name: str) -> str:
     """'data.no-mock' → 'data.mock'."""
     section, dot, knob = name.rpartition(".")
     return section + dot + knob.removeprefix("no-")
+
+
+def _negative(name: str) -> str:
+    """'data.mock' → 'data.no-mock'."""
+    section, dot, knob = name.rpartition(".")
+    return f"{section}{dot}no-{knob}"
 
 
 def _instead(name: str, value: str, known: set[str], prog: str) -> str:
@@ -193,6 +210,7 @@ def _instead(name: str, value: str, known: set[str], prog: str) -> str:
         return f" for this model; it is for {KIND_FLAG} {either(kinds)}: leave it out"
     ours = [flag for flag in ELSEWHERE.get(last, "").split() if flag in known]
     ours = ours or sorted(flag for flag in known if flag.rpartition(".")[2] == last)
+    ours = [flag for flag in ours if flag.startswith(f"{section}.")] or ours
     if ours:
         note = NOTES.get(last)
         given = f" {value}" if value and note is None else ""
