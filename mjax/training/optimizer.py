@@ -83,8 +83,8 @@ def _decay(shape: str, part: Array) -> Array:
 
 @jax.named_scope(scopes.OPTIMIZER)
 def squares_and_broken(gradients, model, state: optax.OptState, mesh: MeshConfig) -> list[Array]:
-    """By parameter, layer by layer: the squared L2 norm of its gradient, and how many of its elements have a weight or
-    moments that cannot be right; float32 [parameters of `gradient_names`] each, the same on every device.
+    """By parameter, layer by layer: the squared L2 norm of its gradient, and how many of its weights and moments
+    cannot be right; float32 [parameters of `gradient_names`] each, the same on every device.
 
     The square root of the sum of squares is the global norm; `optax.global_norm` would give every rank its own.
 
@@ -96,18 +96,19 @@ def squares_and_broken(gradients, model, state: optax.OptState, mesh: MeshConfig
     def squares(gradient):
         return jnp.square(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)))
 
-    def broken(weight, *moments):
-        sound = jnp.abs(weight) <= LARGEST
-        for number, moment in enumerate(moments):
-            if is_adam and number == 1:
-                sound &= (moment >= 0) & jnp.isfinite(moment)
-            else:
-                sound &= jnp.abs(moment) <= LARGEST
-        return (~sound).astype(jnp.promote_types(weight.dtype, jnp.float32))
+    def beyond(array):
+        return (~(jnp.abs(array) <= LARGEST)).astype(jnp.promote_types(array.dtype, jnp.float32))
+
+    def no_variance(array):
+        return (~((array >= 0) & jnp.isfinite(array))).astype(jnp.promote_types(array.dtype, jnp.float32))
 
     is_adam = isinstance(state, tuple) and isinstance(state[0], optax.ScaleByAdamState)
-    flags = jax.tree.map(broken, model, *like_the_model(state, model))
-    return sums_by_parameter([jax.tree.map(squares, gradients), flags], mesh)
+    # Counted one by one. XLA fuses the check of the weights with their cast at the start of the step; a verdict on
+    # weight and moments together would wait for Adam as an array of a byte an element.
+    broken = [jax.tree.map(beyond, model)]
+    for number, moments in enumerate(like_the_model(state, model)):
+        broken.append(jax.tree.map(no_variance if is_adam and number == 1 else beyond, moments))
+    return sums_by_parameter([[jax.tree.map(squares, gradients)], broken], mesh)
 
 
 def like_the_model(state: optax.OptState, model) -> list:
@@ -118,21 +119,24 @@ def like_the_model(state: optax.OptState, model) -> list:
 
 
 @jax.named_scope(scopes.OPTIMIZER)
-def sums_by_parameter(trees: list, mesh: MeshConfig) -> list[Array]:
-    """Sums of the elements of each parameter, layer by layer: for each tree [parameters of `gradient_names`].
+def sums_by_parameter(groups: list[list], mesh: MeshConfig) -> list[Array]:
+    """Sums of the elements of each parameter, layer by layer: for each group [parameters of `gradient_names`].
 
     Inside `shard_map` each device holds shards: a parameter is summed over exactly the axes it varies over, and all
     that vary over the same axes in one collective.
 
     Args:
-      trees: of the model's structure; their leaves are split alike.
+      groups: of trees of the model's structure, whose elements are added up together; their leaves are split alike.
     """
+
+    def on_device(path, *leaves):
+        layers = layer_dims(mesh) if is_layer(leaf_name(path)) else 0
+        sums = sum(leaf.sum(range(layers, leaf.ndim)) for leaf in leaves)
+        return _of_all_stages(sums, mesh) if layers and mesh.pipe > 1 else sums.reshape(-1)
+
     parts: dict[frozenset[str], list[tuple[int, Array]]] = {}
     sizes = []
-    for path, leaf in [leaf for tree in trees for leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]:
-        layers = layer_dims(mesh) if is_layer(leaf_name(path)) else 0
-        sums = leaf.sum(range(layers, leaf.ndim))
-        sums = _of_all_stages(sums, mesh) if layers and mesh.pipe > 1 else sums.reshape(-1)
+    for sums in jax.tree.leaves([jax.tree_util.tree_map_with_path(on_device, *trees) for trees in groups]):
         parts.setdefault(varying_axes(sums), []).append((len(sizes), sums))
         sizes.append(sums.shape[0])
     ordered: list[Array | None] = [None] * len(sizes)
@@ -142,8 +146,8 @@ def sums_by_parameter(trees: list, mesh: MeshConfig) -> list[Array]:
         for index, sums in members:
             ordered[index] = total[start : start + sums.shape[0]]
             start += sums.shape[0]
-    of_tree = len(ordered) // len(trees)
-    return [jnp.concatenate(ordered[i : i + of_tree]) for i in range(0, len(ordered), of_tree)]
+    of_group = len(ordered) // len(groups)
+    return [jnp.concatenate(ordered[i : i + of_group]) for i in range(0, len(ordered), of_group)]
 
 
 def _of_all_stages(squares: Array, mesh: MeshConfig) -> Array:

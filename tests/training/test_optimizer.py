@@ -242,7 +242,7 @@ def test_each_gradient_has_its_own_squared_norm_on_a_pipeline(mesh):
     drawn = np.random.default_rng(0)
     whole = jax.tree.map(lambda leaf: drawn.normal(size=leaf.shape).astype(np.float32), program.abstract_state.model)
     norms = jax.shard_map(
-        lambda gradients: sums_by_parameter([jax.tree.map(jnp.square, gradients)], config.mesh)[0],
+        lambda gradients: sums_by_parameter([[jax.tree.map(jnp.square, gradients)]], config.mesh)[0],
         mesh=make_mesh(config.mesh),
         in_specs=(jax.tree.map(lambda sharding: sharding.spec, shardings),),
         out_specs=P(),
