@@ -1,6 +1,8 @@
 """What is installed, and of which build."""
 
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +35,10 @@ def test_the_cuda_that_jax_is_built_for_is_that_of_the_half_with_the_compiler(pa
     assert packages.cuda_build() is None
     path("second", "jax_cuda13_pjrt", "0.10.2")
     assert packages.cuda_build() == 13
+
+
+def test_every_package_of_the_source_is_installed():
+    root = Path(__file__).resolve().parent.parent
+    named = set(tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    there = {".".join(file.parent.relative_to(root).parts) for file in (root / "mjax").rglob("__init__.py")}
+    assert named == there | {"mjax.configs"}

@@ -35,12 +35,12 @@ from jax import Array, lax
 from mjax.parallel import mappings, scopes
 from mjax.parallel.axes import PIPE
 from mjax.parallel.layers import kernel_gradient
+from mjax.parallel.means import Means, means_and_gradients, weights_in_loss
 from mjax.parallel.postponed import PostponedKernel, contracted_dims, zero_factors
 from mjax.parallel.schedules import Schedule
 from mjax.parallel.slots import add, at, branch, buffer, put, vary_over_pipe, zeros_like
 
 Weights = Any  # a pytree of arrays
-Means = dict[str, Array]
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ class _Stage:
         rest, kernels = self._split(chunk)
         weights, residuals = [*rest, *kernels], iter(residuals)
         leaves = [next(residuals) if index is None else weights[index] for index in which]
-        return jax.tree.unflatten(structure, leaves)((dy, _in_loss(self.program.loss_weights, means)))
+        return jax.tree.unflatten(structure, leaves)((dy, weights_in_loss(self.program.loss_weights, means)))
 
     # --- Kernels whose gradients are postponed ------------------------------------------------------------------------
 
@@ -377,23 +377,6 @@ class _Stage:
                 here = total[slot["chunk"]]
                 added.append(put(total, slot["chunk"], here + next(new).astype(total.dtype)))
         return added
-
-
-# --- Means, and a column of the table ---------------------------------------------------------------------------------
-
-
-def means_and_gradients(loss_weights: dict[str, float], function: Callable[..., Means], *arguments):
-    """`function(*arguments)`, and the gradient in each of the arguments of the loss that these means make up."""
-    means, pullback = jax.vjp(function, *arguments)
-    return means, pullback(_in_loss(loss_weights, means))
-
-
-def _in_loss(loss_weights: dict[str, float], means: Means) -> Means:
-    """The gradient of the loss in each mean: its weight."""
-    return {
-        name: mappings.vary(jnp.full(mean.shape, loss_weights.get(name, 0.0), mean.dtype), mappings.varying_axes(mean))
-        for name, mean in means.items()
-    }
 
 
 def _column(schedule: Schedule) -> dict:

@@ -33,8 +33,8 @@ from mjax.parallel.axes import NAMES
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.schedules import Schedule, schedule_of
 from mjax.planner.section import Section, table
+from mjax.training.program import axes_of, inner_jaxprs
 from mjax.training.step import build_program
-from mjax.training.trace import axes_of, inner_jaxprs
 
 OPERATIONS = {
     "psum": "all-reduce",

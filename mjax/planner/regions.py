@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mjax.training.trace import REDUCTIONS, Backward, Operation, Program
+from mjax.training.program import REDUCTIONS, Operation, Program
+from mjax.training.trace import Backward
 
 STAND_IN = "pure_callback"  # of a kernel that is only there on a GPU (`models/attention.py`)
 FUNCTIONS = {"tanh", "erf", "erfc", "exp", "exp2", "log", "log1p", "expm1", "logistic", "sin", "cos"}

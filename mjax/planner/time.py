@@ -42,6 +42,7 @@ from mjax.planner.regions import activation_elements
 from mjax.planner.weights import held_by
 from mjax.training import trace
 from mjax.training.flops import model_flops
+from mjax.training.program import Product
 
 # Parts of a step, in the order in which they are shown.
 PARTS = ("matmul", "attention", "elementwise", "head", "model", "pipe", "bubble", "data", "optimizer")
@@ -236,7 +237,7 @@ class _Step:
     def _forward_products(self) -> float:
         return sum(self.rates.product(self.tokens, each.n, each.k) for each in self.layer.of_weights)
 
-    def _weight_gradients(self, products: Iterable[trace.Product]) -> float:
+    def _weight_gradients(self, products: Iterable[Product]) -> float:
         return sum(self.rates.product(each.k, each.n, self.tokens) for each in products)
 
     @cached_property

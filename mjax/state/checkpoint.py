@@ -31,24 +31,22 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from mjax.data.atomic import make_folder, put, rename, set_aside, write_whole
 from mjax.errors import RunError, UsageError
-from mjax.names import leaf_name
 from mjax.parallel.processes import from_first, is_first, wait_for_all
+from mjax.state.arrays import by_field, check_fits, check_types, in_chunks_of, named, reshape, type_and_shape
 from mjax.state.manifest import (
     GOOD,
     Damaged,
@@ -133,7 +131,7 @@ class Checkpoints:
         self.wait()
         if from_first(step in self._sound()):
             return
-        arrays = _named(state)
+        arrays = named(state)
         started = time.monotonic()
         try:
             if is_first():
@@ -141,10 +139,12 @@ class Checkpoints:
                 self._remove_unfinished()
             wait_for_all(f"folder of checkpoint {step}")
             with self._saving, jax.transfer_guard("allow"):  # processes agree through the devices
-                writing = ocp.save_checkpointables_async(self._unfinished(step), _by_field(arrays))
+                writing = ocp.save_checkpointables_async(self._unfinished(step), by_field(arrays))
         except Exception as error:
             raise self._failure(step, error) from error
-        kinds = {name: _kind(array) for name, array in arrays.items()}  # the thread must not keep the arrays alive
+        kinds = {
+            name: type_and_shape(array) for name, array in arrays.items()
+        }  # the thread must not keep the arrays alive
         self._pending = self._writer.submit(self._commit, step, writing, kinds, started, host, rotate)
 
     def wait(self) -> None:
@@ -319,19 +319,19 @@ class Checkpoints:
           ValueError: a leaf of `target` has no sharding; Orbax would take the one it finds on disk.
         """
         self.wait()
-        wanted = _named(target, field)
+        wanted = named(target, field)
         for name, leaf in wanted.items():
             if leaf.sharding is None:
                 raise ValueError(f"{name} of the target has no sharding")
         chosen = self._choose_for_all(wanted, step, field)
         held = read_manifest(self.folder / str(chosen))["arrays"]
-        as_held = {name: _in_chunks_of(leaf, tuple(held[name][1])) for name, leaf in wanted.items()}
-        found = ocp.load_checkpointables(self.folder / str(chosen), _by_field(as_held))
+        as_held = {name: in_chunks_of(leaf, tuple(held[name][1])) for name, leaf in wanted.items()}
+        found = ocp.load_checkpointables(self.folder / str(chosen), by_field(as_held))
         arrays = {name: array for part in found.values() for name, array in part.items()}
-        _check_types(chosen, arrays, wanted)
+        check_types(chosen, arrays, wanted)
         for name, leaf in wanted.items():  # one after the other: not two copies of everything at once
             if arrays[name].shape != leaf.shape:
-                arrays[name] = _reshape(arrays.pop(name), leaf)
+                arrays[name] = reshape(arrays.pop(name), leaf)
         return chosen, jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in wanted])
 
     def _choose_for_all(self, wanted: dict[str, Any], step: int | None, field: str | None) -> int:
@@ -360,7 +360,7 @@ class Checkpoints:
             folder = self.folder / str(candidate)
             try:
                 manifest = read_manifest(folder, self.on_notice)
-                _check_fits(candidate, manifest["arrays"], wanted, field)
+                check_fits(candidate, manifest["arrays"], wanted, field)
                 check_files(folder, manifest["files"], field, self.on_notice)
             except Unusable as error:
                 unusable[candidate] = error
@@ -372,92 +372,3 @@ class Checkpoints:
         what = "; ".join(f"checkpoint {known} is {what.word}: {what}" for known, what in unusable.items())
         others = ", ".join(str(known) for known in there if known not in unusable)
         raise RunError(f"{self.folder}: {what}; {f'there are also {others}' if others else 'there is no other'}")
-
-
-# --- Names ------------------------------------------------------------------------------------------------------------
-
-
-def _named(tree: Any, field: str | None = None) -> dict[str, Any]:
-    """The leaves of a tree by dotted path, in the order of `jax.tree.leaves`; `field` is the name above the tree."""
-    above = (jax.tree_util.GetAttrKey(field),) if field else ()
-    leaves = [(leaf_name((*above, *path)), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-    named = dict(leaves)
-    if len(named) < len(leaves):
-        raise ValueError(f"two leaves of the state have the same name; the names are {[name for name, _ in leaves]}")
-    return named
-
-
-def _by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """A folder a field: {'model.up': x, 'step': y} → {'model': {'model.up': x}, 'step': {'step': y}}."""
-    fields: dict[str, dict[str, Any]] = {}
-    for name, leaf in leaves.items():
-        fields.setdefault(name.split(".")[0], {})[name] = leaf
-    return fields
-
-
-# --- Chunks of a pipeline ---------------------------------------------------------------------------------------------
-# The layers of a pipeline whose stages hold V chunks are arrays [V, l / V, …] instead of [l, …]: another shape, and the
-# same order in memory and on disk.
-
-
-def _same_layers(name: str, held: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether two shapes of stacked layers differ only in how the layers are cut into chunks."""
-    if ".blocks." not in name:
-        return False
-    flat, others = sorted((list(held), list(wanted)), key=len)
-    if len(flat) == len(others):  # cut differently both times
-        return flat[2:] == others[2:] and math.prod(flat[:2]) == math.prod(others[:2])
-    return len(others) == len(flat) + 1 and others[2:] == flat[1:] and math.prod(others[:2]) == flat[0]
-
-
-def _in_chunks_of(leaf: jax.ShapeDtypeStruct, held: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """`leaf` in the shape `held` that it has on disk, split over the same devices as far as the layer dims allow."""
-    if leaf.shape == held:
-        return leaf
-    mesh, spec = leaf.sharding.mesh, list(leaf.sharding.spec)
-    spec += [None] * (len(leaf.shape) - len(spec))
-    rest = min(len(held), len(leaf.shape)) - (2 if len(held) == len(leaf.shape) else 1)
-    axes = tuple(axis for axis in spec[: len(spec) - rest] if axis is not None)
-    ranks = math.prod(mesh.shape[axis] for axis in axes)
-    layers = [None] * (len(held) - rest)
-    if axes and held[len(layers) - 1] % ranks == 0:
-        layers[-1] = axes
-    sharding = NamedSharding(mesh, PartitionSpec(*layers, *spec[len(spec) - rest :]))
-    return jax.ShapeDtypeStruct(held, leaf.dtype, sharding=sharding)
-
-
-def _reshape(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.jit(lambda x: x.reshape(leaf.shape), out_shardings=leaf.sharding, donate_argnums=0)(array)
-
-
-def _kind(array: Any) -> list:
-    return [str(array.dtype), list(array.shape)]
-
-
-def _check_fits(step: int, held: dict[str, list], wanted: dict[str, Any], field: str | None) -> None:
-    advice = "use the config.json beside it or another --name"
-    for name, leaf in wanted.items():
-        dtype, shape = _kind(leaf)
-        if name not in held:
-            raise UsageError(
-                f"checkpoint {step} holds no {name}, this config needs one of shape {tuple(shape)}; {advice}"
-            )
-        held_dtype, held_shape = held[name]
-        if held_shape != shape and not _same_layers(name, held_shape, shape):
-            has, needs = tuple(held_shape), tuple(shape)
-            raise UsageError(f"checkpoint {step} holds {name} of shape {has}, this config needs {needs}; {advice}")
-        if held_dtype != dtype:  # Orbax would convert without a word
-            raise UsageError(f"checkpoint {step} holds {name} in {held_dtype}, this config needs {dtype}; {advice}")
-    for name, (_, shape) in held.items():
-        if name not in wanted and field in (None, name.split(".")[0]):
-            raise UsageError(f"checkpoint {step} holds {name} of shape {tuple(shape)}, this config has none; {advice}")
-
-
-def _check_types(step: int, arrays: dict[str, jax.Array], wanted: dict[str, Any]) -> None:
-    # Orbax reads in threads of its own, where a float64 mode that this thread entered as a context is off.
-    for name, leaf in wanted.items():
-        if arrays[name].dtype != leaf.dtype:
-            raise RunError(
-                f"{name} of checkpoint {step} came back in {arrays[name].dtype}, not {leaf.dtype}; "
-                "set jax_enable_x64 for the whole process, not in a context"
-            )

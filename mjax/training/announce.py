@@ -18,7 +18,9 @@ from mjax.training.flops import peak_tflops
 from mjax.training.step import TrainProgram
 
 
-def what_runs(display: Display, config: Config, data: TrainingData, folder: Path, start: int) -> None:
+def what_runs(
+    display: Display, config: Config, program: TrainProgram, data: TrainingData, folder: Path, start: int
+) -> None:
     """Say what runs: model, mesh, data, steps and folder."""
     model, mesh, train = config.model, config.mesh, config.train
     kind = jax.devices()[0].device_kind
@@ -38,6 +40,10 @@ def what_runs(display: Display, config: Config, data: TrainingData, folder: Path
         display.say(
             f"mfu     not shown: no {config.precision.compute} peak is known for {kind}; "
             "mjax/hardware.py says how to add it"
+        )
+    if mesh.pipe > 1 and (whole := replicated_on_stages(program)):
+        display.say(
+            f"replicated on every pipeline stage (no dim divisible by --mesh.pipe {mesh.pipe}): {', '.join(whole)}"
         )
 
 

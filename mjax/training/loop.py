@@ -101,12 +101,7 @@ def train(
         if (step := from_first(-1 if step is None else step)) >= 0:
             continue_from(checkpoints, step, display.say)
         start, state = _first_state(checkpoints, program, display)
-        announce.what_runs(display, resolved, data, folder, start)
-        if config.mesh.pipe > 1 and (whole := announce.replicated_on_stages(program)):
-            display.say(
-                f"replicated on every pipeline stage (no dim divisible by --mesh.pipe {config.mesh.pipe}): "
-                f"{', '.join(whole)}"
-            )
+        announce.what_runs(display, resolved, program, data, folder, start)
         if start >= config.train.steps:
             display.say(f"all {start} steps are done; raise --train.steps to go on, or choose another --name")
             return Result(0, start, state, None)
@@ -241,10 +236,7 @@ class Run:
                 if waiting is not None:
                     self._write(self._record(*waiting))  # while the devices work on `step`
                 waiting = step, metrics
-                if told_to_stop(self.steps_before + step):
-                    stop.name = "SIGTERM"
-                if self.told_to_end:
-                    stop.name = "a callback"
+                self._hear(stop, step)
                 ends = step == last or stop.requested
                 evaluates = validation is not None and (step == last or step % config.train.eval_interval == 0)
                 saves = ends or self.guard.saves(step)
@@ -254,10 +246,7 @@ class Run:
                 if evaluates or saves:
                     record = self._record(*waiting)
                     if evaluates and not stop.requested:
-                        self.watchdog.at(step, "evaluating")
-                        validation_loss, figures = self.evaluate(step, state.model, validation)
-                        record.val_loss, record.val_figures = validation_loss, figures
-                        display.say(f"step {step}: validation {losses(validation_loss, figures)}")
+                        validation_loss, figures = self._validate(step, state.model, validation, record)
                     self._write(record)
                     if saves:
                         self.watchdog.at(step, "saving")
@@ -277,6 +266,20 @@ class Run:
             )
         exit_code = 0 if done == last else PREEMPTED
         return Result(exit_code, done, state, validation_loss, figures, bool(stop.requested))
+
+    def _hear(self, stop: StopSignal, step: int) -> None:
+        """Note who wants the run to stop after `step`."""
+        if told_to_stop(self.steps_before + step):
+            stop.name = "SIGTERM"
+        if self.told_to_end:
+            stop.name = "a callback"
+
+    def _validate(self, step: int, model: Model, validation: Batches, record: Record) -> tuple[float, dict[str, float]]:
+        """`evaluate`, with the result in the record of `step` and on the screen."""
+        self.watchdog.at(step, "evaluating")
+        record.val_loss, record.val_figures = self.evaluate(step, model, validation)
+        self.display.say(f"step {step}: validation {losses(record.val_loss, record.val_figures)}")
+        return record.val_loss, record.val_figures
 
     def _program_of(self, size: int, step: int) -> TrainProgram:
         """The program for batches of `size`, which begin or come back with `step`."""

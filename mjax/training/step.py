@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import chex
@@ -29,8 +29,8 @@ from mjax.batch_size import at_batch
 from mjax.config import Config
 from mjax.models.protocol import Model
 from mjax.parallel import axes, mappings, scopes
+from mjax.parallel.means import means_and_gradients
 from mjax.parallel.mesh import BATCH, sharded_shapes
-from mjax.parallel.pipeline import means_and_gradients
 from mjax.parallel.zero import gather_weights, reduce_gradients
 from mjax.state.layout import initial_weights, lay_out
 from mjax.state.precision import COMPUTE_TYPES, LossScale, parameter_type
@@ -94,16 +94,7 @@ def build_program(
     # --- Shapes, then shardings ---------------------------------------------------------------------------------------
     transform = optimizer or adamw(config.optimizer)
     layout = lay_out(config, mesh)
-    shapes = jax.eval_shape(partial(first_state, config, transform), layout.abstract_model)
-    specs = TrainState(
-        model=layout.specs,
-        optimizer=optax.tree.map_params(
-            transform, lambda _, spec: spec, shapes.optimizer, layout.specs, transform_non_params=lambda _: P()
-        ),
-        loss_scale=jax.tree.map(lambda _: P(), shapes.loss_scale),
-        step=P(),
-        samples=P(),
-    )
+    shapes, specs = _state_shapes(config, transform, layout)
     abstract_state = sharded_shapes(shapes, specs, mesh)
 
     # --- Programs -----------------------------------------------------------------------------------------------------
@@ -140,6 +131,16 @@ def build_program(
         eval_step=jax.jit(eval_step),
         gradient_names=names,
     )
+
+
+def _state_shapes(config: Config, transform: optax.GradientTransformation, layout) -> tuple[TrainState, TrainState]:
+    """Shapes of the state, and its specs: moments are split as their weights are, the rest is whole everywhere."""
+    shapes = jax.eval_shape(partial(first_state, config, transform), layout.abstract_model)
+    everywhere = jax.tree.map(lambda _: P(), shapes)
+    moments = optax.tree.map_params(
+        transform, lambda _, spec: spec, shapes.optimizer, layout.specs, transform_non_params=lambda _: P()
+    )
+    return shapes, replace(everywhere, model=layout.specs, optimizer=moments)
 
 
 def first_state(

@@ -7,7 +7,6 @@ FLOPs, its plan and its MFU without a line about it elsewhere.
 What is traced is one layer for one sample on one rank of `model`: all of it grows in proportion to the samples of a
 micro-batch, and every layer is alike. Dropout is left out, since its masks are hashed again and never kept.
 
-    Program          a jaxpr as one list of operations: calls inlined, views resolved, dead code removed
     stacks_forward   the number of layers of each stack, and products and sums of one of them
     layer_forward    the same of a layer, for a model with one stack
     layer_backward   what a layer keeps, and what its backward pass does
@@ -16,11 +15,10 @@ micro-batch, and every layer is alike. Dropout is left out, since its masks are 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,156 +37,8 @@ from mjax.parallel.zero import gather_weights
 from mjax.state.layout import lay_out
 from mjax.state.precision import COMPUTE_TYPES
 from mjax.training.forward import Forward
+from mjax.training.program import Product, Program, bytes_of, inner_jaxprs, product_of
 from mjax.training.step import micro_batches_of
-
-# The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next product.
-VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "pvary", "name", "copy", "stop_gradient", "reduce_precision"}
-REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
-SILENT = {"pvary", "axis_index"}  # they name a mesh axis and send nothing
-# What fills an array and reads whole ones, besides products and collectives; all other operations fuse.
-KERNELS = {"dot_general", "pure_callback", "scatter", "scatter-add", "sort", "cumsum", "scan", "while", "cond"}
-
-
-# --- A program as a list ----------------------------------------------------------------------------------------------
-
-
-class Operation(NamedTuple):
-    """One equation: its name, and its inputs and outputs as numbers of values; None is a constant."""
-
-    name: str
-    inputs: tuple[int | None, ...]
-    outputs: tuple[int, ...]
-    equation: Any
-
-    @property
-    def is_kernel(self) -> bool:
-        """Whether it reads and writes arrays of its own, rather than being fused with its neighbours."""
-        return self.name in KERNELS or self.is_collective
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether a value crosses a mesh axis."""
-        return self.name not in SILENT and bool(axes_of(self.equation))
-
-
-class Program:
-    """A jaxpr as one list of operations: calls inlined, views resolved, dead code removed.
-
-    Attributes:
-      values: abstract value by number.
-      inputs: numbers of the arguments.
-      outputs: numbers of the results; None is a constant.
-      operations: in the order of the program.
-    """
-
-    def __init__(self, jaxpr):
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        self.values: list = []
-        self._views: dict[int, int] = {}
-        self.inputs = [self._new(v) for v in jaxpr.invars]
-        every: list[Operation] = []
-        outputs = self._inline(jaxpr, self.inputs, every)
-        self.outputs = [self._viewed(value) for value in outputs]
-        used = {value for value in self.outputs if value is not None}
-        kept = []
-        for operation in reversed(every):
-            if used.intersection(operation.outputs):
-                kept.append(operation)
-                used.update(value for value in operation.inputs if value is not None)
-        self.operations = kept[::-1]
-
-    @property
-    def products(self) -> tuple[Product, ...]:
-        """Its matrix products, in order."""
-        return tuple(product_of(each.equation) for each in self.operations if each.name == "dot_general")
-
-    def bytes(self, value: int) -> int:
-        """Bytes of a value."""
-        return _bytes(self.values[value])
-
-    def shape(self, value: int) -> tuple[int, ...]:
-        """Shape of a value."""
-        return self.values[value].shape
-
-    def _new(self, variable) -> int:
-        self.values.append(variable.aval)
-        return len(self.values) - 1
-
-    def _viewed(self, value: int | None) -> int | None:
-        while value in self._views:
-            value = self._views[value]
-        return value
-
-    def _inline(self, jaxpr, arguments: Sequence[int | None], found: list[Operation]) -> list[int | None]:
-        numbers = dict(zip(jaxpr.invars, arguments, strict=True))
-        numbers |= dict.fromkeys(jaxpr.constvars)
-
-        def number(variable) -> int | None:
-            return None if isinstance(variable, Literal) else numbers[variable]
-
-        for equation in jaxpr.eqns:
-            name, inner = equation.primitive.name, list(inner_jaxprs(equation))
-            inputs = [number(variable) for variable in equation.invars]
-            if len(inner) == 1 and name not in KERNELS and len(inner[0].invars) == len(inputs):
-                results = self._inline(inner[0], inputs, found)
-                numbers |= dict(zip(equation.outvars, results, strict=True))
-                continue
-            outputs = tuple(self._new(variable) for variable in equation.outvars)
-            numbers |= dict(zip(equation.outvars, outputs, strict=True))
-            if name in VIEWS and inputs[0] is not None:
-                self._views[outputs[0]] = inputs[0]
-            else:
-                found.append(Operation(name, tuple(map(self._viewed, inputs)), outputs, equation))
-        return [number(variable) for variable in jaxpr.outvars]
-
-
-def inner_jaxprs(equation) -> Iterator[Any]:
-    """The programs inside an equation, in the order of its parameters."""
-    for value in equation.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns"):
-                yield item
-
-
-def axes_of(equation) -> tuple[str, ...]:
-    """The mesh axes that an equation names."""
-    names = equation.params.get("axes", equation.params.get("axis_name", ()))
-    names = names if isinstance(names, (tuple, list)) else (names,)
-    return tuple(name for name in names if isinstance(name, str))
-
-
-def _bytes(value) -> int:
-    return math.prod(value.shape) * value.dtype.itemsize
-
-
-# --- Products ---------------------------------------------------------------------------------------------------------
-
-
-class Product(NamedTuple):
-    """[m, k] × [k, n], `batch` times; `of_weight` says whether it is one with a weight, which has no batch dims."""
-
-    m: int
-    n: int
-    k: int
-    batch: int = 1
-    of_weight: bool = True
-
-    @property
-    def flops(self) -> float:
-        """Multiplications and additions."""
-        return 2.0 * self.batch * self.m * self.n * self.k
-
-
-def product_of(equation) -> Product:
-    """The product of a `dot_general`."""
-    (contracting, _), (batch, _) = equation.params["dimension_numbers"]
-    left, right = (variable.aval.shape for variable in equation.invars)
-    k, times = (math.prod(left[dim] for dim in dims) for dims in (contracting, batch))
-    return Product(math.prod(left) // (k * times), math.prod(right) // (k * times), k, times, not batch)
-
-
-# --- A layer and the head ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -381,8 +231,8 @@ def _backward(forward: Forward, weights, micro_batch, x: Array) -> Backward:
         program=Program(backward.params["jaxpr"]),
         constants=backward.params["num_consts"],
         carried=backward.params["num_carry"],
-        kept=sum(_bytes(variable.aval) for variable in first.outvars[first.params["num_carry"] :]),
-        stream=_bytes(x),
+        kept=sum(bytes_of(variable.aval) for variable in first.outvars[first.params["num_carry"] :]),
+        stream=bytes_of(x),
     )
 
 
@@ -397,7 +247,7 @@ def _head(forward: Forward, weights, micro_batch, x: Array) -> Head:
     tokens = micro_batch["tokens"].size
     return Head(
         products=tuple(product for product in products if product.of_weight and product.m == tokens),
-        kept=tuple((variable.aval.size, _bytes(variable.aval)) for variable in kept),
+        kept=tuple((variable.aval.size, bytes_of(variable.aval)) for variable in kept),
         flops=sum(product.flops for product in products),
     )
 

@@ -34,7 +34,6 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -43,6 +42,7 @@ from mjax.errors import UnhealthyError, UsageError, exit_code
 from mjax.launch import Distributed
 from mjax.parallel.processes import bytes_from_first
 from mjax.training import meeting
+from mjax.training.place import Place
 
 BEAT = 0.5  # seconds between two messages
 GRACE = 5.0  # seconds in which a failed collective may turn out to be the death of another process
@@ -50,22 +50,6 @@ SUSPECT = 3.0  # seconds of silence that prove a loss once something has failed 
 FAREWELL = 3.0  # seconds that process 0 stays to let the others go first
 STEP, COMPILING = "running the step", "compiling"
 CONTINUES = "what was saved is intact, the same command continues from it"
-
-
-@dataclass
-class Place:
-    """Where a process is: `step` is the last it began, `doing` what it does there, `since` a time of this clock."""
-
-    name: str
-    step: int = 0
-    doing: str = "starting"
-    since: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)
-
-    def move(self, step: int, doing: str) -> None:
-        """Note the place; the time starts anew if it is another one."""
-        if (step, doing) != (self.step, self.doing):
-            self.step, self.doing, self.since = step, doing, time.monotonic()
 
 
 class Watchdog:
@@ -210,11 +194,11 @@ class Watchdog:
             self.place.heard = now
             for index, (_, peer) in self._peers.items():
                 if self._gone(peer, index, now):
-                    return self._end(_silence(peer, now))
+                    return self._end(peer.silence(now))
             if end := self._report(now):
                 return self._end(end)
         if "failed" in self._farewell:
-            return self._end(*_error(self.place, self._farewell))
+            return self._end(*self.place.error(self._farewell))
         return self._tell_all(self._farewell)
 
     def _hear(self, index: int) -> tuple | None:
@@ -224,7 +208,7 @@ class Watchdog:
             messages = line.receive()
         except (OSError, ValueError):
             self._forget(index)
-            return (_death(peer),)
+            return (peer.death(),)
         now = peer.heard = time.monotonic()
         for message in messages:
             if "bye" in message:
@@ -232,7 +216,7 @@ class Watchdog:
                 break
             if "failed" in message:  # by itself, or because of one that has fallen silent
                 silent = (other for _, other in self._peers.values() if now - other.heard > SUSPECT)
-                return next(((_silence(other, now),) for other in silent), _error(peer, message))
+                return next(((other.silence(now),) for other in silent), peer.error(message))
             if "mine" in message:
                 self._heard.put((index, message["mine"]))
                 continue
@@ -273,7 +257,7 @@ class Watchdog:
                 if self._obey():
                     return
             elif self._gone(self._first, None, time.monotonic()):
-                return self._leave_with(_silence(self._first, time.monotonic()))
+                return self._leave_with(self._first.silence(time.monotonic()))
         with contextlib.suppress(OSError):
             self._line.send(**self._farewell)
             while "failed" in self._farewell and not any("end" in message for message in self._line.receive()):
@@ -285,7 +269,7 @@ class Watchdog:
         try:
             messages = self._line.receive()
         except (OSError, ValueError):
-            self._leave_with(_death(self._first))
+            self._leave_with(self._first.death())
             return True
         self._first.heard = time.monotonic()
         for message in messages:
@@ -327,7 +311,7 @@ class Watchdog:
         for index, (_, peer) in self._peers.items():
             silent = now - peer.heard > self.where.heartbeat / 2
             if silent and index not in self._silent:
-                self.say(f"{_silence(peer, now)}; at {self.where.heartbeat:g} s the run ends")
+                self.say(f"{peer.silence(now)}; at {self.where.heartbeat:g} s the run ends")
             if not silent and index in self._silent:
                 self.say(f"{peer.name} is heard again")
             (self._silent.add if silent else self._silent.discard)(index)
@@ -371,34 +355,20 @@ class Watchdog:
             groups[place.step, place.doing].append(place)
         *behind, (where, foremost) = sorted(groups.items(), key=lambda group: (group[0][0], len(group[1])))
         parts = [
-            f"{place.name} is at step {place.step}, {place.doing} for {now - place.since:.0f} s{_unheard(place, now)}"
+            f"{place.name} is at step {place.step}, {place.doing} for {now - place.since:.0f} s"
+            f"{place.unheard(now, SUSPECT)}"
             for _, places in behind
             for place in places
         ]
         parts += [
-            f"{place.name} is at the same step{_unheard(place, now)}" for place in foremost if _unheard(place, now)
+            f"{place.name} is at the same step{place.unheard(now, SUSPECT)}"
+            for place in foremost
+            if place.unheard(now, SUSPECT)
         ]
         if len(parts) > 8:
             parts[8:] = [f"{len(parts) - 8} more are behind"]
         who = "all others are" if parts else f"all {len(foremost)} processes are"
         return "; ".join([*parts, f"{who} at step {where[0]}, {where[1]}"])
-
-
-def _death(place: Place) -> str:
-    return f"{place.name} died, last heard of at step {place.step}"
-
-
-def _silence(place: Place, now: float) -> str:
-    return f"{place.name} has not been heard of for {now - place.heard:.0f} s, since step {place.step}"
-
-
-def _error(place: Place, farewell: dict) -> tuple[str, int]:
-    return f"{place.name} ended at step {place.step} with an error: {farewell['failed']}", farewell["code"]
-
-
-def _unheard(place: Place, now: float) -> str:
-    silence = now - place.heard
-    return f", not heard of for {silence:.0f} s" if silence > SUSPECT else ""
 
 
 def watching(where: Distributed, explain: Callable[[BaseException], int]) -> Watchdog:

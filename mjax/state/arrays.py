@@ -1,0 +1,111 @@
+"""The arrays of a checkpoint: by dotted path, in the shapes they have on disk, and whether they fit a config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mjax.errors import RunError, UsageError
+from mjax.names import leaf_name
+
+
+def named(tree: Any, field: str | None = None) -> dict[str, Any]:
+    """The leaves of a tree by dotted path, in the order of `jax.tree.leaves`; `field` is the name above the tree."""
+    above = (jax.tree_util.GetAttrKey(field),) if field else ()
+    leaves = [(leaf_name((*above, *path)), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    named = dict(leaves)
+    if len(named) < len(leaves):
+        raise ValueError(f"two leaves of the state have the same name; the names are {[name for name, _ in leaves]}")
+    return named
+
+
+def by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """A folder a field: {'model.up': x, 'step': y} → {'model': {'model.up': x}, 'step': {'step': y}}."""
+    fields: dict[str, dict[str, Any]] = {}
+    for name, leaf in leaves.items():
+        fields.setdefault(name.split(".")[0], {})[name] = leaf
+    return fields
+
+
+# --- Chunks of a pipeline ---------------------------------------------------------------------------------------------
+# The layers of a pipeline whose stages hold V chunks are arrays [V, l / V, …] instead of [l, …]: another shape, and the
+# same order in memory and on disk.
+
+
+def _same_layers(name: str, held: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether two shapes of stacked layers differ only in how the layers are cut into chunks."""
+    if ".blocks." not in name:
+        return False
+    flat, others = sorted((list(held), list(wanted)), key=len)
+    if len(flat) == len(others):  # cut differently both times
+        return flat[2:] == others[2:] and math.prod(flat[:2]) == math.prod(others[:2])
+    return len(others) == len(flat) + 1 and others[2:] == flat[1:] and math.prod(others[:2]) == flat[0]
+
+
+def in_chunks_of(leaf: jax.ShapeDtypeStruct, held: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """`leaf` in the shape `held` that it has on disk, split over the same devices as far as the layer dims allow."""
+    if leaf.shape == held:
+        return leaf
+    mesh, spec = leaf.sharding.mesh, list(leaf.sharding.spec)
+    spec += [None] * (len(leaf.shape) - len(spec))
+    rest = min(len(held), len(leaf.shape)) - (2 if len(held) == len(leaf.shape) else 1)
+    axes = tuple(axis for axis in spec[: len(spec) - rest] if axis is not None)
+    ranks = math.prod(mesh.shape[axis] for axis in axes)
+    layers = [None] * (len(held) - rest)
+    if axes and held[len(layers) - 1] % ranks == 0:
+        layers[-1] = axes
+    sharding = NamedSharding(mesh, PartitionSpec(*layers, *spec[len(spec) - rest :]))
+    return jax.ShapeDtypeStruct(held, leaf.dtype, sharding=sharding)
+
+
+def reshape(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """`array` in the shape and sharding of `leaf`; the array is donated."""
+    return jax.jit(lambda x: x.reshape(leaf.shape), out_shardings=leaf.sharding, donate_argnums=0)(array)
+
+
+def type_and_shape(array: Any) -> list:
+    """What a manifest has of an array: ['float32', [4, 8]]."""
+    return [str(array.dtype), list(array.shape)]
+
+
+def check_fits(step: int, held: dict[str, list], wanted: dict[str, Any], field: str | None) -> None:
+    """Compare the arrays that checkpoint `step` holds, as its manifest has them, with those `wanted` by name.
+
+    Raises:
+      UsageError: one is missing, of another shape or type, or not wanted; of `field` alone where that is given.
+    """
+    advice = "use the config.json beside it or another --name"
+    for name, leaf in wanted.items():
+        dtype, shape = type_and_shape(leaf)
+        if name not in held:
+            raise UsageError(
+                f"checkpoint {step} holds no {name}, this config needs one of shape {tuple(shape)}; {advice}"
+            )
+        held_dtype, held_shape = held[name]
+        if held_shape != shape and not _same_layers(name, held_shape, shape):
+            has, needs = tuple(held_shape), tuple(shape)
+            raise UsageError(f"checkpoint {step} holds {name} of shape {has}, this config needs {needs}; {advice}")
+        if held_dtype != dtype:  # Orbax would convert without a word
+            raise UsageError(f"checkpoint {step} holds {name} in {held_dtype}, this config needs {dtype}; {advice}")
+    for name, (_, shape) in held.items():
+        if name not in wanted and field in (None, name.split(".")[0]):
+            raise UsageError(f"checkpoint {step} holds {name} of shape {tuple(shape)}, this config has none; {advice}")
+
+
+def check_types(step: int, arrays: dict[str, jax.Array], wanted: dict[str, Any]) -> None:
+    """Refuse arrays that came back in another type than that of `wanted`.
+
+    Raises:
+      RunError: float64 came back as float32.
+    """
+    # Orbax reads in threads of its own, where a float64 mode that this thread entered as a context is off.
+    for name, leaf in wanted.items():
+        if arrays[name].dtype != leaf.dtype:
+            raise RunError(
+                f"{name} of checkpoint {step} came back in {arrays[name].dtype}, not {leaf.dtype}; "
+                "set jax_enable_x64 for the whole process, not in a context"
+            )
