@@ -96,18 +96,21 @@ def squares_and_broken(gradients, model, state: optax.OptState, mesh: MeshConfig
     def squares(gradient):
         return jnp.square(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)))
 
-    def beyond(array):
-        return (~(jnp.abs(array) <= LARGEST)).astype(jnp.promote_types(array.dtype, jnp.float32))
+    def flags(tree, sound):
+        return jax.tree.map(lambda x: (~sound(x)).astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
 
-    def no_variance(array):
-        return (~((array >= 0) & jnp.isfinite(array))).astype(jnp.promote_types(array.dtype, jnp.float32))
+    def bounded(x):
+        return jnp.abs(x) <= LARGEST
+
+    def has_root(x):  # not x >= 0: XLA would share its zeros with a buffer of gradients, and keep them from the start
+        return jnp.isfinite(jnp.sqrt(x))
 
     is_adam = isinstance(state, tuple) and isinstance(state[0], optax.ScaleByAdamState)
     # Counted one by one. XLA fuses the check of the weights with their cast at the start of the step; a verdict on
     # weight and moments together would wait for Adam as an array of a byte an element.
-    broken = [jax.tree.map(beyond, model)]
+    broken = [flags(model, bounded)]
     for number, moments in enumerate(like_the_model(state, model)):
-        broken.append(jax.tree.map(no_variance if is_adam and number == 1 else beyond, moments))
+        broken.append(flags(moments, has_root if is_adam and number == 1 else bounded))
     return sums_by_parameter([[jax.tree.map(squares, gradients)], broken], mesh)
 
 
