@@ -69,7 +69,7 @@ def test_attention_that_writes_its_scores_is_not_predicted_too_low_where_they_ar
     assert len(rows) >= 8
     assert all(attention_on_gpu(config_of(row)) == "xla" for row in rows)
     assert {config_of(row).train.recompute for row in rows} == {"selective", "full"}
-    assert min(map(error, rows)) > -0.01
+    assert min(map(error, rows)) > -0.02
 
 
 def test_predictions_are_off_by_less_than_one_percent_on_average():
