@@ -1,19 +1,19 @@
 """Global batch sizes as a function of the step.
 
-Early in training a small batch already shows the way (its gradient noise is small, arXiv 1812.06162), so large runs
-begin with one and let it grow, as GPT-3 did (arXiv 2005.14165, appendix B). Two ways to say how, at most one of them:
+Early in training a small batch is enough (its gradient noise is small, arXiv 1812.06162), so large runs begin with one
+and let it grow, as GPT-3 did (arXiv 2005.14165, appendix B). There are two ways to say how, at most one may be given:
 
     train.batch_rampup     (start, increment, samples), Megatron's --rampup-batch-size: from `start` to
                            train.global_batch by `increment` at a time, in equal portions of `samples` samples
     train.batch_schedule   '0:768 250B:1536': from each number of tokens on, this batch
 
 Either way the size of a step follows from the samples before it, and so from the step alone: it is the same after a
-restart. Samples keep their order whatever the sizes; they are only cut into steps in another way:
+restart. Sample order does not depend on the sizes; only the split into steps does:
 
     samples   0 1 2 3 4 5 6 7 8 9 …          batch_rampup 2 2 8, global batch 6: 4 samples for each of two increments
     steps     └0┘ └1┘ └──2──┘ └────3────┘ …
 
-The train step is compiled once for each size, so few large increments cost less than many small ones.
+The train step is compiled once per size, so few large increments cost less than many small ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BatchSizes:
     """The batch size of every step, and the samples before it.
 
     Attributes:
-      pieces: (first step, samples before it, size) for each stretch of steps of one size. The last has no end.
+      pieces: (first step, samples before it, size) for each range of steps of one size. The last has no end.
     """
 
     pieces: tuple[tuple[int, int, int], ...]
@@ -45,7 +45,7 @@ class BatchSizes:
         """The sizes of the run that `config` describes.
 
         Raises:
-          UsageError: train.batch_schedule does not have its form.
+          UsageError: train.batch_schedule is malformed.
         """
         train = config.train
         if train.batch_rampup is not None:
@@ -62,12 +62,12 @@ class BatchSizes:
 
     @classmethod
     def _of_changes(cls, changes: list[tuple[int, int]]) -> BatchSizes:
-        """From (samples, size), the samples ascending from 0: a step that begins at or after them has this size."""
+        """From (samples, size), with ascending samples from 0: a step that begins at or after them has this size."""
         starts = [start for start, _ in changes]
         pieces: list[tuple[int, int, int]] = []
         step = sample = 0
         while True:
-            current = bisect_right(starts, sample)  # a step may be larger than the stretch between two changes
+            current = bisect_right(starts, sample)  # a step may be larger than the range between two changes
             size = changes[current - 1][1]
             if not pieces or pieces[-1][2] != size:
                 pieces.append((step, sample, size))
@@ -86,13 +86,13 @@ class BatchSizes:
         return first_sample + (step - first_step) * size
 
     def stretches(self, steps: int) -> list[tuple[int, int]]:
-        """(steps, size) of each stretch of the first `steps` steps."""
+        """(steps, size) of each range of the first `steps` steps."""
         ends = [first for first, _, _ in self.pieces[1:]] + [steps]
         found = ((min(end, steps) - first, size) for (first, _, size), end in zip(self.pieces, ends, strict=True))
         return [(count, size) for count, size in found if count > 0]
 
     def sizes(self) -> list[int]:
-        """The distinct sizes, in the order in which they come."""
+        """The distinct sizes, in order of appearance."""
         return list(dict.fromkeys(size for _, _, size in self.pieces))
 
     def _piece(self, step: int) -> tuple[int, int, int]:
@@ -100,7 +100,7 @@ class BatchSizes:
 
 
 def training_samples(config: Config) -> int:
-    """Samples the order of training is drawn for."""
+    """Number of samples for which the training order is drawn."""
     return config.data.samples or BatchSizes.of(config).samples_before(config.train.steps)
 
 
@@ -126,12 +126,12 @@ def _rampup(start: int, increment: int, samples: int, end: int) -> list[tuple[in
 
 
 def parse_schedule(schedule: str) -> list[tuple[int, int]]:
-    """'0:768 250B:1536' → [(0, 768), (250 × 10⁹, 1536)]: tokens from which on, and the batch.
+    """'0:768 250B:1536' → [(0, 768), (250 × 10⁹, 1536)]: from how many tokens on, and the batch.
 
     Tokens may end in K, M, B or T: thousands, millions, billions (10⁹) or trillions.
 
     Raises:
-      UsageError: it is not of this form, does not begin at 0, or its tokens do not ascend.
+      UsageError: it is malformed, does not begin at 0, or its tokens do not ascend.
     """
     found = [re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", entry) for entry in schedule.split()]
     changes = [(int(Fraction(m[1]) * UNITS[m[2]]), int(m[3])) for m in found if m]

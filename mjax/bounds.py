@@ -1,9 +1,9 @@
-"""Bounds of numbers, written beside their types and checked in one place.
+"""Bounds of numbers, declared with their types and checked in one place.
 
-    layers: Annotated[int, Bounds(ge=1)] = 24      or, as it comes often, layers: Count = 24
+    layers: Annotated[int, Bounds(ge=1)] = 24      or, as it is common, layers: Count = 24
 
-A refusal has one form, for flags, files and Python alike: `--model.layers is 0; it must be at least 1`. A number that
-is infinite or NaN is refused everywhere. This module imports no JAX.
+All refusals have one form, for flags, files and Python: `--model.layers is 0; it must be at least 1`. Infinite numbers
+and NaN are always refused. This module imports no JAX.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from mjax.errors import UsageError
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers that a field may hold: from `ge` or above `gt`, up to `le` or below `lt`."""
+    """The numbers that a field may have: from `ge` or above `gt`, up to `le` or below `lt`."""
 
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
     such_as: str = ""
-    """A value to type, where the bounds alone do not suggest one."""
+    """An example value, where the bounds alone do not suggest one."""
 
     def hold(self, number: float) -> bool:
-        """True where `number` is within them."""
+        """True if `number` is within the bounds."""
         return (
             (self.ge is None or number >= self.ge)
             and (self.gt is None or number > self.gt)
@@ -57,7 +57,7 @@ Share = Annotated[float, Bounds(ge=0, lt=1)]
 
 @functools.cache
 def fields_of(cls: type) -> tuple[tuple[str, str, Any, tuple[Any, ...]], ...]:
-    """Of each field of a dataclass: its name, its name as a flag, its type and what the type is annotated with."""
+    """Name, flag name, type and annotations of each field of a dataclass."""
     hints = get_type_hints(cls, include_extras=True)
     found = []
     for field in dataclasses.fields(cls):
@@ -71,11 +71,11 @@ def fields_of(cls: type) -> tuple[tuple[str, str, Any, tuple[Any, ...]], ...]:
 
 
 def check_bounds(values: Any, prefix: str = "--") -> None:
-    """Refuse a dataclass, or one inside it, with a number that is out of bounds.
+    """Refuse a dataclass, possibly nested, with a number that is out of bounds.
 
     Args:
       values: the dataclass.
-      prefix: before the names of its fields; they are spelled as flags where it begins one, else as in a file.
+      prefix: before the names of its fields; they are spelled as flags if it starts one, else as in a file.
 
     Raises:
       UsageError: one sentence with the flag, its value and what is allowed.
@@ -89,7 +89,7 @@ def check_bounds(values: Any, prefix: str = "--") -> None:
 
 
 def _values(values: Any, prefix: str) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Flag, value and annotations of each field, also of the dataclasses in it."""
+    """Flag, value and annotations of each field, including nested dataclasses."""
     for name, flag, _, marks in fields_of(type(values)):
         value, flag = getattr(values, name), flag if prefix.startswith("--") else name
         if dataclasses.is_dataclass(value):

@@ -1,9 +1,8 @@
 """The command line: `mjax COMMAND …`, and `train.py`, which is `mjax train`.
 
-Exit codes: 0 success · 2 a usage or config error, one sentence, nothing was started · 3 the run is unhealthy, a person
-must look before it goes on · 75 stopped after saving, run me again · 141 nobody reads the output any more
-(`mjax plan | head`) · 1 anything else.
-"""
+Exit codes: 0 success · 2 a usage or config error, one sentence, nothing was started · 3 the run is unhealthy, look at
+it before restarting · 75 stopped after saving, run the same command again · 141 the output is no longer read (`mjax
+plan | head`) · 1 any other error."""
 
 from __future__ import annotations
 
@@ -38,47 +37,47 @@ class Command(NamedTuple):
 Commands = dict[str, Command]
 
 DATA_COMMANDS: Commands = {
-    "inspect": Command("inspect:inspect", "show what a dataset holds: documents, tokens, lengths, a sample"),
-    "merge": Command("merge:merge", "write several datasets as one"),
+    "inspect": Command("inspect:inspect", "show a dataset: documents, tokens, lengths, a sample"),
+    "merge": Command("merge:merge", "merge several datasets into one"),
 }
 
 CONVERT_COMMANDS: Commands = {
-    "from-hf": Command("convert:from_hf", "turn a Hugging Face model into a run folder", on_cpu=True),
+    "from-hf": Command("convert:from_hf", "convert a Hugging Face model into a run folder", on_cpu=True),
     "from-megatron": Command(
-        "convert_megatron:from_megatron", "turn a Megatron-LM checkpoint into a run folder", on_cpu=True
+        "convert_megatron:from_megatron", "convert a Megatron-LM checkpoint into a run folder", on_cpu=True
     ),
     "to-hf": Command(
-        "convert:to_hf_command", "turn a run's checkpoint into a model folder that transformers opens", on_cpu=True
+        "convert:to_hf_command", "export a run's checkpoint as a model folder for transformers", on_cpu=True
     ),
 }
 
 RUNS_COMMANDS: Commands = {
-    "list": Command("runs:list_runs", "show a line for each run; `mjax runs` alone does the same"),
-    "compare": Command("runs:compare_runs", "compare runs: results, settings that differ, one picture of the curves"),
-    "remove": Command("runs:remove_runs", "remove runs, after a question"),
+    "list": Command("runs:list_runs", "list runs, one line each; same as `mjax runs` alone"),
+    "compare": Command("runs:compare_runs", "compare runs: results, different settings, a figure of the loss curves"),
+    "remove": Command("runs:remove_runs", "remove runs, after asking"),
 }
 
 COMMANDS: Commands = {
-    "train": Command("train:train", "train a model; the same as train.py"),
-    "prepare": Command("prepare:prepare", "turn text into an indexed dataset and its tokenizer"),
+    "train": Command("train:train", "train a model; same as train.py"),
+    "prepare": Command("prepare:prepare", "tokenize text into an indexed dataset"),
     "dedup": Command("dedup:dedup", "remove exact and near-duplicate documents from text"),
-    "clean": Command("clean:clean", "repair text, cut evaluation sets out of it, remove short and unwanted documents"),
+    "clean": Command("clean:clean", "fix broken Unicode, remove evaluation sets, short and unwanted documents"),
     "data": Command(DATA_COMMANDS, "inspect or merge datasets"),
     "runs": Command(RUNS_COMMANDS, "list, compare or remove runs"),
     "evaluate": Command(
-        "evaluate:evaluate", "measure a trained model: WikiText103, LAMBADA, perplexity, the task it was fine-tuned for"
+        "evaluate:evaluate", "evaluate a model: WikiText103, LAMBADA, perplexity, the task it was fine-tuned for"
     ),
-    "lm-eval": Command("lm_eval:lm_eval", "run tasks of EleutherAI's lm-evaluation-harness on a trained model"),
+    "lm-eval": Command("lm_eval:lm_eval", "run tasks of EleutherAI's lm-evaluation-harness on a model"),
     "finetune": Command("finetune:finetune", "fine-tune a BERT for a task: MNLI, QQP, RACE, SQuAD"),
     "convert": Command(CONVERT_COMMANDS, "convert checkpoints from Hugging Face or Megatron-LM, or to Hugging Face"),
-    "generate": Command("generate:generate", "continue a text with a trained model"),
-    "plan": Command("plan:plan", "show what a run of a config will do, without a device", on_cpu=True),
-    "doctor": Command("doctor:doctor", "check this installation and this machine, and say what to do"),
+    "generate": Command("generate:generate", "generate text with a trained model"),
+    "plan": Command("plan:plan", "predict memory, communication and time of a run, without a device", on_cpu=True),
+    "doctor": Command("doctor:doctor", "check this installation and machine, and suggest fixes"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; errors a person can fix are printed as one sentence."""
+    """Run one command and return its exit code; user errors are printed as one sentence."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         with flushed_output():
@@ -91,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(group: str, commands: Commands, argv: Sequence[str]) -> int:
-    """Run the command of a group that `argv` names first, or show what there is."""
+    """Run the command of a group that `argv` names first, or list the commands."""
     if commands is RUNS_COMMANDS and (not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help"))):
         argv = ["list", *argv]
     if not argv or argv[0] in ("-h", "--help"):

@@ -1,4 +1,4 @@
-"""Every knob of a run, typed, documented and checked before a device is touched.
+"""Every option of a run, typed, documented and checked before a device is touched.
 
 One `Config` describes one run. It is written in a short Python file (`configs/gpt_8b.py`), changed field by field on
 the command line (`--mesh.data 64`), and saved beside the checkpoints as `config.json`, which holds plain values only:
@@ -28,24 +28,24 @@ from mjax.plain_values import build
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis of the mesh; neighbours on `model` share a server, so that axis should not exceed one."""
+    """Devices along each axis of the mesh. Ranks of `model` should share a server, so keep it within one."""
 
     pipe: Count = 1
     """Pipeline stages, each with its share of the layers (1: no pipeline)."""
     data: Count = 1
-    """Replicas that see different samples."""
+    """Data-parallel replicas."""
     model: Count = 1
     """Devices that share every layer's matrices (Megatron's tensor parallelism)."""
     sequence_parallel: bool = False
-    """Split LayerNorm, dropout and the residual stream between layers over `model` too, by tokens (arXiv 2205.05198):
-    less memory for the same communication."""
+    """Also split LayerNorm, dropout and the residual stream over `model`, by tokens (arXiv 2205.05198): less memory for
+    the same communication."""
     schedule: Literal["gpipe", "1f1b", "zb-h1"] = "1f1b"
-    """Order of forward and backward passes in the pipeline; with chunks above 1, 1f1b is the interleaved one."""
+    """Order of forward and backward passes in the pipeline; with chunks above 1, 1f1b is interleaved."""
     chunks: Count = 1
-    """Virtual stages of a pipeline stage, V: it holds V groups of layers, and the bubble shrinks V times."""
+    """Chunks of layers per pipeline stage (virtual stages), V; they shrink the bubble V times."""
     zero: Literal[0, 1, 3] = 0
-    """What is sharded over `data`: 0 nothing, 1 weights and moments between steps (ZeRO-1), 3 weights during the step
-    too, gathered layer by layer (ZeRO-3, FSDP)."""
+    """Sharding over `data`: 0 none; 1 weights and moments between steps (ZeRO-1); 3 also weights during the step,
+    gathered layer by layer (ZeRO-3, FSDP)."""
 
     @property
     def devices(self) -> int:
@@ -58,42 +58,41 @@ class DataConfig:
     """Sources of samples."""
 
     path: tuple[str, ...] = ()
-    """Prefixes of indexed datasets (PREFIX.bin and PREFIX.idx, as `mjax prepare` or Megatron's preprocess_data write
-    them): one; a weight before each, such as 0.3 data/a 0.7 data/b, to blend them; or several without weights, to go
-    over each once, blended in proportion to their sizes."""
+    """Prefixes of indexed datasets (PREFIX.bin and PREFIX.idx, written by `mjax prepare` or Megatron's
+    preprocess_data): one dataset; several with a weight before each, such as 0.3 data/a 0.7 data/b, blended by weight;
+    or several without weights, each used once, blended in proportion to their sizes."""
     split: str = "949,50,1"
-    """Proportions of documents for training, validation and test, as in Megatron; without meaning for train_path."""
+    """Proportions of documents for training, validation and test, as in Megatron; not used with train_path."""
     train_path: tuple[str, ...] = ()
-    """Instead of path: a blend of which all documents are for training. valid_path and test_path go with it."""
+    """Instead of path: a blend used for training only. valid_path and test_path go with it."""
     valid_path: tuple[str, ...] = ()
-    """With train_path: a blend of which all documents are for validation."""
+    """With train_path: a blend used for validation only."""
     test_path: tuple[str, ...] = ()
-    """With train_path: a blend for tests after training. Training checks that it is there and never reads it."""
+    """With train_path: a blend for tests after training. Training only checks that it exists."""
     mock: bool = False
-    """Draw deterministic tokens instead of reading data.path; for measuring speed."""
+    """Train on synthetic tokens instead of data.path; for measuring speed."""
     own: bool = False
-    """Batches come from the program that calls `mjax.Trainer`, which sets this."""
+    """Batches come from the caller of `mjax.Trainer`, which sets this."""
     samples: Count | None = None
-    """Training samples the order is drawn for; those of all steps together when not given. Megatron's order of samples
-    depends on it, so hold it fixed to lengthen a run without changing the order."""
+    """Number of training samples for which the order is drawn; by default those of all steps. Megatron's sample order
+    depends on it, so set it to lengthen a run later without changing the order."""
     reset_positions: bool = False
-    """Number positions from 0 again after each end of a document."""
+    """Restart positions at 0 after each end of document."""
     reset_attention: bool = False
     """Let a token attend only to tokens of its own document."""
     mask_eod_loss: bool = False
-    """Leave out of the loss what follows an end of a document: the first token of the next one cannot be known."""
+    """Ignore the loss of the token after an end of document, which cannot be predicted."""
     validation_tail: bool = False
-    """Keep the last, partial sample of the validation part, padded; the padding does not count."""
+    """Keep the last, partial validation sample, padded; padding does not count."""
     mask_probability: Annotated[float, Bounds(gt=0, lt=1, such_as="0.15")] = 0.15
-    """For pairs of text (BERT): share of the tokens that are hidden and have to be found; Megatron's --mask-prob."""
+    """For pairs of text (BERT): share of masked tokens; Megatron's --mask-prob."""
     short_probability: Annotated[float, Bounds(ge=0, le=1)] = 0.1
-    """For pairs of text (BERT): share of the samples that are made shorter than fits, as texts for fine-tuning often
-    are; Megatron's --short-seq-prob."""
+    """For pairs of text (BERT): share of samples with a shorter target length, as texts for fine-tuning often are;
+    Megatron's --short-seq-prob."""
     eod: CountOrZero | None = None
-    """Id that ends a document, for the resets and the mask above; that of the data's tokenizer when not given."""
+    """End-of-document id, for the resets and the mask above; by default that of the data's tokenizer."""
     cache: str | None = None
-    """Folder for the indices of the order of samples; PREFIX.cache when not given, or ~/.cache/mjax where that cannot
-    be written."""
+    """Folder of the index cache; by default PREFIX.cache, or ~/.cache/mjax where that is not writable."""
 
     def __post_init__(self):
         for name in ("path", "train_path", "valid_path", "test_path"):
@@ -102,13 +101,13 @@ class DataConfig:
                 object.__setattr__(self, name, (value,) if value else ())
 
     def batch_types(self, evaluation: bool = False) -> dict[str, str]:
-        """The arrays [B, s] of a batch and their types: what samples are made of and what a step takes.
+        """The arrays [B, s] of a batch and their dtypes: what a sample consists of and a step takes.
 
         tokens     the sample
-        labels     the token after each
+        labels     the next token of each
         loss_mask  whether a label counts
-        positions  which learned position a token has
-        documents  number of a token's document within the sample
+        positions  the learned position of a token
+        documents  the number of a token's document within the sample
         """
         types = {"tokens": "int32", "labels": "int32"}
         if self.mask_eod_loss or (evaluation and self.validation_tail):
@@ -133,9 +132,9 @@ class OptimizerConfig:
     warmup_steps: CountOrZero = 0
     """Steps of linear warm-up from 0."""
     decay_steps: Count | None = None
-    """Step at which min_learning_rate is reached; train.steps when not given."""
+    """Step at which min_learning_rate is reached; by default train.steps."""
     wsd_decay_steps: Count | None = None
-    """wsd only: length of the final decay, in steps; a tenth of decay_steps when not given."""
+    """wsd only: length of the final decay, in steps; by default a tenth of decay_steps."""
     wsd_decay: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """wsd only: shape of the final decay."""
     weight_decay: NotNegative = 0.01
@@ -145,29 +144,29 @@ class OptimizerConfig:
     beta2: Share = 0.999
     """Decay of the second moment."""
     epsilon: Annotated[float, Bounds(gt=0, such_as="1e-8")] = 1e-8
-    """Added to the root of the second moment; with 0 a weight without a gradient would become 0 / 0."""
+    """Added to the square root of the second moment; with 0 a weight without gradient would become 0 / 0."""
     clip_norm: NotNegative = 1.0
-    """Largest global L2 norm of the gradient; 0 switches clipping off."""
+    """Largest global L2 norm of the gradient; 0: no clipping."""
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtypes of the computation. Parameters and moments are float32, and so are the sums of LayerNorm, softmax, cross
-    entropy and gradients."""
+    """Dtypes of the computation. Parameters and moments are always float32, as are the sums in LayerNorm, softmax,
+    cross entropy and gradients."""
 
     compute: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
-    """Dtype of activations and matrix products. fp16 brings loss scaling; fp64 (parameters too) is for tests,
-    and needs JAX_ENABLE_X64=1 in the environment."""
+    """Dtype of activations and matrix products. fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs
+    JAX_ENABLE_X64=1 in the environment."""
     loss_scale: Annotated[float, Bounds(ge=1)] | None = None
     """fp16 only: a constant loss scale instead of the dynamic one."""
     initial_loss_scale: Annotated[float, Bounds(ge=1)] = 2.0**32
-    """fp16 only: where the dynamic loss scale starts."""
+    """fp16 only: initial dynamic loss scale."""
     min_loss_scale: Annotated[float, Bounds(ge=1)] = 1.0
-    """fp16 only: the dynamic loss scale never falls below this."""
+    """fp16 only: smallest dynamic loss scale."""
     loss_scale_window: Count = 1000
-    """fp16 only: clean steps in a row after which the loss scale doubles."""
+    """fp16 only: finite steps in a row after which the loss scale doubles."""
     hysteresis: Count = 2
-    """fp16 only: overflows that are tolerated before the loss scale halves."""
+    """fp16 only: overflows tolerated before the loss scale halves."""
 
 
 @dataclass(frozen=True)
@@ -175,56 +174,56 @@ class TrainConfig:
     """Length of training, batches and recomputation."""
 
     steps: Count = 300_000
-    """Optimizer steps in all."""
+    """Number of optimizer steps."""
     global_batch: Count = 512
     """Sequences per step over all devices; with a ramp-up or a schedule, those of the last steps."""
     batch_rampup: tuple[int, int, int] | None = None
-    """START INCREMENT SAMPLES, as Megatron's --rampup-batch-size: begin with START sequences a step and add INCREMENT
+    """START INCREMENT SAMPLES, as Megatron's --rampup-batch-size: begin with START sequences per step and add INCREMENT
     at a time, in equal portions of the first SAMPLES samples, up to global_batch."""
     batch_schedule: str | None = None
-    """Instead of a ramp-up, TOKENS:BATCH pairs such as '0:768 250B:1536': from that many tokens of training on (K, M,
-    B, T: thousands to trillions), that many sequences a step. The last is global_batch."""
+    """Instead of a ramp-up: pairs TOKENS:BATCH such as '0:768 250B:1536', from that many training tokens on (K, M, B,
+    T: thousands to trillions) that many sequences per step. The last is global_batch."""
     micro_batch: Count = 8
-    """Sequences a data replica takes through the model at once; the rest of its share is accumulated."""
+    """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recomputation in the backward pass: nothing, the attention core and cheap element-wise work, or whole layers."""
+    """Recomputation in the backward pass: none; the attention core and cheap element-wise work; or whole layers."""
     seed: Seed = 1234
-    """Fixes initial weights, order of samples and dropout, whatever the mesh."""
+    """Determines initial weights, sample order and dropout, on any mesh."""
     eval_interval: CountOrZero = 1000
-    """Steps between validations; 0 for none."""
+    """Steps between validations; 0: none."""
     eval_batches: Count = 10
-    """Global batches in a validation."""
+    """Global batches per validation."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints that are saved and kept."""
+    """Saving and keeping checkpoints."""
 
     interval: CountOrZero = 1000
-    """Steps between checkpoints; the last step and an interruption are always saved. 0: only those."""
+    """Steps between checkpoints; the last step and an interruption always save. 0: only those."""
     keep_last: Count = 2
-    """Most recent checkpoints that stay."""
+    """Number of most recent checkpoints to keep."""
     keep_every: Count | None = None
-    """Checkpoints whose step is a multiple of this are never removed."""
+    """Keep every checkpoint whose step is a multiple of this."""
 
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """When a run counts as unhealthy, and what happens then. Unhealthy steps are skipped because a value is not finite,
-    or have a loss far above its running mean."""
+    """When a run counts as unhealthy, and what happens then. A step is unhealthy if it is skipped because of non-finite
+    values, or if its loss is far above the running mean."""
 
     spike: Literal["announce", "skip", "rewind"] = "announce"
-    """Response to a loss spike: announce only says so; skip drops the update of that batch; rewind goes back to the
-    last good checkpoint and passes over the batches that led to the spike."""
+    """Response to a loss spike: announce reports it; skip drops the update of that batch; rewind goes back to the last
+    good checkpoint and skips the batches that led to the spike."""
     spike_deviations: NotNegative = 6.0
-    """A loss this many standard deviations above its running mean is a spike; 0 for no spikes."""
+    """A loss this many standard deviations above its running mean is a spike; 0: no spikes."""
     window: Annotated[int, Bounds(ge=2)] = 100
-    """Steps that mean, standard deviation and the share of unhealthy steps are taken over."""
+    """Number of steps for the mean, the standard deviation and the share of unhealthy steps."""
     rewind_batches: Count = 10
-    """With rewind: batches that are passed over, up to and including that of the spike."""
+    """With rewind: number of batches to skip, up to and including that of the spike."""
     good_after: Count = 10
-    """Healthy steps after a checkpoint (fewer where the next one comes earlier) that make it the last good one, which
-    stays whatever keep_last says until another is good."""
+    """Healthy steps after a checkpoint (fewer if the next one comes earlier) that make it the last good one, which is
+    kept whatever keep_last says until another is good."""
     skipped_in_a_row: Count = 20
     """Skipped steps in a row that end the run with exit code 3. Those in which fp16's dynamic loss scale still falls do
     not count."""
@@ -232,25 +231,24 @@ class HealthConfig:
     """Share of unhealthy steps in a window, or in a whole run shorter than one, above which the run ends with exit code
     3."""
     replica_interval: CountOrZero = 100
-    """Steps between two comparisons of the weights of all replicas, bit for bit; one comes before each checkpoint too.
-    Replicas that differ end the run with exit code 3. 0: never."""
+    """Steps between comparisons of the weights of all replicas, bit for bit; they are also compared before each
+    checkpoint. Replicas that differ end the run with exit code 3. 0: never."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Display and records."""
+    """Logging and display."""
 
     interval: Count = 1
-    """Steps between lines of metrics.jsonl and scalars of TensorBoard."""
+    """Steps between lines of metrics.jsonl and TensorBoard scalars."""
     tensorboard: bool = True
     """Write TensorBoard scalars into the run folder."""
     wandb: str | None = None
     """Weights & Biases project to log to (needs the wandb package)."""
     prompt: str | None = None
-    """Text that is continued at the end of training as a sample; the beginning of a validation document when not
-    given."""
+    """Prompt for the text sample at the end of training; by default the beginning of a validation document."""
     sample_tokens: CountOrZero = 96
-    """Tokens generated at the end of training; 0 for none."""
+    """Tokens generated at the end of training; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +271,7 @@ class Config:
         return self.train.global_batch // (axes.replicas(self.mesh) * self.train.micro_batch)
 
     def batch_arrays(self, evaluation: bool = False) -> Arrays:
-        """The arrays of a batch: for each the shape that one sample has in it, [s] or [], and its dtype."""
+        """The arrays of a batch: shape of one sample, [s] or [], and dtype."""
         return self.model.batch(self.data, evaluation)
 
 
@@ -288,7 +286,7 @@ def config_folders() -> list[Path]:
 
 
 def available_configs() -> list[str]:
-    """Names that `--config` takes."""
+    """Names accepted by `--config`."""
     return sorted({file.stem for folder in config_folders() for file in folder.glob("*.py") if file.stem != "__init__"})
 
 
@@ -298,7 +296,7 @@ def load_config(name: str) -> Config:
     Raises:
       UsageError: there is no such config, there are two, or the file defines no `config`.
     """
-    if name.endswith(".json"):  # that of a run
+    if name.endswith(".json"):  # of a run
         return read_config(Path(name))
     file = _config_file(name)
     spec = importlib.util.spec_from_file_location(f"mjax_config_{file.stem}", file)
@@ -312,7 +310,7 @@ def load_config(name: str) -> Config:
 
 
 def _config_file(name: str) -> Path:
-    """The Python file that `--config NAME` means."""
+    """The Python file of `--config NAME`."""
     if name.endswith(".py"):
         if Path(name).is_file():
             return Path(name)
@@ -339,10 +337,10 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any], source: str = "config.json") -> Config:
-    """The inverse of `to_dict`; fields that are missing take their defaults.
+    """The inverse of `to_dict`; missing fields take their defaults.
 
     Raises:
-      UsageError: a field is unknown or holds a value of another type; `source` says where it came from.
+      UsageError: a field is unknown or has a value of another type; `source` says where it comes from.
     """
     if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
         return build(Config, values, source)  # which refuses it

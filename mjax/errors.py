@@ -1,6 +1,6 @@
-"""The ways mjax tells a person that something cannot go on; the command line turns them into exit codes.
+"""Errors that the command line turns into one sentence and an exit code.
 
-And what such sentences are often made of.
+And helpers for composing such sentences.
 """
 
 import difflib
@@ -12,11 +12,11 @@ from pathlib import Path
 
 from mjax.pipes import UNREAD, output_is_unread
 
-LONGEST = 1500  # characters of a sentence; more than a path can take on any system is shown of nothing
+LONGEST = 1500  # characters of a sentence; longer than any path, which is never shortened
 
 
 def one_sentence(message: str) -> str:
-    """`message` on one line that can be printed, without the middle of a very long one: files may hold anything."""
+    """`message` on one printable line, with the middle of a very long one cut out: files may contain anything."""
     if len(message) > LONGEST:
         message = f"{message[: LONGEST // 2]} […] {message[-LONGEST // 3 :]}"
     if message.isprintable():
@@ -30,7 +30,7 @@ def one_sentence(message: str) -> str:
 
 
 class UsageError(ValueError):
-    """A flag, file or shape that cannot work: exit code 2, nothing was started and nothing was lost.
+    """An invalid flag, file or shape: exit code 2, nothing was started and nothing was lost.
 
     The message is one sentence that says what was given, what is allowed and what to type.
     """
@@ -40,14 +40,14 @@ class UsageError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that had started cannot go on (a full disk, a damaged checkpoint with none before it): exit code 1."""
+    """A run cannot continue (a full disk, a damaged checkpoint with none before it): exit code 1."""
 
     def __init__(self, message: object = ""):
         super().__init__(one_sentence(str(message)))
 
 
 class UnhealthyError(RunError):
-    """A run that skips its steps or whose loss has left its course, and that would do so again: exit code 3."""
+    """A run whose steps are skipped or whose loss diverges, and that would do so again: exit code 3."""
 
 
 def exit_code(error: BaseException) -> int:
@@ -58,17 +58,17 @@ def exit_code(error: BaseException) -> int:
 
 
 def explain(error: BaseException) -> int:
-    """Print what went wrong, in one sentence where a person can fix it, and return the exit code."""
+    """Print what went wrong, as one sentence if the user can fix it, and return the exit code."""
     if isinstance(error, KeyboardInterrupt):
         print("mjax: interrupted; completed files are intact", file=sys.stderr)
         return 130
     if isinstance(error, BrokenPipeError) and output_is_unread():
         return UNREAD
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        error = UsageError(f"{error.filename} is a name longer than the file system takes; choose a shorter one")
+        error = UsageError(f"{error.filename} is longer than the file system allows; choose a shorter name")
     if isinstance(error, OSError):
         print(
-            f"mjax: error: {error}; what was saved before is intact, the same command continues from it",
+            f"mjax: error: {error}; what was saved is intact, the same command continues from it",
             file=sys.stderr,
         )
     elif isinstance(error, UsageError | RunError):
@@ -79,23 +79,23 @@ def explain(error: BaseException) -> int:
 
 
 def check_folder(flag: str, file: Path) -> None:
-    """Refuse a file that could not be written at the end, because its folder is not there.
+    """Refuse an output file whose folder does not exist, before any work is done.
 
     Raises:
       UsageError: there is no such folder.
     """
     if not file.parent.is_dir():
-        raise UsageError(f"{flag} {file}: there is no folder {file.parent}; make it, or name another file")
+        raise UsageError(f"{flag} {file}: there is no folder {file.parent}; create it, or use another path")
 
 
 def check_picture(flag: str, file: Path) -> None:
-    """Refuse a picture of another format, or whose folder is not there.
+    """Refuse a figure in an unsupported format, or whose folder does not exist.
 
     Raises:
       UsageError: it could not be written.
     """
     if file.suffix not in (".png", ".pdf", ".svg"):
-        raise UsageError(f"{flag} {file} is not a picture; let its name end in .png, .pdf or .svg")
+        raise UsageError(f"{flag} {file} is not a picture; use a name that ends in .png, .pdf or .svg")
     check_folder(flag, file)
 
 

@@ -1,8 +1,8 @@
-"""Flags: read by tyro, with a suggestion for one that a command does not have.
+"""Parsing flags with tyro, with a suggestion for an unknown flag.
 
-People who come from Megatron-LM, nanoGPT or Hugging Face type their names. Each is known here (`ELSEWHERE`) and leads
-to ours in one sentence, as does a field without its section (--learning-rate), in another one (--train.learning-rate)
-or misspelt.
+Users of Megatron-LM, nanoGPT or Hugging Face type the names they know. Each is in `ELSEWHERE` and is answered with our
+name in one sentence, as is a field without its section (--learning-rate), in the wrong one (--train.learning-rate) or
+misspelt.
 """
 
 from __future__ import annotations
@@ -109,15 +109,15 @@ ELSEWHERE = {
     "max-new-tokens": "tokens", "max-tokens": "tokens", "num-tokens": "tokens", "temp": "temperature",
     "text": "prompt", "start": "prompt",
 }  # fmt: skip
-"""A name that is used elsewhere → ours; of several, those that the command has."""
+"""Name in another project → ours; if there are several, those that the command has."""
 
-EPOCHS = "mjax counts steps, and an epoch has tokens of the data / (global batch × sequence) of them"
+EPOCHS = "mjax counts steps; an epoch is the tokens of the data / (global batch × sequence) steps"
 NOTES = {
     "epochs": EPOCHS, "num-epochs": EPOCHS, "num-train-epochs": EPOCHS, "max-epochs": EPOCHS,
     "train-samples": "steps are samples / global batch",
-    "gradient-accumulation-steps": "it follows as global batch / (data replicas × micro-batch)",
-    "num-layers-per-virtual-pipeline-stage": "it counts the virtual stages of a device",
-    "eval-steps": "the steps between two validations; --train.eval-batches is how long one takes",
+    "gradient-accumulation-steps": "it is global batch / (data replicas × micro-batch)",
+    "num-layers-per-virtual-pipeline-stage": "it is the number of virtual stages per device",
+    "eval-steps": "the number of steps between validations; --train.eval-batches is the length of one",
     "fp16": "with the value fp16", "bf16": "with the value bf16, which is the default",
     "recompute-activations": "with the value selective", "gradient-checkpointing": "with the value full",
     "checkpoint-activations": "with the value full", "activation-checkpointing": "with the value full",
@@ -127,17 +127,17 @@ NOTES = {
     "mock-data": "it takes no value", "decay-lr": "constant does not decay", "save": "the folder is RUNS/NAME",
     "output-dir": "the folder is RUNS/NAME", "out-dir": "the folder is RUNS/NAME",
 }  # fmt: skip
-"""Remarks on names whose values do not mean the same as ours."""
+"""Notes on names whose values mean something else in mjax."""
 UNITS = {
-    "train.global-batch": "sequences a step over all devices", "train.micro-batch": "sequences a replica takes at once",
+    "train.global-batch": "sequences per step over all devices", "train.micro-batch": "sequences per replica at a time",
 }  # fmt: skip
 
 
 def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
-    """The dataclass `cls` from the command line; `--help` and values of another type end the process, as in tyro.
+    """The dataclass `cls` from the command line; `--help` and values of the wrong type end the process, as in tyro.
 
     Raises:
-      UsageError: there is a flag that `cls` does not have, or a number is out of its bounds.
+      UsageError: a flag does not exist in `cls`, or a number is out of its bounds.
     """
     if {"-h", "--help"} & set(argv):
         _join_lines_of_help(cls, default)
@@ -149,12 +149,12 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
 
 
 def typed_flags(argv: Sequence[str]) -> set[str]:
-    """Names of the flags in a command line, without dashes in front: 'config', 'train.steps'."""
+    """Names of the flags in a command line, without leading dashes: 'config', 'train.steps'."""
     return {word[2:].partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
 
 
 def flags_of(cls: type, default: object = None) -> Iterator[str]:
-    """Names of the flags of `cls`, without dashes in front: 'config', 'mesh.data'."""
+    """Names of the flags of `cls`, without leading dashes: 'config', 'mesh.data'."""
     return (name for name, _ in _kinds_of(cls, default))
 
 
@@ -204,7 +204,7 @@ def _negative(name: str) -> str:
 
 
 def _instead(name: str, value: str, known: set[str], prog: str) -> str:
-    """The flag to type in place of one that is not known."""
+    """The flag to type instead of an unknown one."""
     section, _, last = name.lower().rpartition(".")
     if section == "model" and (kinds := list(kinds_with(last.replace("-", "_")))):
         return f" for this model; it is for {KIND_FLAG} {either(kinds)}: leave it out"
@@ -224,7 +224,8 @@ def _instead(name: str, value: str, known: set[str], prog: str) -> str:
 
 
 def _join_lines_of_help(cls: type, default: object = None) -> None:
-    """Give tyro each field's docstring as one line, which it wraps to the terminal; by itself it keeps our lines."""
+    """Give tyro each field's docstring as one line, which it wraps to the terminal; by default it keeps our line
+    breaks."""
     source = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
     texts = {}
     for assignment, text in itertools.pairwise(source):

@@ -99,20 +99,20 @@ class ModelConfig:
         return self.init_std / (2 * self.layers) ** 0.5
 
     def build(self, key, dtype):
-        """The model with weights drawn from `key`, a key of `jax.random`, in `dtype`."""
+        """The model with weights initialised from `key`, a key of `jax.random`, in `dtype`."""
         module, _, name = self.module.partition(":")
         return getattr(importlib.import_module(module), name)(key, self, dtype)
 
     def batch(self, data, evaluation: bool = False) -> Arrays:
-        """The arrays of a batch with this `DataConfig`; here those of a model that predicts the next token."""
+        """The arrays of a batch with this `DataConfig`; here for a model that predicts the next token."""
         return {name: ((self.sequence,), dtype) for name, dtype in data.batch_types(evaluation).items()}
 
     def columns(self) -> dict[str, int]:
-        """The sizes that `mesh.model` has to divide, by their names."""
+        """The sizes that `mesh.model` has to divide, by name."""
         return {"heads": self.heads, "padded vocabulary": self.padded_vocabulary}
 
     def check(self, config) -> None:
-        """Refuse settings of the run, a `Config`, that this model cannot work with.
+        """Refuse settings of the run, a `Config`, that this model does not support.
 
         Raises:
           UsageError: one sentence with the flag, its value and what to type.
@@ -126,10 +126,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TransformerConfig(ModelConfig):
-    """Fields of the transformers of GPT-2, BERT and Megatron-LM."""
+    """Fields shared by the transformers of GPT-2, BERT and Megatron-LM."""
 
     feed_forward: Count | None = None
-    """Width of the MLP, f; 4 × hidden when not given."""
+    """Width of the MLP, f; by default 4 × hidden."""
     activation: Annotated[Gelu, TUNING] = "gelu_tanh"
     """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
     hidden_dropout: Rate = 0.1
@@ -159,13 +159,13 @@ class GPTConfig(TransformerConfig):
     kind: Literal["gpt"] = "gpt"
     """Architecture of the model."""
     positions: Literal["learned", "alibi"] = "learned"
-    """How a token knows its place: learned positions, added to the embedding; or ALiBi (arXiv 2108.12409), a penalty on
-    the distance between two tokens in attention, without weights."""
+    """Position encoding: learned positions, added to the embedding; or ALiBi (arXiv 2108.12409), a penalty on the
+    distance between two tokens in attention, without weights."""
     embedding_layernorm: bool = False
     """A LayerNorm after the embedding, as in BLOOM."""
     window: Annotated[Count | None, TUNING] = None
-    """Tokens that a position sees in attention, itself included (sliding window, arXiv 2004.05150); all before it when
-    not given."""
+    """Number of tokens that a position attends to, itself included (sliding window, arXiv 2004.05150); by default all
+    before it."""
 
     title: ClassVar[str] = "a GPT"
     module: ClassVar[str] = "mjax.models.gpt:GPT"
@@ -184,11 +184,11 @@ class GPTConfig(TransformerConfig):
 
 @dataclass(frozen=True)
 class EncoderConfig(TransformerConfig):
-    """Fields of a BERT, whatever its head."""
+    """Fields shared by BERT models, whatever their head."""
 
     layernorm: Literal["pre", "post"] = "pre"
-    """LayerNorm before attention and MLP, as arXiv 1909.08053 rearranged it (figure 7b), or behind each sum, as in the
-    original BERT (7a)."""
+    """LayerNorm before attention and MLP, as rearranged in arXiv 1909.08053 (figure 7b), or after each residual sum, as
+    in the original BERT (7a)."""
 
     causal: ClassVar[bool] = False
 
@@ -200,13 +200,13 @@ class EncoderConfig(TransformerConfig):
 
 @dataclass(frozen=True)
 class BERTConfig(EncoderConfig):
-    """An encoder that predicts masked tokens from both sides, and whether two stretches of text are in order."""
+    """An encoder that predicts masked tokens from both sides, and whether two segments of text are in order."""
 
     kind: Literal["bert"] = "bert"
     """Architecture of the model."""
     mlm_activation: Annotated[Gelu | None, TUNING] = None
-    """GELU of the MLM head; that of the MLP when not given. Megatron's fused kernel is for the MLP, and its head
-    exact."""
+    """GELU of the MLM head; by default that of the MLP. Megatron's fused kernel is for the MLP only; its head uses the
+    exact form."""
 
     title: ClassVar[str] = "a BERT"
     module: ClassVar[str] = "mjax.models.bert:BERT"
@@ -215,12 +215,12 @@ class BERTConfig(EncoderConfig):
     def batch(self, data, evaluation: bool = False) -> Arrays:
         """The arrays of a batch.
 
-        tokens          the pair of stretches of text, with masks in it, and padding
-        labels          what stood in the place of each
+        tokens          the pair of segments, with masks and padding
+        labels          the original tokens
         loss_mask       whether a label counts: where a token was masked
-        token_types     0 in the first stretch of text, 1 in the second
+        token_types     0 in the first segment, 1 in the second
         documents       0 for text, 1 for padding: neither attends to the other
-        sentence_order  [], 0 where the stretches are in order, 1 where they are swapped
+        sentence_order  [], 0 if the segments are in order, 1 if they are swapped
         """
         names = {"tokens": "int32", "labels": "int32", "loss_mask": "bool", "token_types": "int32"}
         rows = {name: ((self.sequence,), dtype) for name, dtype in {**names, "documents": "int32"}.items()}
@@ -234,9 +234,9 @@ class BERTTaskConfig(EncoderConfig):
     kind: Literal["bert_task"] = "bert_task"
     """Architecture of the model."""
     head: Literal["classification", "multiple_choice", "span"] = "classification"
-    """What the head scores: classes of a sequence, choices of a question, or tokens as an answer's first and last."""
+    """What the head scores: classes of a sequence, choices of a question, or tokens as first and last of an answer."""
     answers: Count = 2
-    """Classes of the head classification, choices of the head multiple_choice."""
+    """Number of classes (head classification) or choices (head multiple_choice)."""
 
     title: ClassVar[str] = "a BERT with the head of a task"
     module: ClassVar[str] = "mjax.models.heads:TaskBERT"
@@ -248,16 +248,16 @@ class BERTTaskConfig(EncoderConfig):
 
     @property
     def outputs(self) -> int:
-        """Numbers that the head gives: of a sequence, or with head span of each token."""
+        """Numbers that the head outputs, per sequence, or per token with head span."""
         return {"classification": self.answers, "multiple_choice": 1, "span": 2}[self.head]
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """The labels of a sample: a class, a choice, or the places of the first and last token."""
+        """The labels of a sample: a class, a choice, or the positions of the first and last token."""
         return ("start", "end") if self.head == "span" else ("label",)
 
     def batch(self, data, evaluation: bool = False) -> Arrays:
-        """Tokens, token types and documents [c, s], a row for each choice, and the labels [] of `label_names`."""
+        """Tokens, token types and documents [c, s], one row per choice, and the labels [] of `label_names`."""
         rows = dict.fromkeys(("tokens", "token_types", "documents"), ((self.sequences, self.sequence), "int32"))
         return rows | dict.fromkeys(self.label_names, ((), "int32"))
 
@@ -269,14 +269,14 @@ KIND_FLAG = "--model.kind"
 
 
 def register(config: C) -> C:
-    """Make a config known by the default of its field `kind`; a decorator.
+    """Register a config under the default of its field `kind`; a decorator.
 
     Raises:
-      ValueError: another config has the name.
+      ValueError: the name is taken.
     """
     name = next(field.default for field in dataclasses.fields(config) if field.name == "kind")
     if not name or REGISTRY.setdefault(name, config).__qualname__ != config.__qualname__:
-        raise ValueError(f"{config.__name__} has the kind {name!r}, which is taken or empty; give it one of its own")
+        raise ValueError(f"{config.__name__} has the kind {name!r}, which is taken or empty; give it another")
     REGISTRY[name] = config
     return config
 
@@ -286,7 +286,7 @@ for _config in (GPTConfig, BERTConfig, BERTTaskConfig):
 
 
 def config_class(kind: Any, source: str) -> type[ModelConfig]:
-    """The dataclass of the models that are called `kind`.
+    """The dataclass of the models named `kind`.
 
     Raises:
       UsageError: there is none; `source` says where the name comes from.
@@ -294,26 +294,26 @@ def config_class(kind: Any, source: str) -> type[ModelConfig]:
     if not isinstance(kind, str) or kind not in REGISTRY:
         near = suggestion(kind, list(REGISTRY)) if isinstance(kind, str) else ""
         raise UsageError(
-            f"{source}: there is no model of the kind {kind!r}{near}; there are {', '.join(REGISTRY)}, and a model of "
-            "your own is known to train and plan with --config FILE.py, the file that registers it, and to Python "
-            "after its import"
+            f"{source}: there is no model {kind!r}{near}; there are {', '.join(REGISTRY)}, and a model of "
+            "your own is known to train and plan with --config FILE.py, the file that registers it, and in Python "
+            "after importing it"
         )
     return REGISTRY[kind]
 
 
 def kind_of(model: ModelConfig) -> str:
-    """The name of a model's architecture."""
+    """The name of the architecture of `model`."""
     return model.kind
 
 
 def as_kind(model: ModelConfig, kind: str) -> ModelConfig:
-    """A config of another architecture, with the fields of `model` that it has too."""
+    """A config of another architecture, with the fields that it shares with `model`."""
     cls = config_class(kind, KIND_FLAG)
     shared = (_names(cls) & _names(type(model))) - {"kind"}
     return cls(**{name: getattr(model, name) for name in shared})
 
 
-# Fields that once every config had, whatever its kind, with their defaults.
+# Fields that every config once had, whatever its kind, with their defaults.
 _SHARED_ONCE = {
     "positions": "learned",
     "embedding_layernorm": False,
@@ -325,7 +325,7 @@ _SHARED_ONCE = {
 
 
 def upgraded(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a config.json's model, also of one written when all architectures shared a dataclass."""
+    """The values of the model in a config.json, also from when all architectures shared one dataclass."""
     values = {"kind": "gpt", **values}
     if values["kind"] == "bert" and values.get("head", "pretraining") != "pretraining":
         values["kind"] = "bert_task"

@@ -1,9 +1,9 @@
-"""Settings that a config takes from its data and its length, where the command line does not give them.
+"""Settings that a config takes from its data and its length unless the command line sets them.
 
-    vocabulary   that of the tokenizer the data were prepared with; a config file has that of another, often GPT-2's
-    warm-up      shortened in proportion where --train.steps leaves no room for it
+    vocabulary   that of the data's tokenizer; a config file has that of another, often GPT-2's
+    warm-up      shortened in proportion if --train.steps leaves no room for it
 
-Each is announced in a line, and the run's config.json has the numbers that were taken.
+Each is announced in one line, and the run's config.json has the resulting values.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mjax.data.metadata import read_metadata
 
 
 def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Path) -> tuple[Config, list[str]]:
-    """The config of a run, and what was taken from elsewhere, a line each.
+    """The config of a run, and one line for each setting taken from elsewhere.
 
     Args:
-      config: with the flags of the command line in it.
+      config: including the flags of the command line.
       chosen: without them.
       typed: names of these flags, such as "train.steps".
-      label: what to call the config.
-      run: folder of the run, which may hold one already: the vocabulary that its weights have stays.
+      label: name of the config in messages.
+      run: folder of the run, which may exist already: its weights keep their vocabulary.
 
     Raises:
       UsageError: the data or the run there are damaged.
@@ -49,9 +49,9 @@ def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Pa
 
 
 def _vocabularies(config: Config) -> dict[str, int]:
-    """By dataset the vocabulary that `mjax prepare` noted, which Megatron's tools do not.
+    """By dataset the vocabulary recorded by `mjax prepare`; Megatron's tools record none.
 
-    Of several they are equal, or `open_data` refuses them.
+    Several datasets have the same one, or `open_data` refuses them.
     """
     field = "path" if config.data.path else "train_path"
     values = () if config.data.mock else getattr(config.data, field)
@@ -60,13 +60,13 @@ def _vocabularies(config: Config) -> dict[str, int]:
 
 
 def _goes_on(run: Path, vocabulary: int) -> bool:
-    """True where the run in this folder has this vocabulary."""
+    """True if the run in this folder has this vocabulary."""
     file = run / "config.json"
     return file.is_file() and read_config(file).model.vocabulary == vocabulary
 
 
 def _shorter_warmup(config: Config, chosen: Config) -> int | None:
-    """A warm-up that fits, where the config file's does not fit the length that was typed; else None."""
+    """A warm-up that fits, if the config file's does not fit the given length; else None."""
     before, now = (one.optimizer.decay_steps or one.train.steps for one in (chosen, config))
     warmup = config.optimizer.warmup_steps
     if config.optimizer.schedule == "constant" or warmup < now or warmup >= before or now < 1:

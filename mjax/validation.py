@@ -1,4 +1,4 @@
-"""Refusals before a device is touched, in one sentence each: what was given, what is allowed and what to type."""
+"""Checks before a device is touched. Each refusal is one sentence: what was given, what is allowed, what to type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mjax.errors import UsageError, either
 from mjax.model_config import KIND_FLAG
 from mjax.parallel.schedules import check_counts
 
-LARGEST_SUGGESTED = 2**16  # a config.json may hold any number: nobody waits for its divisors
+LARGEST_SUGGESTED = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
 
 
 def validate(config: Config, name: str = "this config") -> None:
@@ -34,7 +34,7 @@ def validate(config: Config, name: str = "this config") -> None:
 
 
 def _check_shapes(config: Config) -> None:
-    """That heads, the axes of the mesh and micro-batches divide what they split."""
+    """Check that heads, mesh axes and micro-batches divide what they split."""
     model, mesh, train = config.model, config.mesh, config.train
     if model.hidden % model.heads:
         raise UsageError(
@@ -71,7 +71,7 @@ def _check_sequence_parallel(config: Config) -> None:
 
 
 def _check_schedules(config: Config) -> None:
-    """The learning rate's schedule, the samples that the steps need, the loss scale and the loss's spikes."""
+    """Check the learning-rate schedule, the number of samples, the loss scale and loss spikes."""
     train, optimizer = config.train, config.optimizer
     decay_steps = optimizer.decay_steps or train.steps
     if optimizer.warmup_steps >= decay_steps and optimizer.schedule != "constant":
@@ -103,11 +103,11 @@ def _check_schedules(config: Config) -> None:
 
 OF_PAIRS = ("mask_probability", "short_probability")
 OF_TEXT = ("reset_positions", "reset_attention", "mask_eod_loss", "validation_tail")
-"""Fields of `data` that are for a BERT's pairs of text, and for text that is read from left to right."""
+"""Fields of `data` that are for BERT's pairs of text, and for text read from left to right."""
 
 
 def _check_samples(config: Config) -> None:
-    """Refuse settings of the data that the model's samples do not have."""
+    """Refuse data settings that the model's samples do not have."""
     default = type(config.data)()
     others = {"text": (OF_PAIRS, f"pairs of text, with {KIND_FLAG} bert", "these samples are whole and unmasked")}
     others["pairs"] = (OF_TEXT, f"text, with {KIND_FLAG} gpt", "a BERT's samples are pairs with padding")
@@ -120,7 +120,7 @@ def _check_samples(config: Config) -> None:
 
 
 def _check_data(config: Config, name: str) -> None:
-    """That there are data, named in one of the two ways, and that blends have their form."""
+    """Check that there are data, given in one of the two ways, and that blends are well-formed."""
     data = config.data
     if data.mock or data.own:
         return
@@ -131,13 +131,11 @@ def _check_data(config: Config, name: str) -> None:
         )
     if data.path and (data.train_path or data.valid_path or data.test_path):
         raise UsageError(
-            "--data.path is cut into parts by --data.split, and --data.train-path, --data.valid-path and "
-            "--data.test-path name a part each; leave out the three, or --data.path (write it with nothing behind it)"
+            "--data.path is split into parts by --data.split, while --data.train-path, --data.valid-path and "
+            "--data.test-path name one part each; leave out these three, or --data.path (write it with no value)"
         )
     if not data.path and config.train.eval_interval > 0 and not data.valid_path:
-        raise UsageError(
-            "--data.train-path has no validation beside it; add --data.valid-path, or --train.eval-interval 0"
-        )
+        raise UsageError("--data.train-path has no validation data; add --data.valid-path, or --train.eval-interval 0")
     for field in ("path", "train_path", "valid_path", "test_path"):
         if getattr(data, field):
             parse_blend(getattr(data, field), f"--data.{field.replace('_', '-')}")
@@ -145,7 +143,7 @@ def _check_data(config: Config, name: str) -> None:
 
 
 def _check_batch_sizes(config: Config) -> None:
-    """The ramp-up or the schedule of the batch, and that each of its sizes makes whole micro-batches."""
+    """Check the ramp-up or schedule of the batch, and that each size makes whole micro-batches."""
     train, mesh = config.train, config.mesh
     if train.batch_rampup is None and train.batch_schedule is None:
         return
@@ -202,7 +200,7 @@ def _fitting_rampup(config: Config, unit: int) -> str:
 
 
 def check_devices(config: Config, found: int, name: str = "this config") -> None:
-    """Refuse a mesh that does not use exactly the devices there are.
+    """Refuse a mesh that does not use exactly the available devices.
 
     Raises:
       UsageError: the mesh needs more or fewer devices than were found.

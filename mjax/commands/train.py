@@ -1,4 +1,4 @@
-"""`mjax train`, which is train.py: flags become a checked config, then the run starts."""
+"""`mjax train`, the same as train.py: turns flags into a checked config, then starts the run."""
 
 from __future__ import annotations
 
@@ -23,26 +23,25 @@ from mjax.validation import validate
 
 @dataclass(frozen=True)
 class TrainArguments:
-    """Train a model. Any field of the config can be changed by a flag, such as --mesh.data 8 or --train.steps 1000."""
+    """Train a model. Any config field is a flag, such as --mesh.data 8 or --train.steps 1000."""
 
     config: str = "gpt_demo"
-    """Name of a file in configs/, or a path to a .py file that defines `config`."""
+    """Name of a file in configs/, or path to a .py file that defines `config`."""
     name: str | None = None
-    """Name of the run, whose folder is RUNS/NAME; that of the config when not given. A run that is there is
-    continued."""
+    """Name of the run, whose folder is RUNS/NAME; by default that of the config. An existing run is continued."""
     runs: Path = Path("runs")
-    """Folder of run folders."""
+    """Folder that contains the run folders."""
     resume: Annotated[Path | None, tyro.conf.arg(aliases=["--run"])] = None
-    """Continue the run in this folder with the config saved there."""
+    """Continue the run in this folder with its saved config."""
     step: int | None = None
-    """With --resume: continue from this checkpoint, and set later ones aside; the newest when not given."""
+    """With --resume: continue from this checkpoint and set later ones aside; by default the newest."""
     simulate: int | None = None
-    """Run on this many simulated devices of the CPU, in each process."""
+    """Number of CPU devices to simulate, in each process."""
     allow_change: bool = False
-    """Continue a run although a setting that changes what it learns (optimizer, data, seed, batch, precision, model) is
-    another one. Steps, mesh, intervals and logging change without it."""
+    """Continue a run even if a setting that changes what it learns is different (optimizer, data, seed, batch,
+    precision, model). Steps, mesh, intervals and logging may change without it."""
     force: bool = False
-    """Train even where the memory of the GPUs is predicted not to suffice."""
+    """Train even if the run is predicted not to fit into GPU memory."""
     distributed: Distributed = field(default_factory=Distributed)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
@@ -73,10 +72,10 @@ def train(argv: Sequence[str]) -> int:
 
 
 def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, list[str]]:
-    """The arguments of `mjax train`, with the run folder in `resume`; the config's label; and lines about what it takes
-    from its data and changes in its run.
+    """The arguments of `mjax train`, with the run folder in `resume`; the label of the config; and lines about settings
+    taken from the data and changed in the run.
 
-    Everything that can be refused without a device is refused here, before jax is imported.
+    Every check that needs no device is made here, before jax is imported.
     """
     chosen = choose_config(argv)
     arguments = parse(TrainArguments, argv, "mjax train", chosen)
@@ -101,19 +100,19 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, list[str
 
 
 def _check_step(arguments: TrainArguments, folder: Path) -> None:
-    """Refuse a --step that names no checkpoint of the run that is resumed."""
+    """Refuse a --step without a checkpoint in the run that is resumed."""
     from mjax.state.runs import checkpoint_steps
 
     if arguments.resume is None:
         raise UsageError(f"--step {arguments.step} goes with --resume; add --resume {folder}")
     if arguments.step not in (steps := checkpoint_steps(folder)):
-        raise UsageError(f"--step {arguments.step}: {folder} holds no such checkpoint; use {either(steps)}")
+        raise UsageError(f"--step {arguments.step}: {folder} has no such checkpoint; use {either(steps)}")
 
 
 def _tell_the_others(argv: Sequence[str], error: UsageError) -> None:
-    """Say why this process does not train and, if it is one of several, join the others to tell them: they would wait
-    for it."""
-    needed = ("--distributed.", "--simulate")  # others may be what is wrong
+    """Report why this process does not train and, if it is one of several, join the others to tell them; otherwise they
+    would wait for it."""
+    needed = ("--distributed.", "--simulate")  # other flags may be what is wrong
     words = [
         word
         for before, word in zip(["", *argv], argv, strict=False)
@@ -124,7 +123,7 @@ def _tell_the_others(argv: Sequence[str], error: UsageError) -> None:
     arguments = parse(TrainArguments, words, "mjax train", TrainArguments())
     if not arguments.distributed.several:
         return
-    explain(error)  # at once: the others may come late
+    explain(error)  # at once: the others may start late
     if arguments.simulate is not None and "jax" not in sys.modules:
         launch.simulate_devices(arguments.simulate)
     from mjax.parallel import processes
@@ -136,7 +135,7 @@ def _tell_the_others(argv: Sequence[str], error: UsageError) -> None:
 
 
 def name_of(config: str) -> str:
-    """The name of a run when none is given: that of its config, or of the run whose config.json it is."""
+    """The default name of a run: that of its config, or of the run whose config.json it is."""
     file = Path(config)
     return file.resolve().parent.name if file.name == "config.json" else file.stem
 
@@ -153,7 +152,7 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
         for flag in ("config", "name"):
             if (value := getattr(first, flag)) is not None:
                 raise UsageError(
-                    f"--{flag} {value} does nothing beside --run {first.resume}, which continues that run; leave one "
+                    f"--{flag} {value} has no effect with --run {first.resume}, which continues that run; leave one "
                     f"out, or type --config {first.resume}/config.json --name NEW for a new run with its settings"
                 )
         from mjax.state.runs import has_checkpoint
