@@ -1,14 +1,14 @@
 """mjax: language models trained the way Megatron-LM does it, in JAX, with every collective in one readable file.
 
-The Python interface (docs/python.md). Nothing is imported before it is used, and `import mjax` imports no JAX.
+The Python interface (docs/python.md). Names are imported on first use, and `import mjax` does not import JAX.
 
-    load_config(name)              a config of configs/, of a .py file or of a run's config.json
-    Config                         the same from its parts, such as mjax.config.MeshConfig
-    validate(config)               refuse what cannot run, in the sentence of the command line
-    simulate(devices)              let one CPU play several devices; before the first array
+    load_config(name)              a config from configs/, a .py file or a run's config.json
+    Config                         built from its parts, such as mjax.config.MeshConfig
+    validate(config)               refuse a config that cannot run, with the message of the command line
+    simulate(devices)              simulate several devices on one CPU; before the first array
     make_mesh(config.mesh)         the mesh, over the devices that JAX sees
-    build_program(config, mesh)    initial state, train step and evaluation step, ready to be called
-    Trainer(config, folder)        a run, with a data source, callbacks, a loss and an optimizer of your own
+    build_program(config, mesh)    initial state, train step and evaluation step
+    Trainer(config, folder)        a run, with your own data source, callbacks, loss and optimizer
     open_run(folder)               config, tokenizer and weights of a run
     generate(folder, prompts)      continue prompts
     evaluate(folder, task, data)   metrics of a task

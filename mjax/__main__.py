@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line in a process set up for this machine."""
+    """Run the command line, after setting up the process for this machine."""
     try:
         from mjax import cli, launch
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""JSON from files: whatever is wrong with one ends in a sentence, and none takes more memory than its size allows."""
+"""Reading JSON files: any problem gives one sentence, and memory is bounded by the size of the file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from mjax.errors import UsageError
 
 LARGEST = 2**26  # bytes; the largest tokenizer.json of a published model has half of that
-DEEPEST = 64  # objects and lists within each other
+DEEPEST = 64  # nesting depth of objects and lists
 
 
 def read_json(file: Path, fix: str, missing: str | None = None) -> Any:
@@ -18,28 +18,28 @@ def read_json(file: Path, fix: str, missing: str | None = None) -> Any:
     Args:
       file: in UTF-8.
       fix: ends the sentence about a damaged file: what to do.
-      missing: ends the one about a file that is not there.
+      missing: ends the sentence about a missing file.
 
     Raises:
-      UsageError: the file is missing, unreadable, too large or no JSON.
+      UsageError: the file is missing, unreadable, too large or not JSON.
     """
     try:
         with file.open("rb") as stream:
             content = stream.read(LARGEST + 1)
     except FileNotFoundError:
         raise UsageError(f"{file} does not exist; {missing or fix}") from None
-    except (OSError, ValueError) as error:  # a folder, a name that cannot be
+    except (OSError, ValueError) as error:  # a folder, or an invalid name
         raise UsageError(f"{file} cannot be read ({getattr(error, 'strerror', error)}); {fix}") from None
     if len(content) > LARGEST:
-        raise UsageError(f"{file} has more than {LARGEST:,} bytes, too many for such a file; {fix}")
+        raise UsageError(f"{file} has more than {LARGEST:,} bytes, which is too large; {fix}")
     return parse_json(content, str(file), fix)
 
 
 def parse_json(content: bytes | str, source: str, fix: str) -> Any:
-    """The value that `content` is JSON of; `source` and `fix` begin and end the sentence where it is none.
+    """The value of `content` as JSON; `source` and `fix` begin and end the sentence if it is not JSON.
 
     Raises:
-      UsageError: it is no JSON in UTF-8, or is nested too deeply.
+      UsageError: it is not JSON in UTF-8, or is nested too deeply.
     """
     try:
         value = json.loads(content if isinstance(content, str) else content.decode("utf-8"))
@@ -48,13 +48,13 @@ def parse_json(content: bytes | str, source: str, fix: str) -> Any:
         problem = "too many objects and lists are nested"
     except RecursionError:
         problem = "too many objects and lists are nested"
-    except ValueError as error:  # also what is not UTF-8, and numbers of thousands of digits
+    except ValueError as error:  # also invalid UTF-8, and numbers of thousands of digits
         problem = str(error)
     raise UsageError(f"{source} is not JSON ({problem}); {fix}")
 
 
 def _is_deep(value: Any) -> bool:
-    """True where parts of `value` are nested deeper than `DEEPEST`: their `repr` would fail later."""
+    """True if `value` is nested deeper than `DEEPEST`: its `repr` would fail later."""
     level = [value]
     for _ in range(DEEPEST):
         level = [

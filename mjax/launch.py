@@ -17,19 +17,19 @@ from mjax.hardware import USABLE_FRACTION
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 # Two names of one setting; JAX refuses to start with both.
 MEMORY_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
-# How launchers tell a process how many there are: Slurm's srun, Open MPI's mpirun.
+# Environment variables in which launchers give the number of processes: Slurm's srun, Open MPI's mpirun.
 PROCESS_COUNTS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
 
 
 def has_nvidia_gpu() -> bool:
-    """True where this machine shows an NVIDIA device; found out without touching it."""
+    """True if this machine has an NVIDIA device; found out without using it."""
     return (
         Path("/dev/nvidia0").exists() or Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
     )
 
 
 def launched_by(environment: Mapping[str, str] = os.environ) -> tuple[str, int | None] | None:
-    """The launcher that has started several processes, and how many if it says so; None: this one is alone."""
+    """The launcher that started several processes, and how many if it says so; None for a single process."""
     for variable, launcher in PROCESS_COUNTS.items():
         if int(environment.get(variable, "1")) > 1:
             return launcher, int(environment[variable])
@@ -37,9 +37,9 @@ def launched_by(environment: Mapping[str, str] = os.environ) -> tuple[str, int |
 
 
 def claim_gpu_memory(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let XLA take nine tenths of a GPU's memory unless the environment says otherwise.
+    """Let XLA use nine tenths of a GPU's memory unless the environment says otherwise.
 
-    By itself it takes three quarters. The rest is for CUDA, cuBLAS and NCCL. `mjax plan` counts with the same share
+    XLA's default is three quarters. The rest is for CUDA, cuBLAS and NCCL. `mjax plan` uses the same share
     (`hardware.USABLE_FRACTION`).
     """
     if not any(name in environment for name in MEMORY_FRACTIONS):
@@ -50,7 +50,7 @@ def restart_with_huge_pages() -> None:
     """On a CPU, restart this process with huge pages for its heap, once.
 
     XLA maps its arena of activations again at every step; with 4 KiB pages a step of a gigabyte begins with 300,000
-    page faults, an eighth of its time. The C library reads the setting before `main`, so it cannot be made from inside.
+    page faults, an eighth of its time. The C library reads the setting before `main`, so it cannot be set from inside.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if sys.platform != "linux" or has_nvidia_gpu() or "glibc.malloc.hugetlb" in tunables:
@@ -67,7 +67,7 @@ def simulate_devices(count: int) -> None:
     """
     if count < 1:
         raise UsageError(f"--simulate is {count}; it must be at least 1")
-    if "jax" in sys.modules:  # the file of a config may import it; no device has been touched yet
+    if "jax" in sys.modules:  # a config file may import it; no device has been used yet
         import jax
 
         jax.config.update("jax_platforms", "cpu")
@@ -87,24 +87,24 @@ class Distributed:
     processes: int | None = None
     """Number of processes."""
     process: int | None = None
-    """Index of this one, from 0."""
+    """Index of this process, from 0."""
     start_timeout: Annotated[int, Bounds(ge=5)] = 300
-    """Seconds in which all processes have to come together."""
+    """Seconds within which all processes have to connect."""
     heartbeat: Annotated[int, Bounds(ge=5)] = 25
-    """Seconds of silence after which a process is lost and the run ends. One that dies is noticed at once."""
+    """Seconds of silence after which a process is lost and the run ends. A process that dies is noticed at once."""
     watchdog: float | None = None
-    """Seconds without a finished step after which process 0 says who is behind; 0: never. When not given: a minute or
-    ten median steps, whichever is longer."""
+    """Seconds without a finished step after which process 0 reports which process is behind; 0: never. By default a
+    minute or ten median steps, whichever is longer."""
     hang_limit: float | None = None
-    """Seconds without a finished step after which the run ends with exit code 1, for a launcher to start it again; ten
-    times as many while it compiles, or all evaluate or save. When not given: never."""
+    """Seconds without a finished step after which the run ends with exit code 1, for a launcher to restart it; ten
+    times as many while it compiles, evaluates or saves. By default never."""
 
     @property
     def several(self) -> bool:
-        """True where a launcher or the flags say that this process is one of several."""
+        """True if a launcher or the flags say that this process is one of several."""
         return launched_by() is not None or None not in (self.coordinator, self.processes, self.process)
 
 
 def leave_accelerators_alone() -> None:
-    """Have JAX see the CPU only: work that needs no accelerator must not take the memory of one that is training."""
+    """Show JAX the CPU only: work that needs no accelerator must not take the memory of one in use."""
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,4 +1,4 @@
-"""`mjax plan | head`: end quietly when the reader of the output has had enough."""
+"""`mjax plan | head`: end quietly when the output is no longer read."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 UNREAD = 141
-"""Exit code of a command whose reader is gone: 128 + SIGPIPE, as shells report it of `yes | head`."""
+"""Exit code of a command whose reader is gone: 128 + SIGPIPE, as in shells for `yes | head`."""
 
 
 @contextmanager
 def flushed_output() -> Iterator[None]:
-    """Flush stdout after the block, so that a reader who is gone is found by `main` and not while Python ends.
+    """Flush stdout after the block, so that a closed pipe is noticed by `main` and not while Python exits.
 
-    After an error nothing is flushed: the error is what has to be told.
+    After an error nothing is flushed: the error has to be reported.
     """
     try:
         yield
@@ -27,8 +27,8 @@ def flushed_output() -> Iterator[None]:
 
 
 def output_is_unread() -> bool:
-    """True where nobody reads stdout or stderr any more. They are then closed off, so that Python does not complain at
-    its end."""
+    """True if stdout or stderr is no longer read. They are then closed off, so that Python does not complain at
+    exit."""
     broken = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and _is_broken(stream)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in broken:
@@ -38,16 +38,16 @@ def output_is_unread() -> bool:
 
 
 def _flush() -> None:
-    if sys.stdout is not None:  # it is where a shell has closed it: mjax plan >&-
+    if sys.stdout is not None:  # None if a shell has closed it: mjax plan >&-
         sys.stdout.flush()
 
 
 def _is_broken(stream) -> bool:
-    """True where `stream` writes into a pipe or socket that has no reader."""
+    """True if `stream` writes into a pipe or socket without a reader."""
     try:
         file = stream.fileno()
-    except (OSError, ValueError):  # a stream of Python's own, or a closed one
+    except (OSError, ValueError):  # not a real file, or a closed one
         return False
     poll = select.poll()
-    poll.register(file, 0)  # errors are reported unasked
+    poll.register(file, 0)  # errors are always reported
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

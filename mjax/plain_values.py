@@ -1,4 +1,4 @@
-"""A config from plain values: what config.json says, checked field by field against the types of the dataclasses."""
+"""A config from plain values: the contents of config.json, checked against the types of the dataclasses."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from mjax.errors import UsageError, suggestion
 
 T = TypeVar("T")
-WHOLE = 2**63  # above any number of anything here, and below what JSON can spell
+WHOLE = 2**63  # above any valid number, and below what JSON can spell
 
 
 def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
-    """The dataclass `cls`, of plain values as `dataclasses.asdict` gives them; fields that are missing take defaults.
+    """The dataclass `cls` from plain values as given by `dataclasses.asdict`; missing fields take their defaults.
 
     Args:
       cls: fields are numbers, text, booleans, None, `Literal`s, tuples, lists and objects of these, and dataclasses of
         such fields.
-      values: an object as JSON has it.
-      source: where they came from, for messages.
-      prefix: of the names of fields in messages, such as `mesh.`.
+      values: an object, as in JSON.
+      source: where the values come from, for messages.
+      prefix: of field names in messages, such as `mesh.`.
 
     Raises:
-      UsageError: a field is unknown or missing, or holds a value of another type.
+      UsageError: a field is unknown or missing, or has a value of another type.
     """
     if not isinstance(values, dict):
         raise UsageError(f"{source}: {prefix or 'the config'} must be an object, not {values!r}")
@@ -52,7 +52,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is tuple:  # JSON has lists
         kinds = get_args(kind)
         if kinds[1:] == (...,):
-            if value is None or isinstance(value, str):  # none or one, as before there were several (`DataConfig`)
+            if value is None or isinstance(value, str):  # none or one, from before there were several (`DataConfig`)
                 return value is None or _fits(value, kinds[0])
             kinds = kinds[:1] * len(value) if isinstance(value, (list, tuple)) else ()
         return isinstance(value, (list, tuple)) and len(value) == len(kinds) and all(map(_fits, value, kinds))
@@ -67,7 +67,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and in_range
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool) and abs(value) < WHOLE
-    if kind is str:  # as any path or name can be
+    if kind is str:  # may be any path or name
         return isinstance(value, str) and "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
     return isinstance(value, kind)
 

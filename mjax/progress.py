@@ -1,4 +1,4 @@
-"""A bar for long work, on a terminal only: elsewhere nothing is printed."""
+"""A progress bar, on a terminal only: elsewhere nothing is printed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,15 +19,15 @@ from rich.progress import (
 def progress(
     verb: str, total: int | None, *figures: ProgressColumn, console: Console | None = None, transient: bool = False
 ) -> Iterator[Callable[..., None]]:
-    """Show a bar; gives a function to call with how much of `total` was done since the last call.
+    """Show a bar; yields a function to call with how much of `total` was done since the last call.
 
     Args:
-      verb: what is done; in front of the bar.
-      total: how much there is to do; None where nobody knows: the bar only moves.
-      figures: what stands behind the bar; the share that is done and the time so far when not given. Where they show
-        the task's description, which is empty at first, the function takes a new one as `description`.
-      console: stderr when not given; who prints while the bar is shown must use the same.
-      transient: whether the bar goes when all is done.
+      verb: label in front of the bar.
+      total: amount of work; None if unknown: the bar only moves.
+      figures: columns after the bar; by default the share done and the elapsed time. If they show the task's
+        description, which is empty at first, the function takes a new one as `description`.
+      console: stderr by default; whatever prints while the bar is shown must use the same.
+      transient: whether the bar disappears at the end.
     """
     console = console or Console(stderr=True)
     figures = figures or (TaskProgressColumn(), TimeElapsedColumn())

@@ -1,4 +1,4 @@
-"""The curves of several runs in one picture."""
+"""The loss curves of several runs in one figure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:
 
 
 def draw_runs(runs: Mapping[str, Sequence[dict[str, Any]]], file: Path, by_tokens: bool = False) -> None:
-    """Losses of runs: of training, averaged and as measured, and of validation; below, their distance from the first.
+    """Losses of runs: training, smoothed and raw, and validation; below, their difference from the first.
 
     Args:
       runs: records of metrics.jsonl by name.
       file: .png, .pdf or .svg.
-      by_tokens: whether steps of the runs hold different numbers of tokens, so that tokens are the common measure.
+      by_tokens: use tokens as the x axis, because steps of the runs have different numbers of tokens.
     """
     from matplotlib.figure import Figure
 
@@ -37,7 +37,7 @@ def draw_runs(runs: Mapping[str, Sequence[dict[str, Any]]], file: Path, by_token
     for number, (name, values) in enumerate(measured.items()):
         colour, width = COLOURS[number % len(COLOURS)], 1.2 + 4.5 * (len(measured) - 1 - number) / len(measured)
         averaged = smoothed(list(values.values()))
-        # Where curves lie on each other, each shows at the sides of the next.
+        # Where curves coincide, each shows at the sides of the next.
         axes.plot(values.keys(), averaged, color=colour, linewidth=width, label=f"{name}, {averaged[-1]:.4f}")
         axes.plot(values.keys(), values.values(), color=colour, alpha=0.25, linewidth=0.7)
         validation = [(record[x], record["val_loss"]) for record in runs[name] if record.get("val_loss") is not None]
@@ -49,7 +49,7 @@ def draw_runs(runs: Mapping[str, Sequence[dict[str, Any]]], file: Path, by_token
     axes.set(ylabel="loss (nats per token)", title="training (lines) and validation (dots)")
     if below:
         below[0].axhline(0, color=COLOURS[0], linewidth=1)
-        below[0].set_ylabel(f"loss − that of {first}", parse_math=False)  # a name may hold dollars
+        below[0].set_ylabel(f"loss − that of {first}", parse_math=False)  # a name may contain dollars
     (*_, last) = (axes, *below)
     last.set(xlabel=x)
     for panel in (axes, *below):

@@ -3,9 +3,8 @@
     logits / temperature ─ top-k ─ top-p ─ Gumbel noise ─ argmax
 
 A token is drawn by the Gumbel-max rule: the argmax of logits / temperature + noise is distributed as their softmax. The
-noise belongs to the id; its key is folded from (seed, index of the sequence, position). So the same tokens come out on
-every mesh, and a continuation does not depend on the prompts beside it. All in float32.
-"""
+noise belongs to the id; its key is folded from (seed, index of the sequence, position). So every mesh generates the
+same tokens, and a continuation does not depend on the other prompts of a batch. Everything is float32."""
 
 from __future__ import annotations
 
@@ -21,18 +20,19 @@ from mjax.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for choosing tokens, and their number."""
+    """Sampling options, and the number of tokens."""
 
     tokens: Count = 128
-    """Tokens to generate at most."""
+    """Maximum number of tokens to generate."""
     temperature: NotNegative = 0.8
-    """Logits are divided by this: below 1 likely tokens become likelier; 0 always takes the likeliest."""
+    """Divides the logits: below 1 likely tokens become likelier; 0 always takes the most likely one."""
     top_k: CountOrZero = 0
-    """Draw among this many of the likeliest tokens; 0 for all."""
+    """Sample from this many most likely tokens; 0: all."""
     top_p: Annotated[float, Bounds(gt=0, le=1)] = 0.9
-    """Draw among the fewest tokens whose probabilities add up to this; 1 for all. After temperature and top-k."""
+    """Sample from the smallest set of tokens with at least this probability; 1: all. Applied after temperature and
+    top-k."""
     seed: Seed = 0
-    """Fixes what is drawn."""
+    """Determines the samples."""
 
 
 def draw(
@@ -42,14 +42,14 @@ def draw(
 
     Args:
       logits: [b, v]; ids from `vocabulary` on are padding of the embedding and never drawn.
-      positions: int [b], where the tokens will stand.
+      positions: int [b], the positions of the new tokens.
       temperature, top_k, top_p, seed: as in `Sampling`, scalars; they may be traced.
     """
     is_token = jnp.arange(logits.shape[-1]) < vocabulary
     logits = jnp.where(is_token, logits.astype(jnp.float32), -jnp.inf)
 
     def noisy(logits):
-        # The largest becomes 0 first: divided by a tiny temperature, none overflows to +∞.
+        # Shift the largest to 0 first: divided by a tiny temperature, none overflows to +∞.
         scaled = (logits - logits.max(-1, keepdims=True)) / temperature
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(logits.shape[0]))
         keys = jax.vmap(jax.random.fold_in)(keys, positions)
@@ -61,10 +61,10 @@ def draw(
 
 
 def allowed(logits: Array, top_k: Array, top_p: Array) -> Array:
-    """Which tokens top-k, and then top-p among those, leave: bool [b, v], at least one in each row.
+    """Mask of the tokens left by top-k, and then top-p: bool [b, v], at least one in each row.
 
-    Tokens are ranked by logit and, where these are equal, by id. The first `top_k` stay (0: all). Of these the first
-    stay until their probability reaches `top_p` (arXiv 1904.09751, section 3.1: the smallest such set).
+    Tokens are ranked by logit, ties by id. The first `top_k` are kept (0: all). Of these the first are kept until their
+    probability reaches `top_p` (arXiv 1904.09751, section 3.1: the smallest such set).
 
     Args:
       logits: float32 [b, v], divided by the temperature; −∞ where a token is impossible.
@@ -74,6 +74,6 @@ def allowed(logits: Array, top_k: Array, top_p: Array) -> Array:
     first = (jnp.arange(logits.shape[-1]) < top_k) | (top_k == 0)
     ranked = jnp.where(first, jnp.take_along_axis(logits, order, -1), -jnp.inf)
     probabilities = jax.nn.softmax(ranked, -1)
-    before = jnp.cumsum(probabilities, -1) - probabilities  # 0 for the first of a row, which therefore stays
+    before = jnp.cumsum(probabilities, -1) - probabilities  # 0 for the first of a row, which is therefore kept
     stays = first & ((before < top_p) | (top_p >= 1))
     return jnp.put_along_axis(jnp.zeros(logits.shape, bool), order, stays, axis=-1, inplace=False)

@@ -1,11 +1,10 @@
-"""`mjax convert`: a model folder of Hugging Face becomes a run folder, and a run's checkpoint a model folder.
+"""`mjax convert`: import a Hugging Face model folder as a run folder, and export a run's checkpoint as a model folder.
 
     from-hf DIR OUT   OUT/config.json, OUT/tokenizer, OUT/checkpoints/0
     to-hf RUN DIR     DIR/config.json, model.safetensors, generation_config.json, the tokenizer's files
 
-Both work on the CPU. from-hf reads tensor by tensor and to-hf writes the arrays from where they are; the model is in
-memory once, beside what Orbax takes to compress a checkpoint or to read one.
-"""
+Both run on the CPU. from-hf reads tensor by tensor and to-hf writes the arrays directly; the model is in memory once,
+in addition to what Orbax needs to compress or read a checkpoint."""
 
 from __future__ import annotations
 
@@ -49,46 +48,45 @@ from mjax.state.checkpoint import Checkpoints
 
 @dataclass(frozen=True)
 class FromHfArguments:
-    """Turn a model of Hugging Face (GPT-2, BERT, BLOOM) into a run folder, to use, evaluate or train further."""
+    """Convert a Hugging Face model (GPT-2, BERT, BLOOM) into a run folder, to generate, evaluate or train."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """Folder with config.json and model.safetensors, as save_pretrained writes it."""
+    """Folder with config.json and model.safetensors, as written by save_pretrained."""
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Run folder to make, such as runs/gpt2; it must not hold anything yet."""
+    """Run folder to create, such as runs/gpt2; must not exist or be empty."""
     tokenizer: str | None = None
-    """KIND:FILES as in `mjax prepare`; the tokenizer in the source folder when not given."""
+    """KIND:FILES as in `mjax prepare`; by default the tokenizer in the source folder."""
     vocabulary_multiple: Count = 128
-    """The embedding gets rows of zeros up to a multiple of this, so that --mesh.model divides it; no token is ever
-    predicted there."""
+    """Pad the embedding with zero rows to a multiple of this, so that --mesh.model divides it; padding is never
+    predicted."""
     allow_pickle: bool = False
-    """Let torch read an old pytorch_model.bin, the tensors in it and nothing else; of use where there is no
-    safetensors file."""
+    """Let torch read an old pytorch_model.bin, tensors only; for folders without a safetensors file."""
     draw_heads: bool = False
-    """Give a BERT random weights in the heads of which its folder holds nothing (MLM head, pooler, order head)."""
+    """Initialise the BERT heads that are missing in the folder at random (MLM head, pooler, order head)."""
 
 
 @dataclass(frozen=True)
 class ToHfArguments:
-    """Turn a run's checkpoint into a folder that transformers opens."""
+    """Export a run's checkpoint as a folder for transformers."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder, such as runs/demo; --run RUN says the same."""
+    """Run folder, such as runs/demo; same as --run RUN."""
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """Folder to make."""
+    """Folder to create."""
     step: int | None = None
-    """Checkpoint to convert; the newest that is not damaged when not given."""
+    """Checkpoint to convert; by default the newest intact one."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the tensors; fp32 is what mjax stores, bf16 rounds it to half the size."""
+    """Dtype of the tensors; mjax stores fp32, bf16 rounds to half the size."""
     shard_size: str = "5GB"
-    """Bytes of tensors in a file, such as 500MB; a larger model is cut into several files."""
+    """Maximum size of a file, such as 500MB; larger models are split into several files."""
     tokenizer: str | None = None
-    """KIND:FILES as in `mjax prepare`, for a run that has none; none leaves that of the run out."""
+    """KIND:FILES as in `mjax prepare`, for a run that has none; `none` exports no tokenizer."""
     overwrite: bool = False
-    """Replace the model that is in the folder."""
+    """Replace an existing model folder."""
 
 
 def to_hf_command(argv: Sequence[str]) -> int:
-    """`mjax convert to-hf`, where the run may stand after --run as well; returns the exit code."""
+    """`mjax convert to-hf`, where the run may also be given by --run; returns the exit code."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--run", "--checkpoint", nargs="?")
     named, rest = own.parse_known_args(argv)
@@ -99,14 +97,14 @@ def from_hf(arguments: FromHfArguments) -> int:
     """`mjax convert from-hf`. Returns the exit code.
 
     Raises:
-      UsageError: something in the source is missing, damaged or not what mjax computes, or the output is in use;
-        nothing was written.
+      UsageError: something in the source is missing, damaged or not supported, or the output exists; nothing was
+        written.
     """
     source, output = arguments.source, arguments.output
-    # --- Everything that can be refused before a number is read -------------------------------------------------------
+    # --- Everything that can be refused before a tensor is read -------------------------------------------------------
     check_output(output)
     if not source.is_dir():
-        raise UsageError(f"{source} is not a folder; give one that holds config.json and model.safetensors")
+        raise UsageError(f"{source} is not a folder; give one with config.json and model.safetensors")
     values = read_object(source / "config.json")
     family = find_family(values, source / "config.json")
     model = model_config(family, values, str(source / "config.json"), arguments.vocabulary_multiple)
@@ -126,7 +124,7 @@ def from_hf(arguments: FromHfArguments) -> int:
 
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
     if absent:
-        print(f"not in {source}, drawn from seed {config.train.seed}: {', '.join(map(family.heads.get, absent))}")
+        print(f"not in {source}, initialised from seed {config.train.seed}: {', '.join(map(family.heads.get, absent))}")
     print_next_steps(source, output, model, tokenizer)
     return 0
 
@@ -135,12 +133,12 @@ def to_hf(arguments: ToHfArguments) -> int:
     """`mjax convert to-hf`. Returns the exit code.
 
     Raises:
-      UsageError: the run holds no such checkpoint, a model for which transformers has no class or a tokenizer of which
-        it has no equal, or the output is in use; nothing was written.
+      UsageError: the run has no such checkpoint, transformers has no class for the model or no equivalent tokenizer, or
+        the output exists; nothing was written.
       RunError: the checkpoint is damaged.
     """
     run, output = arguments.run, arguments.output
-    # --- Everything that can be refused before a number is read -------------------------------------------------------
+    # --- Everything that can be refused before a tensor is read -------------------------------------------------------
     largest_file = parse_size(arguments.shard_size)
     check_output(output, arguments.overwrite)
     config = read_config(run / "config.json")
@@ -184,11 +182,11 @@ def to_hf(arguments: ToHfArguments) -> int:
 
 
 def print_next_steps(source: Path, output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
-    """What to type after an import."""
+    """Print what to type after an import."""
     if tokenizer is None:
         print(
-            f"no tokenizer found in {source}; convert again with --tokenizer KIND:FILES to keep one in the run, or "
-            "give it to generate and evaluate each time"
+            f"no tokenizer found in {source}; convert again with --tokenizer KIND:FILES to store one in the run, or "
+            "pass it to generate and evaluate each time"
         )
     elif model.causal:
         print(f'generate     python -m mjax generate --run {output} --prompt "…"')
@@ -196,7 +194,7 @@ def print_next_steps(source: Path, output: Path, model: ModelConfig, tokenizer: 
 
 
 def _tokenizer_of(run: Path, given: str | None) -> Tokenizer | None:
-    """The tokenizer of an export: that of the run, the one that is given, or none."""
+    """The tokenizer of an export: that of the run, the given one, or none."""
     stored = run / "tokenizer"
     if given == "none":
         return None

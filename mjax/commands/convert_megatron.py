@@ -1,4 +1,4 @@
-"""`mjax convert from-megatron`: a checkpoint of Megatron-LM becomes a run folder, as `from-hf` makes them."""
+"""`mjax convert from-megatron`: convert a Megatron-LM checkpoint into a run folder, like `from-hf`."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ from mjax.progress import progress
 
 @dataclass(frozen=True)
 class FromMegatronArguments:
-    """Turn a checkpoint of Megatron-LM (dense GPT or BERT, formats torch and torch_dist) into a run folder."""
+    """Convert a Megatron-LM checkpoint (dense GPT or BERT, formats torch and torch_dist) into a run folder."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """Folder that Megatron's --save named, or that of one checkpoint in it, such as release or iter_0300000."""
+    """Folder of Megatron's --save, or of one checkpoint in it, such as release or iter_0300000."""
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Run folder to make, such as runs/megatron_345m; it must not hold anything yet."""
+    """Run folder to create, such as runs/megatron_345m; must not exist or be empty."""
     step: int | None = None
-    """Checkpoint to convert; the one that latest_checkpointed_iteration.txt names when not given."""
+    """Checkpoint to convert; by default the one in latest_checkpointed_iteration.txt."""
     tokenizer: str | None = None
     """KIND:FILES as in `mjax prepare`, such as gpt2:vocab.json,merges.txt: Megatron stores none."""
     vocabulary: int | None = None
-    """Rows of the embedding that are tokens; the others pad it. As many as the tokenizer has when not given, and all
-    where there is none."""
+    """Number of embedding rows that are tokens; the others are padding. By default the size of the tokenizer, or all
+    rows without one."""
     heads: int | None = None
-    """Attention heads; asked for where the checkpoint does not say."""
+    """Attention heads; required if the checkpoint does not say."""
     activation: Activation | None = None
-    """GELU of a checkpoint that does not say: gelu_tanh for a GPT and gelu_erf for a BERT when not given."""
+    """GELU, if the checkpoint does not say; by default gelu_tanh for a GPT and gelu_erf for a BERT."""
     vocabulary_multiple: Count = 128
-    """The embedding gets rows of zeros up to a multiple of this, so that --mesh.model divides it; no token is ever
-    predicted there."""
+    """Pad the embedding with zero rows to a multiple of this, so that --mesh.model divides it; padding is never
+    predicted."""
 
 
 def from_megatron(arguments: FromMegatronArguments) -> int:
     """`mjax convert from-megatron`. Returns the exit code.
 
     Raises:
-      UsageError: something in the source is missing, damaged or not what mjax computes, torch is not installed, or the
-        output is in use; nothing was written.
+      UsageError: something in the source is missing, damaged or not supported, torch is not installed, or the output
+        exists; nothing was written.
     """
     source, output = arguments.source, arguments.output
-    # --- Everything that can be refused before a number is read -------------------------------------------------------
+    # --- Everything that can be refused before a tensor is read -------------------------------------------------------
     check_output(output)
     checkpoint = open_checkpoint(source, arguments.step)
     place = str(checkpoint.folder)
@@ -72,8 +72,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     layernorm = getattr(model, "layernorm", "pre")
     if layernorm == "post" and not checkpoint.old_names:
         raise UsageError(
-            f"{place}: apply_residual_connection_post_layernorm is set, and mjax knows it of old BERT models only: "
-            "megatron-core passes over it; convert another model"
+            f"{place}: apply_residual_connection_post_layernorm is set, which mjax supports for old BERT models only: "
+            "megatron-core ignores it; convert another model"
         )
     tokenizer = find_tokenizer(source, arguments.tokenizer)
     rows = model.vocabulary
@@ -96,14 +96,13 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
 
 
 def _vocabulary(given: int | None, tokenizer: Tokenizer | None, checkpoint: Checkpoint, rows: int) -> int:
-    """How many of the embedding's rows are tokens.
+    """The number of embedding rows that are tokens.
 
     Megatron pads the tokens of its tokenizer to a multiple of 128 for each tensor rank. A tokenizer that leaves more
-    rows over than that is probably another one.
-    """
+    rows than that is probably the wrong one."""
     if given is not None:
         if not 1 <= given <= rows:
-            raise UsageError(f"--vocabulary is {given}; the embedding has {rows:,} rows: give 1 to {rows}")
+            raise UsageError(f"--vocabulary is {given}; the embedding has {rows:,} rows; use 1 to {rows}")
         return given
     if tokenizer is None or tokenizer.vocabulary > rows:  # the latter is refused by check_vocabulary
         return rows
@@ -113,14 +112,14 @@ def _vocabulary(given: int | None, tokenizer: Tokenizer | None, checkpoint: Chec
     if rows - tokenizer.vocabulary >= multiple:
         raise UsageError(
             f"the tokenizer has {tokenizer.vocabulary:,} ids and the embedding {rows:,} rows, more than padding to a "
-            f"multiple of {multiple} explains; give the model's tokenizer, or say --vocabulary {tokenizer.vocabulary}"
+            f"multiple of {multiple} explains; give the model's tokenizer, or add --vocabulary {tokenizer.vocabulary}"
         )
     return tokenizer.vocabulary
 
 
 def _what_was_taken(checkpoint: Checkpoint, model: ModelConfig, rows: int) -> str:
-    """What the checkpoint does not say and was taken to be so, in a line."""
-    padding = f"{rows - model.vocabulary} that pad it left out" if rows > model.vocabulary else "none of them padding"
+    """One line about assumptions where the checkpoint says nothing."""
+    padding = f"{rows - model.vocabulary} of padding left out" if rows > model.vocabulary else "none of them padding"
     line = f"embedding: {rows:,} rows, {padding}"
     if checkpoint.arguments is None:
         line += f" · no arguments in it: {model.heads} heads, {model.activation}, epsilon {model.layernorm_epsilon:g}"

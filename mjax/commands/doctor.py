@@ -1,7 +1,7 @@
 """`mjax doctor`: the checks and their order.
 
-First the checks that need no device, then JAX in a child process, last the disk. This process imports no JAX, so
-nothing broken there can stop it.
+First the checks that need no device, then JAX in a child process, then the disk. This process imports no JAX, so
+a broken installation cannot stop it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from mjax.doctor.report import Report
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """Check that this installation and this machine can train, and say how to fix what cannot. Exit code 1 if a check
-    is red, else 0."""
+    """Check that this installation and this machine can train, and suggest fixes. Exit code 1 if a check is red, else
+    0."""
 
     config: str | None = None
-    """Also check that this config can run (attention, room for checkpoints): a name in configs/, or a .py file."""
+    """Also check that this config can run (attention, disk space for checkpoints): a name in configs/, or a .py
+    file."""
     runs: Path = Path("runs")
-    """Folder of run folders, for checkpoints; or one run folder, to resume it."""
+    """Folder that contains the run folders, for checkpoints; or one run folder, to resume it."""
     limit: Annotated[float, Bounds(gt=0, le=31_536_000)] = 120.0
     """Time limit of each check, in seconds; at most a year."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -48,10 +49,10 @@ class DoctorArguments:
 
 
 def doctor(arguments: DoctorArguments) -> int:
-    """Check, print, and return the exit code.
+    """Run all checks, print them, and return the exit code.
 
     Raises:
-      UsageError: there is no such config, or the limit is out of its bounds.
+      UsageError: there is no such config, or the limit is out of bounds.
     """
     check_bounds(arguments)
     config = None if arguments.config is None else load_config(arguments.config)
@@ -71,7 +72,7 @@ def doctor(arguments: DoctorArguments) -> int:
 
 @contextlib.contextmanager
 def _told_to_end() -> Iterator[None]:
-    """Exit on the signals that end a job, so that the child that holds the devices is ended too."""
+    """Exit on the signals that end a job, so that the child that uses the devices is ended too."""
     signals = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in signals}
     try:
@@ -96,7 +97,7 @@ def examine(config: Config | None, arguments: DoctorArguments, report: Report) -
     yield from guarded("jax", software.check_jax)
     cuda = _or(None, packages.cuda_build)
     report.begin("driver")
-    driver = _or(nvidia.Driver(problem="this machine could not be asked for GPUs"), nvidia.read_driver)
+    driver = _or(nvidia.Driver(problem="the GPUs of this machine could not be listed"), nvidia.read_driver)
     yield from guarded("driver", lambda: nvidia.check_driver(driver, cuda))
     yield from guarded("libraries", lambda: nvidia.check_libraries(cuda=cuda))
     yield from guarded("visible", lambda: nvidia.check_visible(driver))
@@ -105,7 +106,7 @@ def examine(config: Config | None, arguments: DoctorArguments, report: Report) -
 
     def check_flags() -> list[Finding]:
         findings, repaired = flags.check_flags(environment, limit)
-        environment.update(repaired)  # later checks run without the flags that end a process
+        environment.update(repaired)  # later checks run without the flags that crash a process
         return findings
 
     yield from guarded("flags", check_flags)
@@ -117,7 +118,7 @@ def examine(config: Config | None, arguments: DoctorArguments, report: Report) -
         "cuda": cuda,
         "config": None if config is None else to_dict(config),
         "runs": str(arguments.runs),
-        "name": Path(arguments.config or "").stem,  # as train.py calls a run unless it is told a name
+        "name": Path(arguments.config or "").stem,  # the default name of a run in train.py
     }
     yield from run_in_child(ON_DEVICES, settings, environment, limit, report.begin, foundation="devices")
 
@@ -130,7 +131,7 @@ def examine(config: Config | None, arguments: DoctorArguments, report: Report) -
 
 
 def _or(otherwise, ask: Callable):
-    """Return `ask()`, or `otherwise` if it fails: a fact that other checks need must not end them all."""
+    """Return `ask()`, or `otherwise` if it fails: a missing fact must not end the checks that need it."""
     try:
         return ask()
     except Exception:

@@ -1,9 +1,9 @@
-"""`mjax evaluate`: a run folder, a task and a file in, metrics out.
+"""`mjax evaluate`: evaluates a run on a task and a file.
 
-    config and tokenizer of the run → windows of the file → weights, onto the mesh asked for → score → metrics
+    config and tokenizer of the run → windows of the file → weights, on the requested mesh → scores → metrics
 
-What is wrong with a flag or the file is said before the weights are read. JAX is not imported before the command runs,
-because simulated devices have to be asked for first.
+Invalid flags and files are reported before the weights are read. JAX is not imported before the command runs, because
+devices have to be simulated before that.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ TEXT_TASKS: dict[str, Callable[..., Task]] = {"wikitext103": WikiText103, "lamba
 
 @dataclass(frozen=True)
 class EvaluateArguments:
-    """Measure a trained model: perplexity per word on WikiText103, last words of LAMBADA, perplexity of any text."""
+    """Evaluate a trained model: perplexity per word on WikiText103, last words of LAMBADA, perplexity of any text."""
 
     checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
-    """Folder of the run, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
+    """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     task: str
-    """wikitext103, lambada or perplexity; of a run of `mjax finetune` mnli, qqp, race, squad1.1 or squad2.0."""
+    """wikitext103, lambada or perplexity; for a run of `mjax finetune` mnli, qqp, race, squad1.1 or squad2.0."""
     data: str
-    """File of the task: wiki.test.tokens; a .jsonl of LAMBADA; for perplexity any .txt, .jsonl or .parquet file, or the
-    prefix of an indexed dataset; of the other tasks a published file or folder."""
+    """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity any .txt, .jsonl or .parquet file, or the
+    prefix of an indexed dataset; for the other tasks a published file or folder."""
     step: int | None = None
-    """Checkpoint to use; the newest that is not damaged when not given."""
+    """Checkpoint to use; by default the newest intact one."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
-    """The tokenizer the model was trained with, as in `mjax prepare`; that of the run when not given."""
+    """Tokenizer that the model was trained with, as in `mjax prepare`; by default that of the run."""
     overlap: int | None = None
-    """Tokens by which a window moves on over a text that is longer than the model reads, and that it then counts; the
-    rest is context. When not given: 32 for wikitext103, and for perplexity as many as the model has positions."""
+    """Tokens by which the window advances over a text that is longer than the model's sequence, and which are scored;
+    the rest is context. By default 32 for wikitext103, and the model's sequence length for perplexity."""
     predictions: Path | None = None
-    """Folder for the files of predictions, in the official format of a task that a run was fine-tuned for."""
+    """Folder for prediction files, in the official format of the task that a run was fine-tuned for."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
-    """Sequences a data replica takes through the model at once; those of training when not given."""
+    """Sequences per forward pass of a data-parallel replica; by default as in training."""
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
-    """Dtype of activations and matrix products; that of training when not given."""
+    """Dtype of activations and matrix products; by default as in training."""
     attention: Annotated[Literal["auto", "cudnn", "xla", "xla_blocks"], tyro.conf.arg(name="model.attention")] = "auto"
     """Attention kernel, as in training."""
     simulate: int | None = None
-    """Run on this many simulated devices of the CPU, in each process."""
+    """Number of CPU devices to simulate, in each process."""
     distributed: Distributed = field(default_factory=Distributed)
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object."""
@@ -80,12 +80,12 @@ class EvaluateArguments:
 def evaluate(arguments: EvaluateArguments) -> int:
     """Run the command; progress and notices go to stderr. Returns the exit code.
 
-    A file without labels, such as a benchmark's test set, gives predictions alone.
+    A file without labels, such as a benchmark's test set, gives predictions only.
 
     Raises:
-      UsageError: a flag or the file cannot be used, the run folder lacks a config, a tokenizer or a checkpoint, or its
-        model is not one for the task.
-      RunError: the checkpoint is damaged, or its model gives scores that are not finite.
+      UsageError: a flag or the file is invalid, the run folder lacks a config, a tokenizer or a checkpoint, or its
+        model does not support the task.
+      RunError: the checkpoint is damaged, or its model gives non-finite scores.
     """
     _check(arguments)
     if arguments.simulate is not None:
@@ -104,7 +104,7 @@ def metrics_of(folder: str | Path, task: str, data: str, **options) -> dict[str,
 
     Args:
       folder: of the run.
-      task: wikitext103, lambada or perplexity; of a fine-tuned run the task it is for.
+      task: wikitext103, lambada or perplexity; for a fine-tuned run its task.
       data: file of the task.
       options: other fields of `EvaluateArguments`, such as `mesh` or `step`.
 
@@ -123,11 +123,11 @@ def _check(arguments: EvaluateArguments) -> None:
     if task in of_text and arguments.predictions is not None:
         raise UsageError(f"--predictions is for {either(labelled)}; leave it out, {task} predicts text")
     if task in labelled and arguments.overlap is not None:
-        raise UsageError(f"--overlap is for {either(of_text)}; leave it out, {task} says itself what is cut")
+        raise UsageError(f"--overlap is for {either(of_text)}; leave it out, {task} has its own rule for long texts")
 
 
 def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Figure]]:
-    """The step of the checkpoint, and the metrics; writes the predictions that are asked for."""
+    """The step of the checkpoint, and the metrics; writes predictions on request."""
     from mjax.inference import inference_config, restore_weights, run_tokenizer
     from mjax.models.kernel_trial import with_kernel
     from mjax.parallel import processes
@@ -169,7 +169,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Figure]]:
 
 
 def _read_run(arguments: EvaluateArguments) -> Config:
-    """The config of the run, whose model must be one for the task."""
+    """The config of the run, whose model must support the task."""
     from mjax.inference import read_run
 
     if arguments.task in TEXT_TASKS:
@@ -178,20 +178,22 @@ def _read_run(arguments: EvaluateArguments) -> Config:
     if not is_fine_tuned(saved.model):
         raise UsageError(
             f"{arguments.checkpoint} has not been fine-tuned for {arguments.task}; type python -m mjax finetune "
-            "--help, and give the folder best of what comes of it"
+            "--help, and give the folder best that it writes"
         )
     return saved
 
 
 def _check_labelled(arguments: EvaluateArguments, saved: Config, task: LabelledTask) -> None:
-    """Refuse a model that was not fine-tuned for a task of this form, and a file that would give no output."""
+    """Refuse a model that was not fine-tuned for this form of task, and a file that would give no output."""
     if task.with_head(saved.model) != saved.model:
         raise UsageError(
-            f"the model in {arguments.checkpoint} tells {what_is_told(saved.model)} and was not fine-tuned for "
+            f"the model in {arguments.checkpoint} distinguishes {what_is_told(saved.model)} and was not fine-tuned for "
             f"{arguments.task}; give a run of python -m mjax finetune --task {arguments.task}"
         )
     if arguments.predictions is None and not task.has_labels:
-        raise UsageError(f"{arguments.data} has no labels to measure by; add --predictions FOLDER for what it predicts")
+        raise UsageError(
+            f"{arguments.data} has no labels to compute metrics from; add --predictions FOLDER to write predictions"
+        )
 
 
 def report(arguments: EvaluateArguments, step: int, figures: Sequence[Figure]) -> None:

@@ -1,11 +1,11 @@
-"""`mjax finetune`: a pre-trained BERT and the files of a task in; the best checkpoint of every seed and a report out.
+"""`mjax finetune`: fine-tunes a pre-trained BERT on a task; writes the best checkpoint of every seed and a report.
 
     config and tokenizer of the run → examples of the files → recipe → mesh and program
     for each seed: trunk of the checkpoint, new head → epochs → best epoch
     report: table, report.json, report.png, best → seed-N/best
 
-What is wrong with a flag or a file is said before anything is trained. An interrupted command continues where its last
-epoch ended, or where it was told to stop, and ends in the same bits.
+Invalid flags and files are reported before training starts. An interrupted command continues after the last completed
+epoch, or the step at which it was stopped, with a bit-identical result.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def finetune(arguments: FinetuneArguments) -> int:
     """Run the command; progress and notices go to stderr. Returns the exit code.
 
     Raises:
-      UsageError: a flag or a file cannot be used, or the run folder lacks a config, a tokenizer or a checkpoint.
-      RunError: the checkpoint is damaged, or training cannot go on.
+      UsageError: a flag or a file is invalid, or the run folder lacks a config, a tokenizer or a checkpoint.
+      RunError: the checkpoint is damaged, or training cannot continue.
     """
     recipes.check(arguments)
     if arguments.simulate is not None:
@@ -61,7 +61,7 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     console = lasting_console(sys.stderr, processes.is_first())
     say = lambda line: console.print(line, markup=False)  # noqa: E731
     run = arguments.checkpoint
-    saved = read_run(run, False, "and tasks with labels are for a BERT")
+    saved = read_run(run, False, "and labelled tasks need a BERT")
     tokenizer = run_tokenizer(run, saved.model, flag=None)
     recipe = recipes.recipe_of(arguments, saved, say)
     with console.status(f"reading the files of {arguments.task}"):
@@ -98,7 +98,7 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
 
 
 def _task_facts(arguments: FinetuneArguments, task: LabelledTask) -> Facts:
-    """Facts that the processes compare besides the config: the examples and where training starts from."""
+    """Facts that the processes compare besides the config: the examples and the initial weights."""
     from mjax.training.agreement import newest_checkpoint
 
     digest = hashlib.sha256()

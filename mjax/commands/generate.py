@@ -1,4 +1,4 @@
-"""`mjax generate`: a run continues prompts."""
+"""`mjax generate`: continue prompts with a run."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class GenerateArguments:
     """Continue prompts with a trained model."""
 
     checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
-    """Folder of the run, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
+    """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text to continue; may be given several times."""
+    """Prompt; may be given several times."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     step: int | None = None
-    """Checkpoint to use; the newest that is not damaged when not given."""
+    """Checkpoint to use; by default the newest intact one."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
-    """The tokenizer the model was trained with, as in `mjax prepare`; that of the run when not given."""
+    """Tokenizer that the model was trained with, as in `mjax prepare`; by default that of the run."""
     model_parallel: Annotated[int, tyro.conf.arg(name="mesh.model")] = 1
-    """Devices that share every layer's matrices; it need not be what the run was trained with."""
+    """Devices that share every layer's matrices; may differ from training."""
     json: bool = False
-    """Print a JSON object per prompt, on a line of its own."""
+    """Print one JSON object per prompt, each on its own line."""
 
 
 def generate(arguments: GenerateArguments) -> int:
@@ -86,7 +86,7 @@ def continuations_of(folder: str | Path, prompts: str | Sequence[str], **options
 def _continued(arguments: GenerateArguments, notices: Console) -> tuple[int, list[Sample]]:
     """The step of the checkpoint, and the prompts continued by it."""
     run = arguments.checkpoint
-    saved = read_run(run, True, "which continues no text")
+    saved = read_run(run, True, "which generates no text")
     config = inference_config(saved, MeshConfig(model=arguments.model_parallel))
     tokenizer = run_tokenizer(run, config.model, arguments.tokenizer)
     generator = Generator(config, make_mesh(config.mesh))

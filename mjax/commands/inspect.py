@@ -1,4 +1,4 @@
-"""`mjax data inspect`: the contents of a dataset in numbers, as a picture and as text.
+"""`mjax data inspect`: the contents of a dataset in numbers, as a figure and as text.
 
 It reads only the index and one document, whatever the size of the dataset, and accepts Megatron's datasets too. These
 have no tokenizer, so their sample is shown as token ids.
@@ -57,7 +57,7 @@ def inspect(arguments: InspectArguments) -> dict[str, Any]:
     data, metadata = IndexedDataset(arguments.prefix), read_metadata(arguments.prefix)
     if not 0 <= arguments.document < data.documents:
         raise UsageError(
-            f"--document is {arguments.document}; {arguments.prefix} holds documents 0 to {data.documents - 1}"
+            f"--document is {arguments.document}; {arguments.prefix} has documents 0 to {data.documents - 1}"
         )
     lengths = document_lengths(data)
     quantiles = {name: float(np.quantile(lengths, share)) for name, share in QUANTILES.items()}

@@ -1,10 +1,10 @@
-"""`mjax lm-eval`: the harness's own command line, in which `--model mjax` is known.
+"""`mjax lm-eval`: the harness's own command line, with the model `mjax` registered.
 
     mjax lm-eval --run runs/x --tasks hellaswag
     mjax lm-eval run --model mjax --model_args run=runs/x --tasks hellaswag     the same
 
-The harness finds models in a registry of its process and looks nowhere else for them, so the process has to be one that
-has registered ours. Everything behind `lm-eval` is the harness's: `run`, `ls`, `validate` and all their flags.
+The harness finds models only in a registry of its process, so it has to run in a process that has registered ours.
+Everything after `lm-eval` belongs to the harness: `run`, `ls`, `validate` and all their flags.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ NAME, TARGET = "mjax", "mjax.tasks.harness:HarnessModel"
 HELP = """usage: mjax lm-eval [--run RUN] [--simulate N] [flags of lm-eval run]
        mjax lm-eval [--simulate N] {run,ls,validate} [flags of lm-eval]
 
-  --run RUN       the run folder to measure; stands for: run --model mjax --model_args run=RUN
-  --simulate N    run on this many simulated devices of the CPU
+  --run RUN       run folder to evaluate; short for: run --model mjax --model_args run=RUN
+  --simulate N    number of CPU devices to simulate
 
-Everything else is the command line of EleutherAI's lm-evaluation-harness (pip install lm-eval); of --model_args mjax
-takes run, step, pipe, data, model, compute, attention and tokenizer.
+Everything else is passed to EleutherAI's lm-evaluation-harness (pip install lm-eval); --model_args of mjax
+are run, step, pipe, data, model, compute, attention and tokenizer.
 """
 
 
@@ -34,7 +34,7 @@ def lm_eval(argv: Sequence[str]) -> int:
     """Run the harness's command line. Returns the exit code.
 
     Raises:
-      UsageError: the package lm-eval is missing, or an argument of ours cannot be used.
+      UsageError: the package lm-eval is missing, or an argument of ours is invalid.
       RunError: the checkpoint is damaged.
     """
     own = argparse.ArgumentParser(prog="mjax lm-eval", add_help=False, allow_abbrev=False)
@@ -57,7 +57,7 @@ def lm_eval(argv: Sequence[str]) -> int:
             f"mjax lm-eval needs the package lm-eval ({error}): pip install lm-eval, or use mjax evaluate, which needs "
             "nothing"
         ) from None
-    model_registry.register(NAME, target=TARGET)  # imported when it is asked for, and JAX with it
+    model_registry.register(NAME, target=TARGET)  # imported on use, and JAX with it
     before, sys.argv = sys.argv, ["lm-eval", *rest]
     try:
         cli_evaluate()
@@ -67,7 +67,7 @@ def lm_eval(argv: Sequence[str]) -> int:
 
 
 def _with_run(folder: str, rest: Sequence[str]) -> list[str]:
-    """The harness's arguments for the run in `folder`, whose other --model_args stay."""
+    """The harness's arguments for the run in `folder`, keeping other --model_args."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model_args", "-a", nargs="+", default=[])
     given, rest = parser.parse_known_args([word for word in rest if word != "run"])

@@ -1,8 +1,8 @@
 """`mjax data merge`: concatenate indexed datasets.
 
-The result is byte for byte that of Megatron's tools/merge_datasets.py for the same parts in the same order. Tokens are
-copied as they are, a few megabytes at a time, so the parts must share a tokenizer; if one part has no metadata, its
-tokenizer is unknown and the whole gets no metadata either.
+The result is byte-identical to that of Megatron's tools/merge_datasets.py for the same parts in the same order. Tokens
+are copied unchanged, a few megabytes at a time, so the parts must share a tokenizer; if one part has no metadata, its
+tokenizer is unknown and the result gets no metadata either.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ def merge(arguments: MergeArguments) -> None:
     for other in datasets:
         if other.dtype != dtype:
             raise UsageError(
-                f"{parts[0]} holds tokens of dtype {dtype} and {other.prefix} of dtype {other.dtype}; "
+                f"{parts[0]} has tokens of dtype {dtype} and {other.prefix} of dtype {other.dtype}; "
                 "prepare them with the same tokenizer"
             )
     known = [read_metadata(part) for part in parts]

@@ -1,7 +1,7 @@
-"""`mjax plan`: predict what a run of a config will do, before it starts and without touching a device.
+"""`mjax plan`: predict what a run of a config will do, before it starts and without using a device.
 
-A plan is a list of sections in a fixed order. Each is made by a function of what is planned, which returns None where
-the config has no such part (no schedule without a pipeline) or where it was not asked for.
+A plan is a list of sections in a fixed order. Each is made by a function, which returns None if the config has no such
+part (no schedule without a pipeline) or if it was not requested.
 """
 
 from __future__ import annotations
@@ -34,34 +34,33 @@ from mjax.validation import validate
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """Predict what a run of a config will do. Any field of the config can be changed by a flag: --mesh.pipe 4."""
+    """Predict memory, communication and time of a run. Any config field is a flag: --mesh.pipe 4."""
 
     config: str = "gpt_demo"
-    """Name of a file in configs/, or a path to a .py file that defines `config`."""
+    """Name of a file in configs/, or path to a .py file that defines `config`."""
     run: Annotated[Path | None, tyro.conf.arg(aliases=["--resume"])] = None
-    """Plan the config of the run in this folder, in place of --config."""
+    """Use the config of the run in this folder instead of --config."""
     schedule_figure: Path | None = None
-    """Draw the pipeline's schedule into this file: .png, .pdf or .svg."""
+    """Plot the pipeline schedule into this file: .png, .pdf or .svg."""
     memory_figure: Path | None = None
-    """Draw bytes by kind, for each recomputation mode, into this file: .png, .pdf or .svg."""
+    """Plot memory by kind, for each recomputation mode, into this file: .png, .pdf or .svg."""
     communication_figure: Path | None = None
-    """Draw what a device sends, by axis and source, into this file: .png, .pdf or .svg."""
+    """Plot the bytes that a device sends, by axis and source, into this file: .png, .pdf or .svg."""
     gpu: str | None = None
-    """The GPU to plan for, such as h100: predicts if the config fits and how long a step takes. mjax/hardware.py lists
+    """GPU to plan for, such as h100: predicts whether the config fits and how long a step takes. mjax/hardware.py lists
     all names."""
     calibration: Path | None = None
-    """Rates measured on your machine by benchmarks/calibrate.py; when not given, those of published runs."""
+    """Rates measured on your machine by benchmarks/calibrate.py; by default those of published runs."""
     compile: bool = False
-    """Compile the step for --gpu ahead of time, without the GPU: memory as XLA allocates it, collectives as it
-    schedules them. Takes from half a minute to several minutes; needs JAX's CUDA wheels (requirements-cuda.txt)."""
+    """Compile the step for --gpu ahead of time, without the GPU: memory as allocated by XLA, collectives as scheduled
+    by XLA. Takes half a minute to several minutes; needs JAX's CUDA wheels (requirements-cuda.txt)."""
     devices_per_node: Count | None = None
-    """GPUs in a server, for the search, the time and --compile; when not given, the usual number for the GPU, mostly
-    8."""
+    """GPUs per server, for the search, the time and --compile; by default the usual number for the GPU, mostly 8."""
     network: Positive | None = None
-    """Gigabits a second, one way, of all network cards of a server together, such as 1600 for four of 400; when not
-    given, the usual bandwidth for the GPU, in proportion to --devices-per-node."""
+    """Network bandwidth of a server, one way, in gigabits per second over all its cards, such as 1600 for four of 400;
+    by default the usual bandwidth for the GPU, in proportion to --devices-per-node."""
     save_program: Path | None = None
-    """With --compile: write the step into this file, to be compiled on a cluster and read by people."""
+    """With --compile: write the step into this file, to compile it on a cluster or to read it."""
     search: Annotated[SearchArguments, tyro.conf.arg(name="")] = field(default_factory=SearchArguments)
     json: bool = False
     """Print one JSON object instead of tables."""
@@ -85,7 +84,7 @@ def plan(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class _Planned:
-    """The arguments, the config that is planned, the GPU in its server, its rates, and what the search found."""
+    """The arguments, the config to plan, the GPU with its server, its rates, and the result of the search."""
 
     arguments: PlanArguments
     config: Config
@@ -95,7 +94,7 @@ class _Planned:
 
     @property
     def per_server(self) -> int:
-        """GPUs of a server; 8 where no GPU is named, which is refused elsewhere."""
+        """GPUs per server; 8 if no GPU is given, which is refused elsewhere."""
         return 8 if self.gpu is None else self.gpu.gpus_per_node
 
 
@@ -104,7 +103,7 @@ def plan_of(config: Config, gpu: str | None = None, **options) -> dict:
 
     Args:
       config: of the run.
-      gpu: such as "h100"; predicts times, and whether the memory suffices.
+      gpu: such as "h100"; predicts times, and whether the config fits.
       options: other fields of `PlanArguments`, such as `calibration`.
 
     Raises:
@@ -128,8 +127,7 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
     """The sections of a plan by name.
 
     Raises:
-      UsageError: the config cannot run, a picture is of something that it does not have, or it cannot be written where
-        it should go.
+      UsageError: the config cannot run, a figure shows a part that it does not have, or its file cannot be written.
     """
     planned = _Planned(arguments, arguments.settings, *_hardware(arguments))
     about = ""
@@ -145,20 +143,20 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
 
         check_arguments(config, gpu and gpu.name, planned.per_server, arguments.save_program)
     attention_on_gpu(config) if gpu is None else attention_on_gpu(config, gpu.compute_capability)
-    if arguments.search.write is not None:  # after all that can be refused
+    if arguments.search.write is not None:  # after all checks
         write_config(config, arguments.search.write, about)
 
     return {key: build(planned) for key, build in SECTIONS.items()}
 
 
 def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration]:
-    """The GPU that was named, in the server that was described, and its rates; flags that cannot work are refused."""
+    """The given GPU with the described server, and its rates; refuses flags that cannot work."""
     for name in ("schedule_figure", "memory_figure", "communication_figure"):
         if (file := getattr(arguments, name)) is not None:
             check_picture(f"--{name.replace('_', '-')}", file)
     check_search(arguments.search, arguments.gpu)
     if arguments.save_program is not None and not arguments.compile:
-        raise UsageError("--save-program writes what --compile compiles; add --compile --gpu h100")
+        raise UsageError("--save-program saves the program of --compile; add --compile --gpu h100")
     per_server, network, file = arguments.devices_per_node, arguments.network, arguments.calibration
     if arguments.gpu is not None:
         gpu = gpu_named(arguments.gpu).in_server(per_server, network)
@@ -172,11 +170,11 @@ def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration]:
 
 
 def _with_the_fastest(planned: _Planned) -> tuple[_Planned, str]:
-    """With --devices: the plan of the fastest way to run the config on that many GPUs, and words about it."""
+    """With --devices: the plan of the fastest way to run the config on that many GPUs, and a description of it."""
     from mjax.planner.search_command import run_search
 
     arguments, gpu, calibration = planned.arguments, planned.gpu, planned.calibration
-    Rates(gpu, calibration, planned.config.precision.compute)  # refuses a dtype whose time cannot be predicted
+    Rates(gpu, calibration, planned.config.precision.compute)  # refuses a dtype without known rates
     fastest, section, about = run_search(arguments.search, arguments.config, planned.config, gpu, calibration)
     return replace(planned, config=fastest, searched=section), about
 
@@ -187,7 +185,7 @@ def _check_pipeline(planned: _Planned) -> None:
         stages = next((count for count in range(2, layers) if layers % count == 0), layers)
         keep = " --keep mesh.pipe" if planned.searched is not None else ""
         raise UsageError(
-            f"--schedule-figure draws a pipeline and {planned.arguments.config} has none; give it stages, such as "
+            f"--schedule-figure needs a pipeline and {planned.arguments.config} has none; add stages, such as "
             f"--mesh.pipe {stages}{keep}"
         )
 
@@ -222,7 +220,7 @@ def _run(planned: _Planned) -> Section:
 
 
 def _schedule(planned: _Planned) -> Section | None:
-    """The pipeline's schedule, drawn where that is asked for."""
+    """The pipeline schedule, plotted on request."""
     config, file = planned.config, planned.arguments.schedule_figure
     if config.mesh.pipe == 1:
         return None
@@ -248,7 +246,7 @@ def _schedule(planned: _Planned) -> Section | None:
         "schedule": display_name(schedule),
         "stages, P": schedule.stages,
         "micro-batches, M": schedule.micro_batches,
-        "chunks a stage, V": schedule.chunks,
+        "chunks per stage, V": schedule.chunks,
         "ticks": schedule.ticks,
         "bubble": describe_bubble(schedule, *times),
         "in flight": describe_in_flight(schedule),
@@ -266,7 +264,7 @@ def _memory(planned: _Planned) -> Section:
 
 
 def _communication(planned: _Planned) -> Section:
-    """The collectives of the traced step, drawn where that is asked for."""
+    """The collectives of the traced step, plotted on request."""
     from mjax.planner.comms import communication_section, ledger
 
     found, file = ledger(planned.config), planned.arguments.communication_figure
@@ -278,7 +276,7 @@ def _communication(planned: _Planned) -> Section:
 
 
 def _time(planned: _Planned) -> Section | None:
-    """The time of a step and of the run, for a GPU that was named."""
+    """The time of a step and of the run, if a GPU is given."""
     gpu = planned.gpu
     if gpu is None:
         return None
@@ -292,7 +290,7 @@ def _time(planned: _Planned) -> Section | None:
 
 
 def _compile(planned: _Planned) -> Section | None:
-    """The step as XLA compiles it for a GPU, where that is asked for."""
+    """The step as compiled by XLA for a GPU, on request."""
     if not planned.arguments.compile:
         return None
     from mjax.planner.compile_section import compile_and_tell
@@ -300,7 +298,7 @@ def _compile(planned: _Planned) -> Section | None:
     return compile_and_tell(planned.config, planned.gpu.name, planned.per_server, planned.arguments.save_program)
 
 
-# In the order in which they are printed; the keys are those of --json.
+# In printing order; the keys are those of --json.
 SECTIONS: dict[str, Callable[[_Planned], Section | None]] = {
     "run": _run,
     "schedule": _schedule,

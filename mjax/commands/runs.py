@@ -1,7 +1,7 @@
 """`mjax runs`: list the folder of runs, compare runs, remove them.
 
-    mjax runs                        a line for each run
-    mjax runs compare NAME NAME …    results, the settings that differ, and one picture of the curves
+    mjax runs                        one line for each run
+    mjax runs compare NAME NAME …    results, settings that differ, and a figure of the curves
     mjax runs remove NAME …          asks first
 
 A run is given by its folder, or by its name in --runs.
@@ -36,46 +36,46 @@ from mjax.state.manifest import GOOD, MANIFEST
 from mjax.state.runs import checkpoint_steps, locked
 from mjax.training.metrics import finite_or_none, read_metrics, smoothed
 
-TAIL = 2**22  # bytes at the end of metrics.jsonl that a listing reads: ten thousand steps
-LAST = 100  # steps of which a listing says how many were skipped
+TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
+LAST = 100  # steps for which the list counts skipped ones
 OF_A_RUN = {
     ".lock", "checkpoints", "config.json", "data.json", "environment.json", "loss.png", "metrics.jsonl",
     "passed_over.json", "tensorboard", "tokenizer", "unhealthy.json", "wandb",
 }  # fmt: skip
 """Files that training leaves in a run folder."""
 LEFT_BY_A_RUN = re.compile(r"\.tmp$|\.damaged(\.\d+)?$|^\.shared-")
-"""Temporary files, what was set aside, and what a start that was killed has left."""
+"""Temporary files, files set aside, and leftovers of a start that was killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RunsArguments:
     runs: Path = Path("runs")
-    """Folder of run folders."""
+    """Folder that contains the run folders."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListArguments(_RunsArguments):
-    """Show a line for each run: model, parameters, steps, losses, date and state."""
+    """Show one line per run: model, parameters, steps, losses, date and state."""
 
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print one JSON object a run, on a line of its own."""
+    """Print one JSON object per run, each on its own line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareArguments(_RunsArguments):
-    """Compare runs: results, the settings that differ, and one picture of their curves."""
+    """Compare runs: results, settings that differ, and a figure of their curves."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN RUN …")]
-    """Names or folders of two runs or more."""
+    """Names or folders of two or more runs."""
     figure: Path | None = None
-    """File of the picture, .png, .pdf or .svg; by default compare.png in the folder of runs."""
+    """Output file of the figure, .png, .pdf or .svg; by default compare.png in the folder of runs."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object instead of tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveArguments(_RunsArguments):
-    """Remove runs with their checkpoints, after a question. Refuses runs in use, links and other folders."""
+    """Remove runs with their checkpoints, after asking. Refuses runs in use, links and other folders."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN …")]
     """Names or folders of runs."""
@@ -88,10 +88,10 @@ class RemoveArguments(_RunsArguments):
 
 @dataclass(frozen=True)
 class Row:
-    """A run in the list; None where something is not known.
+    """A run in the list; None for unknown values.
 
     Attributes:
-      state: running, done, stopped or without a checkpoint; and how many of the last steps were skipped.
+      state: running, done, stopped or no checkpoint; and how many of the last steps were skipped.
       date: of the last step, or of the last start.
     """
 
@@ -114,7 +114,7 @@ def list_runs(arguments: ListArguments) -> int:
     """
     if not arguments.runs.is_dir():
         raise UsageError(
-            f"there is no folder {arguments.runs}; train a model first, or name another folder with --runs"
+            f"there is no folder {arguments.runs}; train a model first, or give another folder with --runs"
         )
     rows = [row_of(folder) for folder in _run_folders(arguments.runs)]
     if arguments.json:
@@ -150,7 +150,7 @@ COLUMNS = (
     ("last step", 80, lambda row: (row.date or "")[:16].replace("T", " ")),
     ("state", 0, lambda row: row.state),
 )
-"""Columns of the list: title, the least width of a terminal that has room for it, and the cell of a `Row`."""
+"""Columns of the list: title, minimum terminal width for it, and the cell of a `Row`."""
 
 
 def _run_folders(runs: Path) -> list[Path]:
@@ -189,7 +189,7 @@ def _last(records: Sequence[dict[str, Any]], name: str) -> float | None:
 
 
 def _in_use(folder: Path) -> bool:
-    """True where a process holds the run; nothing is written to find out."""
+    """True if a process has locked the run; nothing is written to find out."""
     try:
         with (folder / ".lock").open("rb") as file:
             return not take_lock(file, lambda line: None)
@@ -204,11 +204,11 @@ def compare_runs(arguments: CompareArguments) -> int:
     """`mjax runs compare`. Returns the exit code.
 
     Raises:
-      UsageError: a name is of no run, there are fewer than two, or the picture cannot be written where it should go.
+      UsageError: a name is not a run, there are fewer than two, or the figure cannot be written.
     """
     folders = [_find(name, arguments.runs) for name in arguments.names]
     if len(set(folders)) < 2:
-        raise UsageError("mjax runs compare takes two runs or more, such as mjax runs compare one two")
+        raise UsageError("mjax runs compare takes two or more runs, such as mjax runs compare one two")
     figure = arguments.figure or folders[0].parent / "compare.png"
     check_picture("--figure", figure)
     names = _names(folders)
@@ -239,12 +239,12 @@ def compare_runs(arguments: CompareArguments) -> int:
 
 
 def results_of(config: Config, records: list[dict[str, Any]], common: int) -> dict[str, float | int | None]:
-    """The results of a run in a comparison; losses are averaged as the curve is.
+    """The results of a run in a comparison; losses are smoothed like the curve.
 
     Args:
       config: of the run.
       records: its metrics, some of them with a loss.
-      common: the last step that every run has taken.
+      common: the last step that every run has reached.
     """
     measured = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
     steps, values = zip(*measured, strict=True)
@@ -271,7 +271,7 @@ def _batch(config: Config) -> tuple[Any, ...]:
 
 
 def _settings(configs: dict[str, Config]) -> dict[str, dict[str, Any]]:
-    """The fields in which the runs are not all alike, with the value of each run."""
+    """The fields in which the runs differ, with the value of each run."""
     first, *others = configs.values()
     fields = sorted({field for other in others for field in differences(first, other)})
     return {field: {name: attrgetter(field)(config) for name, config in configs.items()} for field in fields}
@@ -298,12 +298,12 @@ def remove_runs(arguments: RemoveArguments) -> int:
     """`mjax runs remove`. Returns the exit code.
 
     Raises:
-      UsageError: one of the names is of no run, a link, in use, or a folder that holds something else too; nothing was
-        removed. Or there is nobody to ask.
+      UsageError: a name is not a run, is a link, is in use, or is a folder with other files too; nothing was removed.
+        Or stdin is not a terminal.
     """
     folders = list(dict.fromkeys(_find(name, arguments.runs) for name in arguments.names))
     if not folders:
-        raise UsageError("mjax runs remove takes the names of runs, such as mjax runs remove try1")
+        raise UsageError("mjax runs remove takes names of runs, such as mjax runs remove try1")
     for folder in folders:
         _check_removable(folder)
     for folder in folders:
@@ -317,17 +317,17 @@ def remove_runs(arguments: RemoveArguments) -> int:
                 print(f"kept {folder}")
                 continue
         with locked(folder, print):
-            # Out of sight first: whatever ends this process, no half of a run is taken for one.
+            # Renamed first: whatever ends this process, a half-removed run is never taken for a run.
             gone = folder.with_name(f".{folder.name}.removed")
             rename(folder, gone)
-            shutil.rmtree(gone)  # a link inside goes, and what it leads to stays
+            shutil.rmtree(gone)  # removes a link inside, but not its target
         print(f"removed {folder}")
     return 0
 
 
 def _check_removable(folder: Path) -> None:
     if folder.is_symlink():
-        raise UsageError(f"{folder} is a link to {folder.readlink()}; name that folder, or remove the link with rm")
+        raise UsageError(f"{folder} is a link to {folder.readlink()}; give that folder, or remove the link with rm")
     foreign = [
         entry.name for entry in folder.iterdir() if entry.name not in OF_A_RUN and not LEFT_BY_A_RUN.search(entry.name)
     ]
@@ -335,13 +335,13 @@ def _check_removable(folder: Path) -> None:
     if checkpoints.is_dir() and not checkpoints.is_symlink():
         foreign += [f"checkpoints/{entry.name}" for entry in checkpoints.iterdir() if not _is_of_a_save(entry)]
     if foreign:
-        raise UsageError(f"{folder} holds {foreign[0]}, which no run writes; move it away, or use rm")
+        raise UsageError(f"{folder} contains {foreign[0]}, which no run writes; move it away, or use rm")
     if _in_use(folder):
         raise UsageError(f"{folder} is in use by another process; stop it first")
 
 
 def _is_of_a_save(entry: Path) -> bool:
-    """True for a checkpoint, also a damaged or half written one; False for a folder of somebody's own."""
+    """True for a checkpoint, also a damaged or partial one; False for a user's folder."""
     if entry.name.isdigit():
         return (entry / MANIFEST).is_file()
     return entry.name.startswith(GOOD) or re.fullmatch(r"[0-9]+\.(writing|damaged).*", entry.name) is not None
@@ -363,6 +363,6 @@ def _find(name: str, runs: Path) -> Path:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The names of runs; their folders where two runs have the same name."""
+    """The names of runs; their folders if two runs have the same name."""
     names = [folder.name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
