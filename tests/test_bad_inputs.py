@@ -137,7 +137,7 @@ WRONG = {
         _train("--tensor-model-parallel-size", "2"), 2, "no --tensor-model-parallel-size; type --mesh.model 2",
     ),
     "run and config": (
-        lambda p: ["train", "--run", str(p / "runs" / "done"), *TINY], 2, "does nothing beside --run",
+        lambda p: ["train", "--run", str(p / "runs" / "done"), *TINY], 2, "has no effect with --run",
     ),
     "value of another type": (_train("--train.steps", "many"), 2, "many"),
     "negative batch": (_train("--train.global-batch", "-8"), 2, "--train.global-batch is -8; it must be at least 1"),

@@ -23,7 +23,7 @@ TYPED = {
     ("train", "--optimizer.lr", "3e-4"): "no --optimizer.lr; type --optimizer.learning-rate 3e-4",
     ("train", "--learning_rate=3e-4"): "type --optimizer.learning-rate 3e-4",
     ("train", "--train.learning-rate", "3e-4"): "type --optimizer.learning-rate 3e-4",
-    ("train", "--batch-size", "32"): "type --train.global-batch 32 (sequences a step over all devices)",
+    ("train", "--batch-size", "32"): "type --train.global-batch 32 (sequences per step over all devices)",
     ("train", "--epochs", "3"): "type --train.steps (mjax counts steps",
     ("train", "--num_train_epochs", "3"): "type --train.steps (mjax counts steps",
     ("train", "--tensor-model-parallel-size", "8"): "type --mesh.model 8",

@@ -198,7 +198,7 @@ REFUSED = {
     "a run beside one with a file of a person": (_file_of_a_person, "runs/base holds thesis.tex, which no run writes"),
     "a file among checkpoints": (_file_among_checkpoints, "runs/base holds checkpoints/notes.txt"),
     "a folder among checkpoints": (_folder_of_a_person, "runs/base holds checkpoints/2024, which no run writes"),
-    "nothing": (lambda runs: [], "takes the names of runs"),
+    "nothing": (lambda runs: [], "takes names of runs"),
 }
 
 
@@ -226,13 +226,13 @@ def test_a_run_in_use_is_not_removed_and_nobody_to_ask_is_an_error(runs, capsys)
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["compare", "base"], "takes two runs or more"),
-        (["compare", "base", "base"], "takes two runs or more"),
+        (["compare", "base"], "takes two or more runs"),
+        (["compare", "base", "base"], "takes two or more runs"),
         (["compare", "base", "fst"], "there is no run 'fst' in runs, did you mean 'fast'?"),
         (["compare", "base", "fast", "--figure", "no/where.png"], "there is no folder no"),
         (
             ["compare", "base", "fast", "--figure", "curve.txt"],
-            "--figure curve.txt is not a picture; let its name end in .png, .pdf or .svg",
+            "--figure curve.txt is not a picture; use a name that ends in .png, .pdf or .svg",
         ),
         (["compare", "base", "empty"], "empty has no losses to compare"),
         (["--runs", "nowhere"], "there is no folder nowhere"),

@@ -25,7 +25,7 @@ from mjax.data.outputs import facts
 from mjax.errors import UsageError, either
 from mjax.launch import Distributed
 from mjax.progress import progress
-from mjax.tasks.interface import FOR_TEXT, Figure, Task
+from mjax.tasks.interface import FOR_TEXT, Metric, Task
 from mjax.tasks.labelled import (
     TASKS,
     LabelledTask,
@@ -93,9 +93,9 @@ def evaluate(arguments: EvaluateArguments) -> int:
     from mjax.parallel import processes
 
     processes.start(arguments.distributed)
-    step, figures = _measure(arguments)
+    step, metrics = _measure(arguments)
     if processes.is_first():
-        report(arguments, step, figures)
+        report(arguments, step, metrics)
     return 0
 
 
@@ -113,7 +113,7 @@ def metrics_of(folder: str | Path, task: str, data: str, **options) -> dict[str,
     """
     arguments = EvaluateArguments(checkpoint=Path(folder), task=task, data=str(data), **options)
     _check(arguments)
-    return {figure.name: figure.value for figure in _measure(arguments)[1]}
+    return {metric.name: metric.value for metric in _measure(arguments)[1]}
 
 
 def _check(arguments: EvaluateArguments) -> None:
@@ -126,7 +126,7 @@ def _check(arguments: EvaluateArguments) -> None:
         raise UsageError(f"--overlap is for {either(of_text)}; leave it out, {task} has its own rule for long texts")
 
 
-def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Figure]]:
+def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     """The step of the checkpoint, and the metrics; writes predictions on request."""
     from mjax.inference import inference_config, restore_weights, run_tokenizer
     from mjax.models.kernel_trial import with_kernel
@@ -165,7 +165,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Figure]]:
     if processes.is_first() and arguments.predictions is not None:
         for file in write_predictions(arguments.predictions, task, scores):
             say(f"predictions  {file}")
-    return step, task.figures(scores if labelled else list(scores.values()))
+    return step, task.metrics(scores if labelled else list(scores.values()))
 
 
 def _read_run(arguments: EvaluateArguments) -> Config:
@@ -196,12 +196,12 @@ def _check_labelled(arguments: EvaluateArguments, saved: Config, task: LabelledT
         )
 
 
-def report(arguments: EvaluateArguments, step: int, figures: Sequence[Figure]) -> None:
+def report(arguments: EvaluateArguments, step: int, metrics: Sequence[Metric]) -> None:
     """Print the metrics, as one JSON object or as a table."""
     about = {"task": arguments.task, "data": arguments.data, "checkpoint": str(arguments.checkpoint), "step": step}
     if arguments.json:
-        print(json.dumps(about | {figure.name: figure.value for figure in figures}, ensure_ascii=False))
+        print(json.dumps(about | {metric.name: metric.value for metric in metrics}, ensure_ascii=False))
         return
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{arguments.task} on {arguments.data}: {arguments.checkpoint}, step {step}\n", markup=False)
-    console.print(facts((figure.name.replace("_", " "), figure.shown, figure.remark) for figure in figures))
+    console.print(facts((metric.name.replace("_", " "), metric.shown, metric.remark) for metric in metrics))

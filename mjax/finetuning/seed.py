@@ -56,9 +56,9 @@ class SeedRun(Run):
     def evaluate(self, step: int, model: TaskBERT, validation: dict[str, Examples]) -> tuple[float, dict[str, float]]:
         """Loss and metrics of the validation files, and whatever has to be kept of this epoch."""
         scores = {name: self.scorer(model, examples) for name, examples in validation.items()}
-        figures = {figure.name: figure.value for figure in self.task.figures(scores)}
+        metrics = {metric.name: metric.value for metric in self.task.metrics(scores)}
         loss = mean_loss(scores, validation)
-        epoch = {"epoch": step // self.config.train.eval_interval, "step": step, "loss": loss, "figures": figures}
+        epoch = {"epoch": step // self.config.train.eval_interval, "step": step, "loss": loss, "figures": metrics}
         self.epochs.append(epoch)
         if best_of(self.epochs, self.task.metric) is epoch:
             self.best.save(step, {"model": model})
@@ -67,7 +67,7 @@ class SeedRun(Run):
             if best_of(self.epochs, self.task.metric) is epoch:
                 write_predictions(self.folder / "best" / "predictions", self.task, scores)
             write_whole(self.folder / "epochs.json", json.dumps(self.epochs, indent=1) + "\n")
-        return loss, {name: value for name, value in figures.items() if isinstance(value, float)}
+        return loss, {name: value for name, value in metrics.items() if isinstance(value, float)}
 
     def give_up(self, problem: str) -> None:
         """End an unhealthy seed.
@@ -90,15 +90,15 @@ def read_epochs(folder: Path) -> list[dict]:
     fix = f"remove {folder}, and this seed is trained from scratch"
     epochs = read_json(file, fix)
     if not isinstance(epochs, list) or not all(map(_is_epoch, epochs)):
-        raise UsageError(f"{file} is not a list of epochs with their steps and figures; {fix}")
+        raise UsageError(f"{file} is not a list of epochs with their steps and metrics; {fix}")
     return epochs
 
 
 def _is_epoch(values: Any) -> bool:
     """Return True if `values` have the form that `SeedRun.evaluate` writes for an epoch."""
-    if not isinstance(values, dict) or not isinstance(figures := values.get("figures"), dict):
+    if not isinstance(values, dict) or not isinstance(metrics := values.get("figures"), dict):
         return False
-    numbers = [*(values.get(name) for name in ("epoch", "step", "loss")), *figures.values()]
+    numbers = [*(values.get(name) for name in ("epoch", "step", "loss")), *metrics.values()]
     return all(type(number) in (int, float) for number in numbers)
 
 

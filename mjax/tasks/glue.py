@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from mjax.errors import UsageError
-from mjax.tasks.interface import Figure
+from mjax.tasks.interface import Metric
 from mjax.tasks.labelled_task import LabelledTask, Outputs, Role
 from mjax.tasks.rows import Pair, clean_text
 from mjax.tasks.task_files import json_object, lines, table
@@ -125,15 +125,15 @@ class Qqp(SentencePairs):
     names = ("0", "1")
     submissions: ClassVar[dict[str, str]] = {"test": "QQP"}
 
-    def figures(self, outputs: Outputs) -> list[Figure]:
+    def metrics(self, outputs: Outputs) -> list[Metric]:
         """Accuracy, and F1 of label 1 over all sets: 2 true positives / (2 true positives + both kinds of error)."""
-        figures, chosen = super().figures(outputs), self.chosen(outputs)
-        if figures:
+        metrics, chosen = super().metrics(outputs), self.chosen(outputs)
+        if metrics:
             answers = [(chosen[name], of.labels["label"]) for name, of in self.validation.items() if of.labels]
             found, label = (np.concatenate(arrays) for arrays in zip(*answers, strict=True))
             both, either = int((found & label).sum()), int((found + label).sum())
-            figures.append(Figure.share("f1", 2 * both, max(either, 1), "of the pairs that are duplicates"))
-        return figures
+            metrics.append(Metric.share("f1", 2 * both, max(either, 1), "of the pairs that are duplicates"))
+        return metrics
 
     def pairs(self, file: Path) -> Iterator[tuple[str, Sentences | str]]:
         """All pairs but broken ones, which a file without labels may not have."""

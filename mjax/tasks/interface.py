@@ -67,7 +67,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Metric:
     """One result.
 
     Attributes:
@@ -83,17 +83,17 @@ class Figure:
     remark: str = ""
 
     @classmethod
-    def count(cls, name: str, value: int, remark: str = "") -> Figure:
+    def count(cls, name: str, value: int, remark: str = "") -> Metric:
         """A whole number."""
         return cls(name, value, f"{value:,}", remark)
 
     @classmethod
-    def number(cls, name: str, value: float, remark: str = "") -> Figure:
+    def number(cls, name: str, value: float, remark: str = "") -> Metric:
         """Any other number."""
         return cls(name, value, f"{value:,.4f}" if value < 1000 else f"{value:,.0f}", remark)
 
     @classmethod
-    def share(cls, name: str, part: int, whole: int, remark: str = "") -> Figure:
+    def share(cls, name: str, part: int, whole: int, remark: str = "") -> Metric:
         """A share of a whole: between 0 and 1 in JSON, in percent for people."""
         return cls(name, part / whole, f"{part / whole:.2%}", remark)
 
@@ -104,7 +104,7 @@ class Task(Protocol):
     passes: list[Sequence[Window]]
     """Windows whose scores are needed apart."""
 
-    def figures(self, scores: Sequence[Score]) -> list[Figure]:
+    def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """The results, of a score for each of `passes`."""
 
 

@@ -2,7 +2,7 @@
 
     read         a published file, as items: a pair of sentences, a passage with questions, a question on a paragraph
     encode       the rows of an item, [CLS] a [SEP] b [SEP], and its labels
-    figures      the official metrics, of the logits of the validation rows
+    metrics      the official metrics, of the logits of the validation rows
     predictions  files in the official format, of the same
 
 A task says how an item is read, encoded and told; the rest is here. Whoever trains knows nothing of the files: it puts
@@ -28,7 +28,7 @@ import numpy as np
 from mjax.data.tokenizers import BertTokenizer, Tokenizer
 from mjax.errors import RunError, UsageError
 from mjax.model_config import BERTTaskConfig, ModelConfig, as_kind
-from mjax.tasks.interface import Figure
+from mjax.tasks.interface import Metric
 from mjax.tasks.rows import Examples, Pair, as_rows
 
 Role = Literal["train", "validation"]
@@ -119,7 +119,7 @@ class LabelledTask(ABC):
         """The items of a file that are used; `choices` rows for each example of an item; the labels of each example,
         which are not looked at where the file has none."""
 
-    def figures(self, outputs: Outputs) -> list[Figure]:
+    def metrics(self, outputs: Outputs) -> list[Metric]:
         """The official metrics of the validation sets that have labels: accuracy over all, and of each of several.
 
         Raises:
@@ -131,17 +131,17 @@ class LabelledTask(ABC):
             return []
         right = {name: int((chosen[name] == label).sum()) for name, label in labels.items()}
         correct, count = sum(right.values()), sum(map(len, labels.values()))
-        of_each = [Figure.share(f"{name}_accuracy", right[name], len(label)) for name, label in labels.items()]
+        of_each = [Metric.share(f"{name}_accuracy", right[name], len(label)) for name, label in labels.items()]
         several = len(labels) > 1
         return [
-            Figure.share("accuracy", correct, count, "of all sets together" if several else ""),
+            Metric.share("accuracy", correct, count, "of all sets together" if several else ""),
             *(of_each if several else []),
-            Figure.count("correct", correct, f"of {count:,} examples"),
+            Metric.count("correct", correct, f"of {count:,} examples"),
         ]
 
     @abstractmethod
     def predictions(self, outputs: Outputs) -> dict[str, str]:
-        """Files of predictions in the official format: name → contents. Errors as of `figures`."""
+        """Files of predictions in the official format: name → contents. Errors as of `metrics`."""
 
     # --- The path -----------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import numpy as np
 from mjax.data.corpus import Document
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
-from mjax.tasks.interface import Figure, Score, Window, perplexity, read_documents
+from mjax.tasks.interface import Metric, Score, Window, perplexity, read_documents
 
 
 class Lambada:
@@ -51,17 +51,17 @@ class Lambada:
             for cut in (_last_word, _last_token)
         ]
 
-    def figures(self, scores: Sequence[Score]) -> list[Figure]:
+    def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """Both accuracies, and how likely the last words were."""
         strict, last = scores
         return [
-            Figure.share("accuracy", strict.right, strict.windows, "strict: the whole last word is right"),
-            Figure.count("correct", strict.right, f"of {strict.windows:,} passages"),
-            Figure.share("last_token_accuracy", last.right, last.windows, "the last token alone is right"),
-            Figure.count("last_token_correct", last.right, f"of {last.windows:,} passages"),
-            Figure.number("perplexity", perplexity(strict.mean), "per subword of the last words"),
-            Figure.number("word_perplexity", perplexity(strict.mean * strict.labels / strict.windows), "per last word"),
-            Figure.count("passages", strict.windows),
+            Metric.share("accuracy", strict.right, strict.windows, "strict: the whole last word is right"),
+            Metric.count("correct", strict.right, f"of {strict.windows:,} passages"),
+            Metric.share("last_token_accuracy", last.right, last.windows, "the last token alone is right"),
+            Metric.count("last_token_correct", last.right, f"of {last.windows:,} passages"),
+            Metric.number("perplexity", perplexity(strict.mean), "per subword of the last words"),
+            Metric.number("word_perplexity", perplexity(strict.mean * strict.labels / strict.windows), "per last word"),
+            Metric.count("passages", strict.windows),
         ]
 
 

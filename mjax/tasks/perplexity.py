@@ -24,7 +24,7 @@ from mjax.data.indexed import IndexedDataset, index_file, token_file
 from mjax.data.metadata import read_metadata, tokenizer_folder
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
-from mjax.tasks.interface import Figure, Score, Window, perplexity, read_documents
+from mjax.tasks.interface import Metric, Score, Window, perplexity, read_documents
 from mjax.tasks.windows import check_overlap, overlapping_windows
 
 
@@ -68,22 +68,22 @@ class Perplexity:
             raise UsageError(f"{data} holds no text; give a file or a dataset that does")
         self.passes: list[Sequence[Window]] = [windows]
 
-    def figures(self, scores: Sequence[Score]) -> list[Figure]:
+    def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """Perplexity, bits per byte, and what they are made of."""
         (score,) = scores
-        bits, length = Figure("bits_per_byte", None, "unknown", "no .json says how long the text was"), []
+        bits, length = Metric("bits_per_byte", None, "unknown", "no .json says how long the text was"), []
         if self.bytes is not None:
             per_byte = score.mean * score.labels / math.log(2) / self.bytes
-            bits = Figure.number("bits_per_byte", per_byte, "whatever the tokenizer")
-            length = [Figure.count("bytes", self.bytes, "of text, in UTF-8")]
+            bits = Metric.number("bits_per_byte", per_byte, "whatever the tokenizer")
+            length = [Metric.count("bytes", self.bytes, "of text, in UTF-8")]
         return [
-            Figure.number("perplexity", perplexity(score.mean), "per token of this tokenizer"),
+            Metric.number("perplexity", perplexity(score.mean), "per token of this tokenizer"),
             bits,
-            Figure.number("loss", score.mean, "nats a token"),
-            Figure.count("tokens", score.labels),
+            Metric.number("loss", score.mean, "nats a token"),
+            Metric.count("tokens", score.labels),
             *length,
-            Figure.count("documents", self.documents),
-            Figure.count("windows", score.windows),
+            Metric.count("documents", self.documents),
+            Metric.count("windows", score.windows),
         ]
 
 

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.tasks import squad_scores
-from mjax.tasks.interface import Figure
+from mjax.tasks.interface import Metric
 from mjax.tasks.labelled_task import LabelledTask, Outputs, Role, finite
 from mjax.tasks.rows import Pair
 from mjax.tasks.squad_answers import Answers, best_answers, no_answer
@@ -134,7 +134,7 @@ class Squad(LabelledTask):
             rows = [Pair(ids, tokens[window.start : window.stop]) for window in ranges]
             yield question._replace(windows=windows), rows, [answer_position(span, window, offset) for window in ranges]
 
-    def figures(self, outputs: Outputs) -> list[Figure]:
+    def metrics(self, outputs: Outputs) -> list[Metric]:
         """The metrics of the version's official script, over all sets that have answers."""
         found = self._answers(outputs)
         truths = {
@@ -148,8 +148,8 @@ class Squad(LabelledTask):
         best = {name: found[name].best[0].text for name in truths}
         scored = squad_scores.score(best, truths, self.version)
         if self.version == "1.1":
-            return squad_scores.figures_1(scored)
-        return squad_scores.figures_2(best, {name: found[name].null_odds for name in truths}, scored)
+            return squad_scores.metrics_1(scored)
+        return squad_scores.metrics_2(best, {name: found[name].null_odds for name in truths}, scored)
 
     def predictions(self, outputs: Outputs) -> dict[str, str]:
         """The files that the module tells of; those of several sets begin with the name of the set."""

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mjax.tasks.interface import Figure
+from mjax.tasks.interface import Metric
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII's; other punctuation stays
@@ -76,15 +76,15 @@ def score(answers: Mapping[str, str], truths: Mapping[str, Sequence[str]], versi
     return found
 
 
-# --- Figures ----------------------------------------------------------------------------------------------------------
+# --- Metrics ----------------------------------------------------------------------------------------------------------
 
 
-def figures_1(scored: Sequence[Scored]) -> list[Figure]:
+def metrics_1(scored: Sequence[Scored]) -> list[Metric]:
     """The metrics of SQuAD 1.1's official script, in percent."""
     return _means(scored, "exact_match", "f1", "total", "questions")
 
 
-def figures_2(answers: Mapping[str, str], null_odds: Mapping[str, float], scored: Sequence[Scored]) -> list[Figure]:
+def metrics_2(answers: Mapping[str, str], null_odds: Mapping[str, float], scored: Sequence[Scored]) -> list[Metric]:
     """The metrics of SQuAD 2.0's official script, in percent.
 
     Args:
@@ -96,17 +96,17 @@ def figures_2(answers: Mapping[str, str], null_odds: Mapping[str, float], scored
     for one in scored:
         right = float(not one.answerable)
         given.append(one if null_odds[one.question] <= 0 else one._replace(exact=right, f1=right))
-    figures = _means(given, "exact", "f1", "total", "questions")
+    metrics = _means(given, "exact", "f1", "total", "questions")
     for name, answerable in (("HasAns", True), ("NoAns", False)):
         if of_kind := [one for one in given if one.answerable == answerable]:
-            figures += _means(of_kind, f"{name}_exact", f"{name}_f1", f"{name}_total")
+            metrics += _means(of_kind, f"{name}_exact", f"{name}_f1", f"{name}_total")
     for name in ("exact", "f1"):
         best, threshold = best_threshold(answers, null_odds, scored, [getattr(one, name) for one in scored])
-        figures += [
+        metrics += [
             _percent(f"best_{name}", best, len(scored), "at the best threshold of this set"),
-            Figure(f"best_{name}_thresh", threshold, f"{threshold:.4f}", "none is given above it"),
+            Metric(f"best_{name}_thresh", threshold, f"{threshold:.4f}", "none is given above it"),
         ]
-    return figures
+    return metrics
 
 
 def best_threshold(
@@ -129,16 +129,16 @@ def best_threshold(
     return best, threshold
 
 
-def _means(scored: Sequence[Scored], exact: str, f1: str, total: str, what: str = "") -> list[Figure]:
+def _means(scored: Sequence[Scored], exact: str, f1: str, total: str, what: str = "") -> list[Metric]:
     """Both measures over `scored`, and how many these are, by their names."""
     count = len(scored)
     return [
         _percent(exact, sum(one.exact for one in scored), count),
         _percent(f1, sum(one.f1 for one in scored), count),
-        Figure.count(total, count, what),
+        Metric.count(total, count, what),
     ]
 
 
-def _percent(name: str, total: float, count: int, remark: str = "") -> Figure:
+def _percent(name: str, total: float, count: int, remark: str = "") -> Metric:
     mean = 100 * total / count
-    return Figure(name, mean, f"{mean:.2f}%", remark)
+    return Metric(name, mean, f"{mean:.2f}%", remark)

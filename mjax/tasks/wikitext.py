@@ -23,12 +23,12 @@ import numpy as np
 
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
-from mjax.tasks.interface import Figure, Score, perplexity
+from mjax.tasks.interface import Metric, Score, perplexity
 from mjax.tasks.windows import check_overlap, overlapping_windows
 
 OVERLAP = 32
 
-# v1.0's list, in its order (tasks/zeroshot_gpt2/detokenizer.py). Published figures depend on every line of it, those
+# v1.0's list, in its order (tasks/zeroshot_gpt2/detokenizer.py). Published metrics depend on every line of it, those
 # included that do little: "s '" joins an apostrophe only to a word in s, and the second line matches no real text.
 REPLACEMENTS: tuple[tuple[str, str | None], ...] = (
     # Contractions
@@ -116,19 +116,19 @@ class WikiText103:
             raise UsageError(f"{data} holds less than two words; give WikiText103's wiki.test.tokens, or text like it")
         self.passes = [overlapping_windows(tokens, positions, self.overlap)]
 
-    def figures(self, scores: Sequence[Score]) -> list[Figure]:
+    def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """Raw and adjusted perplexity, and what they are made of."""
         (score,) = scores
         ratio, paper = token_ratio(self.tokens, self.words), perplexity(score.mean * self.tokens / self.words)
         return [
-            Figure.number("adjusted_perplexity", perplexity(score.mean * ratio), "per original word: compare this one"),
-            Figure.number("adjusted_perplexity_paper", paper, "the same by the paper's T / T_o"),
-            Figure.number("perplexity", perplexity(score.mean), "raw: per token of this tokenizer"),
-            Figure.number("loss", score.mean, "nats a token"),
-            Figure("token_ratio", ratio, f"{ratio:.6f}", "(T - 1) / (T_o - 1), of the first line"),
-            Figure.count("tokens", self.tokens, "T, of the text put together"),
-            Figure.count("words", self.words, "T_o, as the file has them"),
-            Figure.count("windows", score.windows, f"the later ones count {self.overlap} labels each"),
+            Metric.number("adjusted_perplexity", perplexity(score.mean * ratio), "per original word: compare this one"),
+            Metric.number("adjusted_perplexity_paper", paper, "the same by the paper's T / T_o"),
+            Metric.number("perplexity", perplexity(score.mean), "raw: per token of this tokenizer"),
+            Metric.number("loss", score.mean, "nats a token"),
+            Metric("token_ratio", ratio, f"{ratio:.6f}", "(T - 1) / (T_o - 1), of the first line"),
+            Metric.count("tokens", self.tokens, "T, of the text put together"),
+            Metric.count("words", self.words, "T_o, as the file has them"),
+            Metric.count("windows", score.windows, f"the later ones count {self.overlap} labels each"),
         ]
 
 

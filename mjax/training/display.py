@@ -98,7 +98,7 @@ class Display:
                 TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
                 console=self.console,
             )
-            self._task = self._progress.add_task("train", total=self.steps, completed=start, figures=["compiling …"])
+            self._task = self._progress.add_task("train", total=self.steps, completed=start, values=["compiling …"])
         return self
 
     def __enter__(self) -> Display:
@@ -117,12 +117,12 @@ class Display:
     def show(self, record: Record) -> None:
         """Move the line on to `record`."""
         if self._progress:
-            self._progress.update(self._task, completed=record.step, figures=parts(record))
+            self._progress.update(self._task, completed=record.step, values=parts(record))
             return
         now = time.monotonic()
         if now - self._last_line >= SECONDS_BETWEEN_LINES or record.step in (self._start + 1, self.steps):
             self._last_line = now
-            self.say(f"step {record.step}/{self.steps}  {figures(record)}{self._time_left(record.step, now)}")
+            self.say(f"step {record.step}/{self.steps}  {summary(record)}{self._time_left(record.step, now)}")
 
     def _time_left(self, step: int, now: float) -> str:
         if self._timed_from is None:  # the first step holds the compilation and says nothing about the others
@@ -133,7 +133,7 @@ class Display:
 
 
 class FittingColumn(ProgressColumn):
-    """The figures of a step, of which a narrow terminal shows only the first.
+    """The metrics of a step, of which a narrow terminal shows only the first.
 
     rich would shorten every column alike, and the number of the step and the time left with them.
     """
@@ -144,18 +144,18 @@ class FittingColumn(ProgressColumn):
         self.left = TimeRemainingColumn(compact=True)
 
     def render(self, task: Task) -> Text:
-        """The figures that have room beside the number of the step and the time left."""
+        """The metrics that have room beside the number of the step and the time left."""
         others = [f"step {task.completed}/{task.total}", self.left.render(task).plain]
         if self.console.width >= 120:
             others.append(" " * BAR)
-        return Text(fitting(task.fields["figures"], self.console.width - sum(len(other) + 1 for other in others)))
+        return Text(fitting(task.fields["values"], self.console.width - sum(len(other) + 1 for other in others)))
 
 
-def fitting(figures: list[str], width: int) -> str:
-    """The most important of `figures`, which are in that order, joined in at most `width` columns."""
+def fitting(values: list[str], width: int) -> str:
+    """The most important of `values`, which are in that order, joined in at most `width` columns."""
     shown = ""
-    for figure in figures:
-        longer = f"{shown}  {figure}" if shown else figure
+    for value in values:
+        longer = f"{shown}  {value}" if shown else value
         if len(longer) > width:
             break
         shown = longer
@@ -163,8 +163,8 @@ def fitting(figures: list[str], width: int) -> str:
 
 
 def parts(record: Record) -> list[str]:
-    """The figures of a step, the most important first."""
-    found = losses(record.loss, record.figures).split("  ") if record.loss is not None else ["loss not finite"]
+    """The metrics of a step, the most important first."""
+    found = losses(record.loss, record.metrics).split("  ") if record.loss is not None else ["loss not finite"]
     if record.loss_scale != 1.0:
         found.append(f"scale {record.loss_scale:g}")
     found += [f"lr {record.learning_rate:.2e}", f"{record.tokens_per_second:,.0f} tok/s"]
@@ -173,33 +173,33 @@ def parts(record: Record) -> list[str]:
     return [*found, f"{record.tflops:.3g} TFLOP/s"]
 
 
-def figures(record: Record) -> str:
-    """The figures of a step on one line."""
+def summary(record: Record) -> str:
+    """The metrics of a step on one line."""
     return "  ".join(parts(record))
 
 
-def losses(loss: float, figures: dict[str, float]) -> str:
+def losses(loss: float, metrics: dict[str, float]) -> str:
     """'loss 3.1234  ppl 22.7', of a BERT 'mlm 3.1234  ppl 22.7  order 0.6512 (62% right)', with the head of a task
     'loss 0.3123  accuracy 0.8750'."""
-    if not figures:
+    if not metrics:
         return f"loss {loss:.4f}  ppl {_perplexity(loss):.4g}"
-    if "mlm_loss" not in figures:
-        return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in {"loss": loss, **figures}.items())
-    masked, order, right = (figures[name] for name in ("mlm_loss", "order_loss", "order_accuracy"))
+    if "mlm_loss" not in metrics:
+        return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in {"loss": loss, **metrics}.items())
+    masked, order, right = (metrics[name] for name in ("mlm_loss", "order_loss", "order_accuracy"))
     return f"mlm {masked:.4f}  ppl {_perplexity(masked):.4g}  order {order:.4f} ({right:.0%} right)"
 
 
-def verdict(loss: float, figures: dict[str, float], sequences: int) -> list[str]:
+def verdict(loss: float, metrics: dict[str, float], sequences: int) -> list[str]:
     """The last evaluation, in lines: a GPT's perplexity, or how far a BERT is from guessing at each of its tasks.
 
     Args:
       loss: nats a label.
-      figures: of a BERT, as `losses` takes them, and the entropy of the masked tokens.
+      metrics: of a BERT, as `losses` takes them, and the entropy of the masked tokens.
       sequences: how many were judged.
     """
-    if not figures:
+    if not metrics:
         return [f"validation perplexity {_perplexity(loss):.2f}"]
-    masked, entropy, right = (figures[name] for name in ("mlm_loss", "unigram_entropy", "order_accuracy"))
+    masked, entropy, right = (metrics[name] for name in ("mlm_loss", "unigram_entropy", "order_accuracy"))
     error = math.sqrt(right * (1 - right) / sequences)
     return [
         f"validation perplexity {_perplexity(masked):.2f} of masked tokens ({masked:.3f} nats); "

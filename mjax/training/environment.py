@@ -1,4 +1,4 @@
-"""environment.json: what a run ran on, so that its figures can be understood later."""
+"""environment.json: what a run ran on, so that its metrics can be understood later."""
 
 from __future__ import annotations
 

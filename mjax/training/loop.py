@@ -2,7 +2,7 @@
 
     data → devices → program → state (new, or from a checkpoint) → for each step: batch → train_step → record
 
-The host stays one step ahead of the devices: the figures of a step are fetched while the next one runs.
+The host stays one step ahead of the devices: the metrics of a step are fetched while the next one runs.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def train(
             if on_end is not None:
                 on_end(run, result.state, data)
             announce.what_is_left(
-                display, result.step, result.validation_loss, result.validation_figures, folder, config
+                display, result.step, result.validation_loss, result.validation_metrics, folder, config
             )
     return result
 
@@ -208,7 +208,7 @@ class Run:
     def _steps(self, state: TrainState, start: int, training: Batches, validation: Batches | None) -> Result:
         """As `steps`, and until the loss spikes where the run is to go back then (`Guard.spike`)."""
         config, last = self.config, self.config.train.steps
-        validation_loss, figures, done = None, {}, start
+        validation_loss, validation_metrics, done = None, {}, start
         fetch = prefetch(lambda step: self._to_devices(training, step), range(start, last))
         display = self.display.begin(start)
         with (
@@ -246,7 +246,7 @@ class Run:
                 if evaluates or saves:
                     record = self._record(*waiting)
                     if evaluates and not stop.requested:
-                        validation_loss, figures = self._validate(step, state.model, validation, record)
+                        validation_loss, validation_metrics = self._validate(step, state.model, validation, record)
                     self._write(record)
                     if saves:
                         self.watchdog.at(step, "saving")
@@ -265,7 +265,7 @@ class Run:
                 f"stopped by {stop.name} after step {done}, which is saved; run the same command again to continue"
             )
         exit_code = 0 if done == last else PREEMPTED
-        return Result(exit_code, done, state, validation_loss, figures, bool(stop.requested))
+        return Result(exit_code, done, state, validation_loss, validation_metrics, bool(stop.requested))
 
     def _hear(self, stop: StopSignal, step: int) -> None:
         """Note who wants the run to stop after `step`."""
@@ -277,9 +277,9 @@ class Run:
     def _validate(self, step: int, model: Model, validation: Batches, record: Record) -> tuple[float, dict[str, float]]:
         """`evaluate`, with the result in the record of `step` and on the screen."""
         self.watchdog.at(step, "evaluating")
-        record.val_loss, record.val_figures = self.evaluate(step, model, validation)
-        self.display.say(f"step {step}: validation {losses(record.val_loss, record.val_figures)}")
-        return record.val_loss, record.val_figures
+        record.val_loss, record.val_metrics = self.evaluate(step, model, validation)
+        self.display.say(f"step {step}: validation {losses(record.val_loss, record.val_metrics)}")
+        return record.val_loss, record.val_metrics
 
     def _program_of(self, size: int, step: int) -> TrainProgram:
         """The program for batches of `size`, which begin or come back with `step`."""
@@ -312,7 +312,7 @@ class Run:
             }
 
     def evaluate(self, step: int, model: Model, validation: Batches) -> tuple[float, dict[str, float]]:
-        """Mean over all labels of the evaluation that count, whichever batch they are in, and a BERT's figures.
+        """Mean over all labels of the evaluation that count, whichever batch they are in, and a BERT's metrics.
 
         Args:
           step: after which it is.
@@ -321,15 +321,15 @@ class Run:
         """
         batches = range(self.config.train.eval_batches)
         found = [self.program.eval_step(model, self._to_devices(validation, i, evaluation=True)) for i in batches]
-        loss, figures = mean_of(jax.device_get(found), self.program.abstract_state.model.loss_weights)
+        loss, metrics = mean_of(jax.device_get(found), self.program.abstract_state.model.loss_weights)
         if self.config.model.samples == "pairs":
             if self.entropy is None:
                 self.entropy = label_entropy(map(validation.at, batches))
-            figures = figures | {"unigram_entropy": self.entropy}
-        return loss, figures
+            metrics = metrics | {"unigram_entropy": self.entropy}
+        return loss, metrics
 
     def _record(self, step: int, metrics: StepMetrics) -> Record:
-        """Wait for the figures of `step` and put them beside the time it took."""
+        """Wait for the metrics of `step` and put them beside the time it took."""
         metrics = jax.device_get(metrics)
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
@@ -351,7 +351,7 @@ class Run:
             tflops=tflops,
             mfu=tflops / self.peak if self.peak else None,
             nonfinite=not_finite(metrics, self.program.gradient_names),
-            figures={name: finite_or_none(float(value)) for name, value in metrics.metrics.items()},
+            metrics={name: finite_or_none(float(value)) for name, value in metrics.metrics.items()},
         )
 
     def _limit(self, step: int) -> tuple[jax.Array, ...]:

@@ -45,7 +45,7 @@ class Record:
       broken: whether a weight or a moment was not finite; not a line of the record.
       val_loss: mean cross entropy on the validation batches after this step, where it was measured; null in the record
         where it is not finite.
-      figures, val_figures: of a BERT its two losses and how often it finds the order; lines of their own in the record,
+      metrics, val_metrics: of a BERT its two losses and how often it finds the order; lines of their own in the record,
         such as mlm_loss and val_mlm_loss. In an evaluation also what guessing masked tokens by their frequency costs,
         val_unigram_entropy.
     """
@@ -65,8 +65,8 @@ class Record:
     unhealthy: str | None = None
     broken: bool = False
     val_loss: float | None = None
-    figures: dict[str, float | None] = field(default_factory=dict)
-    val_figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    val_metrics: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; `val_loss` and `unhealthy` only where there is one."""
@@ -77,8 +77,8 @@ class Record:
                 del values[name]
         if self.val_loss is not None:
             values["val_loss"] = finite_or_none(self.val_loss)
-        of_validation = {f"val_{name}": finite_or_none(value) for name, value in values.pop("val_figures").items()}
-        return values | values.pop("figures") | of_validation
+        of_validation = {f"val_{name}": finite_or_none(value) for name, value in values.pop("val_metrics").items()}
+        return values | values.pop("metrics") | of_validation
 
 
 def finite_or_none(x: float) -> float | None:

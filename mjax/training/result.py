@@ -22,7 +22,7 @@ class Result:
       step: steps taken.
       state: the last state.
       validation_loss: of the last evaluation, nats a token; None where there was none.
-      validation_figures: its other means by name; of a BERT also the entropy of the masked tokens.
+      validation_metrics: its other means by name; of a BERT also the entropy of the masked tokens.
       stopped: whether it was told to stop, be it in the last step, which is not measured then.
     """
 
@@ -30,7 +30,7 @@ class Result:
     step: int
     state: TrainState
     validation_loss: float | None
-    validation_figures: dict[str, float] = field(default_factory=dict)
+    validation_metrics: dict[str, float] = field(default_factory=dict)
     stopped: bool = False
 
 

@@ -100,9 +100,9 @@ def test_documents_that_are_all_of_one_length_can_be_drawn(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{}", "--document", "12"], "--document is 12; {} holds documents 0 to 11"),
-        (["{}", "--document", "-1"], "--document is -1; {} holds documents 0 to 11"),
-        (["{}", "--figure", "a.gif"], "--figure a.gif is not a picture; let its name end in .png, .pdf or .svg"),
+        (["{}", "--document", "12"], "--document is 12; {} has documents 0 to 11"),
+        (["{}", "--document", "-1"], "--document is -1; {} has documents 0 to 11"),
+        (["{}", "--figure", "a.gif"], "--figure a.gif is not a picture; use a name that ends in .png, .pdf or .svg"),
         (["{}x"], "{}x.bin does not exist; prepare it with"),
     ],
 )

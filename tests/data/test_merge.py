@@ -91,7 +91,7 @@ def test_what_does_not_agree_is_refused_and_leaves_nothing(tmp_path, capsys):
         ([a, c], f"{a}.json says tokenizer 'bytes' and {c}.json 'sentencepiece'"),
         ([c, d], f"{c}.tokenizer and {d}.tokenizer are different tokenizers of the same kind and size"),
         ([c, lost], f"there is no {lost}.tokenizer beside {lost}.json; copy it there"),
-        ([a, wide], f"{a} holds tokens of dtype uint16 and {wide} of dtype int32"),
+        ([a, wide], f"{a} has tokens of dtype uint16 and {wide} of dtype int32"),
     ):
         assert merge(tmp_path / "m", *parts) == 2
         assert message in capsys.readouterr().err

@@ -216,8 +216,8 @@ def test_a_path_that_is_none_is_refused(saved):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"path": ("a",), "train_path": ("b",)}, "leave out the three, or --data.path"),
-        ({"path": ("a",), "test_path": ("b",)}, "leave out the three, or --data.path"),
+        ({"path": ("a",), "train_path": ("b",)}, "leave out these three, or --data.path"),
+        ({"path": ("a",), "test_path": ("b",)}, "leave out these three, or --data.path"),
         ({"train_path": ("a",)}, "add --data.valid-path, or --train.eval-interval 0"),
         ({"path": ("1", "a", "b")}, "write a weight before every prefix"),
         ({"train_path": ("a",), "valid_path": ("0", "a")}, "--data.valid-path 0 a has a weight that is not above 0"),

@@ -132,7 +132,7 @@ def test_a_file_without_labels_gives_predictions_alone(done, mnli, capsys, tmp_p
     assert (tmp_path / "MNLI-m.tsv").read_text() == "index\tprediction\n7\tentailment\n"
     argv = ["evaluate", "--checkpoint", str(done / "best"), "--task", "mnli", "--data", str(data)]
     assert cli.main(argv) == 2
-    assert "has no labels to measure by; add --predictions FOLDER" in capsys.readouterr().err
+    assert "has no labels to compute metrics from; add --predictions FOLDER" in capsys.readouterr().err
 
 
 def test_what_is_done_is_not_trained_again(run, mnli, done, capsys):

@@ -175,7 +175,7 @@ def test_heads_are_drawn_on_request_and_it_is_said(source, run, tmp_path, capsys
     assert "--draw-heads" in message
     assert not (tmp_path / "run").exists()
     assert cli.main(["convert", "from-hf", str(encoder), str(tmp_path / "run"), "--draw-heads"]) == 0
-    said = "drawn from seed 1234: the head for masked tokens, the pooler, the order head\n"
+    said = "initialised from seed 1234: the head for masked tokens, the pooler, the order head\n"
     assert said in capsys.readouterr().out
     found, whole = named(weights_of(tmp_path / "run")), named(weights_of(run))
     drawn = {name for name in found if name.startswith(("mlm.", "pooler.", "order."))}
@@ -190,7 +190,7 @@ def test_a_head_that_is_there_is_never_drawn(source, run, tmp_path, capsys):
     masked = {n: t for n, t in tensors_of(config).items() if not n.startswith(("bert.pooler.", "cls.seq_relationship"))}
     folder = write_folder(tmp_path / "in", config, masked)  # BertForMaskedLM
     assert cli.main(["convert", "from-hf", str(folder), str(tmp_path / "run"), "--draw-heads"]) == 0
-    assert "drawn from seed 1234: the pooler, the order head\n" in capsys.readouterr().out
+    assert "initialised from seed 1234: the pooler, the order head\n" in capsys.readouterr().out
     found, whole = named(weights_of(tmp_path / "run")), named(weights_of(run))
     for name in ("mlm.transform.kernel", "mlm.bias"):
         np.testing.assert_array_equal(found[name], whole[name])

@@ -69,7 +69,7 @@ def test_the_figures_of_every_task_are_those_of_transformers(tmp_path, mesh):
     for task in _tasks(tmp_path, model.sequence):
         ours = [scorer.score(weights, windows) for windows in task.passes]
         theirs = [_by_torch(peer.eval(), windows) for windows in task.passes]
-        for found, expected in zip(task.figures(ours), task.figures(theirs), strict=True):
+        for found, expected in zip(task.metrics(ours), task.metrics(theirs), strict=True):
             same = pytest.approx(expected.value, rel=2e-4) if isinstance(found.value, float) else expected.value
             assert found.value == same, found.name
         for found, expected in zip(ours, theirs, strict=True):

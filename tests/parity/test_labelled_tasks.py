@@ -78,7 +78,7 @@ def test_accuracy_and_f1_are_those_of_scikit_learn(tmp_path, name, classes, seed
     }
     true = np.concatenate([examples.labels["label"] for examples in task.validation.values()])
     chosen = np.concatenate([logits.argmax(-1) for logits in outputs.values()])
-    values = {figure.name: figure.value for figure in task.figures(outputs)}
+    values = {metric.name: metric.value for metric in task.metrics(outputs)}
     assert values["accuracy"] == pytest.approx(metrics.accuracy_score(true, chosen), abs=1e-12)
     if name == "qqp":
         assert values["f1"] == pytest.approx(metrics.f1_score(true, chosen, zero_division=0), abs=1e-12)
@@ -139,8 +139,8 @@ def test_figures_of_squad_1_are_those_of_the_official_script(official_1, seed):
     predictions, truths = drawn_answers(seed, answerable=True)
     asked = [{"id": name, "answers": [{"text": text} for text in true]} for name, true in truths.items()]
     expected = official_1.evaluate([{"paragraphs": [{"qas": asked}]}], predictions)
-    figures = squad_scores.figures_1(squad_scores.score(predictions, truths, "1.1"))
-    values = {figure.name: figure.value for figure in figures}
+    figures = squad_scores.metrics_1(squad_scores.score(predictions, truths, "1.1"))
+    values = {metric.name: metric.value for metric in figures}
     assert values.pop("total") == 40
     assert values == pytest.approx(expected, abs=1e-9)
 
@@ -154,7 +154,7 @@ def test_figures_of_squad_2_are_those_of_the_official_script(official_2, seed):
     examples = [Example(name, [{"text": text} for text in true]) for name, true in truths.items()]
     expected = official_2.squad_evaluate(examples, predictions, odds, no_answer_probability_threshold=0.0)
     scored = squad_scores.score(predictions, truths, "2.0")
-    values = {figure.name: figure.value for figure in squad_scores.figures_2(predictions, odds, scored)}
+    values = {metric.name: metric.value for metric in squad_scores.metrics_2(predictions, odds, scored)}
     assert values == pytest.approx(dict(expected), abs=1e-9)
 
 
@@ -168,7 +168,7 @@ def test_a_real_file_of_squad_is_read_and_measured_as_by_the_official_script(off
         outputs[np.arange(len(outputs)), number, examples.labels[key]] = 9
     outputs[:, :, 0] = 0  # windows without the answer
     predictions = json.loads(task.predictions({"validation": outputs})["predictions.json"])
-    found = {figure.name: figure.value for figure in task.figures({"validation": outputs})}
+    found = {metric.name: metric.value for metric in task.metrics({"validation": outputs})}
     expected = official_1.evaluate(json.loads(file.read_text())["data"], predictions)
     assert found == pytest.approx(expected | {"total": 5}, abs=1e-9)
     assert found["exact_match"] == 100
@@ -319,7 +319,7 @@ def test_answers_are_those_of_googles_code_when_it_looks_at_all_spans(official_2
         assert ours["null_odds.json"] == pytest.approx(null_odds[0], abs=1e-9)
         assert "" in predictions.values() or seed not in (0, 1)
         # The official script makes our figures of our files.
-        values = {figure.name: figure.value for figure in task.figures({"validation": logits})}
+        values = {metric.name: metric.value for metric in task.metrics({"validation": logits})}
         for example, asked in zip(examples, task._asked["validation"], strict=True):
             example.answers = [{"text": text} for text, _ in asked.truth]
         odds = ours["null_odds.json"]

@@ -138,7 +138,7 @@ def test_the_tokenizer_says_which_rows_pad_the_vocabulary(tmp_path, capsys):
     for padded, name in ((384, "in"), (640, "wide")):
         write(tmp_path / name, draw(model), model, padded=padded)
     assert convert(tmp_path / "in", tmp_path / "run", "--heads", "4", "--tokenizer", "bytes") == 0
-    assert "embedding: 384 rows, 127 that pad it left out · no arguments in it: 4 heads" in capsys.readouterr().out
+    assert "embedding: 384 rows, 127 of padding left out · no arguments in it: 4 heads" in capsys.readouterr().out
     assert read_config(tmp_path / "run" / "config.json").model.vocabulary == 257
     assert convert(tmp_path / "in", tmp_path / "all", "--heads", "4") == 0
     assert "384 rows, none of them padding" in capsys.readouterr().out

@@ -69,7 +69,7 @@ def test_the_table_says_what_the_schedule_is_and_costs(capsys, tmp_path):
         "schedule": "1F1B",
         "stages, P": "4",
         "micro-batches, M": "8",
-        "chunks a stage, V": "1",
+        "chunks per stage, V": "1",
         "ticks": "14",
         "bubble": "37.5% of the ideal time = (P − 1) / M",
         "in flight": "7 on stage 0, 1 on stage 3",
@@ -157,10 +157,10 @@ def test_what_a_device_sends_is_printed_by_axis_and_source_and_drawn(capsys, tmp
     [
         (
             ["--schedule-figure", "plan.png"],
-            "draws a pipeline and gpt_8b has none; give it stages, such as --mesh.pipe 2",
+            "needs a pipeline and gpt_8b has none; add stages, such as --mesh.pipe 2",
         ),
-        (["--mesh.pipe", "4", "--schedule-figure", "plan.doc"], "let its name end in .png, .pdf or .svg"),
-        (["--mesh.pipe", "4", "--schedule-figure", "no/such/plan.png"], "there is no folder no/such; make it"),
+        (["--mesh.pipe", "4", "--schedule-figure", "plan.doc"], "use a name that ends in .png, .pdf or .svg"),
+        (["--mesh.pipe", "4", "--schedule-figure", "no/such/plan.png"], "there is no folder no/such; create it"),
         (["--communication-figure", "plan.doc"], "--communication-figure plan.doc is not a picture"),
         (["--mesh.pipe", "5"], "--mesh.pipe 5 does not divide 72 layers"),
         (["--mesh.pipe", "3", "--mesh.chunks", "2"], "and a step has 8; make"),

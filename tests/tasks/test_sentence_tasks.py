@@ -1,4 +1,4 @@
-"""MNLI, QQP and RACE: rows made of their files, figures and predictions made of outputs."""
+"""MNLI, QQP and RACE: rows made of their files, metrics and predictions made of outputs."""
 
 import json
 
@@ -24,7 +24,7 @@ def words(tokenizer, row):
 
 
 def values(task, outputs):
-    return {figure.name: figure.value for figure in task.figures(outputs)}
+    return {metric.name: metric.value for metric in task.metrics(outputs)}
 
 
 def outputs_for(labels, classes):
@@ -153,7 +153,7 @@ def test_predictions_of_mnlis_test_files_are_glues_submissions(tokenizer, tmp_pa
     task = open_task("mnli", [], files, tokenizer, 10)
     assert task.validation["test_matched"].labels == {}
     outputs = {name: outputs_for([1], 3) for name in task.validation}
-    assert task.figures(outputs) == []
+    assert task.metrics(outputs) == []
     submission = "index\tprediction\n7\tentailment\n"
     assert task.predictions(outputs) == {"MNLI-m.tsv": submission, "MNLI-mm.tsv": submission}
 
@@ -197,14 +197,14 @@ def test_predictions_of_qqps_test_file_are_glues_submission(tokenizer, tmp_path)
     (tmp_path / "test.tsv").write_text("id\tquestion1\tquestion2\n0\twho\twhat\n1\twho\twho\n")
     task = open_task("qqp", [], [str(tmp_path / "test.tsv")], tokenizer, 16)
     outputs = {"validation": outputs_for([0, 1], 2)}
-    assert task.figures(outputs) == []
+    assert task.metrics(outputs) == []
     assert task.predictions(outputs) == {"QQP.tsv": "index\tprediction\n0\t0\n1\t1\n"}
 
 
 def test_outputs_that_are_not_finite_are_no_predictions(tokenizer, tmp_path):
     (tmp_path / "dev.tsv").write_text(QQP + "0\t1\t2\twho\twhat\t1\n")
     task = open_task("qqp", [], [str(tmp_path / "dev.tsv")], tokenizer, 16)
-    for made in (task.figures, task.predictions):
+    for made in (task.metrics, task.predictions):
         with pytest.raises(RunError, match="the model's outputs for validation are not finite"):
             made({"validation": np.array([[np.nan, 1]], np.float32)})
 
@@ -265,5 +265,5 @@ def test_a_level_of_race_may_be_given_alone_and_its_answers_may_be_missing(token
     (folder / "high9.txt").write_text((folder / "high9.txt").read_text().replace('"answers"', '"unknown"'))
     task = open_task("race", [], [f"{folder}/"], tokenizer, 32)
     outputs = {"high": outputs_for([1], 4)}
-    assert task.figures(outputs) == []
+    assert task.metrics(outputs) == []
     assert json.loads(task.predictions(outputs)["predictions.json"]) == {"high9.txt": ["B"]}

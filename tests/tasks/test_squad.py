@@ -1,4 +1,4 @@
-"""SQuAD: windows and spans of its files, and answers made of logits; its figures are in test_squad_scores.py."""
+"""SQuAD: windows and spans of its files, and answers made of logits; its metrics are in test_squad_scores.py."""
 
 import json
 
@@ -281,7 +281,7 @@ def test_an_answer_is_given_unless_there_being_none_is_more_likely(tokenizer, tm
     assert files["null_odds.json"] == {"yes": -2, "no": 2, "equal": 0}
     assert files["best_answers.json"] == {"yes": "tree", "no": "tree", "equal": "red"}
     assert [answer["text"] for answer in files["nbest_predictions.json"]["no"][:2]] == ["", "tree"]
-    values = {figure.name: figure.value for figure in task.figures(outputs)}
+    values = {metric.name: metric.value for metric in task.metrics(outputs)}
     assert (values["exact"], values["best_f1"], values["best_f1_thresh"]) == (100, 100, 0)
     assert (values["HasAns_total"], values["NoAns_total"], values["NoAns_f1"]) == (2, 1, 100)
 
@@ -293,7 +293,7 @@ def test_a_file_without_answers_gives_predictions_beside_one_that_is_measured(to
     assert task.validation["test"].labels == {}
     logits = logits_of(1, {(0, 5): 3}, {(0, 5): 3})
     outputs = {"dev": logits, "test": logits}
-    assert {figure.name: figure.value for figure in task.figures(outputs)} == {
+    assert {metric.name: metric.value for metric in task.metrics(outputs)} == {
         "exact_match": 100,
         "f1": 100,
         "total": 1,

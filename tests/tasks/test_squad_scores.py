@@ -2,11 +2,11 @@
 
 import pytest
 
-from mjax.tasks.squad_scores import best_threshold, exact, f1, figures_1, figures_2, normalize, score
+from mjax.tasks.squad_scores import best_threshold, exact, f1, metrics_1, metrics_2, normalize, score
 
 
-def values(figures):
-    return {figure.name: figure.value for figure in figures}
+def values(metrics):
+    return {metric.name: metric.value for metric in metrics}
 
 
 @pytest.mark.parametrize(
@@ -66,33 +66,33 @@ def test_the_true_answer_that_agrees_best_counts_for_each_measure():
 
 def test_figures_of_1_are_percentages_over_all_questions():
     scored = score({"p": "red", "q": "bird tree"}, {"p": ["Red"], "q": ["tree", "stone"]}, "1.1")
-    assert values(figures_1(scored)) == {"exact_match": 50, "f1": pytest.approx(100 * (1 + 2 / 3) / 2), "total": 2}
+    assert values(metrics_1(scored)) == {"exact_match": 50, "f1": pytest.approx(100 * (1 + 2 / 3) / 2), "total": 2}
 
 
 ANSWERS = {"sure": "red", "wrong": "bird", "none": "tree", "doubt": "house"}
 TRUTHS = {"sure": ["red"], "wrong": ["tree stone"], "none": [], "doubt": ["house tree"]}
 
 
-def figures(null_odds):
-    return values(figures_2(ANSWERS, null_odds, score(ANSWERS, TRUTHS, "2.0")))
+def metrics(null_odds):
+    return values(metrics_2(ANSWERS, null_odds, score(ANSWERS, TRUTHS, "2.0")))
 
 
 def test_figures_of_2_give_no_answer_above_odds_of_zero():
-    found = figures({"sure": -3, "wrong": -2, "none": 1, "doubt": 2})
+    found = metrics({"sure": -3, "wrong": -2, "none": 1, "doubt": 2})
     assert (found["exact"], found["f1"], found["total"]) == (50, 50, 4)
     assert (found["HasAns_exact"], found["HasAns_f1"], found["HasAns_total"]) == (100 / 3, 100 / 3, 3)
     assert (found["NoAns_exact"], found["NoAns_f1"], found["NoAns_total"]) == (100, 100, 1)
 
 
 def test_the_best_threshold_is_found_for_each_measure():
-    found = figures({"sure": -3, "wrong": -2, "none": 2, "doubt": 1})
+    found = metrics({"sure": -3, "wrong": -2, "none": 2, "doubt": 1})
     assert (found["best_exact"], found["best_exact_thresh"]) == (50, -3)
     # To answer "doubt" too has two thirds of its words right.
     assert (found["best_f1"], found["best_f1_thresh"]) == (pytest.approx(100 * (2 + 2 / 3) / 4), 1)
 
 
 def test_an_answer_to_a_question_without_one_lowers_what_a_threshold_can_reach():
-    found = figures({"sure": -1, "wrong": -2, "none": -3, "doubt": 1})
+    found = metrics({"sure": -1, "wrong": -2, "none": -3, "doubt": 1})
     # None answered: 1. All four of them: "none" is lost, then 2/3 of "doubt" and all of "sure" come.
     assert (found["best_exact"], found["best_exact_thresh"]) == (25, 0)
     assert (found["best_f1"], found["best_f1_thresh"]) == (pytest.approx(100 * (1 + 2 / 3) / 4), 1)
@@ -104,6 +104,6 @@ def test_a_threshold_of_zero_is_told_where_giving_no_answer_is_best():
 
 
 def test_a_set_without_questions_of_one_kind_has_no_figures_of_that_kind():
-    found = values(figures_2({"p": "red"}, {"p": -1}, score({"p": "red"}, {"p": ["red"]}, "2.0")))
+    found = values(metrics_2({"p": "red"}, {"p": -1}, score({"p": "red"}, {"p": ["red"]}, "2.0")))
     assert "HasAns_f1" in found
     assert "NoAns_f1" not in found

@@ -20,7 +20,7 @@ def test_a_synthetic_set_is_read_whole_and_its_labels_told_by_single_words(name,
     assert sum(len(examples.tokens) for examples in task.validation.values()) == 16
     assert files.tokenizer.unk not in task.train.tokens
     outputs = {key: perfect(task, examples) for key, examples in task.validation.items()}
-    values = {figure.name: figure.value for figure in task.figures(outputs)}
+    values = {metric.name: metric.value for metric in task.metrics(outputs)}
     assert values[task.metric] == (100 if task.head == "span" else 1)
 
 

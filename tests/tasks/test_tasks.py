@@ -1,4 +1,4 @@
-"""What the tasks make of their files, and the figures they make of scores: no model is asked."""
+"""Windows that tasks make of their files, and metrics they compute from scores, without a model."""
 
 import json
 import math
@@ -18,7 +18,7 @@ BYTES = ByteTokenizer()
 
 
 def values(task, *scores):
-    return {figure.name: figure.value for figure in task.figures(scores)}
+    return {metric.name: metric.value for metric in task.metrics(scores)}
 
 
 def labels_of(window):

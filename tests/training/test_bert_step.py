@@ -1,4 +1,4 @@
-"""BERT on every kind of mesh: figures and every gradient against a serial BERT in float64 that shares no code."""
+"""BERT on every kind of mesh: losses and every gradient against a serial BERT in float64 that shares no code."""
 
 import math
 from dataclasses import replace
@@ -94,12 +94,12 @@ def test_an_evaluation_weighs_masked_tokens_by_their_number_and_pairs_alike(run)
         def at(self, step, rows=slice(None)):
             return {name: array[rows] for name, array in batches[step].items()}
 
-    loss, figures = run.evaluate(1, weights, Validation())
+    loss, metrics = run.evaluate(1, weights, Validation())
     each = np.stack([_expected(run, weights, batch) for batch in batches])
     masked, (_, order, found) = np.average(each[:, 0], weights=counts), each.mean(0)
     guessed = np.concatenate([batch["labels"][batch["loss_mask"]] for batch in batches])
     entropy = -np.mean([math.log(np.mean(guessed == label)) for label in guessed])
-    assert figures == pytest.approx(
+    assert metrics == pytest.approx(
         {"mlm_loss": masked, "order_loss": order, "order_accuracy": found, "unigram_entropy": entropy}, rel=1e-5
     )
     assert loss == pytest.approx(masked + order, rel=1e-5)
@@ -137,7 +137,7 @@ def test_a_run_records_both_losses_and_how_often_the_order_is_found(tmp_path, ca
     assert f"by their frequency alone {math.exp(last['val_unigram_entropy']):.2f}" in output
     assert f"order       {last['val_order_accuracy']:.1%} ± " in output
     assert cli.main(["generate", "--checkpoint", str(tmp_path / "run"), "--prompt", "x"]) == 2
-    assert "holds a BERT, which continues no text" in capfd.readouterr().err
+    assert "holds a BERT, which generates no text" in capfd.readouterr().err
 
 
 @pytest.mark.long

@@ -132,9 +132,9 @@ def test_an_evaluation_weighs_its_batches_by_the_labels_that_count(evaluating):
     placed = [jax.device_put(batch, run.program.batch_sharding) for batch in batches]
     whole, tail = (float(run.program.eval_step(weights, batch).loss) for batch in placed)
     assert abs(whole - tail) > 1e-3
-    loss, figures = run.evaluate(1, weights, Validation())
+    loss, metrics = run.evaluate(1, weights, Validation())
     assert loss == pytest.approx((whole * 128 + tail * 16) / 144, rel=1e-6)
-    assert figures == {}
+    assert metrics == {}
 
 
 # --- What it costs ----------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def test_a_command_that_goes_back_does_so_once(launcher, capfd):
     assert launcher.resume("--step", "4") == 75
     assert "checkpoint 7 continues from 4 already" in capfd.readouterr().out
     assert launcher.resume("--step", "5") == 2
-    assert "holds no such checkpoint; use 4, 7 or 8" in capfd.readouterr().err
+    assert "has no such checkpoint; use 4, 7 or 8" in capfd.readouterr().err
     assert launcher("--step", "8") == 2
     assert "--step 8 goes with --resume" in capfd.readouterr().err
 
