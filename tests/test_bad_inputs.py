@@ -190,7 +190,7 @@ WRONG = {
     ),
     "another seed in a run named by its folder": (
         lambda p: ["train", "--resume", str(p / "runs" / "done"), "--train.seed", "1"], 2,
-        "config.json --name NEW in place of --run, and to continue this one with the change --allow-change",
+        "config.json --name NEW instead of --run, and to continue this one with the change --allow-change",
     ),
     "config.json that is not JSON": (
         _copy_of_run("not_json", lambda run: (run / "config.json").write_text("{")), 2, "is not JSON",

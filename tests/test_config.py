@@ -208,8 +208,8 @@ def test_differences_are_named():
         ({"model": {"layers": True}}, "model.layers is True, which is not a whole number"),
         ({"train": {"recompute": "some"}}, "train.recompute is 'some', which is not one of none, selective, full"),
         ({"model": 3}, "model. must be an object"),
-        ({"model": {"kind": []}}, "there is no model of the kind []; there are gpt, bert, bert_task"),
-        ({"model": {"kind": "gtp"}}, "there is no model of the kind 'gtp', did you mean 'gpt'?"),
+        ({"model": {"kind": []}}, "there is no model []; there are gpt, bert, bert_task"),
+        ({"model": {"kind": "gtp"}}, "there is no model 'gtp', did you mean 'gpt'?"),
         ([], "the config must be an object"),
     ],
 )

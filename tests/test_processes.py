@@ -235,7 +235,7 @@ def test_a_run_folder_that_two_processes_do_not_share_is_found_at_the_start(tmp_
         outputs = group.finish(code=2)
     for output in outputs:
         assert f"process 0 on {socket.gethostname()} has its run folder at {tmp_path / 'run'}, and process 1" in output
-        assert f"cannot see it at {tmp_path / 'elsewhere' / 'run'}; name a folder" in output
+        assert f"cannot see it at {tmp_path / 'elsewhere' / 'run'}; use --runs" in output
     assert list((tmp_path / "run").iterdir()) == []
 
 

@@ -110,7 +110,7 @@ def test_sigterm_sent_again_and_again_saves_exits_75_and_the_same_command_contin
     [done] = re.findall(r"stopped by SIGTERM after step (\d+), which is saved", output.stdout)
     assert max(losses(tmp_path)) == int(done)
     assert done in os.listdir(tmp_path / "run" / "checkpoints")
-    assert output.stderr.count("SIGTERM: saving after the steps under way") == 1
+    assert output.stderr.count("SIGTERM: saving after the steps in flight") == 1
     run(tmp_path)
     assert losses(tmp_path) == uninterrupted[2]
 

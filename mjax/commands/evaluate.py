@@ -187,7 +187,7 @@ def _check_labelled(arguments: EvaluateArguments, saved: Config, task: LabelledT
     """Refuse a model that was not fine-tuned for this form of task, and a file that would give no output."""
     if task.with_head(saved.model) != saved.model:
         raise UsageError(
-            f"the model in {arguments.checkpoint} distinguishes {what_is_told(saved.model)} and was not fine-tuned for "
+            f"the model in {arguments.checkpoint} predicts {what_is_told(saved.model)} and was not fine-tuned for "
             f"{arguments.task}; give a run of python -m mjax finetune --task {arguments.task}"
         )
     if arguments.predictions is None and not task.has_labels:

@@ -1,14 +1,14 @@
-"""What the processes of a run compare before the first step.
+"""Comparison of the processes of a run before the first step.
 
 Many processes train one model only if all run the same program on the same data: another learning rate, seed, data file
-or line of code in one of them makes a checkpoint that belongs to nobody, without an error. So each describes itself in
-facts, process 0 compares them, and all end with one sentence that names who differs in what. The facts travel over the
-connections of the watchdog: a collective would need the agreement that is only to be checked.
+or line of code in one of them silently gives a useless checkpoint. So each process describes itself in facts, process 0
+compares them, and all end with one sentence that names which processes differ in what. The facts travel over the
+connections of the watchdog: a collective would need the agreement that is still to be checked.
 
-    config     every field, but for those that only process 0 or nobody else uses (`OWN`)
+    config     every field, except those that only process 0 or only this process uses (`OWN`)
     data       digests of the datasets and of the tokenizer, wherever each process has them
     software   a hash of each of mjax's source files, versions of packages, settings of JAX and XLA
-    folder     a token that process 0 puts into the run folder, and the newest checkpoint there
+    folder     a token that process 0 writes into the run folder, and the newest checkpoint there
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ PACKAGES = re.compile(
 JAX_SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
 )  # fmt: skip
-PATIENCE = 15.0  # seconds in which a file is visible on all hosts that share a folder
-MOST_SHOWN = 6  # differences, and processes of one kind
+PATIENCE = 15.0  # seconds until a file is visible on all hosts that share a folder
+MOST_SHOWN = 6  # differences, and processes in a group
 
-Facts = dict[str, tuple[str, str]]  # by name: what is compared, and how it is shown
+Facts = dict[str, tuple[str, str]]  # by name: the value compared, and the value shown
 
 
 def agree(watchdog: Watchdog, facts: Facts) -> None:
@@ -67,20 +67,20 @@ def agree(watchdog: Watchdog, facts: Facts) -> None:
 
 
 def facts_of(config: Config, data: TrainingData | None = None) -> Facts:
-    """What has to be the same in every process.
+    """The facts that have to be the same in every process.
 
     Args:
       config: of the run, with `model.attention` resolved to a kernel.
-      data: as opened; None: it is not of the config.
+      data: as opened; None: not given by the config.
     """
     return {**config_facts(config), **(data_facts(config, data) if data else {}), **software_facts()}
 
 
 def disagreement(given: Sequence[dict[str, Any]]) -> str:
-    """The sentence that names who differs in what, or nothing.
+    """The sentence that names which processes differ in what, or an empty one.
 
     Args:
-      given: of each process, in order, its 'host' and its 'facts'.
+      given: 'host' and 'facts' of each process, in order.
     """
     hosts = [one["host"] for one in given]
     found = []
@@ -92,7 +92,7 @@ def disagreement(given: Sequence[dict[str, Any]]) -> str:
             shown[value] = words
         if len(groups) == 1:
             continue
-        # The smallest groups first: whoever differs from most is named, and the others are the others.
+        # Smallest groups first: processes in small groups are named, the largest group is "the others".
         *few, (most, others) = sorted(groups.items(), key=lambda group: (len(group[1]), group[1]))
         parts = [f"{shown[value]} on {_processes(indices, hosts)}" for value, indices in few]
         rest = "the others" if len(others) > len(few[-1][1]) else _processes(others, hosts)
@@ -118,7 +118,7 @@ def _processes(indices: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def config_facts(config: Config) -> Facts:
-    """Every field but those of `OWN` and the paths of data."""
+    """Every field except those of `OWN` and the paths of data."""
     facts = {}
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
@@ -131,7 +131,7 @@ def config_facts(config: Config) -> Facts:
 
 
 def data_facts(config: Config, data: TrainingData) -> Facts:
-    """Digests of what the paths hold: a process may have its copy elsewhere, such as on a disk of its own."""
+    """Digests of the data: a process may have its copy elsewhere, such as on a local disk."""
     facts = {}
     if data.tokenizer is not None:
         digest = digest_of_folder(data.tokenizer)
@@ -147,11 +147,11 @@ def data_facts(config: Config, data: TrainingData) -> Facts:
 
 
 def software_facts() -> Facts:
-    """mjax's source file by file, what it is built on, and the settings that change what is computed."""
+    """mjax's source files, its dependencies, and the settings that affect the computation."""
     facts = {"Python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     facts |= {name: version for name, version in sorted(installed().items()) if PACKAGES.fullmatch(name)}
     facts |= {name: str(getattr(jax.config, name, None)) for name in JAX_SETTINGS}  # a version may lack one
-    # Where a process writes its dumps is its own business.
+    # Each process may write its dumps where it likes.
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_dump")]
     facts["XLA_FLAGS"] = " ".join(sorted(flags)) or "none"
     package = Path(mjax.__file__).parent
@@ -164,7 +164,7 @@ def software_facts() -> Facts:
 
 
 def check_shared(watchdog: Watchdog, folder: Path) -> None:
-    """See that all processes see one run folder, with the same checkpoints.
+    """Check that all processes see the same run folder, with the same checkpoints.
 
     Raises:
       UsageError: they do not; in every process.
@@ -190,12 +190,12 @@ def check_shared(watchdog: Watchdog, folder: Path) -> None:
 
 
 def _sees(file: Path) -> bool:
-    """Whether `file` is there, or comes soon: a network file system may hold what it knew of a folder for a while."""
+    """Whether `file` exists, or appears soon: a network file system may cache a folder for a while."""
     deadline = time.monotonic() + PATIENCE
     while not file.exists():
         if time.monotonic() > deadline:
             return False
-        for folder in (file.parent.parent, file.parent):  # listing one makes the system ask for what is new in it
+        for folder in (file.parent.parent, file.parent):  # listing it makes the system refresh its cache
             if folder.is_dir():
                 os.listdir(folder)
         time.sleep(0.2)
@@ -218,5 +218,5 @@ def _not_shared(given: Sequence[dict[str, Any]]) -> str:
     hosts = [one["host"] for one in given]
     return (
         f"process 0 on {hosts[0]} has its run folder at {given[0]['folder']}, and {_processes(blind, hosts)} "
-        f"cannot see it at {given[blind[0]]['folder']}; name a folder on a file system that all share with --runs"
+        f"cannot see it at {given[blind[0]]['folder']}; use --runs with a folder on a file system that all share"
     )

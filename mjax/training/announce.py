@@ -1,4 +1,4 @@
-"""What a run says on the screen before its first step and after its last one."""
+"""Messages before the first step of a run and after its last one."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def what_runs(
     display.say(f"data    {data.summary}")
     for note in data.notes:
         display.say(f"        {note}")
-    display.say(f"plan    {train.steps:,} steps of {size} × {model.sequence} tokens, {tokens:,} in all")
+    display.say(f"plan    {train.steps:,} steps of {size} × {model.sequence} tokens, {tokens:,} in total")
     display.say(f"run     {folder}" + (f", continued after step {start}" if start else ""))
     if peak_tflops(kind, config.precision.compute) is None:
         display.say(
             f"mfu     not shown: no {config.precision.compute} peak is known for {kind}; "
-            "mjax/hardware.py says how to add it"
+            "mjax/hardware.py describes how to add it"
         )
     if mesh.pipe > 1 and (whole := replicated_on_stages(program)):
         display.say(
@@ -60,7 +60,7 @@ def describe_mesh(config: Config) -> str:
 
 
 def replicated_on_stages(program: TrainProgram) -> list[str]:
-    """Names of the weights outside the layers that every stage of a pipeline stores, because no dim of them divides."""
+    """Names of the weights outside the layers that every pipeline stage stores, because no dim is divisible."""
     return [
         leaf_name(path)
         for path, leaf in jax.tree_util.tree_leaves_with_path(program.abstract_state.model)
@@ -71,7 +71,7 @@ def replicated_on_stages(program: TrainProgram) -> list[str]:
 def what_is_left(
     display: Display, step: int, loss: float | None, metrics: dict[str, float], folder: Path, config: Config
 ) -> None:
-    """Say what a finished run has left, and what to type next."""
+    """Print what a finished run has written, and what to type next."""
     if loss is not None:
         for line in verdict(loss, metrics, config.train.eval_batches * config.train.global_batch):
             display.say(line)

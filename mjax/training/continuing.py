@@ -1,15 +1,15 @@
-"""What may change between two starts of a run.
+"""Which settings may change between two starts of a run.
 
-A run folder holds one experiment. Each field of the config is in one of three classes, and what is not is refused:
+A run folder holds one experiment. Each config field is in one of three classes:
 
-    FIXED     the weights would not fit, or would mean something else: another run
-    LEARNED   what is learned changes: refused, unless --allow-change says that it is meant
-    FREE      the same is learned: how long, on which devices, in which portions, and what is saved, shown or watched
+    FIXED     the weights would not fit, or would mean something else: refused
+    LEARNED   changes what is learned: refused, unless --allow-change is given
+    FREE      changes how long, on which devices or in which portions, and what is saved, shown or watched
 
-A field that is derived from another when it is not given is compared by what it amounts to (`_meaning`), and the data
-by their digests: other tokens under the same name are other data, and the same tokens under another name are not.
-A longer run is the same run. Its schedule of the learning rate and Megatron's order of samples depend on the number of
-steps, so notes say how to keep the former ones.
+A field that is derived from another by default is compared by its effective value (`_meaning`), and data by digest:
+other tokens under the same name are different data, and the same tokens under another name are not. A longer run is the
+same run. Its learning-rate schedule and Megatron's sample order depend on the number of steps, so notes say how to keep
+the former ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _every_field(section: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(section))
 
 
-# The fields of a model are FIXED but for the attention kernel and those marked `TUNING` in its config.
+# The fields of a model are FIXED except for the attention kernel and those marked `TUNING` in its config.
 LEARNED = {
     "data": (
         "path", "split", "train_path", "valid_path", "mock", "own", "samples", "reset_positions", "reset_attention",
@@ -55,7 +55,7 @@ FREE = {
     "mesh": (*NAMES, "sequence_parallel", "schedule", "chunks", "zero"),
     "data": ("test_path", "cache"),
     "train": ("steps", "micro_batch", "recompute", "eval_interval", "eval_batches"),
-    # Whole sections: none of their fields says what is learned from which samples.
+    # Whole sections: none of their fields affects what is learned from which samples.
     "checkpoint": _every_field(CheckpointConfig),
     "health": _every_field(HealthConfig),
     "log": _every_field(LogConfig),
@@ -66,16 +66,16 @@ DIGESTS = "data.json"
 
 
 def changes_since(folder: Path, config: Config, allow: bool = False, resumed: bool = False) -> list[str]:
-    """What `config` changes in the run that `folder` holds, one line each; nothing where it holds none.
+    """What `config` changes in the run in `folder`, one line each; nothing if there is none.
 
     Args:
       folder: of the run.
       config: of this start.
       allow: whether to continue with settings that change what is learned.
-      resumed: whether the run was named by its folder, for the sentence.
+      resumed: whether the run was given by its folder, for the message.
 
     Raises:
-      UsageError: the run is of another model, was trained with other settings or on other data.
+      UsageError: the run has another model, or was trained with other settings or on other data.
     """
     steps = checkpoint_steps(folder)
     if not steps:
@@ -88,7 +88,7 @@ def changes_since(folder: Path, config: Config, allow: bool = False, resumed: bo
                 f"{folder} holds a run of another model ({name} {old}, now {new}); "
                 "choose another --name, or leave the model as it was"
             )
-    if not allow and steps != [0]:  # checkpoint 0 holds weights that no step of this run has made
+    if not allow and steps != [0]:  # checkpoint 0 has weights that no step of this run produced
         refused = [
             f"{name} {_shown(old)}, now {_shown(new)}"
             for name, (old, new) in changed.items()
@@ -96,7 +96,7 @@ def changes_since(folder: Path, config: Config, allow: bool = False, resumed: bo
         ]
         refused = [*refused, *_changed_data(folder, before.data, config.data)]
         if refused:
-            other = f"--config {folder}/config.json --name NEW in place of --run" if resumed else "--name NEW"
+            other = f"--config {folder}/config.json --name NEW instead of --run" if resumed else "--name NEW"
             raise UsageError(
                 f"{folder} was trained with other settings ({'; '.join(refused)}); "
                 f"for a new run type {other}, and to continue this one with the change --allow-change"
@@ -105,7 +105,7 @@ def changes_since(folder: Path, config: Config, allow: bool = False, resumed: bo
 
 
 def save_digests(folder: Path, data: DataConfig) -> None:
-    """Keep in the run folder what the data of the run are."""
+    """Save digests of the run's data in the run folder."""
     write_whole(folder / DIGESTS, json.dumps(_digests(data), indent=2) + "\n")
 
 
@@ -121,7 +121,7 @@ def _is_in(fields: dict[str, tuple[str, ...]], name: str) -> bool:
 
 
 def _meaning(config: Config, name: str) -> Any:
-    """What a field amounts to, where another field gives it its value when it has none; the data have their digests."""
+    """The effective value of a field that another field determines by default; data have their digests."""
     optimizer = config.optimizer
     decay_steps = optimizer.decay_steps or config.train.steps
     match name.split("."):
@@ -140,18 +140,18 @@ def _meaning(config: Config, name: str) -> Any:
 
 
 def _notes(before: Config, config: Config) -> list[str]:
-    """What a longer or shorter run changes besides its number of steps."""
+    """Side effects of a longer or shorter run."""
     notes, old, new = [], before.optimizer, config.optimizer
     if training_samples(before) != training_samples(config) and not config.data.mock:
         notes.append(
-            "note: Megatron's order of samples depends on their number, so it differs from the one before; "
-            f"--data.samples {training_samples(before)} keeps it where that many are enough"
+            "note: Megatron's sample order depends on their number, so it differs from the previous one; "
+            f"--data.samples {training_samples(before)} keeps it if that many are enough"
         )
     decays = new.schedule in ("cosine", "linear", "wsd")
     if decays and old.decay_steps is None and new.decay_steps is None and before.train.steps != config.train.steps:
         notes.append(
             f"note: the learning rate follows --train.steps: its decay ends at step {config.train.steps} instead of "
-            f"{before.train.steps}; --optimizer.decay-steps {before.train.steps} keeps it as it was"
+            f"{before.train.steps}; --optimizer.decay-steps {before.train.steps} keeps it"
         )
     return notes
 
@@ -169,14 +169,14 @@ def _digests(data: DataConfig) -> dict[str, list[str]]:
 
 
 def _changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str]:
-    """The datasets that are not those of the run; none where the same tokens lie elsewhere."""
+    """The datasets that are not those of the run; not those with the same tokens under another path."""
     kept, found = _kept_digests(folder / DIGESTS), {}
     if kept is not None and not now.mock:
         found = _digests(now)
     changed = []
     for name in PATHS:
         old, new = getattr(before, name), getattr(now, name)
-        if not kept or name not in kept or name not in found:  # a run of an older version, or made-up tokens
+        if not kept or name not in kept or name not in found:  # a run of an older version, or synthetic tokens
             if old != new:
                 changed.append(f"data.{name} {_shown(old)}, now {_shown(new)}")
         elif kept[name] != found[name]:

@@ -1,6 +1,6 @@
-"""The line a person watches while a model trains.
+"""The progress line of a run.
 
-On a terminal it is redrawn in place; elsewhere (a log file, a CI run) a line is printed now and then.
+On a terminal it is redrawn in place; elsewhere (a log file, a CI run) a line is printed from time to time.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ BAR = 24
 
 
 class Lasting:
-    """A stream that outlives its reader: a failure is announced once, on stderr, and never ends what is shown on it.
+    """A stream that may fail: the first failure is reported on stderr, and never ends the program that writes to it.
 
-    It is written to again and again: a disk that was full may have room later.
+    Writing is always tried again: a full disk may have space later.
     """
 
     def __init__(self, stream: TextIO):
         self._stream, self._failed = stream, False
         with contextlib.suppress(AttributeError, ValueError):
-            stream.reconfigure(errors="replace")  # of a terminal that knows no … or →
+            stream.reconfigure(errors="replace")  # for terminals that cannot show … or →
 
     def __getattr__(self, name: str):
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write `text`, or nothing of it."""
+        """Write `text`, or nothing."""
         try:
             self._stream.write(text)
         except (OSError, ValueError) as error:  # ValueError: it is closed
@@ -54,7 +54,7 @@ class Lasting:
 
     def _fail(self, error: Exception) -> None:
         suppressed = contextlib.suppress(OSError, ValueError)
-        with suppressed, open(os.devnull, "wb") as nowhere:  # what it still holds would fail again, at the exit too
+        with suppressed, open(os.devnull, "wb") as nowhere:  # its buffer would fail again, at the exit too
             descriptor = self._stream.fileno()
             kept = os.dup(descriptor)
             try:
@@ -66,18 +66,18 @@ class Lasting:
         if not self._failed:
             self._failed = True
             with suppressed:
-                os.write(2, f"{self._stream.name} cannot be written ({error}): going on without it\n".encode())
+                os.write(2, f"{self._stream.name} cannot be written ({error}): continuing without it\n".encode())
 
 
 def lasting_console(stream: TextIO | None, shown: bool = True) -> Console:
-    """A console on `stream` that never ends a run; None, where a process was started without one, shows nothing."""
+    """A console on `stream` that never ends a run; None, if a process was started without one, shows nothing."""
     return Console(file=stream and Lasting(stream), highlight=False, soft_wrap=True, quiet=not shown or stream is None)
 
 
 class Display:
     """Shows progress up to step `steps` of a run.
 
-    `begin` says where the run starts; entering the context shows the line. `say` prints a message without tearing it.
+    `begin` sets the first step; entering the context shows the line. `say` prints a message without breaking it.
     """
 
     def __init__(self, steps: int, console: Console | None = None, shown: bool = True):
@@ -111,11 +111,11 @@ class Display:
             self._progress.stop()
 
     def say(self, message: str) -> None:
-        """Print a line of its own."""
+        """Print a separate line."""
         self.console.print(message, markup=False)
 
     def show(self, record: Record) -> None:
-        """Move the line on to `record`."""
+        """Update the line with `record`."""
         if self._progress:
             self._progress.update(self._task, completed=record.step, values=parts(record))
             return
@@ -125,7 +125,7 @@ class Display:
             self.say(f"step {record.step}/{self.steps}  {summary(record)}{self._time_left(record.step, now)}")
 
     def _time_left(self, step: int, now: float) -> str:
-        if self._timed_from is None:  # the first step holds the compilation and says nothing about the others
+        if self._timed_from is None:  # the first step includes compilation and is not representative
             self._timed_from = step, now
             return ""
         first, began = self._timed_from
@@ -133,9 +133,9 @@ class Display:
 
 
 class FittingColumn(ProgressColumn):
-    """The metrics of a step, of which a narrow terminal shows only the first.
+    """The metrics of a step, as many as fit into a narrow terminal.
 
-    rich would shorten every column alike, and the number of the step and the time left with them.
+    rich would shorten all columns alike, including the step number and the time left.
     """
 
     def __init__(self, console: Console, **column):
@@ -144,7 +144,7 @@ class FittingColumn(ProgressColumn):
         self.left = TimeRemainingColumn(compact=True)
 
     def render(self, task: Task) -> Text:
-        """The metrics that have room beside the number of the step and the time left."""
+        """The metrics that fit beside the step number and the time left."""
         others = [f"step {task.completed}/{task.total}", self.left.render(task).plain]
         if self.console.width >= 120:
             others.append(" " * BAR)
@@ -179,7 +179,7 @@ def summary(record: Record) -> str:
 
 
 def losses(loss: float, metrics: dict[str, float]) -> str:
-    """'loss 3.1234  ppl 22.7', of a BERT 'mlm 3.1234  ppl 22.7  order 0.6512 (62% right)', with the head of a task
+    """'loss 3.1234  ppl 22.7'; for a BERT 'mlm 3.1234  ppl 22.7  order 0.6512 (62% right)'; with the head of a task
     'loss 0.3123  accuracy 0.8750'."""
     if not metrics:
         return f"loss {loss:.4f}  ppl {_perplexity(loss):.4g}"
@@ -190,12 +190,13 @@ def losses(loss: float, metrics: dict[str, float]) -> str:
 
 
 def verdict(loss: float, metrics: dict[str, float], sequences: int) -> list[str]:
-    """The last evaluation, in lines: a GPT's perplexity, or how far a BERT is from guessing at each of its tasks.
+    """The last evaluation, in lines: a GPT's perplexity, or how much better than guessing a BERT is at each of its
+    tasks.
 
     Args:
-      loss: nats a label.
-      metrics: of a BERT, as `losses` takes them, and the entropy of the masked tokens.
-      sequences: how many were judged.
+      loss: nats per label.
+      metrics: for a BERT, as in `losses`, and the entropy of the masked tokens.
+      sequences: number of sequences evaluated.
     """
     if not metrics:
         return [f"validation perplexity {_perplexity(loss):.2f}"]

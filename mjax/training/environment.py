@@ -23,7 +23,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sent
 
 
 def describe(config: Config, say: Callable[[str], None]) -> dict:
-    """Versions, devices, mesh, the attention kernel in use, flags, and the source's commit."""
+    """Versions, devices, mesh, the attention kernel in use, flags, and the git commit."""
     devices = jax.devices()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -46,9 +46,9 @@ def describe(config: Config, say: Callable[[str], None]) -> dict:
 
 
 def write(config: Config, folder: Path, say: Callable[[str], None]) -> None:
-    """Append this start of the run to environment.json, a list with one entry a start.
+    """Append this start of the run to environment.json, a list with one entry per start.
 
-    A file that is not such a list is kept under another name; `say` is told that, and what else could not be done.
+    A file that is not such a list is kept under another name; `say` is told about that and about other failures.
     """
     file = folder / "environment.json"
     starts = []
@@ -59,7 +59,7 @@ def write(config: Config, folder: Path, say: Callable[[str], None]) -> None:
             starts = None
         if not isinstance(starts, list):
             aside = set_aside(file)
-            say(f"{file} is damaged: kept as {aside.name}, and begun again")
+            say(f"{file} is damaged: kept as {aside.name}, started a new one")
             starts = []
     write_whole(file, json.dumps([*starts, describe(config, say)], indent=2) + "\n")
 

@@ -45,39 +45,39 @@ def hardware_flops(config: Config, causal: bool = False) -> float:
 
 
 def _layers(config: Config, causal: bool) -> float:
-    """Forward FLOPs of a sample in the layers."""
+    """Forward FLOPs of the layers per sample."""
     weights = sum(count * sum(each.flops for each in layer.of_weights) for count, layer in _stacks(config))
     return weights + _attention(config, causal)
 
 
 def _attention(config: Config, causal: bool) -> float:
-    """Those of scores and weighted sums."""
+    """FLOPs of scores and weighted sums."""
     full = sum(count * sum(each.flops for each in layer.of_activations) for count, layer in _stacks(config))
     return full / 2 if causal and config.model.causal else full
 
 
 def _stacks(config: Config) -> list[tuple[int, Layer]]:
-    """The layers of each stack, and one of them."""
+    """The number of layers of each stack, and one of them."""
     stacks = stacks_forward(_whole(config))
     return [(config.model.layers, stacks[0][1])] if len(stacks) == 1 else list(stacks)
 
 
 def _head(config: Config) -> float:
-    """Forward FLOPs of a sample after the layers."""
+    """Forward FLOPs after the layers per sample."""
     return head(_whole(config)).flops
 
 
 def _whole(config: Config) -> Traced:
-    """What is traced where nothing is split."""
+    """The traced model without any split."""
     return replace(Traced.of(config), ranks=1, sequence_parallel=False)
 
 
 def peak_tflops(device_kind: str, compute: str) -> float | None:
-    """Dense peak of one device in TFLOP/s, or None where it is not known: then no MFU is printed.
+    """Dense peak of one device in TFLOP/s, or None if it is unknown: then no MFU is printed.
 
     Args:
-      device_kind: as JAX calls it. `mjax/hardware.py` has the table, and says how to add a device to it.
-      compute: compute type of the config.
+      device_kind: as named by JAX. `mjax/hardware.py` has the table, and describes how to add a device.
+      compute: compute dtype of the config.
     """
     gpu = gpu_of(device_kind)
     return None if gpu is None else gpu.peak_tflops.get(compute)

@@ -1,4 +1,4 @@
-"""The forward pass of one micro-batch: a model from its batch to its part of the means.
+"""The forward pass of one micro-batch: from its arrays to its part of the means.
 
 Without a pipeline the three parts run one after the other (`Forward.__call__`). The stages of a pipeline run them in
 ticks (`stages.py`).
@@ -33,10 +33,10 @@ class Forward:
     Attributes:
       config: of the run.
       plan: how each weight is stored (`zero.plan_storage`).
-      factors: by name what a sum of the model is multiplied by, to be its part of the mean (`losses.shares`).
-      step: int32 [], numbers the dropout masks; None for evaluation, which has none.
-      objective: in the place of the model's loss, with the same names: (weights, x, micro-batch, context) → sums.
-      head: in the place of sums and means, for inference: (weights, x, micro-batch, context) → arrays.
+      factors: by name, the factor that turns a sum of the model into its part of the mean (`losses.shares`).
+      step: int32 [], numbers the dropout masks; None for evaluation, without dropout.
+      objective: instead of the model's loss, with the same names: (weights, x, micro-batch, context) → sums.
+      head: instead of sums and means, for inference: (weights, x, micro-batch, context) → arrays.
     """
 
     config: Config
@@ -47,7 +47,7 @@ class Forward:
     objective: Callable | None = None
 
     def __call__(self, weights: Model, micro_batch: MicroBatch):
-        """The parts of the means by name, [] each; or what `head` gives."""
+        """The parts of the means by name, [] each; or the result of `head`."""
         x = self.embed(weights, micro_batch)
         x, beside = self.layers(weights.blocks, x, micro_batch)
         found = self.loss(weights, x, micro_batch)
@@ -60,7 +60,7 @@ class Forward:
 
     @jax.named_scope(scopes.LAYER)
     def layers(self, blocks, x: Array, micro_batch: MicroBatch, first: Array | int = 1) -> tuple[Array, Sums]:
-        """The stream after some layers, of which the first is numbered `first`, and parts of means that they add."""
+        """The stream after some layers, the first of which has number `first`, and the parts of means that they add."""
         dtype = COMPUTE_TYPES[self.config.precision.compute]
         gathered = [gather_in_loop(stack, dtype) for stack in stacks_of(self.plan.blocks)]
         recompute = "none" if self.step is None else self.config.train.recompute
@@ -69,7 +69,7 @@ class Forward:
 
     @jax.named_scope(scopes.HEAD)
     def loss(self, weights: Model, x: Array, micro_batch: MicroBatch):
-        """The parts of the means by name, from the stream after the last layer; or what `head` gives."""
+        """The parts of the means by name, from the stream after the last layer; or the result of `head`."""
         context = self.context(micro_batch)
         if self.head is not None:
             return self.head(weights, x, micro_batch, context)
@@ -88,6 +88,6 @@ class Forward:
 
 
 def tokens_of(config: Config) -> Tokens:
-    """Which tokens the rows of the stream are, of one micro-batch."""
+    """The tokens in the rows of the stream of one micro-batch."""
     model, mesh = config.model, config.mesh
     return Tokens(config.train.micro_batch * model.sequences, model.sequence, mesh.sequence_parallel)

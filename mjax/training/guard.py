@@ -1,16 +1,16 @@
-"""What a run does about its health (`health.py`): so that a broken run never destroys what a sound one has saved.
+"""The response of a run to its health (`health.py`), so that a broken run never destroys good checkpoints.
 
-- A checkpoint is *good* once training has gone on healthily after it. The last good one is pinned (`good.json`): no
-  other checkpoint takes its place before it is good itself.
-- While the run is unhealthy, checkpoints that are due are put off. What has to be saved then, because the run is
-  stopped or done, is marked in its manifest, never good, and removes no other.
-- A spike of the loss is announced; with `skip` the compiled step drops the update; with `rewind` the run goes back to
-  the last good checkpoint and passes over the batches that led to the spike. Steps keep their numbers and batches, so
-  the order of samples stays a function of the step: `passed_over.json` lists the steps that train on nothing.
-- Beyond the limits the run ends with exit code 3, and `unhealthy.json` says so to the next start, which goes on from
-  the poisoned state only where a person says from which checkpoint (`--step`).
+- A checkpoint is *good* once training has continued healthily after it. The last good one is pinned (`good.json`): no
+  other checkpoint replaces it before it is good itself.
+- While the run is unhealthy, due checkpoints are postponed. What has to be saved then, because the run is stopped or
+  done, is marked in its manifest, never becomes good, and removes no other.
+- A loss spike is reported; with `skip` the compiled step drops the update; with `rewind` the run goes back to the last
+  good checkpoint and skips the batches that led to the spike. Steps keep their numbers and batches, so sample order
+  stays a function of the step: `passed_over.json` lists the steps that update nothing.
+- Beyond the limits the run ends with exit code 3, and `unhealthy.json` tells the next start, which continues from the
+  bad state only if the user names a checkpoint (`--step`).
 
-All is decided from metrics that are the same in every process; process 0 alone writes.
+All decisions follow from metrics that are the same in every process; only process 0 writes.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ PASSED_OVER, UNHEALTHY = "passed_over.json", "unhealthy.json"
 
 
 class Guard:
-    """The health of one run, and its checkpoints as far as they depend on it.
+    """The health of one run, and the checkpoints that depend on it.
 
     Attributes:
       health: of the last step that was observed.
-      passed_over: what was rewound: [{"steps": [first, last], "spike": step, "loss": …, "from": checkpoint}, …].
-      good: the last good checkpoint; None: none is known to be.
-      continued_from: the checkpoint that a person chose to continue from, if any.
-      spike: the step and the loss that the run has to go back from; None: it goes on.
+      passed_over: rewinds: [{"steps": [first, last], "spike": step, "loss": …, "from": checkpoint}, …].
+      good: the last good checkpoint; None if none is known.
+      continued_from: the checkpoint that the user chose to continue from, if any.
+      spike: step and loss of a spike that the run has to go back from; None: continue.
     """
 
     def __init__(self, config: Config, checkpoints: Checkpoints | None, say: Callable[[str], None]):
-        """Nothing is read before `begin`; a run without checkpoints only judges its steps."""
+        """Nothing is read before `begin`; without checkpoints only the steps are judged."""
         self.config, self.checkpoints, self.say = config, checkpoints, say
         self.folder = checkpoints.folder.parent if checkpoints else Path()
         self.health = Health(config.health)
@@ -54,12 +54,12 @@ class Guard:
         self.good: int | None = None
         self.continued_from: int | None = None
         self.spike: tuple[int, float] | None = None
-        self._candidate: int | None = None  # a checkpoint that may turn out to be good
-        self._healthy_since = 0  # steps, healthy ones after the candidate
+        self._candidate: int | None = None  # a checkpoint that may become good
+        self._healthy_since = 0  # healthy steps after the candidate
         self._put_off = False
 
     def begin(self, start: int) -> None:
-        """Take up what checkpoint `start` knows; where there is none, a run begins."""
+        """Load the health stored in checkpoint `start`; without one, start from scratch."""
         there = self.checkpoints is not None and start in self.checkpoints.steps()
         known = self.checkpoints.host_values(start) if there else {}
         self.health = Health(self.config.health, start, known.get("health"))
@@ -79,7 +79,7 @@ class Guard:
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def limit(self, step: int) -> float | None:
-        """The loss above which the compiled step drops the update of `step`; None where no step needs a limit."""
+        """The loss above which the compiled step drops the update of `step`; None if there is no limit."""
         if self._passes_over(step):
             return -math.inf
         if self.config.health.spike == "skip":
@@ -87,7 +87,7 @@ class Guard:
         return math.inf if self.passed_over or self.config.health.spike == "rewind" else None
 
     def observe(self, record: Record) -> str | None:
-        """Judge a step: None where it is healthy, otherwise what is wrong, to follow 'step N'."""
+        """Judge a step: None if it is healthy, otherwise what is wrong, to follow 'step N'."""
         passed_over = self._passes_over(record.step)
         settling = bool(passed_over) or self._scale_settles(record)
         limit = self.health.limit(record.step)
@@ -103,7 +103,7 @@ class Guard:
             far = self.health.deviations(record.loss)
             wrong = f"loss spike: {record.loss:.4f} is {far} (limit {limit:.4f}){dropped}"
             if self.config.health.spike == "rewind" and self.good is None:
-                wrong += "; there is no good checkpoint to go back to yet"
+                wrong += "; there is no good checkpoint to rewind to yet"
             elif self.config.health.spike == "rewind" and self.spike is None:
                 self.spike = record.step, record.loss
         if record.val_loss is not None and not self.health.observe_validation(record.val_loss):
@@ -115,14 +115,14 @@ class Guard:
         return next((e for e in self.passed_over if e["steps"][0] <= step <= e["steps"][1]), None)
 
     def _scale_settles(self, record: Record) -> bool:
-        """Whether the step was skipped because fp16's dynamic loss scale is too large, and it can still fall."""
+        """Whether the step was skipped because fp16's dynamic loss scale is too large and can still fall."""
         precision = self.config.precision
         dynamic = precision.compute == "fp16" and precision.loss_scale is None
         overflow = record.nonfinite is not None and not record.broken
         return overflow and dynamic and record.loss_scale > precision.min_loss_scale
 
     def _follow(self, found: str) -> None:
-        """What a step says about the checkpoint before it."""
+        """Update the candidate checkpoint from a step."""
         if found in (SKIPPED, SPIKE):
             self._candidate = None
         if found == HEALTHY and self._candidate is not None:
@@ -137,18 +137,18 @@ class Guard:
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
     def saves(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step`, or was put off."""
+        """Whether a checkpoint is due after `step`, or was postponed."""
         interval = self.config.checkpoint.interval
         return self._put_off or bool(interval and step % interval == 0)
 
     def save(self, step: int, state: Any, ends: bool) -> None:
-        """Save a checkpoint, or put it off while the run is unhealthy and does not end."""
+        """Save a checkpoint, or postpone it while the run is unhealthy and does not end."""
         if self.spike is not None:
-            return  # what follows the last good checkpoint has no future
+            return  # steps after the last good checkpoint will be abandoned
         suspect = self.health.suspect
         if suspect and not ends:
             if not self._put_off:
-                self.say(f"checkpoint {step} is put off until the run is healthy; {self._last_good()}")
+                self.say(f"checkpoint {step} is postponed until the run is healthy; {self._last_good()}")
             self._put_off = True
             return
         if self._candidate is not None and self._healthy_since > 0:
@@ -165,14 +165,14 @@ class Guard:
     def _last_good(self) -> str:
         return "none is known to be good" if self.good is None else f"the last good one is {self.good}"
 
-    # --- Back, or out -------------------------------------------------------------------------------------------------
+    # --- Rewinding and giving up --------------------------------------------------------------------------------------
 
     def go_back(self) -> int:
         """Prepare to continue from the last good checkpoint, whose step is returned, without the batches that led to
         the spike.
 
         Raises:
-          UnhealthyError: it was tried too often from there.
+          UnhealthyError: there were too many rewinds to it.
         """
         (step, loss), good = self.spike, self.good
         if sum(entry["from"] == good for entry in self.passed_over) >= MOST_REWINDS:
@@ -187,7 +187,7 @@ class Guard:
         return good
 
     def give_up(self, problem: str) -> None:
-        """End the run, and have the next start ask for a checkpoint to continue from.
+        """End the run; the next start has to name a checkpoint to continue from.
 
         Raises:
           UnhealthyError: always; it names the command that continues from the last good checkpoint.
@@ -220,7 +220,7 @@ def _told(entry: dict[str, Any]) -> str:
 
 
 def _read(file: Path, otherwise: Any) -> Any:
-    """A file of this module; `write_whole` wrote it, so it is there whole or not at all."""
+    """Read a file of this module; it was written atomically."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -230,7 +230,7 @@ def _read(file: Path, otherwise: Any) -> Any:
 
 
 def not_finite(metrics: StepMetrics, names: list[str]) -> str | None:
-    """What was not finite in a step, so that nothing was updated; None where all was.
+    """What was not finite in a step, so that nothing was updated; None if all was.
 
     Args:
       names: `TrainProgram.gradient_names`.
@@ -249,21 +249,20 @@ def not_finite(metrics: StepMetrics, names: list[str]) -> str | None:
 
 
 def check_start(folder: Path, step: int | None) -> None:
-    """Refuse to go on in silence with a run that ended unhealthy.
+    """Refuse to continue silently a run that ended unhealthy.
 
     Raises:
-      UnhealthyError: it did, and no checkpoint was named to continue from.
+      UnhealthyError: it did, and no checkpoint was given to continue from.
     """
     if step is None and (marked := _read(folder / UNHEALTHY, None)):
         raise UnhealthyError(f"{folder} ended unhealthy ({marked['problem']}); {marked['way_out']}")
 
 
 def continue_from(checkpoints: Checkpoints, step: int, say: Callable[[str], None]) -> None:
-    """Make checkpoint `step`, one that is there, the newest, and take the mark of an unhealthy end from the run.
+    """Make checkpoint `step`, which exists, the newest, and remove the mark of an unhealthy end from the run.
 
-    Later checkpoints are set aside. A command that is run again does not go back a second time: the checkpoints that
-    it has saved since say that they follow from `step`.
-    """
+    Later checkpoints are set aside. A command that is run again does not go back a second time: the checkpoints that it
+    has saved since record that they follow from `step`."""
     steps, marker = checkpoints.steps(), checkpoints.folder.parent / UNHEALTHY
     again = not marker.exists() and checkpoints.host_values(steps[-1]).get("continued_from") == step
     if from_first(again):  # process 0 removes the marker

@@ -1,15 +1,14 @@
-"""The health of a run, judged from what its steps report: no device, no clock, nothing is written.
+"""The health of a run, judged from the metrics of its steps, without device, clock or files.
 
     healthy       the loss is finite and not far above its running mean
-    settling      skipped while fp16's dynamic loss scale looks for its place, or passed over on purpose: says nothing
+    settling      skipped while fp16's dynamic loss scale falls, or passed over on purpose: neutral
     skipped       nothing was updated, because a gradient, weight or moment was not finite
     spike         the loss is more than k standard deviations above the mean of the last healthy steps
 
-The metrics of a step reach the host while the next one runs. So the limit for the loss of step s is made of the losses
-up to step s - 2, at every step: it is known before s is started, and the same whether the host waited for s - 1 (before
-a save) or not. Everything is a function of the losses; a checkpoint carries `as_dict`, and a run that continues from it
-judges as the run that wrote it did, in every process.
-"""
+The metrics of a step reach the host while the next one runs. So the limit for the loss of step s is always computed
+from the losses up to step s - 2: it is known before s is started, and the same whether the host waited for s - 1
+(before a save) or not. Everything is a function of the losses; a checkpoint contains `as_dict`, and a run that
+continues from it judges as the run that wrote it did, in every process."""
 
 from __future__ import annotations
 
@@ -24,29 +23,29 @@ from mjax.config import HealthConfig
 
 HEALTHY, SETTLING, SKIPPED, SPIKE = "healthy", "settling", "skipped", "spike"
 
-FAR = 10.0  # times the mean: a spike where too few losses are known for a deviation, or in an evaluation
-LEAST_DEVIATION = 0.01  # of the mean: a loss that hardly moves has no spikes of a few thousandths
+FAR = 10.0  # times the mean: a spike if too few losses are known for a deviation, or in an evaluation
+LEAST_DEVIATION = 0.01  # of the mean: a nearly constant loss has no spikes of a few thousandths
 
 
 class Health:
-    """What is known after step `step`.
+    """The health after step `step`.
 
     Attributes:
       step: the last that was observed.
-      skipped_in_a_row: steps that were skipped, up to this one.
+      skipped_in_a_row: consecutive skipped steps up to this one.
     """
 
     def __init__(self, config: HealthConfig, step: int = 0, known: dict[str, Any] | None = None):
-        """Begin after `step`, with what `as_dict` gave there; None: nothing is known."""
+        """Begin after `step`, with the result of `as_dict` there; None: from scratch."""
         known = known or {"losses": [], "unhealthy": [], "skipped_in_a_row": 0, "limits": [None, None]}
         self.config, self.step = config, step
         self.skipped_in_a_row: int = known["skipped_in_a_row"]
         self._losses = deque(known["losses"], maxlen=config.window)  # of healthy steps
-        self._unhealthy = deque(known["unhealthy"], maxlen=config.window)  # whether a step was; without settling ones
+        self._unhealthy = deque(known["unhealthy"], maxlen=config.window)  # whether a step was; no settling ones
         self._limits = tuple(math.inf if limit is None else limit for limit in known["limits"])  # of the next two steps
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it in plain values, exactly."""
+        """The whole state as plain values, exactly."""
         return {
             "losses": list(self._losses),
             "unhealthy": list(self._unhealthy),
@@ -55,17 +54,17 @@ class Health:
         }
 
     def limit(self, step: int) -> float:
-        """The loss above which `step`, one of the next two, is a spike: a float32; infinity where there is no limit."""
+        """The loss above which `step`, one of the next two, is a spike: a float32; infinity if there is no limit."""
         return self._limits[step - self.step - 1]
 
     def observe(self, step: int, loss: float | None, skipped: bool = False, settling: bool = False) -> str:
-        """Take note of the next step and return what it is.
+        """Record the next step and return its state.
 
         Args:
           step: the one after the last.
-          loss: None where it was not finite.
-          skipped: whether a value was not finite; not: whether the loss was above the limit.
-          settling: whether nothing can be concluded from this step.
+          loss: None if it was not finite.
+          skipped: whether a value was not finite, as opposed to a loss above the limit.
+          settling: whether this step is neutral.
         """
         assert step == self.step + 1
         limit = self.limit(step)
@@ -84,7 +83,8 @@ class Health:
         return found
 
     def observe_validation(self, loss: float) -> bool:
-        """Whether the loss of an evaluation after the last step is one of sound weights; if not, nor is that step."""
+        """Whether the loss of an evaluation after the last step indicates sound weights; if not, that step is
+        unhealthy."""
         sound = math.isfinite(loss) and not (self._losses and loss > FAR * _mean(self._losses) > 0)
         if not sound and self._unhealthy:
             self._unhealthy[-1] = 1
@@ -92,7 +92,7 @@ class Health:
 
     @property
     def suspect(self) -> bool:
-        """Whether the state may be spoilt: the last step was unhealthy, or most of the last few."""
+        """Whether the state may be bad: the last step was unhealthy, or most of the last few."""
         recent = list(self._unhealthy)[-self.config.good_after :]
         return bool(recent) and (bool(recent[-1]) or 2 * sum(recent) > len(recent))
 
@@ -102,10 +102,10 @@ class Health:
         return f"{(loss - mean) / self._deviation(mean):.1f} standard deviations above its running mean {mean:.4f}"
 
     def problem(self, ended: bool = False) -> str | None:
-        """Why the run must not go on, if so.
+        """Why the run must not continue, if so.
 
         Args:
-          ended: whether there are no more steps; the share is that of the whole run then, if it was short.
+          ended: whether there are no more steps; for a short run the share is then that of the whole run.
         """
         if self.skipped_in_a_row >= self.config.skipped_in_a_row:
             return f"{self.skipped_in_a_row} steps in a row were skipped"

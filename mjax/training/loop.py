@@ -60,28 +60,28 @@ def train(
 
     Args:
       config: validated.
-      folder: runs/NAME; made if it does not exist.
-      name: what to call the config in messages.
-      watchdog: over the processes of this run; None: there are no others.
-      step: the checkpoint to continue from, while later ones are set aside; None: the newest.
-      on_end: called after the last step, before the results are printed; not called where the run was stopped.
-      data: in the place of those that the config names.
-      options: other parts of the caller's.
+      folder: runs/NAME; created if it does not exist.
+      name: name of the config in messages.
+      watchdog: for the processes of this run; None: a single process.
+      step: checkpoint to continue from, setting later ones aside; None: the newest.
+      on_end: called after the last step, before the results are printed; not called if the run was stopped.
+      data: used instead of the config's data.
+      options: loss, optimizer and callback of the caller.
 
     Raises:
       UsageError: data, devices or an existing run do not fit the config; nothing was changed.
-      RunError: the run cannot go on; what was saved is intact.
+      RunError: the run cannot continue; what was saved is intact.
       UnhealthyError: too many of its steps were unhealthy, now or when it last ended.
     """
-    # --- Data: whatever is wrong with a file is found before a device is touched --------------------------------------
+    # --- Data: file errors are found before a device is used ----------------------------------------------------------
     data, options = data or open_data(config), options or Options()
 
-    # --- Devices, and the attention kernel that will be used ----------------------------------------------------------
+    # --- Devices, and the attention kernel to use ---------------------------------------------------------------------
     check_devices(config, jax.device_count(), name)
     resolved = with_kernel(config)
     mesh = make_mesh(config.mesh)
 
-    # --- Processes: all of them run this program on these data --------------------------------------------------------
+    # --- Processes: all of them run this program on this data ---------------------------------------------------------
     watchdog = watchdog or Watchdog(Distributed())
     if watchdog.count > 1:
         agree(watchdog, facts_of(resolved, data))
@@ -103,7 +103,7 @@ def train(
         start, state = _first_state(checkpoints, program, display)
         announce.what_runs(display, resolved, program, data, folder, start)
         if start >= config.train.steps:
-            display.say(f"all {start} steps are done; raise --train.steps to go on, or choose another --name")
+            display.say(f"all {start} steps are done; raise --train.steps to continue, or choose another --name")
             return Result(0, start, state, None)
         log = None
         if is_first():
@@ -126,7 +126,7 @@ def train(
 
 
 def _first_state(checkpoints: Checkpoints, program: TrainProgram, display: Display) -> tuple[int, TrainState]:
-    """The step to continue after and the state: of the newest checkpoint, or the first one."""
+    """The step to continue after, and the state: from the newest checkpoint, or the initial one."""
     if checkpoints.steps() == [0]:
         state = _with_weights_alone(checkpoints, program)
         display.say("Loaded weights from checkpoint 0; starting with fresh optimizer state")
@@ -137,7 +137,7 @@ def _first_state(checkpoints: Checkpoints, program: TrainProgram, display: Displ
 
 
 def _write_folder(config: Config, resolved: Config, data: TrainingData, folder: Path, say: Callable) -> None:
-    """Write what makes a folder a run folder, beside checkpoints and metrics."""
+    """Write the files of a run folder, except checkpoints and metrics."""
     save_config(config, folder / "config.json")
     save_digests(folder, config.data)
     environment.write(resolved, folder, say)
@@ -146,17 +146,17 @@ def _write_folder(config: Config, resolved: Config, data: TrainingData, folder: 
 
 
 def _with_weights_alone(checkpoints: Checkpoints, program: TrainProgram) -> TrainState:
-    """The state before the first step with the weights of checkpoint 0, which `mjax convert` writes.
+    """The initial state with the weights of checkpoint 0, which `mjax convert` writes.
 
-    No step of training is numbered 0, so that one holds nothing else: there are no moments to continue with.
+    No training step has number 0, so that checkpoint has weights only: there are no moments to continue with.
     """
-    state = replace(program.initialize(), model=None)  # the weights drawn at random make room first
+    state = replace(program.initialize(), model=None)  # frees the random weights first
     _, weights = checkpoints.restore(program.abstract_state.model, field="model")
     return replace(state, model=weights)
 
 
 class Run:
-    """The steps of one run and what is recorded of them."""
+    """The steps of one run and their records."""
 
     def __init__(
         self,
@@ -174,16 +174,16 @@ class Run:
         self.log, self.display, self.watchdog = log, display, watchdog
         self.sizes = BatchSizes.of(config)
         self.replicas = Replicas(program.abstract_state.model, mesh)
-        self.programs: dict[int, TrainProgram] = {}  # by batch size, as steps come to it
+        self.programs: dict[int, TrainProgram] = {}  # by batch size, added when first needed
         self.flops = model_flops(config)
         self.peak = peak_tflops(jax.devices()[0].device_kind, config.precision.compute)
         self.clock = 0.0
         self.guard = Guard(config, checkpoints, display.say if display else print)
-        self.steps_before = 0  # of other runs in this process: processes agree to stop by a number that only grows
-        self.entropy: float | None = None  # of the masked tokens of an evaluation, which are the same each time
+        self.steps_before = 0  # of other runs in this process: processes agree to stop by a number that must only grow
+        self.entropy: float | None = None  # of the masked tokens of an evaluation, the same every time
 
     def steps(self, state: TrainState, start: int, training: Batches, validation: Batches | None) -> Result:
-        """Take the steps from `start` on, until all are done or the run is told to stop.
+        """Take the steps from `start` on, until all are done or the run is stopped.
 
         Raises:
           UnhealthyError: too many of them were unhealthy.
@@ -198,7 +198,7 @@ class Run:
             if result.stopped:
                 self.display.say("stopped; run the same command again to continue")
                 return replace(result, exit_code=PREEMPTED)
-            del state, result  # room for what is read
+            del state, result  # free memory for the restored state
             self.steps_before -= good
             start, state = self.checkpoints.restore(self.program.abstract_state, good)
             self.guard.begin(start)
@@ -206,7 +206,7 @@ class Run:
                 self.log.go_back(start)
 
     def _steps(self, state: TrainState, start: int, training: Batches, validation: Batches | None) -> Result:
-        """As `steps`, and until the loss spikes where the run is to go back then (`Guard.spike`)."""
+        """Like `steps`, but returns when the loss spikes and the run has to go back (`Guard.spike`)."""
         config, last = self.config, self.config.train.steps
         validation_loss, validation_metrics, done = None, {}, start
         fetch = prefetch(lambda step: self._to_devices(training, step), range(start, last))
@@ -224,7 +224,7 @@ class Run:
             for step, batch in enumerate(batches, start=start + 1):
                 if size != self.sizes.size(step - 1):
                     if waiting is not None:
-                        self._write(self._record(*waiting))  # its time ends before a compilation begins
+                        self._write(self._record(*waiting))  # so that its time does not include a compilation
                         waiting = None
                     self.watchdog.at(step, COMPILING)
                     size = self.sizes.size(step - 1)
@@ -259,7 +259,7 @@ class Run:
                 if ends or self.guard.spike is not None:
                     break
                 self.watchdog.at(step, "waiting for its batch")
-            self.checkpoints.wait()  # in here, where no second SIGTERM ends the process before the save is committed
+            self.checkpoints.wait()  # here, where a second SIGTERM cannot end the process before the save is committed
         if stop.requested and done < last and self.guard.spike is None:
             display.say(
                 f"stopped by {stop.name} after step {done}, which is saved; run the same command again to continue"
@@ -282,7 +282,7 @@ class Run:
         return record.val_loss, record.val_metrics
 
     def _program_of(self, size: int, step: int) -> TrainProgram:
-        """The program for batches of `size`, which begin or come back with `step`."""
+        """The program for batches of `size`, which `step` is the first to use, or to use again."""
         new = size not in self.programs
         if size == self.config.train.global_batch:
             self.programs[size] = self.program
@@ -303,7 +303,7 @@ class Run:
 
         own = {bounds(index) for index in sharding.addressable_devices_indices_map((size,)).values()}
         rows = {part: batches.at(step, slice(*part)) for part in own}
-        with jax.transfer_guard("allow"):  # this one is meant
+        with jax.transfer_guard("allow"):  # the intended transfer
             return {
                 name: jax.make_array_from_callback(
                     (size, *shape), sharding, lambda index, name=name: rows[bounds(index)][name]
@@ -315,9 +315,9 @@ class Run:
         """Mean over all labels of the evaluation that count, whichever batch they are in, and a BERT's metrics.
 
         Args:
-          step: after which it is.
+          step: the step before the evaluation.
           model: master weights.
-          validation: what `steps` was given.
+          validation: as passed to `steps`.
         """
         batches = range(self.config.train.eval_batches)
         found = [self.program.eval_step(model, self._to_devices(validation, i, evaluation=True)) for i in batches]
@@ -329,7 +329,7 @@ class Run:
         return loss, metrics
 
     def _record(self, step: int, metrics: StepMetrics) -> Record:
-        """Wait for the metrics of `step` and put them beside the time it took."""
+        """Wait for the metrics of `step` and combine them with its duration."""
         metrics = jax.device_get(metrics)
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
@@ -355,7 +355,7 @@ class Run:
         )
 
     def _limit(self, step: int) -> tuple[jax.Array, ...]:
-        """The argument of the train step for the limit of the loss of `step`, if there is any."""
+        """The loss limit of `step` as an argument of the train step, if there is one."""
         limit = self.guard.limit(step)
         if limit is None:
             return ()
@@ -379,6 +379,6 @@ class Run:
         """End an unhealthy run.
 
         Raises:
-          UnhealthyError: always; it says how to go on.
+          UnhealthyError: always; it says how to continue.
         """
         self.guard.give_up(problem)

@@ -1,7 +1,7 @@
-"""What a step reports: means over the global batch by name, of the sums and counts that a model gives.
+"""The metrics of a step: means over the global batch by name, from the sums and counts that a model gives.
 
-A model sums over the sequences it is given (`models/protocol.py`). `shares` says what each of its sums is multiplied by
-to be its part of the mean over the global batch, wherever it is taken: so parts are only added.
+A model sums over the sequences it is given (`models/protocol.py`). `shares` gives the factor that turns each sum into
+its part of the mean over the global batch, wherever it is computed, so parts only have to be added.
 """
 
 from __future__ import annotations
@@ -29,41 +29,40 @@ def global_counts(model: Model, batch: Batch) -> dict[str, Array | int]:
 
 
 def shares(counts: dict[str, Array | int], scale: Array | float = 1.0) -> dict[str, Array | float]:
-    """What a sum is multiplied by, to be a part of `scale` times its mean. Of nothing the mean is 0."""
+    """The factor that turns a sum into its part of `scale` times the mean. If nothing counts, the mean is 0."""
     return {
         name: scale / (count if isinstance(count, int) else jnp.maximum(count, 1)) for name, count in counts.items()
     }
 
 
 def total_loss(weights: dict[str, float], means: dict[str, Array]) -> Array:
-    """The loss: the means that have a weight, added up with it."""
+    """The loss: the weighted sum of the means that have a weight."""
     return sum(means[name] if weight == 1.0 else weight * means[name] for name, weight in weights.items())
 
 
 def other_metrics(means: dict) -> dict:
-    """All means but the one that is the loss itself."""
+    """All means except the one that is the loss itself."""
     return {name: mean for name, mean in means.items() if name != "loss"}
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepMetrics:
-    """What a step reports; the same on every device.
+    """The metrics of a step; the same on every device.
 
     Attributes:
       loss: float32 [], mean cross entropy over the labels of the global batch that count, before the update, in nats;
-        0 where none counts; the weighed sum of several, where a model has several.
+        0 if none counts; the weighted sum, if a model has several losses.
       grad_norm: float32 [], global L2 norm of the unscaled gradient before clipping.
       learning_rate: float32 [].
-      loss_scale: float32 [], the one this step was computed with.
+      loss_scale: float32 [], as used in this step.
       skipped: bool [], whether nothing was updated: a gradient, weight or moment was not finite, or the loss was above
         the limit.
-      broken: int32 [], number of parameters whose weights or moments were not finite, or beyond all bounds, before it.
+      broken: int32 [], number of parameters whose weights or moments were not finite, or too large, before the step.
       first_broken: int32 [], index into `TrainProgram.gradient_names` of the first of them.
       nonfinite: int32 [], number of gradients that are not finite.
       first_nonfinite: int32 [], index into `TrainProgram.gradient_names` of the one the backward pass reached first.
-      metrics: the other means by name, float32 [] each: of a BERT its losses one by one, and how often the order is
-        found.
+      metrics: the other means by name, float32 [] each: for a BERT its separate losses, and the accuracy of the order.
     """
 
     loss: Array
@@ -81,12 +80,12 @@ class StepMetrics:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EvalMetrics:
-    """What an evaluation of one batch reports; the same on every device.
+    """The metrics of the evaluation of one batch; the same on every device.
 
     Attributes:
-      loss: float32 [], as of `StepMetrics`.
-      means: by name, without dropout, float32 []; losses in nats, 0 where nothing counts.
-      counts: by name how many things it is the mean of, int32 []: the weight of this batch among others.
+      loss: float32 [], as in `StepMetrics`.
+      means: by name, without dropout, float32 []; losses in nats, 0 if nothing counts.
+      counts: by name, the denominator of each mean, int32 []: the weight of this batch among others.
     """
 
     loss: Array
@@ -95,10 +94,10 @@ class EvalMetrics:
 
 
 def mean_of(batches: list[EvalMetrics], weights: dict[str, float]) -> tuple[float, dict[str, float]]:
-    """Loss and metrics of several batches as of one: a label weighs the same, whichever batch it is in.
+    """Loss and metrics of several batches together: every label has the same weight, whichever batch it is in.
 
     Args:
-      batches: what each reports, fetched.
+      batches: metrics of each, fetched from the devices.
       weights: `Model.loss_weights`.
     """
     means = {}

@@ -1,8 +1,7 @@
-"""How the processes of a run connect to process 0: the connections of the watchdog.
+"""Connecting the processes of a run to process 0: the connections of the watchdog.
 
-Process 0 listens at a port that the system chooses and tells the others its addresses, the port and a token, through
-JAX. Whoever connects and does not know the token is a stranger and is sent away.
-"""
+Process 0 listens on a port chosen by the system and sends its addresses, the port and a token to the others through
+JAX. A client that does not know the token is rejected."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ Share = Callable[[bytes], bytes]
 
 
 class Line:
-    """A connection that carries one JSON object a line."""
+    """A connection that carries one JSON object per line."""
 
     def __init__(self, connection: socket.socket):
         connection.settimeout(STALL)
         self.connection, self._rest = connection, b""
-        self._sending = threading.Lock()  # both threads of a process do
+        self._sending = threading.Lock()  # both threads of a process send
 
     def fileno(self) -> int:
         return self.connection.fileno()
@@ -40,7 +39,7 @@ class Line:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict]:
-        """The messages that have come, at least one unless a part of one has.
+        """The messages received, at least one unless only a part of one has arrived.
 
         Raises:
           OSError: the other end is gone.
@@ -59,8 +58,8 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
     """In process 0: wait for all others.
 
     Args:
-      where: the address that the others know, and how long to wait.
-      count: of all processes.
+      where: the address known to the others, and how long to wait.
+      count: number of processes.
       name: of this one.
       share: returns process 0's bytes in every process.
 
@@ -68,7 +67,7 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
       A connection to each of the others and its name, by index.
 
     Raises:
-      UsageError: some did not come.
+      UsageError: some did not connect.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     server = socket.create_server(("", 0), family=family, backlog=count, dualstack_ipv6=socket.has_dualstack_ipv6())
@@ -79,7 +78,7 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
     with server, selectors.DefaultSelector() as door:
         door.register(server, selectors.EVENT_READ)
         while len(met) < count - 1:
-            # Nobody is waited for: a stranger that connects and says nothing must not hold up the others.
+            # Connections are not waited for: a stranger that connects and says nothing must not block the others.
             for key, _ in door.select(max(0.01, deadline - time.monotonic())):
                 if key.fileobj is server:
                     door.register(Line(server.accept()[0]), selectors.EVENT_READ)
@@ -99,8 +98,8 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
 
 
 def _welcome(line: Line, token: str) -> dict[int, tuple[Line, str]]:
-    """The process that has just spoken, if it knows the token; whoever does not is sent away."""
-    # A stranger sends anything: bytes that are no JSON, JSON too deep for the parser, or another object.
+    """The process that has just sent a message, if it knows the token; others are rejected."""
+    # A stranger may send anything: bytes that are not JSON, JSON too deep for the parser, or another object.
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         hello = line.receive()[0]
         if secrets.compare_digest(hello["token"], token):
@@ -120,7 +119,7 @@ def connect(where: Distributed, index: int, name: str, share: Share) -> tuple[Li
     deadline = time.monotonic() + where.start_timeout
     while time.monotonic() < deadline:
         for host in there["hosts"]:
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # another may do
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # try the next host
                 line = Line(socket.create_connection((host, there["port"]), timeout=STALL))
                 line.send(token=there["token"], index=index, name=name)
                 if line.receive()[0]["token"] == there["token"]:
@@ -128,12 +127,12 @@ def connect(where: Distributed, index: int, name: str, share: Share) -> tuple[Li
         time.sleep(RETRY)
     raise UsageError(
         f"process {index} on {socket.gethostname()} cannot reach process 0 at port {there['port']} of "
-        f"{' or '.join(there['hosts'])}; name a host that it can reach in --distributed.coordinator"
+        f"{' or '.join(there['hosts'])}; set --distributed.coordinator to a host that it can reach"
     )
 
 
 def _addresses(where: Distributed) -> list[str]:
-    """Where the others may reach process 0, best first."""
+    """Addresses at which the others may reach process 0, best first."""
     hosts = [where.coordinator.rsplit(":", 1)[0].strip("[]")] if where.coordinator else []
     hosts.append(socket.gethostname())
     with contextlib.suppress(OSError):

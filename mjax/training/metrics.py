@@ -1,4 +1,4 @@
-"""What a run records: a line a step in metrics.jsonl, a curve in loss.png, the same scalars for TensorBoard and W&B."""
+"""The records of a run: one line per step in metrics.jsonl, curves in loss.png, and scalars for TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # matplotlib takes a second to import
     from matplotlib.axes import Axes
 
 
-FLUSH = 10.0  # seconds that TensorBoard may be behind
+FLUSH = 10.0  # seconds until TensorBoard scalars are on disk, at most
 
 
 @dataclass
@@ -29,24 +29,25 @@ class Record:
     """One line of metrics.jsonl.
 
     Attributes:
-      step: steps taken, this one included.
-      loss: mean cross entropy of the batch before the update, nats a token; null where it is not finite.
-      grad_norm: global norm before clipping; null where it is not finite.
+      step: steps taken, including this one.
+      loss: mean cross entropy of the batch before the update, nats per token; null if it is not finite.
+      grad_norm: global norm before clipping; null if it is not finite.
       learning_rate: as applied.
       loss_scale: fp16's; 1 otherwise.
       skipped: whether nothing was updated.
       tokens: tokens read since the beginning of training.
-      seconds: wall-clock time of the step.
+      seconds: wall time of the step.
       tokens_per_second: over all devices.
       tflops: model TFLOP/s of one device (see `flops.py` for the formula).
-      mfu: tflops over the device's peak; null where the peak is not known.
-      nonfinite: which gradient, weight or moment was not finite, and how many; null where all were finite.
-      unhealthy: what is wrong with the step, as on the screen; only where something is.
-      broken: whether a weight or a moment was not finite; not a line of the record.
-      val_loss: mean cross entropy on the validation batches after this step, where it was measured; null in the record
-        where it is not finite.
-      metrics, val_metrics: of a BERT its two losses and how often it finds the order; lines of their own in the record,
-        such as mlm_loss and val_mlm_loss. In an evaluation also what guessing masked tokens by their frequency costs,
+      mfu: tflops over the device's peak; null if the peak is unknown.
+      nonfinite: which gradient, weight or moment was not finite, and how many; null if all were finite.
+      unhealthy: what is wrong with the step, as on the screen; only if something is.
+      broken: whether a weight or a moment was not finite; not written.
+      val_loss: mean cross entropy on the validation batches after this step, if it was measured; null in the record if
+        it is not finite.
+      metrics, val_metrics: for a BERT its two losses and the accuracy of the order; separate keys in the record, such
+      as
+        mlm_loss and val_mlm_loss. In an evaluation also the loss of guessing masked tokens by frequency,
         val_unigram_entropy.
     """
 
@@ -69,7 +70,7 @@ class Record:
     val_metrics: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; `val_loss` and `unhealthy` only where there is one."""
+        """Plain values; `val_loss` and `unhealthy` only if set."""
         values = asdict(self)
         del values["broken"]
         for name in ("val_loss", "unhealthy"):
@@ -87,15 +88,15 @@ def finite_or_none(x: float) -> float | None:
 
 
 def read_metrics(file: Path, tail: int | None = None) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, or those in its last `tail` bytes; damaged lines are left out.
+    """The records of a metrics.jsonl, or those in its last `tail` bytes; damaged lines are skipped.
 
-    A crash cuts the last line short.
+    A crash truncates the last line.
     """
     return _read(file, tail)[0]
 
 
 def _read(file: Path, tail: int | None = None) -> tuple[list[dict[str, Any]], list[int]]:
-    """The records, and the numbers of the damaged lines; a last one without its end is not counted."""
+    """The records, and the numbers of the damaged lines; a last line without its end is not counted."""
     records, damaged = [], []
     try:
         with file.open("rb") as stream:
@@ -104,7 +105,7 @@ def _read(file: Path, tail: int | None = None) -> tuple[list[dict[str, Any]], li
             lines = stream.read().split(b"\n")[1 if start else 0 :]
     except (FileNotFoundError, NotADirectoryError):
         lines = []
-    except OSError as error:  # a folder, a disk that fails
+    except OSError as error:  # a folder, a failing disk
         raise UsageError(f"{file} cannot be read ({error.strerror}); move it away to begin a new one") from None
     for number, line in enumerate(lines, start=1):
         try:
@@ -119,7 +120,7 @@ def _read(file: Path, tail: int | None = None) -> tuple[list[dict[str, Any]], li
 
 
 class Announced:
-    """Lets what only records or shows fail without ending the run, and says so the first time.
+    """Lets code that only records or displays fail without ending the run, and reports the first failure.
 
     Attributes:
       failed: what has failed.
@@ -131,26 +132,26 @@ class Announced:
 
     @contextlib.contextmanager
     def __call__(self, what: str) -> Iterator[None]:
-        """Do something for `what`, such as a file, and go on if it fails."""
+        """Run a block that writes `what`, such as a file, and continue if it fails."""
         try:
             yield
         except Exception as error:  # whatever goes wrong in matplotlib, tensorboardX or wandb
             if what not in self.failed:
                 self.failed.add(what)
-                self.say(f"{what} cannot be written ({str(error) or type(error).__name__}): the training goes on")
+                self.say(f"{what} cannot be written ({str(error) or type(error).__name__}): training continues")
 
 
 class MetricsLog:
     """Appends to metrics.jsonl, TensorBoard and W&B, and draws loss.png.
 
-    None of them ends a run: what fails is announced once. TensorBoard and W&B are then off until the next start.
+    None of them ends a run: the first failure is reported. TensorBoard and W&B are then off until the next start.
 
     Args:
-      folder: the run's.
-      step: the step the run continues from; lines after it belong to a future that did not happen and are dropped.
+      folder: of the run.
+      step: the step the run continues from; later lines belong to an abandoned continuation and are dropped.
       tensorboard: whether to write TensorBoard scalars.
       wandb: Weights & Biases project, or None.
-      say: is told what is damaged or fails, a line each.
+      say: called with one line about each damage or failure.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class MetricsLog:
             shutil.copyfile(file, aside)
             to_disk(aside)
             lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first at {damaged[0]},"
-            say(f"{file}: left out {lines} that cannot be read; kept the file as {aside.name}")
+            say(f"{file}: skipped {lines} that cannot be read; kept the file as {aside.name}")
         self._begin_with([record for record in found if record["step"] <= step])
         self._tensorboard = self._wandb = None
         if tensorboard:
@@ -195,7 +196,8 @@ class MetricsLog:
                 self._wandb.log(scalars, step=record.step)
 
     def go_back(self, step: int) -> None:
-        """Drop the lines after `step`: the run goes back to it. TensorBoard and W&B show both ways."""
+        """Drop the lines after `step`, because the run goes back to it. TensorBoard and W&B show both runs of these
+        steps."""
         self._file.close()
         self._begin_with([record for record in self.records if record["step"] <= step])
 
@@ -221,7 +223,7 @@ class MetricsLog:
                 self._wandb.finish()
 
     def _append(self, line: bytes) -> None:
-        if self._torn:  # a full disk took a part of a line: what follows stands on its own
+        if self._torn:  # a full disk truncated a line: the next one starts on its own line
             line = b"\n" + line
         written = self._file.write(line)
         self._torn = written < len(line)
@@ -230,14 +232,13 @@ class MetricsLog:
 
 
 class _Scalars:
-    """TensorBoard's file of events, written at once.
+    """TensorBoard's event file, written immediately.
 
-    tensorboardX's SummaryWriter has a thread for it, which dies of a full disk without a word; ten scalars later the
-    run would wait for it for ever.
-    """
+    tensorboardX's SummaryWriter has a thread for it, which dies silently when the disk is full; ten scalars later the
+    run would wait for it forever."""
 
     def __init__(self, folder: Path, first: int):
-        """Make a file in `folder`; TensorBoard hides what older ones there have of the steps from `first` on."""
+        """Create a file in `folder`; TensorBoard hides what older ones have for the steps from `first` on."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -264,7 +265,7 @@ class _Scalars:
 
 
 def check_wandb(project: str | None) -> None:
-    """Refuse `--log.wandb` where the package is missing, before anything is started.
+    """Refuse `--log.wandb` if the package is missing, before anything is started.
 
     Raises:
       UsageError: wandb is not installed.
@@ -283,10 +284,10 @@ def _start_wandb(project: str, folder: Path):
 
 
 def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None:
-    """Training loss (thin as measured, thick as a centred average) and validation loss over steps, as a PNG.
+    """Training loss (thin: raw, thick: centred average) and validation loss over steps, as a PNG.
 
-    Of a BERT it is that of the masked tokens, with what guessing by frequency costs; and beside it the share of pairs
-    whose order is found.
+    For a BERT the loss of the masked tokens, with the loss of guessing by frequency; and beside it the accuracy of the
+    order.
     """
     from matplotlib.figure import Figure
 
@@ -296,7 +297,7 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None
     axes, *beside = figure.subplots(1, 2 if bert else 1, squeeze=False)[0]
     _draw_curves(axes, records, "mlm_loss" if bert else "loss", "{:.3f}")
     axes.set(xlabel="step", ylabel="loss (nats per masked token)" if bert else "loss (nats per token)")
-    axes.set_title(title, parse_math=False)  # a name may hold dollars
+    axes.set_title(title, parse_math=False)  # a name may contain dollars
     entropy = next((record["val_unigram_entropy"] for record in records if "val_unigram_entropy" in record), None)
     if entropy is not None:
         axes.axhline(entropy, color="0.4", linestyle="--", linewidth=1, label=f"by frequency alone, {entropy:.3f}")
@@ -320,7 +321,7 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None
 
 
 def _draw_curves(axes: Axes, records: list[dict[str, Any]], name: str, form: str) -> None:
-    """A figure of the training steps and of the evaluations, each with its last value in the legend."""
+    """The values of a metric in training and in evaluations, each with its last value in the legend."""
 
     def curve(name: str) -> list[tuple[int, float]]:
         return [(record["step"], record[name]) for record in records if record.get(name) is not None]
@@ -338,9 +339,8 @@ def _draw_curves(axes: Axes, records: list[dict[str, Any]], name: str, form: str
 def smoothed(values: Sequence[float]) -> Sequence[float]:
     """Average over a window of about a thirtieth of the run, 51 steps at most, with each step in its middle.
 
-    Behind a falling loss an average of the steps before would run late and lie above it. Where the window reaches over
-    an end of the run, the line is taken that fits the steps there best (Savitzky and Golay, order 1).
-    """
+    An average over earlier steps only would lag behind a falling loss and lie above it. Where the window exceeds an end
+    of the run, the line that fits the steps there best is used (Savitzky and Golay, order 1)."""
     half = min(50, len(values) // 30) // 2
     if not half:
         return values

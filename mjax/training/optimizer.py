@@ -17,11 +17,11 @@ from mjax.parallel.axes import PIPE
 from mjax.parallel.mappings import rank, sum_over, varying_axes
 from mjax.parallel.zero import is_layer, layer_dims
 
-LARGEST = 1e20  # no weight or first moment of a sound run comes near it
+LARGEST = 1e20  # far above any weight or first moment of a sound run
 
 
 def is_decayed(name: str) -> bool:
-    """Whether weight decay applies: to matrices and embeddings, not to biases and LayerNorm.
+    """Whether weight decay applies: for matrices and embeddings, not for biases and LayerNorm.
 
     By name, because stacked layers make biases two-dimensional.
     """
@@ -44,7 +44,7 @@ def learning_rate(config: Config, samples: Array) -> Array:
     """Learning rate after `samples` samples have trained the model: float32 [].
 
     Megatron counts samples rather than steps (core/optimizer_param_scheduler.py), and samples of skipped steps do not
-    count. What the config gives in steps is taken as the samples of so many steps, ramp-up of the batch included. The
+    count. What the config gives in steps is converted to the samples of that many steps, including a batch ramp-up. The
     first step of a warm-up from 0 uses 0.
     """
     optimizer, batches = config.optimizer, BatchSizes.of(config)
@@ -72,7 +72,7 @@ def learning_rate(config: Config, samples: Array) -> Array:
 
 
 def _decay(shape: str, part: Array) -> Array:
-    """From 1 at part 0 to 0 at part 1."""
+    """Decay from 1 at part 0 to 0 at part 1."""
     return {
         "linear": 1.0 - part,
         "cosine": 0.5 * (jnp.cos(jnp.pi * part) + 1.0),
@@ -88,10 +88,9 @@ def squares_and_broken(gradients, model, state: optax.OptState, mesh: MeshConfig
 
     The square root of the sum of squares is the global norm; `optax.global_norm` would give every rank its own.
 
-    Weights and moments are checked before Adam uses them rather than after: then its results are written in place of
-    them, and known to be finite. A norm that is finite in float32 has no element above 2e19; so neither has a first
-    moment, and the second is finite.
-    """
+    Weights and moments are checked before Adam uses them rather than after, so that its results can overwrite them and
+    are known to be finite: a norm that is finite in float32 has no element above 2e19, so neither has a first moment,
+    and the second is finite."""
 
     def squares(gradient):
         return jnp.square(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)))
@@ -125,8 +124,8 @@ def like_the_model(state: optax.OptState, model) -> list:
 def sums_by_parameter(groups: list[list], mesh: MeshConfig) -> list[Array]:
     """Sums of the elements of each parameter, layer by layer: for each group [parameters of `gradient_names`].
 
-    Inside `shard_map` each device holds shards: a parameter is summed over exactly the axes it varies over, and all
-    that vary over the same axes in one collective.
+    Inside `shard_map` each device holds shards: a parameter is summed over exactly the axes it varies over, with one
+    collective for all that vary over the same axes.
 
     Args:
       groups: of trees of the model's structure, whose elements are added up together; their leaves are split alike.
@@ -154,7 +153,7 @@ def sums_by_parameter(groups: list[list], mesh: MeshConfig) -> list[Array]:
 
 
 def _of_all_stages(squares: Array, mesh: MeshConfig) -> Array:
-    """This stage's squares [l / P] or [V, l / (P V)] in their places among all layers' [l]; zeros elsewhere."""
+    """This stage's squares [l / P] or [V, l / (P V)] at their positions among all layers' [l]; zeros elsewhere."""
     squares = squares.reshape(mesh.chunks, 1, -1)
     own = jnp.arange(mesh.pipe)[:, None] == rank(PIPE)
     return jnp.where(own, squares, 0).reshape(-1)
@@ -177,8 +176,8 @@ HEADS = ("mlm.", "order.", "pooler.", "head.", "final_norm.")
 def backward_order(names: list[str]) -> list[int]:
     """Indices of `gradient_names` in the order in which the backward pass reaches them.
 
-    The heads of a BERT and the final LayerNorm come first, then the layers from the last to the first, the embeddings
-    at the end: the first gradient in this order that is not finite is where the trouble began.
+    The heads of a BERT and the final LayerNorm come first, then the layers from last to first, then the embeddings: the
+    problem began at the first gradient in this order that is not finite.
     """
 
     def reached(index: int) -> tuple:

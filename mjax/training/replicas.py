@@ -1,14 +1,14 @@
-"""Replicas hold the same weights, bit for bit; this is how a run finds out when one does not.
+"""Comparing the weights of data-parallel replicas, which must be bit-identical.
 
 Every rank of `data` keeps its own copy of the weights and updates it with the same summed gradient, so the copies stay
-equal without ever being compared. A bit that flips in the memory of one device, a device that computes wrongly, or a
-process that runs something else stays in its copy, and through its gradients spoils all others slowly.
+equal without being compared. A bit that flips in the memory of one device, a device that computes wrongly, or a process
+that runs something else affects one copy, and through its gradients slowly corrupts all others.
 
-So each device hashes the shards it holds, and the hashes, four bytes an array, are gathered and compared on the host of
-every process, which all come to the same result. What ZeRO splits over `data` exists once: nothing is there to compare.
+So each device hashes its shards, and the hashes, four bytes per array, are gathered and compared on the host of every
+process, all with the same result. Weights that ZeRO splits over `data` exist once: there is nothing to compare.
 
-The hash of an array of words x_i is Σ (2i + 1) x_i modulo 2^32. Odd numbers have inverses, so a change of any one
-element is always seen, and any other change missed once in 2^32 times.
+The hash of an array of words x_i is Σ (2i + 1) x_i modulo 2^32. Odd numbers have inverses, so a change of a single
+element is always detected, and any other change is missed with probability 2^-32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mjax.parallel.axes import DATA, NAMES
 
 MOST_SHOWN = 4  # devices
 DIM = NAMES.index(DATA)
-"""The dim of the mesh along which copies are compared."""
+"""The dim of the device array along which copies are compared."""
 
 
 class Replicas:
@@ -60,14 +60,14 @@ class Replicas:
             return
         leaves = jax.tree.leaves(model)
         hashes = jax.device_get(self._hash([leaves[index] for index in self._copied]))
-        odd: dict[tuple[int, ...], list[str]] = defaultdict(list)  # by place on the mesh, what differs there
+        odd: dict[tuple[int, ...], list[str]] = defaultdict(list)  # by place on the mesh, the arrays that differ there
         along_data = np.moveaxis(hashes, DIM, -1)
         for *place, leaf in np.ndindex(along_data.shape[:-1]):
             copies = along_data[*place, leaf].tolist()
             (usual, most), *others = Counter(copies).most_common()
             if not others:
                 continue
-            tied = others[0][1] == most  # nobody can say who is right
+            tied = others[0][1] == most  # either may be right
             for rank, copy in enumerate(copies):
                 if tied or copy != usual:
                     odd[*place[:DIM], rank, *place[DIM:]].append(self._names[leaf])
@@ -80,11 +80,11 @@ class Replicas:
         if len(places) > MOST_SHOWN:
             places[MOST_SHOWN:] = [f"{len(places) - MOST_SHOWN} more"]
         what = names[0] + (f" and {len(names) - 1} more arrays" if len(names) > 1 else "")
-        differ = "holds other bits than the others" if len(places) == 1 else "hold different bits"
+        differ = "differs from the others" if len(places) == 1 else "differ"
         return (
-            f"after step {step} the replicas' weights are not the same: {' and '.join(places)} {differ} in {what}; "
+            f"after step {step} the replicas have different weights: {' and '.join(places)} {differ} in {what}; "
             "a device or its memory is faulty, or a process computes something else; nothing was saved since the last "
-            "comparison: find out which, leave that host out, and type the same command to continue"
+            "comparison: find out which, exclude that host, and run the same command to continue"
         )
 
     def _place(self, place: tuple[int, ...]) -> str:
@@ -93,7 +93,7 @@ class Replicas:
 
 
 def _hashes(shards: list[Array]) -> Array:
-    """A hash of each shard of each device: uint32 [pipe, data, model, arrays] (`axes.NAMES`), the same everywhere."""
+    """A hash of each shard of each device: uint32 [pipe, data, model, arrays] (`axes.NAMES`), replicated."""
     everywhere = frozenset(NAMES)
     own = jnp.stack([_hash_of(mappings.vary(shard, everywhere)) for shard in shards]).reshape(*[1] * len(NAMES), -1)
     for dim, axis in enumerate(NAMES):

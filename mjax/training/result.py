@@ -1,4 +1,4 @@
-"""How a run ends, and what a caller from Python may pass to one."""
+"""The result of a run, and the options of a caller from Python."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import optax
 from mjax.state.train_state import TrainState
 from mjax.training.metrics import Record
 
-PREEMPTED = 75  # exit code: saved, run me again
+PREEMPTED = 75  # exit code: saved, run the same command again
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
-      exit_code: 0 when all steps are done, 75 when it was stopped and has saved.
+      exit_code: 0 if all steps are done, 75 if it was stopped and has saved.
       step: steps taken.
       state: the last state.
-      validation_loss: of the last evaluation, nats a token; None where there was none.
-      validation_metrics: its other means by name; of a BERT also the entropy of the masked tokens.
-      stopped: whether it was told to stop, be it in the last step, which is not measured then.
+      validation_loss: of the last evaluation, nats per token; None if there was none.
+      validation_metrics: its other means by name; for a BERT also the entropy of the masked tokens.
+      stopped: whether it was told to stop, possibly in the last step, which is then not evaluated.
     """
 
     exit_code: int
@@ -36,13 +36,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Options:
-    """What a caller from Python may pass beside a config.
+    """Options of a caller from Python beside a config.
 
     Attributes:
-      loss: in the place of the model's (`Forward.objective`).
-      optimizer: in the place of AdamW (`build_program`).
+      loss: instead of the model's (`Forward.objective`).
+      optimizer: instead of AdamW (`build_program`).
       on_step: called with the record of each step; True ends the run.
-      show: whether to print what runs and how far it is.
+      show: whether to print progress.
     """
 
     loss: Callable | None = None

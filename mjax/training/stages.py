@@ -1,4 +1,4 @@
-"""The step of a pipeline: the parts of the forward pass as its stages run them (`parallel/pipeline.py`)."""
+"""The step of a pipeline: the parts of the forward pass that its stages run (`parallel/pipeline.py`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stage_program(forward: Forward, weights: dict[str, float]) -> StageProgram:
 
 
 def pipeline_means_and_gradients(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
-    """As `step.accumulate`, of what this stage of a pipeline runs; both vary over `pipe` too."""
+    """Like `step.accumulate`, for one stage of a pipeline; results also vary over `pipe`."""
     config = forward.config
     means, to_shared, to_blocks = pipeline_gradients(
         schedule_of(config),
@@ -48,7 +48,7 @@ def pipeline_means_and_gradients(forward: Forward, weights: Model, micro_batches
 
 
 def sum_over_stages(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
-    """What the head gives for each micro-batch, summed, on this device."""
+    """The sum over micro-batches of what the head returns, on this device."""
     mesh = forward.config.mesh
     schedule = forward_only(mesh.pipe, forward.config.micro_batches, mesh.chunks)
     program = stage_program(forward, weights.loss_weights)
@@ -56,5 +56,5 @@ def sum_over_stages(forward: Forward, weights: Model, micro_batches: dict[str, A
 
 
 def _without_blocks(weights: Model) -> Model:
-    """The embedding and the head alone: the model with nothing in the place of its layers."""
+    """The embedding and the head only: the model with nothing in place of its layers."""
     return jax.tree_util.tree_map_with_path(lambda path, w: None if is_layer(leaf_name(path)) else w, weights)

@@ -1,12 +1,12 @@
-"""The train step: one `shard_map` around everything, so that each byte that crosses a device boundary is written here
-or in the layers.
+"""The train step: one `shard_map` around everything, so that all communication between devices is written here or in
+the layers.
 
-    cast parameters to the compute type, once, and gather those that are stored in shards
-    count the labels of the global batch, where some do not count
+    cast parameters to the compute dtype, once, and gather those stored in shards
+    count the labels of the global batch, if some do not count
     scan over micro-batches, or over the ticks of a pipeline: loss and gradient, accumulated in float32
-    one sum, or reduce-scatter, over `data`
-    unscale, global norm, clip; skip the update if the norm, a weight or a moment is not finite, or the loss too large
-    Adam on the float32 masters
+    one all-reduce, or reduce-scatter, over `data`
+    unscale, global norm, clip; skip the update if the norm, a weight or a moment is not finite, or the loss is too
+    large Adam on the float32 masters
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from mjax.training.stages import pipeline_means_and_gradients, sum_over_stages
 
 @dataclass(frozen=True)
 class TrainProgram:
-    """Everything compiled that a run needs, and the shapes it works on.
+    """The compiled functions of a run, and the shapes they work on.
 
     Attributes:
       abstract_state: `TrainState` of ShapeDtypeStructs with shardings; what a checkpoint is restored to.
-      abstract_batch: what a training step takes beside the state, the arrays of `Config.batch_arrays`.
-      batch_sharding: where every array of a batch goes.
+      abstract_batch: the batch of a training step, the arrays of `Config.batch_arrays`.
+      batch_sharding: sharding of every array of a batch.
       initialize: () → TrainState, already sharded; the same weights on every mesh.
       train_step: (TrainState, batch[, limit]) → (TrainState, StepMetrics); the old state is donated. The update is
-        dropped where the loss is above `limit`, float32 []; there is no limit when not given.
-      eval_step: (model, batch) → EvalMetrics; the batch may have a loss mask that those of training have not.
-      gradient_names: what `StepMetrics.first_nonfinite` points into.
+        skipped if the loss is above `limit`, float32 []; by default there is no limit.
+      eval_step: (model, batch) → EvalMetrics; the batch may have a loss mask that training batches do not have.
+      gradient_names: names for the indices in `StepMetrics.first_nonfinite`.
     """
 
     abstract_state: TrainState
@@ -79,15 +79,15 @@ def build_program(
     optimizer: optax.GradientTransformation | None = None,
     loss: Callable | None = None,
 ) -> TrainProgram:
-    """Write the program of `config` for `mesh`. Nothing is compiled or allocated before it is called.
+    """Build the program of `config` for `mesh`. Nothing is compiled or allocated before it is called.
 
     Args:
       config: validated, with `model.attention` resolved to a kernel.
       mesh: of the shape `config.mesh`; an abstract one is enough for tracing.
-      batch: global batch of a step; `config.train.global_batch` when not given. The learning rate follows the sizes of
-        the whole run either way.
-      optimizer: gives the direction of a step, which the learning rate is multiplied by; AdamW when not given.
-      loss: (model, stream after the last layer, micro-batch, context) → sums by name, in the place of `Model.loss`.
+      batch: global batch of a step; by default `config.train.global_batch`. The learning rate always follows the sizes
+        of the whole run.
+      optimizer: gives the direction of a step, before multiplication by the learning rate; by default AdamW.
+      loss: (model, stream after the last layer, micro-batch, context) → sums by name, instead of `Model.loss`.
     """
     rate_after = partial(learning_rate, config)
     config = at_batch(config, batch or config.train.global_batch)
@@ -146,10 +146,10 @@ def _state_shapes(config: Config, transform: optax.GradientTransformation, layou
 def first_state(
     config: Config, transform: optax.GradientTransformation, model: Model, step: Array | int = 0
 ) -> TrainState:
-    """The state before the first step, of master weights whose layers are cut into the chunks of the pipeline.
+    """The initial state for master weights whose layers are split into the chunks of the pipeline.
 
     Args:
-      step: number of the step before the first, where the dropout masks are not to be those of steps 1, 2, …
+      step: initial step number, for dropout masks other than those of steps 1, 2, …
     """
     return TrainState(
         model=model,
@@ -160,7 +160,7 @@ def first_state(
     )
 
 
-# --- On every device --------------------------------------------------------------------------------------------------
+# --- On each device ---------------------------------------------------------------------------------------------------
 
 
 def _train_step(
@@ -174,7 +174,7 @@ def _train_step(
     batch: dict[str, Array],
     limit: Array,
 ):
-    """One step as a single device sees it: its shards of `state`, its replica's rows of `batch` [B / data, …]."""
+    """One step on a single device: its shards of `state`, its replica's rows of `batch` [B / data, …]."""
     scale = state.loss_scale.scale
     means, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, objective)
     loss = total_loss(state.model.loss_weights, means)
@@ -227,9 +227,9 @@ def loss_and_gradients(
 ):
     """The means of a model over the global batch, and the gradient of its loss, from inside `shard_map`.
 
-    Every label of the batch weighs the same, on whatever rank and in whatever micro-batch it is. Megatron by default
-    takes the mean of each micro-batch and then the mean of these, so a label weighs more the fewer count beside it;
-    its --calculate-per-token-loss is what is done here. Without a loss mask the two are the same.
+    Every label of the batch has the same weight, on whatever rank and in whatever micro-batch it is. Megatron by
+    default takes the mean of each micro-batch and then the mean of these, so a label in a micro-batch with few labels
+    weighs more; its --calculate-per-token-loss does what is done here. Without a loss mask the two are the same.
 
     Args:
       config: as for `build_program`.
@@ -238,10 +238,10 @@ def loss_and_gradients(
       batch: this replica's rows of the arrays in `Config.batch_arrays`, [B / data, …].
       step: int32 [], numbers the dropout masks.
       scale: float32 [], multiplies the loss before differentiation and is divided out of both results.
-      objective: in the place of `Model.loss`.
+      objective: instead of `Model.loss`.
 
     Returns:
-      Means by name, [] each; and a gradient in float32 for each shard of `model`, the same wherever the shard is.
+      Means by name, [] each; and a gradient in float32 for each shard of `model`, sharded like it.
     """
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
     factors = shares(global_counts(model, batch), scale)
@@ -251,7 +251,7 @@ def loss_and_gradients(
         means, gradients = accumulate(forward, weights, micro_batches)
     else:
         means, gradients = pipeline_means_and_gradients(forward, weights, micro_batches)
-    # The one data-parallel reduction: float32, outside every loop.
+    # The only data-parallel reduction: float32, outside every loop.
     gradients = reduce_gradients(gradients, model, plan)
     with jax.named_scope(scopes.LOSS):
         means = {name: mappings.sum_over(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
@@ -259,8 +259,8 @@ def loss_and_gradients(
 
 
 def accumulate(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
-    """This replica's parts of the means, and the gradient of its part of the loss, varying over `data`: one micro-batch
-    after the other, added up in float32."""
+    """This replica's parts of the means, and the gradient of its part of the loss, varying over `data`: accumulated in
+    float32 over micro-batches."""
     accumulator = parameter_type(forward.config.precision.compute)
 
     def differentiate(micro_batch):
@@ -272,7 +272,7 @@ def accumulate(forward: Forward, weights: Model, micro_batches: dict[str, Array]
         found = differentiate(micro_batch)
         return jax.tree.map(lambda t, f: t + f.astype(t.dtype), total, found), None
 
-    if forward.config.micro_batches == 1:  # nothing to accumulate: no second copy of the gradients
+    if forward.config.micro_batches == 1:  # nothing to accumulate: avoid a second copy of the gradients
         means, gradients = differentiate(jax.tree.map(lambda x: x[0], micro_batches))
         return means, jax.tree.map(lambda g: g.astype(accumulator), gradients)
     nothing = mappings.vary(jnp.zeros((), accumulator), frozenset(axes.splitting("batch")))
@@ -295,17 +295,17 @@ def sum_over_batch(
     head: Callable | None = None,
     objective: Callable | None = None,
 ):
-    """What the head gives for each micro-batch of the global batch, summed, without dropout, from inside `shard_map`.
+    """The sum over the micro-batches of the global batch of what the head returns, without dropout, inside `shard_map`.
 
     Args:
       config, plan, model, batch: as for `loss_and_gradients`.
-      factors: what each sum of the model is multiplied by (`losses.shares`).
-      head: (weights, stream after the last layer [t, h], micro-batch, context) → array of any shape, the same on every
-        rank of `model`; the means by name when not given.
-      objective: in the place of `Model.loss`.
+      factors: factor of each sum of the model (`losses.shares`).
+      head: (weights, stream after the last layer [t, h], micro-batch, context) → array of any shape, replicated over
+        `model`; by default the means by name.
+      objective: instead of `Model.loss`.
 
     Returns:
-      The sum, of the head's shape, the same on every device.
+      The sum, of the head's shape, replicated on every device.
     """
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
     forward = Forward(config, plan, factors or {}, head=head, objective=objective)
@@ -321,7 +321,7 @@ def sum_over_batch(
 def micro_batches_of(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
     """This replica's rows of the batch as [m, b, …], and each sequence's index in the global batch as [m, b].
 
-    A sample of several sequences, [c, s], lends its rows to the micro-batch one after the other.
+    The rows of a sample of several sequences, [c, s], follow each other in the micro-batch.
     """
     rows = config.train.global_batch // axes.replicas(config.mesh)
     chex.assert_tree_shape_prefix(batch, (rows,))

@@ -1,4 +1,4 @@
-"""How a run is told to stop: it ends the steps under way, saves and goes, however often SIGTERM comes meanwhile."""
+"""Stopping a run: it finishes the steps in flight, saves and exits, however often SIGTERM is sent meanwhile."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import jax
 
 
 class StopSignal:
-    """Turns SIGTERM and Ctrl-C into a request to stop after the steps under way; a second Ctrl-C stops at once.
+    """Turns SIGTERM and Ctrl-C into a request to stop after the steps in flight; a second Ctrl-C stops at once.
 
-    Several processes have to agree on the step, so there SIGTERM is JAX's (`processes.told_to_stop`) and Ctrl-C
-    stops at once.
+    Several processes have to agree on the step, so there SIGTERM is handled by JAX (`processes.told_to_stop`) and
+    Ctrl-C stops at once.
 
-    Leave the context when the save is committed. If a stop was asked for, SIGTERM is ignored from then on: launchers
-    send it again, and the exit code that says "saved" must reach them.
+    Leave the context when the save is committed. After a stop request SIGTERM is ignored from then on: launchers send
+    it again, and must see the exit code that says "saved".
 
     Attributes:
-      name: of what asked for it; "" as long as nothing has.
+      name: of what requested it; "" if nothing has.
     """
 
     def __init__(self):
@@ -29,7 +29,7 @@ class StopSignal:
 
     @property
     def requested(self) -> bool:
-        """Whether the run is to end after the step that was dispatched last."""
+        """Whether the run is to end after the step dispatched last."""
         return bool(self.name)
 
     def __enter__(self) -> StopSignal:
@@ -56,9 +56,9 @@ class StopSignal:
             if self._interrupts > 1:
                 raise KeyboardInterrupt
         self.name = self.name or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
-        # The host dispatches a step while the one before it runs, so up to two more lines of steps follow.
-        said = "still saving" if again else f"{self.name}: saving after the steps under way, two at most"
+        # The host dispatches a step while the previous one runs, so up to two more steps are printed.
+        said = "still saving" if again else f"{self.name}: saving after the steps in flight, two at most"
         left = "once more" if self._interrupts else "twice"
-        with contextlib.suppress(OSError):  # nobody may read stderr any more
+        with contextlib.suppress(OSError):  # stderr may no longer be read
             # Written directly: a handler may run while the console is in the middle of a line.
             os.write(2, f"\n{said}; Ctrl-C {left} stops at once\n".encode())

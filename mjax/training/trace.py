@@ -1,11 +1,11 @@
-"""One layer and the head of a model, traced: what FLOPs, plans and predictions are made of.
+"""One traced layer and the traced head of a model, from which FLOPs, plans and predictions are derived.
 
-A model states itself once, in its modules. Whoever needs a size asks the traced program: how many products a layer has
-and of which shapes, what it keeps for its backward pass, what its head reads and writes. A new architecture gets its
-FLOPs, its plan and its MFU without a line about it elsewhere.
+A model states itself once, in its modules. Every size comes from the traced program: how many matrix products a layer
+has and of which shapes, what it keeps for its backward pass, what its head reads and writes. So a new architecture gets
+its FLOPs, its plan and its MFU without further code.
 
-What is traced is one layer for one sample on one rank of `model`: all of it grows in proportion to the samples of a
-micro-batch, and every layer is alike. Dropout is left out, since its masks are hashed again and never kept.
+One layer is traced for one sample on one rank of `model`: everything is proportional to the samples of a micro-batch,
+and all layers are alike. Dropout is left out, since its masks are recomputed and never kept.
 
     stacks_forward   the number of layers of each stack, and products and sums of one of them
     layer_forward    the same of a layer, for a model with one stack
@@ -48,8 +48,8 @@ class Layer:
     Attributes:
       program: of it, with attention written out.
       elements: of the residual stream.
-      branches: the products with weights that lead up to each sum over `model`; the last of a branch is row-parallel.
-      of_activations: products of activations with one another: attention's.
+      branches: the products with weights before each sum over `model`; the last of a branch is row-parallel.
+      of_activations: products of two activations, as in attention.
     """
 
     program: Program
@@ -68,8 +68,8 @@ class Backward:
     """The backward pass of a layer, for one sample on one rank of `model`.
 
     Attributes:
-      program: of it; its first inputs are `constants` in number, then come those `carried` from layer to layer.
-      kept: bytes that the forward pass leaves to it; weights are not counted.
+      program: of it; first come `constants` inputs, then `carried` ones, passed from layer to layer.
+      kept: bytes that the forward pass keeps for it, without weights.
       stream: bytes of this rank's rows of the residual stream.
     """
 
@@ -82,11 +82,11 @@ class Backward:
 
 @dataclass(frozen=True)
 class Head:
-    """What follows the last layer, the loss included, for one sample on one rank of `model`.
+    """Everything after the last layer, including the loss, for one sample on one rank of `model`.
 
     Attributes:
       products: of all tokens with a weight, in order; those of a few tokens, such as a pooler's, are in `flops` only.
-      kept: elements and bytes of each array that its forward pass leaves to its backward pass.
+      kept: elements and bytes of each array that its forward pass keeps for its backward pass.
       flops: of its forward pass.
     """
 
@@ -96,18 +96,18 @@ class Head:
 
     @property
     def logits(self) -> int:
-        """Elements of the scores of the vocabulary: of the last product of all tokens; 0 where there is none."""
+        """Elements of the vocabulary scores: of the last product of all tokens; 0 if there is none."""
         return self.products[-1].m * self.products[-1].n if self.products else 0
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What is traced: all that a layer and the head depend on. Configs that share it share their traces.
+    """Everything that a layer and the head depend on. Configs that share it share their traces.
 
     Attributes:
-      model: without dropout, and with one layer where all are alike.
-      data: what a batch has in it.
-      compute: type.
+      model: without dropout, and with one layer if all are alike.
+      data: determines the arrays of a batch.
+      compute: dtype.
       ranks: of `model`.
       sequence_parallel: as `mesh.sequence_parallel`.
     """
@@ -120,7 +120,7 @@ class Traced:
 
     @classmethod
     def of(cls, config: Config) -> Traced:
-        """What is traced of a config."""
+        """The traced part of a config."""
         model = _undisturbed(config.model)
         return cls(model, config.data, config.precision.compute, config.mesh.model, config.mesh.sequence_parallel)
 
@@ -144,7 +144,7 @@ def _undisturbed(model: ModelConfig) -> ModelConfig:
 
 @lru_cache(maxsize=1024)
 def stacks_forward(of: Traced) -> tuple[tuple[int, Layer], ...]:
-    """For each stack its layers, and the forward pass of one; a model with one stack is traced with one layer."""
+    """For each stack the number of layers, and the forward pass of one; a single stack is traced with one layer."""
     return _trace(replace(of, sequence_parallel=False).config(), _forward)
 
 
@@ -152,7 +152,7 @@ def layer_forward(of: Traced) -> Layer:
     """The forward pass of a layer.
 
     Raises:
-      UsageError: layers differ, and only FLOPs are known of these.
+      UsageError: layers differ, in which case only FLOPs are known.
     """
     stacks = stacks_forward(of)
     if len(stacks) > 1:
@@ -165,10 +165,10 @@ def layer_forward(of: Traced) -> Layer:
 
 @lru_cache(maxsize=1024)
 def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
-    """The backward pass of a layer, with what it computes again.
+    """The backward pass of a layer, including recomputation.
 
     Args:
-      kernel: of attention: `xla`, or `cudnn`, for which a stand-in is traced where there is none.
+      kernel: of attention: `xla`, or `cudnn`, replaced by a stand-in where it is not available.
       recompute: as `train.recompute`.
     """
     return _trace(of.config(kernel, recompute), _backward)
@@ -181,7 +181,8 @@ def head(of: Traced) -> Head:
 
 
 def _trace(config: Config, part: Callable) -> Any:
-    """What `part` finds, called inside the `shard_map` with the forward pass, weights, a micro-batch and the stream."""
+    """The result of `part`, called inside the `shard_map` with the forward pass, weights, a micro-batch and the
+    stream."""
     mesh, arrays, found = abstract_mesh(config.mesh), config.batch_arrays(), []
     batch = {name: jax.ShapeDtypeStruct((1, *shape), kind) for name, (shape, kind) in arrays.items()}
 
@@ -220,7 +221,7 @@ def _layer(program: Program, x: Array) -> Layer:
 
 
 def _backward(forward: Forward, weights, micro_batch, x: Array) -> Backward:
-    """The stacked layers run in a scan: its body is one layer, and what it stacks up is what a layer keeps."""
+    """The stacked layers run in a scan: its body is one layer, and what it stacks is what a layer keeps."""
 
     def gradients(blocks, x, gradient):
         y, backward = jax.vjp(lambda blocks, x: forward.layers(blocks, x, micro_batch)[0], blocks, x)
@@ -241,7 +242,7 @@ def _head(forward: Forward, weights, micro_batch, x: Array) -> Head:
         return jax.vjp(lambda weights, x: sum(forward.loss(weights, x, micro_batch).values()), weights, x)
 
     jaxpr = jax.make_jaxpr(loss_and_backward)(weights, x).jaxpr
-    # One array may be there for several backward passes; what came in is kept by whoever made it.
+    # One array may be kept for several backward passes; inputs are kept by whoever made them.
     kept = [v for v in dict.fromkeys(jaxpr.outvars[1:]) if not isinstance(v, Literal) and v not in jaxpr.invars]
     products = Program(jaxpr).products
     tokens = micro_batch["tokens"].size

@@ -1,4 +1,4 @@
-"""A training run from Python: `train.py` as an object, with parts of one's own."""
+"""A training run from Python: `train.py` as an object, with your own data, loss, optimizer and callbacks."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ class Trainer:
         """Check everything that can be checked without a device.
 
         Args:
-          config: as a file in configs/ has it, or `load_config` gives it.
-          folder: of the run, as `train.py --name` makes it; made if it does not exist, else the run in it continues.
+          config: as in a file in configs/, or from `load_config`.
+          folder: of the run, as with `train.py --name`; created if it does not exist, else its run continues.
           data: a function of the step (from 0) or an iterator that gives the arrays of `config.batch_arrays()`, global
-            batches of NumPy arrays [B, …]; the config's `data` section when not given. In a run of several processes
-            each is asked for the whole batch, and uses the rows of its devices.
-          validation: the same for validation, a function of the batch's index; needed with `data` unless
+            batches of NumPy arrays [B, …]; by default the config's `data` section. In a run of several processes each
+            one gets the whole batch, and uses the rows of its devices.
+          validation: the same for validation, a function of the batch index; needed with `data` unless
             `train.eval_interval` is 0.
           callbacks: each is called after each step with its `Record` (step, loss, learning rate, tokens per second, …;
-            val_loss where it was measured). The devices are one step ahead. One that returns True ends the run: the
-            next checkpoint is saved at once. Of several processes all must return the same.
-          loss: (model, stream after the last layer [t, h], micro-batch, `Context`) → sums by name, in the place of the
-            model's `loss`; names and counts stay the model's (`models/protocol.py`).
+            val_loss if it was measured). The devices are one step ahead. If one returns True the run saves a checkpoint
+            and ends. With several processes all must return the same.
+          loss: (model, stream after the last layer [t, h], micro-batch, `Context`) → sums by name, instead of the
+            model's `loss`; names and counts stay those of the model (`models/protocol.py`).
           optimizer: an optax transform that gives the direction of a step, such as `optax.scale_by_lion()`; the step
-            subtracts learning rate × direction, with the config's schedule. AdamW by the config when not given.
-          allow_change: continue a run although a setting that changes what it learns is another one.
-          show: print what runs and how far it is, as `train.py` does.
+            subtracts learning rate × direction, with the config's schedule. By default AdamW as configured.
+          allow_change: continue a run even if a setting that changes what it learns is different.
+          show: print progress, as `train.py` does.
 
         Raises:
-          UsageError: the sentence that `train.py` would print.
+          UsageError: with the sentence that `train.py` would print.
         """
         self.folder, self.callbacks = Path(folder), tuple(callbacks)
         if data is not None:
@@ -80,11 +80,11 @@ class Trainer:
         self.options = Options(loss, optimizer, self._called, show)
 
     def train(self) -> Result:
-        """Take the steps that are left, and return how the run ended and its last state.
+        """Take the remaining steps, and return the result of the run with its last state.
 
         Raises:
           UsageError: data, devices or the run in the folder do not fit the config; nothing was changed.
-          RunError: the run cannot go on; what was saved is intact.
+          RunError: the run cannot continue; what was saved is intact.
           UnhealthyError: too many of its steps were unhealthy.
         """
         return loop.train(self.config, self.folder, str(self.folder), data=self.data, options=self.options)
@@ -100,5 +100,5 @@ class Trainer:
         )
 
     def _called(self, record: Record) -> bool:
-        answers = [callback(record) for callback in self.callbacks]  # every one, whatever the others say
+        answers = [callback(record) for callback in self.callbacks]  # call all of them, even after one returned True
         return any(answers)

@@ -1,21 +1,21 @@
-"""Who is alive and who is behind: heartbeats between the processes of a run.
+"""Heartbeats between the processes of a run: which are alive, and which are behind.
 
-When one process of many dies, the others fail with a message of the transport or wait in a collective for ever, and
-neither says whom for. So every process keeps one connection to process 0, beside the collectives:
+When one process of many dies, the others fail with a message of the transport or wait in a collective forever, and
+neither names the process. So every process keeps one connection to process 0, beside the collectives:
 
     process i ── {"step": 120, "doing": "saving"} ──▶ process 0     twice a second
     process i ◀── {"step": 120, "doing": "saving"} ── process 0
 
-- **A connection that closes without a goodbye is a death.** The system closes what a process held, however it ended.
-- **Silence for `heartbeat` seconds is a loss**: of a host, of the network, or a process that was stopped.
-- **An error in one process** is told to the others before that process goes.
+- **A connection that closes without a goodbye is a death.** The system closes a process's connections however it ends.
+- **Silence for `heartbeat` seconds is a loss**: of a host, of the network, or of a process that was stopped.
+- **An error in one process** is told to the others before that process exits.
 
 Process 0 names the process to all others; each prints the same sentence and ends with exit code 1, wherever its main
-thread is stuck. Silence is measured by the clock of the one who waits, so the clocks of the hosts need not agree.
-JAX's own heartbeat stays as a second net under this one; it ends a process with a stack of C++.
+thread is stuck. Silence is measured by the clock of the waiting process, so the clocks of the hosts need not agree.
+JAX's own heartbeat remains as a fallback; it ends a process with a C++ stack trace.
 
-Process 0 also watches the steps. When none has been finished for long, it says which processes are behind, where they
-are and since when. That is a report, unless `--distributed.hang-limit` says after how long the run is to end.
+Process 0 also watches the steps. If none has finished for long, it reports which processes are behind, where they are
+and since when. It only reports, unless `--distributed.hang-limit` says after how long the run is to end.
 
 The same connections carry what the processes compare before the first step (mjax/training/agreement.py).
 """
@@ -45,18 +45,18 @@ from mjax.training import meeting
 from mjax.training.place import Place
 
 BEAT = 0.5  # seconds between two messages
-GRACE = 5.0  # seconds in which a failed collective may turn out to be the death of another process
-SUSPECT = 3.0  # seconds of silence that prove a loss once something has failed here
-FAREWELL = 3.0  # seconds that process 0 stays to let the others go first
+GRACE = 5.0  # seconds in which a failed collective may turn out to be caused by the death of another process
+SUSPECT = 3.0  # seconds of silence that prove a loss once something has failed in this process
+FAREWELL = 3.0  # seconds that process 0 waits for the others to exit first
 STEP, COMPILING = "running the step", "compiling"
 CONTINUES = "what was saved is intact, the same command continues from it"
 
 
 class Watchdog:
-    """Watches over the processes of a run while its context is open; over a single one only for a hang limit.
+    """Watches the processes of a run while its context is open; a single process only for a hang limit.
 
     Attributes:
-      say: called with a line of text by process 0; the loop puts its display here.
+      say: called by process 0 with one line of text; the loop puts its display here.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Watchdog:
           where: heartbeat and limit, seconds.
           explain: prints an error and returns the exit code for it.
           index: of this process.
-          count: of all processes.
+          count: number of processes.
           share: returns process 0's bytes in every process.
           leave: ends this process at once with an exit code.
         """
@@ -84,17 +84,17 @@ class Watchdog:
         self.say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
         self.place = Place(f"process {index} on {socket.gethostname()} (pid {os.getpid()})")
         self._seconds: deque[float] = deque(maxlen=99)  # of the last steps
-        self._began = time.monotonic()  # the step that this process is at
-        self._heard: queue.SimpleQueue = queue.SimpleQueue()  # what `ask_first` waits for
+        self._began = time.monotonic()  # start of the current step of this process
+        self._heard: queue.SimpleQueue = queue.SimpleQueue()  # replies for `ask_first`
         self._farewell: dict | None = None  # what to tell the others at the end; set by the main thread
         self._failing = False  # the main thread has an error, which a lost process may have caused
-        self._certain = False  # … which is this process's own
+        self._certain = False  # the error is this process's own
         self._thread: threading.Thread | None = None
 
     # --- For the main thread ------------------------------------------------------------------------------------------
 
     def at(self, step: int, doing: str = STEP) -> None:
-        """This process now is at `step`, doing that."""
+        """Record that this process is at `step`, doing that."""
         if step != self.place.step:
             now = time.monotonic()
             self._seconds.append(now - self._began)
@@ -102,14 +102,15 @@ class Watchdog:
         self.place.move(step, doing)
 
     def ask_first(self, mine: Any, judge: Callable[[list[Any]], Any]) -> Any:
-        """What process 0's `judge` makes of what every process gives, in order, the same in all. JSON both ways."""
+        """The result of process 0's `judge` for the values of all processes, in order; the same in all. JSON both
+        ways."""
         if self._thread is None:
             return judge([mine])
         if self.index > 0:
             self._line.send(mine=mine)
             return self._heard.get()
         given = {0: mine}
-        while len(given) < self.count:  # who dies meanwhile ends the run
+        while len(given) < self.count:  # a process that dies meanwhile ends the run
             index, theirs = self._heard.get()
             given[index] = theirs
         answer = judge([given[index] for index in range(self.count)])
@@ -140,7 +141,7 @@ class Watchdog:
     def or_end(self) -> Iterator[None]:
         """With several processes, an error inside ends this one here, after the others have been told.
 
-        Going up through the callers would wait for saves and collectives that need the others.
+        Propagating it through the callers would wait for saves and collectives that need the others.
         """
         try:
             yield
@@ -150,7 +151,7 @@ class Watchdog:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the others, explain the error and leave; if it was caused by a lost process, the thread leaves first."""
+        """Tell the others, explain the error and exit; if a lost process caused it, the thread exits first."""
         self._certain = isinstance(error, UsageError | UnhealthyError | KeyboardInterrupt)
         self._failing = True
         self._thread.join(BEAT if self._certain else GRACE)
@@ -159,10 +160,10 @@ class Watchdog:
         self._thread.join()
         self._leave(self._explain(error))
 
-    # --- Meeting ------------------------------------------------------------------------------------------------------
+    # --- Connecting ---------------------------------------------------------------------------------------------------
 
     def _listen(self) -> Callable[[], None]:
-        """In process 0: wait for all others, then watch over them."""
+        """In process 0: wait for all others, then watch them."""
         met = meeting.listen(self.where, self.count, self.place.name, self._share) if self.count > 1 else {}
         self._peers = {index: (line, Place(name)) for index, (line, name) in met.items()}
         for index, (line, _) in self._peers.items():
@@ -172,7 +173,7 @@ class Watchdog:
     def _connect(self) -> Callable[[], None]:
         """In the others: connect to process 0."""
         self._line, name = meeting.connect(self.where, self.index, self.place.name, self._share)
-        self._first = Place(name, heard=math.inf)  # until it has met all others
+        self._first = Place(name, heard=math.inf)  # until process 0 has met all others
         self._selector.register(self._line, selectors.EVENT_READ)
         return self._follow
 
@@ -202,7 +203,7 @@ class Watchdog:
         return self._tell_all(self._farewell)
 
     def _hear(self, index: int) -> tuple | None:
-        """Read what process `index` has sent; returns the sentence that ends the run, with its exit code, or None."""
+        """Read messages of process `index`; returns the sentence that ends the run, with its exit code, or None."""
         line, peer = self._peers[index]
         try:
             messages = line.receive()
@@ -214,7 +215,7 @@ class Watchdog:
             if "bye" in message:
                 self._forget(index)
                 break
-            if "failed" in message:  # by itself, or because of one that has fallen silent
+            if "failed" in message:  # by itself, or because another one has fallen silent
                 silent = (other for _, other in self._peers.values() if now - other.heard > SUSPECT)
                 return next(((other.silence(now),) for other in silent), peer.error(message))
             if "mine" in message:
@@ -230,11 +231,11 @@ class Watchdog:
 
     def _tell_all(self, message: dict) -> None:
         for line, _ in list(self._peers.values()):
-            with contextlib.suppress(OSError):  # found when it is read
+            with contextlib.suppress(OSError):  # noticed when it is read
                 line.send(**message)
 
     def _end(self, sentence: str, code: int = 1) -> None:
-        """Tell the others, let them go first, and leave unless the main thread does."""
+        """Tell the others, let them exit first, and exit unless the main thread does."""
         speaks = self._farewell is None
         self._tell_all({"end": sentence, "code": code})
         deadline = time.monotonic() + FAREWELL
@@ -265,7 +266,7 @@ class Watchdog:
         self._line.close()
 
     def _obey(self) -> bool:
-        """Read what process 0 has sent; whether that was its last word."""
+        """Read messages of process 0; whether that was its last one."""
         try:
             messages = self._line.receive()
         except (OSError, ValueError):
@@ -290,7 +291,7 @@ class Watchdog:
     def _gone(self, place: Place, index: int | None, now: float) -> bool:
         """Whether the process of connection `index` has been silent for too long.
 
-        It has not while there is something of it to read: then it was this process that stood still.
+        Not while there is data to read from it: then it was this process that was stopped.
         """
         patience = min(SUSPECT, self.where.heartbeat) if self._failing else self.where.heartbeat
         return now - place.heard > patience and all(key.data != index for key, _ in self._selector.select(0))
@@ -298,16 +299,16 @@ class Watchdog:
     def _leave_with(self, sentence: str, code: int = 1) -> None:
         # Written directly: the main thread may hold the lock of sys.stderr. A terminal gets its cursor back.
         start = "\n\x1b[?25h" if sys.stderr.isatty() else ""
-        advice = f"; {CONTINUES}" if code == 1 else ""  # another says itself what to do
-        with contextlib.suppress(OSError):  # whether or not somebody reads it, the process ends
+        advice = f"; {CONTINUES}" if code == 1 else ""  # other sentences give their own advice
+        with contextlib.suppress(OSError):  # even if the output is not read, the process ends
             os.write(2, f"{start}mjax: error: {sentence}{advice}\n".encode())
         self._leave(code)
 
     # --- Reports ------------------------------------------------------------------------------------------------------
 
     def _report(self, now: float) -> str:
-        """Say who is silent, and who is behind when no step has been finished for long; returns the sentence that ends
-        the run, or nothing."""
+        """Report which processes are silent, and which are behind if no step has finished for long; returns the
+        sentence that ends the run, or nothing."""
         for index, (_, peer) in self._peers.items():
             silent = now - peer.heard > self.where.heartbeat / 2
             if silent and index not in self._silent:
@@ -320,7 +321,7 @@ class Watchdog:
         slowest = min(place.step for place in places)
         if slowest != self._slowest:
             if self._reported:
-                self.say(f"going on: step {slowest} after {now - self._progress:.0f} s")
+                self.say(f"continuing: step {slowest} after {now - self._progress:.0f} s")
             self._slowest, self._progress, self._reported = slowest, now, 0.0
         waited, patience = now - self._progress, self._patience(places)
         limit = self.where.hang_limit
@@ -336,20 +337,20 @@ class Watchdog:
         return ""
 
     def _limit(self) -> float:
-        """Seconds without a step after which to speak; 0: never."""
+        """Seconds without a step after which to report; 0: never."""
         if self.where.watchdog is not None:
             return self.where.watchdog
         return max(60.0, 10.0 * statistics.median(self._seconds or [0.0]))
 
     def _patience(self, places: list[Place]) -> float:
-        """How many times longer to wait: compiling takes as long as it takes, and so do evaluating and saving as long
-        as all are at it."""
+        """Factor for the limits: compiling may take long, and so may evaluating and saving while all processes do
+        it."""
         compiling = any(place.doing == COMPILING for place in places)
         same = len({(place.step, place.doing) for place in places}) == 1 and self.place.doing != STEP
         return 10.0 if compiling or same else 1.0
 
     def _standing(self, now: float) -> str:
-        """Where everyone is: those behind by name, the largest group of the foremost by number."""
+        """Position of every process: those behind by name, the largest group of the foremost by number."""
         groups = defaultdict(list)
         for place in [self.place, *(peer for _, peer in self._peers.values())]:
             groups[place.step, place.doing].append(place)
@@ -372,7 +373,7 @@ class Watchdog:
 
 
 def watching(where: Distributed, explain: Callable[[BaseException], int]) -> Watchdog:
-    """The watchdog of this process of the run; `explain` prints an error and returns the exit code for it."""
+    """The watchdog of this process of the run; `explain` prints an error and returns its exit code."""
     return Watchdog(
         where, explain, index=jax.process_index(), count=jax.process_count(), share=bytes_from_first, leave=os._exit
     )

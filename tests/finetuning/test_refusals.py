@@ -128,10 +128,10 @@ def evaluating(place, head, answers, task, data):
 @pytest.mark.parametrize(
     ("head", "answers", "task", "data", "words"),
     [
-        ("classification", 2, "mnli", "mnli/dev_matched.tsv", "tells 2 classes and was not fine-tuned for mnli"),
-        ("classification", 3, "race", "race/dev", "tells 3 classes and was not fine-tuned for race; give a run of"),
-        ("multiple_choice", 4, "mnli", "mnli/dev_matched.tsv", "tells 4 choices and was not fine-tuned for mnli"),
-        ("span", 2, "mnli", "mnli/dev_matched.tsv", "tells where an answer is and was not fine-tuned for mnli"),
+        ("classification", 2, "mnli", "mnli/dev_matched.tsv", "predicts 2 classes and was not fine-tuned for mnli"),
+        ("classification", 3, "race", "race/dev", "predicts 3 classes and was not fine-tuned for race; give a run of"),
+        ("multiple_choice", 4, "mnli", "mnli/dev_matched.tsv", "predicts 4 choices and was not fine-tuned for mnli"),
+        ("span", 2, "mnli", "mnli/dev_matched.tsv", "predicts where an answer is and was not fine-tuned for mnli"),
     ],
 )
 def test_a_run_of_another_task_is_refused(place, capsys, head, answers, task, data, words):

@@ -159,7 +159,7 @@ def test_a_folder_that_a_process_does_not_share_is_named(tmp_path, monkeypatch):
         answers = run.ask(lambda one, index: check_shared(one, tmp_path / ("b" if index == 1 else "a")))
     assert len(set(map(str, answers))) == 1
     assert f"has its run folder at {tmp_path / 'a'}, and process 1 on" in str(answers[0])
-    assert f"cannot see it at {tmp_path / 'b'}; name a folder on a file system" in str(answers[0])
+    assert f"cannot see it at {tmp_path / 'b'}; use --runs with a folder on a file system" in str(answers[0])
     assert list((tmp_path / "a").iterdir()) == list((tmp_path / "b").iterdir()) == []
 
 

@@ -106,7 +106,7 @@ def test_another_model_is_refused_whatever_is_allowed(run_of, knob):
 
 def test_a_run_named_by_its_folder_is_told_where_its_config_is(run_of):
     folder = run_of(CONFIG)
-    with pytest.raises(UsageError, match=rf"type --config {folder}/config\.json --name NEW in place of --run"):
+    with pytest.raises(UsageError, match=rf"type --config {folder}/config\.json --name NEW instead of --run"):
         changes_since(folder, _with(optimizer={"learning_rate": 1.0}), resumed=True)
     assert load_config(f"{folder}/config.json") == CONFIG
 
@@ -129,7 +129,7 @@ def test_a_longer_run_is_the_same_run_and_notes_say_what_follows_its_steps(run_o
     assert "--data.samples 80 keeps it" in order
     assert rate == (
         "note: the learning rate follows --train.steps: its decay ends at step 20 instead of 10; "
-        "--optimizer.decay-steps 10 keeps it as it was"
+        "--optimizer.decay-steps 10 keeps it"
     )
     kept = _with(longer, optimizer={"decay_steps": 10}, data={"samples": 80})  # as both notes say
     assert changes_since(folder, kept) == [

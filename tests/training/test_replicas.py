@@ -53,7 +53,7 @@ def test_one_flipped_bit_on_one_device_is_found_and_the_device_named(four, name,
     changed = jax.tree.map(lambda leaf: leaf, model)
     leaf = getattr(changed, name)
     leaf[...] = with_flipped_bit(leaf[...], device, word, bit)
-    words = rf"after step 40 .* replica 2 \(device {device} of process 0\) holds other bits than the others in {name};"
+    words = rf"after step 40 .* replica 2 \(device {device} of process 0\) differs from the others in {name};"
     with pytest.raises(UnhealthyError, match=words):
         replicas.check(40, changed)
 
@@ -103,5 +103,5 @@ def test_a_run_whose_replicas_differ_ends_with_exit_code_3_and_saves_nothing_mor
     monkeypatch.setattr(MetricsLog, "draw", lambda _: None)
     flags = ["--config", str(ROOT / "tests" / "tiny_config.py"), "--runs", str(tmp_path), "--mesh.data", "2"]
     assert cli.main(["train", *flags, "--name", "run", "--train.eval-interval", "0"]) == 3
-    assert "after step 8 the replicas' weights are not the same: replica 0" in capsys.readouterr().err
+    assert "after step 8 the replicas have different weights: replica 0" in capsys.readouterr().err
     assert [entry.name for entry in (tmp_path / "run" / "checkpoints").iterdir()] == ["4"]

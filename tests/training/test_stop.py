@@ -31,4 +31,4 @@ def test_ctrl_c_waits_for_the_steps_under_way_which_are_two_at_most_and_says_so(
     result = loop.train(replace(config, log=log, train=replace(train, steps=12)), tmp_path / "run")
     assert result.exit_code == loop.PREEMPTED
     assert result.step == shown[-1] == {"while a step runs": 4, "before the next is dispatched": 5}[moment]
-    assert "Ctrl-C: saving after the steps under way, two at most; " in capfd.readouterr().err
+    assert "Ctrl-C: saving after the steps in flight, two at most; " in capfd.readouterr().err

@@ -115,7 +115,7 @@ def test_a_poisoned_run_ends_with_3_and_keeps_its_last_good_checkpoint(launcher,
     captured = capfd.readouterr()
     command = f"python train.py --resume {launcher.run_folder} --step 8 --optimizer.learning-rate 0.005 --allow-change"
     assert captured.err.strip().endswith(f"then continue from the last good checkpoint: {command}")
-    assert "checkpoint 12 is put off until the run is healthy; the last good one is 8" in captured.out
+    assert "checkpoint 12 is postponed until the run is healthy; the last good one is 8" in captured.out
     for _ in range(3):  # a launcher that takes no hint
         assert launcher("--checkpoint.keep-last", "1") == 3
         assert "ended unhealthy (" in capfd.readouterr().err

@@ -119,7 +119,7 @@ def test_those_behind_are_reported_with_their_place_and_again_when_they_go_on():
         run.all[2].at(7)
         run.wait_for(lambda: run.said)
         run.all[1].at(7)
-        run.wait_for(lambda: len(run.said) > 1 and "going on: step 7 after" in run.said[-1])
+        run.wait_for(lambda: len(run.said) > 1 and "continuing: step 7 after" in run.said[-1])
     assert run.said[0].startswith("no step has been finished for 0 s: ")
     assert f"{run.all[1].place.name} is at step 6, waiting for its batch for 0 s; " in run.said[0]
     assert run.said[0].endswith("all others are at step 7, running the step")

@@ -62,7 +62,7 @@ def test_a_line_that_cannot_be_read_costs_no_other_at_resume(tmp_path, bad):
     with log_of(tmp_path, said, step=24):
         pass
     assert [record["step"] for record in read_metrics(file)] == others
-    assert said == [f"{file}: left out line 9 that cannot be read; kept the file as metrics.jsonl.damaged"]
+    assert said == [f"{file}: skipped line 9 that cannot be read; kept the file as metrics.jsonl.damaged"]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == original
     with log_of(tmp_path, said, step=24):
         pass
@@ -86,7 +86,7 @@ def test_metrics_that_cannot_be_written_are_announced_once_and_later_lines_stand
         log._file = file
         log.write(_record(4))
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4]
-    assert said == ["metrics.jsonl cannot be written ([Errno 28] No space left on device): the training goes on"]
+    assert said == ["metrics.jsonl cannot be written ([Errno 28] No space left on device): training continues"]
 
 
 # --- environment.json -------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_a_damaged_environment_is_kept_beside_a_new_one(tmp_path, content):
     [start] = json.loads(file.read_text())
     assert start["python"]
     assert (tmp_path / "environment.json.damaged").read_bytes() == content
-    assert said[0] == f"{file} is damaged: kept as environment.json.damaged, and begun again"
+    assert said[0] == f"{file} is damaged: kept as environment.json.damaged, started a new one"
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES])
@@ -135,7 +135,7 @@ def test_a_picture_that_cannot_be_drawn_is_announced_once(tmp_path, monkeypatch)
             patch.setattr("matplotlib.figure.Figure.savefig", fail_with(error_of(errno.ENOSPC)))
             log.draw()
             log.draw()
-        assert said == ["loss.png cannot be written ([Errno 28] No space left on device): the training goes on"]
+        assert said == ["loss.png cannot be written ([Errno 28] No space left on device): training continues"]
         log.draw()  # there is room again
     assert (tmp_path / "loss.png").is_file()
 
@@ -148,7 +148,7 @@ def test_tensorboard_that_cannot_start_is_announced_once(tmp_path):
             log.write(_record(step))
     [line] = said
     assert line.startswith("TensorBoard cannot be written (")
-    assert line.endswith("): the training goes on")
+    assert line.endswith("): training continues")
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 29
 
 
@@ -162,7 +162,7 @@ def test_tensorboard_that_fails_later_is_announced_once_and_does_not_hold_the_ru
         monkeypatch.setattr(f"tensorboardX.event_file_writer.EventsWriter.{method}", fail_with(error_of(errno.ENOSPC)))
         for step in range(2, 30):
             log.write(_record(step))
-    assert said == ["TensorBoard cannot be written ([Errno 28] No space left on device): the training goes on"]
+    assert said == ["TensorBoard cannot be written ([Errno 28] No space left on device): training continues"]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 29
 
 
@@ -186,7 +186,7 @@ def test_wandb_that_fails_is_announced_once(tmp_path, monkeypatch, fails):
     with log_of(tmp_path, said, wandb="project") as log:
         for step in range(1, 4):
             log.write(_record(step))
-    assert said == ["W&B cannot be written (api.wandb.ai cannot be reached): the training goes on"]
+    assert said == ["W&B cannot be written (api.wandb.ai cannot be reached): training continues"]
 
 
 # --- The screen -------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_a_screen_that_fails_is_announced_once_and_shown_on_again_when_it_works(
         stream.error = None
         display.say("two")
     assert stream.getvalue() == "two\n"
-    assert capfd.readouterr().err == f"<stdout> cannot be written ({error}): going on without it\n"
+    assert capfd.readouterr().err == f"<stdout> cannot be written ({error}): continuing without it\n"
 
 
 def test_a_process_without_a_screen_shows_nothing():
