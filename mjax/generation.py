@@ -1,17 +1,17 @@
-"""Text generation: a model continues prompts, token by token, on the device.
+"""Text generation: continue prompts with a model, token by token, on the device.
 
-Attention reads the keys and values of every earlier position. They do not change once computed, so they are kept in a
-cache, and a new token costs one position of work instead of a whole sequence:
+Attention reads the keys and values of every earlier position. They do not change once computed, so they are cached, and
+a new token costs one position of work instead of a whole sequence:
 
     prefill   all prompts in one forward pass      → logits after each prompt, cache [l, b, S, n / p, d]
-    loop      draw a token from the logits; read it → logits after it, cache with one slot more
+    loop      draw a token from the logits; read it → logits after it, cache with one more slot
 
 The loop is a `while_loop` inside the same `shard_map` as everything else: no token passes through Python, and it ends
 as soon as every sequence has ended. The weights are split over `model` as in training. Replicas along `data` do the
-same work, so every process of a cluster holds the result.
+same work, so every process of a cluster has the result.
 
 **Positions.** A token's slot in the cache is its position. Prompts of different lengths are padded on the right; each
-sequence writes its next token over its own padding (`CausalModel.prefill` says why nothing ever looks at it).
+sequence writes its next token over its own padding (`CausalModel.prefill` says why padding is never read).
 
 **Compilation.** Widths of prompts and of the cache are rounded up to powers of two, and everything else about a request
 is an argument, so a second request of similar size compiles nothing.
@@ -56,8 +56,8 @@ class _State(NamedTuple):
     """The loop's carry.
 
     Attributes:
-      tokens: int32 [b, S], prompts and what follows them.
-      lengths: int32 [b], how many of them count.
+      tokens: int32 [b, S], prompts and their continuations.
+      lengths: int32 [b], number of valid tokens.
       ended: bool [b].
       at_eod: bool [b], ended because the model ended the document.
       logits: [b, v], of the token at position `lengths`.
@@ -98,7 +98,7 @@ def _generate(
         here = jnp.arange(slots) == state.lengths[:, None]
         tokens = jnp.where(here & grows[:, None], drawn[:, None], state.tokens)
         lengths = state.lengths + grows
-        # A sequence that has ended reads its last token again, so that every index is in range; nobody looks.
+        # A sequence that has ended reads its last token again, so that every index is in range; the result is not used.
         logits, cached = weights.decode(tokens[sequences, lengths - 1], state.cached, lengths - 1, decode)
         return _State(tokens, lengths, at_eod | (lengths >= request["limits"]), at_eod, logits, cached)
 
@@ -112,12 +112,12 @@ def _generate(
 
 @dataclass(frozen=True)
 class Continuation:
-    """The text that a model wrote after a prompt.
+    """The continuation of a prompt.
 
     Attributes:
       tokens: ids, without the prompt and without the end of document.
-      ended: why it stopped: the document ended (`eod`), all tokens asked for are there (`tokens`), or the model has no
-        more positions (`positions`).
+      ended: why it stopped: end of document (`eod`), all tokens generated (`tokens`), or the model's sequence length
+        (`positions`).
     """
 
     tokens: list[int]
@@ -125,10 +125,10 @@ class Continuation:
 
 
 class Generator:
-    """The compiled program that continues prompts with any weights of one config.
+    """The compiled program that continues prompts, with any weights of one config.
 
     Attributes:
-      abstract_model: the model of ShapeDtypeStructs with shardings: what weights are restored to.
+      abstract_model: the model of ShapeDtypeStructs with shardings: the target for restoring weights.
     """
 
     def __init__(self, config: Config, mesh: Mesh):
@@ -153,17 +153,17 @@ class Generator:
     def generate(
         self, model: CausalModel, prompts: Sequence[Sequence[int]], sampling: Sampling, eod: int
     ) -> list[Continuation]:
-        """Continue each of `prompts` until its document ends, `sampling.tokens` are there, or positions run out.
+        """Continue each of `prompts` until its document ends, `sampling.tokens` are generated, or positions run out.
 
         Args:
           model: master weights, as in `TrainState.model`.
           prompts: token ids; lengths may differ.
-          sampling: how to choose.
-          eod: the id that ends a document.
+          sampling: how to choose tokens.
+          eod: the end-of-document id.
 
         Raises:
-          UsageError: a setting is out of range; or there is no prompt, or one is empty, holds an id that is no token,
-            or leaves no position to continue at.
+          UsageError: a setting is out of range; or there is no prompt, or one is empty, contains an invalid id, or
+            leaves no position for a continuation.
         """
         check_bounds(sampling)
         self._check_prompts(prompts)
@@ -192,7 +192,7 @@ class Generator:
         return continuations
 
     def _width(self, needed: int) -> int:
-        """`needed` rounded up to a power of two from 16 on, as far as there are positions."""
+        """`needed` rounded up to a power of two from 16 on, limited by the number of positions."""
         return min(1 << (max(int(needed), 16) - 1).bit_length(), self.config.model.sequence)
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -210,7 +210,7 @@ class Generator:
                 )
             if not 0 <= min(prompt) <= max(prompt) < model.vocabulary:
                 raise UsageError(
-                    f"{which} holds token ids from {min(prompt)} to {max(prompt)}; the model knows 0 to "
+                    f"{which} has token ids from {min(prompt)} to {max(prompt)}; the model has 0 to "
                     f"{model.vocabulary - 1}: use the tokenizer it was trained with"
                 )
 
@@ -224,8 +224,8 @@ class Sample:
 
     Attributes:
       prompt: as it was given.
-      continuation: what the model wrote.
-      prompt_tokens, tokens: how many tokens each of them has.
+      continuation: the generated text.
+      prompt_tokens, tokens: number of tokens of each.
       ended: as in `Continuation`.
     """
 
@@ -242,7 +242,7 @@ def continue_texts(
     """`Generator.generate` from text to text.
 
     Raises:
-      UsageError: as there.
+      UsageError: as in `Generator.generate`.
     """
     encoded = [list(tokenizer.encode(prompt)) for prompt in prompts]
     found = generator.generate(model, encoded, sampling, tokenizer.eod)
@@ -256,8 +256,8 @@ def continue_texts(
 def written_after(tokenizer: Tokenizer, prompt: list[int], continuation: Continuation) -> str:
     """The text of a continuation.
 
-    Decoded together with its prompt, because what a token looks like can depend on the one before it: sentencepiece
-    drops the space in front of the first, and a byte-level token may hold half a character.
+    It is decoded together with its prompt, because the text of a token can depend on the previous one: sentencepiece
+    drops the space before the first, and a byte-level token may contain half a character.
     """
     return tokenizer.decode(prompt + continuation.tokens).removeprefix(tokenizer.decode(prompt))
 
@@ -273,7 +273,8 @@ def print_samples(samples: Sequence[Sample], console: Console) -> None:
 def print_sample(run: Run, state: TrainState, data: TrainingData) -> None:
     """Let a causal model that was just trained continue `log.prompt`, or the beginning of a validation sample.
 
-    This is the `on_end` of `training.loop.train`; it prints nothing where the run has no tokenizer or asks for none.
+    This is the `on_end` of `training.loop.train`; it prints nothing if the run has no tokenizer or `log.sample_tokens`
+    is 0.
     """
     log, display = run.config.log, run.display
     if data.tokenizer is None or log.sample_tokens == 0 or not run.config.model.causal:

@@ -1,11 +1,11 @@
-"""The GPUs mjax knows: what their data sheets promise, each number with its source. The one table of peaks.
+"""GPUs and their data-sheet values, each with its source. The only table of peaks.
 
-Everything here is what the maker says of the hardware. What a program reaches of it is another matter, and is measured
-(`mjax/planner/calibration.py`). The table stands outside `training`, which divides by the peaks, and `planner`, which
-predicts with all of it, because both read it. No JAX is imported.
+These are the manufacturer's numbers. What a program reaches in practice is measured (`mjax/planner/calibration.py`).
+The table is outside `training`, which divides by the peaks, and `planner`, which predicts times with all of it, because
+both read it. No JAX is imported.
 
-A server is described as NVIDIA builds it: its GPUs, the link between them, and the network cards that they share. Of
-other servers `mjax plan` is told with --devices-per-node and --network.
+A server is described as NVIDIA builds it: its GPUs, the link between them, and the network cards they share. For other
+servers use --devices-per-node and --network of `mjax plan`.
 
 To add a GPU, add a `Gpu` to `GPUS`: its name in `device_kinds` is what `python -c "import jax;
 print(jax.devices()[0].device_kind)"` prints, and its peaks are the dense ones, without sparsity.
@@ -18,28 +18,28 @@ from dataclasses import dataclass, replace
 from mjax.config import suggestion
 from mjax.errors import UsageError
 
-# Of a GPU's memory, what mjax gives to XLA (`launch.claim_gpu_memory`): the rest is for CUDA, cuBLAS and NCCL.
+# Share of a GPU's memory that mjax gives to XLA (`launch.claim_gpu_memory`): the rest is for CUDA, cuBLAS and NCCL.
 USABLE_FRACTION = 0.9
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU and the server it comes in.
+    """A GPU model and the server it comes in.
 
     Attributes:
-      name: what `--gpu` takes.
-      device_kinds: what JAX calls it, `jax.devices()[0].device_kind`.
-      compute_capability: NVIDIA's number of what its instructions can do (developer.nvidia.com/cuda-gpus): 7.0 Volta,
-        8.0 Ampere, 9.0 Hopper, 10.0 Blackwell.
-      memory_bytes: what the driver reports as its memory.
-      peak_tflops: dense peak of matrix products in TFLOP/s by compute type. fp32 is TF32 where the GPU has it, which is
-        what XLA uses for float32 products there.
-      memory_bandwidth: bytes a second from and to its memory.
-      gpus_per_node: GPUs of a server.
-      node_bandwidth: bytes a second, in one direction, between one GPU and the others of its server.
-      network_bandwidth_per_node: bytes a second, in one direction, between servers: all network cards of one together.
-      node_latency, network_latency: seconds a message needs from GPU to GPU, in a server and between servers.
-      sources: where the numbers come from.
+      name: for `--gpu`.
+      device_kinds: its names in JAX, `jax.devices()[0].device_kind`.
+      compute_capability: NVIDIA's number for its instruction set (developer.nvidia.com/cuda-gpus): 7.0 Volta, 8.0
+        Ampere, 9.0 Hopper, 10.0 Blackwell.
+      memory_bytes: memory as reported by the driver.
+      peak_tflops: dense peak of matrix products in TFLOP/s by compute dtype. fp32 is TF32 if the GPU has it, which XLA
+        uses for float32 products there.
+      memory_bandwidth: bytes per second, to and from its memory.
+      gpus_per_node: GPUs per server.
+      node_bandwidth: bytes per second, in one direction, between one GPU and the others of its server.
+      network_bandwidth_per_node: bytes per second, in one direction, between servers: all network cards of a server.
+      node_latency, network_latency: seconds per message from GPU to GPU, within a server and between servers.
+      sources: of the numbers.
     """
 
     name: str
@@ -57,15 +57,15 @@ class Gpu:
 
     @property
     def usable_bytes(self) -> float:
-        """What XLA may allocate, unless the environment gives it another share."""
+        """Memory that XLA may allocate, unless the environment sets another share."""
         return USABLE_FRACTION * self.memory_bytes
 
     def in_server(self, gpus: int | None = None, network: float | None = None) -> Gpu:
         """The same GPU in another server.
 
         Args:
-          gpus: of a server; as it comes when not given.
-          network: gigabits a second of all network cards of a server; in proportion to its GPUs when not given.
+          gpus: per server; by default the usual number.
+          network: gigabits per second of all network cards of a server; by default in proportion to its GPUs.
         """
         gpus = gpus or self.gpus_per_node
         share = self.network_bandwidth_per_node * gpus / self.gpus_per_node
@@ -73,24 +73,24 @@ class Gpu:
         return replace(self, gpus_per_node=gpus, network_bandwidth_per_node=bandwidth)
 
     def peak(self, compute: str) -> float | None:
-        """Peak in FLOP/s of a compute type of the config, or None where there is none in the table."""
+        """Peak in FLOP/s for a compute dtype of the config, or None if the table has none."""
         tflops = self.peak_tflops.get(compute)
         return None if tflops is None else tflops * 1e12
 
     @property
     def sixteen_bits(self) -> str:
-        """The compute type of 16 bits that it is used with: bf16, or fp16 where there is no bf16."""
+        """The 16-bit compute dtype for this GPU: bf16, or fp16 without bf16."""
         return "bf16" if "bf16" in self.peak_tflops else "fp16"
 
 
 def _peaks(sixteen_bit: float | None, fp32: float, bf16: bool = True) -> dict[str, float]:
-    """Peaks by compute type; V100 has no bf16."""
+    """Peaks by compute dtype; V100 has no bf16."""
     peaks = {"fp16": sixteen_bit, "fp32": fp32}
     return {"bf16": sixteen_bit, **peaks} if bf16 else peaks
 
 
 GB, MIB, GIB = 1e9, 2**20, 2**30
-# Latencies of all: NCCL's own model of its ring with the protocol Simple (NVIDIA/nccl, src/graph/tuning.cc, hwLat).
+# All latencies: NCCL's own model of its ring with the protocol Simple (NVIDIA/nccl, src/graph/tuning.cc, hwLat).
 _V100 = "NVIDIA V100 data sheet, January 2020: 125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways"
 _A100 = "NVIDIA A100 data sheet, June 2021: 312 TFLOP/s of 16 bits, 156 of TF32"
 _DGX_A100 = "DGX A100 data sheet: NVLink 600 GB/s both ways, eight 200 Gb/s network cards for compute"
@@ -100,7 +100,7 @@ _PCIE = (
     "no reference server: eight GPUs on PCIe and one 200 Gb/s network card are assumed; PCIe's own bandwidth, 32 GB/s "
     "one way for generation 4 and 64 for generation 5"
 )
-# nvidia-smi's total, which is a little below the round number.
+# As reported by nvidia-smi, slightly below the round number.
 _SMI = "memory: the total that nvidia-smi prints"
 
 GPUS: tuple[Gpu, ...] = (
@@ -261,7 +261,7 @@ GPUS: tuple[Gpu, ...] = (
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU that `--gpu name` means.
+    """The GPU for `--gpu name`.
 
     Raises:
       UsageError: there is none of this name.
@@ -276,5 +276,5 @@ def gpu_named(name: str) -> Gpu:
 
 
 def gpu_of(device_kind: str) -> Gpu | None:
-    """The GPU that JAX calls `device_kind`, or None where the table has none of that name."""
+    """The GPU with this device kind in JAX, or None if the table has none."""
     return next((gpu for gpu in GPUS if device_kind in gpu.device_kinds), None)

@@ -1,4 +1,4 @@
-"""A trained run, opened to be used: its config on another mesh, its tokenizer, and of its state the weights alone."""
+"""Opening a trained run: its config on another mesh, its tokenizer, and only the weights of its state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mjax.state.layout import lay_out
 from mjax.state.runs import checkpoint_steps
 from mjax.validation import validate
 
-MICRO_BATCHES_A_STAGE = 4  # where there is a pipeline: its bubble is then a fifth at most
+MICRO_BATCHES_A_STAGE = 4  # for a pipeline: its bubble is then a fifth at most
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,25 @@ class OpenRun:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the run keeps.
+        """The tokenizer stored in the run.
 
         Raises:
-          UsageError: it keeps none.
+          UsageError: it has none.
         """
         return run_tokenizer(self.folder, self.config.model, flag=None)
 
 
 def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | None = None) -> OpenRun:
-    """Open a run folder: its config, and the weights of checkpoint `step`, or of the newest that is not damaged.
+    """Open a run folder: its config, and the weights of checkpoint `step`, by default of the newest intact one.
 
     Args:
       folder: of the run.
       step: of the checkpoint.
-      mesh: to put the weights on, one device when not given; it need not be what the run was trained on.
+      mesh: for the weights, by default one device; may differ from the mesh of training.
 
     Raises:
       UsageError: there is no such run or checkpoint.
-      RunError: it is damaged.
+      RunError: the checkpoint is damaged.
     """
     folder, mesh = Path(folder), mesh or MeshConfig()
     config = read_config(folder / "config.json")
@@ -78,11 +78,11 @@ def read_run(run: Path, causal: bool, reason: str) -> Config:
 
     Args:
       run: its folder.
-      causal: whether its model must be one that continues text, or one that looks to both sides.
-      reason: why no other will do.
+      causal: whether its model must be one that generates text, or a bidirectional one.
+      reason: why another will not do.
 
     Raises:
-      UsageError: the folder has no config, or another model.
+      UsageError: the folder has no config, or another kind of model.
     """
     config = read_config(run / "config.json")
     if config.model.causal != causal:
@@ -98,18 +98,18 @@ def inference_config(
     micro_batch: int | None = None,
     compute: str | None = None,
 ) -> Config:
-    """The config of a run, for using its model on `mesh` of this machine's devices, without dropout.
+    """The config for using the model of a run on `mesh`, on this machine's devices, without dropout.
 
     Args:
-      config: as the run has saved it.
-      mesh: need not be what the run was trained on.
-      attention: the kernel, or `auto`; that of the run may need a device that is not here.
-      micro_batch: sequences a data replica takes through the model at once; those of training when not given. A step
-        takes one micro-batch a replica, or four times as many as there are stages.
-      compute: dtype of activations and matrix products; that of training when not given.
+      config: as saved by the run.
+      mesh: may differ from the mesh of training.
+      attention: the kernel, or `auto`; that of the run may need a device that is not available.
+      micro_batch: sequences per forward pass of a data-parallel replica; by default as in training. A step runs one
+        micro-batch per replica, or four times as many as there are stages.
+      compute: dtype of activations and matrix products; by default as in training.
 
     Raises:
-      UsageError: the model cannot be split so, there are fewer devices, or a micro-batch is below 1.
+      UsageError: the model cannot be split over the mesh, there are too few devices, or a micro-batch is below 1.
     """
     micro_batch = config.train.micro_batch if micro_batch is None else micro_batch
     if micro_batch < 1:
@@ -123,7 +123,7 @@ def inference_config(
         model=replace(config.model.without_dropout(), attention=attention),
         mesh=mesh,
         precision=precision,
-        data=DataConfig(mock=True),  # no data are read as samples of training
+        data=DataConfig(mock=True),  # no training data are read
         train=replace(
             config.train,
             micro_batch=micro_batch,
@@ -138,10 +138,10 @@ def inference_config(
 
 
 def check_enough_devices(mesh: MeshConfig) -> None:
-    """Refuse a mesh that needs more devices than there are; fewer will do.
+    """Refuse a mesh that needs more devices than there are; fewer are allowed.
 
     Raises:
-      UsageError: it does.
+      UsageError: it needs more.
     """
     if (found := len(jax.devices())) < mesh.devices:
         flags = axes.sizes(mesh)
@@ -153,21 +153,21 @@ def check_enough_devices(mesh: MeshConfig) -> None:
 def run_tokenizer(
     run: Path, model: ModelConfig, given: str | None = None, flag: str | None = "--tokenizer KIND:FILES"
 ) -> Tokenizer:
-    """The tokenizer of the run in folder `run`, or the one that is given.
+    """The tokenizer of the run in folder `run`, or the given one.
 
     Args:
       run: folder of the run.
       model: of the run.
       given: KIND:FILES, as in `mjax prepare`.
-      flag: how it is given to the command, for the sentence; None: the command takes none.
+      flag: how it is given to the command, for the message; None: the command has no such flag.
 
     Raises:
-      UsageError: there is none, or one with more ids than `model` has embeddings.
+      UsageError: there is none, or it has more ids than `model` has embeddings.
     """
-    ways = [f"name the one its model was trained with: {flag}"] if flag is not None else []
+    ways = [f"add the one its model was trained with: {flag}"] if flag is not None else []
     if 0 in checkpoint_steps(run):
-        ways.append("convert the model again with --tokenizer KIND:FILES, which keeps it in the run")
-    remedy = ", or ".join(ways) or "give a run that was trained on data of mjax prepare, which keeps theirs"
+        ways.append("convert the model again with --tokenizer KIND:FILES, which stores it in the run")
+    remedy = ", or ".join(ways) or "use a run that was trained on data of mjax prepare, which stores it"
     if given is not None:
         tokenizer, named = load_tokenizer(given), f"--tokenizer {given}"
     elif (run / "tokenizer").is_dir():
@@ -184,10 +184,10 @@ def run_tokenizer(
 def restore_weights(
     run: Path, abstract_model: Model, step: int | None, on_notice: Callable[[str], None]
 ) -> tuple[int, Model]:
-    """The weights of checkpoint `step` of a run, or of the newest that is not damaged, and its step.
+    """The weights of checkpoint `step` of a run, by default of the newest intact one, and its step.
 
     Raises:
-      UsageError: there is no such checkpoint, or it is of another model.
+      UsageError: there is no such checkpoint, or it has another model.
       RunError: it is damaged.
     """
     with Checkpoints(run / "checkpoints", on_notice=on_notice) as checkpoints:

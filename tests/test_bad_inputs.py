@@ -180,7 +180,7 @@ WRONG = {
     "cuDNN on a CPU": (_train("--model.attention", "cudnn"), 2, "it needs an NVIDIA GPU"),
     "float64 that JAX has not been told of": (_train("--precision.compute", "fp64"), 2, "set JAX_ENABLE_X64=1"),
     "no devices to simulate": (_train("--simulate", "0"), 2, "--simulate is 0"),
-    "resuming nothing": (lambda p: ["train", "--resume", str(p)], 2, "holds no checkpoint"),
+    "resuming nothing": (lambda p: ["train", "--resume", str(p)], 2, "has no checkpoint"),
     "checkpoint of another model": (_continuing("--model.hidden", "64"), 2, "model (model.hidden 32, now 64)"),
     "another GELU": (_continuing("--model.activation", "gelu_erf"), 2, "(model.activation gelu_tanh, now gelu_erf)"),
     "another kind of positions": (_continuing("--model.positions", "alibi"), 2, "(model.positions learned, now alibi)"),

@@ -122,7 +122,7 @@ def test_to_hf_takes_the_run_by_place_or_by_name(argv, monkeypatch):
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_a_run_that_is_not_there_is_named(command, spelling, capsys):
     assert cli.main([command, spelling, "nowhere"]) == 2
-    assert "--run nowhere holds no checkpoint" in capsys.readouterr().err
+    assert "--run nowhere has no checkpoint" in capsys.readouterr().err
 
 
 def test_the_harness_takes_the_run_by_name_beside_its_own_arguments():

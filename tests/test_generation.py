@@ -314,7 +314,7 @@ def test_a_setting_out_of_range_is_refused_by_the_name_of_its_flag(setting, sent
         ([[1], []], "prompt 2 is empty"),
         ([[1] * 16], "the prompt has 16 tokens and the model 16 positions"),
         ([[1] * 16], "shorten it to 15 tokens or fewer"),
-        ([[1, 60]], "the prompt holds token ids from 1 to 60; the model knows 0 to 59"),
+        ([[1, 60]], "the prompt has token ids from 1 to 60; the model has 0 to 59"),
     ],
 )
 def test_a_prompt_that_cannot_be_continued_is_refused(prompts, sentence):
@@ -388,7 +388,7 @@ def test_another_step_and_another_number_of_devices_can_be_chosen(run_folder, ca
         (("--prompt", ""), "the prompt is empty"),
         ((), "there is no prompt; add --prompt TEXT"),
         (("--prompt", "x" * 65), "the prompt has 65 tokens and the model 64 positions"),
-        (("--prompt", "x", "--step", "15"), "holds no checkpoint 15; there are 10, 20"),
+        (("--prompt", "x", "--step", "15"), "has no checkpoint 15; there are 10, 20"),
         (("--prompt", "x", "--top-p", "3"), "--top-p is 3.0"),
         (("--prompt", "x", "--mesh.model", "3"), "--mesh.model 3 does not divide heads 8; use 1, 2, 4 or 8"),
         (("--prompt", "x", "--checkpoint", "nowhere"), "nowhere/config.json does not exist"),
@@ -422,7 +422,7 @@ def test_a_run_without_tokenizer_or_checkpoint_is_named(run_folder, tmp_path):
     with pytest.raises(UsageError, match=r"has no tokenizer; name the one .* trained with: --tokenizer KIND:FILES$"):
         run_generate(arguments_of("--checkpoint", tmp_path, "--prompt", "x"))
     ByteTokenizer().save(tmp_path / "tokenizer")
-    with pytest.raises(UsageError, match="holds no checkpoint; give a run that has saved one"):
+    with pytest.raises(UsageError, match="has no checkpoint; give a run that has saved one"):
         run_generate(arguments_of("--checkpoint", tmp_path, "--prompt", "x"))
 
 

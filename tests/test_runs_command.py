@@ -195,9 +195,12 @@ REFUSED = {
     "the folder of runs": (lambda runs: ["."], "there is no run '.' in runs"),
     "a file": (lambda runs: ["runs/base/config.json"], "is not a run folder"),
     "a link": (_link, "runs/link is a link to "),
-    "a run beside one with a file of a person": (_file_of_a_person, "runs/base contains thesis.tex, which no run
-    writes"), "a file among checkpoints": (_file_among_checkpoints, "runs/base contains checkpoints/notes.txt"), "a
-    folder among checkpoints": (_folder_of_a_person, "runs/base contains checkpoints/2024, which no run writes"),
+    "a run beside one with a file of a person": (
+        _file_of_a_person,
+        "runs/base contains thesis.tex, which no run writes",
+    ),
+    "a file among checkpoints": (_file_among_checkpoints, "runs/base contains checkpoints/notes.txt"),
+    "a folder among checkpoints": (_folder_of_a_person, "runs/base contains checkpoints/2024, which no run writes"),
     "nothing": (lambda runs: [], "takes names of runs"),
 }
 

@@ -158,7 +158,7 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
         from mjax.state.runs import has_checkpoint
 
         if not has_checkpoint(first.resume):
-            raise UsageError(f"--run {first.resume} holds no checkpoint; give a run folder such as runs/gpt_demo")
+            raise UsageError(f"--run {first.resume} has no checkpoint; give a run folder such as runs/gpt_demo")
         return TrainArguments(resume=first.resume, settings=read_config(first.resume / "config.json"))
     config = first.config or TrainArguments.config
     settings = load_config(config)

@@ -55,7 +55,7 @@ class Batches:
         first, size = self.sizes.samples_before(step), self.sizes.size(step)
         chosen = range(first, first + size)[rows]
         if not chosen:
-            raise ValueError(f"{rows} holds no rows of a batch of {size}")
+            raise ValueError(f"{rows} has no rows of a batch of {size}")
         samples = [self.label(self.dataset[index]) for index in chosen]
         return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 

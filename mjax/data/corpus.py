@@ -195,7 +195,7 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
             inside = [file for file in inside if ending_of(file) in ENDINGS] or inside
             if not inside:
                 raise UsageError(
-                    f"the folder {given} holds no {either(ENDINGS)} file, nor other text such as .md; name another"
+                    f"the folder {given} has no {either(ENDINGS)} file, nor other text such as .md; name another"
                 )
             found += inside
         elif not given.exists() and glob.has_magic(str(given)):
@@ -215,7 +215,7 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
 
 
 class _Malformed(Exception):
-    """The reason why a line, row or file holds no text, and what is expected."""
+    """The reason why a line, row or file has no text, and what is expected."""
 
 
 def parse(block: Block, key: str) -> tuple[list[Document], list[str]]:

@@ -75,7 +75,7 @@ class IndexedDataset:
       tokens: number of tokens.
 
     Raises:
-      UsageError: a file is missing, invalid, cut short, or holds no tokens.
+      UsageError: a file is missing, invalid, cut short, or has no tokens.
     """
 
     def __init__(self, prefix: str | Path):
@@ -102,7 +102,7 @@ class IndexedDataset:
                 "they do not belong together, or one was cut short; copy or prepare them again"
             )
         if size == 0:
-            raise UsageError(f"{token_file(prefix)} holds no tokens; prepare it again from files with text")
+            raise UsageError(f"{token_file(prefix)} has no tokens; prepare it again from files with text")
         self._stream = token_file(prefix).open("rb", buffering=0)
         self.tokens = size // self.dtype.itemsize
 

@@ -69,7 +69,7 @@ def read_object(file: Path) -> dict[str, Any]:
     fix = "restore it, or download the model again"
     values = read_json(file, fix, "give a folder that save_pretrained wrote")
     if not isinstance(values, dict):
-        raise UsageError(f"{file} holds no JSON object; {fix}")
+        raise UsageError(f"{file} has no JSON object; {fix}")
     return values
 
 

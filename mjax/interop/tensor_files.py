@@ -77,7 +77,7 @@ def open_tensors(folder: Path, allow_pickle: bool = False) -> Tensors:
         return SafetensorsFiles(files)
     files = _files(folder, PICKLE)
     if not files:
-        raise UsageError(f"{folder} holds no {SAFETENSORS}; give a folder that save_pretrained wrote")
+        raise UsageError(f"{folder} has no {SAFETENSORS}; give a folder that save_pretrained wrote")
     if not allow_pickle:
         raise UsageError(
             f"{folder} holds its weights in {PICKLE} only, a pickle; get the model as {SAFETENSORS}, or add "

@@ -126,7 +126,7 @@ def find_tensors(
       draw_heads: whether heads of which the files hold nothing may be missing.
 
     Raises:
-      UsageError: a tensor is missing, unknown, of another shape or of a type that holds no weights; or a copy is none.
+      UsageError: a tensor is missing, unknown, of another shape or of a type that has no weights; or a copy is none.
     """
     if model.layers > len(tensors.kinds):  # before there is a name for each
         raise UsageError(

@@ -6,7 +6,7 @@ The file is a zip archive of
     step.stablehlo    the step as XLA is given it, by `jax.export`: any later JAX of the next half year compiles it
     scheduled.hlo     what XLA made of it here, to be read by people
 
-It holds no machine code, for two reasons. JAX's only reader of machine code unpickles it, and a pickle runs whatever
+It has no machine code, for two reasons. JAX's only reader of machine code unpickles it, and a pickle runs whatever
 its writer put in; this archive is JSON, a flatbuffer and text, so one from outside can be opened without harm. And what
 is compiled without a GPU has XLA's default tiles in its matrix products, where the compiler on the cluster measures.
 """
@@ -27,7 +27,7 @@ from mjax.errors import UsageError, check_folder
 from mjax.parallel import axes
 
 FORMAT = 1
-# Bytes that are unpacked at most. A step holds no weights: that of gpt_8b in a pipeline takes 144 kB.
+# Bytes that are unpacked at most. A step has no weights: that of gpt_8b in a pipeline takes 144 kB.
 LARGEST = 2**28
 
 

@@ -1,1 +1,1 @@
-"""What a run carries from step to step, how it lies on a mesh, and how it is kept on disk."""
+"""The state of a run: its layout on a mesh, its precision, and its checkpoints."""

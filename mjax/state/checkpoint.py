@@ -1,31 +1,30 @@
-"""Checkpoints: the state of a run on disk, complete or absent, and the same on every mesh.
+"""Checkpoints: the state of a run on disk, written atomically, and independent of the mesh.
 
     runs/NAME/checkpoints/
-      200/                     a folder a checkpoint, named by its step
-        model/  optimizer/  …  a folder a field of the state, written by Orbax; inside, arrays by dotted path
-        manifest.json          the step, every array's type and shape, every file's size and checksum, host values
-      300.writing/             not a checkpoint yet
-      100.damaged/             set aside, for a person to look at and remove
-      400.abandoned/           so is this: the run went back to an earlier checkpoint and continued from there
-      good.json                the last good checkpoint, which stays until another is good
+  200/                     one folder per checkpoint, named by its step
+    model/  optimizer/  …  one folder per field of the state, written by Orbax; inside, arrays by dotted path
+    manifest.json          the step, dtype and shape of every array, size and checksum of every file, host values
+  300.writing/             not a checkpoint yet
+  100.damaged/             set aside, for a person to inspect and remove
+  400.abandoned/           likewise: the run went back to an earlier checkpoint and continued from there
+  good.json                the last good checkpoint, which is kept until another is good
 
-**The layout knows neither classes nor meshes.** A state is stored as {dotted path: whole array}, such as
-`model.blocks.mlp.up.kernel`, and restored to the shardings of the mesh in use now. What mesh wrote it does not matter,
-nor into how many chunks a pipeline had cut the layers: they are always in their order.
+**The layout depends neither on classes nor on meshes.** A state is stored as {dotted path: whole array}, such as
+`model.blocks.mlp.up.kernel`, and restored to the shardings of the current mesh. It does not matter on which mesh it was
+written, or into how many chunks a pipeline had split the layers: they are always stored in order.
 
-**A checkpoint appears by one rename.** `save` copies the arrays to host memory and returns, so training goes on (and
-may donate the buffers) while a thread writes `300.writing`, adds the manifest, brings all of it to the disk and
-renames it to `300`. A process killed before the rename leaves a folder that is no checkpoint; the next save removes it.
-Nothing is called saved before the rename is on the disk too.
+**A checkpoint appears by one rename.** `save` copies the arrays to host memory and returns, so training continues (and
+may donate the buffers) while a thread writes `300.writing`, adds the manifest, syncs everything to disk and renames it
+to `300`. A process killed before the rename leaves a folder that is not a checkpoint; the next save removes it. A save
+is reported only when the rename is on disk too.
 
-**Damage does not get through.** Orbax 0.12 notices a missing or truncated data file, but stores arrays as Zstandard
-frames without a checksum: a flipped byte in them comes back as other weights, without a word. So every file is compared
-with the manifest before Orbax reads it; if the newest checkpoint is damaged, the one before it is used, with a notice.
+**Damage is detected.** Orbax 0.12 notices a missing or truncated data file, but stores arrays as Zstandard frames
+without a checksum: a flipped byte silently gives other weights. So every file is compared with the manifest before
+Orbax reads it; if the newest checkpoint is damaged, the previous one is used, with a notice.
 
-**What is removed is ours and sound.** Rotation removes checkpoints whose manifest is there and has their step. A
-damaged one is set aside as `200.damaged`; one that could not be read, one that somebody renamed, and any other folder
-stay as they are. All of that is announced.
-"""
+**Only intact checkpoints are removed.** Rotation removes checkpoints whose manifest exists and has their step. A
+damaged one is set aside as `200.damaged`; one that could not be read, a renamed one, and any other folder stay as they
+are. All of this is reported."""
 
 from __future__ import annotations
 
@@ -58,23 +57,23 @@ from mjax.state.manifest import (
     write_manifest,
 )
 
-SAVE_SECONDS = 4 * 3600  # Orbax gives up a save after 20 minutes: too few for a large state on a slow file system
-REPLICA_SLICE_BYTES = 1 << 20  # replicas share the writing of an array from this size each
+SAVE_SECONDS = 4 * 3600  # Orbax's timeout is 20 minutes: too short for a large state on a slow file system
+REPLICA_SLICE_BYTES = 1 << 20  # replicas share the writing of arrays above this size
 
-# Orbax reports on itself through absl's logger, with a stack trace for each of its threads that fails. What a person
-# needs of it is in our errors, so its records stop here; those of anyone else who uses absl pass.
+# Orbax logs through absl, with a stack trace for each of its threads that fails. What a user needs of that is in our
+# errors, so its records are dropped here; those of other users of absl pass.
 logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}checkpoint{os.sep}" not in record.pathname)
 
 
 class Checkpoints:
     """The checkpoints of one run, in one folder that all its processes see.
 
-    Every process calls every method; each writes its own shards, and process 0 does what is done once.
+    Every process calls every method; each writes its own shards, and process 0 does what has to be done once.
 
     Attributes:
-      folder: runs/NAME/checkpoints; it need not exist before the first save.
-      keep_last: how many of the latest checkpoints stay.
-      keep_every: checkpoints whose step is a multiple of this stay for good; None: no others stay.
+      folder: runs/NAME/checkpoints; created by the first save.
+      keep_last: how many of the latest checkpoints to keep.
+      keep_every: keep checkpoints whose step is a multiple of this forever; None: none.
       on_notice: called with one line of text when a checkpoint has been saved, was found damaged, or an unfinished one
         was removed; also from the writing thread.
     """
@@ -93,10 +92,10 @@ class Checkpoints:
         # Orbax compiles a program for each shape whose writing replicas share: seconds, for arrays of a few bytes.
         self._saving = ocp.Context()
         self._saving.array.saving.min_slice_bytes_for_replica_parallel = REPLICA_SLICE_BYTES
-        # Made in the background, folders that cannot be made leave threads that wait for them for 300 s.
+        # If folders are created in the background and that fails, threads wait for them for 300 s.
         self._saving.async_options.create_directories_asynchronously = False
         self._saving.async_options.timeout_secs = SAVE_SECONDS
-        # Found by restore, with the word for what is wrong; a run continued from an earlier step writes them again.
+        # Found by restore, with the word for the problem; a run continued from an earlier step writes them again.
         self._unusable: dict[int, str] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
@@ -109,21 +108,21 @@ class Checkpoints:
         self.close()
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints there are, ascending. Their content has not been looked at."""
+        """Steps of the existing checkpoints, ascending. Their content is not checked."""
         return steps_in(self.folder)
 
     # --- Saving -------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: Any, host: dict[str, Any] | None = None, rotate: bool = True) -> None:
-        """Save `state`, a pytree of jax arrays, as checkpoint `step`; nothing is done if that is there and sound.
+        """Save `state`, a pytree of jax arrays, as checkpoint `step`; does nothing if that exists and is intact.
 
-        Returns as soon as the arrays are copied off the devices: they may be donated then. One save is under way at a
+        Returns as soon as the arrays are copied off the devices, when they may be donated. Only one save runs at a
         time; a second waits for the first.
 
         Args:
-          host: plain values to keep beside the arrays, the same in every process. A run that gives them says which
-            checkpoints are good (`confirm`), and as long as none is the oldest stays.
-          rotate: whether this checkpoint may take the place of an older one.
+          host: plain values to store beside the arrays, the same in every process. A run that passes them decides which
+            checkpoints are good (`confirm`), and until one is the oldest is kept.
+          rotate: whether this checkpoint may replace an older one.
 
         Raises:
           RunError: this save could not start, or the one before it failed.
@@ -148,10 +147,10 @@ class Checkpoints:
         self._pending = self._writer.submit(self._commit, step, writing, kinds, started, host, rotate)
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Return when no save is in progress.
 
         Raises:
-          RunError: the last save failed; the message has the system's reason. The checkpoints before it are intact.
+          RunError: the last save failed; the message has the system's reason. Earlier checkpoints are intact.
         """
         pinning, self._pinning = self._pinning, None
         if pinning is not None:
@@ -181,7 +180,7 @@ class Checkpoints:
         host: dict[str, Any] | None,
         rotate: bool,
     ) -> None:
-        """In the writing thread: wait for Orbax, add the manifest, make it a checkpoint by one rename."""
+        """In the writing thread: wait for Orbax, add the manifest, and make it a checkpoint by one rename."""
         folder = self._unfinished(step)
         try:
             writing.result()  # every process has written its part
@@ -191,7 +190,7 @@ class Checkpoints:
             self._set_aside(step)
             put(folder, self.folder / str(step))
         except Exception as error:
-            for left in self.folder.glob(f"{step}.writing*"):  # Orbax writes under a longer name of its own first
+            for left in self.folder.glob(f"{step}.writing*"):  # Orbax first writes under a longer name
                 shutil.rmtree(left, ignore_errors=True)  # a full disk needs the space back; the next save tries again
             raise self._failure(step, error) from error
         self.on_notice(f"checkpoint {step} saved: {size / 1e6:,.1f} MB in {time.monotonic() - started:.1f} s")
@@ -204,7 +203,7 @@ class Checkpoints:
         for step in self._sound():
             try:
                 read_manifest(self.folder / str(step), self.on_notice)
-            except Unusable as error:  # somebody renamed it, or is copying it here
+            except Unusable as error:  # it was renamed, or is being copied here
                 self._unusable[step] = error.word
                 self.on_notice(f"checkpoint {step} is {error.word}, so it is not counted and stays: {error}")
         sound = self._sound()
@@ -224,14 +223,14 @@ class Checkpoints:
             self.on_notice(f"checkpoint {step} could not be {done}: {reason(error)}")
 
     def _remove(self, step: int) -> None:
-        # Renamed first: a process killed while it deletes must not leave half a checkpoint under a good name.
+        # Renamed first: a process killed while deleting must not leave half a checkpoint under a valid name.
         doomed = self.folder / f"{step}.deleting"
         rename(self.folder / str(step), doomed)
         shutil.rmtree(doomed)
 
     def _set_aside(self, step: int) -> None:
-        """Rename what bears the name of checkpoint `step` and is none, so that it is neither used nor lost."""
-        if not (self.folder / str(step)).exists():  # somebody was faster
+        """Rename what has the name of checkpoint `step` but is not one, so that it is neither used nor lost."""
+        if not (self.folder / str(step)).exists():  # another process was faster
             return
         aside = set_aside(self.folder / str(step), self._unusable.pop(step, "not-a-checkpoint"))
         self.on_notice(f"renamed {step} to {aside.name} in {self.folder}; remove it when you do not need it")
@@ -243,7 +242,7 @@ class Checkpoints:
                 continue
             shutil.rmtree(entry)
             if left[2] != "deleting":
-                self.on_notice(f"removed {entry.name}: a save of checkpoint {left[1]} that did not finish")
+                self.on_notice(f"removed {entry.name}: an unfinished save of checkpoint {left[1]}")
 
     def _unfinished(self, step: int) -> Path:
         return self.folder / f"{step}.writing"
@@ -254,13 +253,13 @@ class Checkpoints:
     def _failure(self, step: int, error: Exception) -> RunError:
         intact = ", ".join(map(str, self._sound())) or "none"
         return RunError(
-            f"checkpoint {step} could not be saved in {self.folder}: {reason(error)}; earlier ones, intact: {intact}"
+            f"checkpoint {step} could not be saved in {self.folder}: {reason(error)}; intact checkpoints: {intact}"
         )
 
-    # --- Good ones, and the values beside them ------------------------------------------------------------------------
+    # --- Good checkpoints, and host values ----------------------------------------------------------------------------
 
     def confirm(self, step: int) -> None:
-        """Call checkpoint `step` good, as soon as it is written: it is pinned, and the one that was before is not."""
+        """Mark checkpoint `step` as good, as soon as it is written: it is pinned instead of the previous one."""
         if is_first():
             self._pinning = self._writer.submit(self._pin, step)
 
@@ -275,7 +274,7 @@ class Checkpoints:
         self._remove_old(step, pins=True)
 
     def good(self) -> int | None:
-        """The last checkpoint that was called good; None where none was or it is not there any more."""
+        """The last checkpoint that was marked as good; None if there was none or it no longer exists."""
         try:
             step = json.loads((self.folder / GOOD).read_text(encoding="utf-8"))["step"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -283,14 +282,14 @@ class Checkpoints:
         return step if step in self._sound() else None
 
     def host_values(self, step: int) -> dict[str, Any]:
-        """What `save` was given beside the arrays of checkpoint `step`; nothing of one written without, or damaged."""
+        """The host values stored with checkpoint `step`; empty if there are none, or it is damaged."""
         try:
             return read_manifest(self.folder / str(step), self.on_notice).get("host") or {}
         except Unusable:
             return {}
 
     def abandon(self, after: int) -> None:
-        """Set the checkpoints after step `after` aside, so that the run goes on from there; in every process."""
+        """Set the checkpoints after step `after` aside, so that the run continues from there; in every process."""
         self.wait()
         later = [step for step in self.steps() if step > after]
         wait_for_all(f"checkpoints after {after}")  # all have seen them
@@ -302,11 +301,11 @@ class Checkpoints:
     # --- Restoring ----------------------------------------------------------------------------------------------------
 
     def restore(self, target: Any, step: int | None = None, field: str | None = None) -> tuple[int, Any]:
-        """Read the newest sound checkpoint, or checkpoint `step`, bit for bit.
+        """Read the newest intact checkpoint, or checkpoint `step`, bit for bit.
 
         Args:
-          target: pytree of `jax.ShapeDtypeStruct` with shardings; the arrays come back sharded so, in the same tree.
-          step: the checkpoint to read; None: the newest that is not damaged.
+          target: pytree of `jax.ShapeDtypeStruct` with shardings; the arrays are returned with these, in the same tree.
+          step: the checkpoint to read; None: the newest intact one.
           field: read only this field of the state, such as 'model'; `target` is then that field's tree, and the bytes
             of the other fields are not read.
 
@@ -314,9 +313,9 @@ class Checkpoints:
           The step and the tree of arrays.
 
         Raises:
-          UsageError: there is no such checkpoint, or it holds another model than `target`.
+          UsageError: there is no such checkpoint, or it has another model than `target`.
           RunError: checkpoint `step` is damaged, or all are.
-          ValueError: a leaf of `target` has no sharding; Orbax would take the one it finds on disk.
+          ValueError: a leaf of `target` has no sharding; Orbax would use the one on disk.
         """
         self.wait()
         wanted = named(target, field)
@@ -335,7 +334,7 @@ class Checkpoints:
         return chosen, jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in wanted])
 
     def _choose_for_all(self, wanted: dict[str, Any], step: int | None, field: str | None) -> int:
-        """What process 0 chooses; it alone reads all files."""
+        """The checkpoint chosen by process 0, which alone reads all files."""
         if not is_first():
             chosen = from_first(-1)
             if chosen < 0:
@@ -349,12 +348,12 @@ class Checkpoints:
         return from_first(chosen)
 
     def _choose(self, wanted: dict[str, Any], step: int | None, field: str | None) -> int:
-        """The newest checkpoint that is sound and fits `wanted`, or `step` if it is."""
+        """The newest checkpoint that is intact and fits `wanted`, or `step` if it is."""
         there = self.steps()
         if not there:
-            raise UsageError(f"{self.folder} holds no checkpoint; give a run that has saved one")
+            raise UsageError(f"{self.folder} has no checkpoint; give a run that has saved one")
         if step is not None and step not in there:
-            raise UsageError(f"{self.folder} holds no checkpoint {step}; there are {', '.join(map(str, there))}")
+            raise UsageError(f"{self.folder} has no checkpoint {step}; there are {', '.join(map(str, there))}")
         unusable: dict[int, Unusable] = {}
         for candidate in [step] if step is not None else reversed(there):
             folder = self.folder / str(candidate)

@@ -1,4 +1,4 @@
-"""How the weights of a model lie on a mesh: decided once, for training, for inference and for conversion."""
+"""The layout of a model's weights on a mesh, for training, inference and conversion alike."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mjax.state.precision import parameter_type
 
 @dataclass(frozen=True)
 class Layout:
-    """How the weights of a model lie on a mesh.
+    """The layout of a model's weights on a mesh.
 
     Attributes:
-      plan: for each weight how it is stored (`zero.plan_storage`).
-      specs: for each weight its PartitionSpec: what `shard_map` takes.
-      abstract_model: the model of ShapeDtypeStructs with shardings: what weights are restored to.
+      plan: how each weight is stored (`zero.plan_storage`).
+      specs: PartitionSpec of each weight, for `shard_map`.
+      abstract_model: the model of ShapeDtypeStructs with shardings: the target for restoring weights.
     """
 
     plan: Any
@@ -34,7 +34,7 @@ class Layout:
 
 
 def initial_weights(config: Config) -> Model:
-    """The weights a run begins with, a function of its seed, with layers cut into the chunks of its pipeline."""
+    """The initial weights of a run, a function of its seed, with layers split into the chunks of its pipeline."""
     model = build_model(config.train.seed, config.model, parameter_type(config.precision.compute))
     return cut_into_chunks(model, config.mesh)
 
@@ -43,7 +43,7 @@ def lay_out(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
     """The layout of the model of `config` on `mesh`, which has the shape `config.mesh`; nothing is allocated.
 
     Raises:
-      UsageError: a pipeline is asked for, and the model has several stacks of layers.
+      UsageError: the config has a pipeline, and the model has several stacks of layers.
     """
     if config.mesh.pipe > 1 and has_several_stacks(config.model):
         raise UsageError(

@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint: what was written, so that damage is seen before it becomes other weights.
+"""The manifest of a checkpoint, which detects damage before it becomes other weights.
 
-manifest.json has the step, every array's type and shape, every file's size and CRC-32, what the host knew besides, and
-a checksum of itself.
+manifest.json has the step, dtype and shape of every array, size and CRC-32 of every file, host values, and a checksum
+of itself.
 
-A file that cannot be read is not damaged: reading is tried again, and what stays unreadable is left alone.
+A file that cannot be read is not damaged: reading is retried, and a file that stays unreadable is left alone.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any
 from mjax.errors import one_sentence
 
 MANIFEST = "manifest.json"
-GOOD = "good.json"  # beside the checkpoints: which is the last good one
-MADE_BY_ORBAX = "_CHECKPOINT_METADATA"  # what a checkpoint holds besides, even if its manifest is lost
+GOOD = "good.json"  # beside the checkpoints: names the last good one
+MADE_BY_ORBAX = "_CHECKPOINT_METADATA"  # also in a checkpoint, even if its manifest is lost
 READ_BYTES = 1 << 24
-READS = 3  # of a file before it counts as unreadable
-PAUSE = 1.0  # seconds before a file is read again
+READS = 3  # attempts before a file counts as unreadable
+PAUSE = 1.0  # seconds between attempts
 
 
 class Unusable(Exception):
-    """What is wrong with a checkpoint, as half a sentence.
+    """The problem of a checkpoint, as half a sentence.
 
     Attributes:
-      word: names its kind, and the folder when it is set aside.
+      word: names the kind of problem, and the folder when it is set aside.
     """
 
     word = "unusable"
@@ -49,7 +49,7 @@ class Damaged(Unusable):
 
 
 class Unreadable(Unusable):
-    """The system could not read it; the content may be sound."""
+    """The system could not read it; the content may be intact."""
 
     word = "unreadable"
 
@@ -61,9 +61,9 @@ class Misnamed(Unusable):
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a run's `checkpoints` folder, ascending, sound or not.
+    """Steps of the checkpoints in a run's `checkpoints` folder, ascending, intact or not.
 
-    A folder of a person's own there, such as `2024`, is none.
+    A user's folder there, such as `2024`, is not one.
     """
     if not folder.is_dir():
         return []
@@ -72,7 +72,8 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def write_manifest(folder: Path, step: int, kinds: dict[str, list], host: dict[str, Any] | None = None) -> int:
-    """Describe what Orbax wrote at `step`, as read back from the files, and keep `host`. Returns the files' bytes."""
+    """Describe what Orbax wrote at `step`, as read back from the files, and store `host`. Returns the size of the
+    files."""
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     with ThreadPoolExecutor() as readers:
         checksums = readers.map(_checksum, files)
@@ -89,19 +90,19 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
     """The manifest of the checkpoint in `folder`, which is named by its step.
 
     Returns:
-      'step' (not in older ones), 'arrays' {name: [type, shape]}, 'files' {path: [bytes, CRC-32]} and, of a training
+      'step' (not in older ones), 'arrays' {name: [dtype, shape]}, 'files' {path: [bytes, CRC-32]} and, for a training
       run, 'host' {name: plain value}.
 
     Raises:
       Damaged: it is missing or is not what was written.
-      Unreadable: the system could not read it, `READS` times; `say` is told of each.
-      Misnamed: it is that of another step.
+      Unreadable: the system could not read it, `READS` times; `say` reports each attempt.
+      Misnamed: it has another step.
     """
     try:
         manifest = json.loads(_retried(folder / MANIFEST, Path.read_bytes, say))
         checksum = manifest.pop("checksum")
     except FileNotFoundError:
-        raise Damaged(f"{MANIFEST} is missing, so it was never finished or not copied whole") from None
+        raise Damaged(f"{MANIFEST} is missing, so it was not finished or not copied completely") from None
     except OSError as error:
         raise Unreadable(f"{MANIFEST} cannot be read: {reason(error)}") from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # not JSON, or not what was written
@@ -121,7 +122,7 @@ def check_files(folder: Path, files: dict[str, list], field: str | None, say: Ca
 
     Raises:
       Damaged: one is missing, of another size, or of another content.
-      Unreadable: the system could not read one, `READS` times; `say` is told of each.
+      Unreadable: the system could not read one, `READS` times; `say` reports each attempt.
     """
     needed = {
         name: said for name, said in files.items() if field is None or name.split("/")[0] == field or "/" not in name
@@ -145,7 +146,7 @@ def check_files(folder: Path, files: dict[str, list], field: str | None, say: Ca
 
 
 def _retried(file: Path, read: Callable[[Path], Any], say: Callable[[str], None]) -> Any:
-    """`read(file)`, tried again when the system cannot: a network file system may fail once."""
+    """`read(file)`, retried if the system cannot read it: a network file system may fail once."""
     for attempt in range(1, READS + 1):
         try:
             return read(file)
@@ -171,7 +172,7 @@ def _checksum_json(content: Any) -> int:
 
 
 def reason(error: BaseException) -> str:
-    """The system's words for a failure; tensorstore hides the error number in its text."""
+    """The system's message for a failure; tensorstore hides the error number in its text."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     number = re.search(r"os_error_code='(\d+)'", str(error))

@@ -1,8 +1,9 @@
-"""Compute types, and Megatron's dynamic loss scale.
+"""Compute dtypes, and Megatron's dynamic loss scale.
 
-Parameters and optimizer moments are float32; a step casts the parameters to the compute type once. Gradients are added
-up in float32, over the tokens of a micro-batch (`parallel/sums.py`), over micro-batches and over replicas. fp16 cannot
-hold small gradients, so the loss is multiplied by a scale and the gradients divided by it; an overflow skips the step.
+Parameters and optimizer moments are float32; a step casts the parameters to the compute dtype once. Gradients are
+accumulated in float32, over the tokens of a micro-batch (`parallel/sums.py`), over micro-batches and over replicas.
+fp16 cannot represent small gradients, so the loss is multiplied by a scale and the gradients divided by it; an overflow
+skips the step.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ COMPUTE_TYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32,
 
 
 def parameter_type(compute: str):
-    """Type of the master weights: float32, or float64 for tests in fp64.
+    """Dtype of the master weights: float32, or float64 for tests in fp64.
 
     Raises:
-      UsageError: fp64 where JAX makes float32 of it.
+      UsageError: fp64 while JAX would use float32.
     """
     if compute == "fp64" and not jax.config.jax_enable_x64:
         raise UsageError(
@@ -40,7 +41,7 @@ class LossScale:
     Attributes:
       scale: float32 []; 1 outside fp16.
       clean_steps: int32 [], steps without overflow since the scale last changed or overflowed.
-      hysteresis: int32 [], overflows that are still tolerated before the scale halves.
+      hysteresis: int32 [], overflows still tolerated before the scale halves.
     """
 
     scale: Array
@@ -49,7 +50,7 @@ class LossScale:
 
     @classmethod
     def initial(cls, config: PrecisionConfig) -> LossScale:
-        """Where a run starts: 1 outside fp16, the constant scale if there is one, else the initial one."""
+        """The initial loss scale: 1 outside fp16, the constant scale if there is one, else the initial one."""
         value = 1.0 if config.compute != "fp16" else config.loss_scale or config.initial_loss_scale
         return cls(jnp.float32(value), jnp.int32(0), jnp.int32(config.hysteresis))
 

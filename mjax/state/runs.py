@@ -1,4 +1,4 @@
-"""Run folders: the checkpoints a run has, and who works in it."""
+"""Run folders: their checkpoints, and their lock."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mjax.state.manifest import steps_in
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a run folder, damaged ones among them, in ascending order."""
+    """Steps of the checkpoints in a run folder, including damaged ones, in ascending order."""
     return steps_in(folder / "checkpoints")
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether `folder` holds a run that can be continued."""
+    """Whether `folder` contains a run that can be continued."""
     return bool(checkpoint_steps(folder))
 
 
 @contextlib.contextmanager
 def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the run folder for this process; the system lets go of it when the process ends, however it ends.
+    """Lock the run folder for this process; the system releases the lock when the process ends, however it ends.
 
-    On a file system without locks `say` is told, and nothing is held.
+    On a file system without locks `say` is told, and nothing is locked.
 
     Raises:
       UsageError: another process trains here.

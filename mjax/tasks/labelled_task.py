@@ -187,7 +187,7 @@ def _has_labels(items: Sequence, file: Path, role: Role) -> bool:
     """
     labelled = sum(item.truth is not None for item in items)
     if not items:
-        raise UsageError(f"{file} holds no example; give the task's files as published")
+        raise UsageError(f"{file} has no example; give the task's files as published")
     if 0 < labelled < len(items):
         raise UsageError(
             f"{file} has labels for {labelled:,} of its {len(items):,} examples; give a file that has all of them, or "

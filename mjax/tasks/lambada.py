@@ -45,7 +45,7 @@ class Lambada:
             raise UsageError("--overlap is for texts that do not fit the model, and lambada's do; leave it out")
         documents = read_documents(data)
         if not documents:
-            raise UsageError(f'{data} holds no passage; give a file of lines {{"text": "…"}}')
+            raise UsageError(f'{data} has no passage; give a file of lines {{"text": "…"}}')
         self.passes: list[Sequence[Window]] = [
             [_window(document, cut(tokenizer, document), positions) for document in documents]
             for cut in (_last_word, _last_token)

@@ -65,7 +65,7 @@ class Perplexity:
                 self.documents += 1
                 windows += overlapping_windows(np.array([tokenizer.eod, *tokens], np.int32), positions, overlap)
         if not windows:
-            raise UsageError(f"{data} holds no text; give a file or a dataset that does")
+            raise UsageError(f"{data} has no text; give a file or a dataset that does")
         self.passes: list[Sequence[Window]] = [windows]
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:

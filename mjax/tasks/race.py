@@ -62,7 +62,7 @@ class Race(LabelledTask):
         files = sorted(inside for inside in file.glob("*.txt") if inside.is_file())
         if not files:
             raise UsageError(
-                f"the folder {file} holds no .txt file; give one of RACE's, such as RACE/dev or RACE/dev/high"
+                f"the folder {file} has no .txt file; give one of RACE's, such as RACE/dev or RACE/dev/high"
             )
         read = ((source, json_object(text, source, EXPECTED)) for inside in files for source, text in lines(inside))
         return [_passage(values, source) for source, values in read]

@@ -174,7 +174,7 @@ def test_folders_and_patterns_stand_for_their_files_in_the_order_of_their_paths(
     [
         (["x/*.jsonl"], r"no file matches x/\*\.jsonl; give another pattern"),
         (["b/deep", "b"], r"b/deep/1\.txt is given twice and would be read twice; leave one out"),
-        (["empty"], r"the folder empty holds no \.jsonl, .* or \.parquet file"),
+        (["empty"], r"the folder empty has no \.jsonl, .* or \.parquet file"),
     ],
 )
 def test_what_matches_nothing_or_twice_is_refused(folder, given, message):

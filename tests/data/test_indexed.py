@@ -55,7 +55,7 @@ def test_what_was_written_is_read_back(tmp_path_factory, documents):
         for document in documents:
             writer.add_document(*document)
     if not any(sequences):
-        with pytest.raises(UsageError, match="holds no tokens"):
+        with pytest.raises(UsageError, match="has no tokens"):
             IndexedDataset(prefix)
         return
     data = IndexedDataset(prefix)

@@ -54,8 +54,8 @@ WRONG = {
     "a GPT": (finetune(run="gpt"), "holds a GPT, and labelled tasks need a BERT"),
     "no tokenizer": (finetune(run="mute"), "has no tokenizer; give a run that was trained on data of mjax prepare"),
     "a tokenizer without [CLS]": (finetune(run="bytes"), "the model's tokenizer is of kind bytes"),
-    "no checkpoint": (finetune(run="empty"), "holds no checkpoint; give a run that has saved one"),
-    "another checkpoint": (finetune("--step", 11), "holds no checkpoint 11; there are 10"),
+    "no checkpoint": (finetune(run="empty"), "has no checkpoint; give a run that has saved one"),
+    "another checkpoint": (finetune("--step", 11), "has no checkpoint 11; there are 10"),
     "rows beyond the positions": (finetune("--sequence", 49), "--sequence 49 is longer than the 48 positions"),
     "a batch that does not divide": (
         finetune("--batch", 9, "--mesh.data", 2), "--batch 9 does not divide over --mesh.data 2; use a multiple of 2",

@@ -210,14 +210,14 @@ def test_the_folder_of_one_checkpoint_is_taken_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("names", "tracker", "flags", "expected"),
     [
-        ([], None, [], "holds no checkpoint of Megatron and no latest_checkpointed_iteration.txt"),
+        ([], None, [], "has no checkpoint of Megatron and no latest_checkpointed_iteration.txt"),
         (["iter_0000001", "iter_0000002"], None, [], "several checkpoints (iter_0000001, iter_0000002)"),
-        (["iter_0000001"], "7", [], "holds no checkpoint iter_0000007; there are: iter_0000001"),
-        (["iter_0000001"], "1", ["--step", "3"], "holds no checkpoint iter_0000003"),
+        (["iter_0000001"], "7", [], "has no checkpoint iter_0000007; there are: iter_0000001"),
+        (["iter_0000001"], "1", ["--step", "3"], "has no checkpoint iter_0000003"),
         (["iter_0000001"], "../x", [], "says '../x', which is not a step"),
         (["iter_0000001"], "²", [], "says '²', which is not a step"),
         (["."], None, ["--step", "3"], "is one checkpoint already; leave out --step"),
-        (["iter_0000001"], "1", [], "mp_rank_00 holds no model_optim_rng.pt"),
+        (["iter_0000001"], "1", [], "mp_rank_00 has no model_optim_rng.pt"),
         (["iter_0000001"], "1", ["--vocabulary-multiple", "0"], "--vocabulary-multiple is 0"),
     ],
     ids=str,

@@ -102,7 +102,7 @@ MISTAKES = {
     "true as a number": (_config(n_head=True), "n_head is True"),
     "a width that is none": (_config(n_inner=-4), "n_inner is -4"),
     "config.json that is not JSON": (_bytes("config.json", lambda _: b"{"), "config.json is not JSON"),
-    "config.json that is a list": (_bytes("config.json", lambda _: b"[]"), "config.json holds no JSON object"),
+    "config.json that is a list": (_bytes("config.json", lambda _: b"[]"), "config.json has no JSON object"),
     # tensors
     "a missing tensor": (_tensors(lambda tensors: tensors.pop(BIAS)), f"lacks the tensor {BIAS};"),
     "many missing tensors": (_config(n_layer=3), "lacks the tensor transformer.h.2.ln_1.weight and 11 more"),
@@ -133,7 +133,7 @@ MISTAKES = {
     "a header larger than the file": (
         _bytes("model.safetensors", lambda content: struct.pack("<Q", 2**40) + content[8:]), "is cut off or not a",
     ),
-    "no tensors": (lambda folder: (write_folder(folder) / "model.safetensors").unlink(), "holds no model.safetensors"),
+    "no tensors": (lambda folder: (write_folder(folder) / "model.safetensors").unlink(), "has no model.safetensors"),
     "a list for an activation": (_config(activation_function=["gelu"]), "activation_function is ['gelu']; mjax knows"),
     "a list for a model_type": (_config(model_type=["gpt2"]), "model_type is ['gpt2']; mjax knows"),
     "an output layer of another type": (
@@ -185,7 +185,7 @@ def test_settings_without_effect_and_empty_ones_are_no_hindrance(tmp_path):
         (["from-hf", "in", "out", "--vocabulary-multiple", "0"], "--vocabulary-multiple is 0"),
         (["to-hf", "nowhere", "out"], "nowhere/config.json does not exist"),
         (["to-hf", "run", "out", "--shard-size", "5 apples"], "--shard-size '5 apples' is not a size"),
-        (["to-hf", "run", "out", "--step", "7"], "holds no checkpoint 7; there are 0"),
+        (["to-hf", "run", "out", "--step", "7"], "has no checkpoint 7; there are 0"),
         (["to-hf", "run", "used"], "used exists"),
         (["to-hf", "run", "used", "--overwrite"], "--overwrite replaces models only"),
         (["form-hf", "in", "out"], "did you mean 'from-hf'"),
@@ -226,7 +226,7 @@ def test_some_rows_of_a_tensor_are_those_of_numpy(tmp_path, rows):
 
 
 def test_a_file_that_holds_something_else_than_tensors_by_name_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="holds no"):
+    with pytest.raises(UsageError, match="has no"):
         open_tensors(tmp_path)
 
 

@@ -89,7 +89,7 @@ MISTAKES = {
     "empty": (_bytes(lambda content: b""), "is cut off or not a file of torch.save"),
     "text": (_bytes(lambda content: b"hello"), "is cut off or not a file of torch.save"),
     "a list": (_content(lambda content: [1, 2]), "holds a list, and a checkpoint is a dict"),
-    "no model": (_content(lambda content: {"iteration": 5}), "holds no model"),
+    "no model": (_content(lambda content: {"iteration": 5}), "has no model"),
     "a missing tensor": (_mlp(lambda mlp: None), f"lacks the tensor {TODAY}"),
     "an unknown tensor": (
         _content(lambda content: content["model"].update(adapter={"weight": torch.ones(2)})),

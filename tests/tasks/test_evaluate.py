@@ -114,7 +114,7 @@ def test_another_checkpoint_and_another_type_can_be_chosen(folder, capsys):
         ("wikitext", (), "there is no task 'wikitext', did you mean 'wikitext103'?; use wikitext103, lambada,"),
         ("perplexity", ("--overlap", 65), "--overlap 65 does not fit a model of 64 positions"),
         ("lambada", ("--overlap", 2), "--overlap is for texts that do not fit the model"),
-        ("perplexity", ("--step", 15), "holds no checkpoint 15; there are 10, 20"),
+        ("perplexity", ("--step", 15), "has no checkpoint 15; there are 10, 20"),
         ("perplexity", ("--mesh.model", 3), "--mesh.model 3 does not divide heads 8; use 1, 2, 4 or 8"),
         ("perplexity", ("--mesh.pipe", 3), "--mesh.pipe 3 does not divide 2 layers"),
         ("perplexity", ("--mesh.data", 17), "--mesh.data 17 needs 17 devices; 16 found: use --mesh.data 1"),
@@ -136,10 +136,10 @@ def test_a_run_without_config_tokenizer_or_checkpoint_is_named(folder, tmp_path)
     (tmp_path / "run" / "config.json").write_text((folder / "run" / "config.json").read_text())
     with pytest.raises(UsageError, match=r"has no tokenizer; name the one .* trained with: --tokenizer KIND:FILES$"):
         evaluate(arguments)
-    with pytest.raises(UsageError, match="holds no checkpoint; give a run that has saved one"):
+    with pytest.raises(UsageError, match="has no checkpoint; give a run that has saved one"):
         evaluate(arguments_of(tmp_path, "perplexity", "--tokenizer", "bytes", data=folder / "poem.txt"))
     ByteTokenizer().save(tmp_path / "run" / "tokenizer")
-    with pytest.raises(UsageError, match="holds no checkpoint; give a run that has saved one"):
+    with pytest.raises(UsageError, match="has no checkpoint; give a run that has saved one"):
         evaluate(arguments)
     save_config(small_config(vocabulary=60), tmp_path / "run" / "config.json")
     with pytest.raises(UsageError, match=r"has 257 ids and the model of .* 60; name the one"):

@@ -36,7 +36,7 @@ def remove_the_metadata(folder):
 
 def remove_the_manifest(folder):
     (folder / "manifest.json").unlink()
-    return "manifest.json is missing, so it was never finished or not copied whole"
+    return "manifest.json is missing, so it was not finished or not copied completely"
 
 
 def rename_an_array_in_the_manifest(folder):
@@ -123,8 +123,8 @@ def test_when_every_checkpoint_is_damaged_each_is_named(checkpoints):
 
 def test_no_checkpoint_is_a_usage_error_that_says_what_is_there(checkpoints):
     target = abstract(state_on(mesh_of(4, 2)))
-    with pytest.raises(UsageError, match="holds no checkpoint; give a run that has saved one"):
+    with pytest.raises(UsageError, match="has no checkpoint; give a run that has saved one"):
         checkpoints.restore(target)
     save_all(checkpoints, 10, 20)
-    with pytest.raises(UsageError, match="holds no checkpoint 30; there are 10, 20"):
+    with pytest.raises(UsageError, match="has no checkpoint 30; there are 10, 20"):
         checkpoints.restore(target, step=30)

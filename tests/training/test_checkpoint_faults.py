@@ -65,7 +65,7 @@ def test_a_save_that_the_disk_does_not_keep_fails_in_one_sentence(checkpoints, n
         patch.setattr(os, "fsync", fail_with(number))
         with pytest.raises(
             RunError,
-            match=rf"^checkpoint 2 could not be saved in .*: {os.strerror(number)}; earlier ones, intact: 1$",
+            match=rf"^checkpoint 2 could not be saved in .*: {os.strerror(number)}; intact checkpoints: 1$",
         ):
             save_all(checkpoints, 2)
     assert not any("checkpoint 2 saved" in line for line in notices)
@@ -74,7 +74,7 @@ def test_a_save_that_the_disk_does_not_keep_fails_in_one_sentence(checkpoints, n
 
 
 def assert_fails_at_once(checkpoints):
-    with pytest.raises(RunError, match=r"checkpoint 2 could not .*: Read-only file system; earlier ones, intact: 1"):
+    with pytest.raises(RunError, match=r"checkpoint 2 could not .*: Read-only file system; intact checkpoints: 1"):
         save_all(checkpoints, 2)
     left = [
         thread.name
@@ -230,7 +230,7 @@ def test_a_folder_of_a_person_is_no_checkpoint_and_stays(checkpoints, notices):
     target = save_large(checkpoints, 30, 60, 90)
     assert checkpoints.steps() == [60, 90]
     assert checkpoints.restore(target)[0] == 90
-    with pytest.raises(UsageError, match="holds no checkpoint 2024; there are 60, 90"):
+    with pytest.raises(UsageError, match="has no checkpoint 2024; there are 60, 90"):
         checkpoints.restore(target, step=2024)
     save_large(checkpoints, 2024)
     kept = {file.name: file.read_text() for file in checkpoints.folder.glob("*/notes.txt")}

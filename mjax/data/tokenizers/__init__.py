@@ -58,7 +58,7 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     """The tokenizer that `Tokenizer.save` wrote into `folder`.
 
     Raises:
-      UsageError: the folder holds no tokenizer, a damaged one, or one of an unknown kind.
+      UsageError: the folder has no tokenizer, a damaged one, or one of an unknown kind.
     """
     folder = Path(folder)
     description = folder / DESCRIPTION

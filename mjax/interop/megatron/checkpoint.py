@@ -100,7 +100,7 @@ def find_folder(source: Path, step: int | None) -> Path:
         raise UsageError(f"{source} holds {found} and no {TRACKER}; give the folder of one checkpoint")
     if name not in there:
         listed = ", ".join(sorted(there)) or "none"
-        raise UsageError(f"{source} holds no checkpoint {name}; there are: {listed}")
+        raise UsageError(f"{source} has no checkpoint {name}; there are: {listed}")
     return source / name
 
 
@@ -123,7 +123,7 @@ def _open_ranks(folder: Path) -> Checkpoint:
     _check_ranks(arguments, ranks, stages, folder)
     chunks = [name for name in first if re.fullmatch(r"model\d*", name)]
     if not chunks:
-        raise UsageError(f"{files[0, 0]} holds no model; give a checkpoint of Megatron")
+        raise UsageError(f"{files[0, 0]} has no model; give a checkpoint of Megatron")
     chunks.sort(key=lambda name: int(name.removeprefix("model") or 0))
     pieces = [
         [_weights(contents[rank, stage].get(chunk), files[rank, stage]) for rank in range(ranks)]
@@ -146,7 +146,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
             raise UsageError(f"{entry} is not a rank of a dense model; convert another checkpoint")
         there = [entry / name for name in RANK_FILES if (entry / name).is_file()]
         if not there:
-            raise UsageError(f"{entry} holds no {RANK_FILES[0]}; copy the whole checkpoint")
+            raise UsageError(f"{entry} has no {RANK_FILES[0]}; copy the whole checkpoint")
         files[int(found[1]), int(found[2] or 0)] = there[0]
     if not files:
         raise UsageError(f"{folder} holds neither mp_rank_00 nor .metadata; copy the whole checkpoint")
@@ -174,7 +174,7 @@ def _check_ranks(arguments: dict[str, Any] | None, ranks: int, stages: int, fold
 def _weights(model: Any, file: Path) -> Share:
     """The weights in what a file holds as its model."""
     if not isinstance(model, dict):
-        raise UsageError(f"{file} holds no model; copy the whole checkpoint")
+        raise UsageError(f"{file} has no model; copy the whole checkpoint")
     return as_arrays(file, {name: value for name, value in flat(model).items() if is_weight(name)})
 
 
