@@ -2,7 +2,8 @@
 
 Exit codes: 0 success · 2 a usage or config error, one sentence, nothing was started · 3 the run is unhealthy, look at
 it before restarting · 75 stopped after saving, run the same command again · 141 the output is no longer read (`mjax
-plan | head`) · 1 any other error."""
+plan | head`) · 1 any other error.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
 
 A token is drawn by the Gumbel-max rule: the argmax of logits / temperature + noise is distributed as their softmax. The
 noise belongs to the id; its key is folded from (seed, index of the sequence, position). So every mesh generates the
-same tokens, and a continuation does not depend on the other prompts of a batch. Everything is float32."""
+same tokens, and a continuation does not depend on the other prompts of a batch. Everything is float32.
+"""
 
 from __future__ import annotations
 

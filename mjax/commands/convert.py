@@ -4,7 +4,8 @@
     to-hf RUN DIR     DIR/config.json, model.safetensors, generation_config.json, the tokenizer's files
 
 Both run on the CPU. from-hf reads tensor by tensor and to-hf writes the arrays directly; the model is in memory once,
-in addition to what Orbax needs to compress or read a checkpoint."""
+in addition to what Orbax needs to compress or read a checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -99,7 +99,8 @@ def _vocabulary(given: int | None, tokenizer: Tokenizer | None, checkpoint: Chec
     """The number of embedding rows that are tokens.
 
     Megatron pads the tokens of its tokenizer to a multiple of 128 for each tensor rank. A tokenizer that leaves more
-    rows than that is probably the wrong one."""
+    rows than that is probably the wrong one.
+    """
     if given is not None:
         if not 1 <= given <= rows:
             raise UsageError(f"--vocabulary is {given}; the embedding has {rows:,} rows; use 1 to {rows}")

@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint: by dotted path, in the shapes they have on disk, and whether they fit a config."""
+"""The arrays of a checkpoint: by dotted path, in their shapes on disk, and whether they fit a config."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def named(tree: Any, field: str | None = None) -> dict[str, Any]:
 
 
 def by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """A folder a field: {'model.up': x, 'step': y} → {'model': {'model.up': x}, 'step': {'step': y}}."""
+    """One folder per field: {'model.up': x, 'step': y} → {'model': {'model.up': x}, 'step': {'step': y}}."""
     fields: dict[str, dict[str, Any]] = {}
     for name, leaf in leaves.items():
         fields.setdefault(name.split(".")[0], {})[name] = leaf
@@ -32,22 +32,22 @@ def by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 # --- Chunks of a pipeline ---------------------------------------------------------------------------------------------
-# The layers of a pipeline whose stages hold V chunks are arrays [V, l / V, …] instead of [l, …]: another shape, and the
+# The layers of a pipeline with V chunks per stage are arrays [V, l / V, …] instead of [l, …]: another shape with the
 # same order in memory and on disk.
 
 
 def _same_layers(name: str, held: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether two shapes of stacked layers differ only in how the layers are cut into chunks."""
+    """Whether two shapes of stacked layers differ only in how the layers are split into chunks."""
     if ".blocks." not in name:
         return False
     flat, others = sorted((list(held), list(wanted)), key=len)
-    if len(flat) == len(others):  # cut differently both times
+    if len(flat) == len(others):  # split differently in both
         return flat[2:] == others[2:] and math.prod(flat[:2]) == math.prod(others[:2])
     return len(others) == len(flat) + 1 and others[2:] == flat[1:] and math.prod(others[:2]) == flat[0]
 
 
 def in_chunks_of(leaf: jax.ShapeDtypeStruct, held: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """`leaf` in the shape `held` that it has on disk, split over the same devices as far as the layer dims allow."""
+    """`leaf` in the shape `held` that it has on disk, sharded over the same devices as far as the layer dims allow."""
     if leaf.shape == held:
         return leaf
     mesh, spec = leaf.sharding.mesh, list(leaf.sharding.spec)
@@ -68,41 +68,41 @@ def reshape(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def type_and_shape(array: Any) -> list:
-    """What a manifest has of an array: ['float32', [4, 8]]."""
+    """The manifest's entry for an array: ['float32', [4, 8]]."""
     return [str(array.dtype), list(array.shape)]
 
 
 def check_fits(step: int, held: dict[str, list], wanted: dict[str, Any], field: str | None) -> None:
-    """Compare the arrays that checkpoint `step` holds, as its manifest has them, with those `wanted` by name.
+    """Compare the arrays of checkpoint `step`, as in its manifest, with those `wanted` by name.
 
     Raises:
-      UsageError: one is missing, of another shape or type, or not wanted; of `field` alone where that is given.
+      UsageError: one is missing, of another shape or dtype, or not wanted; in `field` only, if given.
     """
     advice = "use the config.json beside it or another --name"
     for name, leaf in wanted.items():
         dtype, shape = type_and_shape(leaf)
         if name not in held:
             raise UsageError(
-                f"checkpoint {step} holds no {name}, this config needs one of shape {tuple(shape)}; {advice}"
+                f"checkpoint {step} has no {name}, this config needs one of shape {tuple(shape)}; {advice}"
             )
         held_dtype, held_shape = held[name]
         if held_shape != shape and not _same_layers(name, held_shape, shape):
             has, needs = tuple(held_shape), tuple(shape)
-            raise UsageError(f"checkpoint {step} holds {name} of shape {has}, this config needs {needs}; {advice}")
-        if held_dtype != dtype:  # Orbax would convert without a word
-            raise UsageError(f"checkpoint {step} holds {name} in {held_dtype}, this config needs {dtype}; {advice}")
+            raise UsageError(f"checkpoint {step} has {name} of shape {has}, this config needs {needs}; {advice}")
+        if held_dtype != dtype:  # Orbax would convert silently
+            raise UsageError(f"checkpoint {step} has {name} in {held_dtype}, this config needs {dtype}; {advice}")
     for name, (_, shape) in held.items():
         if name not in wanted and field in (None, name.split(".")[0]):
-            raise UsageError(f"checkpoint {step} holds {name} of shape {tuple(shape)}, this config has none; {advice}")
+            raise UsageError(f"checkpoint {step} has {name} of shape {tuple(shape)}, this config has none; {advice}")
 
 
 def check_types(step: int, arrays: dict[str, jax.Array], wanted: dict[str, Any]) -> None:
-    """Refuse arrays that came back in another type than that of `wanted`.
+    """Refuse arrays that were read with another dtype than that of `wanted`.
 
     Raises:
       RunError: float64 came back as float32.
     """
-    # Orbax reads in threads of its own, where a float64 mode that this thread entered as a context is off.
+    # Orbax reads in its own threads, where a float64 mode that this thread entered as a context is off.
     for name, leaf in wanted.items():
         if arrays[name].dtype != leaf.dtype:
             raise RunError(

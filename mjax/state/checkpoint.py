@@ -24,7 +24,8 @@ Orbax reads it; if the newest checkpoint is damaged, the previous one is used, w
 
 **Only intact checkpoints are removed.** Rotation removes checkpoints whose manifest exists and has their step. A
 damaged one is set aside as `200.damaged`; one that could not be read, a renamed one, and any other folder stay as they
-are. All of this is reported."""
+are. All of this is reported.
+"""
 
 from __future__ import annotations
 
@@ -328,7 +329,7 @@ class Checkpoints:
         found = ocp.load_checkpointables(self.folder / str(chosen), by_field(as_held))
         arrays = {name: array for part in found.values() for name, array in part.items()}
         check_types(chosen, arrays, wanted)
-        for name, leaf in wanted.items():  # one after the other: not two copies of everything at once
+        for name, leaf in wanted.items():  # one by one, to avoid two copies of everything
             if arrays[name].shape != leaf.shape:
                 arrays[name] = reshape(arrays.pop(name), leaf)
         return chosen, jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in wanted])

@@ -21,7 +21,7 @@ from mjax.training.step import TrainProgram
 def what_runs(
     display: Display, config: Config, program: TrainProgram, data: TrainingData, folder: Path, start: int
 ) -> None:
-    """Say what runs: model, mesh, data, steps and folder."""
+    """Print what runs: model, mesh, data, steps and folder."""
     model, mesh, train = config.model, config.mesh, config.train
     kind = jax.devices()[0].device_kind
     batches = BatchSizes.of(config)

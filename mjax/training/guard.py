@@ -262,7 +262,8 @@ def continue_from(checkpoints: Checkpoints, step: int, say: Callable[[str], None
     """Make checkpoint `step`, which exists, the newest, and remove the mark of an unhealthy end from the run.
 
     Later checkpoints are set aside. A command that is run again does not go back a second time: the checkpoints that it
-    has saved since record that they follow from `step`."""
+    has saved since record that they follow from `step`.
+    """
     steps, marker = checkpoints.steps(), checkpoints.folder.parent / UNHEALTHY
     again = not marker.exists() and checkpoints.host_values(steps[-1]).get("continued_from") == step
     if from_first(again):  # process 0 removes the marker

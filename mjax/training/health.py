@@ -8,7 +8,8 @@
 The metrics of a step reach the host while the next one runs. So the limit for the loss of step s is always computed
 from the losses up to step s - 2: it is known before s is started, and the same whether the host waited for s - 1
 (before a save) or not. Everything is a function of the losses; a checkpoint contains `as_dict`, and a run that
-continues from it judges as the run that wrote it did, in every process."""
+continues from it judges as the run that wrote it did, in every process.
+"""
 
 from __future__ import annotations
 

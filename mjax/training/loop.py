@@ -268,7 +268,7 @@ class Run:
         return Result(exit_code, done, state, validation_loss, validation_metrics, bool(stop.requested))
 
     def _hear(self, stop: StopSignal, step: int) -> None:
-        """Note who wants the run to stop after `step`."""
+        """Record what requests the run to stop after `step`."""
         if told_to_stop(self.steps_before + step):
             stop.name = "SIGTERM"
         if self.told_to_end:

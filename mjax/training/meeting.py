@@ -1,7 +1,8 @@
 """Connecting the processes of a run to process 0: the connections of the watchdog.
 
 Process 0 listens on a port chosen by the system and sends its addresses, the port and a token to the others through
-JAX. A client that does not know the token is rejected."""
+JAX. A client that does not know the token is rejected.
+"""
 
 from __future__ import annotations
 

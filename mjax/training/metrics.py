@@ -235,7 +235,8 @@ class _Scalars:
     """TensorBoard's event file, written immediately.
 
     tensorboardX's SummaryWriter has a thread for it, which dies silently when the disk is full; ten scalars later the
-    run would wait for it forever."""
+    run would wait for it forever.
+    """
 
     def __init__(self, folder: Path, first: int):
         """Create a file in `folder`; TensorBoard hides what older ones have for the steps from `first` on."""
@@ -340,7 +341,8 @@ def smoothed(values: Sequence[float]) -> Sequence[float]:
     """Average over a window of about a thirtieth of the run, 51 steps at most, with each step in its middle.
 
     An average over earlier steps only would lag behind a falling loss and lie above it. Where the window exceeds an end
-    of the run, the line that fits the steps there best is used (Savitzky and Golay, order 1)."""
+    of the run, the line that fits the steps there best is used (Savitzky and Golay, order 1).
+    """
     half = min(50, len(values) // 30) // 2
     if not half:
         return values

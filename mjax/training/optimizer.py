@@ -84,13 +84,14 @@ def _decay(shape: str, part: Array) -> Array:
 @jax.named_scope(scopes.OPTIMIZER)
 def squares_and_broken(gradients, model, state: optax.OptState, mesh: MeshConfig) -> list[Array]:
     """By parameter, layer by layer: the squared L2 norm of its gradient, and how many of its weights and moments
-    cannot be right; float32 [parameters of `gradient_names`] each, the same on every device.
+    are not finite or far too large; float32 [parameters of `gradient_names`] each, replicated.
 
     The square root of the sum of squares is the global norm; `optax.global_norm` would give every rank its own.
 
     Weights and moments are checked before Adam uses them rather than after, so that its results can overwrite them and
     are known to be finite: a norm that is finite in float32 has no element above 2e19, so neither has a first moment,
-    and the second is finite."""
+    and the second is finite.
+    """
 
     def squares(gradient):
         return jnp.square(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)))
@@ -128,7 +129,7 @@ def sums_by_parameter(groups: list[list], mesh: MeshConfig) -> list[Array]:
     collective for all that vary over the same axes.
 
     Args:
-      groups: of trees of the model's structure, whose elements are added up together; their leaves are split alike.
+      groups: of trees with the model's structure, whose elements are summed together; their leaves are sharded alike.
     """
 
     def on_device(path, *leaves):

@@ -1,7 +1,7 @@
 """A traced program as one list of operations, and its matrix products.
 
-A jaxpr nests: calls within calls, and views of views. Here the calls are inlined, the views resolved and the dead code
-removed, so that whoever counts products, bytes or collectives reads one list.
+A jaxpr nests: calls within calls, and views of views. Here calls are inlined, views resolved and dead code removed, so
+that products, bytes and collectives can be counted on one list.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jax.extend.core import Literal
 # The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next product.
 VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "pvary", "name", "copy", "stop_gradient", "reduce_precision"}
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
-SILENT = {"pvary", "axis_index"}  # they name a mesh axis and send nothing
-# What fills an array and reads whole ones, besides products and collectives; all other operations fuse.
+SILENT = {"pvary", "axis_index"}  # they name a mesh axis but send nothing
+# Besides products and collectives, these read and write whole arrays; all other operations fuse.
 KERNELS = {"dot_general", "pure_callback", "scatter", "scatter-add", "sort", "cumsum", "scan", "while", "cond"}
 
 
@@ -30,12 +30,12 @@ class Operation(NamedTuple):
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it reads and writes arrays of its own, rather than being fused with its neighbours."""
+        """Whether it reads and writes its own arrays, rather than being fused with its neighbours."""
         return self.name in KERNELS or self.is_collective
 
     @property
     def is_collective(self) -> bool:
-        """Whether a value crosses a mesh axis."""
+        """Whether it communicates over a mesh axis."""
         return self.name not in SILENT and bool(axes_of(self.equation))
 
 
@@ -135,7 +135,7 @@ def bytes_of(value) -> int:
 
 
 class Product(NamedTuple):
-    """[m, k] × [k, n], `batch` times; `of_weight` says whether it is one with a weight, which has no batch dims."""
+    """[m, k] × [k, n], `batch` times; `of_weight` is True for a product with a weight, which has no batch dims."""
 
     m: int
     n: int
