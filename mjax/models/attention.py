@@ -1,17 +1,17 @@
-"""Attention, causal or to both sides: the module, and the kernels that it computes with.
+"""Attention, causal or bidirectional: the module, and its kernels.
 
-| kernel       | where            | what it does                                                            |
+| kernel       | where            | implementation                                                          |
 |--------------|------------------|-------------------------------------------------------------------------|
 | `cudnn`      | GPUs since A100  | cuDNN's fused flash attention: no s × s matrix in memory, no dropout     |
-| `xla`        | anywhere         | scores, softmax and weighted sum as XLA compiles them                   |
-| `xla_blocks` | meant for CPUs   | the same over four blocks of queries, leaving out keys that none sees   |
+| `xla`        | anywhere         | scores, softmax and weighted sum, compiled by XLA                       |
+| `xla_blocks` | meant for CPUs   | the same over four blocks of queries, skipping keys that none sees      |
 
 All take q, k, v [b, s, n, d] with this rank's heads and return [b, s, n, d]. The kernel of a run is resolved once, at
-the start, by rule (`kernels.py`) and by running it (`kernel_trial.py`); nothing falls back on the way.
+the start, by rule (`kernels.py`) and by running it (`kernel_trial.py`); nothing falls back later.
 
-Where a sample holds several documents and they must not see each other, all kernels take the number of each token's
-document and mask what is not its own. With ALiBi all take the slopes of the heads (`positions.py`) and add a penalty on
-distance to the scores; cuDNN's kernel alone has to be given it written out. With a window all mask the keys before it.
+If a sample has several documents that must be kept apart, all kernels take the number of each token's document and mask
+other documents. With ALiBi all take the slopes of the heads (`positions.py`) and add a penalty on distance to the
+scores; only cuDNN's kernel needs it written out. With a window all mask the keys before it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mjax.parallel.random import DropoutKey, dropout
 
 FLASH_STAND_IN = "cudnn, traced only"
-"""Kernel name for a program that is only traced: what cuDNN's takes, gives and keeps, on a machine without it."""
+"""Kernel name for a program that is only traced: inputs, outputs and residuals of cuDNN's, on a machine without it."""
 
-# A finite stand-in for −∞: added to a score it leaves exp() exactly 0, and no NaN in any type wider than fp16.
+# A finite stand-in for −∞: added to a score it makes exp() exactly 0, without NaN in any dtype wider than fp16.
 MASKED = -1e30
 
 
@@ -53,21 +53,21 @@ def attend(
     window: int | None = None,
 ) -> Array:
     """Softmax(q kᵀ / √d) v over the positions that each query sees: all, or with `causal` those up to its own; of these
-    only the last `window`, and only those in its document, where these are given.
+    only the last `window`, and only those in its document, if given.
 
     Args:
-      q, k, v: [b, s, n, d]; keys and values may have fewer heads, each of which serves as many neighbouring queries.
+      q, k, v: [b, s, n, d]; keys and values may have fewer heads, each shared by as many neighbouring query heads.
       kernel: `cudnn`, `xla` or `xla_blocks`.
       rate, key: dropout of the probabilities; not with `cudnn`.
-      documents: int [b, s], number of the document that a token belongs to; None: a sample is one document.
-      causal: whether a query sees no later position; False: it sees those after it too (BERT).
-      slopes: [n], ALiBi's, of these heads; only with `causal`. None: the scores know nothing of positions.
-      window: how many positions a query sees, its own included; only with `causal`. None: all up to its own.
+      documents: int [b, s], number of a token's document; None: a sample is one document.
+      causal: whether a query sees no later position; False: bidirectional (BERT).
+      slopes: [n], of ALiBi for these heads; only with `causal`. None: the scores do not depend on positions.
+      window: how many positions a query sees, including its own; only with `causal`. None: all up to its own.
     """
     assert slopes is None or causal, "ALiBi says nothing about positions after a query's own"
     assert window is None or causal, "a window ends at a query's own position"
     if window is not None and window >= q.shape[1]:
-        window = None  # it leaves nothing out
+        window = None  # no effect
     if slopes is not None:
         slopes = mappings.vary(slopes, mappings.varying_axes(q))
     if documents is not None:
@@ -78,15 +78,15 @@ def attend(
         return _attend_cudnn(q, k, v, kernel, seen)
     k, v = _for_every_query(q, k, v)
     if slopes is not None:
-        # Tied to this layer: else JAX computes the penalty [n, s, s] before the loop over layers, and every layer reads
-        # from memory what costs it nothing to compute.
+        # Tied to this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every layer
+        # reads from memory what is free to compute.
         slopes, _ = jax.lax.optimization_barrier((slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
         seen = seen._replace(slopes=slopes)
     return _attend_block(q, k, v, 0, seen) if kernel == "xla" else _attend_in_blocks(q, k, v, seen)
 
 
 class _Seen(NamedTuple):
-    """What decides which probabilities remain; as the arguments of `attend`."""
+    """The arguments of `attend` that determine which positions are seen."""
 
     rate: float
     key: DropoutKey | None
@@ -97,7 +97,7 @@ class _Seen(NamedTuple):
 
 
 def _for_every_query(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Keys and values with a head for each of the queries': [b, s, n, d]."""
+    """Keys and values repeated to one head per query head: [b, s, n, d]."""
     if (group := q.shape[2] // k.shape[2]) == 1:
         return k, v
     return jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
@@ -105,15 +105,15 @@ def _for_every_query(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
 
 def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, seen: _Seen) -> Array:
     _, _, documents, causal, slopes, window = seen
-    # JAX hands cuDNN a mask as a bias, which is written out, and cuDNN writes out a gradient of it that nobody needs:
+    # JAX passes a mask to cuDNN as a bias, which is written out, and cuDNN writes out its gradient, which is not used:
     # 2 b s² bytes each, once for all heads and layers.
     mask = None if documents is None else _same_document(documents, documents)[:, None]  # [b, 1, s, s]
-    # The same for ALiBi, whose penalty differs from head to head: 2 n s² bytes each for it and its gradient, and
-    # together with documents 2 b n s².
+    # The same for ALiBi, whose penalty differs between heads: 2 n s² bytes each for it and its gradient, and together
+    # with documents 2 b n s².
     bias = None if slopes is None else _written_out(slopes, q.shape[1], q.dtype)
     if kernel == FLASH_STAND_IN:
         return _flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, mask) if x is not None))
-    local = None if window is None else (window - 1, 0)  # JAX counts the positions beside a query's own
+    local = None if window is None else (window - 1, 0)  # JAX counts positions without the query's own
     return jax.nn.dot_product_attention(
         q, k, v, bias=bias, mask=mask, is_causal=causal, local_window_size=local, implementation="cudnn"
     )
@@ -122,8 +122,8 @@ def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, seen: _Seen) -> Arr
 def _attend_in_blocks(q: Array, k: Array, v: Array, seen: _Seen) -> Array:
     """Attention over four blocks of queries.
 
-    On a CPU it pays to copy once into [b, n, s, d], to leave out the keys that no query of a block sees, in its future
-    or before its window, and to compute in float32: XLA runs small bf16 products there on one thread.
+    On a CPU it pays to copy once into [b, n, s, d], to skip the keys that no query of a block sees, in its future or
+    before its window, and to compute in float32: XLA runs small bf16 products there on one thread.
     """
     dtype = q.dtype
     q, k, v = (x.swapaxes(1, 2).astype(jnp.promote_types(dtype, jnp.float32)) for x in (q, k, v))
@@ -152,9 +152,9 @@ def _attend_block(
     scores = jnp.einsum(f"{queries},{keys}->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
     visible = True
     if causal:
-        # Counted on the device: an array from here would be a residual of every layer that computes its scores again.
+        # Computed on the device: a NumPy array would be a residual of every layer that recomputes its scores.
         query, other = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[2:], dim) for dim in (0, 1))
-        query = first - first_key + query  # numbered from the first key, as the keys are
+        query = first - first_key + query  # numbered from the first key, like the keys
         visible = other <= query  # [q, k]
         if window is not None:
             visible = visible & (other > query - window)
@@ -181,7 +181,7 @@ def _flash_stand_in(q: Array, k: Array, v: Array, *biases: Array) -> Array:
 
 
 def _flash_stand_in_forward(*inputs: Array):
-    # Beside its result cuDNN's kernel keeps a float32 number for each row of scores.
+    # Besides its result cuDNN's kernel keeps a float32 number for each row of scores.
     like = jax.ShapeDtypeStruct(inputs[0].shape, inputs[0].dtype), jax.ShapeDtypeStruct(inputs[0].shape[:-1], "float32")
     context, rows = _never_run(like, *inputs)
     return context, (*inputs, context, rows)
@@ -210,7 +210,7 @@ def _written_out(slopes: Array, positions: int, dtype) -> Array:
 
 
 def _same_document(queries: Array, keys: Array) -> Array:
-    """Whether query and key are of one document, from its number: int [b, q], int [b, k] → bool [b, q, k]."""
+    """Mask of query and key pairs within a document: int [b, q], int [b, k] → bool [b, q, k]."""
     return queries[:, :, None] == keys[:, None, :]
 
 
@@ -229,17 +229,17 @@ class Attention(nnx.Module):
         kv_heads: int | None = None,
         bias: bool = True,
     ):
-        """Draw the two matrices.
+        """Initialise the two matrices.
 
         Args:
           key: of `jax.random`.
           config: sizes, kernel and dropout rate.
           dtype: of the weights.
-          positions: what attention does with the places of tokens.
-          kv_heads: heads of keys and values, each for as many neighbouring heads of queries (arXiv 2305.13245); n when
-            not given. Then the first matrix is [h, 3, n, d], else [h, kv_heads, n / kv_heads + 2, d]: for each of them
+          positions: position encoding in attention.
+          kv_heads: key-value heads, each shared by as many neighbouring query heads (arXiv 2305.13245); by default n.
+            With the default the first matrix is [h, 3, n, d], else [h, kv_heads, n / kv_heads + 2, d]: for each of them
             its queries, its key and its value.
-          bias: whether both matrices have one.
+          bias: whether both matrices have a bias.
         """
         qkv, out = jax.random.split(key)
         heads, size = config.heads, config.head_size
@@ -258,7 +258,7 @@ class Attention(nnx.Module):
         return self.out(checkpoint_name(attended, "context"), context.tokens)
 
     def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
-        """As `Block.decode`, for attention alone."""
+        """Like `Block.decode`, for attention alone."""
         (q, k, v), slopes = self._project(x, context), self.positions.slopes()
         if cached is None:
             attended = attend(q, k, v, self.config.attention, slopes=slopes, window=self.config.window)
@@ -279,7 +279,7 @@ class Attention(nnx.Module):
         return q, k, v
 
 
-# --- One position after those in a cache ------------------------------------------------------------------------------
+# --- One new position with a cache -----------------------------------------------------------------------------------
 
 
 class KeyValues(NamedTuple):
@@ -300,14 +300,14 @@ def attend_cached(
 ) -> Array:
     """Attention of one new position of each sequence over the positions before it and itself.
 
-    The cache is only read, so a scan over layers need not copy it; the new key and value have a column of their own.
+    The cache is only read, so a scan over layers need not copy it; the new key and value are a separate column.
 
     Args:
       q, k, v: [b, 1, n, d], of the new positions.
-      cached: [b, S, n, d], of which the first `lengths` slots of a sequence hold its positions.
+      cached: [b, S, n, d]; the first `lengths` slots of a sequence are its positions.
       lengths: int [b].
-      slopes: [n], ALiBi's, of these heads.
-      window: how many positions the new one sees, itself included; None: all.
+      slopes: [n], of ALiBi for these heads.
+      window: how many positions the new one sees, including itself; None: all.
 
     Returns:
       [b, 1, n, d].
@@ -318,7 +318,7 @@ def attend_cached(
     cached = KeyValues(*_for_every_query(q, *cached))
     before = jnp.einsum("bqnd,bknd->bnqk", q, cached.keys, preferred_element_type=wide)
     slots = jnp.arange(cached.keys.shape[1])
-    if slopes is not None:  # a position's slot is its number; the new one, at `lengths`, is at no distance to itself
+    if slopes is not None:  # the slot is the position; the new one, at `lengths`, has distance 0 to itself
         before = before + distance_penalty(slopes, (slots - lengths[:, None])[:, None], wide)
     visible = slots < lengths[:, None]
     if window is not None:

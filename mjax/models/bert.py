@@ -1,23 +1,23 @@
-"""BERT as Megatron trains it: both sides of a masked token predict it, and a pair of stretches of text its order.
+"""BERT as Megatron trains it: it predicts masked tokens from both sides, and the order of two segments of text.
 
-    tokens, positions, token types ── layers ─┬─ each token ── MLM head ──────────── which token stood here?
-                                              └─ the first ─── pooler, order head ── are the stretches swapped?
+    tokens, positions, token types ── layers ─┬─ each token ── MLM head ──────────── which token was masked?
+                                              └─ the first ─── pooler, order head ── are the segments swapped?
 
-    layers       as GPT's, but attention looks to both sides
+    layers       as in GPT, but attention is bidirectional
     MLM head     linear ─ GELU ─ LayerNorm ─ the embedding as output layer, and a bias for each token (arXiv 1810.04805)
     pooler       linear ─ tanh, of the first token of each sequence, [CLS]
-    order head   linear, to 2: in order or swapped; sentence order (arXiv 1909.11942) in the place of next sentence
+    order head   linear, to 2: in order or swapped; sentence order (arXiv 1909.11942) instead of next-sentence
+      prediction
 
-The layers, the mesh and the pipeline are those of GPT; only the architecture differs. The output layer is split by
-vocabulary as its embedding is, and so is its bias. The three small linear layers are whole on every rank of `model`:
-together they have two matrices of h × h, a sixth of a layer. With sequence parallelism each rank runs them on its own
-rows.
+Layers, mesh and pipeline are those of GPT; only the architecture differs. The output layer is split by vocabulary like
+its embedding, and so is its bias. The three small linear layers are replicated over `model`: together they have two
+matrices of h × h, a sixth of a layer. With sequence parallelism each rank runs them on its own rows.
 
-Where LayerNorm stands is one option (arXiv 1909.08053, figure 7). `post` is the original BERT, whose embedding has a
-LayerNorm too. `pre` leaves the stream of residuals alone from embedding to heads, with one LayerNorm at its end; beyond
-336M parameters only this one trained better the larger it was.
+The place of LayerNorm is an option (arXiv 1909.08053, figure 7). `post` is the original BERT, whose embedding has a
+LayerNorm too. `pre` leaves the residual stream free from embedding to heads, with one LayerNorm at its end; beyond 336M
+parameters only this one improved with size.
 
-`Encoder` is what stays when the model is trained further for a task, with another head (`heads.py`).
+`Encoder` is the part that stays when the model is fine-tuned for a task, with another head (`heads.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TOKEN_TYPES = 2
 
 
 class Linear(nnx.Module):
-    """y = x A + b, whole on every rank of `model`. Shapes: x [t, in] → [t, out]."""
+    """y = x A + b, replicated over `model`. Shapes: x [t, in] → [t, out]."""
 
     def __init__(self, key: Array, width: int, out: int, std: float, dtype):
         self.kernel = parameter(key, normal(std), (width, out), (None, None), dtype)
@@ -66,7 +66,7 @@ class Linear(nnx.Module):
 
 
 class MLMHead(nnx.Module):
-    """Scores of the token that stood in each place. Shapes: x [t, h] → [b · s, v / p], varying over `model`."""
+    """Scores for the original token at each position. Shapes: x [t, h] → [b · s, v / p], varying over `model`."""
 
     def __init__(self, key: Array, config: BERTConfig, dtype):
         self.tanh = (config.mlm_activation or config.activation) == "gelu_tanh"
@@ -80,7 +80,7 @@ class MLMHead(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Embeddings and layers: all of a BERT but its heads. `pooled` is for those that have a pooler."""
+    """Embeddings and layers: a BERT without its heads. `pooled` is for models with a pooler."""
 
     def __init__(self, keys: Sequence[Array], config: EncoderConfig, dtype):
         embedding, positions, token_types, blocks = keys
@@ -104,25 +104,25 @@ class Encoder(nnx.Module):
         tokens, token_types = context.tokens, context.tokens.mine(batch["token_types"].reshape(-1))
         x = self.embedding(batch["tokens"], tokens)
         x = x + tokens.mine(tile_rows(self.positions[: tokens.positions], tokens.sequences))
-        # A product rather than a lookup: its gradient adds up all rows of a type in float32, and in any order.
+        # A product rather than a lookup: its gradient sums all rows of a type in float32, in any order.
         x = x + jax.nn.one_hot(token_types, TOKEN_TYPES, dtype=x.dtype) @ self.token_types[...]
         if self.config.layernorm == "post":
             x = self.embedding_norm(x)
         return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
 
     def normed(self, x: Array) -> Array:
-        """What the heads read of the stream after the last layer. Shapes: [t, h] → [t, h]."""
+        """The input of the heads, from the stream after the last layer. Shapes: [t, h] → [t, h]."""
         return self.final_norm(x) if self.config.layernorm == "pre" else x
 
     def pooled(self, x: Array, tokens: Tokens) -> tuple[Array, Array]:
-        """What the first token of each sequence says about the whole of it.
+        """The pooler's output for each sequence, from its first token.
 
         Args:
-          x: [t, h], what `normed` gives.
+          x: [t, h], the result of `normed`.
 
         Returns:
-          [b, h], and which sequences it is of, bool [b]: with sequence parallelism a rank knows it only where it has
-          the first token.
+          [b, h], and for which sequences it is valid, bool [b]: with sequence parallelism a rank has only those whose
+          first token it has.
         """
         first = jnp.arange(tokens.sequences) * tokens.positions
         rows, owned = owned_rows(first, x.shape[0]) if tokens.split else (first, jnp.ones(first.shape, bool))
@@ -130,10 +130,10 @@ class Encoder(nnx.Module):
 
 
 class BERT(Encoder):
-    """An encoder with a head for masked tokens and one for the order of two stretches of text.
+    """An encoder with a head for masked tokens and one for the order of two segments of text.
 
-    Its loss is the mean cross entropy of the masked tokens plus the mean of the order's, Megatron's lm loss and sop
-    loss; beside them it reports how often the order is found.
+    Its loss is the mean cross entropy of the masked tokens plus that of the order, Megatron's lm loss and sop loss; it
+    also reports the accuracy of the order.
     """
 
     loss_weights: ClassVar[dict[str, float]] = {"mlm_loss": 1.0, "order_loss": 1.0}
@@ -146,15 +146,16 @@ class BERT(Encoder):
         self.order = Linear(order, config.hidden, 2, config.init_std, dtype)
 
     def __call__(self, ids: Array, token_types: Array, documents: Array) -> tuple[Array, Array]:
-        """What the two heads say, without dropout.
+        """The outputs of the two heads, without dropout.
 
         Args:
-          ids: int [b, s], the same on every rank of `model`.
+          ids: int [b, s], replicated over `model`.
           token_types: int [b, s], 0 or 1.
-          documents: int [b, s], positions of other numbers do not attend to each other: 0 for text, 1 for padding.
+          documents: int [b, s], positions with different numbers do not attend to each other: 0 for text, 1 for
+            padding.
 
         Returns:
-          Scores of the token in each place [b, s, v / p], varying over `model`; and scores of the stretches' being in
+          Scores of the token at each position [b, s, v / p], varying over `model`; and scores of the segments being in
           order and swapped [b, 2].
         """
         tokens = Tokens(*ids.shape)
@@ -164,13 +165,13 @@ class BERT(Encoder):
         return tokens.by_sequence(self.mlm(x, tokens, self.embedding)), self.order(self.pooled(x, tokens)[0])
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
-        """The masked tokens, and the sequences."""
+        """The number of masked tokens, and of sequences."""
         sequences = len(batch["sentence_order"])
         masked = batch["loss_mask"].sum(dtype=jnp.int32)
         return {"mlm_loss": masked, "order_loss": sequences, "order_accuracy": sequences}
 
     def loss(self, x: Array, batch: dict[str, Array], context: Context) -> dict[str, Array]:
-        """The cross entropy of the masked tokens, that of the order of the sequences, and how many orders are found.
+        """The cross entropy of the masked tokens, that of the order of the sequences, and the number of correct orders.
 
         These heads have no dropout.
         """

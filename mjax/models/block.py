@@ -1,4 +1,4 @@
-"""A layer, composed of the parts it is given, and the scan over stacked layers.
+"""A layer composed of given parts, and the scan over stacked layers.
 
     Block, pre-LN (arXiv 1909.08053, figure 7b)
 
@@ -10,16 +10,16 @@
     x ─┬─ attention ─ dropout ─ + ─ norm ─┬─ MLP ─ dropout ─ + ─ norm ─▶
        └──────────────────────┘           └────────────────┘
 
-Attention and MLP open and close a tensor-parallel region each, so a layer has two all-reduces forward and two backward.
-Between them the stream is [t, h], a row a token: all tokens of the micro-batch, or with sequence parallelism this
-rank's.
+Attention and MLP each open and close a tensor-parallel region, so a layer has two all-reduces forward and two backward.
+Between them the stream is [t, h], one row per token: all tokens of the micro-batch, or with sequence parallelism those
+of this rank.
 
-**A layer is any module** that is called with the stream and a `Context` and returns the stream, or the stream and a
-dict of sums: terms of the loss that arise on the way, such as the balance of a mixture of experts. They count as if the
-model's `loss` had returned them (`protocol.py`).
+**A layer is any module** that takes the stream and a `Context` and returns the stream, or the stream and a dict of
+sums: auxiliary losses, such as load balancing in a mixture of experts. They count as if the model's `loss` had returned
+them (`protocol.py`).
 
-What a layer keeps for its backward pass has names, and `recompute` says which of them stay (arXiv 2205.05198, section
-5): `none` keeps what autodiff asks for, `selective` the four names below, `full` only the layer's input.
+The residuals of a layer have names, and `recompute` selects which of them are kept (arXiv 2205.05198, section 5):
+`none` keeps what autodiff needs, `selective` the four names below, `full` only the layer's input.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mjax.models.context import Context
 from mjax.parallel import random
 from mjax.parallel.zero import all_but_gathered_weights
 
-# Residuals that stay, by `train.recompute`; None leaves the choice to autodiff.
+# Residuals to keep, by `train.recompute`; None leaves the choice to autodiff.
 KEPT: dict[str, tuple[str, ...] | None] = {
     "none": None,
     "selective": ("qkv", "context", "residual", "mlp_up"),
@@ -49,8 +49,8 @@ Sums = dict[str, Array]
 
 
 class Block(nnx.Module):
-    """One transformer layer, normed before attention and MLP. Shapes: x [t, h], this rank's rows of the stream → the
-    same."""
+    """One transformer layer, with norms before attention and MLP. Shapes: x [t, h], this rank's rows of the stream →
+    the same."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class Block(nnx.Module):
         mlp: nnx.Module,
         dropout: float = 0.0,
     ):
-        """Put the parts together.
+        """Compose the layer.
 
         Args:
           attention_norm, mlp_norm: called with x.
           attention, mlp: called with x and a `Context`.
-          dropout: rate on what attention and MLP add to the stream.
+          dropout: rate for the outputs of attention and MLP.
         """
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
@@ -81,7 +81,7 @@ class Block(nnx.Module):
         """The layer without dropout, and the keys and values of `x`, for generation.
 
         Args:
-          x: [t, h], whole prompts; with a cache one position a sequence, the one after the cached ones.
+          x: [t, h], whole prompts; with a cache one position per sequence, the one after the cached ones.
           context: of these tokens.
           cached: this layer's keys and values of the `lengths` int [b] positions before `x`; None at the start.
         """
@@ -91,26 +91,27 @@ class Block(nnx.Module):
 
 
 class PostNormBlock(Block):
-    """One transformer layer of the original BERT, normed behind each sum."""
+    """One transformer layer of the original BERT, with a norm after each residual sum."""
 
     def __call__(self, x: Array, context: Context) -> Array:
         y = self.attention(x, context)
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
         x = self.attention_norm(x)
         x = x + context.dropout(self.mlp(x, context), self.dropout, random.MLP_OUTPUT)
-        # What a norm reads is kept for its backward pass; in the pre-LN layer that is the next layer's input.
+        # The input of a norm is kept for its backward pass; in the pre-LN layer it is the next layer's input.
         return self.mlp_norm(checkpoint_name(x, "residual"))
 
 
 def stack(key: Array, layers: int, layer: Callable[[Array], nnx.Module]) -> nnx.Module:
-    """`layers` layers as one whose weights have a leading layer dim. Layer i is the same draw at any depth."""
+    """`layers` layers as one whose weights have a leading layer dim. Layer i has the same initial weights at any
+    depth."""
     keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(layers))
     # Without transform_metadata the layer dim would silently be missing from the PartitionSpecs.
     return nnx.vmap(layer, transform_metadata={nnx.PARTITION_NAME: None})(keys)
 
 
 def stacks_of(blocks) -> Sequence:
-    """The stacks of a model, in order; a model of equal layers has one."""
+    """The stacks of a model, in order; a model with equal layers has one."""
     return blocks if isinstance(blocks, nnx.List) else [blocks]
 
 
@@ -129,9 +130,9 @@ def run_blocks(
       x: [t, h].
       context: of its tokens.
       recompute: `none`, `selective` or `full`.
-      first_layer: number of the first of these layers in the model, from 1; it chooses the dropout masks.
-      weights_of: for each stack what turns that which is stored of a layer into its weights, where they are gathered
-        layer by layer (FSDP). They are gathered again in the backward pass, never kept.
+      first_layer: number of the first of these layers in the model, from 1; it selects the dropout masks.
+      weights_of: for each stack the function that turns the stored shards of a layer into its weights, if they are
+        gathered layer by layer (FSDP). They are gathered again in the backward pass, never kept.
 
     Returns:
       The stream after the layers [t, h], and the sums of the layers by name, float32 [] each.
@@ -145,7 +146,7 @@ def run_blocks(
 
 
 def _with_weights(blocks, weights_of: Sequence[Callable | None] | None) -> Iterator[tuple[Callable | None, int]]:
-    """For each stack its entry of `weights_of` and its number of layers here."""
+    """For each stack its entry of `weights_of` and its number of layers on this device."""
     stacks = stacks_of(blocks)
     for layers, one in zip(stacks, weights_of or [None] * len(stacks), strict=True):
         yield one, jax.tree.leaves(layers)[0].shape[0]
@@ -177,9 +178,9 @@ def decode_blocks(
     lengths: Array,
     weights_of: Sequence[Callable | None] | None = None,
 ) -> tuple[Array, KeyValues]:
-    """`decode` of stacked layers: `cached` and the keys and values returned have a leading layer dim, of all stacks.
+    """`decode` of stacked layers: `cached` and the returned keys and values have a leading layer dim, over all stacks.
 
-    `weights_of` is that of `run_blocks`.
+    `weights_of` is as in `run_blocks`.
     """
     found, first = [], 0
     for layers, (one, count) in zip(stacks_of(blocks), _with_weights(blocks, weights_of), strict=True):

@@ -17,13 +17,13 @@ from mjax.names import leaf_name
 
 
 def build_model(seed: int | Array, config: ModelConfig, dtype=jnp.float32) -> Model:
-    """The model whose weights are a function of `seed` and `config`, whatever the mesh it is sharded over."""
+    """The model whose initial weights are a function of `seed` and `config`, whatever the mesh it is sharded over."""
     return config.build(jax.random.key(seed), dtype)
 
 
 @lru_cache(maxsize=64)
 def abstract_weights(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], P]]:
-    """Shape and PartitionSpec of every weight by name, as the traced model has them; nothing is allocated."""
+    """Shape and PartitionSpec of every weight by name, from the traced model; nothing is allocated."""
     shapes = jax.eval_shape(lambda: build_model(0, config))
     specs = jax.tree.leaves(nnx.get_partition_spec(shapes), is_leaf=lambda spec: isinstance(spec, P))
     named = jax.tree_util.tree_leaves_with_path(shapes)
@@ -36,5 +36,5 @@ def has_several_stacks(config: ModelConfig) -> bool:
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Exact number of trainable parameters; those of a tied embedding count once."""
+    """Exact number of trainable parameters; a tied embedding counts once."""
     return sum(math.prod(shape) for shape, _ in abstract_weights(config).values())

@@ -1,6 +1,6 @@
-"""What all models have that predict the next token: the loss, and generation with a cache.
+"""The common part of all models that predict the next token: the loss, and generation with a cache.
 
-A model derives from `CausalModel` and gives `embed` and `logits`.
+A model derives from `CausalModel` and defines `embed` and `logits`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class CausalModel(nnx.Module):
         """Logits of the next token at every position.
 
         Args:
-          ids: int [b, s], the same on every rank of `model`.
+          ids: int [b, s], replicated over `model`.
           key: dropout masks of this forward pass; None for evaluation.
           recompute: `none`, `selective` or `full`.
-          positions: int [b, s], which position a token has; 0 … s − 1 when not given.
-          documents: int [b, s], number of each token's document, where attention must stay within it.
+          positions: int [b, s], position of each token; by default 0 … s − 1.
+          documents: int [b, s], number of each token's document, if attention must stay within it.
 
         Returns:
           [b, s, v / p] in the dtype of the weights, varying over `model`.
@@ -64,7 +64,7 @@ class CausalModel(nnx.Module):
         return context.tokens.by_sequence(self.logits(x, context.tokens))
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
-        """The labels, or those that the loss mask lets count."""
+        """The number of labels, or of those that the loss mask counts."""
         if "loss_mask" not in batch:
             return {"loss": batch["labels"].size}
         return {"loss": batch["loss_mask"].sum(dtype=jnp.int32)}
@@ -83,18 +83,17 @@ class CausalModel(nnx.Module):
     ) -> tuple[Array, KeyValues]:
         """Read whole prompts at once, and keep the keys and values of their positions.
 
-        A position's slot in the cache is its number. So prompts of different lengths are padded on the right: causal
-        attention never looks at what comes later, and decoding overwrites the padding before it could.
+        The slot in the cache is the position. So prompts of different lengths are padded on the right: causal attention
+        never sees later positions, and decoding overwrites the padding before it could.
 
         Args:
           prompts: int [b, s], padded on the right with any valid id.
           lengths: int [b], tokens of each prompt, at least 1.
           slots: size of the cache, at least s.
-          decode: runs the layers; another one than `decode_blocks` where they are spread over a pipeline.
+          decode: runs the layers; not `decode_blocks` if they are spread over a pipeline.
 
         Returns:
-          Logits of the token after each prompt [b, v], the same on every rank of `model`, and the cache
-          [l, b, slots, n / p, d].
+          Logits of the token after each prompt [b, v], replicated over `model`, and the cache [l, b, slots, n / p, d].
         """
         context = Context(Tokens(*prompts.shape))
         x, new = decode(self.blocks, self.embed({"tokens": prompts}, context), context, None, lengths)
@@ -105,7 +104,7 @@ class CausalModel(nnx.Module):
     def decode(
         self, tokens: Array, cached: KeyValues, lengths: Array, decode: DecodeBlocks = decode_blocks
     ) -> tuple[Array, KeyValues]:
-        """Read one token of each sequence, whose `lengths` tokens before it are in the cache.
+        """Read one token of each sequence, whose `lengths` previous tokens are in the cache.
 
         Args:
           tokens: int [b], the tokens at positions `lengths`.
@@ -114,7 +113,7 @@ class CausalModel(nnx.Module):
           decode: as for `prefill`.
 
         Returns:
-          Logits of the token after it [b, v], the same on every rank of `model`, and the cache that includes it.
+          Logits of the next token [b, v], replicated over `model`, and the cache including it.
         """
         context = Context(Tokens(tokens.shape[0], 1), positions=lengths[:, None])
         x = self.embed({"tokens": tokens[:, None]}, context)
@@ -124,5 +123,5 @@ class CausalModel(nnx.Module):
         return self._row(x), cached
 
     def _row(self, x: Array) -> Array:
-        """Logits of one position of each sequence: x [b, h] → [b, v], the same on every rank of `model`."""
+        """Logits of one position of each sequence: x [b, h] → [b, v], replicated over `model`."""
         return mappings.gather_whole(self.logits(x, Tokens(x.shape[0], 1)), MODEL, -1)

@@ -1,4 +1,4 @@
-"""The context of a forward pass: what every layer may want to know about its tokens, in one object."""
+"""The context of a forward pass: everything a layer may need to know about its tokens, in one object."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mjax.parallel.tokens import Tokens
 
 @dataclass(frozen=True)
 class Context:
-    """What the rows of the stream are, beside the stream itself.
+    """A description of the rows of the stream.
 
     Attributes:
       tokens: which tokens the rows are.
       key: dropout masks of this forward pass, inside a layer those of the layer; None: no dropout.
-      positions: int [b, s], which position a token has; None: 0 … s − 1.
-      documents: int [b, s], number of a token's document, where attention must stay within it.
+      positions: int [b, s], position of each token; None: 0 … s − 1.
+      documents: int [b, s], number of a token's document, if attention must stay within it.
     """
 
     tokens: Tokens

@@ -1,8 +1,8 @@
 """GPT-2 as Megatron trains it: learned positions, pre-LN layers, a final LayerNorm, and the embedding as output
 layer.
 
-BLOOM (arXiv 2211.05100, section 3.2) is the same with two options: ALiBi in the place of learned positions, so that
-attention alone knows where a token stands, and a LayerNorm after the embedding, which steadies training.
+BLOOM (arXiv 2211.05100, section 3.2) is the same with two options: ALiBi instead of learned positions, so that only
+attention depends on positions, and a LayerNorm after the embedding, which stabilises training.
 """
 
 from __future__ import annotations

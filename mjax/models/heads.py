@@ -1,17 +1,18 @@
-"""The heads a BERT is trained further with, one for each kind of task.
+"""The heads for fine-tuning a BERT, one for each kind of task.
 
-    classification    pooler ─ dropout ─ linear, to a score a class           is the second sentence implied?
+    classification    pooler ─ dropout ─ linear, to one score per class       is the second sentence implied?
     multiple choice   the same to one score; each choice of a question is     which of four answers?
-                      a sequence of its own, and their scores stand side by side
-    span              linear, of each token to two scores: is it the first,   where in the text is the answer?
-                      is it the last of the answer?
+                      a separate sequence, and their scores are compared
+    span              linear, of each token to two scores: first token,       where in the text is the answer?
+                      and last token of the answer
 
-The loss is the cross entropy of the label among the scores: classes, choices, or the places of text in a sequence, of a
-span the mean of both ends. Padding is no place. Sources: Megatron-LM v1.0, megatron/model/classification.py and
-multiple_choice.py; for spans arXiv 1810.04805, section 4.2, which puts neither pooler nor dropout before them.
+The loss is the cross entropy of the label among the scores: classes, choices, or positions of a sequence, for a span
+  the
+mean of both ends. Padding positions are excluded. Sources: Megatron-LM v1.0, megatron/model/classification.py and
+multiple_choice.py; for spans arXiv 1810.04805, section 4.2, with neither pooler nor dropout.
 
-A head is whole on every rank of `model`, as those of pre-training are. With sequence parallelism a rank has the scores
-of its own rows only; they are few, and are brought together before the loss.
+Heads are replicated over `model`, like those of pre-training. With sequence parallelism a rank has the scores of its
+own rows only; they are few, and are combined before the loss.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ class TaskBERT(Encoder):
         self.head = Linear(head, config.hidden, config.outputs, config.init_std, dtype)
 
     def scores(self, x: Array, batch: dict[str, Array], context: Context) -> Array:
-        """What the head says of each sample, from the stream after the last layer.
+        """The scores of each sample, from the stream after the last layer.
 
         Args:
           x: [t, h].
-          batch: what `BERTTaskConfig.batch` lists, c sequences a sample, [b · c, s].
+          batch: the arrays of `BERTTaskConfig.batch`, c sequences per sample, [b · c, s].
           context: of its tokens.
 
         Returns:
           Scores of the classes [b, classes], of the choices [b, c], or of being the first and the last token of the
-          answer [b, 2, s], −1e30 at padding; float32 or wider, the same on every rank of `model`.
+          answer [b, 2, s], −1e30 at padding; float32 or wider, replicated over `model`.
         """
         x, tokens = self.normed(x), context.tokens
         if self.config.head == "span":
@@ -70,14 +71,14 @@ class TaskBERT(Encoder):
         return found.reshape(-1, self.config.answers)
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
-        """The samples."""
+        """The number of samples."""
         samples = len(batch[self.config.label_names[0]])
         return {"loss": samples, "accuracy": samples}
 
     def loss(self, x: Array, batch: dict[str, Array], context: Context) -> dict[str, Array]:
-        """The cross entropy of the labels, and how many samples' labels have the highest scores."""
+        """The cross entropy of the labels, and the number of samples whose labels have the highest scores."""
         scores = self.scores(x, batch, context)
-        labels = jnp.stack([batch[name] for name in self.config.label_names], axis=1)  # [b, 1], of a span [b, 2]
+        labels = jnp.stack([batch[name] for name in self.config.label_names], axis=1)  # [b, 1], for a span [b, 2]
         scores = scores.reshape(*labels.shape, -1)
         log_probabilities = jax.nn.log_softmax(scores, axis=-1)
         losses = -jnp.take_along_axis(log_probabilities, labels[..., None], axis=-1).mean((1, 2))

@@ -1,4 +1,4 @@
-"""The attention kernel of a run: chosen by rule (`kernels.py`), then run once and compared with the plain one."""
+"""The attention kernel of a run: chosen by rule (`kernels.py`), then run once and compared with `xla`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mjax.models.positions import alibi_slopes
 
 
 def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Config:
-    """`config` with the kernel that this process's devices will run in `model.attention` (`resolve_attention`).
+    """`config` with `model.attention` set to the kernel for this process's devices (`resolve_attention`).
 
     Raises:
-      UsageError: the kernel asked for cannot do what the run needs, or fails when it is run.
+      UsageError: the requested kernel does not support the run, or fails in the trial.
     """
     documents = "documents" in config.batch_arrays()
     kernel = resolve_attention(config.model, config.precision.compute, jax.default_backend(), announce, documents)
@@ -35,17 +35,17 @@ def resolve_attention(
     announce: Callable[[str], None] = print,
     documents: bool = False,
 ) -> str:
-    """The kernel of this run: chosen by rule, then run once on a small array and compared with the plain one.
+    """The kernel of this run: chosen by rule, then run once on a small array and compared with `xla`.
 
     Args:
-      model: `model.attention` is the wish; `auto` leaves the choice to the rule.
-      compute: compute type of the run, as in the config.
+      model: `model.attention` is the requested kernel; `auto` leaves the choice to the rule.
+      compute: compute dtype of the run, as in the config.
       platform: `jax.default_backend()`.
-      announce: receives one sentence where a slower kernel than cuDNN's has to be taken on a GPU.
+      announce: receives one sentence if a slower kernel than cuDNN's has to be used on a GPU.
       documents: whether attention stays within documents (`data.reset_attention`, and BERT's padding).
 
     Raises:
-      UsageError: the kernel asked for cannot do what the run needs, or fails when it is run.
+      UsageError: the requested kernel does not support the run, or fails in the trial.
     """
     capability = capability_of(jax.local_devices()[0])
     kernel, obstacle = choose_kernel(model, compute, platform, documents, capability)
@@ -56,7 +56,7 @@ def resolve_attention(
         return kernel
     options = {"document masks": documents, "ALiBi": model.biased_scores, "a window": model.window is not None}
     asked = [what for what, is_there in options.items() if is_there]
-    if model.attention == "auto" and kernel == "cudnn" and asked:  # they are not for every version and GPU
+    if model.attention == "auto" and kernel == "cudnn" and asked:  # not supported by every version and GPU
         what = " and ".join(asked)
         announce(f"attention: the slower kernel xla is used, because cuDNN flash refuses {what} ({refusal})")
         return "xla"
@@ -64,12 +64,12 @@ def resolve_attention(
 
 
 def trial_options(model: ModelConfig, positions: int, documents: bool) -> dict[str, Any]:
-    """What `attend` is tried with beside two samples of two heads: all that the model asks of a kernel but dropout.
+    """Options of `attend` for a trial on two samples with two heads: everything the model needs except dropout.
 
     Args:
-      model: whose attention it is.
-      positions: s, of each sample; a window is cut to half of it, so that it leaves something out.
-      documents: whether attention stays within documents, of which each sample has several, each cut elsewhere.
+      model: model with this attention.
+      positions: s, of each sample; a window is limited to half of it, so that it has an effect.
+      documents: whether attention stays within documents; each sample has several, split at different places.
     """
     return {
         "documents": jnp.arange(positions) // jnp.array([[5], [7]]) if documents else None,  # [b, s]
@@ -83,10 +83,10 @@ def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -
     """Run `kernel` forward and backward on two heads, and compare with `xla` in float32.
 
     Returns:
-      What was said where it does not run.
+      The error message if it does not run.
 
     Raises:
-      UsageError: it gives wrong numbers.
+      UsageError: its results are wrong.
     """
     if kernel == "xla":
         return None  # it is the reference
@@ -105,7 +105,7 @@ def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -
 
     try:
         found = jax.block_until_ready(output_and_gradients(kernel, dtype))
-    except Exception as error:  # whatever the library says, it says it about this kernel
+    except Exception as error:  # whatever the library reports is about this kernel
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     expected = output_and_gradients("xla", jnp.float32)
     tolerance = 1e-4 if dtype == jnp.float32 else 5e-2
@@ -113,7 +113,7 @@ def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -
         difference = float(jnp.abs(a - b).max() / jnp.abs(b).max())
         if not difference < tolerance:
             raise UsageError(
-                f"the attention kernel {kernel} gives wrong numbers here (off by {difference:.1e} of the largest); "
+                f"the attention kernel {kernel} gives wrong results here (off by {difference:.1e} of the largest); "
                 "use --model.attention xla and report the versions in environment.json"
             )
     return None

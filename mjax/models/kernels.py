@@ -1,6 +1,6 @@
 """The choice of an attention kernel by rule: the column `where` of the table in `attention.py`, without JAX.
 
-Training asks for the GPU that it has, the planner for one that may be elsewhere.
+Training asks for the local GPU, the planner for one that may be elsewhere.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from mjax.errors import UsageError
 from mjax.model_config import ModelConfig
 
 AMPERE, HOPPER = (8, 0), (9, 0)
-"""Compute capabilities: what NVIDIA numbers its GPUs by."""
+"""Compute capabilities, NVIDIA's numbers for GPU generations."""
 
 
 def choose_kernel(
     model: ModelConfig, compute: str, platform: str, documents: bool = False, capability: tuple[int, ...] = HOPPER
 ) -> tuple[str, str | None]:
-    """The kernel by the rule, before anybody tried it, and what keeps it from being cuDNN's.
+    """The kernel chosen by the rule, before any trial, and what rules out cuDNN's.
 
     Args:
-      model: `model.attention` is the wish; `auto` leaves the choice to the rule.
-      compute: compute type of the run, as in the config.
+      model: `model.attention` is the requested kernel; `auto` leaves the choice to the rule.
+      compute: compute dtype of the run, as in the config.
       platform: cpu or gpu.
       documents: whether attention stays within documents (`data.reset_attention`, and BERT's padding).
       capability: compute capability of the GPU.
 
     Raises:
-      UsageError: cuDNN's was asked for by name and cannot do what the run needs.
+      UsageError: cuDNN's was requested by name and does not support the run.
     """
     obstacle = _cudnn_obstacle(model, compute, platform, documents, capability)
     if model.attention == "cudnn" and obstacle:
@@ -43,10 +43,10 @@ def choose_kernel(
 
 
 def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> str:
-    """The kernel that the rule gives `config` on an NVIDIA GPU.
+    """The kernel that the rule chooses for `config` on an NVIDIA GPU.
 
     Raises:
-      UsageError: as `choose_kernel`.
+      UsageError: as in `choose_kernel`.
     """
     documents = "documents" in config.batch_arrays()
     return choose_kernel(config.model, config.precision.compute, "gpu", documents, capability)[0]

@@ -25,7 +25,7 @@ class MLP(nnx.Module):
         self.down = RowParallelLinear(down, (config.mlp_width,), config.hidden, config.residual_std, dtype)
 
     def __call__(self, x: Array, context: Context) -> Array:
-        # Computed again in the backward pass: autodiff would keep several tensors of width f for it.
+        # Recomputed in the backward pass: autodiff would keep several tensors of width f for it.
         activation = recomputed(partial(gelu, tanh=self.tanh))
         return self.down(activation(checkpoint_name(self.up(x, context.tokens), "mlp_up")), context.tokens)
 

@@ -1,12 +1,12 @@
-"""The mesh axes: one row each, from which specs, reductions and the commands' tables follow.
+"""The mesh axes: one row each, from which specs, reductions and the commands' tables are derived.
 
-    axis     splits     gradient of a weight, where ranks of the axis hold the same weight
-    pipe     layers     of the stages that use it: summed after the backward pass
+    axis     splits     gradient of a weight that ranks of the axis share
+    pipe     layers     partial sums of the stages that use it: summed after the backward pass
     data     batch      of the rank's own samples: summed after the backward pass
     model    columns    the same on every rank; with sequence parallelism of its own tokens: summed after it
 
-The first axis is outermost, the last innermost: its devices are neighbours. A new axis is a row here, a field of its
-name in `MeshConfig`, and whatever computes with it. This module imports no JAX.
+The first axis is outermost, the last innermost: its devices are neighbours. A new axis is a row here, a field of the
+same name in `MeshConfig`, and the code that computes with it. This module imports no JAX.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Axis:
     Attributes:
       name: in PartitionSpecs; `--mesh.NAME` is its size.
       splits: what its ranks have different parts of: layers, samples of the batch, or columns and rows of matrices.
-      sums: whether weights that are the same along it have another gradient on each rank, to be summed after the
-        backward pass: always, where its size is above 1, or with sequence parallelism.
-      exchanged: what its devices send each other.
-      often: and how often.
+      sums: whether ranks that share a weight have different gradients for it, to be summed after the backward pass:
+        always, where its size is above 1, or with sequence parallelism.
+      exchanged: what its devices communicate.
+      often: how often.
     """
 
     name: str
@@ -44,21 +44,21 @@ AXES = (
         splits="layers",
         sums="above 1",
         exchanged="activations and their gradients, b·s·h numbers",
-        often="at the borders of stages",
+        often="at stage boundaries",
     ),
     Axis(
         "data",
         splits="batch",
         sums="always",
         exchanged="gradients, all weights in float32",
-        often="once a step",
+        often="once per step",
     ),
     Axis(
         "model",
         splits="columns",
         sums="with sequence parallelism",
         exchanged="activations, b·s·h numbers",
-        often="four times a layer",
+        often="four times per layer",
     ),
 )
 NAMES = tuple(axis.name for axis in AXES)
@@ -66,27 +66,27 @@ PIPE, DATA, MODEL = NAMES
 
 
 def sizes(mesh) -> dict[str, int]:
-    """Devices along each axis, by name, of a `MeshConfig`."""
+    """Size of each axis of a `MeshConfig`, by name."""
     return {name: getattr(mesh, name) for name in NAMES}
 
 
 def devices(mesh) -> int:
-    """Devices of the whole mesh."""
+    """Number of devices of the mesh."""
     return math.prod(sizes(mesh).values())
 
 
 def replicas(mesh) -> int:
-    """Parts that a batch is cut into: devices along all axes that split it."""
+    """Number of parts of a batch: devices along all axes that split it."""
     return math.prod(sizes(mesh)[name] for name in splitting("batch"))
 
 
 def splitting(what: Splits) -> tuple[str, ...]:
-    """Names of the axes that split something, outermost first."""
+    """Names of the axes that split `what`, outermost first."""
     return tuple(axis.name for axis in AXES if axis.splits == what)
 
 
 def summed(mesh) -> frozenset[str]:
-    """Axes over which the gradients of weights are summed after the backward pass and not in it."""
+    """Axes over which the gradients of weights are summed after the backward pass rather than in it."""
     asked = {"always": lambda axis: True, "above 1": lambda axis: sizes(mesh)[axis.name] > 1}
     asked["with sequence parallelism"] = lambda axis: mesh.sequence_parallel
     return frozenset(axis.name for axis in AXES if asked[axis.sums](axis))

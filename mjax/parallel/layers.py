@@ -1,14 +1,14 @@
 """Megatron's three parallel layers and the cross entropy that goes with them (arXiv 1909.08053, section 3).
 
-A weight is a whole matrix with a PartitionSpec beside it. Inside `shard_map` the module sees its own shard only:
+A weight is a whole matrix with a PartitionSpec. Inside `shard_map` the module sees only its own shard:
 
     ColumnParallelLinear   A = [A_1 … A_p]            y_i = f(x) A_i            no communication forward
     RowParallelLinear      A = [A_1; …; A_p]          y = g(x_1 A_1 + … + x_p A_p) + b
     VocabParallelEmbedding E = [E_1; …; E_p] by rows  x = g(lookup of the ids that this rank owns)
 
 A column-parallel layer followed by a row-parallel one costs one all-reduce forward (g) and one backward (f), or, with
-sequence parallelism, a gather and a scatter of the tokens each way. Activations are rows, one a token; `Tokens` says
-which, and which form f and g have.
+sequence parallelism, an all-gather and a reduce-scatter of the tokens each way. Activations are rows, one per token;
+`Tokens` describes them, and selects the form of f and g.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class LayerNorm(nnx.Module):
 
 
 def recomputed(function):
-    """`function` of arrays that keeps its arguments alone: the backward pass computes everything between them again.
+    """`function` of arrays that keeps only its arguments: the backward pass recomputes everything else.
 
-    As `jax.checkpoint`, but a checkpoint around it cannot overrule it: the policy of that one decides inside a
-    `jax.checkpoint` too, and "keep what autodiff asks for" would keep what is to be computed again.
+    Like `jax.checkpoint`, but an enclosing checkpoint cannot overrule it: the policy of the outer one also applies
+    inside an inner `jax.checkpoint`, and "keep what autodiff needs" would keep what is to be recomputed.
     """
     kept = jax.custom_vjp(function)
     kept.defvjp(
@@ -70,8 +70,8 @@ def recomputed(function):
     return kept
 
 
-# The backward pass computes the statistics again from x, which the residual stream holds anyway: plain autodiff would
-# keep several float32 tensors of x's shape a call, more than the rest of the layer together.
+# The backward pass recomputes the statistics from x, which the residual stream keeps anyway: plain autodiff would keep
+# several float32 tensors of x's shape per call, more than the rest of the layer together.
 def _layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     centred = wide - wide.mean(-1, keepdims=True)
@@ -83,21 +83,22 @@ def _layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
 def linear(kernel: Array, x: Array, dims: int) -> Array:
     """y = x A, contracting the last `dims` dims of x with the first of the kernel; both vary over the same mesh axes.
 
-    Shapes: kernel [*into, *out], x [t, *into] → y [t, *out]. What stands for a kernel in a pass of its own registers
-    its product here (`postponed.py`).
+    Shapes: kernel [*into, *out], x [t, *into] → y [t, *out]. Stand-ins for a kernel in other passes register their
+      product
+    here (`postponed.py`).
     """
     return _linear(x, kernel, dims)
 
 
-# The backward pass is written out for the order of dims in the weight's gradient: autodiff asks for the transpose of
-# gᵀ x, for which XLA copies g on a CPU (a sixth of the step); xᵀ g needs no copy anywhere.
+# The backward pass is written out for the order of dims in the weight's gradient: autodiff computes the transpose of
+# gᵀ x, for which XLA copies g on a CPU (a sixth of the step); xᵀ g needs no copy.
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _linear(x: Array, kernel: Array, dims: int) -> Array:
     return linear_forward(x, kernel, dims)[0]
 
 
 def linear_forward(x: Array, kernel: Array, dims: int):
-    """y, and what the backward pass needs."""
+    """y, and the residuals for the backward pass."""
     out = kernel.shape[dims:]
     y = _matrix(x, dims) @ _matrix(kernel, len(out))
     return y.reshape(*x.shape[: x.ndim - dims], *out), (x, kernel)
@@ -121,7 +122,7 @@ def kernel_gradient(x: Array, gradient: Array) -> Array:
 
 
 def _matrix(x: Array, columns: int) -> Array:
-    """`x` with its last `columns` dims as one dim and the others as another."""
+    """`x` as a matrix: its last `columns` dims in one dim and the others in another."""
     return x.reshape(math.prod(x.shape[: x.ndim - columns]), -1)
 
 
@@ -167,10 +168,10 @@ class RowParallelLinear(nnx.Module):
 class VocabParallelEmbedding(nnx.Module):
     """Token embedding split by vocabulary rows, used at both ends of the model (tied weights).
 
-    Rank i owns the ids from i·v/p up to (i + 1)·v/p, looks those up, leaves zeros for the others, and g sums.
+    Rank i owns the ids from i·v/p up to (i + 1)·v/p, looks those up, gives zeros for the others, and g sums.
 
-    Rows from `vocabulary` on make the table divisible and stand for no token: they get the lowest score there is, so
-    that a loss does not depend on how many there are. (Megatron lets them take part, and teaches the model not to.)
+    Rows from `vocabulary` on are padding that makes the table divisible: they get the lowest possible score, so that a
+    loss does not depend on their number. (Megatron includes them in the softmax, and trains the model to avoid them.)
     """
 
     def __init__(self, key: Array, vocabulary: int, rows: int, width: int, std: float, dtype):
@@ -186,7 +187,7 @@ class VocabParallelEmbedding(nnx.Module):
     def logits(self, x: Array, tokens: Tokens, bias: Array | None = None) -> Array:
         """Score this rank's rows `x` [t, h] against every row of the table → [b · s, v / p], varying over `model`.
 
-        `bias` [v / p] is added to the scores, where there is one.
+        `bias` [v / p] is added to the scores if given.
         """
         scores = _scores(tokens.enter(x), self.table[...], bias)
         if self.vocabulary == self.rows:
@@ -196,9 +197,9 @@ class VocabParallelEmbedding(nnx.Module):
         return jnp.where(is_token, scores, jnp.finfo(scores.dtype).min)
 
 
-# The backward pass is written out for its order. Left to itself XLA multiplies out the table's gradient only after the
-# backward pass of all layers, and the gradient of the logits, [t, v / p], stays in memory all the while. With a bias it
-# would compute that gradient twice, and keep the logits for the second time.
+# The backward pass is written out for its order. By itself XLA computes the table's gradient only after the backward
+# pass of all layers, and the gradient of the logits, [t, v / p], stays in memory until then. With a bias it would
+# compute that gradient twice, and keep the logits for the second time.
 @jax.custom_vjp
 def _scores(x: Array, table: Array, bias: Array | None) -> Array:
     """x Eᵀ + b: x [t, h], table [v / p, h], bias [v / p] → [t, v / p]."""
@@ -234,8 +235,8 @@ def owned_rows(ids: Array, rows: int) -> tuple[Array, Array]:
 def vocab_parallel_cross_entropy(logits: Array, labels: Array) -> Array:
     """Cross entropy −log softmax(logits)[label] when each rank holds v/p of the logits (arXiv 1909.08053, section 3).
 
-    Only the row's maximum, its sum of exponentials and the label's logit cross the model axis: three numbers a token
-    in place of v. The one copy of the logits that is kept for the backward pass has the compute type.
+    Only the row's maximum, its sum of exponentials and the label's logit are communicated over the model axis: three
+    numbers per token instead of v. The only copy of the logits kept for the backward pass has the compute dtype.
 
     Shapes: logits [t, v / p] varying over `model`, labels int [t] → loss [t], float32 or wider, the same on every rank
     of `model`.
@@ -269,9 +270,9 @@ vocab_parallel_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backw
 
 
 def vocab_parallel_argmax(logits: Array) -> Array:
-    """The id with the highest logit when each rank holds v/p of them; of equal ones the lowest, as `argmax`.
+    """The id with the highest logit when each rank holds v/p of them; the lowest id in a tie, as in `argmax`.
 
-    Two numbers a token cross the model axis: the highest logit, and the lowest id that has it.
+    Two numbers per token are communicated over the model axis: the highest logit, and the lowest id that has it.
 
     Shapes: logits [t, v / p] varying over `model` → int32 [t], the same on every rank of `model`.
     """

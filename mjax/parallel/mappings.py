@@ -1,4 +1,4 @@
-"""Megatron's conjugate operators: the only file in which a value crosses between devices.
+"""Megatron's conjugate operators: the only file with communication between devices.
 
 Inside `shard_map` every value is typed by the mesh axes it varies over. A pair of linear layers split over `model`
 opens a region in which activations differ from rank to rank, and closes it again (arXiv 1909.08053, section 3, figure
@@ -9,20 +9,20 @@ opens a region in which activations differ from rank to rank, and closes it agai
          backward: sum over ranks            backward: nothing
 
 f is a cast of the type and g a sum. Each is the transpose of the other, so autodiff writes the backward pass, and the
-types refuse a region that is opened twice or never closed. One mistake they do not see is closing a region twice,
-which would multiply by the number of ranks: `leave` checks for it.
+types refuse a region that is opened twice or never closed. They do not catch a region that is closed twice, which
+multiplies by the number of ranks: `leave` checks for that.
 
 With sequence parallelism the tokens between two regions are split over `model` as well (arXiv 2205.05198, section
-4.2.2). f becomes an all-gather of the tokens and g a reduce-scatter; they are each other's transpose again, and an
-all-reduce is nothing but one of each, so as many bytes cross.
+4.2.2). f becomes an all-gather of the tokens and g a reduce-scatter; again each is the transpose of the other, and an
+all-reduce is one of each, so the same number of bytes is sent.
 
                       f forward        f backward        g forward         g backward
     replicated        nothing          all-reduce        all-reduce        nothing
     split by tokens   all-gather       reduce-scatter    reduce-scatter    all-gather
 
-Over `data` and `pipe` there is one rule: weights are cast to varying, or gathered from shards, before differentiation,
-so that every device accumulates its own gradient, which is summed once afterwards. Activations move from stage to
-stage of the pipeline by `to_next_stage` and their gradients back by `to_previous_stage`.
+For `data` and `pipe` there is one rule: weights are cast to varying, or gathered from shards, before differentiation,
+so that every device accumulates its own gradient, which is summed once afterwards. Activations move from stage to stage
+of the pipeline by `to_next_stage` and their gradients back by `to_previous_stage`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def rank(axis: str) -> Array:
 
 
 def replica() -> Array:
-    """Number of the part of the batch that this device has: int32 [], varying over the axes that split it."""
+    """Index of this device's part of the batch: int32 [], varying over the axes that split it."""
     first, *others = splitting("batch")
     number = rank(first)
     for axis in others:
@@ -56,17 +56,17 @@ def replica() -> Array:
 
 
 def replicas() -> int:
-    """Parts that the batch is cut into: devices along all axes that split it."""
+    """Number of parts of the batch: devices along all axes that split it."""
     return math.prod(map(size, splitting("batch")))
 
 
 def size(axis: str) -> int:
-    """Number of devices on `axis`."""
+    """Number of ranks of `axis`."""
     return lax.axis_size(axis)
 
 
 def vary(x: Array, axes: frozenset[str]) -> Array:
-    """Cast `x` to vary over `axes` as well. Its transpose sums the gradient over the axes that were added."""
+    """Cast `x` to also vary over `axes`. Its transpose sums the gradient over the added axes."""
     missing = tuple(sorted(axes - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -75,11 +75,10 @@ def vary(x: Array, axes: frozenset[str]) -> Array:
 
 
 def enter(x: Array, axis: str = MODEL) -> Array:
-    """f: open a region in which values differ along `axis`; the same on all ranks → varying. Its transpose is the
-    all-reduce.
+    """f: open a region in which values differ along `axis`; replicated → varying. Its transpose is the all-reduce.
 
     Raises:
-      ValueError: `x` varies over `axis` already, so a region was left open.
+      ValueError: `x` already varies over `axis`, so a region was left open.
     """
     if axis in varying_axes(x):
         raise ValueError(
@@ -92,7 +91,7 @@ def leave(partial: Array, axis: str = MODEL) -> Array:
     """g: close a region by summing the partial results of all ranks. Its transpose is the identity.
 
     Raises:
-      ValueError: `partial` is the same on every rank already, so the sum would multiply it by the number of ranks.
+      ValueError: `partial` is already the same on every rank, so the sum would multiply it by the number of ranks.
     """
     if axis not in varying_axes(partial):
         raise ValueError(
@@ -102,7 +101,7 @@ def leave(partial: Array, axis: str = MODEL) -> Array:
 
 
 def maximum(x: Array, axis: str = MODEL) -> Array:
-    """Largest value over the ranks of `axis`; carries no gradient."""
+    """Maximum over the ranks of `axis`; carries no gradient."""
     return lax.pmax(lax.stop_gradient(x), axis)
 
 
@@ -129,19 +128,19 @@ def scatter_tokens(partial: Array, axis: str = MODEL) -> Array:
 
 
 def to_next_stage(x: Array) -> Array:
-    """Send `x` to the next stage and receive that of the one before; the last sends to the first."""
+    """Send `x` to the next stage and receive from the previous one; the last sends to the first."""
     stages = size(PIPE)
     return lax.ppermute(x, PIPE, [(stage, (stage + 1) % stages) for stage in range(stages)])
 
 
 def to_previous_stage(x: Array) -> Array:
-    """The way back of `to_next_stage`, and its transpose."""
+    """The reverse of `to_next_stage`, and its transpose."""
     stages = size(PIPE)
     return lax.ppermute(x, PIPE, [(stage, (stage - 1) % stages) for stage in range(stages)])
 
 
 def from_first_stage(x: Array) -> Array:
-    """What stage 0 holds, on every stage."""
+    """The value of stage 0, on every stage."""
     return lax.psum(jnp.where(rank(PIPE) == 0, x, jnp.zeros_like(x)), PIPE)
 
 
@@ -149,13 +148,13 @@ def from_first_stage(x: Array) -> Array:
 
 
 def gather_shards(shard: Array, axis: str, dim: int) -> Array:
-    """Put the shards of all ranks of `axis` together along `dim`; the result is typed as varying over `axis`, so that
-    its gradient stays on its rank."""
+    """All-gather the shards of `axis` along `dim`; the result is typed as varying over `axis`, so that its gradient
+    stays on its rank."""
     return lax.all_gather(shard, axis, axis=dim % shard.ndim, tiled=True)
 
 
 def gather_whole(shard: Array, axis: str, dim: int) -> Array:
-    """As `gather_shards`, typed as what it is, the same on every rank of `axis`: for programs without gradients."""
+    """Like `gather_shards`, but typed as replicated over `axis`: for programs without gradients."""
     return lax.all_gather(shard, axis, axis=dim % shard.ndim, tiled=True, to="invarying")
 
 
@@ -165,5 +164,5 @@ def scatter_sum(x: Array, axis: str, dim: int) -> Array:
 
 
 def sum_over(x: Array, axes: frozenset[str]) -> Array:
-    """Sum over the ranks of all `axes`; nothing happens when there are none."""
+    """Sum over the ranks of all `axes`; the identity if there are none."""
     return lax.psum(x, tuple(sorted(axes))) if axes else x

@@ -1,7 +1,7 @@
 """The mesh: devices laid out along the axes pipe × data × model (`axes.py`).
 
 `model` is the innermost axis, so the devices that exchange activations in every layer are neighbours, on one server and
-its NVLink; replicas along `data` meet once a step and may be far apart (arXiv 2104.04473, section 3.4).
+its NVLink; replicas along `data` communicate once per step and may be far apart (arXiv 2104.04473, section 3.4).
 
     8 GPUs as data 2 × model 4:     data 0: GPU 0 1 2 3     data 1: GPU 4 5 6 7
                                     model:      0 1 2 3                 0 1 2 3
@@ -20,7 +20,7 @@ from mjax.parallel import axes
 
 _replicas = axes.splitting("batch")
 BATCH = P(_replicas if len(_replicas) > 1 else _replicas[0])
-"""How every array of a batch is split: its first dim over the replicas."""
+"""PartitionSpec of every array of a batch: its first dim is split over the replicas."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -31,7 +31,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """
     devices = jax.devices() if devices is None else devices
     sizes = axes.sizes(config)
-    # Auto outside, manual inside shard_map: make_mesh would otherwise type arrays with explicit shardings.
+    # Auto outside, manual inside shard_map: by default make_mesh would type arrays with explicit shardings.
     return jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), axis_types=_auto(sizes), devices=devices[: config.devices]
     )
@@ -48,7 +48,7 @@ def _auto(sizes: dict[str, int]) -> tuple[AxisType, ...]:
 
 
 def sharded_shapes(shapes, specs, mesh: Mesh | AbstractMesh):
-    """ShapeDtypeStructs with shardings: `shapes` as `jax.eval_shape` gives them, a PartitionSpec a leaf in `specs`."""
+    """ShapeDtypeStructs with shardings, from `shapes` as given by `jax.eval_shape` and a PartitionSpec per leaf."""
     return jax.tree.map(
         lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
         shapes,

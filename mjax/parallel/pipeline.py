@@ -1,24 +1,24 @@
-"""The interpreter of a schedule table: one scan over ticks, whatever the schedule.
+"""The interpreter of a schedule table: one scan over ticks, for every schedule.
 
 A stage reads its column of the table (`schedules.py`). In every tick it stores the messages that arrived, runs at most
-one forward, one backward and one weight-gradient pass, each under a conditional, and sends the results on:
+one forward, one backward and one weight-gradient pass, each under a conditional, and sends the results:
 
     tick t    ┌ store ┐  ┌──────── F ────────┐  ┌────────────── B ──────────────┐  ┌─── W ───┐  ┌ send ┐
               messages   first: embedding       last: head, loss, their gradient   ZB-H1 only   y → next stage
                          layers; keep residuals layers' gradient                                dx → previous
                                                 first: gradient of the embedding
 
-**Residuals travel in a ring buffer.** F differentiates its layers with `jax.vjp`. What that returns is a pytree: its
-arrays are the residuals, which F writes into a slot of the buffer and B reads back, and its structure is the backward
-program. Weights among them are recognised and not copied. So recomputation inside a stage is the model's own matter:
-what its `jax.checkpoint` drops never reaches the buffer.
+**Residuals are kept in a ring buffer.** F differentiates its layers with `jax.vjp`. The result is a pytree: its arrays
+are the residuals, which F writes into a slot of the buffer and B reads back, and its structure is the backward program.
+Weights among them are recognised and not copied. So recomputation inside a stage is up to the model: what its
+`jax.checkpoint` drops never reaches the buffer.
 
-**Collectives over `model` inside a conditional are sound**, and those over `data` too: all ranks of such a group are on
-the same stage, read the same column and take the same branch. Those over `pipe` would wait for ever. So everything a
+**Collectives over `model` inside a conditional are sound**, and so are those over `data`: all ranks of such a group are
+on the same stage, read the same column and take the same branch. Those over `pipe` would hang. So everything that a
 branch differentiates is typed as varying over `pipe` before, and sums over stages come after the scan.
 
-**Split backward passes.** Where the schedule has W, B hands on the two factors of each weight gradient, the layer's
-input and the gradient of its output (`PostponedKernel`), and W multiplies them: nothing is computed twice.
+**Split backward passes.** If the schedule has W, B returns the two factors of each weight gradient, the layer's input
+and the gradient of its output (`PostponedKernel`), and W multiplies them: nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ Weights = Any  # a pytree of arrays
 
 @dataclass(frozen=True)
 class StageProgram:
-    """What the stages of a pipeline run.
+    """The functions that the stages of a pipeline run.
 
     Attributes:
       embed: (shared weights, micro-batch) → the stream before the first layer [t, h].
-      layers: (layers of a chunk, stream, micro-batch, number of the virtual stage) → the stream after them, and what
-        they add to means by name, [] each.
+      layers: (layers of a chunk, stream, micro-batch, index of the virtual stage) → the stream after them, and their
+        parts of the means by name, [] each.
       head: (shared weights, stream, micro-batch) → parts of means by name, [] each.
       loss_weights: by name the weight of a mean in the loss, which is differentiated.
       rows: tokens of a micro-batch, b · s.
-      shards: for each leaf of the layers, the (axis, dim) along which `layers` gathers it: those along which its
-        gradient has to be scattered.
+      shards: for each leaf of the layers, the (axis, dim) along which `layers` gathers it, and along which its gradient
+        has to be scattered.
     """
 
     embed: Callable[[Weights, Any], Array]
@@ -69,18 +69,18 @@ class StageProgram:
 def pipeline_gradients(
     schedule: Schedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches, accumulator
 ):
-    """Means and gradients of all micro-batches, from inside `shard_map`.
+    """Means and gradients of all micro-batches, inside `shard_map`.
 
     Args:
       schedule: with a backward pass, for as many stages as `pipe` has ranks.
-      program: what a stage runs.
+      program: the functions of a stage.
       shared: weights of embedding and head, the same on every stage.
       blocks: this stage's layers: leaves [l / P, …], or [V, l / (P V), …] with V chunks.
       micro_batches: pytree of arrays [m, …].
-      accumulator: type of the sums.
+      accumulator: dtype of the sums.
 
     Returns:
-      This device's parts of the means by name, and its gradients of `shared` and `blocks`: complete but for the sums
+      This device's parts of the means by name, and its gradients of `shared` and `blocks`: complete except for the sums
       over `pipe` (shared weights) and `data`.
     """
     shared, blocks, micro_batches = vary_over_pipe((shared, blocks, micro_batches))
@@ -107,8 +107,8 @@ def pipeline_gradients(
 
 
 def pipeline_sums(schedule: Schedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches):
-    """Sum over all micro-batches of what `head` and the layers give on this device, for a `schedule` that has forward
-    passes only; arguments as for `pipeline_gradients`."""
+    """The sum over all micro-batches of the results of `head` and the layers on this device, for a `schedule` with
+    forward passes only; arguments as for `pipeline_gradients`."""
     shared, blocks, micro_batches = vary_over_pipe((shared, blocks, micro_batches))
     stage = _Stage(schedule, program, shared, blocks, micro_batches)
 
@@ -142,10 +142,10 @@ def pipeline_sums(schedule: Schedule, program: StageProgram, shared: Weights, bl
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Sums:
-    """What backward passes add to.
+    """Accumulators of the backward passes.
 
     Attributes:
-      means: what the head gives, by name.
+      means: results of the head, by name.
       shared, blocks: gradients of the shared weights and, leaf by leaf, of this stage's layers.
       pending: factors of postponed weight gradients, [slots, …] each.
     """
@@ -159,14 +159,14 @@ class _Sums:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _State:
-    """What a stage carries from tick to tick.
+    """The state of a stage from tick to tick.
 
     Attributes:
       received: an activation and a gradient [t, h] that have just arrived.
       activations, gradients: those that wait, [slots, t, h].
-      outputs: on the last stage, what its last layers gave and the head has not had yet, [slots, t, h].
-      residuals: those of each forward in flight, [slots, …] each.
-      beside: parts of means that layers have given.
+      outputs: on the last stage, outputs of its last layers that the head has not used yet, [slots, t, h].
+      residuals: of each forward in flight, [slots, …] each.
+      beside: parts of means from the layers.
       sums: means and gradients so far.
     """
 
@@ -197,12 +197,12 @@ class _Stage:
         message = jax.eval_shape(program.embed, shared, first)
         self.message = zeros_like(message)
         self.mean_types = jax.eval_shape(program.head, shared, message, first)
-        # Which leaves of a chunk are kernels whose gradients wait for W.
+        # The leaves of a chunk that are kernels whose gradients wait for W.
         self.contracted = contracted_dims(blocks) if schedule.weight else [None] * len(jax.tree.leaves(blocks))
         self.factors = zero_factors(
             self.chunk({"chunk": 0}), self.contracted, program.shards, program.rows, self.message
         )
-        self.pullback = None  # structure of what `jax.vjp` returns, and which of its leaves are weights
+        self.pullback = None  # structure of the result of `jax.vjp`, and which of its leaves are weights
 
     def micro_batch(self, slot: dict):
         """The micro-batch of a slot."""
@@ -213,7 +213,7 @@ class _Stage:
         return at(self.blocks, slot["chunk"]) if self.schedule.chunks > 1 else self.blocks
 
     def input(self, slot: dict, arrived: Array) -> Array:
-        """What the layers of a slot start from."""
+        """The input of a slot's layers."""
         embed = lambda _: self.program.embed(self.shared, self.micro_batch(slot))  # noqa: E731
         return branch(scopes.F_FIRST, slot["first"], embed, lambda x: x, arrived)
 
@@ -235,9 +235,10 @@ class _Stage:
             state.residuals,
             state.beside,
         )
-        # Where a tick holds one operation, no message may leave before all three have run: a stage would wait for its
-        # neighbour's forward before its own backward. No compiler can change that order if B and W hand on the message
-        # too, and they have one to hand on: a stage that runs B has no activation to send, and one that runs W nothing.
+        # If a tick holds one operation, no message may leave before all three have run: a stage would wait for its
+        # neighbour's forward before its own backward. No compiler can change that order if B and W also return the
+        # message, and they have one to return: a stage that runs B has no activation to send, and one that runs W has
+        # nothing to send.
         instead = jnp.zeros_like if self.schedule.exclusive else lambda message: message
         dx, sums, y = branch(
             scopes.B,
@@ -264,7 +265,7 @@ class _Stage:
         return _State(received, activations, gradients, outputs, residuals, beside, sums), None
 
     def _forward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array], beside: Means):
-        """F: the stream after the layers; it and the residuals are put into their slots."""
+        """F: writes the stream after the layers, and the residuals, into their slots."""
         y, means, new = self._differentiate(
             self.chunk(slot), self.input(slot, arrived), self.micro_batch(slot), slot["virtual_stage"]
         )
@@ -272,7 +273,7 @@ class _Stage:
         return y, put(outputs, slot["output"], y), residuals, add(beside, means)
 
     def _backward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array], sums: _Sums):
-        """B: the gradient of the stage's input. Those of weights are added to the sums or, split, left to W."""
+        """B: the gradient of the stage's input. Weight gradients are added to the sums or, if split, left to W."""
         micro_batch = self.micro_batch(slot)
         residuals = [buffer[slot["residual"]] for buffer in residuals]
 
@@ -302,7 +303,7 @@ class _Stage:
         return dx, sums
 
     def _weights(self, slot: dict, sums: _Sums) -> _Sums:
-        """W: multiply the factors that B left."""
+        """W: multiply the factors from B."""
         factors = [buffer[slot["pending"]] for buffer in sums.pending]
         shards = [shards for shards, dims in zip(self.program.shards, self.contracted, strict=True) if dims]
         products = []
@@ -317,11 +318,11 @@ class _Stage:
     # --- From F to B --------------------------------------------------------------------------------------------------
 
     def zeros(self, types):
-        """Zeros to add things of these types to, in the accumulator's dtype."""
+        """Zeros for accumulating values of these types, in the accumulator's dtype."""
         return jax.tree.map(lambda kind: zeros_like(kind, self.accumulator), types)
 
     def kept_types(self) -> tuple[list, Means]:
-        """Shapes and dtypes of the residuals and of what layers give to means, from a trace of their own."""
+        """Shapes and dtypes of the residuals and of the layers' parts of means, from a separate trace."""
 
         def forward(chunk, x):
             _, means, residuals = self._differentiate(chunk, x, at(self.micro_batches, 0), jnp.int32(0))
@@ -330,8 +331,8 @@ class _Stage:
         return jax.eval_shape(forward, self.chunk({"chunk": 0}), self.message)
 
     def _differentiate(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array):
-        """The stream after the layers, what they give to means, and the residuals of the derivative of both that are
-        not weights."""
+        """The stream after the layers, their parts of means, and the residuals of the derivative of both, without
+        weights."""
         rest, kernels = self._split(chunk)
 
         def layers(rest, x, factors):
@@ -345,7 +346,7 @@ class _Stage:
         return y, means, [leaf for leaf, weight in zip(leaves, which, strict=True) if weight is None]
 
     def _pull_back(self, chunk: Weights, residuals: list[Array], dy: Array):
-        """The derivative of the layers, put together again and applied to `dy`, the gradient of what they gave."""
+        """The derivative of the layers, reassembled and applied to `dy`, the gradient of their output."""
         structure, which, means = self.pullback
         rest, kernels = self._split(chunk)
         weights, residuals = [*rest, *kernels], iter(residuals)
@@ -360,13 +361,13 @@ class _Stage:
         return [w for w, dims in leaves if not dims], [w for w, dims in leaves if dims]
 
     def _join(self, rest: list[Array], kernels: list[Array], factors: list[tuple[Array, Array]]) -> Weights:
-        """A chunk of `_split` parts, with `factors` in which its postponed kernels leave their gradients."""
+        """A chunk from the parts of `_split`, with `factors` in which its postponed kernels leave their gradients."""
         rest, postponed = iter(rest), (PostponedKernel(k, *pair) for k, pair in zip(kernels, factors, strict=True))
         leaves = [next(postponed) if dims else next(rest) for dims in self.contracted]
         return jax.tree.unflatten(jax.tree.structure(self.blocks), leaves)
 
     def _add_to_chunk(self, sums: list[Array], new: list[Array], slot: dict, kernels: bool = False) -> list[Array]:
-        """Add the gradients of the kernels, or of all other leaves, of one chunk to the stage's."""
+        """Add the gradients of the kernels, or of all other leaves, of one chunk to those of the stage."""
         new, added = iter(new), []
         for total, dims in zip(sums, self.contracted, strict=True):
             if bool(dims) != kernels:

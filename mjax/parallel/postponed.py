@@ -1,8 +1,8 @@
-"""ZB-H1's split of the backward pass: kernels whose gradients are multiplied out later (arXiv 2401.10241, section 2).
+"""ZB-H1's split of the backward pass: kernels whose gradients are computed later (arXiv 2401.10241, section 2).
 
-The backward pass of a linear layer has two products: the gradient of its input, which the layer before waits for (B),
-and the gradient of its kernel, which nobody waits for (W). A `PostponedKernel` in the place of a kernel computes the
-first and hands back the two factors of the second.
+The backward pass of a linear layer has two products: the gradient of its input, which the previous layer waits for (B),
+and the gradient of its kernel, which nothing waits for (W). A `PostponedKernel` in place of a kernel computes the first
+and returns the two factors of the second.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from mjax.parallel.layers import input_gradient, linear, linear_forward
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PostponedKernel:
-    """A kernel whose gradient is not multiplied out in the backward pass: ZB-H1's split (arXiv 2401.10241, section 2).
+    """A kernel whose gradient is not computed in the backward pass: ZB-H1's split (arXiv 2401.10241, section 2).
 
-    `linear` hands back the two factors of the gradient, as the "gradients" of two inputs that it does not look at.
-    Whoever asked for them multiplies them later (`kernel_gradient`).
+    `linear` returns the two factors of the gradient, as the "gradients" of two inputs that it does not use. They are
+    multiplied later (`kernel_gradient`).
 
     Attributes:
-      kernel: [*into, *out]; no gradient comes back for it.
-      input: zeros [t, *into]; x comes back.
-      gradient: zeros [t, *out]; the gradient of y comes back.
+      kernel: [*into, *out]; it gets no gradient.
+      input: zeros [t, *into]; its gradient is x.
+      gradient: zeros [t, *out]; its gradient is the gradient of y.
     """
 
     kernel: Array
     input: Array
     gradient: Array
 
-    def __getitem__(self, _) -> PostponedKernel:  # as the array it stands for is read: `self.kernel[...]`
+    def __getitem__(self, _) -> PostponedKernel:  # read like the array it stands for: `self.kernel[...]`
         return self
 
 
@@ -62,8 +62,8 @@ def _(kernel: PostponedKernel, x: Array, dims: int) -> Array:
 
 
 def contracted_dims(weights) -> list[int | None]:
-    """For each leaf of `weights`, as `jax.tree.leaves` lists them: how many dims of it `linear` contracts, or None for
-    what is no kernel."""
+    """For each leaf of `weights`, in the order of `jax.tree.leaves`: how many dims of it `linear` contracts, or None if
+    it is not a kernel."""
     parameters = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, nnx.Param))
     return [parameter.get_metadata().get("contracted") for parameter in parameters]
 
@@ -71,14 +71,14 @@ def contracted_dims(weights) -> list[int | None]:
 def zero_factors(
     layers, contracted: list[int | None], gathered: list[tuple[tuple[str, int], ...]], rows: int, stream: Array
 ) -> list[tuple[Array, Array]]:
-    """Zeros in the place of input and output gradient of each postponed kernel, [layers, b · s, …] each.
+    """Zeros in place of the input and output gradient of each postponed kernel, [layers, b · s, …] each.
 
     Args:
       layers: stacked, as they are stored.
-      contracted: of each leaf, as `contracted_dims` gives it.
-      gathered: of each leaf the (axis, dim) along which it is put together before it is used.
+      contracted: for each leaf, from `contracted_dims`.
+      gathered: for each leaf the (axis, dim) along which it is gathered before use.
       rows: tokens of a micro-batch, b · s.
-      stream: of the dtype and the varying axes of activations.
+      stream: an array with the dtype and the varying axes of activations.
     """
     factors = []
     for kernel, dims, shards in zip(jax.tree.leaves(layers), contracted, gathered, strict=True):

@@ -1,13 +1,13 @@
-"""One program in many processes: start-up, and the few things that all of them have to agree on.
+"""One program in many processes: start-up, and agreement between them.
 
-`jax.distributed` is the engine: every process runs the same program over the same mesh and owns the devices of its
-host, or one of them. Process 0 writes what a run records; all read their own rows of a batch and write their own part
-of a checkpoint.
+It builds on `jax.distributed`: every process runs the same program over the same mesh and owns the devices of its host,
+or one of them. Process 0 writes the records of a run; all read their own rows of a batch and write their own part of a
+checkpoint.
 
-JAX reads from the environment of Slurm, Open MPI (before 5) and Kubernetes how many processes there are, which this
-one is and where process 0 listens. Which GPUs a process owns is decided here: JAX takes the one whose number is the
-process's place on its host, which is wrong where the launcher shows each process its own GPU only (as
-`srun --gpus-per-task=1` does) and wastes the others where one process is to drive all of a host.
+JAX reads the number of processes, the index of this one and the address of process 0 from the environment of Slurm,
+Open MPI (before 5) and Kubernetes. Which GPUs a process owns is decided here: JAX takes the one with the process's
+index on its host, which is wrong if the launcher shows each process its own GPU only (as `srun --gpus-per-task=1` does)
+and leaves the others unused if one process is to use all of a host.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from mjax.errors import UsageError
 from mjax.launch import Distributed, has_nvidia_gpu, launched_by
 
 MESSAGE_BYTES = 2048  # of bytes_from_first
-OURS_FIRST = 60  # seconds by which JAX's own limits are longer than ours, which have a sentence
+OURS_FIRST = 60  # seconds by which JAX's limits are longer than ours, which have a better message
 GIVE_EACH = "give each --distributed.coordinator HOST:PORT, --distributed.processes N and --distributed.process I"
 
 
 def start(where: Distributed) -> None:
-    """Join the other processes, if a launcher or the flags say that there are some; before any device is touched.
+    """Join the other processes, if a launcher or the flags say that there are any; before any device is used.
 
     Raises:
       UsageError: the flags do not go together, or the others could not be reached.
@@ -57,7 +57,7 @@ def start(where: Distributed) -> None:
     if not any(given) and not launched:
         return
     processes, process = where.processes, where.process
-    if processes is None and "OMPI_COMM_WORLD_SIZE" in os.environ:  # JAX 0.10 does not know those of Open MPI 5
+    if processes is None and "OMPI_COMM_WORLD_SIZE" in os.environ:  # JAX 0.10 does not read those of Open MPI 5
         processes, process = int(os.environ["OMPI_COMM_WORLD_SIZE"]), int(os.environ["OMPI_COMM_WORLD_RANK"])
     try:
         with _at_most(where.start_timeout, lambda: _who_is_missing(where, processes, process)):
@@ -67,8 +67,8 @@ def start(where: Distributed) -> None:
                 process,
                 local_device_ids=local_devices(),
                 initialization_timeout=where.start_timeout + OURS_FIRST,
-                # A second net under mjax/training/watchdog.py, which is to speak first: JAX may send one heartbeat in
-                # half of its time-out.
+                # A fallback for mjax/training/watchdog.py, which should report first: JAX may send only one heartbeat
+                # in half of its timeout.
                 heartbeat_timeout_seconds=2 * where.heartbeat + 10,
             )
     except (RuntimeError, ValueError) as error:

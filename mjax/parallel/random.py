@@ -1,12 +1,11 @@
 """Dropout that is the same on every mesh.
 
-Whether an element is dropped is a function of (seed, step, layer, site) and of where the element stands in the whole
-batch: its sample, its position or head, its column. No device holds a generator, so one device and four hundred draw
-the same masks, a resumed run draws the masks it would have drawn, and the backward pass draws them again instead of
-storing them.
+Whether an element is dropped is a function of (seed, step, layer, site) and of the element's index in the global batch:
+its sample, its position or head, its column. No device has a generator, so one device and four hundred draw the same
+masks, a resumed run draws the same masks, and the backward pass draws them again instead of storing them.
 
-The function is a counter hash: two rounds of a 32-bit integer mixer over the column, keyed by two words a row. It
-fuses into its neighbours, where a call to a random-number generator would not. It is meant for dropout only; initial
+The function is a counter hash: two rounds of a 32-bit integer mixer over the column, keyed by two words per row. It
+fuses with its neighbours, which a call to a random-number generator would not. It is meant for dropout only; initial
 weights and sampling use `jax.random`.
 """
 
@@ -22,7 +21,7 @@ from jax import Array
 
 from mjax.parallel.tokens import Tokens
 
-# Places where dropout acts; each has masks of its own. The first and the last are in no layer: they count as layer 0.
+# Sites of dropout; each has its own masks. The first and the last are outside the layers: they count as layer 0.
 EMBEDDING, ATTENTION, ATTENTION_OUTPUT, MLP_OUTPUT, HEAD = 0, 1, 2, 3, 4
 
 
@@ -36,7 +35,7 @@ def mix(x: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DropoutKey:
-    """What the masks of one forward pass depend on.
+    """The inputs of the masks of one forward pass.
 
     Attributes:
       words: uint32 [2], hashed from seed, step, layer and site.
@@ -74,7 +73,7 @@ class DropoutKey:
 
 
 def keep_mask(rate: float, rows: tuple[Array, Array], columns: int) -> Array:
-    """Which elements stay: bool [*rows, columns]; each is dropped with probability `rate`."""
+    """Mask of the elements to keep: bool [*rows, columns]; each is dropped with probability `rate`."""
     first, second = (row[..., None] for row in rows)
     column = jnp.arange(columns, dtype=jnp.uint32)
     word = mix(mix(column + first) ^ second)
@@ -87,7 +86,7 @@ def dropout(x: Array, rate: float, key: DropoutKey | None, *indices: Array, firs
     Args:
       x: [b, i, …, columns]; dims between the first and the last are numbered by `indices`.
       rate: probability; 0 returns `x`.
-      key: which masks; None (evaluation) returns `x`.
+      key: selects the masks; None (evaluation) returns `x`.
       indices: for each middle dim, the *global* index of each of its local elements (positions, heads).
       first_column: global index of the first column.
     """
@@ -101,7 +100,7 @@ def dropout(x: Array, rate: float, key: DropoutKey | None, *indices: Array, firs
 
 
 def dropout_tokens(x: Array, rate: float, key: DropoutKey | None, tokens: Tokens) -> Array:
-    """`dropout` of a residual stream, whose rows are tokens: the mask of [b, s, h], wherever its rows are.
+    """`dropout` of a residual stream, whose rows are tokens: the mask of [b, s, h], wherever the rows are.
 
     Args:
       x: [t, h], the rows that `tokens` describes.

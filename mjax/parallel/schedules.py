@@ -1,6 +1,6 @@
 """Pipeline schedules as tables: which stage works on which micro-batch in which tick.
 
-A pipeline cuts the layers of a model into P *stages*, one on each rank of the axis `pipe`. The global batch is cut into
+A pipeline splits the layers of a model into P *stages*, one per rank of the axis `pipe`. The global batch is split into
 M *micro-batches* that follow each other through the stages, forward and then backward. With V *chunks* a stage holds V
 groups of layers instead of one, and a micro-batch goes round the ring of stages V times: virtual stage v × P + p is
 chunk v of stage p (interleaving).
@@ -15,20 +15,20 @@ use them from the next tick on. A schedule is the table of all slots. P = 3, M =
     stage 2             F0 B0  F1 B1  F2 B2  F3 B3  F4 B4  F5 B5
               └ warm-up ┘      └ one F, one B ┘     └ cool-down       ┘
 
-While the pipeline fills (warm-up) and drains (cool-down) stages stand idle. The *bubble* is that idle time as a
-fraction of the time the work itself takes: (P − 1) / (V M) for the first two schedules here.
+While the pipeline fills (warm-up) and drains (cool-down) stages are idle. The *bubble* is that idle time as a fraction
+of compute time: (P − 1) / (V M) for the first two schedules here.
 
     gpipe   all forwards, then all backwards: every micro-batch is held at once (arXiv 1811.06965).
-    1f1b    backwards start as soon as they can, and each frees what a forward will take: what is held does not grow
-            with M. With V > 1 it is the interleaved schedule (arXiv 2104.04473, section 2.2).
+    1f1b    backwards start as soon as they can, and each frees memory for a forward: memory does not grow with M.
+            With V > 1 it is the interleaved schedule (arXiv 2104.04473, section 2.2).
     zb-h1   the backward pass is split: B computes the gradients of inputs, for which other stages wait, and W those of
-            weights, for which nobody waits, so W fills idle ticks. 3 V M + P − 1 ticks if M ≥ P, and the bubble is
-            (P − 1) / (3 V M) where F, B and W take the same time (arXiv 2401.10241, where V is 1).
+            weights, for which none waits, so W fills idle ticks. 3 V M + P − 1 ticks if M ≥ P, and the bubble is
+            (P − 1) / (3 V M) if F, B and W take the same time (arXiv 2401.10241, where V is 1).
 
-**Lock-step.** The stages run one program and meet at the end of every tick, so a tick takes as long as its longest
-stage. That is why a tick of gpipe and 1f1b has a slot for F and one for B: with one operation a tick, a stage in its
-forward would wait each time for a neighbour in its backward, and every tick would cost max(f, b). With both, a tick of
-the steady state costs f + b on every stage, and the bubble is exactly the formula's for any ratio f : b.
+**Lock-step.** The stages run one program and synchronise at the end of every tick, so a tick takes as long as its
+slowest stage. That is why a tick of gpipe and 1f1b has a slot for F and one for B: with one operation per tick, a stage
+in its forward would always wait for a neighbour in its backward, and every tick would cost max(f, b). With both, a tick
+of the steady state costs f + b on every stage, and the bubble is exactly the formula's for any ratio f : b.
 
 The price is memory. In the papers stages run asynchronously and stage p of 1F1B holds P − p micro-batches. In lock-step
 a micro-batch that has left stage p comes back 2 (P − 1 − p) ticks later, and a new one enters in every tick: the stage
@@ -55,7 +55,7 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """When and on what each stage runs one kind of operation; every field is int32 [ticks, stages], 0 where `on` is.
+    """The operations of one kind: when each stage runs them and on what; int32 [ticks, stages] each, 0 where `on` is 0.
 
     Attributes:
       on: 1 where the stage runs this operation in this tick.
@@ -67,7 +67,7 @@ class Slots:
         stage reads none in F and the last none in B (0).
       residual: slot of the residuals that F leaves to B.
       output: slot of the stream that F of the last virtual stage leaves to the head, which is a part of B; elsewhere
-        the spare slot, which nobody reads.
+        the spare slot, which is never read.
       pending: slot of what B leaves to W; 0 in a schedule without W.
     """
 
@@ -94,13 +94,13 @@ class Schedule:
       stages: P. micro_batches: M. chunks: V.
       forward: the slots of F.
       backward: the slots of B; None where there is only a forward pass.
-      weight: the slots of W; None where B computes the gradients of weights too.
-      receive_activation: int32 [ticks, stages], slot into which the activation that was sent in the tick before is
-        written at the start of the tick. What nobody reads goes to the spare slot, `activation_slots`.
+      weight: the slots of W; None if B also computes the gradients of weights.
+      receive_activation: int32 [ticks, stages], slot into which the activation sent in the previous tick is written at
+        the start of the tick. Messages that are not read go to the spare slot, `activation_slots`.
       receive_gradient: the same for gradients; the spare slot is `gradient_slots`.
-      activation_slots, gradient_slots: messages that wait at once on the fullest stage. The buffers have one slot more.
-      residual_slots, pending_slots: residuals of F, and of B, that are held at once on the fullest stage.
-      output_slots: streams that wait at once for the head; their buffer has one slot more.
+      activation_slots, gradient_slots: most messages that wait at once on a stage. The buffers have one slot more.
+      residual_slots, pending_slots: most residuals of F, and of B, that are held at once on a stage.
+      output_slots: most streams that wait at once for the head; their buffer has one slot more.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Schedule:
 
     def runs(self) -> dict[str, np.ndarray]:
         """How often each stage runs each pass, and the parts of it that belong to the first or the last virtual stage:
-        int64 [stages] by the names of `scopes`."""
+        int64 [stages] by the names in `scopes`."""
         counts = {}
         for name, slots in zip((scopes.F, scopes.B, scopes.W), (self.forward, self.backward, self.weight), strict=True):
             if slots is not None:
@@ -140,14 +140,14 @@ class Schedule:
         return counts
 
     def in_flight(self, stage: int) -> int:
-        """Most pairs of micro-batch and chunk that have had their F on `stage` and wait for their B or are in it."""
+        """Maximum number of pairs of micro-batch and chunk whose F has run on `stage` and whose B has not finished."""
         if self.backward is None:
             return 0
         begun, ended = (slots.on[:, stage].cumsum() for slots in (self.forward, self.backward))
         return int((begun - ended + self.backward.on[:, stage]).max())  # a B holds its residuals through its own tick
 
     def makespan(self, forward: float, backward: float, weight: float = 0.0) -> float:
-        """Time of the whole table in lock-step, in the unit in which F, B and W of one chunk are given.
+        """Time of the whole table in lock-step, in the unit of the times of F, B and W of one chunk.
 
         A tick costs its longest F + its longest B; in an exclusive schedule the longest of all.
         """
@@ -156,7 +156,7 @@ class Schedule:
         return float((costs.max(axis=0) if self.exclusive else costs.sum(axis=0)).sum())
 
     def bubble(self, forward: float, backward: float, weight: float = 0.0) -> float:
-        """Idle time of a stage as a fraction of the time that its operations take (arXiv 2104.04473, section 2.2)."""
+        """Idle time of a stage as a fraction of its compute time (arXiv 2104.04473, section 2.2)."""
         work = self.micro_batches * self.chunks * sum((forward, backward, weight)[: len(self._kinds)])
         return self.makespan(forward, backward, weight) / work - 1.0
 
@@ -183,7 +183,7 @@ def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
     forward = _sweep(stages, micro_batches, chunks)
     # The last stage begins its backwards in the tick of its last forward, or of the first one that ends in the head.
     begin = micro_batches * chunks + stages - 2 if name == "gpipe" else stages * chunks - 1
-    # Backwards are forwards in a mirror: from the last stage to the first and from the last chunk to the first.
+    # Backwards are mirrored forwards: from the last stage to the first and from the last chunk to the first.
     backward = begin + _sweep(stages, micro_batches, chunks)[::-1, :, ::-1]
     return _table(name, forward, backward)
 
@@ -196,8 +196,8 @@ def schedule_of(config: Config) -> Schedule:
 def slot_times(config: Config) -> tuple[float, float, float]:
     """Time of F, B and W of a micro-batch, in forwards.
 
-    A backward pass has two matrix products where the forward has one, for the gradients of inputs and of weights; full
-    recomputation adds a forward to it. W takes the products for weights out of B.
+    A backward pass has two matrix products for each one of the forward pass, for the gradients of inputs and of
+    weights; full recomputation adds a forward. W takes the weight products out of B.
     """
     backward = 3.0 if config.train.recompute == "full" else 2.0
     weight = 1.0 if config.mesh.schedule == "zb-h1" else 0.0
@@ -206,7 +206,7 @@ def slot_times(config: Config) -> tuple[float, float, float]:
 
 @lru_cache(maxsize=64)
 def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The forward passes alone, for evaluation: V M + P − 1 ticks, nothing held.
+    """The forward passes alone, for evaluation: V M + P − 1 ticks, with nothing held.
 
     Raises:
       UsageError: chunks > 1 and P does not divide M.
@@ -216,14 +216,14 @@ def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
 
 
 def check_counts(stages: int, micro_batches: int, chunks: int) -> None:
-    """Refuse what no table can be made of, without making one.
+    """Refuse counts for which there is no table, without building one.
 
     Raises:
       UsageError: a count is below 1, or chunks > 1 and P does not divide M.
     """
     if min(stages, micro_batches, chunks) < 1:
         raise UsageError(
-            f"a pipeline of {stages} stages, {micro_batches} micro-batches and {chunks} chunks cannot run; "
+            f"a pipeline of {stages} stages, {micro_batches} micro-batches and {chunks} chunks is not possible; "
             "each must be at least 1"
         )
     if chunks > 1 and micro_batches % stages:
@@ -243,18 +243,18 @@ def _sweep(stages: int, micro_batches: int, chunks: int) -> np.ndarray:
     """Ticks of the forwards: stage p runs its k-th in tick p + k.
 
     The order is the same on every stage: P micro-batches go through all chunks before the next P enter. The first of a
-    group comes out of chunk v just when stage 0 has sent the last one in, so stage 0 goes on with it in chunk v + 1.
+    group leaves chunk v just when stage 0 has sent the last one in, so stage 0 continues with it in chunk v + 1.
     """
     p, m, v = np.indices((stages, micro_batches, chunks))
     return p + (m // stages * chunks + v) * stages + m % stages
 
 
 def _zb_h1_ticks(stages: int, micro_batches: int, chunks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ticks of F, B and W by ZB-H1's rules, one operation a tick.
+    """Ticks of F, B and W by ZB-H1's rules, one operation per tick.
 
     Stage p may be P − p forwards ahead of its backwards, as in 1F1B, and P ahead of its weight gradients, so that it
-    never holds more than stage 0 of 1F1B. Within that it runs F if it can, else B, else W. With chunks, which the paper
-    does not have, the order is that of the sweep, and a stage may hold (V − 1) P more.
+    never holds more than stage 0 of 1F1B. Within that it runs F if possible, else B, else W. With chunks, which the
+    paper does not have, the order is that of the sweep, and a stage may hold (V − 1) P more.
     """
     ran = np.full((3, stages, micro_batches, chunks), np.iinfo(np.int64).max)  # [operation, p, m, v]: the tick
     done = [[0] * stages for _ in range(3)]  # [operation][p]: how many
@@ -345,7 +345,7 @@ def _table(
 
 
 def _scatter(ticks: int, when: np.ndarray, values: np.ndarray, where: np.ndarray | bool = True, otherwise: int = 0):
-    """Column [ticks, P] that holds values[p, m, v] in tick when[p, m, v]; read-only, because schedules are cached."""
+    """Column [ticks, P] with values[p, m, v] in tick when[p, m, v]; read-only, because schedules are cached."""
     column = np.full((ticks, len(when)), otherwise, np.int32)
     where = np.broadcast_to(where, when.shape)
     column[when[where], np.indices(when.shape)[0][where]] = values[where]
@@ -354,10 +354,10 @@ def _scatter(ticks: int, when: np.ndarray, values: np.ndarray, where: np.ndarray
 
 
 def _assign(begin: np.ndarray, end: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, int]:
-    """Buffer slots [P, M, V] for values that live from tick `begin` to tick `end`, both included, and their number.
+    """Buffer slots [P, M, V] for values that live from tick `begin` to tick `end`, inclusive, and their number.
 
-    On each stage values take slots in the order in which they begin, and a free one before a new one: for intervals
-    that is the fewest possible.
+    On each stage values take slots in the order in which they begin, reusing free ones: for intervals that gives the
+    minimum.
     """
     slots, most = np.zeros_like(begin), 0
     for p in range(len(begin)):

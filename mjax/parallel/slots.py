@@ -1,4 +1,4 @@
-"""What a pipeline's loop is made of: buffers with slots, conditionals, and values that vary over stages."""
+"""Building blocks of a pipeline's loop: buffers with slots, conditionals, and values that vary over stages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mjax.parallel.axes import PIPE
 
 
 def branch(name: str, condition: Array, then: Callable, otherwise: Callable, *operands):
-    """Run one of two branches. What is only handed through belongs into `otherwise`: XLA copies it in the other.
+    """Run one of two branches. Values that only pass through belong in `otherwise`: XLA copies them in the other.
 
-    `name` says which conditional it is to those who read the traced program.
+    `name` labels the conditional in the traced program.
     """
     with jax.named_scope(name):
         return lax.switch(condition, [otherwise, then], *operands)
@@ -32,20 +32,20 @@ def put(buffer: Array, slot: Array, value: Array) -> Array:
 
 
 def add(sums, new):
-    """The leaves of two trees added up, in the dtypes of the first."""
+    """The sum of two trees, leaf by leaf, in the dtypes of the first."""
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, new)
 
 
 def zeros_like(kind, dtype=None) -> Array:
-    """Zeros of the shape, type and varying axes of `kind`."""
+    """Zeros with the shape, dtype and varying axes of `kind`."""
     return mappings.vary(jnp.zeros(kind.shape, dtype or kind.dtype), mappings.varying_axes(kind))
 
 
 def buffer(slots: int, kind) -> Array:
-    """Zeros with room for `slots` arrays like `kind`, varying over stages."""
+    """Zeros for `slots` arrays like `kind`, varying over stages."""
     return mappings.vary(jnp.zeros((slots, *kind.shape), kind.dtype), mappings.varying_axes(kind) | {PIPE})
 
 
 def vary_over_pipe(tree):
-    """A conditional whose predicate varies and whose operands do not would be typed as the same on every rank."""
+    """Cast the operands of a conditional whose predicate varies over `pipe`, or they would be typed as replicated."""
     return jax.tree.map(lambda leaf: mappings.vary(leaf, frozenset({PIPE})), tree)

@@ -1,9 +1,9 @@
-"""Operations whose gradients are sums over many rows, added in float32 and rounded once.
+"""Operations whose gradients are sums over many rows, accumulated in float32 and rounded once.
 
-Autodiff writes the transpose of a broadcast as a sum, and that of a lookup as a scatter-add, in the type of the weight.
-In bf16, with 8 bits, such a sum rounds at every addition and stands still once it is 256 times a term: the gradient of
-an embedding row used 400 times in a micro-batch is 2% off, of one used 4,000 times 7% and more. PyTorch's autocast adds
-these in float32, and so do the functions here; in float32 and float64 they are what autodiff writes.
+Autodiff writes the transpose of a broadcast as a sum, and that of a lookup as a scatter-add, in the dtype of the
+weight. In bf16, with 8 bits, such a sum rounds at every addition and stops growing once it is 256 times a term: the
+gradient of an embedding row used 400 times in a micro-batch is 2% off, of one used 4,000 times 7% and more. PyTorch's
+autocast accumulates these in float32, and so do the functions here; in float32 and float64 they equal autodiff.
 
     operation        forward          gradient of the weight
     add_bias         y + b            sum over rows: 1ᵀ g, a product, which accumulates in float32
@@ -23,7 +23,7 @@ from mjax.parallel import mappings
 
 
 def wide_type(dtype):
-    """float32, or `dtype` where that is wider."""
+    """float32, or `dtype` if that is wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -32,7 +32,7 @@ def add_bias(y: Array, bias: Array) -> Array:
     return _add_bias(y, mappings.vary(bias, mappings.varying_axes(y)))
 
 
-# Added as one row: on a GPU the product before it takes that in, but XLA would write out a bias of several dims first.
+# Added as one row: on a GPU the preceding product fuses that, but XLA would write out a bias of several dims first.
 @jax.custom_vjp
 def _add_bias(y: Array, bias: Array) -> Array:
     return (y.reshape(y.shape[0], -1) + bias.reshape(-1)).reshape(y.shape)
@@ -45,10 +45,11 @@ _add_bias.defvjp(
 
 
 def sum_rows(x: Array) -> Array:
-    """Sum over the first dim, added in float32 or wider and rounded to the type of x. Shapes: [t, *out] → [*out]."""
+    """Sum over the first dim, accumulated in float32 or wider and rounded to the dtype of x. Shapes: [t, *out] →
+    [*out]."""
     if x.dtype == wide_type(x.dtype):
         return x.sum(0)
-    # A product with a row of ones reads x once. A sum of x cast to float32 makes XLA keep float32 copies of x for it.
+    # A product with a row of ones reads x once. For a sum of x cast to float32, XLA keeps float32 copies of x.
     ones = mappings.vary(jnp.ones((1, x.shape[0]), x.dtype), mappings.varying_axes(x))
     total = jnp.matmul(ones, x.reshape(x.shape[0], -1), preferred_element_type=jnp.float32)
     return total.astype(x.dtype).reshape(x.shape[1:])
@@ -75,7 +76,7 @@ _lookup.defvjp(lambda rows, table, ids: (_lookup(rows, table, ids), ids), _looku
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def tile_rows(rows: Array, count: int) -> Array:
-    """`rows` one after the other `count` times. Shapes: [s, h] → [count · s, h]."""
+    """`rows` repeated `count` times. Shapes: [s, h] → [count · s, h]."""
     return jnp.tile(rows, (count, 1))
 
 

@@ -1,9 +1,9 @@
-"""The residual stream as rows, one a token, and how the rows lie on the ranks of `model`.
+"""The residual stream as rows, one per token, and their distribution over the ranks of `model`.
 
 Between the regions of tensor parallelism the stream is a matrix [b · s, h], the positions of sequence 0 first. Either
-every rank of `model` holds all rows, or, with sequence parallelism, each holds a contiguous run of them: rank i the
-rows from i · t to (i + 1) · t with t = b · s / p. Cutting the flat rows rather than the positions of every sequence
-means that no collective has to move anything but whole, contiguous rows.
+every rank of `model` holds all rows, or, with sequence parallelism, each holds a contiguous range: rank i the rows from
+i · t to (i + 1) · t with t = b · s / p. Splitting the flat rows rather than the positions of every sequence means that
+collectives move only whole, contiguous rows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mjax.parallel.axes import MODEL
 
 @dataclass(frozen=True)
 class Tokens:
-    """Which tokens the rows of a residual stream are.
+    """The tokens in the rows of a residual stream.
 
     Attributes:
       sequences: b, of this replica's micro-batch.
-      positions: s, tokens of a sequence.
+      positions: s, tokens per sequence.
       split: whether the rows are split over `model` (sequence parallelism).
     """
 
@@ -41,11 +41,12 @@ class Tokens:
         return mappings.gather_tokens(x) if self.split else mappings.enter(x)
 
     def leave(self, partial: Array) -> Array:
-        """g: close a region: sum the ranks' partial results [b · s, h] → [t, h]."""
+        """g: close a region: sum the partial results of all ranks [b · s, h] → [t, h]."""
         return mappings.scatter_tokens(partial) if self.split else mappings.leave(partial)
 
     def mine(self, rows: Array) -> Array:
-        """This rank's part of something that has a row a token and is the same on every rank: [b · s, …] → [t, …]."""
+        """This rank's rows of an array that has one row per token and is replicated over `model`: [b · s, …] → [t,
+        …]."""
         if not self.split:
             return rows
         count = self.count // mappings.size(MODEL)

@@ -1,4 +1,4 @@
-"""Stages that run one after the other, with what is too little to fill a pipeline: text generation."""
+"""Pipeline stages that run one after the other, for text generation, which has too little work to fill a pipeline."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def run_in_turns(
     x: Array,
     kept,
 ) -> tuple[Array, Any]:
-    """One stage after the other, with what is too little to fill a pipeline: text generation.
+    """Run one stage after the other, for text generation.
 
     Args:
       stages, chunks: P and V.
-      layers: (layers of a chunk, stream, what the chunk has kept) → (stream after them, what is new to keep).
+      layers: (layers of a chunk, stream, cache of the chunk) → (stream after them, new cache entries).
       blocks: this stage's layers, as for `pipeline_gradients`.
       x: the stream before the first layer, the same on every stage.
-      kept: pytree with a leading dim of this stage's layers, or None.
+      kept: caches of the chunks, a pytree with a leading dim of this stage's layers, or None.
 
     Returns:
-      The stream after the last layer, the same on every stage, and what is new, with a leading dim of this stage's
-      layers.
+      The stream after the last layer, replicated over stages, and the new cache entries, with a leading dim of this
+      stage's layers.
     """
 
     def chunk_of(tree, chunk, cut: bool):

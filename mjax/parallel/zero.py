@@ -1,17 +1,17 @@
-"""Where weights, moments and gradients live: one storage layout for plain data parallelism, ZeRO-1, FSDP and pipelines.
+"""Storage of weights, moments and gradients: one layout for plain data parallelism, ZeRO-1, FSDP and pipelines.
 
-A weight of the model names the axes it is split over while it *computes*: `model` only. Between steps it may be split
-further, and its Adam moments with it:
+A weight of the model names the axes it is split over *during the computation*: `model` only. Between steps it may be
+split further, and its Adam moments with it:
 
     weights of the layers     their layer dim over `pipe`: a stage holds its own layers
-    all other weights         over `pipe` as well, if there is one: the embedding is used at both ends of the
-                              pipeline, but its master weights and moments exist once, not once a stage
+    all other weights         also over `pipe`, if there is one: the embedding is used at both ends of the pipeline,
+                              but its master weights and moments exist once rather than once per stage
     with `mesh.zero` 1 or 3   everything over `data` (arXiv 1910.02054)
 
-There are two points at which a shard can become the weight of the computation. ZeRO-1 gathers everything at the start
-of the step, in the compute type. ZeRO-3, alias FSDP, gathers a layer's weights inside the loop over layers, and again
-in the backward pass, so that no device ever holds more than one layer; embeddings and final LayerNorm, and what `data`
-does not divide, it treats as ZeRO-1 does. Either way the gradient of a shard is a reduce-scatter in float32.
+Shards become weights at one of two points. ZeRO-1 gathers everything at the start of the step, in the compute dtype.
+ZeRO-3, or FSDP, gathers a layer's weights inside the loop over layers, and again in the backward pass, so that no
+device ever holds more than one layer; it treats embeddings, the final LayerNorm and weights that `data` does not divide
+like ZeRO-1. Either way the gradient of a shard is reduce-scattered in float32.
 
       float32 shards ── cast ── all-gather ──▶ weights ──▶ loss
       float32 shards ◀── reduce-scatter ◀──── gradients ◀──┘
@@ -38,13 +38,13 @@ from mjax.parallel.postponed import PostponedKernel
 
 @dataclass(frozen=True)
 class Storage:
-    """How one weight is stored, and how it becomes the weight of the computation.
+    """How one weight is stored, and how it is gathered for the computation.
 
     Attributes:
       spec: PartitionSpec of the master weight and its moments.
-      gathers: (axis, dim) to gather, in this order; dims are counted from the end, so that they hold with and without
-        the layer dims.
-      in_loop: cast, and gathered over `data`, layer by layer inside the loop over layers, not at the start of the step.
+      gathers: (axis, dim) to gather, in this order; dims are counted from the end, so they apply with and without the
+        layer dims.
+      in_loop: cast, and gathered over `data`, layer by layer inside the loop over layers rather than at the start.
     """
 
     spec: P
@@ -56,7 +56,7 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
     """A `Storage` for each weight.
 
     Args:
-      shapes: the model as `jax.eval_shape` gives it.
+      shapes: the model as given by `jax.eval_shape`.
       specs: the model's own PartitionSpecs, over `model`.
       mesh: sizes of the axes, chunks and ZeRO stage.
 
@@ -69,7 +69,7 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
 
 
 def cut_into_chunks(model, mesh: MeshConfig):
-    """The model with its layers as [V, l / V, …] where a stage has V chunks."""
+    """The model with its layers as [V, l / V, …] if a stage has V chunks."""
     if mesh.chunks == 1:
         return model
 
@@ -80,28 +80,28 @@ def cut_into_chunks(model, mesh: MeshConfig):
 
 
 def is_layer(name: str) -> bool:
-    """Whether the weight of this name has a leading layer dim."""
+    """Whether the weight with this name has a leading layer dim."""
     return name.startswith("blocks.")
 
 
 def layer_dims(mesh: MeshConfig) -> int:
     """Leading dims of the weights of stacked layers: [l, …], or [V, l / V, …] with V chunks.
 
-    Stage i of a pipeline with V chunks holds the i-th part of each chunk's layers (arXiv 2104.04473, section 2.2). Cut
-    into chunks by a reshape, the layers stay in their order, and each stage's part is an ordinary shard of dim 1.
+    Stage i of a pipeline with V chunks holds the i-th part of each chunk's layers (arXiv 2104.04473, section 2.2). With
+    the chunks made by a reshape, layers stay in order, and each stage's part is an ordinary shard of dim 1.
     """
     return 1 if mesh.chunks == 1 else 2
 
 
 def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> Storage:
-    """How the weight `name` of this whole shape is stored, whose module says `spec`."""
+    """How the weight `name` with this whole shape and its module's `spec` is stored."""
     layers = layer_dims(mesh) if is_layer(name) else 0
     split_by: list[tuple[str, ...]] = [() if entry is None else (entry,) for entry in spec]
     split_by = [()] * (len(shape) - len(split_by)) + split_by  # a chunk dim is not in the model's spec
     gathers: list[tuple[str, int]] = []
 
     def split(axis: str) -> None:
-        """Split the first dim that divides, behind the axes that split it already: its rows stay contiguous."""
+        """Split the first divisible dim, inside the axes that already split it: its rows stay contiguous."""
         ranks = getattr(mesh, axis)
         for dim in range(layers, len(shape)):
             local = shape[dim] // math.prod(getattr(mesh, other) for other in split_by[dim])
@@ -122,10 +122,9 @@ def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> 
 
 @jax.named_scope(scopes.WEIGHTS)
 def gather_weights(model, plan, dtype, mesh: MeshConfig):
-    """The weights of the computation in `dtype`, from inside `shard_map`; those gathered in the loop stay shards.
+    """The weights of the computation in `dtype`, inside `shard_map`; those gathered in the loop stay shards.
 
-    They vary over every axis along which their gradients are summed after the backward pass and not in it
-    (`axes.summed`).
+    They vary over every axis over which their gradients are summed after the backward pass (`axes.summed`).
     """
     summed = axes.summed(mesh)
 
@@ -140,7 +139,7 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig):
 
 
 def gather_for_inference(model, plan, dtype):
-    """As `gather_weights`, for a program that computes no gradients: the weights are the same wherever they are."""
+    """Like `gather_weights`, for a program without gradients: the weights are typed as replicated."""
 
     def one(shard: Array, storage: Storage) -> Array:
         shard = shard.astype(dtype)
@@ -152,11 +151,11 @@ def gather_for_inference(model, plan, dtype):
 
 
 def gather_in_loop(plan, dtype, inference: bool = False) -> Callable | None:
-    """What turns the stored shards of one layer into its weights, or None where `gather_weights` has done so.
+    """The function that turns the stored shards of one layer into its weights, or None if `gather_weights` did that.
 
     Args:
       plan: `Storage` of the stacked layers.
-      dtype: compute type.
+      dtype: compute dtype.
       inference: for weights of `gather_for_inference`.
     """
     if not any(storage.in_loop for storage in jax.tree.leaves(plan)):
@@ -167,13 +166,13 @@ def gather_in_loop(plan, dtype, inference: bool = False) -> Callable | None:
             return replace(shard, kernel=one(storage, shard.kernel))
         if not storage.in_loop:
             return shard
-        ((axis, dim),) = storage.gathers  # a stage holds its layers: nothing of them is gathered over `pipe`
+        ((axis, dim),) = storage.gathers  # a stage holds its layers, so they are not gathered over `pipe`
         return mappings.gather_whole(shard, axis, dim) if inference else _gather_layer(shard, axis, dim, dtype)
 
     return lambda layer: jax.tree.map(one, plan, layer)
 
 
-# Written out for the type of the backward pass: the transpose of a gather in bf16 would sum the gradients in bf16.
+# Written out for the dtype of the backward pass: the transpose of a bf16 gather would sum the gradients in bf16.
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 @jax.named_scope(scopes.WEIGHTS)
 def _gather_layer(shard: Array, axis: str, dim: int, dtype) -> Array:
@@ -191,7 +190,7 @@ _gather_layer.defvjp(
 
 
 def all_but_gathered_weights(primitive, *_, **parameters) -> bool:
-    """Policy of `jax.checkpoint`: keep what autodiff asks for, except weights that `_gather_layer` has gathered."""
+    """Policy of `jax.checkpoint`: keep what autodiff needs, except weights gathered by `_gather_layer`."""
     if primitive.name != "custom_vjp_call":
         return True
     body = parameters["call_jaxpr"]
@@ -201,11 +200,11 @@ def all_but_gathered_weights(primitive, *_, **parameters) -> bool:
 
 @jax.named_scope(scopes.GRADIENT)
 def reduce_gradients(gradients, model, plan):
-    """Sum every gradient over the ranks that hold a part of it, and keep the shard that is stored here.
+    """Sum every gradient over the ranks that hold a part of it, and keep the shard that is stored on this device.
 
-    Outside every loop and in the type of the gradients (float32). The rule: scatter along the dims that were gathered,
-    then sum over the axes on which the gradient still varies and its weight does not. That covers data parallelism,
-    the weights between regions under sequence parallelism, and the embedding at both ends of a pipeline.
+    Outside every loop and in the dtype of the gradients (float32). The rule: scatter along the dims that were gathered,
+    then sum over the axes on which the gradient still varies and its weight does not. That covers data parallelism, the
+    weights between regions under sequence parallelism, and the embedding at both ends of a pipeline.
     """
 
     def one(gradient: Array, shard: Array, storage: Storage) -> Array:

@@ -180,7 +180,7 @@ def test_a_kernel_with_wrong_numbers_is_found_at_the_start(monkeypatch):
         return right(q, k, v, kernel, **options) * (1.5 if kernel == "xla_blocks" else 1.0)
 
     monkeypatch.setattr(kernel_trial, "attend", attend)
-    with pytest.raises(UsageError, match="gives wrong numbers here"):
+    with pytest.raises(UsageError, match="gives wrong results here"):
         kernel_trial._self_test("xla_blocks", MODEL, "fp32", documents=False)
 
 
@@ -192,7 +192,7 @@ def test_a_kernel_that_does_not_keep_to_documents_is_found_at_the_start(monkeypa
 
     monkeypatch.setattr(kernel_trial, "attend", attend)
     resolve_attention(MODEL, "fp32", "cpu")
-    with pytest.raises(UsageError, match="gives wrong numbers here"):
+    with pytest.raises(UsageError, match="gives wrong results here"):
         resolve_attention(MODEL, "fp32", "cpu", documents=True)
 
 
@@ -204,7 +204,7 @@ def test_a_kernel_that_leaves_alibi_out_is_found_at_the_start(monkeypatch):
 
     monkeypatch.setattr(kernel_trial, "attend", attend)
     resolve_attention(MODEL, "fp32", "cpu")
-    with pytest.raises(UsageError, match="gives wrong numbers here"):
+    with pytest.raises(UsageError, match="gives wrong results here"):
         resolve_attention(replace(MODEL, positions="alibi"), "fp32", "cpu")
 
 
@@ -216,7 +216,7 @@ def test_a_kernel_that_leaves_the_window_out_is_found_at_the_start(monkeypatch, 
         return right(q, k, v, kernel, window=window if kernel == "xla" else None, **options)
 
     monkeypatch.setattr(kernel_trial, "attend", attend)
-    with pytest.raises(UsageError, match="gives wrong numbers here"):
+    with pytest.raises(UsageError, match="gives wrong results here"):
         resolve_attention(replace(MODEL, window=window), "fp32", "cpu")
 
 

@@ -248,7 +248,10 @@ def test_the_picture_in_the_docstring_is_the_schedule():
         (("1f2b", 4, 8), "there is no schedule '1f2b', did you mean '1f1b'?; use --mesh.schedule gpipe, 1f1b or zb-h1"),
         (("1f1b", 4, 10, 2), "--train.micro-batch) 8 or 12, or use --mesh.chunks 1"),
         (("gpipe", 4, 3, 2), "--train.micro-batch) 4, or use --mesh.chunks 1"),
-        (("1f1b", 0, 8), "a pipeline of 0 stages, 8 micro-batches and 1 chunks cannot run; each must be at least 1"),
+        (
+            ("1f1b", 0, 8),
+            "a pipeline of 0 stages, 8 micro-batches and 1 chunks is not possible; each must be at least 1",
+        ),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused_with_what_to_type(arguments, message):
