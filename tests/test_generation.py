@@ -419,7 +419,7 @@ def test_a_run_without_a_tokenizer_continues_text_with_the_one_that_is_given(run
 
 def test_a_run_without_tokenizer_or_checkpoint_is_named(run_folder, tmp_path):
     (tmp_path / "config.json").write_text((run_folder / "config.json").read_text())
-    with pytest.raises(UsageError, match=r"has no tokenizer; name the one .* trained with: --tokenizer KIND:FILES$"):
+    with pytest.raises(UsageError, match=r"has no tokenizer; add the one .* trained with: --tokenizer KIND:FILES$"):
         run_generate(arguments_of("--checkpoint", tmp_path, "--prompt", "x"))
     ByteTokenizer().save(tmp_path / "tokenizer")
     with pytest.raises(UsageError, match="has no checkpoint; give a run that has saved one"):

@@ -52,7 +52,7 @@ WRONG = {
     "missing file": (finetune(train="mnli/trian.tsv"), "trian.tsv"),
     "missing run": (finetune(run="no"), "config.json does not exist"),
     "a GPT": (finetune(run="gpt"), "holds a GPT, and labelled tasks need a BERT"),
-    "no tokenizer": (finetune(run="mute"), "has no tokenizer; give a run that was trained on data of mjax prepare"),
+    "no tokenizer": (finetune(run="mute"), "has no tokenizer; use a run that was trained on data of mjax prepare"),
     "a tokenizer without [CLS]": (finetune(run="bytes"), "the model's tokenizer is of kind bytes"),
     "no checkpoint": (finetune(run="empty"), "has no checkpoint; give a run that has saved one"),
     "another checkpoint": (finetune("--step", 11), "has no checkpoint 11; there are 10"),

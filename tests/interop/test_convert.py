@@ -328,7 +328,7 @@ def test_a_run_without_a_tokenizer_is_given_one_on_its_way_out(source, tmp_path,
     assert "convert again with --tokenizer KIND:FILES" in capsys.readouterr().out
     assert cli.main(["generate", "--checkpoint", str(run), "--prompt", "The"]) == 2
     ways = (
-        "has no tokenizer; name the one its model was trained with: --tokenizer KIND:FILES, or convert the model again"
+        "has no tokenizer; add the one its model was trained with: --tokenizer KIND:FILES, or convert the model again"
     )
     assert ways in capsys.readouterr().err
     assert cli.main(["convert", "to-hf", str(run), str(out)]) == 0

@@ -134,7 +134,7 @@ def test_a_run_without_config_tokenizer_or_checkpoint_is_named(folder, tmp_path)
     with pytest.raises(UsageError, match=r"config\.json does not exist; a run folder holds"):
         evaluate(arguments)
     (tmp_path / "run" / "config.json").write_text((folder / "run" / "config.json").read_text())
-    with pytest.raises(UsageError, match=r"has no tokenizer; name the one .* trained with: --tokenizer KIND:FILES$"):
+    with pytest.raises(UsageError, match=r"has no tokenizer; add the one .* trained with: --tokenizer KIND:FILES$"):
         evaluate(arguments)
     with pytest.raises(UsageError, match="has no checkpoint; give a run that has saved one"):
         evaluate(arguments_of(tmp_path, "perplexity", "--tokenizer", "bytes", data=folder / "poem.txt"))

@@ -62,7 +62,7 @@ def test_of_two_replicas_both_are_named():
     mesh = make_mesh(MeshConfig(data=2))
     model = model_on(mesh, P())
     model.up[...] = with_flipped_bit(model.up[...], mesh.devices[0, 1, 0].id)
-    with pytest.raises(UnhealthyError, match=r"replica 0 \(device 0 .*\) and replica 1 \(device 1 .*\) hold different"):
+    with pytest.raises(UnhealthyError, match=r"replica 0 \(device 0 .*\) and replica 1 \(device 1 .*\) differ in"):
         Replicas(abstract(model), mesh).check(1, model)
 
 
