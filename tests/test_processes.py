@@ -210,7 +210,7 @@ def test_processes_that_nobody_joins_end_after_the_start_timeout_with_a_sentence
     with Group(tmp_path / "a", *short, count=2, only=[0]) as first, Group(tmp_path / "b", *short, only=[1]) as other:
         (waiting,), (alone,) = first.finish(code=2), other.finish(code=2)
     late = "mjax: error: the processes of this run did not come together within --distributed.start-timeout 5 s: "
-    assert re.fullmatch(rf"{late}process 0 listens at 127.0.0.1:\d+, and not all of 2 are there; see .*\n", waiting)
+    assert re.fullmatch(rf"{late}process 0 listens at 127.0.0.1:\d+, and not all of 2 connected; check .*\n", waiting)
     assert re.fullmatch(
         rf"{late}this one on \S+ cannot reach process 0 at 127.0.0.1:\d+ \(Connection refused\); .*\n", alone
     )

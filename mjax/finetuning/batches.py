@@ -1,11 +1,11 @@
-"""Batches of training examples: epoch after epoch, each in an order of its own.
+"""Batches of training examples, in a new order every epoch.
 
     epoch 0   3 0 4 | 1 5 2 | 6        seven examples in batches of three: two steps an epoch,
-    epoch 1   5 6 1 | 0 3 4 | 2        and what is left over sits this epoch out
+    epoch 1   5 6 1 | 0 3 4 | 2        and what is left over is dropped
 
-The order is a function of (seed, epoch) and nothing else, so a run that is continued sees what it would have seen, on
-any mesh. What an epoch leaves over is dropped, as in Megatron-LM v1.0 without --keep-last: a smaller last batch would
-weigh its examples more. The next epoch leaves out others.
+The order is a function of (seed, epoch) only, so a run that continues sees the same batches, on any mesh. The
+incomplete last batch of an epoch is dropped, as in Megatron-LM v1.0 without --keep-last: a smaller batch would give its
+examples more weight. The next epoch drops others.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mjax.tasks.rows import Batch, Examples
 
 
 class EpochBatches:
-    """Training batches by step number, as `data.batches.Batches` gives them; keeps no state.
+    """Training batches by step, like `data.batches.Batches`; stateless.
 
     Attributes:
       sizes: the same size at every step.
-      steps: of an epoch.
+      steps: per epoch.
     """
 
     def __init__(self, examples: Examples, batch: int, seed: int):
@@ -40,5 +40,5 @@ class EpochBatches:
         return self.examples.batch(chosen) | {name: label[chosen] for name, label in self.examples.labels.items()}
 
     def _draw(self, epoch: int) -> np.ndarray:
-        # The old generator, whose numbers NumPy has promised never to change.
+        # The legacy generator, whose numbers NumPy guarantees never to change.
         return np.random.RandomState((self.seed, epoch)).permutation(len(self.examples))

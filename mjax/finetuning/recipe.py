@@ -1,8 +1,7 @@
-"""The request of a fine-tuning: the task's recipe, what the flags change, and the config that follows.
+"""The request of a fine-tuning: the task's recipe, changed by flags, and the resulting config.
 
-Recipes are those of the paper and of Megatron-LM v1.0 (`tasks/labelled.py`): AdamW with Megatron's decay mask, a linear
-rise of the learning rate over a share of the steps, then a linear fall to 0, gradients clipped at norm 1, and the
-dropout of pre-training.
+Recipes are those of the paper and of Megatron-LM v1.0 (`tasks/labelled.py`): AdamW with Megatron's decay mask, linear
+warm-up over a share of the steps, then linear decay to 0, gradients clipped at norm 1, and the dropout of pre-training.
 """
 
 from __future__ import annotations
@@ -35,59 +34,58 @@ from mjax.tasks.labelled import DEFAULTS, LabelledTask, Recipe, check_name
 
 @dataclass(frozen=True)
 class FinetuneArguments:
-    """Train a pre-trained BERT further for a task with labels, with several seeds, and keep the best checkpoint."""
+    """Fine-tune a pre-trained BERT for a labelled task, with several seeds, and keep the best checkpoint."""
 
     checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
-    """Folder of the pre-trained run, such as runs/bert_336m: its config.json, tokenizer and newest checkpoint are
-    used. Its heads are left out."""
+    """Folder of the pre-trained run, such as runs/bert_336m: its config.json, tokenizer and newest checkpoint are used,
+    without its heads."""
     task: str
     """mnli, qqp, race, squad1.1 or squad2.0."""
     train: tuple[str, ...]
-    """Files to train on, as published: a .tsv of GLUE, a folder of RACE, a .json of SQuAD."""
+    """Training files, as published: a .tsv of GLUE, a folder of RACE, a .json of SQuAD."""
     validation: tuple[str, ...]
-    """Files to measure by after each epoch, and to choose the best one."""
+    """Validation files, evaluated after each epoch to choose the best one."""
     output: Path | None = None
-    """Folder of the results; CHECKPOINT-TASK when not given. One that is there is continued."""
+    """Folder for the results; by default CHECKPOINT-TASK. An existing one is continued."""
     step: int | None = None
-    """Checkpoint to start from; the newest that is not damaged when not given."""
+    """Checkpoint to start from; by default the newest intact one."""
     seeds: Count = 1
-    """Times the task is trained, each with another head, order of examples and dropout. The papers report the median of
-    five."""
+    """Number of seeds, which differ in head, order of examples and dropout. The papers report the median of five."""
     seed: Seed = 1234
-    """The first seed; the others follow it."""
+    """First seed; the others follow it."""
     epochs: Count | None = None
-    """Times the examples are seen; as in the paper's recipe for the task when not given, like all that follow."""
+    """Number of epochs; by default as in the paper's recipe for the task, like all that follow."""
     batch: Count | None = None
-    """Examples a step, over all devices."""
+    """Examples per step, over all devices."""
     learning_rate: NotNegative | None = None
-    """Peak learning rate, which falls linearly to 0."""
+    """Peak learning rate, with linear decay to 0."""
     warmup: Share | None = None
-    """Share of the steps in which the learning rate rises from 0."""
+    """Share of the steps with linear warm-up from 0."""
     weight_decay: NotNegative | None = None
-    """Decoupled weight decay, of matrices and embeddings."""
+    """Decoupled weight decay, for matrices and embeddings."""
     sequence: Count | None = None
-    """Tokens of a row; what is longer is cut as the task says."""
+    """Tokens per row; longer rows are truncated by the task's rule."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
-    """Examples a data replica takes through the model at once; when not given all of its share, in a pipeline one."""
+    """Examples per forward pass of a data-parallel replica; by default all of its share, in a pipeline one."""
     recompute: Annotated[Literal["none", "selective", "full"], tyro.conf.arg(name="train.recompute")] = "none"
     """Activations that the backward pass recomputes, as in training."""
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
-    """Dtype of activations and matrix products; that of pre-training when not given."""
+    """Dtype of activations and matrix products; by default as in pre-training."""
     attention: Annotated[Literal["auto", "cudnn", "xla", "xla_blocks"], tyro.conf.arg(name="model.attention")] = "auto"
     """Attention kernel, as in training."""
     simulate: int | None = None
-    """Run on this many simulated devices of the CPU, in each process."""
+    """Number of CPU devices to simulate, in each process."""
     distributed: Distributed = field(default_factory=Distributed)
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the report as one JSON object."""
 
 
 def check(arguments: FinetuneArguments) -> None:
-    """Refuse flags that cannot work whatever the files hold.
+    """Refuse flags that cannot work for any files.
 
     Raises:
-      UsageError: a sentence that names the flag and what is allowed.
+      UsageError: a sentence with the flag and what is allowed.
     """
     check_name(arguments.task)
     check_bounds(arguments)
@@ -96,14 +94,14 @@ def check(arguments: FinetuneArguments) -> None:
 
 
 def recipe_of(arguments: FinetuneArguments, saved: Config, say: Callable[[str], None]) -> Recipe:
-    """The task's recipe with what the flags change.
+    """The task's recipe, changed by the flags.
 
     Args:
       saved: config of the pre-trained run.
-      say: told where the task's rows are shortened because the model has not as many positions.
+      say: called if rows are shortened because the model has fewer positions.
 
     Raises:
-      UsageError: rows are longer than the model, or the batch does not divide.
+      UsageError: rows are longer than the model's sequence, or the batch does not divide.
     """
     positions = saved.model.sequence
     if arguments.sequence is not None and arguments.sequence > positions:
@@ -125,10 +123,10 @@ def recipe_of(arguments: FinetuneArguments, saved: Config, say: Callable[[str], 
 
 
 def check_task(task: LabelledTask, recipe: Recipe) -> None:
-    """Refuse files that cannot be trained on or measured by.
+    """Refuse files that cannot be used for training or validation.
 
     Raises:
-      UsageError: there are fewer examples than a batch has, or nothing to measure by.
+      UsageError: there are fewer examples than a batch, or there is no label for validation.
     """
     count = len(task.train)
     if count < recipe.batch:
@@ -141,9 +139,9 @@ def check_task(task: LabelledTask, recipe: Recipe) -> None:
 
 
 def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, recipe: Recipe) -> Config:
-    """The config that the steps run by, for every seed: the pre-trained model's shape and dropout with another head.
+    """The config of the steps, for every seed: the pre-trained model's shape and dropout with another head.
 
-    Its own seed is 0: head, order of examples and dropout masks get theirs from the seed that is trained.
+    Its own seed is 0: head, order of examples and dropout masks depend on the seed that is trained.
     """
     mesh, steps_of_epoch = arguments.mesh, len(task.train) // recipe.batch
     steps = recipe.epochs * steps_of_epoch
@@ -157,7 +155,7 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
         saved,
         model=replace(task.with_head(saved.model), sequence=recipe.sequence, attention=arguments.attention),
         mesh=mesh,
-        data=DataConfig(mock=True),  # no data are read as samples of pre-training
+        data=DataConfig(mock=True),  # no pre-training data are read
         optimizer=OptimizerConfig(
             learning_rate=recipe.learning_rate,
             min_learning_rate=0.0,
@@ -175,24 +173,24 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
             eval_interval=steps_of_epoch,
         ),
         checkpoint=CheckpointConfig(interval=steps_of_epoch, keep_last=2),
-        health=HealthConfig(spike_deviations=0.0),  # the loss of a few examples jumps without anything being wrong
+        health=HealthConfig(spike_deviations=0.0),  # the loss of a few examples varies a lot
         log=LogConfig(tensorboard=False, sample_tokens=0),
     )
 
 
-# --- Whether an output folder is continued ----------------------------------------------------------------------------
+# --- Whether an output folder can be continued ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Request:
-    """Settings that the results depend on, kept in request.json: a folder is continued only with the same.
+    """Settings that affect the results, stored in request.json: a folder is continued only with the same.
 
     Mesh, micro-batch and number of seeds may change between two starts.
 
     Attributes:
-      checkpoint, step: where training starts from; no step: the newest.
+      checkpoint, step: initial weights; no step: the newest.
       task, train, validation: the task and its files.
-      examples: to train on.
+      examples: number of training examples.
       recipe: hyperparameters.
       compute: dtype of activations and matrix products.
     """
@@ -214,10 +212,10 @@ class Request:
         return cls(checkpoint, step, task, train, validation, examples, recipe, compute)
 
     def continuing(self, output: Path) -> Request:
-        """This request, with the step that a fine-tuning in the folder `output` has started from.
+        """This request, with the step that the fine-tuning in the folder `output` started from.
 
         Raises:
-          UsageError: what is there was asked for otherwise, or is damaged.
+          UsageError: the folder has another request, or is damaged.
         """
         file = output / "request.json"
         if not file.exists():
@@ -232,13 +230,13 @@ class Request:
                 flag = "precision.compute" if name == "compute" else name.replace("_", "-")
                 what = "number of examples" if name == "examples" else f"--{flag}"
                 raise UsageError(
-                    f"{output} holds a fine-tuning with {what} {_words(before.get(name))}, now {_words(now)}; "
-                    "choose another --output, or go back to that"
+                    f"{output} was fine-tuned with {what} {_words(before.get(name))}, now {_words(now)}; "
+                    "choose another --output, or use the former value"
                 )
         return self
 
     def as_dict(self) -> dict:
-        """Plain values, those of the recipe beside the others."""
+        """Plain values, with those of the recipe on the same level."""
         values = asdict(self)
         return values | values.pop("recipe")
 

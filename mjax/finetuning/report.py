@@ -1,7 +1,7 @@
-"""The results of all seeds: a table, report.json, and the metric of every epoch as a picture.
+"""The results of all seeds: a table, report.json, and a plot of the metric of every epoch.
 
 The metrics of a seed are those after its best epoch. The papers report their median over five seeds (arXiv 1909.08053,
-table 5): a single seed may be off by more than the difference between two models.
+table 5): the variation between seeds can exceed the difference between two models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.table import Table
 from mjax.data.atomic import put
 from mjax.finetuning.seed import best_of
 
-Epochs = Mapping[int, list[dict]]  # what `SeedRun.epochs` holds, by seed
+Epochs = Mapping[int, list[dict]]  # `SeedRun.epochs`, by seed
 
 
 def summary(metric: str, epochs: Epochs) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def summary(metric: str, epochs: Epochs) -> dict[str, Any]:
 
 
 def print_table(report: dict[str, Any], title: str) -> None:
-    """Show a `summary` on stdout: a column a seed, the last one the median of several."""
+    """Print a `summary` on stdout: one column per seed, then the median of several."""
     seeds, several = report["seeds"], len(report["seeds"]) > 1
     names = [name for name, value in report["best"]["figures"].items() if isinstance(value, float)]
     table = Table.grid(padding=(0, 2))
@@ -54,7 +54,7 @@ def print_table(report: dict[str, Any], title: str) -> None:
 
 
 def draw(metric: str, epochs: Epochs, file: Path, title: str) -> None:
-    """The metric after every epoch, a line a seed, its best epoch marked, and the median of these, as a PNG."""
+    """The metric after every epoch, one line per seed, its best epoch marked, and the median of these, as a PNG."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -71,7 +71,7 @@ def draw(metric: str, epochs: Epochs, file: Path, title: str) -> None:
         median = statistics.median(highest)
         axes.axhline(median, color="grey", linestyle=":", label=f"median of the best, {median:.4f}")
     axes.set(xlabel="epoch", ylabel=metric.replace("_", " "))
-    axes.set_title(title, parse_math=False)  # a name may hold dollars
+    axes.set_title(title, parse_math=False)  # a name may contain dollars
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)

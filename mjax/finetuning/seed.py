@@ -1,14 +1,14 @@
-"""One seed of fine-tuning: the steps of a training run, measured by the task after each epoch.
+"""One seed of fine-tuning: a training run that the task evaluates after each epoch.
 
     seed-1234/
       config.json, metrics.jsonl   as in any run
-      epochs.json                  after each epoch the loss and the task's metrics of the validation files
-      checkpoints/STEP/            the whole state after each of the last two epochs, to continue from
-      best/                        a run folder of its own: config, tokenizer and the weights after the best epoch, and
-                                   after the best one before it, should the newer ones ever be damaged
-        predictions/               of the validation files, in the task's official format
+  epochs.json                  loss and metrics of the validation files after each epoch
+  checkpoints/STEP/            the whole state after each of the last two epochs, to continue from
+  best/                        a run folder: config, tokenizer and the weights after the best epoch, and after the
+                               previous best one, in case the newer ones are damaged
+    predictions/               of the validation files, in the task's official format
 
-An epoch is better than those before it if the task's metric is higher; of equal ones the first stays.
+An epoch is better than those before it if the task's metric is higher; in a tie the first one is kept.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ from mjax.training.loop import Run
 
 
 class SeedRun(Run):
-    """A training run whose evaluation is the task's, and which keeps the weights of its best epoch.
+    """A training run with the task's evaluation, which keeps the weights of its best epoch.
 
     Attributes:
-      epochs: what was measured so far, as in epochs.json: a dict an epoch with its number, its last step, loss and
-        metrics.
+      epochs: results so far, as in epochs.json: one dict per epoch with its number, its last step, loss and metrics.
     """
 
     def __init__(self, *arguments, folder: Path, task: LabelledTask, scorer: TaskScorer, best: Checkpoints, start: int):
-        """Take up what the folder holds of the epochs up to step `start`.
+        """Load the folder's results of the epochs up to step `start`.
 
         Args:
           arguments: as for `Run`.
           folder: seed-N.
-          task: whose validation files measure.
+          task: provides the validation files.
           scorer: of the run's config.
           best: checkpoints of the folder's best/.
           start: the step the run continues from.
@@ -54,7 +53,8 @@ class SeedRun(Run):
         self.epochs = [epoch for epoch in read_epochs(folder) if epoch["step"] <= start]
 
     def evaluate(self, step: int, model: TaskBERT, validation: dict[str, Examples]) -> tuple[float, dict[str, float]]:
-        """Loss and metrics of the validation files, and whatever has to be kept of this epoch."""
+        """Loss and metrics of the validation files; saves the results and, if it is the best, the weights of this
+        epoch."""
         scores = {name: self.scorer(model, examples) for name, examples in validation.items()}
         metrics = {metric.name: metric.value for metric in self.task.metrics(scores)}
         loss = mean_loss(scores, validation)
@@ -72,14 +72,14 @@ class SeedRun(Run):
     def give_up(self, problem: str) -> None:
         """End an unhealthy seed.
 
-        Raises:
+        UnhealthyError: always; the earlier seeds are intact.
           UnhealthyError: always; the seeds before it are intact.
         """
         raise UnhealthyError(f"{problem}; fine-tune with a lower --learning-rate, into another --output")
 
 
 def read_epochs(folder: Path) -> list[dict]:
-    """Read epochs.json of a seed; empty where it does not exist.
+    """Read epochs.json of a seed; empty if it does not exist.
 
     Raises:
       UsageError: it is damaged.
@@ -87,7 +87,7 @@ def read_epochs(folder: Path) -> list[dict]:
     file = folder / "epochs.json"
     if not file.exists():
         return []
-    fix = f"remove {folder}, and this seed is trained from scratch"
+    fix = f"remove {folder}, to train this seed from scratch"
     epochs = read_json(file, fix)
     if not isinstance(epochs, list) or not all(map(_is_epoch, epochs)):
         raise UsageError(f"{file} is not a list of epochs with their steps and metrics; {fix}")
@@ -103,12 +103,12 @@ def _is_epoch(values: Any) -> bool:
 
 
 def best_of(epochs: list[dict], metric: str) -> dict:
-    """The epoch with the highest metric, the first of equal ones."""
+    """The epoch with the highest metric, the first one in a tie."""
     return max(epochs, key=lambda epoch: epoch["figures"][metric])
 
 
 def mean_loss(scores: dict[str, np.ndarray], validation: dict[str, Examples]) -> float:
-    """Mean cross entropy over the examples that have labels, nats, as `TaskBERT.batch_loss` counts it."""
+    """Mean cross entropy in nats over the examples with labels, as in `TaskBERT.loss`."""
     losses = []
     for name, examples in validation.items():
         if examples.labels:

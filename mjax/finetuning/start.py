@@ -1,9 +1,8 @@
-"""The start of fine-tuning: the trunk of a checkpoint, and a head drawn from the seed.
+"""The initial state of fine-tuning: the trunk of a checkpoint, and a head initialised by the seed.
 
-The checkpoint is that of a pre-trained BERT, or of one that was fine-tuned before. Every weight that the task's model
-has too, by name, is taken; the heads for masked tokens and for the order stay behind, the table of learned positions is
-cut to those that the task's rows have, and what the checkpoint has not, the head above all, is drawn from N(0,
-init_std).
+The checkpoint is that of a pre-trained or a fine-tuned BERT. Every weight that the task's model also has, by name, is
+loaded; the heads for masked tokens and for the order are dropped, the table of learned positions is cut to the length
+of the task's rows, and weights that the checkpoint does not have, mainly the head, are drawn from N(0, init_std).
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from mjax.state.train_state import TrainState
 from mjax.training.optimizer import adamw
 from mjax.training.step import TrainProgram, first_state
 
-HEAD = "head."  # of a task: another task's has another meaning, whatever its shape
+HEAD = "head."  # of a task: another task's head has another meaning, whatever its shape
 
 
 class Start:
-    """The beginning of fine-tuning from one checkpoint, for any seed."""
+    """The initial state of fine-tuning from one checkpoint, for any seed."""
 
     def __init__(self, run: Path, saved: Config, config: Config, mesh: Mesh, program: TrainProgram):
-        """Nothing is read before the first state is asked for.
+        """Nothing is read before the first call of `state`.
 
         Args:
           run: folder of the trained run.
-          saved: the config in it.
+          saved: its config.
           config: of fine-tuning, with the task's head.
           mesh: of the shape `config.mesh`.
           program: of `config`.
@@ -56,20 +55,20 @@ class Start:
         self._begin = jax.jit(partial(_first_state, config), out_shardings=shardings)
 
     def state(self, seed: int, step: int | None, on_notice: Callable[[str], None]) -> tuple[int, TrainState]:
-        """The state before the first step of `seed`, and the step of the checkpoint its trunk is from.
+        """The initial state for `seed`, and the step of the checkpoint of its trunk.
 
         Args:
-          seed: draws the head, and chooses the dropout masks. One compiled program serves all seeds, and masks follow
-            from the number of a step; so the steps of a seed are numbered from seed × steps on.
-          step: the checkpoint; None: the newest that is not damaged.
+          seed: initialises the head, and selects the dropout masks. One compiled program serves all seeds, and masks
+            depend on the step number; so the steps of a seed are numbered from seed × steps on.
+          step: the checkpoint; None: the newest intact one.
 
         Raises:
-          UsageError: there is no such checkpoint, or it is of another model than its config says.
+          UsageError: there is no such checkpoint, or its model is not that of its config.
           RunError: it is damaged.
         """
         step, model = restore_weights(self.run, self._source, step, on_notice)
         trunk = {name: weight for name, weight in _named(model).items() if name in self._kept}
-        del model  # what stays behind makes room
+        del model  # frees memory
         return step, self._begin(np.uint32(seed), np.int32(seed * self.config.train.steps % 2**31), trunk)
 
 

@@ -1,13 +1,13 @@
 """The seeds of a fine-tuning, one after the other, and their results.
 
     runs/bert_336m-mnli/
-      request.json                what was asked for; the folder is continued only with the same
-      seed-1234/, seed-1235/, …   (`seed.py`)
-      best                        → seed-N/best, the run folder of the seed with the highest metric
-      report.json, report.png     of the seeds that are done; the picture is redrawn after every epoch
+  request.json                settings; the folder is continued only with the same
+  seed-1234/, seed-1235/, …   (`seed.py`)
+  best                        → seed-N/best, the run folder of the seed with the highest metric
+  report.json, report.png     of the finished seeds; the plot is redrawn after every epoch
 
-All seeds share one compiled program. One that is done is not trained again; one that was interrupted goes on from its
-last checkpoint and ends in the same bits.
+All seeds share one compiled program. A finished seed is not trained again; an interrupted one continues from its last
+checkpoint, with a bit-identical result.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Finetuning:
     """All seeds of one request.
 
     Attributes:
-      epochs: what was measured (`SeedRun.epochs`), by seed.
+      epochs: results (`SeedRun.epochs`), by seed.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Finetuning:
         Args:
           config: of `recipe.config_of`, with `model.attention` resolved to a kernel.
           saved: config of the pre-trained run.
-          task: its files, read.
-          request: what was asked for.
+          task: with its files read.
+          request: the settings.
           output: folder of the results.
           console: for progress and notices.
-          watchdog: over the processes of this run.
+          watchdog: for the processes of this run.
         """
         self.config, self.task, self.request, self.output = config, task, request, output
         self.console, self.watchdog = console, watchdog
@@ -87,7 +87,7 @@ class Finetuning:
         self._say(f"plan    {recipe.epochs} epochs of {steps:,} steps of {recipe.batch} examples")
 
     def train(self, seed: int) -> int:
-        """Train one seed to its end, or take up what is there of it. Returns the exit code, 75 where it was stopped."""
+        """Train one seed to its end, or continue it. Returns the exit code, 75 if it was stopped."""
         folder, last = self.output / f"seed-{seed}", self.config.train.steps
         self._say(f"seed    {seed}")
         if (found := read_epochs(folder)) and found[-1]["step"] == last:
@@ -110,7 +110,7 @@ class Finetuning:
             )  # fmt: skip
             run.steps_before = self._steps_before
             self.epochs[seed] = run.epochs
-            if start == (len(run.epochs) + 1) * self.config.train.eval_interval:  # stopped before it was measured
+            if start == (len(run.epochs) + 1) * self.config.train.eval_interval:  # stopped before it was evaluated
                 run.evaluate(start, state.model, self.task.validation)
             if start < last:
                 batches = EpochBatches(self.task.train, self.config.train.global_batch, seed)
@@ -120,7 +120,7 @@ class Finetuning:
                 if result.stopped:
                     if run.epochs and run.epochs[-1]["step"] == last:
                         self._conclude()
-                    if not result.exit_code:  # in the last step or after it, which the loop takes for its end
+                    if not result.exit_code:  # in the last step or after it, which the loop treats as its end
                         self._say("stopped; run the same command again to continue")
                     return PREEMPTED
         return self._conclude()
@@ -130,7 +130,7 @@ class Finetuning:
         return self.request.as_dict() | summary(self.task.metric, self.epochs)
 
     def print_report(self) -> None:
-        """Show the report as a table on stdout, and say where the rest of it is."""
+        """Print the report as a table on stdout, and where the rest of it is."""
         task, checkpoint = self.request.task, self.request.checkpoint
         print_table(self.report(), f"{task}, fine-tuned from {checkpoint}, step {self.request.step}")
         best = self.report()["best"]
@@ -142,7 +142,7 @@ class Finetuning:
     # --- Parts of a seed ----------------------------------------------------------------------------------------------
 
     def _state(self, seed: int, checkpoints: Checkpoints) -> tuple[int, TrainState]:
-        """The state to continue from: the seed's own last checkpoint, or the pre-trained one."""
+        """The state to continue from: the seed's own last checkpoint, or the initial one."""
         if checkpoints.steps():
             start, state = checkpoints.restore(self.program.abstract_state)
             self._say(f"        continued after step {start}")
@@ -154,7 +154,7 @@ class Finetuning:
         return 0, state
 
     def _lay_out(self, seed: int, folder: Path) -> None:
-        """The files that make folders run folders."""
+        """Write the files of a run folder."""
         best = folder / "best"
         best.mkdir(parents=True, exist_ok=True)
         config = replace(self.config, train=replace(self.config.train, seed=seed))
@@ -186,7 +186,7 @@ class Finetuning:
 
 
 class _Log(MetricsLog):
-    """metrics.jsonl of a seed, which shares its picture with the others."""
+    """metrics.jsonl of a seed, which shares its plot with the others."""
 
     def __init__(self, folder: Path, step: int, draw: Callable[[], None], say: Callable[[str], None]):
         super().__init__(folder, step, tensorboard=False, say=say)

@@ -1,22 +1,22 @@
-"""Positions inside attention: nothing, for a model that adds them to its embedding, or ALiBi.
+"""Position encodings inside attention: none, for a model that adds them to its embedding, or ALiBi.
 
-ALiBi: attention that knows positions by their distance (Press et al., arXiv 2108.12409, section 3).
+ALiBi encodes positions by distance (Press et al., arXiv 2108.12409, section 3).
 
-Nothing is added to the embedding. Each head lowers its scores in proportion to how far back a key lies:
+Nothing is added to the embedding. Each head lowers its scores in proportion to the distance of the key:
 
     score of key j for query i ≤ position      q_i · k_j / √d  −  m (i − j)          m > 0, the slope of the head
 
-Slopes are fixed: no weight, no gradient. A head with a steep slope looks at its neighbourhood, one with a gentle slope
-far back. For n heads, n a power of two, they are the geometric sequence 2^(−8/n), 2^(−16/n), …, 2^(−8). For any other n
-they are those of the next lower power of two, then every second one of twice that many, as in the authors' code:
+Slopes are fixed: no weight, no gradient. A head with a steep slope attends locally, one with a gentle slope far back.
+For n heads, n a power of two, they are the geometric sequence 2^(−8/n), 2^(−16/n), …, 2^(−8). For any other n they are
+those of the next lower power of two, then every second one of twice that many, as in the authors' code:
 
     heads    slopes
     4        2^−2        2^−4        2^−6        2^−8
     6        2^−2        2^−4        2^−6        2^−8        2^−1        2^−3
 
-Megatron-DeepSpeed and `transformers` add m · j instead, from which m (i − j) differs by a number that all keys of a
-query share and softmax does not see. Here it is the distance, because that is small, and so exact, where attention is
-not negligible.
+Megatron-DeepSpeed and `transformers` add m · j instead, which differs from −m (i − j) by the same number for all keys
+of a query, to which softmax is invariant. Here it is the distance, because that is small, and so precise, where
+attention is not negligible.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from mjax.parallel.axes import MODEL
 
 @dataclass(frozen=True)
 class Positions:
-    """What attention does with the places of tokens; this one does nothing. Others override one of the two."""
+    """The position encoding of attention; this one does nothing. Subclasses override one of the two methods."""
 
     def turn(self, q: Array, k: Array, context: Context) -> tuple[Array, Array]:
-        """Queries and keys [b, s, n, d] as attention compares them; a rotary embedding turns them here."""
+        """Queries and keys [b, s, n, d] as attention compares them; a rotary embedding rotates them here."""
         return q, k
 
     def slopes(self) -> Array | None:
-        """What a step of distance lowers a score by, for each of this rank's heads [n / p]; None: nothing."""
+        """By how much one position of distance lowers a score, for each of this rank's heads [n / p]; None: not at
+        all."""
         return None
 
 
@@ -54,13 +55,13 @@ class ALiBi(Positions):
     """A penalty on the distance between two tokens.
 
     Attributes:
-      heads: n, of all ranks together.
+      heads: n, over all ranks.
     """
 
     heads: int
 
     def slopes(self) -> Array:
-        """The slopes of this rank's heads, from inside `shard_map`: [n / p], varying over `model`."""
+        """The slopes of this rank's heads, inside `shard_map`: [n / p], varying over `model`."""
         own = self.heads // mappings.size(MODEL)
         return jax.lax.dynamic_slice_in_dim(jnp.asarray(alibi_slopes(self.heads)), mappings.rank(MODEL) * own, own)
 
@@ -74,12 +75,12 @@ def alibi_slopes(heads: int) -> np.ndarray:
 
 
 def distance_penalty(slopes: Array, ahead: Array, dtype) -> Array:
-    """What is added to the scores, −m (i − j).
+    """The bias for the scores, −m (i − j).
 
     Args:
       slopes: [n].
-      ahead: int [*b, q, k], j − i: how far a key lies ahead of its query, below 0 for the past.
-      dtype: type of the scores.
+      ahead: int [*b, q, k], j − i: how far a key is ahead of its query, below 0 for the past.
+      dtype: of the scores.
 
     Returns:
       [*b, n, q, k].

@@ -22,7 +22,7 @@ from mjax.parallel.layers import LayerNorm
 def transformer_layer(
     key: Array, config: TransformerConfig, dtype, block: type[Block] = Block, positions: Positions = NO_POSITIONS
 ) -> Block:
-    """One layer, of the form that `block` gives it."""
+    """One layer, in the form given by `block`."""
     attention, mlp = jax.random.split(key)
     return block(
         attention_norm=LayerNorm(config.hidden, config.layernorm_epsilon, dtype),

@@ -96,13 +96,13 @@ def _at_most(seconds: float, explain: Callable[[], str]) -> Iterator[None]:
 
 
 def _who_is_missing(where: Distributed, count: int | None, process: int | None) -> str:
-    """Describe why the processes did not come together, as far as one of them can see it."""
+    """Describe why the processes did not connect, as far as one of them can tell."""
     late = f"the processes of this run did not come together within --distributed.start-timeout {where.start_timeout} s"
     if where.coordinator is None:  # the launcher told JAX where process 0 is
         return f"{late}; see the output of the others for one that ended, or {GIVE_EACH}"
     if process == 0:
         return (
-            f"{late}: process 0 listens at {where.coordinator}, and not all of {count} are there; see that all were "
+            f"{late}: process 0 listens at {where.coordinator}, and not all of {count} connected; check that all were "
             "started with this address, and that the port is open between the hosts"
         )
     host, port = where.coordinator.rsplit(":", 1)
@@ -111,13 +111,13 @@ def _who_is_missing(where: Distributed, count: int | None, process: int | None) 
     except OSError as error:
         return (
             f"{late}: this one on {socket.gethostname()} cannot reach process 0 at {where.coordinator} "
-            f"({error.strerror or error}); start process 0, or name a host and port that can be reached"
+            f"({error.strerror or error}); start process 0, or give a host and port that can be reached"
         )
     return f"{late}: this one reached process 0 at {where.coordinator}, another did not; see its output"
 
 
 def _check_devices_per_process() -> None:
-    """Refuse processes that own different numbers of devices: what all exchange is laid out in equal shares.
+    """Refuse processes that own different numbers of devices: the mesh needs equal numbers.
 
     Raises:
       UsageError: they do; in every process.
@@ -133,13 +133,13 @@ def _check_devices_per_process() -> None:
 
 
 def local_devices() -> list[int] | None:
-    """Which of the GPUs that this process sees are its own, as numbers from 0; None: JAX_LOCAL_DEVICE_IDS says it.
+    """The GPUs that this process owns, as indices from 0 among those it sees; None: JAX_LOCAL_DEVICE_IDS sets them.
 
-    The GPUs are shared out in order among the processes of the host; a process that sees one only owns that. An empty
-    list means all, of whatever kind.
+    The GPUs are divided in order among the processes of the host; a process that sees only one owns that one. An empty
+    list means all devices, of whatever kind.
 
     Raises:
-      UsageError: they cannot be shared out evenly.
+      UsageError: they cannot be divided evenly.
     """
     if "JAX_LOCAL_DEVICE_IDS" in os.environ:
         return None
@@ -149,7 +149,7 @@ def local_devices() -> list[int] | None:
         return []
     if visible % count:
         raise UsageError(
-            f"{count} processes on this host cannot share its {visible} GPUs evenly; start one process per GPU or one "
+            f"{count} processes on this host cannot divide its {visible} GPUs evenly; start one process per GPU or one "
             "per host"
         )
     share = visible // count
@@ -157,11 +157,11 @@ def local_devices() -> list[int] | None:
 
 
 def _place_on_host() -> tuple[int, int]:
-    """Index of this process among those that the launcher started on this host, and their number."""
+    """Index of this process among those the launcher started on this host, and their number."""
     if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
         return int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]), int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
     if "SLURM_STEP_TASKS_PER_NODE" in os.environ and "SLURM_LOCALID" in os.environ:
-        counts: list[int] = []  # of each node, from the likes of "8(x63),4"
+        counts: list[int] = []  # of each node, from strings like "8(x63),4"
         for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"]):
             counts += [int(tasks)] * int(nodes or 1)
         return int(os.environ["SLURM_LOCALID"]), counts[int(os.environ["SLURM_NODEID"])]
@@ -169,7 +169,7 @@ def _place_on_host() -> tuple[int, int]:
 
 
 def _visible_gpus() -> int:
-    """Number of NVIDIA GPUs that this process sees, without touching them; 0 where it is to run on the CPU."""
+    """Number of NVIDIA GPUs that this process sees, without using them; 0 if it is to run on the CPU."""
     if os.environ.get("JAX_PLATFORMS") == "cpu" or not has_nvidia_gpu():
         return 0
     if "CUDA_VISIBLE_DEVICES" in os.environ:
@@ -181,14 +181,14 @@ def _visible_gpus() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process writes what the run records."""
+    """Whether this process writes the records of the run."""
     return jax.process_index() == 0
 
 
 def wait_for_all(what: str) -> None:
-    """Return when every process has come to this point, named `what`."""
+    """Return when every process has reached this point, named `what`."""
     if jax.process_count() > 1:
-        with jax.transfer_guard("allow"):  # the loop forbids transfers that nobody asked for; this one is meant
+        with jax.transfer_guard("allow"):  # the loop forbids implicit transfers; this one is intended
             multihost_utils.sync_global_devices(what)
 
 

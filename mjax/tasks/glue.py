@@ -1,4 +1,4 @@
-"""MNLI and QQP: what one sentence says of another (arXiv 1704.05426), and whether two questions are the same.
+"""MNLI and QQP: entailment between two sentences (arXiv 1704.05426), and whether two questions are duplicates.
 
 Both come as GLUE's tab-separated files (arXiv 1804.07461), whose first line names the columns:
 
@@ -7,12 +7,12 @@ Both come as GLUE's tab-separated files (arXiv 1804.07461), whose first line nam
     QQP    id qid1 qid2 question1 question2 is_duplicate     train.tsv, dev.tsv
            id question1 question2                            test.tsv
 
-A tab always parts two columns: quotation marks are text. MNLI's original files, .txt of the same kind and .jsonl, are
-read too; there "-" is the label of pairs on which the annotators did not agree, and these are left out and counted.
-QQP's files hold lines that were broken in two: as in Megatron-LM v1.0 (tasks/glue/qqp.py) they are left out, and
-counted. Nothing is left out of a file without labels, because a prediction is due for each of its pairs.
+A tab always separates columns: quotation marks are text. MNLI's original files, .txt of the same kind and .jsonl, are
+read too; there "-" is the label of pairs on which the annotators did not agree, and these are skipped and counted.
+QQP's files contain lines that were broken in two: as in Megatron-LM v1.0 (tasks/glue/qqp.py) they are skipped and
+counted. Nothing is skipped in a file without labels, because each of its pairs needs a prediction.
 
-A row is [CLS] first [SEP] second [SEP]. Files of predictions are GLUE's submissions, `index<tab>prediction`.
+A row is [CLS] first [SEP] second [SEP]. Prediction files are GLUE submissions, `index<tab>prediction`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Sentences(NamedTuple):
     """Two sentences of a file.
 
     Attributes:
-      name: index of the pair in a predictions file.
-      truth: number of its label; None where the file has none.
+      name: index of the pair in a prediction file.
+      truth: number of its label; None if the file has none.
     """
 
     name: str
@@ -50,9 +50,9 @@ class SentencePairs(LabelledTask):
 
     head = "classification"
     names: ClassVar[tuple[str, ...]]
-    """Labels by their numbers, as they stand in files."""
+    """Labels by number, as in the files."""
     submissions: ClassVar[dict[str, str]]
-    """Names of GLUE's submissions by those of its test files, without their endings."""
+    """Names of GLUE's submissions by the names of its test files, without extensions."""
 
     @property
     def classes(self) -> int:
@@ -64,12 +64,12 @@ class SentencePairs(LabelledTask):
         """FILE:LINE and the pair of each line of a file, or why the line is not used."""
 
     def read(self, file: Path) -> list[Sentences]:
-        """The pairs of a file; those that are left out are counted."""
+        """The pairs of a file; those that are skipped are counted."""
         found = list(self.pairs(file))
         if left_out := [(source, reason) for source, reason in found if isinstance(reason, str)]:
             source, reason = left_out[0]
             self.notes.append(
-                f"{file}: {len(left_out):,} of {len(found):,} pairs are left out, such as that of {source}, which "
+                f"{file}: {len(left_out):,} of {len(found):,} pairs were skipped, such as that of {source}, which "
                 f"{reason}"
             )
         return [pair for _, pair in found if isinstance(pair, Sentences)]
@@ -84,7 +84,7 @@ class SentencePairs(LabelledTask):
             yield pair, [Pair(a, b)], [(pair.truth,)]
 
     def predictions(self, outputs: Outputs) -> dict[str, str]:
-        """GLUE's submissions; one for a test set is named as GLUE asks for it."""
+        """GLUE's submissions; one for a test set has GLUE's name."""
         found = {}
         for name, chosen in self.chosen(outputs).items():
             file = self.submissions.get(self._files[name].stem, name) + ".tsv"
@@ -104,7 +104,7 @@ class Mnli(SentencePairs):
         return file.stem.removeprefix("dev_")
 
     def pairs(self, file: Path) -> Iterator[tuple[str, Sentences | str]]:
-        """All pairs but those on whose label the annotators did not agree."""
+        """All pairs except those on whose label the annotators did not agree."""
         for source, fields in _objects(file) if file.suffix == ".jsonl" else _rows(file):
             sentences = [fields.get(key) for key in ("sentence1", "sentence2")]
             if not all(isinstance(sentence, str) and sentence.strip() for sentence in sentences):
@@ -136,7 +136,7 @@ class Qqp(SentencePairs):
         return metrics
 
     def pairs(self, file: Path) -> Iterator[tuple[str, Sentences | str]]:
-        """All pairs but broken ones, which a file without labels may not have."""
+        """All pairs except broken ones, which a file without labels may not have."""
         columns, rows = table(file, "id", "question1", "question2")
         labelled = "is_duplicate" in columns
         used = ["id", "question1", "question2", *(["is_duplicate"] if labelled else [])]
@@ -152,7 +152,7 @@ class Qqp(SentencePairs):
                 name, first, second, *label = (fields[name] for name in used)
                 found = Sentences(name, first, second, self.names.index(*label) if labelled else None)
             if isinstance(found, str) and not labelled:
-                raise UsageError(f"{source} {found}, and a prediction is due for each pair; {FIX}")
+                raise UsageError(f"{source} {found}, and each pair needs a prediction; {FIX}")
             yield source, found
 
 
@@ -160,7 +160,7 @@ FIX = "fix it, or give the published file"
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """FILE:LINE and fields by their columns, of MNLI's tables."""
+    """FILE:LINE and fields by column, from MNLI's tables."""
     columns, rows = table(file, "sentence1", "sentence2")
     for source, row in rows:
         if len(row) != len(columns):
@@ -169,6 +169,6 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """FILE:LINE and fields, of MNLI's .jsonl files."""
+    """FILE:LINE and fields, from MNLI's .jsonl files."""
     for source, text in lines(file):
         yield source, json_object(text, source, '{"sentence1": "…", "sentence2": "…", "gold_label": "…"}')

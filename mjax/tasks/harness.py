@@ -1,18 +1,18 @@
-"""The models of mjax in EleutherAI's lm-evaluation-harness: any of its tasks on a run folder.
+"""mjax models in EleutherAI's lm-evaluation-harness: any of its tasks on a run folder.
 
     python -m mjax lm-eval --run runs/gpt_345m --tasks hellaswag,arc_easy
 
-The harness asks three things of a model, and this is where the answers come from:
+The harness calls three methods of a model:
 
     loglikelihood          windows of context and continuation, of which the continuation counts ──▶ `Scorer`
-    loglikelihood_rolling  a text in windows side by side, each token counted once                ──▶ `Scorer`
+    loglikelihood_rolling  a text in adjacent windows, each token counted once                   ──▶ `Scorer`
     generate_until         a prompt continued, cut at the first stop sequence                     ──▶ `Generator`
 
-So they run on the mesh of training. What the harness leaves to a model is done as in its own `hf`: a text is encoded
-together with its context and cut where the context's tokens end; what is too long loses tokens on its left; the
-end-of-document token stands in front of a text without context; nothing else is added.
+So they run on the mesh of training. What the harness leaves to a model follows its own `hf`: a text is encoded together
+with its context and split where the context's tokens end; inputs that are too long are truncated on the left; the
+end-of-document token precedes a text without context; nothing else is added.
 
-This module needs the package lm-eval; `mjax lm-eval` says so where it is missing.
+This module needs the package lm-eval; `mjax lm-eval` says so if it is missing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mjax.sampling import Sampling
 from mjax.tasks.interface import FOR_TEXT, Window
 from mjax.tasks.scoring import Scorer
 
-MOST_TOKENS = 256  # that are generated where a task does not say, as the harness's other models do
+MOST_TOKENS = 256  # to generate if a task does not say, as in the harness's other models
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (key of the harness's cache), context, continuation
 
 
@@ -48,17 +48,17 @@ class HarnessModel(TemplateLM):
     """`--model mjax`.
 
     Args (`--model_args run=runs/x,model=8`):
-      run: its folder; checkpoint says the same.
-      step: checkpoint to use; the newest that is not damaged when not given.
-      pipe, data, model: the mesh, which need not be that of training.
-      compute: bf16, fp16 or fp32; that of training when not given.
+      run: its folder; checkpoint is the same.
+      step: checkpoint to use; by default the newest intact one.
+      pipe, data, model: the mesh, which may differ from training.
+      compute: bf16, fp16 or fp32; by default as in training.
       attention: the kernel, as in training.
-      batch_size: sequences a data replica takes through the model at once (`--batch_size`); auto: as in training.
-      tokenizer: KIND:FILE, of a run that has none.
-      device: not looked at; the harness always gives one, and the devices are those of the mesh.
+      batch_size: sequences per forward pass of a data-parallel replica (`--batch_size`); auto: as in training.
+      tokenizer: KIND:FILE, for a run that has none.
+      device: ignored; the harness always passes one, and the devices are those of the mesh.
 
     Raises:
-      UsageError: an argument cannot be used, or the run folder lacks a config, a tokenizer or a checkpoint.
+      UsageError: an argument is invalid, or the run folder lacks a config, a tokenizer or a checkpoint.
       RunError: the checkpoint is damaged.
     """
 
@@ -82,8 +82,8 @@ class HarnessModel(TemplateLM):
             raise UsageError("--model mjax needs a run; add --run runs/NAME, or run=runs/NAME to --model_args")
         if max_batch_size is not None:
             raise UsageError(
-                f"--max_batch_size {max_batch_size} is not for --model mjax, which tries no batch sizes; leave it out "
-                "and use --batch_size"
+                f"--model mjax tries no batch sizes, so --max_batch_size {max_batch_size} is not supported; use "
+                "--batch_size instead"
             )
         run, saved = Path(folder), read_run(Path(folder), *FOR_TEXT)
         if compute not in (None, "bf16", "fp16", "fp32"):
@@ -97,16 +97,17 @@ class HarnessModel(TemplateLM):
         self.scorer, self.generator = Scorer(self.config, mesh), Generator(self.config, mesh)
         self.step, self.weights = restore_weights(run, self.scorer.abstract_model, step, tqdm.write)
 
-    # --- What the harness asks of a tokenizer -------------------------------------------------------------------------
+    # --- Tokenizer interface of the harness
+    # -----------------------------------------------------------------------------
 
     @property
     def eot_token_id(self) -> int:
-        """The id that ends a document, and stands in front of a text that has no context."""
+        """The end-of-document id, which also precedes a text without context."""
         return self.text.eod
 
     @property
     def max_length(self) -> int:
-        """Positions of the model."""
+        """Sequence length of the model."""
         return self.config.model.sequence
 
     @property
@@ -115,10 +116,11 @@ class HarnessModel(TemplateLM):
         return str(self.run.resolve())
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-        """Ids of the text alone: a tokenizer of mjax adds none."""
+        """Ids of the text alone: mjax's tokenizers add no special tokens."""
         return list(self.text.encode(string))
 
-    # --- What it asks of a model --------------------------------------------------------------------------------------
+    # --- Model interface of the harness
+    # ---------------------------------------------------------------------------------
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **_
@@ -133,7 +135,8 @@ class HarnessModel(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Nats of each whole text, negative; every token is predicted, the first one after the end of a document."""
+        """Log-likelihood of each whole text, in nats; every token is predicted, the first one after an end of
+        document."""
         windows, owners = [], []
         for owner, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
@@ -149,9 +152,10 @@ class HarnessModel(TemplateLM):
         return nats.tolist()
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue each prompt up to its first stop sequence, the end of the document or the tokens asked for."""
+        """Continue each prompt up to its first stop sequence, the end of the document or the token limit."""
         found: list[str] = [""] * len(requests)
-        # Requests of one setting together, the longest prompts first, so that a batch has prompts of like length.
+        # Requests with the same settings together, longest prompts first, so that prompts in a batch have similar
+        # lengths.
         order = sorted(range(len(requests)), key=lambda i: (repr(requests[i].args[1]), -len(requests[i].args[0])))
         with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until", unit="prompt") as bar:
             for _, group in groupby(order, key=lambda i: repr(requests[i].args[1])):
@@ -162,12 +166,12 @@ class HarnessModel(TemplateLM):
         self, requests: list[Instance], group: list[int], found: list[str], on_progress: Callable[[int], None]
     ) -> None:
         """`generate_until` of the requests whose indices are in `group`, which share their settings."""
-        sampling, until = self._settings(requests[group[0]].args[1])
+        """`generate_until` for the requests with indices in `group`, which share their settings."""
         room = self.max_length - sampling.tokens
         size = self.config.train.global_batch
         for chunk in (group[first : first + size] for first in range(0, len(group), size)):
             prompts = [(self.tok_encode(requests[i].args[0]) or [self.eot_token_id])[-room:] for i in chunk]
-            filled = prompts + prompts[:1] * (size - len(prompts))  # one program for all
+            filled = prompts + prompts[:1] * (size - len(prompts))  # the same program for all batches
             written = self.generator.generate(self.weights, filled, sampling, self.eot_token_id)
             for i, prompt, continuation in zip(chunk, prompts, written, strict=False):
                 text = written_after(self.text, prompt, continuation)
@@ -183,8 +187,8 @@ class HarnessModel(TemplateLM):
         temperature, top_k, top_p = (settings.pop(name, default) for name, default in SAMPLING.items())
         if settings:
             raise UsageError(
-                f"the task sets {', '.join(settings)} for generation, which mjax does not know; change it with "
-                f"--gen_kwargs: do_sample, {', '.join(SAMPLING)}, until and max_gen_toks are known"
+                f"the task sets {', '.join(settings)} for generation, which mjax does not support; change it with "
+                f"--gen_kwargs: do_sample, {', '.join(SAMPLING)}, until and max_gen_toks are supported"
             )
         if tokens >= self.max_length:
             raise UsageError(
@@ -196,11 +200,11 @@ class HarnessModel(TemplateLM):
         return sampling, until
 
     def _window(self, context: list[int], continuation: list[int]) -> Window:
-        """Both together, of which the continuation counts; what is too long loses tokens on its left."""
+        """Both together, of which the continuation counts; what is too long is truncated on the left."""
         if len(continuation) > self.max_length:
             raise UsageError(
                 f"a continuation has {len(continuation):,} tokens and {self.run} has {self.max_length:,} positions; "
-                "leave out this task, or take a longer model"
+                "leave out this task, or use a model with more positions"
             )
         tokens = [*context, *continuation][-(self.max_length + 1) :]
         return Window(np.array(tokens, np.int32), len(continuation))

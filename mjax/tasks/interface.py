@@ -15,15 +15,15 @@ from mjax.data.corpus import Document, TextFiles, find_files
 from mjax.errors import RunError, UsageError
 
 MOST_NATS = 20.0  # v1.0 shows no perplexity above e^20
-FOR_TEXT = True, "which predicts no next token"  # the model that windows of text need, and what others lack
+FOR_TEXT = True, "which predicts no next token"  # the kind of model that text windows need, and the reason
 
 
 class Window(NamedTuple):
     """Tokens that are read at once.
 
     Attributes:
-      tokens: ids [n + 1]; each but the first is the label of the one before it. n is at most s, the model's positions.
-      counted: how many labels count, 1 to n: the last ones. Those before them are context.
+      tokens: ids [n + 1]; each but the first is the label of the previous one. n is at most s, the model's positions.
+      counted: how many labels count, 1 to n: the last ones. The others are context.
     """
 
     tokens: np.ndarray
@@ -32,14 +32,14 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over windows, whatever batches and devices they were on.
+    """Sums over windows, independent of batches and devices.
 
     Attributes:
       loss: nats, over the labels that count.
-      labels: how many count.
-      correct: how many of these the model holds most likely, each after its true context.
-      windows: how many there are.
-      right: windows of which every label that counts is correct.
+      labels: number of labels that count.
+      correct: number of these that the model finds most likely, each given its true context.
+      windows: number of windows.
+      right: windows in which every label that counts is correct.
     """
 
     loss: float = 0.0
@@ -53,10 +53,10 @@ class Score:
 
     @property
     def mean(self) -> float:
-        """Nats a label.
+        """Nats per label.
 
         Raises:
-          RunError: it is not finite, so nothing can be said about the model.
+          RunError: it is not finite, so there is no result.
         """
         if not math.isfinite(self.loss):
             raise RunError(
@@ -72,9 +72,9 @@ class Metric:
 
     Attributes:
       name: key of the JSON object.
-      value: None where it is not known.
-      shown: how a person reads it.
-      remark: what it is.
+      value: None if it is unknown.
+      shown: formatted for people.
+      remark: explanation.
     """
 
     name: str
@@ -94,22 +94,22 @@ class Metric:
 
     @classmethod
     def share(cls, name: str, part: int, whole: int, remark: str = "") -> Metric:
-        """A share of a whole: between 0 and 1 in JSON, in percent for people."""
+        """A fraction: between 0 and 1 in JSON, in percent for people."""
         return cls(name, part / whole, f"{part / whole:.2%}", remark)
 
 
 class Task(Protocol):
-    """A file, ready to be scored."""
+    """A file to be scored."""
 
     passes: list[Sequence[Window]]
-    """Windows whose scores are needed apart."""
+    """Lists of windows whose scores are summed separately."""
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
-        """The results, of a score for each of `passes`."""
+        """The results, from one score for each of `passes`."""
 
 
 def perplexity(nats: float) -> float:
-    """e to the `nats` a label; never above e^20, as in v1.0."""
+    """exp(`nats`), with nats per label; never above e^20, as in v1.0."""
     return math.exp(min(nats, MOST_NATS))
 
 
@@ -117,10 +117,10 @@ def read_documents(data: str) -> list[Document]:
     """The documents of a file, a folder or a pattern.
 
     Raises:
-      UsageError: there is no such file, or one of unknown type; a line is malformed. An evaluation leaves nothing out.
+      UsageError: there is no such file, or its type is unknown; a line is malformed. An evaluation skips nothing.
     """
     files = TextFiles(find_files([Path(data)]), malformed="skip", all_fields=False)
     found = list(files)
     if files.malformed.count:
-        raise UsageError(f"{files.malformed.examples[0]}; fix the file: an evaluation leaves nothing out")
+        raise UsageError(f"{files.malformed.examples[0]}; fix the file: an evaluation skips nothing")
     return found

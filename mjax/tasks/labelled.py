@@ -1,6 +1,6 @@
-"""Tasks with labels, on which a pre-trained model is trained further: MNLI, QQP, RACE, SQuAD 1.1 and 2.0.
+"""Labelled tasks, for which a pre-trained model is fine-tuned: MNLI, QQP, RACE, SQuAD 1.1 and 2.0.
 
-`labelled_task.py` holds the path that all of them take; here are their names and their recipes.
+`labelled_task.py` has their common path; here are their names and their recipes.
 
 Sources: arXiv 1909.08053, section 5.3 and appendix A; Megatron-LM v1.0, tasks/ and examples/finetune_*.sh.
 """
@@ -29,12 +29,12 @@ class Recipe:
     """Default hyperparameters of a task.
 
     Attributes:
-      epochs: times the training rows are seen.
-      batch: rows a step; a question of RACE counts as one.
-      learning_rate: the highest; it falls linearly to 0.
-      warmup: share of the steps in which it rises to that.
+      epochs: over the training rows.
+      batch: rows per step; a question of RACE counts as one.
+      learning_rate: peak; it decays linearly to 0.
+      warmup: share of the steps with linear warm-up.
       weight_decay: of Adam.
-      sequence: s, tokens of a row.
+      sequence: s, tokens per row.
     """
 
     epochs: int
@@ -73,10 +73,10 @@ def open_task(
 
     Args:
       name: a key of `DEFAULTS`.
-      train, validation: its files, as published; folders for RACE. Files without labels may be validated on too: they
-        give predictions and no metrics.
+      train, validation: its files, as published; folders for RACE. Validation files without labels give predictions but
+        no metrics.
       tokenizer: the model's.
-      positions: s, tokens of a row.
+      positions: s, tokens per row.
 
     Raises:
       UsageError: there is no such task, the tokenizer is not BERT's, or a file is missing or malformed.
@@ -96,7 +96,7 @@ def check_name(name: str, known: Sequence[str] = tuple(TASKS)) -> None:
 
 
 def write_predictions(folder: Path, task: LabelledTask, outputs: Outputs) -> list[Path]:
-    """Write the predictions of a task, files in the official format, into `folder`; gives their paths."""
+    """Write the predictions of a task, files in the official format, into `folder`; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     contents = {folder / name: text for name, text in task.predictions(outputs).items()}
     for file, text in contents.items():

@@ -1,17 +1,17 @@
-"""The one path of all tasks with labels: files → items → rows and labels → logits → metrics and predictions.
+"""The common path of all labelled tasks: files → items → rows and labels → logits → metrics and predictions.
 
-    read         a published file, as items: a pair of sentences, a passage with questions, a question on a paragraph
-    encode       the rows of an item, [CLS] a [SEP] b [SEP], and its labels
-    metrics      the official metrics, of the logits of the validation rows
-    predictions  files in the official format, of the same
+read         a published file, as items: a pair of sentences, a passage with questions, a question on a paragraph
+encode       the rows of an item, [CLS] a [SEP] b [SEP], and its labels
+metrics      the official metrics, from the logits of the validation rows
+predictions  files in the official format, from the same logits
 
-A task says how an item is read, encoded and told; the rest is here. Whoever trains knows nothing of the files: it puts
-the task's head on the model, and hands its logits for the validation rows back.
+A task defines how an item is read, encoded and predicted; the rest is here. Training is independent of the files:
+it adds the task's head to the model, and returns its logits for the validation rows.
 
-    head               logits of a row          label
-    classification     [classes]                which class
-    multiple choice    one for each of c rows   which choice
-    span               [2, s]                   at which token the answer starts, at which it ends
+head               logits of a row          label
+classification     [classes]                which class
+multiple choice    one for each of c rows   which choice
+span               [2, s]                   positions of the first and last token of the answer
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from mjax.tasks.rows import Examples, Pair, as_rows
 
 Role = Literal["train", "validation"]
 Outputs = dict[str, np.ndarray]
-"""By the name of a validation set the logits of its examples, float32 [N, classes], [N, c] or [N, 2, s]."""
+"""Logits of the examples by the name of the validation set, float32 [N, classes], [N, c] or [N, 2, s]."""
 
 
 class LabelledTask(ABC):
-    """Files of a task, ready to be trained on and measured by.
+    """Files of a task, for training and evaluation.
 
     Attributes:
-      head: what is put on the model.
-      classes: outputs of the head for a row: the classes; 1 for a choice; 2 for a position (start, end).
-      choices: c, rows of which an example consists; 1 but for multiple choice.
-      metric: name of the metric by which the best checkpoint is chosen; higher is better.
+      head: of the model.
+      classes: outputs of the head per row: the classes; 1 for a choice; 2 for a position (start, end).
+      choices: c, rows per example; 1 except for multiple choice.
+      metric: name of the metric that selects the best checkpoint; higher is better.
       label_names: of the labels of an example.
-      train: rows to train on; none where no file was given.
-      validation: rows to measure by: "matched" and "mismatched", "middle" and "high", or one set named "validation".
-      notes: what was left out or cut, a sentence each.
+      train: training rows; none if no file was given.
+      validation: validation rows: "matched" and "mismatched", "middle" and "high", or one set named "validation".
+      notes: what was skipped or truncated, a sentence each.
     """
 
     head: Literal["classification", "multiple_choice", "span"]
@@ -56,10 +56,10 @@ class LabelledTask(ABC):
     metric: str = "accuracy"
     label_names: tuple[str, ...] = ("label",)
     unique: ClassVar[str | None] = None
-    """Word for the name of an item, where predictions need names to be unique over all validation sets."""
+    """Word for the name of an item, if prediction files need names to be unique over all validation sets."""
 
     def __init__(self, train: Sequence[str], validation: Sequence[str], tokenizer: Tokenizer, positions: int):
-        """Read the files; arguments and errors as of `labelled.open_task`."""
+        """Read the files; arguments and errors as in `labelled.open_task`."""
         if not isinstance(tokenizer, BertTokenizer):
             raise UsageError(
                 f"the model's tokenizer is of kind {tokenizer.scheme}, and rows of this task need a BERT's, which has "
@@ -90,15 +90,15 @@ class LabelledTask(ABC):
         return any(examples.labels for examples in self.validation.values())
 
     def with_head(self, model: ModelConfig) -> BERTTaskConfig:
-        """The config of `model` with the head that this task needs."""
+        """The config of `model` with the head for this task."""
         given = getattr(model, "answers", BERTTaskConfig.answers)
         answers = {"classification": self.classes, "multiple_choice": self.choices}.get(self.head, given)
         return replace(as_kind(model, "bert_task"), head=self.head, answers=answers)
 
-    # --- What a task says ---------------------------------------------------------------------------------------------
+    # --- Defined by a task --------------------------------------------------------------------------------------------
 
     def files_of(self, given: Iterable[str]) -> list[Path]:
-        """The files, or folders, that are read one by one."""
+        """The files, or folders, to read one by one."""
         return [Path(place) for place in given]
 
     def set_name(self, file: Path, alone: bool) -> str:
@@ -107,8 +107,8 @@ class LabelledTask(ABC):
 
     @abstractmethod
     def read(self, file: Path) -> list:
-        """The items of a file, each with its `name` in predictions, and `truth`: what is right, None where the file
-        does not say.
+        """The items of a file, each with its `name` in predictions, and `truth`: the right answer, or None if the file
+        has none.
 
         Raises:
           UsageError: it is missing or malformed.
@@ -117,10 +117,10 @@ class LabelledTask(ABC):
     @abstractmethod
     def encode(self, file: Path, items: list, role: Role) -> Iterator[tuple[Any, list[Pair], list[tuple[int, ...]]]]:
         """The items of a file that are used; `choices` rows for each example of an item; the labels of each example,
-        which are not looked at where the file has none."""
+        which are ignored if the file has none."""
 
     def metrics(self, outputs: Outputs) -> list[Metric]:
-        """The official metrics of the validation sets that have labels: accuracy over all, and of each of several.
+        """The official metrics of the validation sets with labels: accuracy over all, and of each of several.
 
         Raises:
           RunError: a logit is not finite.
@@ -141,16 +141,16 @@ class LabelledTask(ABC):
 
     @abstractmethod
     def predictions(self, outputs: Outputs) -> dict[str, str]:
-        """Files of predictions in the official format: name → contents. Errors as of `metrics`."""
+        """Prediction files in the official format: name → contents. Errors as in `metrics`."""
 
-    # --- The path -----------------------------------------------------------------------------------------------------
+    # --- Common to all tasks ------------------------------------------------------------------------------------------
 
     def chosen(self, outputs: Outputs) -> dict[str, np.ndarray]:
-        """The highest logit of each example, int [N] by the name of the set; of equal ones the first."""
+        """The index of the highest logit of each example, int [N] by the name of the set; the first in a tie."""
         return {name: logits.argmax(-1) for name, logits in finite(outputs).items()}
 
     def _examples(self, role: Role, files: Sequence[Path]) -> tuple[Examples, list]:
-        """Rows of all `files`, and the items they are from."""
+        """Rows of all `files`, and their items."""
         asked: list[Any] = []
         pairs: list[Pair] = []
         labels: list[tuple[int, ...]] = []
@@ -166,24 +166,24 @@ class LabelledTask(ABC):
             if long:
                 self.notes.append(
                     f"{file}: {long:,} of {count:,} rows ({long / count:.1%}) have more than {self.positions:,} tokens "
-                    "and are cut at the end"
+                    "and are truncated at the end"
                 )
         of_names = zip(*labels, strict=True) if labels else ([] for _ in self.label_names)
         columns = dict(zip(self.label_names, of_names, strict=True)) if known else {}
         return as_rows(pairs, self.choices, columns, self.tokenizer, self.positions), asked
 
     def note_long_questions(self, questions: Sequence[Sequence[int]], longest: int, file: Path) -> None:
-        """Note how many of the questions of `file` have more than `longest` tokens, if any have."""
+        """Add a note if some questions of `file` have more than `longest` tokens."""
         if long := sum(len(ids) > longest for ids in questions):
             share = f"{long:,} of {len(questions):,} questions"
-            self.notes.append(f"{file}: {share} have more than {longest} tokens and are cut there")
+            self.notes.append(f"{file}: {share} have more than {longest} tokens and are truncated")
 
 
 def _has_labels(items: Sequence, file: Path, role: Role) -> bool:
     """Return True if the items of a file have labels.
 
     Raises:
-      UsageError: there is no item, or only some have labels, or none where they are to be learned from.
+      UsageError: there is no item, or only some have labels, or none although they are needed for training.
     """
     labelled = sum(item.truth is not None for item in items)
     if not items:
@@ -202,7 +202,7 @@ def finite(outputs: Outputs) -> Outputs:
     """`outputs`, logits of validation sets.
 
     Raises:
-      RunError: one is not finite, so no answer can be told from them.
+      RunError: one is not finite, so there is no answer.
     """
     for name, logits in outputs.items():
         if not np.isfinite(logits).all():

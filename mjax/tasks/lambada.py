@@ -1,13 +1,13 @@
-"""LAMBADA: the last word of a passage, which people guess only when they have read all of it (arXiv 1606.06031).
+"""LAMBADA: the last word of a passage, which people guess only after reading all of it (arXiv 1606.06031).
 
-The file holds a passage a line, `{"text": "…"}`. The model reads the passage, and the last word counts as predicted
-when each of its subwords is the most likely one after the true tokens before it (teacher forcing). Two ways of cutting
-off the last word are in use (Megatron-LM v1.0, tasks/zeroshot_gpt2/datasets.py):
+The file has one passage per line, `{"text": "…"}`. The model reads the passage, and the last word counts as predicted
+if each of its subwords is the most likely one given the true tokens before it (teacher forcing). There are two ways of
+splitting off the last word (Megatron-LM v1.0, tasks/zeroshot_gpt2/datasets.py):
 
-    strict      what follows the last white space, encoded with a space in front, all its subwords: the papers' metric
-    last token  the last token of the whole passage encoded at once, be it a word or the end of one; easier
+    strict      the text after the last white space, encoded with a leading space, all its subwords: the papers' metric
+    last token  the last token of the whole passage encoded at once, whether a word or the end of one; easier
 
-Source: arXiv 1909.08053, section 5.3 and appendix E.2. The text is taken raw, as there.
+Source: arXiv 1909.08053, section 5.3 and appendix E.2. The text is used raw, as there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Lambada:
     """The task on one file.
 
     Attributes:
-      passes: the passages cut for the strict metric, then those for the last token.
+      passes: the passages split for the strict metric, then those for the last token.
     """
 
     def __init__(self, data: str, tokenizer: Tokenizer, positions: int, overlap: int | None = None):
@@ -35,14 +35,14 @@ class Lambada:
         Args:
           data: a .jsonl file.
           positions: s of the model.
-          overlap: has no meaning here.
+          overlap: not used here.
 
         Raises:
           UsageError: the file is missing, is not a .jsonl, is empty, or has a line that is malformed, shorter than two
-            words or longer than the model can read; an overlap is given.
+            words or too long for the model; an overlap is given.
         """
         if overlap is not None:
-            raise UsageError("--overlap is for texts that do not fit the model, and lambada's do; leave it out")
+            raise UsageError("--overlap is for long texts, and lambada's fit the model; leave it out")
         documents = read_documents(data)
         if not documents:
             raise UsageError(f'{data} has no passage; give a file of lines {{"text": "…"}}')
@@ -52,7 +52,7 @@ class Lambada:
         ]
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
-        """Both accuracies, and how likely the last words were."""
+        """Both accuracies, and the likelihood of the last words."""
         strict, last = scores
         return [
             Metric.share("accuracy", strict.right, strict.windows, "strict: the whole last word is right"),
@@ -66,17 +66,19 @@ class Lambada:
 
 
 def _last_word(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
-    """Tokens of the passage without its last word, and of that word with a space in front."""
+    """Tokens of the passage without its last word, and of that word with a leading space."""
     words = document.text.split()
     if document.fields is None or len(words) < 2:
-        what = "holds less than two words" if document.fields is not None else "is not a .jsonl file"
-        raise UsageError(f'{document.source} {what}; lambada takes a passage a line, {{"text": "The cat sat down"}}')
+        what = "has fewer than two words" if document.fields is not None else "is not a .jsonl file"
+        raise UsageError(
+            f'{document.source} {what}; lambada needs one passage per line, {{"text": "The cat sat down"}}'
+        )
     before = document.text[: document.text.rfind(words[-1])].strip()
     return tokenizer.encode(before), tokenizer.encode(" " + words[-1])
 
 
 def _last_token(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
-    """Tokens of the whole passage, the last apart."""
+    """Tokens of the whole passage, the last one separately."""
     tokens = tokenizer.encode(document.text)
     return tokens[:-1], tokens[-1:]
 

@@ -1,15 +1,15 @@
 """Perplexity and bits per byte of any text.
 
-Every document is read from its beginning, after the end-of-document token that stood in front of it in training. So
-each of its tokens is predicted, the first one too, and the loss is that of the whole text. Divided by its bytes rather
-than its tokens, it compares models with any tokenizers:
+Every document is read from its beginning, after the end-of-document token that precedes it in training. So each of its
+tokens is predicted, including the first, and the loss is that of the whole text. Divided by bytes rather than tokens,
+it is comparable across tokenizers:
 
     perplexity     exp(nats / tokens)
     bits per byte  nats / ln 2 / bytes of UTF-8
 
-A document longer than the model reads is cut into windows (`windows.py`): side by side, or overlapping where asked for,
-which takes longer and is kinder to the model. Ends of documents are not predicted, whether the dataset holds them or
-not, so a text gives the same metrics as the dataset that was prepared from it.
+A document longer than the model's sequence is split into windows (`windows.py`): adjacent, or overlapping on request,
+which takes longer and gives a lower loss. Ends of documents are not predicted, whether the dataset contains them or
+not, so a text gives the same metrics as the dataset prepared from it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Perplexity:
 
     Attributes:
       passes: the windows of all documents.
-      documents: how many hold text.
-      bytes: UTF-8 bytes of the text; None for a dataset that does not say.
+      documents: number with text.
+      bytes: UTF-8 bytes of the text; None for a dataset without that information.
     """
 
     def __init__(self, data: str, tokenizer: Tokenizer, positions: int, overlap: int | None = None):
-        """Read the documents and cut them into windows.
+        """Read the documents and split them into windows.
 
         Args:
           data: a .txt, .jsonl or .parquet file, a folder or a pattern of such; or the prefix of an indexed dataset.
           positions: s of the model.
-          overlap: labels a window after a document's first counts; s when not given, so that windows lie side by side.
+          overlap: labels counted in a window after a document's first; by default s, for adjacent windows.
 
         Raises:
           UsageError: there is nothing under that name, or no text in it; the dataset was made with another tokenizer;
@@ -69,17 +69,17 @@ class Perplexity:
         self.passes: list[Sequence[Window]] = [windows]
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
-        """Perplexity, bits per byte, and what they are made of."""
+        """Perplexity, bits per byte, and the numbers they are computed from."""
         (score,) = scores
-        bits, length = Metric("bits_per_byte", None, "unknown", "no .json says how long the text was"), []
+        bits, length = Metric("bits_per_byte", None, "unknown", "the size of the text is in no .json"), []
         if self.bytes is not None:
             per_byte = score.mean * score.labels / math.log(2) / self.bytes
-            bits = Metric.number("bits_per_byte", per_byte, "whatever the tokenizer")
+            bits = Metric.number("bits_per_byte", per_byte, "independent of the tokenizer")
             length = [Metric.count("bytes", self.bytes, "of text, in UTF-8")]
         return [
             Metric.number("perplexity", perplexity(score.mean), "per token of this tokenizer"),
             bits,
-            Metric.number("loss", score.mean, "nats a token"),
+            Metric.number("loss", score.mean, "nats per token"),
             Metric.count("tokens", score.labels),
             *length,
             Metric.count("documents", self.documents),
@@ -96,18 +96,18 @@ def _of_dataset(prefix: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocabulary:
             raise UsageError(
                 f"{prefix} holds token ids from {tokens.min()} to {tokens.max()} and the run's tokenizer has "
-                f"{tokenizer.vocabulary:,}; give data that were prepared with the tokenizer of the run"
+                f"{tokenizer.vocabulary:,}; use data that were prepared with the tokenizer of the run"
             )
         yield tokens[:-1] if len(tokens) and tokens[-1] == tokenizer.eod else tokens
 
 
 def _check_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
-    """Refuse a dataset that brings another tokenizer along than the run's; Megatron's bring none."""
+    """Refuse a dataset that has another tokenizer than the run; Megatron's datasets have none."""
     folder = tokenizer_folder(prefix)
     if folder.is_dir() and _identity(tokenizer_from_folder(folder)) != _identity(tokenizer):
         raise UsageError(
-            f"{prefix} was prepared with another tokenizer than the run's, so the same id means another text; prepare "
-            "it again with the tokenizer of the run, or give the text itself"
+            f"{prefix} was prepared with another tokenizer than the run's, so the same id means different text; "
+            "prepare it again with the tokenizer of the run, or give the text itself"
         )
 
 

@@ -1,13 +1,14 @@
-"""RACE: questions on a passage, of English exams for middle and high school in China (arXiv 1704.04683).
+"""RACE: questions on a passage, from English exams for middle and high school in China (arXiv 1704.04683).
 
-The data set is a folder of folders, {train,dev,test}/{middle,high}, with a JSON object in each .txt file:
+The dataset is a folder of folders, {train,dev,test}/{middle,high}, with a JSON object in each .txt file:
 
     {"id": "high1.txt", "article": "…", "questions": ["The author is _ ."], "options": [["a", "b", "c", "d"]],
      "answers": ["C"]}
 
-Each question has four options, and each option is a row of its own: the question with the option in place of every
-"_", or behind it where there is none; then the article. As in Megatron-LM v1.0 (tasks/race/data.py) question and option
-come first and have at most 128 tokens, so that a row that is too long loses the end of the article.
+Each question has four options, and each option is a separate row: the question with the option in place of every "_",
+  or
+appended if there is none; then the article. As in Megatron-LM v1.0 (tasks/race/data.py) question and option come first
+and have at most 128 tokens, so that a row that is too long loses the end of the article.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EXPECTED = '{"id": "…", "article": "…", "questions": ["…"], "options": [["
 
 
 class Passage(NamedTuple):
-    """An article and the questions on it; `truth` holds the letters of their answers, None where the file has none."""
+    """An article and the questions on it; `truth` has the letters of their answers, None if the file has none."""
 
     name: str
     article: str
@@ -45,7 +46,7 @@ class Race(LabelledTask):
     unique = "id"
 
     def files_of(self, given) -> list[Path]:
-        """The folders, or the levels they are divided into."""
+        """The folders, or the levels in them."""
         found = []
         for folder in map(Path, given):
             if not folder.is_dir():
@@ -85,7 +86,7 @@ class Race(LabelledTask):
             yield passage, rows, [(OPTIONS.index(letter),) for letter in passage.truth or ()]
 
     def predictions(self, outputs: Outputs) -> dict[str, str]:
-        """predictions.json: the answers of each file by its id, in the form in which the data set has them."""
+        """predictions.json: the answers of each file by its id, in the format of the dataset."""
         answers: dict[str, list[str]] = {}
         for name, chosen in self.chosen(outputs).items():
             letters = iter(OPTIONS[number] for number in chosen)
@@ -98,7 +99,7 @@ def _passage(values: dict[str, Any], source: str) -> Passage:
     """The passage that is a JSON object.
 
     Raises:
-      UsageError: a key is missing, holds what it should not, or there are not as many options or answers as questions.
+      UsageError: a key is missing or invalid, or the numbers of options or answers and of questions differ.
     """
     name, article, questions, options = (values.get(key) for key in ("id", "article", "questions", "options"))
     answers = values.get("answers")

@@ -1,7 +1,7 @@
 """Texts as rows of a BERT: [CLS] a [SEP] b [SEP] and padding.
 
-A row that is too long is cut at its end, so b is cut first, as in Megatron-LM v1.0 (tasks/data_utils.py); Google's
-BERT cuts the longer of the two. Token types are 0 for padding whatever its id; v1.0 fills them with the padding's id.
+A row that is too long is truncated at its end, so b loses tokens first, as in Megatron-LM v1.0 (tasks/data_utils.py);
+Google's BERT truncates the longer of the two. Token types are 0 for padding whatever its id; v1.0 uses the padding id.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Examples:
       tokens: int32 [N, c, s], `[CLS] a [SEP] b [SEP]` and padding.
       token_types: int32 [N, c, s]; 0 up to the first [SEP] and in the padding, 1 for the rest.
       text: bool [N, c, s]; False is padding.
-      labels: int32 [N] each: {"label": …}, or {"start": …, "end": …}, which are positions in the row; empty where the
-        file has none.
+      labels: int32 [N] each: {"label": …}, or {"start": …, "end": …}, which are positions in the row; empty if the file
+        has none.
     """
 
     tokens: np.ndarray
@@ -48,7 +48,7 @@ class Examples:
 
 
 class Pair(NamedTuple):
-    """Ids of the two texts of a row, without what is put around them."""
+    """Ids of the two texts of a row, without special tokens."""
 
     a: Sequence[int]
     b: Sequence[int]
@@ -62,7 +62,7 @@ class Pair(NamedTuple):
 def as_rows(
     pairs: Sequence[Pair], choices: int, labels: dict[str, Sequence[int]], tokenizer: BertTokenizer, positions: int
 ) -> Examples:
-    """Rows of `positions` tokens, `choices` neighbouring ones to an example."""
+    """Rows of `positions` tokens, `choices` consecutive ones per example."""
     place = np.arange(positions)
     length = np.array([pair.length for pair in pairs], np.int32).clip(max=positions)[:, None]  # [N c, 1]
     second = np.array([len(pair.a) + 2 for pair in pairs], np.int32)[:, None]  # where b begins
@@ -81,9 +81,9 @@ def as_rows(
 
 
 def padded_batches(examples: Examples, size: int) -> Iterator[tuple[int, Batch]]:
-    """All examples in their order, without labels: how many there are in a batch of `size`, and the batch.
+    """All examples in order, without labels: the number of examples in a batch of `size`, and the batch.
 
-    The last one is filled up with copies of its first example, which nobody looks at.
+    The last one is filled with copies of its first example, which are not used.
     """
     for first in range(0, len(examples), size):
         count = min(size, len(examples) - first)
@@ -91,8 +91,8 @@ def padded_batches(examples: Examples, size: int) -> Iterator[tuple[int, Batch]]
 
 
 def clean_text(text: str) -> str:
-    """`text` with single spaces for white space, and no space before a full stop, as v1.0 cleans the text of a task."""
+    """`text` with white space collapsed, and no space before a full stop, as in v1.0."""
     text = re.sub(r"\s+", " ", text)
-    for _ in range(3):  # full stops in a row share their spaces
+    for _ in range(3):  # consecutive full stops share their spaces
         text = text.replace(" . ", ". ")
     return text

@@ -1,14 +1,14 @@
-"""Batches through a trained model: one program on the mesh, under any parallelism, whatever the task.
+"""Batches through a trained model: one program on the mesh, under any parallelism, for every task.
 
-It is the evaluation step with a head of the task's own (`RowScorer.head`), which gives some numbers for each row: for
-a window of text its loss and how many of its labels are the likeliest, for a labelled example its logits. Each
-micro-batch writes its rows into an array of zeros at the places of its samples, and one sum over everything puts the
-rows of a batch together: under any parallelism, a pipeline included, every device ends with all of them.
+It is the evaluation step with the task's own head (`RowScorer.head`), which gives some numbers for each row: for a
+window of text its loss and the number of correct labels, for a labelled example its logits. Each micro-batch writes its
+rows into an array of zeros at the indices of its samples, and one sum over all axes combines the rows of a batch: under
+any parallelism, including a pipeline, every device ends up with all of them.
 
-A batch of windows is padded on the right to one width, and has a mask that says which labels count. Causal attention
-never looks at the padding behind a token, and the mask leaves the padding's own labels out; so do the rows that fill
-the last batch. Short windows are padded to the next power of two only, so there is a compiled program for each width in
-use; each reads the first positions of the same weights.
+A batch of windows is padded on the right to one width, with a mask of the labels that count. Causal attention never
+sees the padding after a token, and the mask excludes the padding's own labels, and the rows that fill the last batch.
+Short windows are padded to the next power of two only, so there is one compiled program per width in use; each reads
+the first positions of the same weights.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ NARROWEST = 64  # positions; narrower windows would save less than another compi
 
 
 class RowScorer(ABC):
-    """The compiled program that gives a head's numbers for each row, with any weights of one config.
+    """The compiled program that computes a head's numbers for each row, with any weights of one config.
 
     Attributes:
-      abstract_model: ShapeDtypeStructs with shardings: what weights are restored to.
+      abstract_model: ShapeDtypeStructs with shardings: the target for restoring weights.
     """
 
     def __init__(self, config: Config, mesh: Mesh):
@@ -73,7 +73,7 @@ class RowScorer(ABC):
     @staticmethod
     @abstractmethod
     def head(weights: Model, x: Array, batch: dict[str, Array], context: Context) -> Array:
-        """The numbers of each row of a micro-batch, inside `shard_map`: [b, …], the same on every rank of `model`.
+        """The numbers of each row of a micro-batch, inside `shard_map`: [b, …], replicated over `model`.
 
         Args:
           weights: of the model, gathered.
@@ -91,7 +91,7 @@ class RowScorer(ABC):
 
         Args:
           model: master weights, as in `TrainState.model`.
-          batches: what to give back beside the numbers, the width of the rows, and the arrays of the global batch.
+          batches: a value to return with the numbers, the width of the rows, and the arrays of the global batch.
         """
         dispatched = (
             (about, self._program(width, model, to_devices(batch, self._sharding))) for about, width, batch in batches
@@ -110,7 +110,7 @@ class Scorer(RowScorer):
     def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: Context) -> Array:
         """Loss and number of correct labels of each row, [b, 2].
 
-        The counts are exact: a window has far fewer labels than the 2^24 up to which float32 holds every whole number.
+        The counts are exact: a window has far fewer labels than 2^24, up to which float32 represents every integer.
         """
         tokens, labels, counts = context.tokens, batch["labels"], batch["loss_mask"]  # [b, s]
         logits = weights.logits(x, tokens)  # [b s, v / p]
@@ -121,7 +121,7 @@ class Scorer(RowScorer):
     def score(
         self, model: CausalModel, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
     ) -> Score:
-        """Score all `windows` together; arguments as of `score_each`."""
+        """Score all `windows` together; arguments as in `score_each`."""
         return sum(self.score_each(model, windows, on_progress), Score())
 
     __call__ = score
@@ -143,14 +143,14 @@ class Scorer(RowScorer):
             for width, chosen in self._batches(windows)
         )
         for chosen, rows in self.rows(model, batches):
-            for index, (loss, correct) in zip(chosen, rows.tolist(), strict=False):  # the rest is filling
+            for index, (loss, correct) in zip(chosen, rows.tolist(), strict=False):  # the rest is padding
                 counted = windows[index].counted
                 scores[index] = Score(loss, counted, int(correct), 1, int(correct == counted))
             on_progress(len(chosen))
         return scores
 
     def _batches(self, windows: Sequence[Window]) -> Iterator[tuple[int, list[int]]]:
-        """Indices of windows of one width at a time, the widest first: if the memory is short, that shows at once."""
+        """Indices of windows of one width at a time, the widest first: if memory is short, that shows at once."""
         by_width: dict[int, list[int]] = {}
         for index, window in enumerate(windows):
             by_width.setdefault(self._width(len(window.tokens) - 1), []).append(index)
@@ -161,7 +161,7 @@ class Scorer(RowScorer):
                 yield width, group[first : first + size]
 
     def _width(self, needed: int) -> int:
-        """`needed` rounded up to a power of two from 64 on, as far as there are positions."""
+        """`needed` rounded up to a power of two from 64 on, limited by the number of positions."""
         width = min(1 << (max(needed, NARROWEST) - 1).bit_length(), self.config.model.sequence)
         mesh, tokens = self.config.mesh, width * self.config.train.micro_batch
         splits = not mesh.sequence_parallel or tokens % mesh.model == 0
@@ -169,7 +169,7 @@ class Scorer(RowScorer):
 
 
 def _padded(windows: Sequence[Window], width: int, size: int) -> Batch:
-    """A batch [size, width] of windows; what fills it up has no label that counts."""
+    """A batch [size, width] of windows; padding rows have no label that counts."""
     tokens, labels = np.zeros((2, size, width), np.int32)
     mask = np.zeros((size, width), bool)
     for row, (ids, counted) in enumerate(windows):
@@ -216,8 +216,7 @@ def rows_of_batch(config: Config, plan, model: Model, batch: dict[str, Array], h
 
     Args:
       config, plan, model, batch: as for `step.loss_and_gradients`.
-      head: (weights, stream after the last layer [t, h], micro-batch, context) → [b, …], the same on every rank of
-        `model`.
+      head: (weights, stream after the last layer [t, h], micro-batch, context) → [b, …], replicated over `model`.
 
     Returns:
       [B, …], the same on every device.
@@ -234,15 +233,15 @@ def rows_of_batch(config: Config, plan, model: Model, batch: dict[str, Array], h
 
 
 def to_devices(batch: dict[str, np.ndarray], sharding: NamedSharding) -> dict[str, Array]:
-    """The arrays of a batch that every process holds as a whole; each gives its own devices their rows."""
-    with jax.transfer_guard("allow"):  # this one is meant
+    """The arrays of a batch that every process has as a whole; each gives its own devices their rows."""
+    with jax.transfer_guard("allow"):  # the intended transfer
         return {
             name: jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__) for name, rows in batch.items()
         }
 
 
 def one_behind(dispatched: Iterable[T]) -> Iterator[T]:
-    """The same items, each when the next has been made: it is fetched while the devices work on that one."""
+    """The same items, each after the next has been dispatched: it is fetched while the devices work on that one."""
     waiting: list[T] = []
     for item in dispatched:
         yield from waiting

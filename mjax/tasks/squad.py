@@ -3,16 +3,16 @@
     {"version": "1.1", "data": [{"title": "…", "paragraphs": [{"context": "…", "qas": [
         {"id": "…", "question": "…", "answers": [{"text": "…", "answer_start": 515}]}]}]}]}
 
-A file is one JSON object, whose `answer_start` counts characters of the context; one without `answers` at all has
-predictions only. In 2.0 a question may have no answer (`"answers": []`; `plausible_answers` is unused), which a model
-has to notice; to it that is an answer that begins and ends at [CLS]. Predictions are in the formats of Google's
-run_squad.py and of the official scripts:
+A file is one JSON object, whose `answer_start` counts characters of the context; one without any `answers` gives
+predictions only. In 2.0 a question may have no answer (`"answers": []`; `plausible_answers` is unused), which the model
+has to detect: there the answer begins and ends at [CLS]. Predictions are in the formats of Google's run_squad.py and of
+the official scripts:
 
-    predictions.json         id → answer; in 2.0 "" where none is more likely: its metrics are `exact` and `f1`
+    predictions.json         id → answer; in 2.0 "" if none is more likely: its metrics are `exact` and `f1`
     nbest_predictions.json   id → the 20 most likely, with their probabilities and logits
-    null_odds.json           2.0: id → score of there being no answer, less that of the best one
-    best_answers.json        2.0: id → the best one even so; `evaluate-v2.0.py FILE best_answers.json --na-prob-file
-                             null_odds.json` finds the thresholds of `best_exact` and `best_f1`
+    null_odds.json           2.0: id → no-answer score minus that of the best answer
+    best_answers.json        2.0: id → the best answer in any case; `evaluate-v2.0.py FILE best_answers.json
+                             --na-prob-file null_odds.json` finds the thresholds of `best_exact` and `best_f1`
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ EXPECTED = f'{{"data": [{{"paragraphs": [{{"context": "…", "qas": [{OF_QUESTIO
 
 
 class Question(NamedTuple):
-    """A question, what it is about, and the windows that are its rows, one after another.
+    """A question, its context, and the consecutive windows that are its rows.
 
     Attributes:
-      truth: text and first character of each answer; none where there is none; None where the file does not say.
+      truth: text and first character of each answer; empty if there is none; None if the file does not say.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Question(NamedTuple):
 
     @property
     def span(self) -> Span | None:
-        """Tokens of the first answer; None where there is none, or where the context holds other text there."""
+        """Tokens of the first answer; None if there is none, or if the context has other text there."""
         if not self.truth:
             return None
         text, begin = self.truth[0]
@@ -87,9 +87,9 @@ class Squad(LabelledTask):
         positions: int,
         stride: int = STRIDE,
     ):
-        """Read the files; `version` says by whose rules, `stride` by how many tokens a window moves on.
+        """Read the files; `version` selects the rules, `stride` is the number of tokens by which windows advance.
 
-        Other arguments and errors as of `open_task`.
+        Other arguments and errors as in `open_task`.
         """
         self.version, self.stride = version, stride
         self.metric = "f1" if version == "1.1" else "best_f1"
@@ -109,11 +109,11 @@ class Squad(LabelledTask):
         return found
 
     def encode(self, file: Path, items: list[Question], role: Role):
-        """A row for each window; in training questions are left out whose answer is not where the file says."""
+        """One row per window; in training, questions whose answer is not where the file says are skipped."""
         found = [q for q in items if role == "validation" or not q.truth or q.span is not None]
         if lost := len(items) - len(found):
             self.notes.append(
-                f"{file}: {lost:,} of {len(items):,} questions are left out: the context does not hold their answer "
+                f"{file}: {lost:,} of {len(items):,} questions were skipped: the context does not contain their answer "
                 "at its answer_start"
             )
         encoded = self.tokenizer.encode_batch([question.text for question in found])
@@ -123,7 +123,7 @@ class Squad(LabelledTask):
             if (room := self.positions - len(ids) - 3) < 1:
                 raise UsageError(
                     f"{file}, question {question.name} has {len(ids)} tokens, and a row of {self.positions} has no "
-                    f"room for a context then; read rows of {LONGEST_QUESTION + STRIDE} tokens or more"
+                    f"room left for a context; use rows of {LONGEST_QUESTION + STRIDE} tokens or more"
                 )
             ranges = cut_into_windows(len(tokens), room, self.stride)
             deciding, offset = deciding_windows(ranges, len(tokens)), len(ids) + 2
@@ -135,7 +135,7 @@ class Squad(LabelledTask):
             yield question._replace(windows=windows), rows, [answer_position(span, window, offset) for window in ranges]
 
     def metrics(self, outputs: Outputs) -> list[Metric]:
-        """The metrics of the version's official script, over all sets that have answers."""
+        """The metrics of the version's official script, over all sets with answers."""
         found = self._answers(outputs)
         truths = {
             question.name: [text for text, _ in question.truth]
@@ -152,7 +152,8 @@ class Squad(LabelledTask):
         return squad_scores.metrics_2(best, {name: found[name].null_odds for name in truths}, scored)
 
     def predictions(self, outputs: Outputs) -> dict[str, str]:
-        """The files that the module tells of; those of several sets begin with the name of the set."""
+        """The prediction files of the module docstring; with several sets their names begin with the name of the
+        set."""
         files = {}
         for name, logits in outputs.items():
             found = self._answers({name: logits})
@@ -169,7 +170,7 @@ class Squad(LabelledTask):
         return files
 
     def _answers(self, outputs: Outputs) -> dict[str, Answers]:
-        """The possible answers of all questions of these sets, by their names."""
+        """The possible answers to all questions of these sets, by name."""
         found = {}
         for name, logits in finite(outputs).items():
             row = 0
@@ -189,7 +190,7 @@ def _paragraphs(file: Path) -> Iterator[tuple[str, str, list]]:
     """Yield place, context and questions of each paragraph of a file.
 
     Raises:
-      UsageError: the file is missing or no JSON, or something in it is not where the format has it.
+      UsageError: the file is missing or not JSON, or does not have the format.
     """
     try:
         text = must_exist(file).read_bytes().decode("utf-8-sig")
@@ -228,5 +229,5 @@ def _question(values: Any, place: str, context: Context, version: Version) -> Qu
             raise UsageError(f"{place} has an answer without 'text' or 'answer_start'; {OF_QUESTION} is expected")
         found.append(of_answer)
     if not found and version == "1.1":
-        raise UsageError(f"{place} has no answer, which SQuAD 1.1 does not know; use the task squad2.0 for this file")
+        raise UsageError(f"{place} has no answer, which SQuAD 1.1 does not allow; use the task squad2.0 for this file")
     return Question(name, text, context, found)

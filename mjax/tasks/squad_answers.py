@@ -1,10 +1,9 @@
 """The answer to a question from the logits of its windows, as in Google's run_squad.py.
 
 A span's score is the logit of its first token as a start plus that of its last as an end. All spans of a window's
-context count that have at most 30 tokens and begin where the window decides. (Google's code only looks at the 20 tokens
-of a row with the highest logits, those of the question included, which may leave no span at all.) In SQuAD 2.0 there is
-one answer more: that there is none, of which [CLS] is start and end; the window that believes in it least tells its
-score.
+context count that have at most 30 tokens and begin where the window decides. (Google's code considers only the 20
+tokens of a row with the highest logits, including those of the question, which may leave no span at all.) In SQuAD 2.0
+"no answer" is another candidate, with [CLS] as start and end; its score is the lowest of the windows.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import numpy as np
 
 from mjax.tasks.squad_windows import Context, Span, Window
 
-BEST = 20  # answers that are kept
+BEST = 20  # answers to keep
 LONGEST_ANSWER = 30  # tokens
 
 
 class Answer(NamedTuple):
-    """A possible answer and its logits; `text` is "" for there being none."""
+    """A possible answer and its logits; `text` is "" for "no answer"."""
 
     text: str
     start: float
@@ -42,14 +41,14 @@ def best_answers(
       windows: those of one question.
       logits: float32 [windows, 2, s], of starts and of ends.
     """
-    found = []  # of each window: first tokens, last tokens, logits of these as start and as end
+    found = []  # for each window: first tokens, last tokens, their logits as start and as end
     for window, (start, end) in zip(windows, logits.astype(np.float64), strict=True):
         count = len(window.deciding)
         inside = slice(window.offset, window.offset + count)
         start, end = np.where(window.deciding, start[inside], -np.inf), end[inside]
         last = np.arange(count)[:, None] + np.arange(longest)  # [first token, tokens after it]
         score = np.where(last < count, start[:, None] + end[last.clip(max=count - 1)], -np.inf).ravel()
-        # Spans of the same text are few: ten times as many as are kept nearly always hold enough that differ.
+        # Few spans have the same text: ten times as many as are kept nearly always contain enough different ones.
         highest = np.argpartition(-score, 10 * best)[: 10 * best] if score.size > 10 * best else np.arange(score.size)
         first, after = np.divmod(np.sort(highest[score[highest] > -np.inf]), longest)
         found.append(np.stack([window.first + first, window.first + first + after, start[first], end[first + after]]))
@@ -65,7 +64,7 @@ def best_answers(
 
 
 def no_answer(logits: np.ndarray) -> Answer:
-    """The score of "no answer", from the window that believes in it least; `logits` as of `best_answers`."""
+    """The score of "no answer", the lowest of the windows; `logits` as in `best_answers`."""
     start, end = min(logits[:, :, 0].astype(np.float64).tolist(), key=sum)
     return Answer("", start, end)
 
@@ -75,7 +74,7 @@ class Answers(NamedTuple):
 
     Attributes:
       best: answers, the most likely first.
-      none: that there is none; None in SQuAD 1.1.
+      none: "no answer"; None in SQuAD 1.1.
     """
 
     best: list[Answer]
@@ -83,11 +82,11 @@ class Answers(NamedTuple):
 
     @property
     def null_odds(self) -> float:
-        """The score of there being none, less that of the best; above 0 none is given."""
+        """The no-answer score minus that of the best answer; above 0 the prediction is "no answer"."""
         return self.none.score - self.best[0].score
 
     def listed(self) -> list[dict[str, str | float]]:
-        """As nbest_predictions.json has them; the probabilities are those among the listed ones."""
+        """The entries of nbest_predictions.json; the probabilities are those among the listed answers."""
         ranked = sorted([*self.best, *([self.none] if self.none else [])], key=lambda answer: -answer.score)
         listed = ranked[:BEST]
         if self.none and self.none not in listed:

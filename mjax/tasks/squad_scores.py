@@ -1,13 +1,13 @@
 """SQuAD's official metrics: exact match and F1 of an answer (arXiv 1606.05250, section 6.1; 1806.03822, section 6).
 
-Answers are compared after `normalize`, which leaves words only. Of several true answers that which agrees best counts.
+Answers are compared after `normalize`, which leaves words only. With several true answers the best match counts.
 
     exact match   the same words
-    F1            2 P R / (P + R), over words with their repetitions: P is the share of the predicted ones that are
-                  true, R the share of the true ones that are predicted
+    F1            2 P R / (P + R), over words including repetitions: P is the share of predicted words that are true,
+                  R the share of true words that are predicted
 
-In SQuAD 2.0 a question may have no answer; then "" is right and all else is wrong, by both measures. There a system
-also states how much it believes that there is none, and the metrics at the best threshold for that are given too.
+In SQuAD 2.0 a question may have no answer; then "" is right and everything else is wrong, by both measures. There a
+system also gives a no-answer score, and the metrics at the best threshold for it are computed too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import NamedTuple
 from mjax.tasks.interface import Metric
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII's; other punctuation stays
+PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII only; other punctuation stays
 
 
 def normalize(answer: str) -> str:
-    """`answer` in small letters without punctuation, then without articles, its words parted by single spaces."""
+    """`answer` in lower case without punctuation, then without articles, its words separated by single spaces."""
     return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
 
 
@@ -37,7 +37,7 @@ def exact(answer: str, truth: str) -> bool:
 def f1(answer: str, truth: str, empty_agree: bool) -> float:
     """F1 of the words of two answers, 0 to 1.
 
-    Two answers without words agree by the rules of SQuAD 2.0, which has `empty_agree`, and not by those of 1.1.
+    Two answers without words agree by the rules of SQuAD 2.0 (`empty_agree`), but not by those of 1.1.
     """
     words, true = normalize(answer).split(), normalize(truth).split()
     if not words or not true:
@@ -50,7 +50,7 @@ def f1(answer: str, truth: str, empty_agree: bool) -> float:
 
 
 class Scored(NamedTuple):
-    """A question and how well its answer agrees: exact match and F1, 0 to 1."""
+    """A question and the agreement of its answer: exact match and F1, 0 to 1."""
 
     question: str
     exact: float
@@ -59,16 +59,16 @@ class Scored(NamedTuple):
 
 
 def score(answers: Mapping[str, str], truths: Mapping[str, Sequence[str]], version: str) -> list[Scored]:
-    """The answers of questions against their true ones, by the rules of SQuAD "1.1" or "2.0".
+    """Compare the answers to questions with the true ones, by the rules of SQuAD "1.1" or "2.0".
 
     Args:
-      answers: by question; "" is that there is none.
-      truths: by question; none for one without an answer.
+      answers: by question; "" for no answer.
+      truths: by question; empty for a question without an answer.
     """
     found = []
     for question, true in truths.items():
         two = version == "2.0"
-        # By 2.0's rules an answer without words is none, and a question that has no other has no answer.
+        # By 2.0's rules an answer without words is no answer, and a question that has no other has no answer.
         of_words = [text for text in true if normalize(text)] or [""] if two else true
         answer = answers[question]
         best = (max(exact(answer, text) for text in of_words), max(f1(answer, text, two) for text in of_words))
@@ -88,8 +88,8 @@ def metrics_2(answers: Mapping[str, str], null_odds: Mapping[str, float], scored
     """The metrics of SQuAD 2.0's official script, in percent.
 
     Args:
-      answers: the best answer of each question, were it to have one.
-      null_odds: how much more likely it is that there is none; above 0 none is given.
+      answers: the best answer to each question, in any case.
+      null_odds: the no-answer score minus that of the best answer; above 0 the prediction is "no answer".
       scored: `answers` against the true ones.
     """
     given = []
@@ -104,7 +104,7 @@ def metrics_2(answers: Mapping[str, str], null_odds: Mapping[str, float], scored
         best, threshold = best_threshold(answers, null_odds, scored, [getattr(one, name) for one in scored])
         metrics += [
             _percent(f"best_{name}", best, len(scored), "at the best threshold of this set"),
-            Metric(f"best_{name}_thresh", threshold, f"{threshold:.4f}", "none is given above it"),
+            Metric(f"best_{name}_thresh", threshold, f"{threshold:.4f}", "above it the prediction is no answer"),
         ]
     return metrics
 
@@ -112,10 +112,10 @@ def metrics_2(answers: Mapping[str, str], null_odds: Mapping[str, float], scored
 def best_threshold(
     answers: Mapping[str, str], null_odds: Mapping[str, float], scored: Sequence[Scored], values: Sequence[float]
 ) -> tuple[float, float]:
-    """The highest sum of `values`, one for each of `scored`, that a threshold for `null_odds` can bring about, and it.
+    """The highest sum of `values`, one for each of `scored`, over all thresholds for `null_odds`, and that threshold.
 
-    Below the lowest no question is answered, and those without an answer are right. Then one after another is. Of equal
-    odds the official script counts the first alone, as if a threshold could part them, and so it is done here.
+    Below the lowest no question is answered, and those without an answer are right. Then they are answered one by one.
+    With equal odds the official script counts only the first, as if a threshold could separate them, and so does this.
     """
     total = sum(not one.answerable for one in scored)
     best, threshold = float(total), 0.0
@@ -130,7 +130,7 @@ def best_threshold(
 
 
 def _means(scored: Sequence[Scored], exact: str, f1: str, total: str, what: str = "") -> list[Metric]:
-    """Both measures over `scored`, and how many these are, by their names."""
+    """Both measures over `scored`, and their number, by name."""
     count = len(scored)
     return [
         _percent(exact, sum(one.exact for one in scored), count),

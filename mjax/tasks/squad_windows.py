@@ -1,12 +1,13 @@
 """SQuAD's rows: [CLS] question [SEP] window of the context [SEP].
 
-A context that is longer than a row is read in windows, of which each begins 128 tokens after the one before. A token
-may then be in several windows, in the middle of one and at the end of another; an answer counts only from the window
-that shows most on both sides of its first token (`deciding`), so each answer comes once (Google's run_squad.py).
+A context that is longer than a row is read in overlapping windows, each beginning 128 tokens after the previous one. A
+token may then be in several windows, in the middle of one and at the end of another; an answer counts only from the
+window with the most context on both sides of its first token (`deciding`), so each answer comes once (Google's
+run_squad.py).
 
-The tokenizer says of which characters each token was made. So an answer is found among the tokens by its characters,
-and a predicted one is cut out of the original text. Google's code knows no characters and guesses the text from the
-word pieces; where it fails, it returns whole words, with the punctuation that hangs on them.
+The tokenizer gives the character range of each token. So an answer is mapped to tokens by its characters, and a
+predicted one is cut out of the original text. Google's code has no character ranges and reconstructs the text from word
+pieces; where that fails, it returns whole words, including attached punctuation.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-STRIDE = 128  # tokens by which a window moves on
+STRIDE = 128  # tokens by which a window advances
 LONGEST_QUESTION = 64  # tokens
 
 
@@ -33,7 +34,7 @@ class Context:
 
     Attributes:
       ids: token ids.
-      begin, end: int [tokens]; token i was made of text[begin[i] : end[i]].
+      begin, end: int [tokens]; token i is text[begin[i] : end[i]].
     """
 
     def __init__(self, text: str, ids: Sequence[int], characters: Sequence[tuple[int, int]]):
@@ -41,7 +42,7 @@ class Context:
         self.begin, self.end = np.array(characters, np.int64).reshape(-1, 2).T
 
     def locate(self, begin: int, length: int) -> Span | None:
-        """First and last token that hold any of `length` characters from `begin` on; None where no token does."""
+        """First and last token with any of `length` characters from `begin` on; None if there is none."""
         first = int(np.searchsorted(self.end, begin, side="right"))
         last = int(np.searchsorted(self.begin, begin + length, side="left")) - 1
         return Span(first, last) if first <= last else None
@@ -50,7 +51,7 @@ class Context:
         """The original text of these tokens."""
         begin, end = int(self.begin[span.first]), int(self.end[span.last])
         while end < len(self.text) and unicodedata.combining(self.text[end]):
-            end += 1  # an accent written apart belongs to its letter, and tokens without accents leave it out
+            end += 1  # a combining accent belongs to its letter, and tokens without accents omit it
         return self.text[begin:end]
 
 
@@ -59,7 +60,7 @@ class Window(NamedTuple):
 
     Attributes:
       offset: position in the row of the window's first token.
-      first: that token's number in the context.
+      first: that token's index in the context.
       deciding: bool [tokens of the window], whether an answer that begins there counts.
     """
 
@@ -69,7 +70,7 @@ class Window(NamedTuple):
 
 
 def cut_into_windows(tokens: int, room: int, stride: int) -> list[range]:
-    """Ranges of at most `room` of a context's `tokens`, each `stride` after the one before, up to the end."""
+    """Ranges of at most `room` of a context's `tokens`, each `stride` after the previous one, up to the end."""
     step = min(room, stride)
     windows = [range(min(room, tokens))]
     while windows[-1].stop < tokens:
@@ -79,9 +80,9 @@ def cut_into_windows(tokens: int, room: int, stride: int) -> list[range]:
 
 
 def deciding_windows(windows: Sequence[range], tokens: int) -> np.ndarray:
-    """int [tokens]: the window in which the lesser of the numbers of tokens before and after a token is greatest.
+    """int [tokens]: for each token the window with the largest minimum of tokens before and after it.
 
-    As in Google's run_squad.py a hundredth of the window's length is added to that. Of equal ones the earlier is taken.
+    As in Google's run_squad.py a hundredth of the window's length is added to that. In a tie the first one is taken.
     """
     deciding, best = np.zeros(tokens, np.int64), np.full(tokens, -1.0)
     for number, window in enumerate(windows):
@@ -93,7 +94,7 @@ def deciding_windows(windows: Sequence[range], tokens: int) -> np.ndarray:
 
 
 def answer_position(span: Span | None, window: range, offset: int) -> tuple[int, int]:
-    """Positions in the row of an answer's first and last token; both 0, [CLS], where it is not all in the window."""
+    """Positions in the row of an answer's first and last token; both 0, [CLS], if it is not entirely in the window."""
     if span is None or span.first < window.start or span.last >= window.stop:
         return 0, 0
     return span.first - window.start + offset, span.last - window.start + offset

@@ -1,4 +1,4 @@
-"""Files of tasks with labels: their lines, columns and objects."""
+"""Files of labelled tasks: their lines, columns and objects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mjax.json_files import parse_json
 
 
 def lines(file: Path) -> Iterator[tuple[str, str]]:
-    """FILE:LINE and text of each line that is not blank; only a line feed ends a line, alone or after a return.
+    """FILE:LINE and text of each non-blank line; only a line feed ends a line, possibly after a carriage return.
 
     Raises:
       UsageError: there is no such file, or it is not UTF-8.
@@ -30,7 +30,7 @@ def lines(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def table(file: Path, *needed: str) -> tuple[list[str], Iterator[tuple[str, list[str]]]]:
-    """Names of the columns of a tab-separated file, and FILE:LINE and fields of each further line.
+    """Column names of a tab-separated file, and FILE:LINE and fields of each further line.
 
     Raises:
       UsageError: the file is missing or empty, or has no column of a name in `needed`.
@@ -46,18 +46,18 @@ def table(file: Path, *needed: str) -> tuple[list[str], Iterator[tuple[str, list
 
 
 def json_object(text: str, source: str, expected: str) -> dict[str, Any]:
-    """The JSON object that is `text`.
+    """The JSON object in `text`.
 
     Raises:
-      UsageError: it is none; `expected` says what one looks like.
+      UsageError: it is not one; `expected` shows the format.
     """
     values = parse_json(text, source, f"{expected} is expected")
     if "\\ud" in text.lower() and any(
         "\ud800" <= letter <= "\udfff" for letter in json.dumps(values, ensure_ascii=False)
     ):
-        raise UsageError(f"{source} holds half of a surrogate pair, which is not valid text; replace or drop it")
+        raise UsageError(f"{source} has half of a surrogate pair, which is not valid text; replace or drop it")
     if not isinstance(values, dict):
-        raise UsageError(f"{source} holds {text.strip()!r:.40} and no JSON object; {expected} is expected")
+        raise UsageError(f"{source} is {text.strip()!r:.40}, not a JSON object; {expected} is expected")
     return values
 
 
@@ -65,7 +65,7 @@ def must_exist(file: Path) -> Path:
     """`file`.
 
     Raises:
-      UsageError: it is not there, or is a folder.
+      UsageError: it does not exist, or is a folder.
     """
     if not file.is_file():
         raise UsageError(f"there is no file {file}; give the task's files as published")

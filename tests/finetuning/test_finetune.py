@@ -164,7 +164,7 @@ def test_a_folder_is_continued_only_with_what_it_was_begun_with(run, mnli, done,
     given = ["--checkpoint", run, "--task", "mnli", "--train", *mnli.train, "--validation", *mnli.validation]
     assert cli.main(["finetune", *(str(word) for word in (*given, *MNLI, *flag))]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
-    assert f"holds a fine-tuning with {flag[0]} " in message
+    assert f"was fine-tuned with {flag[0]} " in message
     assert f", now {flag[1]}" in message
     assert fingerprint(done) == before
 

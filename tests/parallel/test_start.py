@@ -81,7 +81,7 @@ def test_a_process_owns_its_share_of_the_gpus_it_sees(environment, devices, star
         ({}, {"coordinator": "node0:1234"}, "go together"),
         ({}, {"coordinator": "node0", "processes": 2, "process": 0}, "use HOST:PORT"),
         ({}, {"heartbeat": 0}, "--distributed.heartbeat is 0; it must be at least 5"),
-        (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, {}, "8 processes on this host cannot share its 3 GPUs evenly"),
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, {}, "8 processes on this host cannot divide its 3 GPUs evenly"),
     ],
 )
 def test_what_cannot_start_is_refused(environment, where, words, started):

@@ -199,7 +199,7 @@ def test_the_command_runs_a_local_task_on_a_mesh_with_the_same_figures(folder, o
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"max_batch_size": 8}, "--max_batch_size 8 is not for --model mjax"),
+        ({"max_batch_size": 8}, "so --max_batch_size 8 is not supported"),
         ({"compute": "fp8"}, "compute=fp8 in --model_args is not a supported dtype; use bf16, fp16 or fp32"),
         ({"batch_size": 0}, "--train.micro-batch is 0; it must be at least 1"),
         ({"model": 5}, "--mesh.model 5 does not divide"),

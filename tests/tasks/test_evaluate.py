@@ -113,7 +113,7 @@ def test_another_checkpoint_and_another_type_can_be_chosen(folder, capsys):
     [
         ("wikitext", (), "there is no task 'wikitext', did you mean 'wikitext103'?; use wikitext103, lambada,"),
         ("perplexity", ("--overlap", 65), "--overlap 65 does not fit a model of 64 positions"),
-        ("lambada", ("--overlap", 2), "--overlap is for texts that do not fit the model"),
+        ("lambada", ("--overlap", 2), "--overlap is for long texts"),
         ("perplexity", ("--step", 15), "has no checkpoint 15; there are 10, 20"),
         ("perplexity", ("--mesh.model", 3), "--mesh.model 3 does not divide heads 8; use 1, 2, 4 or 8"),
         ("perplexity", ("--mesh.pipe", 3), "--mesh.pipe 3 does not divide 2 layers"),

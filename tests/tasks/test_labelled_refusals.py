@@ -36,7 +36,7 @@ TABLE = [
     ("mnli", "a.tsv", MNLI.encode() + b"0\ta\t\xff\tneutral\n", "train", "{}:2 is not UTF-8 (byte 4); give"),
     ("mnli", "a.tsv", "index\tsentence1\tsentence2\n0\ta\tb\n", "train", "{} has no labels to train on; give"),
     ("mnli", "a.jsonl", '{"sentence1": "a"\n', "train", "{}:1 is not JSON (Expecting ',' delimiter"),
-    ("mnli", "a.jsonl", '["a"]\n', "train", "{}:1 holds '[\"a\"]' and no JSON object"),
+    ("mnli", "a.jsonl", '["a"]\n', "train", "{}:1 is '[\"a\"]', not a JSON object"),
     ("mnli", "a.jsonl", '{"sentence1": "a", "sentence2": 5}\n', "train", "{}:1 lacks a sentence; fix it"),
     ("mnli", "a.jsonl", '{"sentence1": "a", "sentence2": "\\ud800"}', "train", "{}:1 holds half of a surrogate pair"),
     (
@@ -54,7 +54,7 @@ TABLE = [
         "a.tsv",
         "id\tquestion1\tquestion2\n0\ta\n",
         "validation",
-        "{}:2 has 2 fields, not 3, and a prediction is due for each pair; fix it",
+        "{}:2 has 2 fields, not 3, and each pair needs a prediction; fix it",
     ),
     ("qqp", "a.tsv", "id\tquestion1\tquestion2\n0\ta\t \n", "validation", "{}:2 has an empty question2, and a"),
     ("race", "none", None, "train", "there is no folder {}; give one of RACE's"),
@@ -73,7 +73,7 @@ TABLE = [
     ("squad1.1", "a.json", b"\xff", "train", "{} is not UTF-8 (byte 0); give"),
     ("squad1.1", "a.json", "[" * 100_000, "train", "{} is not JSON ("),
     ("squad1.1", "a.json", '{"data": []', "train", "{} is not JSON (Expecting ',' delimiter"),
-    ("squad1.1", "a.json", "[1]", "train", "{} holds '[1]' and no JSON object"),
+    ("squad1.1", "a.json", "[1]", "train", "{} is '[1]', not a JSON object"),
     ("squad1.1", "a.json", '{"version": "1.1"}', "train", "{} has no list 'data'"),
     ("squad1.1", "a.json", '{"data": [{"title": "a"}]}', "train", "{}, data[0] has no list 'paragraphs'"),
     ("squad1.1", "a.json", '{"data": [{"paragraphs": [7]}]}', "train", "{}, data[0].paragraphs[0] is not an object"),
@@ -104,7 +104,7 @@ TABLE = [
         "a.json",
         squad(ASKED | {"question": "who " * 40}),
         "train",
-        "{}, question a has 40 tokens, and a row of 32 has no room for a context then; read rows of 192 tokens",
+        "{}, question a has 40 tokens, and a row of 32 has no room left for a context; use rows of 192 tokens",
     ),
 ]
 

@@ -127,7 +127,7 @@ def test_pairs_of_mnli_without_a_gold_label_are_left_out_and_counted(tokenizer, 
     file = mnli_file(tmp_path / "train.tsv", ("red", "never", "-"), ("we", "saw", "neutral"), ("we", "is", "-"))
     task = open_task("mnli", [file], [file], tokenizer, 10)
     assert task.train.labels["label"].tolist() == [2]
-    note = f"{file}: 2 of 3 pairs are left out, such as that of {file}:2, which has the gold label -"
+    note = f"{file}: 2 of 3 pairs were skipped, such as that of {file}:2, which has the gold label -"
     assert task.notes == [note, note]
     assert values(task, {"train": outputs_for([2], 3)})["accuracy"] == 1
 
@@ -161,7 +161,7 @@ def test_predictions_of_mnlis_test_files_are_glues_submissions(tokenizer, tmp_pa
 def test_rows_that_are_cut_are_counted(tokenizer, tmp_path):
     file = mnli_file(tmp_path / "train.tsv", ("red " * 7, "never", "neutral"), ("red " * 6, "saw", "neutral"))
     assert open_task("mnli", [file], [], tokenizer, 10).notes == [
-        f"{file}: 1 of 2 rows (50.0%) have more than 10 tokens and are cut at the end"
+        f"{file}: 1 of 2 rows (50.0%) have more than 10 tokens and are truncated at the end"
     ]
 
 
@@ -179,7 +179,7 @@ def test_broken_lines_of_qqp_are_left_out_and_counted(tokenizer, tmp_path):
     assert words(tokenizer, task.train.tokens[0, 0, :11]) == "[CLS] what is [UNK] red [UNK] ? [SEP] who came ?"
     (note,) = task.notes
     assert note == (
-        f"{tmp_path}/train.tsv: 4 of 6 pairs are left out, such as that of {tmp_path}/train.tsv:4, "
+        f"{tmp_path}/train.tsv: 4 of 6 pairs were skipped, such as that of {tmp_path}/train.tsv:4, "
         "which has 4 fields, not 6"
     )
 

@@ -172,7 +172,7 @@ def test_training_leaves_out_and_counts_answers_that_are_not_where_the_file_says
     task = open_task("squad1.1", [file], [file], tokenizer, 80)
     assert len(task.train.tokens) == 1
     assert task.notes == [
-        f"{file}: 2 of 3 questions are left out: the context does not hold their answer at its answer_start"
+        f"{file}: 2 of 3 questions were skipped: the context does not contain their answer at its answer_start"
     ]
     assert len(task.validation["validation"].tokens) == 3  # nobody is measured by less
 
@@ -308,4 +308,4 @@ def test_a_question_that_is_cut_is_counted_and_said(tokenizer, tmp_path):
     questions = [("short", "who came ?", []), ("long", "who " * 100, [])]
     file = squad_file(tmp_path / "dev.json", context, *questions)
     task = Squad("2.0", [], [file], tokenizer, positions=96)
-    assert any("1 of 2 questions have more than 64 tokens and are cut there" in note for note in task.notes)
+    assert any("1 of 2 questions have more than 64 tokens and are truncated" in note for note in task.notes)

@@ -181,19 +181,19 @@ TEXTS = {
     ("task", "file", "sentence"),
     [
         (WikiText103, "none.tokens", "there is no file {}; give WikiText103's wiki.test.tokens"),
-        (WikiText103, "empty.tokens", "{} holds less than two words; give"),
-        (WikiText103, "word.tokens", "{} holds less than two words; give"),
+        (WikiText103, "empty.tokens", "{} has fewer than two words; give"),
+        (WikiText103, "word.tokens", "{} has fewer than two words; give"),
         (WikiText103, "latin.tokens", "{} is not UTF-8 (byte 3); give"),
         (Lambada, "none.jsonl", "there is no file {}; give"),
         (Lambada, "data.csv", "{} is neither .txt"),
         (Lambada, "empty.jsonl", "{} has no passage; give a file of lines"),
-        (Lambada, "words.jsonl", "{}:2 holds less than two words; lambada takes a passage a line"),
+        (Lambada, "words.jsonl", "{}:2 has fewer than two words; lambada needs one passage per line"),
         (Lambada, "long.jsonl", "{}:1 has 25 tokens and the model has positions for 17; leave the passage out"),
         (Lambada, "broken.jsonl", "{}:2: 'text' holds 5, which is not text"),
         (Lambada, "passage.txt", "{} is not a .jsonl file; lambada takes"),
         (Perplexity, "none.txt", "there is no file {}; give"),
         (Perplexity, "blank.jsonl", "{} has no text; give"),
-        (Perplexity, "broken.jsonl", "an evaluation leaves nothing out"),
+        (Perplexity, "broken.jsonl", "an evaluation skips nothing"),
         (Perplexity, "corpus.bin", "give the prefix without the ending"),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_file_that_cannot_be_evaluated_is_answered_with_one_sentence(tmp_path,
 
 
 def test_an_overlap_for_lambada_and_a_dataset_of_another_tokenizer_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="--overlap is for texts that do not fit the model"):
+    with pytest.raises(UsageError, match="--overlap is for long texts"):
         Lambada(written(tmp_path / "l.jsonl", "one two"), BYTES, 64, overlap=4)
     prepare_bytes(written(tmp_path / "d.jsonl", "Once upon a time"), tmp_path / "corpus")
 
