@@ -20,21 +20,21 @@ Fetched = TypeVar("Fetched")
 
 
 class Samples(Protocol):
-    """Samples that batches are made of."""
+    """Samples for batches."""
 
     def __getitem__(self, index: int) -> np.ndarray | dict[str, np.ndarray]:
-        """Sample `index`: int32 [s + 1], or of a BERT its arrays by name."""
+        """Sample `index`: int32 [s + 1], or for a BERT its arrays by name."""
 
 
 class Batches:
-    """Global batches of the given `sizes`, by step number; keeps no state.
+    """Global batches of the given `sizes`, by step; stateless.
 
     For validation ask for steps 0, 1, … each time: they are the same samples at every evaluation.
 
     Args:
-      dataset: where tokens come from.
+      dataset: source of the samples.
       sizes: samples of each step.
-      label: makes of a sample the arrays that a batch stacks; by default of its tokens [s + 1] tokens and labels [s].
+      label: turns a sample into the arrays to stack; by default its tokens [s + 1] into tokens and labels [s].
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Batches:
         self.dataset, self.sizes, self.label = dataset, sizes, label
 
     def at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-        """The batch of `step` (from 0): what `label` gives, with a first dim b, the rows asked for.
+        """The batch of `step` (from 0): the arrays of `label`, with a first dim b for the requested rows.
 
         Raises:
           IndexError: the dataset ends before this step.
-          ValueError: `rows` holds none of the batch's rows.
+          ValueError: `rows` has none of the batch's rows.
         """
         first, size = self.sizes.samples_before(step), self.sizes.size(step)
         chosen = range(first, first + size)[rows]
@@ -61,9 +61,9 @@ class Batches:
 
 
 def label_entropy(batches: Iterable[dict[str, np.ndarray]]) -> float:
-    """Entropy of the labels that count, nats: what guessing them by their frequency alone costs at least.
+    """Entropy in nats of the labels that count: the lowest loss of guessing by frequency.
 
-    It is the frequency in these very labels, so a guess that does not look at the text cannot do better on them.
+    The frequencies are those of these same labels, so a guess that ignores the text cannot do better on them.
     """
     counts = np.bincount(np.concatenate([batch["labels"][batch["loss_mask"]] for batch in batches]))
     shares = counts[counts > 0] / counts.sum()
@@ -71,9 +71,9 @@ def label_entropy(batches: Iterable[dict[str, np.ndarray]]) -> float:
 
 
 def prefetch(fetch: Callable[[Step], Fetched], steps: Iterable[Step], depth: int = 2) -> Iterator[Fetched]:
-    """`fetch(step)` for each of `steps`, in order, worked out by one thread up to `depth` steps ahead.
+    """`fetch(step)` for each of `steps`, in order, computed by one thread up to `depth` steps ahead.
 
-    An exception in `fetch` is raised where its result is asked for. Close the generator to stop early
+    An exception in `fetch` is raised where its result is requested. Close the generator to stop early
     (`with contextlib.closing(prefetch(…)) as batches:`): the thread has ended when that returns.
     """
     steps = iter(steps)

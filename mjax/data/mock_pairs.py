@@ -1,14 +1,14 @@
-"""Pairs of stretches of "text" for a BERT that need no data and can be learned; for measuring speed, and for tests."""
+"""Synthetic pairs of segments for a BERT, which can be learned; for measuring speed, and for tests."""
 
 from __future__ import annotations
 
 import numpy as np
 
-FIRST, MASK = 0, 1  # ids that stand for [CLS], and padding, and for [MASK]; text counts through the others
+FIRST, MASK = 0, 1  # ids for [CLS] and padding, and for [MASK]; text counts through the others
 
 
 class MockPairs:
-    """A sample counts from a start of its own; it is cut in two, and in half of the samples the stretches are swapped.
+    """A sample counts upwards from its own start, in two segments, which are swapped in half of the samples.
 
     Sample i depends on the seed and i alone; there is no last one. Samples are s/2 to s tokens long, the rest is
     padding.
@@ -16,15 +16,15 @@ class MockPairs:
     Args:
       vocabulary: ids, at least 3.
       sequence: s, at least 3.
-      seed: fixes everything.
-      masked: share of the tokens that are hidden; one of a sample at least.
+      seed: determines everything.
+      masked: share of masked tokens; at least one per sample.
     """
 
     def __init__(self, vocabulary: int, sequence: int, seed: int, masked: float = 0.15):
         self.vocabulary, self.sequence, self.seed, self.masked = vocabulary, sequence, seed, masked
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Sample `index`: the arrays that `Config.batch_arrays` lists."""
+        """Sample `index`: the arrays of `Config.batch_arrays`."""
         random = np.random.default_rng([self.seed, index])
         text = random.integers(max(self.sequence // 2, 3), self.sequence + 1) - 1  # tokens after the first
         start, cut = random.integers(self.vocabulary), random.integers(1, text)

@@ -1,9 +1,9 @@
-"""The data of a run: training and validation batches, and the tokenizer that travels with them.
+"""The data of a run: training and validation batches, and their tokenizer.
 
-data.path    data/a                        one dataset, cut by data.split into training, validation and test
-             0.3 data/a 0.7 data/b         a blend with weights, each dataset cut so
+data.path    data/a                        one dataset, split by data.split into training, validation and test
+             0.3 data/a 0.7 data/b         a blend with weights, each dataset split like that
              data/a data/b                 a blend of everything, once
-data.train_path, valid_path, test_path     a blend each, of whole datasets
+data.train_path, valid_path, test_path     one blend each, of whole datasets
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ PARTS = ("training", "validation", "test")
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Data that a run reads.
+    """The data of a run.
 
     Attributes:
       training: batch of every step.
-      validation: the batches of an evaluation, the same each time; None where there is no evaluation.
-      tokenizer: folder of the tokenizer the tokens were made with, or None where it is not known.
+      validation: the batches of an evaluation, the same each time; None if there is no evaluation.
+      tokenizer: folder of the tokenizer of the tokens, or None if it is unknown.
       summary: one line about it.
-      notes: what else there is to say, a sentence each.
+      notes: other messages, a sentence each.
     """
 
     training: Batches
@@ -51,22 +51,21 @@ class TrainingData:
 
 
 def open_data(config: Config) -> TrainingData:
-    """Open what `config.data` names and draw the order of samples.
+    """Open the data of `config.data` and draw the order of samples.
 
     Raises:
-      UsageError: files are missing or damaged, hold too little, come of different tokenizers, or hold ids the model has
-        no embedding for.
+      UsageError: files are missing or damaged, have too few samples, different tokenizers, or ids for which the model
+        has no embedding.
     """
     data, model, train = config.data, config.model, config.train
     if model.samples is None:
         raise UsageError(
-            f"{KIND_FLAG} {kind_of(model)} is not for pre-training; leave it out, and type python -m mjax finetune "
-            "--help"
+            f"{KIND_FLAG} {kind_of(model)} is not for pre-training; leave it out, or use python -m mjax finetune --help"
         )
     if data.own:
         raise UsageError(
-            "this run was trained on batches of a program (mjax.Trainer); continue it from there, or for data of its "
-            "own add --data.no-own and --data.path PREFIX"
+            "this run was trained on batches of a program (mjax.Trainer); continue it from there, or to use other data "
+            "add --data.no-own and --data.path PREFIX"
         )
     evaluates = train.eval_interval > 0
     if data.mock:
@@ -76,7 +75,7 @@ def open_data(config: Config) -> TrainingData:
         training = mock(model.vocabulary, model.sequence, train.seed)
         validation = mock(model.vocabulary, model.sequence, train.seed + 1) if evaluates else None
         return _bundle(config, training, validation, data.eod, None, summary, ())
-    notes: dict[str, None] = {}  # the same sentence once
+    notes: dict[str, None] = {}  # each sentence once
     files = _Files(config, notes.setdefault)
     training = files.draw("training", training_samples(config))
     validation = files.draw("validation", train.eval_batches * train.global_batch) if evaluates else None
@@ -85,12 +84,12 @@ def open_data(config: Config) -> TrainingData:
 
 
 class _Files:
-    """The datasets of a config, opened once each, what they have in common, and samples drawn from them.
+    """The datasets of a config, each opened once, with their common tokenizer, and samples drawn from them.
 
     Attributes:
-      blends: datasets of the training, validation and test part; None where there are none.
-      tokenizer: its folder, or None where it is not known.
-      eod: id that ends a document; None: not known.
+      blends: datasets of the training, validation and test part; None if there is none.
+      tokenizer: its folder, or None if it is unknown.
+      eod: end-of-document id; None: unknown.
     """
 
     def __init__(self, config: Config, say: Callable[[str], None]):
@@ -110,13 +109,13 @@ class _Files:
             raise UsageError(
                 f"{prefixes[0]} was made with a tokenizer of {metadata.vocabulary:,} ids and --model.vocabulary is "
                 f"{model.vocabulary:,}; for a new run leave it out or use --model.vocabulary {metadata.vocabulary}, "
-                "and to go on with one prepare the data with its tokenizer"
+                "and to continue one prepare the data with its tokenizer"
             )
         self._pieces = _word_pieces(prefixes, self.tokenizer) if model.samples == "pairs" else None
         self.eod = data.eod if data.eod is not None or metadata is None else metadata.eod
         if self.eod is None and (data.reset_positions or data.reset_attention or data.mask_eod_loss):
             raise UsageError(
-                f"nothing says which id ends a document in {prefixes[0]}, which has no {prefixes[0]}.json; "
+                f"the end-of-document id of {prefixes[0]} is unknown, because there is no {prefixes[0]}.json; "
                 "give it with --data.eod"
             )
 
@@ -132,7 +131,7 @@ class _Files:
 
     def _draw_one(self, part: str, prefix: str, samples: int | None) -> GPTDataset | BertDataset:
         data, indexed, kept = self.config.data, self._opened[prefix], self._cache(prefix)
-        # Of a GPT's data a document is one sequence; of a BERT's a sequence is a sentence.
+        # For a GPT a document is one sequence; for a BERT each sentence is one.
         count = len(indexed) if self._pieces is None else indexed.documents
         documents = range(count) if data.train_path else split_sequences(data.split, count)[PARTS.index(part)]
         drawn = (indexed, documents, samples, self.config.model.sequence, self.config.train.seed)
@@ -165,10 +164,10 @@ def _extent(dataset: GPTDataset | BertDataset) -> str:
 
 
 def _word_pieces(prefixes: list[str], folder: Path | None) -> WordPieces:
-    """The word pieces that a BERT's masking needs, from the tokenizer of datasets in `folder`.
+    """The word pieces for a BERT's masking, from the tokenizer of datasets in `folder`.
 
     Raises:
-      UsageError: its tokenizer is not there or not BERT's, or its documents have ends that are tokens.
+      UsageError: its tokenizer does not exist or is not BERT's, or its documents end with end-of-document tokens.
     """
     again = "python -m mjax prepare FILES --tokenizer bert-uncased:vocab.txt --split-sentences --no-append-eod"
     prefix = prefixes[0]
@@ -179,12 +178,14 @@ def _word_pieces(prefixes: list[str], folder: Path | None) -> WordPieces:
         raise UsageError(f"{prefix} was made with a tokenizer of kind {tokenizer.scheme}, not a BERT's; type {again}")
     for prefix in prefixes:
         if (metadata := read_metadata(prefix)) is not None and metadata.append_eod:
-            raise UsageError(f"{prefix} has an end of document after each text, which a BERT's has not; type {again}")
+            raise UsageError(
+                f"{prefix} ends each text with an end-of-document token, which a BERT's data must not; type {again}"
+            )
     return WordPieces.of(tokenizer)
 
 
 def _tokenizer(prefixes: list[str]) -> tuple[DatasetMetadata | None, Path | None]:
-    """The one tokenizer of datasets that are read together: what is noted of it, and its folder.
+    """The common tokenizer of datasets that are read together: its metadata, and its folder.
 
     Raises:
       UsageError: there are two.
@@ -198,7 +199,7 @@ def _tokenizer(prefixes: list[str]) -> tuple[DatasetMetadata | None, Path | None
             first, of_first = known[0]
             raise UsageError(
                 f"{first} and {prefix} were made with different tokenizers ({_described(of_first)}; "
-                f"{_described(metadata)}): the same id means another text in each; prepare one of them again with the "
+                f"{_described(metadata)}): the same id means different text; prepare one of them again with the "
                 f"other's --tokenizer"
             )
     folder = tokenizer_folder(known[0][0])
@@ -214,7 +215,7 @@ def _bundle(config, training, validation, eod, tokenizer, summary, notes) -> Tra
 
     def label(evaluation: bool):
         if config.model.samples == "pairs":
-            return dict  # a sample is made whole by its dataset
+            return dict  # its dataset makes a complete sample
         return partial(labelled, names=data.batch_types(evaluation), eod=eod, mask_eod=data.mask_eod_loss)
 
     return TrainingData(

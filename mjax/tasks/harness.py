@@ -165,8 +165,8 @@ class HarnessModel(TemplateLM):
     def _generate(
         self, requests: list[Instance], group: list[int], found: list[str], on_progress: Callable[[int], None]
     ) -> None:
-        """`generate_until` of the requests whose indices are in `group`, which share their settings."""
         """`generate_until` for the requests with indices in `group`, which share their settings."""
+        sampling, until = self._settings(requests[group[0]].args[1])
         room = self.max_length - sampling.tokens
         size = self.config.train.global_batch
         for chunk in (group[first : first + size] for first in range(0, len(group), size)):

@@ -92,7 +92,7 @@ def test_a_blend_of_sentences_gives_from_each_its_share(tmp_path):
     ("options", "words"),
     [
         ({"spec": "bytes"}, "tokenizer of kind bytes, not a BERT's; type python -m mjax prepare FILES --tokenizer"),
-        ({"append_eod": True}, "has an end of document after each text"),
+        ({"append_eod": True}, "ends each text with an end-of-document token"),
     ],
 )
 def test_data_that_were_prepared_for_another_model_are_refused(tmp_path, options, words):
@@ -103,7 +103,7 @@ def test_data_that_were_prepared_for_another_model_are_refused(tmp_path, options
 
 def test_a_dataset_with_ends_of_documents_is_found_anywhere_in_a_blend(tmp_path):
     paths = [write(tmp_path / "d"), write(tmp_path / "e", append_eod=True)]
-    with pytest.raises(UsageError, match="e has an end of document after each text"):
+    with pytest.raises(UsageError, match="e ends each text with an end-of-document token"):
         open_data(config_of("0.5", paths[0], "0.5", paths[1]))
 
 

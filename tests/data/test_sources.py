@@ -182,7 +182,7 @@ def test_tokenizers_of_one_name_and_size_with_other_files_are_not_blended(data):
 
 
 def test_resets_need_to_know_which_id_ends_a_document(data):
-    with pytest.raises(UsageError, match=r"nothing says which id ends a document in a, .* give it with --data\.eod"):
+    with pytest.raises(UsageError, match=r"the end-of-document id of a is unknown, .* give it with --data\.eod"):
         open_data(config_of(path="a", reset_positions=True))
     batch = open_data(config_of(path="a", reset_positions=True, eod=EOD)).training.at(0)
     assert (batch["positions"] != np.arange(16)).any()

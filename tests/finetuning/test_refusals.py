@@ -84,7 +84,7 @@ WRONG = {
     ),
     "a head in pre-training by its kind": (
         lambda p: ["train", "--config", "bert_336m", "--data.mock", "--model.kind", "bert_task"],
-        "--model.kind bert_task is not for pre-training; leave it out, and type python -m mjax finetune --help",
+        "--model.kind bert_task is not for pre-training; leave it out, or use python -m mjax finetune --help",
     ),
     "a head on a GPT": (
         lambda p: ["train", "--data.mock", "--model.head", "span"], "it is for --model.kind bert_task: leave it out",

@@ -142,7 +142,7 @@ def test_a_run_without_config_tokenizer_or_checkpoint_is_named(folder, tmp_path)
     with pytest.raises(UsageError, match="has no checkpoint; give a run that has saved one"):
         evaluate(arguments)
     save_config(small_config(vocabulary=60), tmp_path / "run" / "config.json")
-    with pytest.raises(UsageError, match=r"has 257 ids and the model of .* 60; name the one"):
+    with pytest.raises(UsageError, match=r"has 257 ids and the model of .* 60; add the one"):
         evaluate(arguments)
 
 

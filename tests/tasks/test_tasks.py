@@ -190,7 +190,7 @@ TEXTS = {
         (Lambada, "words.jsonl", "{}:2 has fewer than two words; lambada needs one passage per line"),
         (Lambada, "long.jsonl", "{}:1 has 25 tokens and the model has positions for 17; leave the passage out"),
         (Lambada, "broken.jsonl", "{}:2: 'text' holds 5, which is not text"),
-        (Lambada, "passage.txt", "{} is not a .jsonl file; lambada takes"),
+        (Lambada, "passage.txt", "{} is not a .jsonl file; lambada needs"),
         (Perplexity, "none.txt", "there is no file {}; give"),
         (Perplexity, "blank.jsonl", "{} has no text; give"),
         (Perplexity, "broken.jsonl", "an evaluation skips nothing"),

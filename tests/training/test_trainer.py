@@ -124,7 +124,7 @@ def test_the_command_line_does_not_continue_on_other_data(tmp_path, capsys):
     from mjax import cli
 
     assert cli.main(["train", "--resume", str(tmp_path), "--train.steps", "8"]) == 2
-    assert "continue it from there, or for data of its own add --data.no-own" in capsys.readouterr().err
+    assert "continue it from there, or to use other data add --data.no-own" in capsys.readouterr().err
 
 
 def test_a_run_is_opened_generated_from_and_planned(tmp_path):
