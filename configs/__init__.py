@@ -1,1 +1,1 @@
-"""One short file a published model. `python train.py --config NAME` runs one; every field can be changed by a flag."""
+"""One short file per published model. `python train.py --config NAME` runs it; every field is a flag."""

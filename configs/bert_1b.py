@@ -3,7 +3,7 @@
 parameters   1,281,001,474 with the vocabulary of BERT's uncased WordPieces padded to 30,720
 hardware     256 GPUs, here data 128 × model 2: the paper does not say how it divided them
 source       arXiv 1909.08053, table 4 (1.3B), expected perplexity of masked tokens on held-out text 1.30; section 4.2
-             for the hyperparameters. The paper names no floor of the learning rate; 1e-5 is that of Megatron's script.
+             for the hyperparameters. The paper gives no minimum learning rate; 1e-5 is from Megatron's script.
 """
 
 from mjax.config import BERTConfig, CheckpointConfig, Config, MeshConfig, OptimizerConfig, TrainConfig

@@ -3,7 +3,7 @@
 parameters   3,869,588,482 with the vocabulary of BERT's uncased WordPieces padded to 30,720
 hardware     512 GPUs, here data 128 × model 4: the paper does not say how it divided them
 source       arXiv 1909.08053, table 4 (3.9B), expected perplexity of masked tokens on held-out text 1.16, after 1.5M
-             steps; section 4.2 for the hyperparameters. The paper names no floor of the learning rate; 1e-5 is that of
+             steps; section 4.2 for the hyperparameters. The paper gives no minimum learning rate; 1e-5 is from
              Megatron's script.
 """
 

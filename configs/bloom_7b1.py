@@ -10,7 +10,7 @@ source       arXiv 2211.05100, table 3; mesh, ramp-up, ZeRO-1 and initial weight
              --precision.compute fp16 --precision.initial-loss-scale 4096 --precision.loss-scale-window 500
 training     in samples of 2,048 tokens: 341B tokens in all, batch ramp-up from 192 over 9,765,625 samples, warm-up over
              183,105 (375M tokens), cosine over 200M (410B), so that the end of the decay is never reached; the steps
-             below are as many. Each of the 11 batch sizes is compiled once
+             below are equivalent. Each of the 11 batch sizes is compiled once
 """
 
 from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig

@@ -1,15 +1,15 @@
-"""GPT 145.6B, eight servers a model.
+"""GPT 145.6B, eight servers per replica.
 
 parameters   145,622,261,760 with the vocabulary padded to 51,200
 hardware     1,536 GPUs, pipe 8 × data 24 × model 8; a global batch of 2,304 is 48 micro-batches of 2 on each replica; 5
-             layers in each of 2 virtual stages a device
-to beat      148 TFLOP/s a GPU with recomputation counted, 47% of the peak of an A100; 111.1 model TFLOP/s, as mjax
-             counts
+             layers in each of 2 virtual stages per device
+to beat      148 TFLOP/s per GPU, including recomputation, 47% of the peak of an A100; 111.1 model TFLOP/s, as mjax
+             counts them
 source       arXiv 2104.04473, table 1, seventh row (fp16 on A100s: add --precision.compute fp16 --precision.loss-scale
              8192)
-training     learning rate, moments and weight decay: the paper gives none, so those of GPT-3 175B, the nearest (arXiv
+training     the paper gives no learning rate, betas or weight decay; these are of GPT-3 175B, the nearest (arXiv
              2005.14165, table 2.1 and appendix B): 300B tokens, warm-up over 375M, cosine to a tenth over 260B;
-             init_std of Megatron's script for it (pretrain_gpt3_175B.sh)
+             init_std from Megatron's script for it (pretrain_gpt3_175B.sh)
 """
 
 from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig

@@ -2,12 +2,12 @@
 
 parameters   174,615,846,912 with the vocabulary padded to 51,200
 hardware     64 GPUs, pipe 8 × data 1 × model 8; a global batch of 64 is 64 micro-batches of 1; 4 layers in each of 3
-             virtual stages a device
-to beat      13.75 s a step on A100s, 51.4% MFU: 160 model TFLOP/s a GPU
+             virtual stages per device
+to beat      13.75 s per step on A100s, 51.4% MFU: 160 model TFLOP/s per GPU
 source       arXiv 2205.05198, tables 3 and 5, second row (fp16 on A100s: add --precision.compute fp16)
-training     the run measures speed, 500 steps as in Megatron's scripts for such runs (sc21/CONFIG.sh); the paper gives
-             no learning rate: GPT-3 175B's, the nearest (arXiv 2005.14165, table 2.1). To train, raise --mesh.data and
-             --train.global-batch together, and take steps, warm-up and decay from gpt_175b
+training     500 steps to measure speed, as in Megatron's scripts for such runs (sc21/CONFIG.sh); the paper gives no
+             learning rate; this is that of GPT-3 175B, the nearest (arXiv 2005.14165, table 2.1). To train, raise
+             --mesh.data and --train.global-batch together, and take steps, warm-up and decay from gpt_175b
 """
 
 from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig

@@ -2,11 +2,11 @@
 
 parameters   22,074,273,792 with the vocabulary padded to 51,200
 hardware     8 GPUs, data 1 × model 8; a global batch of 4 is 1 micro-batch of 4
-to beat      1.10 s a step on A100s, 41.5% MFU: 130 model TFLOP/s a GPU
+to beat      1.10 s per step on A100s, 41.5% MFU: 130 model TFLOP/s per GPU
 source       arXiv 2205.05198, tables 3 and 5, first row (fp16 on A100s: add --precision.compute fp16)
-training     the run measures speed, 500 steps as in Megatron's scripts for such runs (sc21/CONFIG.sh); the paper gives
-             no learning rate: GPT-3 13B's, the nearest (arXiv 2005.14165, table 2.1). To train, raise --mesh.data and
-             --train.global-batch together, and take steps, warm-up and decay from gpt_18b
+training     500 steps to measure speed, as in Megatron's scripts for such runs (sc21/CONFIG.sh); the paper gives no
+             learning rate; this is that of GPT-3 13B, the nearest (arXiv 2005.14165, table 2.1). To train, raise
+             --mesh.data and --train.global-batch together, and take steps, warm-up and decay from gpt_18b
 """
 
 from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig

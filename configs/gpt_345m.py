@@ -2,8 +2,8 @@
 
 parameters   354,871,296 (vocabulary padded to 50,304, as in the published checkpoint)
 hardware     64 GPUs, data 64; the paper took 0.86 days for 68,507 steps on V100s
-source       arXiv 1909.08053, table 2 (355M), expected zero-shot WikiText103 perplexity 19.31, LAMBADA 45.18%;
-             section 5.1 for the hyperparameters (fp16 on V100: add --precision.compute fp16)
+source       arXiv 1909.08053, table 2 (355M), expected zero-shot WikiText103 perplexity 19.31, LAMBADA 45.18%; section
+             5.1 for the hyperparameters (fp16 on V100: add --precision.compute fp16)
 """
 
 from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig

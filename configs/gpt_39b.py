@@ -1,13 +1,13 @@
-"""GPT 39.1B, two servers a model, one after the other in a pipeline.
+"""GPT 39.1B, two servers per replica, one after the other in a pipeline.
 
 parameters   39,096,041,472 with the vocabulary padded to 51,200
 hardware     512 GPUs, pipe 2 × data 32 × model 8; a global batch of 1,536 is 12 micro-batches of 4 on each replica; 24
-             layers a stage
-to beat      138 TFLOP/s a GPU with recomputation counted, 44% of the peak of an A100; 103.8 model TFLOP/s, as mjax
-             counts
+             layers per stage
+to beat      138 TFLOP/s per GPU, including recomputation, 44% of the peak of an A100; 103.8 model TFLOP/s, as mjax
+             counts them
 source       arXiv 2104.04473, table 1, fifth row (fp16 on A100s: add --precision.compute fp16 --precision.loss-scale
              8192)
-training     learning rate, moments and weight decay: the paper gives none, so those of GPT-3 13B, the nearest (arXiv
+training     the paper gives no learning rate, betas or weight decay; these are of GPT-3 13B, the nearest (arXiv
              2005.14165, table 2.1 and appendix B): 300B tokens, warm-up over 375M, cosine to a tenth over 260B
 """
 

@@ -1,4 +1,4 @@
-"""GPT-2 8.3B, eight GPUs a model, with the 32 heads of the scaling study.
+"""GPT-2 8.3B, eight GPUs per replica, with the 32 heads of the scaling study.
 
 parameters   8,317,040,640 with the vocabulary padded to 51,200
 hardware     512 GPUs, data 64 × model 8 (the paper: 15.1 PFLOP/s on V100s)

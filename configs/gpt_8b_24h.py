@@ -1,10 +1,9 @@
-"""GPT-2 8.3B with the 24 heads of the model that was trained to the end.
+"""GPT-2 8.3B with the 24 heads of the fully trained model.
 
 parameters   8,317,040,640 with the vocabulary padded to 51,200
 hardware     512 GPUs, data 64 × model 8; the paper took 2.10 days for 68,507 steps on V100s
-source       arXiv 1909.08053, table 2, expected zero-shot WikiText103 perplexity 10.81, LAMBADA 66.51%,
-             validation perplexity 9.27; section 5.1 for the hyperparameters (fp16 on V100: add --precision.compute
-             fp16)
+source       arXiv 1909.08053, table 2, expected zero-shot WikiText103 perplexity 10.81, LAMBADA 66.51%, validation
+             perplexity 9.27; section 5.1 for the hyperparameters (fp16 on V100: add --precision.compute fp16)
 """
 
 from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig
