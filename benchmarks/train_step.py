@@ -231,7 +231,7 @@ def notes(arguments: Arguments, processes: list[Process], platform: str, threads
         ", ".join(f"{name} {version}" for name, version in versions.items()),
     ]
     if peak_tflops(device, compute) is None:
-        lines.append(f"no MFU: no {compute} peak is known for {device}; mjax/hardware.py says how to add it")
+        lines.append(f"no MFU: no {compute} peak is known for {device}; mjax/hardware.py describes how to add it")
     return lines
 
 

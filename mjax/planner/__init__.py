@@ -1,1 +1,1 @@
-"""Predictions of a run before it starts: memory, communication, time. Nothing here touches a device."""
+"""Predictions of a run before it starts: memory, communication, time. No device is used."""

@@ -1,8 +1,9 @@
-"""Fractions of a GPU's promised rates that a program reaches, and the program: the time model is fitted with these.
+"""Fractions of a GPU's data-sheet rates that a program reaches, and properties of the program, for the time model.
 
-A `Calibration` is a handful of rates, each a fraction of what `mjax/hardware.py` promises, and the `Software` for which
-they hold. There are three in this file, fitted to published runs of Megatron-LM (`benchmarks/published.py`; a test fits
-them again and compares). `benchmarks/calibrate.py` measures one on the user's machine and keeps it in a file.
+A `Calibration` is a handful of rates, each a fraction of the data-sheet values in `mjax/hardware.py`, and the
+`Software` they apply to. There are three in this file, fitted to published runs of Megatron-LM
+(`benchmarks/published.py`; a test repeats the fit and compares). `benchmarks/calibrate.py` measures one on the user's
+machine and stores it in a file.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from mjax.json_files import read_json
 from mjax.plain_values import build
 
 FORMAT = "mjax calibration 1"
-# Rates that are fractions of a data sheet, and the largest that is believed: some GPUs run a little above their sheet.
+# Rates that are fractions of a data sheet, and their upper limits: some GPUs run slightly above their data sheet.
 FRACTIONS, LARGEST = ("matmul", "attention", "memory", "node", "network"), 1.2
-MOST = 1e15  # above any number of a calibration
+MOST = 1e15  # above any number in a calibration
 Fraction = Annotated[float, Bounds(gt=0, le=LARGEST)]
 Rate = Annotated[float, Bounds(gt=0, le=MOST)]
 RateOrZero = Annotated[float, Bounds(ge=0, le=MOST)]
@@ -34,31 +35,31 @@ WholeOrZero = Annotated[int, Bounds(ge=0, le=MOST)]
 
 @dataclass(frozen=True)
 class Software:
-    """Properties of a training program that no config holds. Read from its code, never fitted.
+    """Properties of a training program that no config contains. Read from its code, never fitted.
 
-    Bytes are those of 16-bit activations: read and written by the kernels of one layer's forward pass, for each element
-    of the tensor that is named.
+    Bytes are those of 16-bit activations: read and written by the kernels of one layer's forward pass, per element of
+    the given tensor.
 
     Attributes:
       name: of the program.
-      stream_bytes: an element of [tokens, h]: LayerNorms, dropout, residual sums.
-      mlp_bytes: an element of [tokens, f / p]: GELU.
-      score_bytes: an element of the scores [b, n / p, s, s] where attention writes them out: scale, mask, softmax,
-        dropout; not what the two products read and write.
-      kernels: launches of the forward pass of a layer beside its products.
-      backward_traffic: bytes of a backward pass over those of the forward.
+      stream_bytes: per element of [tokens, h]: LayerNorms, dropout, residual sums.
+      mlp_bytes: per element of [tokens, f / p]: GELU.
+      score_bytes: per element of the scores [b, n / p, s, s] if attention stores them: scale, mask, softmax, dropout;
+        not reads and writes of the two products.
+      kernels: kernel launches of a layer's forward pass, except its products.
+      backward_traffic: bytes of a backward pass divided by those of the forward.
       flash: it has a flash attention kernel.
-      repeated_sums: all-reduces of a layer that full recomputation sends again. The last one of a layer is dead code,
-        which XLA removes.
-      gradient_bytes: of an element when gradients are summed over `data`.
-      accumulate_bytes: read and written for each weight when the gradients of a micro-batch are added up.
-      optimizer_bytes: read and written for each weight by norm, clipping, Adam and the cast to the compute dtype.
-      splits_messages: each rank of `model` sends its part of an activation to the next stage and gathers there
-        (arXiv 2104.04473, section 4.1), with sequence parallelism or without.
-      sends_every_tick: stages meet after every tick of the schedule and send both ways, even if nothing waits for it.
-      hides_backward_sums: the collective behind a column-parallel layer's backward pass runs beside the product for the
-        gradient of its weights.
-      hides_gradient_sums: sums over `data` run beside the backward pass.
+      repeated_sums: all-reduces of a layer that full recomputation repeats. The last one of a layer is dead code, which
+        XLA removes.
+      gradient_bytes: per element when gradients are summed over `data`.
+      accumulate_bytes: read and written per weight when the gradients of a micro-batch are accumulated.
+      optimizer_bytes: read and written per weight by norm, clipping, Adam and the cast to the compute dtype.
+      splits_messages: each rank of `model` sends its part of an activation to the next stage, which gathers it (arXiv
+        2104.04473, section 4.1), with sequence parallelism or without.
+      sends_every_tick: stages synchronise after every tick of the schedule and send both ways, even without a receiver.
+      hides_backward_sums: the collective after a column-parallel layer's backward pass overlaps with the product for
+        its weight gradient.
+      hides_gradient_sums: sums over `data` overlap with the backward pass.
     """
 
     name: str
@@ -78,10 +79,11 @@ class Software:
     hides_gradient_sums: bool
 
 
-# LayerNorm reads twice and writes, twice a layer: 12. Residual sum with dropout, twice: 12. The GELU kernel: 4, and the
-# cut of q, k, v: 12 h / p, which is 3 for each of the 4 h / p elements of the MLP. Scores are float32: 4 read, and 2
-# written as probabilities, and 2 for the other half of a product's float32 result. Which collectives hide, and the 26
-# bytes of Adam, 4 of the norm and 6 of the cast, were read from programs compiled for H100s (docs/benchmarks.md).
+# LayerNorm reads twice and writes, twice per layer: 12. Residual sum with dropout, twice: 12. The GELU kernel: 4, and
+# the split of q, k, v: 12 h / p, which is 3 for each of the 4 h / p elements of the MLP. Scores are float32: 4 read, 2
+# written as probabilities, and 2 for the other half of a product's float32 result. Which collectives are hidden, and
+# the 26 bytes of Adam, 4 of the norm and 6 of the cast, were read from programs compiled for H100s
+# (docs/benchmarks.md).
 MJAX = Software(
     name="mjax",
     stream_bytes=24, mlp_bytes=7, score_bytes=8, kernels=8, backward_traffic=1.6, flash=True, repeated_sums=1,
@@ -89,8 +91,8 @@ MJAX = Software(
     splits_messages=False, sends_every_tick=True, hides_backward_sums=True, hides_gradient_sums=False,
 )  # fmt: skip
 
-# The program of arXiv 2104.04473 (Megatron-LM v2): GELU, dropout with residual, and softmax are fused kernels,
-# attention writes its scores and a dropout mask; gradients are fp16.
+# The program of arXiv 2104.04473 (Megatron-LM v2): GELU, dropout with residual, and softmax are fused kernels;
+# attention stores its scores and a dropout mask; gradients are fp16.
 MEGATRON_2021 = Software(
     name="Megatron-LM of 2021",
     stream_bytes=26, mlp_bytes=6, score_bytes=10, kernels=11, backward_traffic=1.6, flash=False, repeated_sums=2,
@@ -98,12 +100,12 @@ MEGATRON_2021 = Software(
     splits_messages=True, sends_every_tick=False, hides_backward_sums=False, hides_gradient_sums=False,
 )  # fmt: skip
 
-# The program of arXiv 2205.05198: the same, but it gathers for a weight's gradient beside another product (section
-# 4.2.2).
+# The program of arXiv 2205.05198: the same, but the gather for a weight's gradient overlaps with another product
+# (section 4.2.2).
 MEGATRON_2022 = dataclasses.replace(MEGATRON_2021, name="Megatron-LM of 2022", hides_backward_sums=True)
 
-# The program of arXiv 1909.08053: nothing fused but LayerNorm and the optimizer, so bias, GELU, dropout, residual,
-# scale, mask and softmax each read and write.
+# The program of arXiv 1909.08053: only LayerNorm and the optimizer are fused, so bias, GELU, dropout, residual, scale,
+# mask and softmax each read and write.
 MEGATRON_2019 = dataclasses.replace(
     MEGATRON_2021, name="Megatron-LM of 2019", stream_bytes=34, mlp_bytes=12, score_bytes=21, splits_messages=False
 )
@@ -111,25 +113,25 @@ MEGATRON_2019 = dataclasses.replace(
 
 @dataclass(frozen=True)
 class Calibration:
-    """Rates that are reached, and how far predictions with them were off.
+    """Rates that are reached, and the error of predictions with them.
 
     Attributes:
       software: the program.
-      gpu: name of the GPU for which they hold (`mjax/hardware.py`).
+      gpu: name of the GPU they apply to (`mjax/hardware.py`).
       matmul: fraction of the peak that a large matrix product reaches.
-      half: the size of a dim at which a product has half of that: dims of m, n and k give
+      half: the size of a dim at which a product reaches half of that: dims m, n and k give
         m / (m + half) × n / (n + half) × k / (k + half). Small products leave multiprocessors idle.
-      attention: fraction of the peak that flash attention reaches, counting what a causal mask leaves.
+      attention: fraction of the peak that flash attention reaches, counting only unmasked scores of a causal model.
       memory: fraction of the memory bandwidth that memory-bound kernels reach.
-      launch: seconds that a kernel takes beyond its work.
-      node: fraction of the bandwidth in a server that collectives reach.
+      launch: seconds that a kernel takes in addition to its work.
+      node: fraction of the bandwidth within a server that collectives reach.
       network: the same between servers.
-      collective: seconds that a collective takes beyond messages and bytes.
+      collective: seconds that a collective takes in addition to messages and bytes.
       error: relative error bar of a step's time, for this program on this GPU.
       error_elsewhere: the same on any other GPU.
-      fitted_on: what the numbers come from, for people.
-      parameters, devices: smallest and largest of the runs it was fitted on.
-      date, versions: when it was measured and with which packages; empty where it comes from papers.
+      fitted_on: source of the numbers, for people.
+      parameters, devices: smallest and largest of the runs it was fitted to.
+      date, versions: when it was measured and with which packages; empty if it comes from papers.
     """
 
     software: Software
@@ -151,7 +153,7 @@ class Calibration:
     versions: dict[str, str] = field(default_factory=dict)
 
     def error_of(self, config: Config, parameters: int, gpu: Gpu) -> tuple[float, tuple[str, ...]]:
-        """The error bar of a prediction for a model of that many parameters, and what the calibration has not seen."""
+        """The error bar of a prediction for a model with that many parameters, and what is outside the calibration."""
         caveats = []
         if gpu.name != self.gpu:
             caveats.append(f"calibrated on {self.gpu}, not on {gpu.name}")
@@ -164,9 +166,9 @@ class Calibration:
         return (self.error if gpu.name == self.gpu else self.error_elsewhere), tuple(caveats)
 
 
-# `matmul` and `half` are fitted to the ten rows of arXiv 2104.04473, table 1. The rest is taken from elsewhere or
-# assumed, and what is wrong with it has gone into these two: 80% of the memory bandwidth and 5 µs a launch; 77% of
-# NVLink, which is about 230 GB/s on an A100, and 85% of the network cards; NCCL's own base latency of a ring, 8.4 µs
+# `matmul` and `half` are fitted to the ten rows of arXiv 2104.04473, table 1. The other rates are from other sources or
+# assumed, and their errors have gone into these two: 80% of the memory bandwidth and 5 µs per launch; 77% of NVLink,
+# which is about 230 GB/s on an A100, and 85% of the network cards; NCCL's own base latency of a ring, 8.4 µs
 # (NVIDIA/nccl, src/graph/tuning.cc). Flash attention reaches 50 to 73% of the peak of an A100 (arXiv 2307.08691).
 MEGATRON_A100 = Calibration(
     software=MEGATRON_2021, gpu="a100",
@@ -175,18 +177,18 @@ MEGATRON_A100 = Calibration(
     parameters=(1.7e9, 1008e9), devices=(32, 3072),
 )  # fmt: skip
 
-# Fitted to the fourteen scaling figures of arXiv 1909.08053: `matmul` and `launch`, which is what a program costs that
-# starts each kernel from Python; the rest as on A100.
+# Fitted to the fourteen scaling results of arXiv 1909.08053: `matmul` and `launch`, the cost of starting each kernel
+# from Python; the other rates as on A100.
 MEGATRON_V100 = dataclasses.replace(
     MEGATRON_A100, software=MEGATRON_2019, gpu="v100-dgx2h",
     matmul=0.735, launch=96.8e-6,
-    error=0.12, fitted_on="fourteen scaling figures of Megatron-LM, arXiv 1909.08053, figure 5 and appendix D",
+    error=0.12, fitted_on="fourteen scaling results of Megatron-LM, arXiv 1909.08053, figure 5 and appendix D",
     parameters=(1.2e9, 8.3e9), devices=(1, 512),
 )  # fmt: skip
 
-# The rates of a large matrix product and of a collective belong to the hardware and its libraries, so mjax starts from
-# those of Megatron-LM on A100s. Its error bar is the worst of what these rates said of runs they were not fitted to:
-# on the same GPU those of arXiv 2205.05198, table 5; on another one the speed of a V100 in arXiv 1909.08053.
+# The rates of a large matrix product and of a collective are properties of the hardware and its libraries, so mjax
+# starts from those of Megatron-LM on A100s. Its error bar is the largest error of these rates on runs they were not
+# fitted to: on the same GPU those of arXiv 2205.05198, table 5; on another one a V100 in arXiv 1909.08053.
 MJAX_FROM_PAPERS = dataclasses.replace(
     MEGATRON_A100,
     software=MJAX,
@@ -196,11 +198,11 @@ MJAX_FROM_PAPERS = dataclasses.replace(
 
 
 def default_calibration() -> Calibration:
-    """The calibration of `predict_time` where none is given."""
+    """The default calibration of `predict_time`."""
     return MJAX_FROM_PAPERS
 
 
-# --- Kept in a file ---------------------------------------------------------------------------------------------------
+# --- In a file --------------------------------------------------------------------------------------------------------
 
 
 def write_calibration(calibration: Calibration, file: Path) -> None:
@@ -209,7 +211,7 @@ def write_calibration(calibration: Calibration, file: Path) -> None:
 
 
 def read_calibration(file: Path) -> Calibration:
-    """Read what `write_calibration` wrote.
+    """Read a file of `write_calibration`.
 
     Raises:
       UsageError: there is no such file, it is not a calibration, or a number in it is out of bounds.
@@ -226,7 +228,7 @@ def read_calibration(file: Path) -> Calibration:
     for name in ("parameters", "devices"):
         low, high = getattr(calibration, name)
         if not 0 < low <= high <= MOST:
-            raise UsageError(f"{file}: {name} is [{low}, {high}]; it holds the smallest and the largest, both above 0")
+            raise UsageError(f"{file}: {name} is [{low}, {high}]; give the smallest and the largest, both above 0")
     if calibration.gpu not in [gpu.name for gpu in GPUS]:
-        raise UsageError(f"{file}: gpu {calibration.gpu!r} is not known; mjax/hardware.py says how to add it")
+        raise UsageError(f"{file}: gpu {calibration.gpu!r} is not known; mjax/hardware.py describes how to add it")
     return calibration

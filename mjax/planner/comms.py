@@ -1,17 +1,17 @@
 """The communication ledger: every collective of a training step, read from the traced program, without a device.
 
-The step is one `shard_map` in which each byte that crosses between devices is written by hand, so its jaxpr lists them
-all: nothing is left for a partitioner to insert. The reader walks it. The body of a scan counts as often as the scan
-is long. What a conditional of the pipeline runs counts as often as the schedule's table says, stage by stage. What
-nobody uses is left out, as XLA leaves it out: the pipeline's backward pass traces the embedding once more, and needs
-its derivative only. A loop of unknown length with a collective in it is refused.
+The step is one `shard_map` in which all communication is written by hand, so its jaxpr lists every collective: none is
+added by a partitioner. The reader walks it. The body of a scan counts as often as the scan is long. A conditional of
+the pipeline counts as often as the schedule's table says, stage by stage. Unused results are left out, as in XLA: the
+pipeline's backward pass traces the embedding once more, but needs only its derivative. A loop of unknown length with a
+collective in it is refused.
 
-Where a collective comes from is read off the names that the step puts on its equations (`parallel/scopes.py`) and that
-JAX carries through differentiation; `source_of` does the same with a name in the metadata of a compiled program.
+The source of a collective is read from the names that the step puts on its equations (`parallel/scopes.py`), which JAX
+carries through differentiation; `source_of` does the same with a name in the metadata of a compiled program.
 
-Bytes are those of ring algorithms, which are the least there is: of a tensor of k bytes on n ranks each rank sends
-2 (n − 1) / n · k in an all-reduce, (n − 1) / n · k in an all-gather, a reduce-scatter or an all-to-all (k is the whole
-tensor), and k in a permute (arXiv 1909.09756, section 2).
+Bytes are those of ring algorithms, the minimum: of a tensor of k bytes on n ranks each rank sends 2 (n − 1) / n · k in
+an all-reduce, (n − 1) / n · k in an all-gather, a reduce-scatter or an all-to-all (k is the whole tensor), and k in a
+permute (arXiv 1909.09756, section 2).
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ OPERATIONS = {
     "ppermute": "permute",
     "all_to_all": "all-to-all",
 }
-# Primitives that name an axis and send nothing over it.
+# Primitives that name an axis but send nothing over it.
 SILENT = {"axis_index", "pvary", "pcast", "shard_map"}
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective of a step, from one place of the model.
+    """One kind of collective in a step, from one part of the model.
 
     Attributes:
       operation: all-reduce, all-gather, reduce-scatter, all-to-all or permute.
-      axes: the mesh axes of more than one rank that it runs over, in the order of the mesh.
-      ranks: devices that take part in one.
-      shape: of what a device puts in.
-      dtype: of that.
-      part: where it comes from, one of `scopes.PARTS`; empty where that is unknown.
+      axes: the mesh axes it runs over, without those of size 1, in the order of the mesh.
+      ranks: devices that take part in it.
+      shape: of a device's operand.
+      dtype: of the operand.
+      part: its source, one of `scopes.PARTS`; empty if unknown.
       phase: forward, backward or recomputation; empty outside differentiation.
-      loops: lengths of the loops around it, the outermost first.
+      loops: lengths of the loops around it, outermost first.
       counts: how often a step runs it on a device, for each pipeline stage.
-      calls: how often a step would run it if no conditional ever left it out: what the text of a program says.
+      calls: how often a step would run it if every conditional were taken: the count in the text of a program.
     """
 
     operation: str
@@ -91,17 +91,17 @@ class Collective:
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes that a device puts in."""
+        """Bytes of a device's operand."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property
     def payload(self) -> int:
-        """Bytes of the whole tensor: what is summed, or what is gathered."""
+        """Bytes of the whole tensor that is summed or gathered."""
         return self.operand_bytes * (self.ranks if self.operation == "all-gather" else 1)
 
     @property
     def wire(self) -> float:
-        """Bytes that a device sends in one of them, on a ring."""
+        """Bytes that a device sends in one call, on a ring."""
         shares = {"all-reduce": 2 * (self.ranks - 1), "permute": self.ranks}
         return self.payload * shares.get(self.operation, self.ranks - 1) / self.ranks
 
@@ -168,10 +168,11 @@ class Ledger:
 
 
 def ledger(config: Config) -> Ledger:
-    """The ledger of a training step of `config`, which must be validated. No device is touched.
+    """The ledger of a training step of `config`, which must be validated. No device is used.
 
-    Two things are traced in another form, because they communicate nothing and the ledger is the same without them:
-    attention as XLA's kernel, which every machine can trace, and no dropout, whose masks are a third of the equations.
+    Two things are traced in another form, because they do not communicate and the ledger is the same: attention with
+      XLA's
+    kernel, which every machine can trace, and no dropout, whose masks are a third of the equations.
     """
     config = replace(config, model=replace(config.model.without_dropout(), attention="xla"))
     with jax.enable_x64(config.precision.compute == "fp64"):
@@ -181,16 +182,16 @@ def ledger(config: Config) -> Ledger:
 
 
 def read_collectives(jaxpr, schedule: Schedule | None = None) -> tuple[Collective, ...]:
-    """The collectives of a traced program, equal ones counted together; those of one rank alone, which send nothing,
-    are left out.
+    """The collectives of a traced program, with equal ones counted together; those over one rank only, which send
+    nothing, are left out.
 
     Args:
-      jaxpr: of a function that holds a `shard_map`.
-      schedule: the table that its pipeline runs, if it has one.
+      jaxpr: of a function that contains a `shard_map`.
+      schedule: the table that its pipeline runs, if there is one.
 
     Raises:
       ValueError: a collective is in a loop of unknown length, or in a conditional that is not the pipeline's, or is of
-        a kind that is not known here.
+        an unknown kind.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
@@ -210,7 +211,7 @@ def read_collectives(jaxpr, schedule: Schedule | None = None) -> tuple[Collectiv
 
 
 def source_of(name_stack: str) -> tuple[str, str]:
-    """Part of the model and phase of what has this name: a JAX name stack, or `op_name` in a compiled program.
+    """Part of the model and phase from a name: a JAX name stack, or `op_name` in a compiled program.
 
     >>> source_of("jit(step)/transpose(jvp(layer))/while/body/rematted_computation/psum")
     ('layer', 'recomputation')
@@ -232,7 +233,7 @@ def source_of(name_stack: str) -> tuple[str, str]:
 
 
 def communication_section(ledger: Ledger, figure: str | None = None) -> Section:
-    """Bytes that a device sends in a step, by axis and source; `figure` is the file of the picture, if there is one."""
+    """Bytes that a device sends in a step, by axis and source; `figure` is the file of the plot, if there is one."""
     values = {
         "bytes_by_axis": {axes_name(axes): sent for axes, sent in ledger.by_axis().items()},
         "bytes_by_source": ledger.by_source(),
@@ -271,7 +272,7 @@ def human_bytes(count: float) -> str:
 
 
 def _where(ledger: Ledger) -> str:
-    """The stage that a row counts, where stages differ."""
+    """The stage that a row counts, if stages differ."""
     differ = any(len(set(record.counts)) > 1 for record in ledger.records)
     return ", in each row on the pipeline stage that sends most" if differ else ""
 
@@ -318,7 +319,7 @@ def _read(jaxpr, runs: dict[str, np.ndarray], place: _Place) -> Iterator[Collect
 
 
 def _conditional(equation, branches: list, runs: dict[str, np.ndarray], place: _Place) -> Iterator[Collective]:
-    """A conditional of the pipeline counts by the schedule's table; all branches of any other one must be alike."""
+    """A conditional of the pipeline counts by the schedule's table; all branches of any other must be equal."""
     name = str(equation.source_info.name_stack).rsplit("/", 1)[-1]
     if name in runs:
         place = replace(place, counts=place.outside * runs[name])
@@ -333,7 +334,7 @@ def _conditional(equation, branches: list, runs: dict[str, np.ndarray], place: _
 
 def _records(equation, place: _Place) -> Iterator[Collective]:
     """A record for each operand of a collective."""
-    # An axis of one rank is crossed by nothing, and a compiled program does not show it.
+    # An axis of one rank has no communication, and is not in a compiled program.
     names = [axis for axis in axes_of(equation) if place.sizes[axis] > 1]
     axes = tuple(sorted(names, key=lambda axis: NAMES.index(axis) if axis in NAMES else len(NAMES)))
     groups = equation.params.get("axis_index_groups")

@@ -1,4 +1,4 @@
-"""The communication ledger as a picture: a bar for each axis of the mesh, in it a piece for each source."""
+"""The communication ledger as a plot: one bar per mesh axis, split by source."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from matplotlib.patches import Patch
 from mjax.parallel import scopes
 from mjax.planner.comms import Ledger, axes_name, human_bytes
 
-# Okabe and Ito's palette, apart for every kind of colour vision: a colour for each part of the model. Phases of a part
-# differ in lightness and in hatching.
+# Okabe and Ito's palette, distinguishable with colour blindness: one colour per part of the model. Phases of a part
+# differ in lightness and hatching.
 COLOURS = {
     scopes.LAYER: "#0072B2",
     scopes.EMBEDDING: "#56B4E9",
@@ -33,8 +33,8 @@ INK, SOFT_INK = "#222222", "#666666"
 def draw_communication(ledger: Ledger, file: Path | BinaryIO, name: str = "") -> None:
     """Draw `ledger` into `file`, in the format of its suffix (png, pdf, svg).
 
-    Each bar is what a device sends over an axis in one step, on the pipeline stage that sends most over it. Bars have
-    one scale; axes over which less than a thousandth of the whole is sent are not drawn, but said.
+    Each bar is the bytes that a device sends over an axis in one step, on the pipeline stage that sends most over it.
+    Bars have one scale; axes with less than a thousandth of the total are not drawn but listed.
 
     Args:
       ledger: what to draw.

@@ -1,14 +1,14 @@
-"""The train step compiled for NVIDIA GPUs that are not there.
+"""Compiling the train step for absent NVIDIA GPUs.
 
-XLA needs no GPU to compile for one: it needs to be told about it. `targets/` holds a sheet for each GPU, in XLA's own
-words (GpuTargetConfigProto), and a topology of servers gives a mesh of devices that exist on paper. The step is
-the one that training runs, from `build_program`, with the XLA flags of this process.
+XLA needs no GPU to compile for one, only a description. `targets/` has a file for each GPU in XLA's own format
+(GpuTargetConfigProto), and a topology of servers gives a mesh of virtual devices. The step is the one that training
+runs, from `build_program`, with the XLA flags of this process.
 
-What comes out is what a cluster would get, with one difference: nothing can be measured here, so XLA takes its default
-tiles for matrix products (Triton's) where on a GPU it times several, cuBLAS's among them. Collectives, their order and
+The result is what a cluster would compile, with one difference: nothing can be measured here, so XLA uses its default
+tiles for matrix products (Triton's) where on a GPU it times several, including cuBLAS's. Collectives, their order and
 memory hardly depend on that; the speed of matrix products does.
 
-It needs the CUDA wheels (requirements-cuda.txt), because the compiler for NVIDIA GPUs is in them; no driver, no GPU.
+It needs the CUDA wheels (requirements-cuda.txt), which contain the compiler for NVIDIA GPUs; no driver, no GPU.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SHEETS = Path(__file__).parent / "targets"
 
 @dataclass(frozen=True)
 class AllocatedMemory:
-    """Bytes on one device, as XLA allocates them.
+    """Bytes on one device, as allocated by XLA.
 
     Attributes:
-      arguments: state and batch: what a step is given.
-      outputs: what it returns.
-      aliased: of the outputs, what takes the place of arguments: the new state that of the old.
-      temporaries: all that lives within a step: the weights in the compute dtype, gradients, activations.
-      peak: the most of all these that is alive at once.
+      arguments: state and batch.
+      outputs: results.
+      aliased: outputs that reuse memory of arguments: the new state that of the old.
+      temporaries: everything that lives within a step: the weights in the compute dtype, gradients, activations.
+      peak: the maximum of all these at one time.
     """
 
     arguments: int
@@ -51,7 +51,7 @@ class AllocatedMemory:
 
     @property
     def total(self) -> int:
-        """Bytes that have to fit: XLA takes the temporaries in one piece, so this is more than `peak`."""
+        """Bytes that have to fit: XLA allocates the temporaries in one block, so this is more than `peak`."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
@@ -60,15 +60,15 @@ class Compilation:
     """A step compiled ahead of time.
 
     Attributes:
-      gpu: name of the sheet: h100.
-      device_kind: what JAX calls this GPU.
-      gpu_memory: bytes a device has, by the sheet.
+      gpu: name of the target file: h100.
+      device_kind: JAX's name for this GPU.
+      gpu_memory: bytes of a device, from the target file.
       servers: their number.
-      attention: the kernel of attention that was compiled.
+      attention: the compiled attention kernel.
       tracing, compiling: seconds.
-      resident: the most memory this process had so far, in bytes.
-      memory: what XLA allocates.
-      program: what it scheduled.
+      resident: peak memory of this process so far, in bytes.
+      memory: allocated by XLA.
+      program: the scheduled program.
       text: the scheduled HLO.
       step: the `TrainProgram` whose step it is, on a mesh of these GPUs.
     """
@@ -88,15 +88,16 @@ class Compilation:
 
 
 def sheet_names() -> list[str]:
-    """The GPUs there is a sheet of."""
+    """The GPUs with a target file."""
     return sorted(file.stem for file in SHEETS.glob("*.txtpb"))
 
 
 def check_compile(config: Config, gpu: str | None, per_server: int = 8) -> None:
-    """Refuse what cannot be compiled for, before JAX is imported.
+    """Refuse what cannot be compiled, before JAX is imported.
 
     Raises:
-      UsageError: there is no sheet of the GPU, or the mesh does not fill its servers, or the CUDA wheels are missing.
+      UsageError: there is no target file for the GPU, or the mesh does not fill its servers, or the CUDA wheels are
+        missing.
     """
     names = sheet_names()
     if gpu is None:
@@ -119,18 +120,18 @@ def check_compile(config: Config, gpu: str | None, per_server: int = 8) -> None:
 def compile_step(
     config: Config, gpu: str, per_server: int = 8, announce: Callable[[str], None] = lambda _: None
 ) -> Compilation:
-    """Compile the train step of `config` for its mesh of GPUs that need not be there.
+    """Compile the train step of `config` for its mesh of GPUs, which need not exist.
 
     `launch.leave_accelerators_alone` has to be called before JAX is imported: JAX would look for GPUs and fail.
 
     Args:
       config: validated; `model.attention` auto is resolved as on a GPU.
-      gpu: name of a sheet.
-      per_server: GPUs of a server.
-      announce: is called with the name of each phase; they take from seconds to minutes.
+      gpu: name of a target file.
+      per_server: GPUs per server.
+      announce: called with the name of each phase; they take seconds to minutes.
 
     Raises:
-      UsageError: JAX or cuDNN refuses what the config asks for.
+      UsageError: JAX or cuDNN does not support the config.
       RunError: XLA cannot compile the step.
     """
     from jax.experimental.topologies import get_topology_desc
@@ -156,7 +157,7 @@ def compile_step(
     announce(f"compiling for {sizes.devices:,} × {device_kind}")
     compiled = _compile(lowered, gpu)
     done = time.perf_counter()
-    announce("reading what XLA made of it")
+    announce("reading the compiled program")
     text, stats = compiled.as_text(), compiled.memory_analysis()
     return Compilation(
         gpu=gpu,
@@ -185,9 +186,9 @@ def _lower(program):
     try:
         return program.train_step.lower(program.abstract_state, program.abstract_batch)
     except NotImplementedError as error:
-        # JAX asks the GPU it sees what cuDNN can do on it. Here it sees none, and assumes the least.
+        # JAX asks its GPU what cuDNN supports. Here it finds none, and assumes the oldest.
         raise UsageError(
-            f"JAX does not lower cuDNN's attention here: {str(error).splitlines()[0]} Where it sees no GPU it assumes "
+            f"JAX does not lower cuDNN's attention here: {str(error).splitlines()[0]} Without a GPU it assumes "
             "one older than Hopper; add --model.attention xla"
         ) from error
 
@@ -206,18 +207,18 @@ def _read(text: str, mesh: dict[str, int]) -> ScheduledProgram:
     try:
         return read_program(text, mesh)
     except HloError as error:
-        raise RunError(f"XLA has compiled the step, and mjax cannot read what it made: {error}") from error
+        raise RunError(f"XLA has compiled the step, but mjax cannot read the result: {error}") from error
 
 
 @contextmanager
 def _without_compilation_cache() -> Iterator[None]:
-    """Keep JAX's persistent cache out: without a GPU JAX cannot read what it wrote, and says so at length."""
+    """Disable JAX's persistent cache: without a GPU JAX cannot read its entries, and complains at length."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it decides once a process whether it is used
+    compilation_cache.reset_cache()  # whether it is used is decided once per process
     try:
         yield
     finally:
@@ -226,7 +227,7 @@ def _without_compilation_cache() -> Iterator[None]:
 
 
 def memory_of(gpu: str) -> int:
-    """Bytes of memory that the sheet of a GPU gives it."""
+    """Bytes of memory in the target file of a GPU."""
     for line in (SHEETS / f"{gpu}.txtpb").read_text().splitlines():
         name, _, value = line.strip().partition(": ")
         if name == "device_memory_size":
@@ -235,6 +236,6 @@ def memory_of(gpu: str) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what compiled: JAX, and the plugin whose compiler it is."""
+    """Versions of the compiler: JAX, and its CUDA plugin."""
     found = installed()
     return {name: found[name] for name in ("jax", "jaxlib", f"jax-cuda{cuda_build()}-plugin") if name in found}

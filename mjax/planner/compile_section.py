@@ -22,12 +22,12 @@ from mjax.planner.section import Section, named_rows, table
 Key = tuple[tuple[str, ...], str, str]
 """Axes, operation and dtype of collectives."""
 Counts = Mapping[Key, tuple[int, int]]
-"""Calls and bytes a step, for each."""
+"""Calls and bytes per step, for each."""
 Rows = list[dict[str, Any]]
 
 
 def check_arguments(config: Config, gpu: str | None, per_server: int, file: Path | None) -> None:
-    """Refuse what `compile_and_tell` could not do.
+    """Refuse what `compile_and_tell` cannot do.
 
     Raises:
       UsageError: one sentence that says what to type.
@@ -38,7 +38,7 @@ def check_arguments(config: Config, gpu: str | None, per_server: int, file: Path
 
 
 def compile_and_tell(config: Config, gpu: str, per_server: int, file: Path | None = None) -> Section:
-    """Compile the step of a checked config, save it where that is asked for, and report on it.
+    """Compile the step of a checked config, save it on request, and report on it.
 
     Args:
       config, gpu, per_server: as for `compile_step`.
@@ -66,8 +66,8 @@ def compile_section(compiled: Compilation, expected: Counts, formula: float) -> 
 
     Args:
       compiled: the step.
-      expected: what the ledger counts, in the same way: every branch taken.
-      formula: bytes on a device, as `predict_memory` says.
+      expected: the ledger's counts, in the same way: every branch taken.
+      formula: bytes on a device, from `predict_memory`.
     """
     memory, kernels, rows = compiled.memory, compiled.program.kernels, _rows(compiled.program.collectives)
     found = {(tuple(row["axes"]), row["kind"], row["dtype"]): (row["calls"], row["bytes"]) for row in rows}
@@ -108,7 +108,7 @@ def compile_section(compiled: Compilation, expected: Counts, formula: float) -> 
 
 @contextmanager
 def announcing() -> Iterator[Callable[[str], None]]:
-    """Announce each phase on the error stream; on a terminal, with the time that it has taken so far."""
+    """Announce each phase on stderr; on a terminal, with its elapsed time."""
     from rich.progress import TextColumn, TimeElapsedColumn
 
     from mjax.progress import progress
@@ -122,7 +122,7 @@ def announcing() -> Iterator[Callable[[str], None]]:
 
 
 def totals(records: Iterable[Collective]) -> Counts:
-    """The ledger as the text of a program counts it: calls and bytes with every branch taken."""
+    """The ledger's counts as in the text of a program: calls and bytes with every branch taken."""
     counted: dict[Key, tuple[int, int]] = {}
     for record in records:
         key = record.axes, record.operation, record.dtype
@@ -136,8 +136,8 @@ def _named(key: Key) -> dict[str, Any]:
 
 
 def _rows(collectives: list[ScheduledCollective]) -> Rows:
-    """For each (axes, operation, dtype): calls and bytes a step, of these bytes those beside matrix products, beside
-    other kernels only and beside nothing, and the calls that stand in branches."""
+    """For each (axes, operation, dtype): calls and bytes per step, of these bytes those beside matrix products, beside
+    other kernels only and beside nothing, and the calls in branches."""
     rows: dict[Key, dict] = {}
     empty = dict.fromkeys(("calls", "bytes", "products", "kernels", "nothing", "calls_in_branches"), 0)
     for c in sorted(collectives, key=lambda c: c.key):
@@ -206,7 +206,7 @@ def _kernels(kernels: dict[str, dict[str, int]]) -> list[str]:
 
 
 def _comparison(rows: Rows) -> list[str]:
-    """The ledger beside the compiled program, in bytes."""
+    """The ledger and the compiled program, in bytes."""
     cells = []
     for row in rows:
         ours, found = row["ledger"], row["compiled"]

@@ -1,4 +1,4 @@
-"""A config written as a file like those in `configs/`: short Python, only what differs from the defaults."""
+"""Writing a config as a file like those in `configs/`: short Python, only the differences from the defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 120
 
 
 def check_new(file: Path, flag: str = "--write") -> None:
-    """Refuse a file that cannot be written, before work is spent on what goes into it.
+    """Refuse an output file that cannot be written, before any work is done.
 
     Raises:
       UsageError: it is not a .py file, it exists already, or its folder does not.
@@ -24,7 +24,7 @@ def check_new(file: Path, flag: str = "--write") -> None:
     if file.suffix != ".py":
         raise UsageError(f"{flag} {file} is not a Python file; use a name that ends in .py")
     if file.exists():
-        raise UsageError(f"{flag} {file} already exists and is not overwritten; name another file, or move it away")
+        raise UsageError(f"{flag} {file} already exists and is not overwritten; use another file, or move it away")
     check_folder(flag, file)
 
 
@@ -32,9 +32,9 @@ def write_config(config: Config, file: Path, about: str) -> None:
     """Write `config` into the new file `file`, atomically; `load_config` returns exactly this config.
 
     Args:
-      config: what to write.
-      file: where to, ending in .py.
-      about: docstring of the file: a first line, an empty one, and what else there is to say.
+      config: the config.
+      file: its path, ending in .py.
+      about: docstring of the file: a first line, an empty one, and further text.
 
     Raises:
       UsageError: the file exists already, or its folder does not.
@@ -43,8 +43,8 @@ def write_config(config: Config, file: Path, about: str) -> None:
     temporary = file.with_name(f"{file.stem}.tmp.py")
     try:
         temporary.write_text(config_source(config, about))
-        assert load_config(str(temporary)) == config, f"{file} would not give back the config that it is written for"
-        check_new(file)  # nothing is written over a file that has come in the meantime
+        assert load_config(str(temporary)) == config, f"{file} does not reproduce the config"
+        check_new(file)  # do not overwrite a file that has appeared in the meantime
         put(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
@@ -67,13 +67,13 @@ def config_source(config: Config, about: str) -> str:
 
 
 def _changed(section: Any) -> dict[str, Any]:
-    """The fields of a section that are not at their defaults."""
+    """The fields of a section that differ from their defaults."""
     fields = dataclasses.fields(section)
     return {field.name: value for field in fields if (value := getattr(section, field.name)) != field.default}
 
 
 def _call(opening: str, values: dict[str, Any]) -> str:
-    """A keyword argument that is a call, on one line if it fits, else a line for each argument, as ruff formats it."""
+    """A keyword argument that is a call, on one line if it fits, else one line per argument, as formatted by ruff."""
     arguments = [f"{name}={_literal(value)}" for name, value in values.items()]
     line = f"{opening}({', '.join(arguments)}),"
     if len(line) <= WIDTH:
@@ -90,7 +90,7 @@ def _import(opening: str, names: list[str]) -> str:
 
 
 def _literal(value: Any) -> str:
-    """Python for a value; long whole numbers in groups of three."""
+    """A value as Python source; whole numbers with underscores."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
         return f"{value:_}"
     if isinstance(value, tuple):

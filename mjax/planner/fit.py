@@ -1,16 +1,16 @@
-"""Checks that a config fits into the memory of a GPU, and proposes changes that make it fit, cheapest first.
+"""Checks whether a config fits into the memory of a GPU, and proposes changes that make it fit, cheapest first.
 
-Every combination of the changes below is tried in numbers; one that runs (`validate`) and leaves HEADROOM of the memory
-free is proposed, unless a part of it alone would be enough. Prices only put the proposals in order: they are ranks, not
-times. What is free comes before what costs a little, that before what repeats a whole forward pass, and other GPUs come
+Every combination of the changes below is evaluated; one that is valid (`validate`) and leaves HEADROOM of the memory
+free is proposed, unless a part of it is enough. Prices only order the proposals: they are ranks, not times. Changes
+that cost nothing come first, then those that cost a little, then those that repeat a whole forward pass, and other GPUs
 last.
 
-    sequence parallelism    no more bytes cross, less is kept (arXiv 2205.05198, section 4.2.2)
-    ZeRO-1                  weights and moments sharded over `data`: a gather in the place of half an all-reduce
-    selective recomputation attention, LayerNorm and GELU again, no matrix product of weights
+    sequence parallelism    the same bytes sent, fewer kept (arXiv 2205.05198, section 4.2.2)
+    ZeRO-1                  weights and moments sharded over `data`: a gather instead of half an all-reduce
+    selective recomputation attention, LayerNorm and GELU again, but no matrix product with weights
     a smaller micro-batch   the same work in smaller, slower products; shorter bubbles in a pipeline
     full recomputation      the forward pass a second time: a third more work
-    ZeRO-3                  weights gathered for every layer, forward and backward
+    ZeRO-3                  weights gathered in every layer, forward and backward
     more `model` or `pipe`  the same GPUs, less data parallelism: more communication, bubbles
     more GPUs
 """
@@ -32,13 +32,13 @@ from mjax.planner.memory import HEADROOM, Memory, free_share, predict_memory
 from mjax.planner.search import value_of, with_values
 from mjax.validation import validate
 
-# Ranks of what a change costs; a combination costs their sum.
+# Ranks of the cost of a change; a combination costs their sum.
 SEQUENCE_PARALLEL, ZERO_1, SELECTIVE, SMALLER_MICRO_BATCH, FULL, ZERO_3, OTHER_MESH, MORE_GPUS = (
     1, 2, 4, 8, 16, 24, 32, 128,
 )  # fmt: skip
 RECOMPUTE, ZERO = {"none": 0, "selective": SELECTIVE, "full": FULL}, {0: 0, 1: ZERO_1, 3: ZERO_3}
 
-DEFAULT_FRACTION = 0.75  # of a GPU's memory, what JAX takes where nobody says otherwise
+DEFAULT_FRACTION = 0.75  # of a GPU's memory, JAX's default
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Change:
 
     Attributes:
       flags: what to type, such as '--mesh.sequence-parallel --train.micro-batch 2'.
-      config: the config with it.
-      memory: what that needs.
-      price: the rank of what it costs.
+      config: the changed config.
+      memory: its memory.
+      price: the rank of its cost.
     """
 
     flags: str
@@ -58,8 +58,7 @@ class Change:
     price: int
 
     def needs(self, config: Config) -> str:
-        """The memory it needs: `20.2 GiB`, or `20.2 GiB on each of 16` where it uses another number of devices than
-        `config`."""
+        """Its memory: `20.2 GiB`, or `20.2 GiB on each of 16` if it uses another number of devices than `config`."""
         devices = self.config.mesh.devices
         more = f" on each of {devices:,}" if devices != config.mesh.devices else ""
         return f"{self.memory.total / GIB:.1f} GiB{more}"
@@ -68,7 +67,7 @@ class Change:
 def changes_that_fit(config: Config, usable: float, count: int = 3) -> list[Change]:
     """The cheapest changes with which `config` leaves HEADROOM of `usable` bytes free, cheapest first.
 
-    None of them contains another one. The global batch, the model and its numbers stay as they are.
+    No proposal contains another. The global batch, the model and its numbers do not change.
     """
     found: list[tuple[dict[str, Any], Change]] = []
     for price, values in sorted(_candidates(config), key=lambda candidate: candidate[0]):
@@ -85,21 +84,22 @@ def changes_that_fit(config: Config, usable: float, count: int = 3) -> list[Chan
 
 
 def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str], None]) -> None:
-    """Refuse what does not fit on the GPUs of this process, and warn of what hardly fits, before anything is compiled.
+    """Refuse what does not fit on the GPUs of this process, and warn if it barely fits, before compiling.
 
-    On a CPU nothing is refused: its memory is shared with other processes and may be swapped. Nor where there are other
-    devices than the mesh needs, which is refused elsewhere.
+    On a CPU nothing is refused: its memory is shared with other processes and may be swapped. A wrong number of devices
+      is
+    refused elsewhere.
 
     Args:
       config: validated.
-      name: what the config is called.
-      force: go on, and only say so.
-      say: receives that sentence, or the warning.
+      name: name of the config in messages.
+      force: only report and continue.
+      say: called with that sentence, or the warning.
 
     Raises:
-      UsageError: the config does not fit, or asks for an attention kernel that cannot be.
+      UsageError: the config does not fit, or needs an attention kernel that is not available.
     """
-    import jax  # a plan is made without
+    import jax  # a plan does not need it
 
     device = jax.local_devices()[0]
     found = memory_of(device)
@@ -111,24 +111,24 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
             say(f"memory  {warning}")
     except UsageError as error:
         if not force:
-            raise UsageError(f"{error}; --force tries it as it is") from None
+            raise UsageError(f"{error}; --force tries it anyway") from None
         say(f"memory  {error}; continuing because of --force")
 
 
 def check_memory(config: Config, usable: float, gpu: str, name: str = "this config") -> str:
-    """Refuse what does not fit, with the numbers and what would.
+    """Refuse what does not fit, with the numbers and changes that would fit.
 
     Args:
       config: validated.
       usable: bytes that XLA may allocate on each device.
-      gpu: what the device is called.
-      name: what the config is called.
+      gpu: name of the device.
+      name: name of the config in messages.
 
     Returns:
-      A warning where it fits and leaves less than HEADROOM free, else an empty string.
+      A warning if it fits but leaves less than HEADROOM free, else an empty string.
 
     Raises:
-      UsageError: more is needed than `usable`.
+      UsageError: it needs more than `usable`.
     """
     memory = predict_memory(config)
     free = free_share(memory.total, usable)
@@ -150,7 +150,7 @@ def check_memory(config: Config, usable: float, gpu: str, name: str = "this conf
 
 
 def memory_of(device) -> tuple[float, str] | None:
-    """Bytes that XLA may allocate on a JAX device, and its name; None where it is not a GPU or does not say."""
+    """Bytes that XLA may allocate on a JAX device, and its name; None if it is not a GPU or does not say."""
     limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform == "gpu" else None
     return (float(limit), device.device_kind) if limit else None
 
@@ -161,7 +161,7 @@ def describe_kinds(memory: Memory) -> str:
     return ", ".join(f"{name} {size / GIB:.1f}" for name, size in sorted(kinds.items(), key=lambda kind: -kind[1]))
 
 
-# --- The combinations that are tried ----------------------------------------------------------------------------------
+# --- The combinations -------------------------------------------------------------------------------------------------
 
 
 def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -208,7 +208,7 @@ def _meshes(config: Config) -> list[tuple[int, int, int]]:
     for factor in (2, 4, 8, 16, 32, 64):
         found += [(mesh.pipe, mesh.data, mesh.model * factor), (mesh.pipe * factor, mesh.data, mesh.model)]
         found += [(mesh.pipe, mesh.data * factor, mesh.model)]
-    # The devices of `model` talk in every layer, so they should share a server: no more than eight, if it has no more.
+    # Devices of `model` communicate in every layer, so they should share a server: at most eight, unless it has more.
     return [axes for axes in found if axes[2] <= max(8, mesh.model)]
 
 
@@ -219,8 +219,8 @@ def _micro_batches(largest: int, share: int) -> list[int]:
 
 
 def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
-    """True where `values` do what is proposed already, or more of the same: a still smaller micro-batch, full in the
-    place of selective recomputation."""
+    """True if `values` include what is proposed already, or go further: a smaller micro-batch, full instead of
+    selective recomputation."""
 
     def strength(name: str, value: Any) -> int:
         return -value if name == "train.micro_batch" else RECOMPUTE.get(value, value)
@@ -237,7 +237,7 @@ def _runs(config: Config) -> bool:
 
 
 def _larger_fraction(needed: float, usable: float) -> str:
-    """A hint where the memory is there and JAX was not told to take it."""
+    """A hint if the memory exists but JAX was not told to use it."""
     possible = usable / DEFAULT_FRACTION * USABLE_FRACTION
     if any(name in os.environ for name in MEMORY_FRACTIONS) or needed > possible:
         return ""

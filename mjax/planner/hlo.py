@@ -1,15 +1,15 @@
 """Collectives, kernels and waits of a compiled program, read from scheduled HLO for NVIDIA GPUs.
 
-Scheduled HLO is a list of kernels in the order in which a GPU is given them. A collective is two lines of it, and what
-stands between them runs while the bytes travel:
+Scheduled HLO is a list of kernels in the order in which they are launched. A collective is two lines of it, and the
+kernels between them overlap with it:
 
     %all-reduce-start = … all-reduce-start(%product), replica_groups=…
     %weight_gradient  = … fusion(…)                                      beside the collective
     %all-reduce-done  = … all-reduce-done(%all-reduce-start)             waits for it
 
-A `while` says how often it runs, so everything in it counts that many times. A `conditional` does not say how often it
-takes which branch: what stands in one counts as if it were taken every time, and is marked. XLA may put several
-collectives into one, which moves the same bytes in fewer calls.
+A `while` says how often it runs, so everything in it counts that many times. A `conditional` does not say how often a
+branch is taken: everything in one counts as if it were always taken, and is marked. XLA may merge several collectives
+into one, which sends the same bytes in fewer calls.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from functools import cached_property
 import numpy as np
 
 OPERATIONS = {"all-reduce", "all-gather", "reduce-scatter", "permute", "all-to-all"}
-# What NumPy, and so the ledger, calls the dtypes of HLO.
+# NumPy's, and so the ledger's, names for the dtypes of HLO.
 NAMES = {
     "pred": "bool", "s4": "int4", "u4": "uint4", "s8": "int8", "u8": "uint8", "s16": "int16", "u16": "uint16",
     "s32": "int32", "u32": "uint32", "s64": "int64", "u64": "uint64", "f8e4m3fn": "float8_e4m3fn",
     "f8e5m2": "float8_e5m2", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64",
 }  # fmt: skip
 BITS = {dtype: 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0]) for dtype in NAMES}
-# Lines that cost nothing: they name values, or move what is smaller than a kernel's start.
+# Lines that cost nothing: they name values, or move less than a kernel launch costs.
 FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all",
     "opt-barrier", "domain",
 }  # fmt: skip
 LIBRARIES = {"__cudnn$fmha": "attention, cuDNN", "__cublas": "matrix product, cuBLAS"}  # by the call's target
-CONTROL = ("while", "conditional", "call")  # what runs other computations
+CONTROL = ("while", "conditional", "call")  # run other computations
 
 
 class HloError(ValueError):
-    """The text is not the scheduled HLO of a GPU as this reader knows it."""
+    """The text is not scheduled HLO for a GPU in a known form."""
 
 
-# --- What is read -----------------------------------------------------------------------------------------------------
+# --- Result -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class ScheduledCollective:
 
     Attributes:
       operation: all-reduce, all-gather, reduce-scatter, permute or all-to-all.
-      axes: the mesh axes along which its groups lie, in the order of the mesh.
-      dtype: as NumPy names it.
-      bytes: of the operand, on one device: what it puts in.
-      count: times a step, loops multiplied.
-      calls: the same for the collective; 0 but for the first of its operands, so that calls add up.
-      conditional: True where it stands in a branch, and `count` is the most it can be.
-      beside: what runs while it is under way.
-      source: the operation of the traced program that it comes from, as XLA names it; empty where XLA does not say.
+      axes: the mesh axes of its groups, in the order of the mesh.
+      dtype: NumPy's name.
+      bytes: of the operand, on one device.
+      count: times per step, loops included.
+      calls: the same for the collective; 0 except for the first of its operands, so that calls can be summed.
+      conditional: True if it is in a branch, and `count` is an upper bound.
+      beside: kernels that overlap with it.
+      source: the operation of the traced program that it comes from, in XLA's words; empty if XLA does not say.
     """
 
     operation: str
@@ -93,18 +93,18 @@ class ScheduledCollective:
 
     @property
     def overlap(self) -> str:
-        """`products`, `kernels` or `nothing`: the most that hides it."""
+        """`products`, `kernels` or `nothing`: the best that hides it."""
         return "products" if self.beside.products else "kernels" if self.beside.kernels else "nothing"
 
 
 @dataclass(frozen=True)
 class ScheduledProgram:
-    """A compiled program as it is scheduled.
+    """A compiled, scheduled program.
 
     Attributes:
-      collectives: an entry for each operand of each, in no particular order; those of groups of one are left out.
-      kernels: for each type of kernel, how many different ones there are.
-      launches: how many of each are started in a step, every branch taken.
+      collectives: one entry per operand of each, in no particular order; without those in groups of one.
+      kernels: for each type of kernel, the number of different ones.
+      launches: the number of launches of each in a step, with every branch taken.
     """
 
     collectives: list[ScheduledCollective]
@@ -112,7 +112,7 @@ class ScheduledProgram:
     launches: dict[str, int]
 
     def bytes_by(self) -> dict[tuple[tuple[str, ...], str, str], int]:
-        """Bytes that a device puts into collectives in a step, by (axes, operation, dtype)."""
+        """Bytes of a device's operands of collectives in a step, by (axes, operation, dtype)."""
         total: Counter = Counter()
         for c in self.collectives:
             total[c.key] += c.count * c.bytes
@@ -124,10 +124,10 @@ def read_program(text: str, mesh: Mapping[str, int]) -> ScheduledProgram:
 
     Args:
       text: `compiled.as_text()`.
-      mesh: sizes of the axes by name, the slowest first; partitions are numbered along them in row-major order.
+      mesh: sizes of the axes by name, slowest first; partitions are numbered along them in row-major order.
 
     Raises:
-      HloError: it is not scheduled; a collective stands in a loop of unknown length, or its groups lie along no axes of
+      HloError: it is not scheduled; a collective is in a loop of unknown length, or its groups do not lie along axes of
         `mesh`.
     """
     if "is_scheduled=true" not in text.split("\n", 1)[0]:
@@ -172,7 +172,7 @@ class _Line:
         return re.findall(r"%([\w.\-]+)", self.inside)
 
     def attribute(self, name: str) -> str | None:
-        """The computation or word that stands after `name=`."""
+        """The computation or word after `name=`."""
         match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
         return match and match[1]
 
@@ -188,7 +188,7 @@ LINE = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:
 def _read_line(text: str) -> _Line | None:
     match = LINE.fullmatch(text)
     if match is None and " = " in text:
-        raise HloError(f"this line is not in a form that is known: {text[:200].strip()}")
+        raise HloError(f"this line has an unknown form: {text[:200].strip()}")
     return match and _Line(*match.groups(""))
 
 
@@ -203,7 +203,7 @@ def _arrays(shape: str) -> list[tuple[str, int]]:
 
 
 class _Module:
-    """The computations of a module, and what their lines are."""
+    """The computations of a module, and the meaning of their lines."""
 
     def __init__(self, text: str):
         self.computations: dict[str, list[_Line]] = {}
@@ -238,7 +238,7 @@ class _Module:
             body = line.attribute("body")
             if trips is None:
                 if any(self.operation_of(inner) for inner in self._all_lines(self.computations[body])):
-                    raise HloError(f"the loop {line.name} does not say how often it runs, and communicates")
+                    raise HloError(f"the loop {line.name} has an unknown length, and communicates")
                 return [(body, 1, True)]
             return [(body, int(trips[1]), False)]
         if line.opcode == "conditional":
@@ -251,7 +251,7 @@ class _Module:
         return []
 
     def _all_lines(self, lines: Iterable[_Line]) -> Iterator[_Line]:
-        """These lines and, after each, those of the computations that it runs."""
+        """These lines, each followed by those of the computations that it runs."""
         for line in lines:
             yield line
             for name, _, _ in self._inner(line):
@@ -260,7 +260,7 @@ class _Module:
     # --- Collectives --------------------------------------------------------------------------------------------------
 
     def operation_of(self, line: _Line) -> str | None:
-        """The operation of the collective that `line` starts, or is; None for all other lines."""
+        """The operation of the collective that `line` starts, or is; None for other lines."""
         operation = line.opcode.removesuffix("-start").removeprefix("collective-")
         if operation in OPERATIONS:
             return operation
@@ -268,7 +268,7 @@ class _Module:
         return None if described is line else self.operation_of(described)
 
     def described(self, line: _Line) -> _Line:
-        """The line that says over which groups: an `async-start` has its collective in a computation of its own."""
+        """The line with the groups: an `async-start` has its collective in a separate computation."""
         wrapped = self.computations.get(line.attribute("calls") or "", []) if line.opcode == "async-start" else []
         return next((inner for inner in wrapped if self.operation_of(inner)), line)
 
@@ -287,7 +287,7 @@ class _Module:
     # --- Kernels ------------------------------------------------------------------------------------------------------
 
     def kernel_of(self, line: _Line) -> str | None:
-        """The type of kernel that a line starts; None where it starts none, or a collective."""
+        """The type of kernel that a line launches; None if it launches none, or a collective."""
         opcode = line.opcode
         if opcode in FREE or opcode in CONTROL or self.operation_of(line):
             return None
@@ -312,7 +312,7 @@ class _Module:
         if emitter.startswith("__triton"):
             return "fusion, Triton"
         if emitter == "__custom_fusion":
-            return "copy"  # a slice of a buffer, handed on or written in place
+            return "copy"  # a slice of a buffer, passed on or written in place
         return "fusion, reduction" if "kind=kInput" in line.attributes else "fusion, element-wise"
 
     def _has_product(self, name: str) -> bool:
@@ -330,7 +330,7 @@ class _Module:
 
 
 def _axes_of(line: _Line, operation: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes along which a collective communicates; none where its groups hold one device each.
+    """The axes along which a collective communicates; empty if its groups have one device each.
 
     Raises:
       HloError: its groups are not those of any axes of `mesh`.
@@ -361,7 +361,7 @@ def _groups(attributes: str, devices: int) -> np.ndarray:
         return np.stack(groups)
     counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if counted is None:
-        raise HloError(f"replica groups in a form that is not known: {attributes[:200]}")
+        raise HloError(f"replica groups have an unknown form: {attributes[:200]}")
     shape, dims, order = (tuple(int(n) for n in part.split(",")) if part else None for part in counted.groups())
     numbers = np.arange(math.prod(dims)).reshape(dims)
     return (numbers if order is None else numbers.transpose(order)).reshape(shape)

@@ -1,22 +1,22 @@
-"""Bytes that a device needs, before anything is compiled: a sum in which every term names its array.
+"""Memory of a device, before anything is compiled: a sum in which every term names its arrays.
 
-    masters, moments       float32: 12 bytes an element, sharded as `parallel/zero.py` says
-    weights to compute     a copy in the compute dtype, cast at the start of the step, and gathered where it is sharded
-    kept activations       what the forward pass leaves to the backward pass, for every layer and micro-batch in flight
-    gradients              one of each weight in the compute dtype; float32 sums where micro-batches are accumulated
+    masters, moments       float32: 12 bytes per element, sharded by `parallel/zero.py`
+    weights to compute     a copy in the compute dtype, cast at the start of the step, gathered if sharded
+    kept activations       kept for the backward pass, for every layer and micro-batch in flight
+    gradients              of each weight in the compute dtype; float32 accumulators with several micro-batches
     logits                 [b s, v / p] of one micro-batch
-    work                   what one layer's backward pass has in hand at its peak
+    work                   temporaries of one layer's backward pass at its peak
 
-What a layer keeps, and what its backward pass has in hand, is read off the traced layer (`training/trace.py`,
-`regions.py`); layers, micro-batches and stages multiply it. Memory can peak at three points in a step, and the largest
-of them is what the step needs:
+What a layer keeps, and the temporaries of its backward pass, are read from the traced layer (`training/trace.py`,
+`regions.py`) and multiplied by layers, micro-batches and stages. Memory can peak at three points in a step, and the
+largest of them determines the step:
 
     head        every kept activation, and the logits
-    backward    every kept activation, the gradients of all layers, the work of one layer
+    backward    every kept activation, the gradients of all layers, the temporaries of one layer
     reduction   no activation, but float32 copies of the gradients while they are summed over `data`
 
-`tests/planner/compiled_memory.json` holds what XLA allocates for the same configs; `benchmarks/memory.py` compiles them
-again. The counting is that of arXiv 2205.05198, section 4, for what JAX keeps in place of what PyTorch keeps.
+`tests/planner/compiled_memory.json` has XLA's allocations for the same configs; `benchmarks/memory.py` compiles them
+again. The counting follows arXiv 2205.05198, section 4, with JAX's residuals instead of PyTorch's.
 
 Letters as everywhere: b, s, v; c bytes of the compute dtype, p devices along `model`.
 """
@@ -36,26 +36,26 @@ from mjax.planner.regions import backward_work
 from mjax.planner.weights import held_by
 from mjax.training import trace
 
-# Of the memory of a GPU, what has to stay free: predictions are off by up to this.
+# Share of a GPU's memory that has to stay free: predictions are off by up to this.
 HEADROOM = 0.05
-# Copies of its rows of the residual stream that a rank has while a layer is differentiated: the layer's input and the
-# stream after attention, cut out of what is kept; the gradient that comes in, and those of branches on their way.
+# Live copies of this rank's rows of the residual stream while a layer is differentiated: the layer's input and the
+# stream after attention, sliced from what is kept; the incoming gradient, and those of the branches.
 STREAMS_IN_HAND = 6
-# Kinds of memory, in the order in which they are shown.
+# Kinds of memory, in display order.
 KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device that needs most, at the peak of a training step.
+    """Bytes at the peak of a training step, on the device that needs most.
 
     Attributes:
-      parameters: float32 masters, and the copy in the compute dtype that the step computes with.
+      parameters: float32 masters, and the step's copy in the compute dtype.
       optimizer: Adam's two moments.
-      gradients: of all layers in the compute dtype, sums over micro-batches in float32.
-      activations: what is kept for the backward pass.
-      logits: scores of the vocabulary; 0 where the peak is at another point.
-      workspace: everything else, mostly the work of one layer.
+      gradients: of all layers in the compute dtype, and float32 sums over micro-batches.
+      activations: kept for the backward pass.
+      logits: vocabulary scores; 0 if the peak is at another point.
+      workspace: everything else, mostly the temporaries of one layer.
       moment: the point of the peak: `head`, `backward` or `reduction`.
     """
 
@@ -79,19 +79,19 @@ class Memory:
 
 
 def free_share(needed: float, usable: float) -> float:
-    """The fraction of `usable` bytes that `needed` ones leave free; below HEADROOM they may not fit."""
+    """The fraction of `usable` bytes left free by `needed`; below HEADROOM the run may not fit."""
     return 1 - needed / usable
 
 
 def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memory:
-    """Predict the memory of a training step of `config`, on the device that needs most; no device is touched.
+    """Predict the memory of a training step of `config`, on the device that needs most; no device is used.
 
     Args:
-      config: validated; `model.attention` a kernel's name, or `auto`, which is taken as on this GPU.
+      config: validated; `model.attention` is a kernel's name, or `auto`, resolved as on this GPU.
       capability: compute capability of the GPU.
 
     Raises:
-      UsageError: `model.attention` is cudnn, which cannot do what the config needs.
+      UsageError: `model.attention` is cudnn, which does not support the config.
     """
     sizes = _Sizes(config, attention_on_gpu(config, capability))
     return max(_head(sizes), _backward(sizes), _reduction(sizes), key=lambda memory: memory.total)
@@ -101,20 +101,20 @@ def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memo
 
 
 class _Sizes:
-    """Bytes of the arrays that a step is made of, for one micro-batch on one device.
+    """Bytes of the arrays of a step, for one micro-batch on one device.
 
     Attributes:
       config, held: the config, and the weights of a device.
       width: c, bytes of the compute dtype.
-      master: bytes of a master weight and of a sum of gradients.
-      layers: a chunk's: those that one forward pass runs through.
-      stream: the rows of the residual stream that this rank has.
-      kept: what a layer keeps of its forward pass.
-      factors: what the products with weights of a layer read and write.
-      work: what the backward pass of a layer has in hand, its weights aside.
-      biases: what cuDNN's attention is given written out, and the gradient of it that nobody reads.
-      logits: scores of the vocabulary.
-      heads: what the head keeps besides them, and the gradients of that.
+      master: bytes of a master weight and of a gradient accumulator.
+      layers: of a chunk: those of one forward pass.
+      stream: this rank's rows of the residual stream.
+      kept: residuals of a layer.
+      factors: operands and results of a layer's products with weights.
+      work: temporaries of a layer's backward pass, without its weights.
+      biases: written-out bias of cuDNN's attention, and its unused gradient.
+      logits: vocabulary scores.
+      heads: other residuals of the head, and their gradients.
     """
 
     def __init__(self, config: Config, kernel: str):
@@ -124,8 +124,8 @@ class _Sizes:
         self.master = max(4, self.width)
         self.layers = config.model.layers // (mesh.pipe * mesh.chunks)
         sample = _of_sample(trace.Traced.of(config), kernel, recompute)
-        # The mask of dropout has a byte an element. Where attention is computed again and there are collectives, XLA
-        # begins with it beside one of those, so its probabilities are there twice.
+        # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
+        # with it beside one of them, so its probabilities exist twice.
         early = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and mesh.data > 1))
         scores = sample.scores * ((config.model.attention_dropout > 0) + self.width * early)
         self.stream, self.kept, self.factors = sample.stream * b, sample.kept * b, sample.factors * b
@@ -135,12 +135,12 @@ class _Sizes:
 
     @property
     def accumulates(self) -> bool:
-        """True where gradients are summed over micro-batches, in float32."""
+        """True if gradients are accumulated over micro-batches, in float32."""
         return self.config.mesh.pipe > 1 or self.config.micro_batches > 1
 
     @property
     def of_layer(self) -> float:
-        """Elements of the weights of one layer, as the computation uses them."""
+        """Elements of the weights of one layer, as used in the computation."""
         return self.held.layers / (self.layers * self.config.mesh.chunks)
 
     @property
@@ -153,7 +153,8 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class _Sample:
-    """Of one sample: the attributes of `_Sizes` that grow with the micro-batch, and elements of attention's scores."""
+    """For one sample: the attributes of `_Sizes` proportional to the micro-batch, and elements of attention's
+    scores."""
 
     stream: int
     kept: int
@@ -183,16 +184,16 @@ def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
     )
 
 
-# --- What is kept -----------------------------------------------------------------------------------------------------
+# --- Residuals --------------------------------------------------------------------------------------------------------
 
 
 def kept_by_layer(config: Config) -> float:
-    """Bytes that a layer keeps of one micro-batch from its forward to its backward pass."""
+    """Bytes that a layer keeps for one micro-batch from its forward to its backward pass."""
     return _Sizes(config, attention_on_gpu(config)).kept
 
 
 def _in_flight(config: Config) -> tuple[int, int]:
-    """Chunks' activations that wait for their backward pass, and for their weight gradients, on the stage with most.
+    """Chunks' activations waiting for their backward pass, and for their weight gradients, on the stage with most.
 
     The slots of `schedules.build_schedule`, in closed form.
     """
@@ -209,7 +210,7 @@ def _in_flight(config: Config) -> tuple[int, int]:
 
 
 def _computed(sizes: _Sizes) -> tuple[float, float]:
-    """Bytes of the copies that the step computes with: of the layers, and of all else."""
+    """Bytes of the copies used in the computation: of the layers, and of everything else."""
     mesh, held = sizes.config.mesh, sizes.held
     sharded = mesh.pipe > 1 or (mesh.zero > 0 and mesh.data > 1)
     if sizes.width == sizes.master and not sharded:
@@ -219,7 +220,7 @@ def _computed(sizes: _Sizes) -> tuple[float, float]:
 
 
 def _sums(sizes: _Sizes) -> float:
-    """Bytes of the float32 sums over micro-batches; of weights gathered in the loop only the shard."""
+    """Bytes of the float32 accumulators over micro-batches; for weights gathered in the loop only the shard."""
     held = sizes.held
     if not sizes.accumulates:
         return 0.0
@@ -227,10 +228,10 @@ def _sums(sizes: _Sizes) -> float:
 
 
 def _layer_gradients(sizes: _Sizes) -> float:
-    """Bytes of the gradients that one backward pass through a chunk's layers stacks up."""
+    """Bytes of the gradients that one backward pass through a chunk's layers stacks."""
     held, chunks = sizes.held, sizes.config.mesh.chunks
     if sizes.config.mesh.pipe > 1 and sizes.config.mesh.schedule == "zb-h1":
-        return 0.0  # W multiplies them out one by one, when B's work is done
+        return 0.0  # W computes them one by one, after B
     return (sizes.width * (held.layers - held.gathered) + sizes.master * held.gathered_shards) / chunks
 
 
@@ -238,7 +239,7 @@ def _activations(sizes: _Sizes) -> float:
     if sizes.config.mesh.pipe == 1:
         return sizes.kept * sizes.layers
     slots, pending = _in_flight(sizes.config)
-    # The backward pass reads its slot of the ring buffer into an array of its own. ZB-H1: both factors of each kernel's
+    # The backward pass reads its slot of the ring buffer into a separate array. ZB-H1: both factors of each kernel's
     # gradient wait.
     return sizes.layers * (sizes.kept * (slots + 1) + sizes.factors * (pending + (pending > 0)))
 
@@ -249,29 +250,29 @@ def _messages(sizes: _Sizes) -> float:
     if mesh.pipe == 1:
         return 0.0
     outputs = sizes.config.micro_batches if mesh.schedule == "gpipe" else 1
-    return sizes.stream * (2 + 2 + (outputs + 1) + 2)  # and the two that are on their way
+    return sizes.stream * (2 + 2 + (outputs + 1) + 2)  # and the two in flight
 
 
 def _weights_in_hand(sizes: _Sizes) -> float:
-    """Bytes of the one layer's weights that a scan has cut out of the stack, or gathered, and of their gradients; and
-    of the copy of a chunk's weights, where a stage has several."""
+    """Bytes of the weights of one layer that a scan has sliced from the stack, or gathered, and of their gradients; and
+    of the copy of a chunk's weights, if a stage has several."""
     chunks = sizes.config.mesh.chunks
     widths = 2 * sizes.width + sizes.master if sizes.held.gathered else sizes.width
     return sizes.of_layer * widths + (sizes.width * sizes.held.layers / chunks if chunks > 1 else 0.0)
 
 
 def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **others: float) -> Memory:
-    """With masters and moments, which are there all the time; `computed` are the copies that the step uses."""
+    """Adds masters and moments, which always exist; `computed` are the copies used in the computation."""
     masters = sizes.master * sizes.held.stored
     return Memory(masters + computed, 2 * masters, gradients, **others, moment=moment)
 
 
 def _backward(sizes: _Sizes) -> Memory:
-    """While the layers are differentiated, after the first of them."""
+    """While the layers are differentiated, after the first one."""
     layers, shared = _computed(sizes)
     held, c = sizes.held, sizes.width
     repeats = sizes.accumulates  # the embedding is needed again, by the next micro-batch
-    # The gradient of the embedding as output layer waits for that as input; in a pipeline it is summed up at once.
+    # The gradient of the embedding as output layer waits for that as input; in a pipeline it is accumulated at once.
     waiting = c * held.table if sizes.config.mesh.pipe == 1 else 0.0
     gradients = _layer_gradients(sizes) + _sums(sizes) + waiting
     work = sizes.work + _weights_in_hand(sizes)
@@ -281,9 +282,9 @@ def _backward(sizes: _Sizes) -> Memory:
 
 
 def _head(sizes: _Sizes) -> Memory:
-    """When the logits are there, and their gradient takes their place."""
+    """With the logits, which their gradient overwrites."""
     layers, shared = _computed(sizes)
-    # The gradient of the embedding takes the place of its copy, unless another micro-batch needs that.
+    # The gradient of the embedding overwrites its copy, unless another micro-batch needs that.
     gradients = _sums(sizes) + (sizes.width * sizes.held.table if sizes.accumulates else 0.0)
     work = sizes.heads + _messages(sizes) + sizes.biases / 2 + sizes.batch
     kept = {"activations": _activations(sizes), "logits": sizes.logits}
@@ -297,7 +298,7 @@ def _reduction(sizes: _Sizes) -> Memory:
     wide = sizes.master * (whole + held.gathered_shards)
     if mesh.data == 1 and not sizes.accumulates:
         return _memory(sizes, "reduction", 0.0, sizes.width * whole, workspace=sizes.batch)  # nothing is summed
-    # They are converted one after the other, so the last that is still in both dtypes is the largest.
+    # They are converted one by one, so the last one that exists in both dtypes is the largest.
     both = not (held.gathered or sizes.accumulates or sizes.width == sizes.master)
     narrow = sizes.width * held.largest if both else 0.0
     return _memory(sizes, "reduction", 0.0, narrow + wide, workspace=sizes.batch)

@@ -1,4 +1,4 @@
-"""The memory of a config as a picture: bytes by kind, a bar for every kind of recomputation."""
+"""The memory of a config as a plot: bytes by kind, one bar per recomputation mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mjax.hardware import GIB, Gpu
 from mjax.models.kernels import HOPPER, resolved_on_gpu
 from mjax.planner.memory import HEADROOM, Memory, free_share, predict_memory
 
-# Okabe and Ito's palette: apart for every kind of colour vision.
+# Okabe and Ito's palette: distinguishable with colour blindness.
 COLOURS = {
     "parameters": "#0072B2",
     "optimizer": "#56B4E9",
@@ -28,12 +28,12 @@ INK, SOFT_INK, TOO_MUCH = "#222222", "#666666", "#B00020"
 
 
 def draw_memory(config: Config, file: Path, gpu: Gpu | None = None) -> None:
-    """Bars of the bytes by kind, for the config and for the same with every kind of recomputation, and their totals.
+    """Bars of the bytes by kind, for the config and for the same with each recomputation mode, and their totals.
 
     Args:
       config: validated.
       file: .png, .pdf or .svg.
-      gpu: whose memory is drawn as a limit: what is usable, and of that the last HEADROOM, in which a bar may not fit.
+      gpu: its memory is drawn as a limit: the usable part, and of that the last HEADROOM, in which a bar may not fit.
     """
     config = resolved_on_gpu(config, HOPPER if gpu is None else gpu.compute_capability)
     bars = variants(config)
@@ -75,7 +75,7 @@ def draw_memory(config: Config, file: Path, gpu: Gpu | None = None) -> None:
 
 
 def variants(config: Config) -> dict[str, Memory]:
-    """The memory under every kind of recomputation, with and without sequence parallelism where there is `model`."""
+    """The memory in each recomputation mode, with and without sequence parallelism if `model` is above 1."""
     found = {}
     for split in (False, True) if config.mesh.model > 1 else (False,):
         for recompute in ("none", "selective", "full"):

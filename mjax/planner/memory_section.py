@@ -1,4 +1,4 @@
-"""The memory section of `mjax plan`: bytes by kind, and with --gpu a verdict and changes that would make them fit."""
+"""The memory section of `mjax plan`: bytes by kind, and with --gpu a verdict and changes that would make it fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mjax.planner.memory import HEADROOM, free_share, predict_memory
 from mjax.planner.section import Section, named_rows
 
 WHEN = {
-    "head": "when the logits of a micro-batch are there",
+    "head": "with the logits of a micro-batch",
     "backward": "in the backward pass of the layers",
     "reduction": "when gradients are summed over data",
 }
@@ -23,9 +23,8 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     """The section of a plan.
 
     Args:
-      config: validated.
-      gpu: whose memory it has to fit into.
-      figure: file to draw the bars into.
+      gpu: the GPU it has to fit into.
+      figure: output file of the plot.
     """
     config = resolved_on_gpu(config, HOPPER if gpu is None else gpu.compute_capability)
     memory = predict_memory(config)

@@ -8,7 +8,7 @@ from mjax.errors import UsageError, either
 from mjax.hardware import Gpu
 from mjax.planner.calibration import Calibration
 
-# Bytes of an element of each dtype.
+# Bytes per element of each dtype.
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -16,7 +16,7 @@ class Rates:
     """Seconds of kernels and collectives on a GPU: the data sheet times the calibration. Seconds, bytes, FLOPs.
 
     Attributes:
-      gpu, calibration: the two that are multiplied.
+      gpu, calibration: the two factors.
       compute: dtype of the products.
       peak: FLOP/s.
 
@@ -45,7 +45,7 @@ class Rates:
         return flops / (self.peak * self.calibration.attention) + self.calibration.launch
 
     def traffic(self, moved: float, kernels: float = 1) -> float:
-        """Memory-bound kernels that read and write `moved` bytes together."""
+        """Memory-bound kernels that read and write `moved` bytes in total."""
         return self._bytes(moved) + kernels * self.calibration.launch
 
     def gather(self, ranks: int, stride: int, whole: float) -> float:
@@ -71,10 +71,10 @@ class Rates:
         return moved / (self.gpu.memory_bandwidth * self.calibration.memory)
 
     def _link(self, ranks: int, stride: int) -> tuple[float, float]:
-        """Bytes a second and latency of the slowest link of a ring.
+        """Bytes per second and latency of the slowest link of a ring.
 
-        A ring that leaves its server does so once in each direction, and `stride` rings lie side by side in a server:
-        they share its network cards.
+        A ring that leaves its server does so once in each direction, and `stride` parallel rings in a server share its
+        network cards.
         """
         gpu, inside = self.gpu, self.gpu.node_bandwidth * self.calibration.node
         if ranks * stride <= gpu.gpus_per_node:

@@ -1,10 +1,10 @@
-"""The fused kernels that a compiler makes of a traced program between its products, and the arrays between them.
+"""The fused kernels between the products of a traced program, and the arrays between them.
 
-A product, a collective or a kernel of cuDNN reads whole arrays and writes whole arrays. All that stands between two of
-them fuses: a *region* is a connected piece of such operations, and only what a kernel or the end of the program reads
-of it is written to memory. Inside, XLA still writes a float32 array or two of a region's own size: one where a function
-such as tanh is needed for two results, two where a sum over a row has to be known before the row can be finished
-(LayerNorm, softmax). The tables in `tests/planner/compiled_memory.json` are what that was learned from.
+A product, a collective or a cuDNN kernel reads and writes whole arrays. Everything between two of them fuses: a
+*region* is a connected set of such operations, and only what a kernel or the end of the program reads is written to
+memory. Inside, XLA still writes one or two float32 arrays of a region's own size: one if a function such as tanh is
+needed for two results, two if a sum over a row has to be known before the row can be finished (LayerNorm, softmax).
+This was learned from the tables in `tests/planner/compiled_memory.json`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import numpy as np
 from mjax.training.program import REDUCTIONS, Operation, Program
 from mjax.training.trace import Backward
 
-STAND_IN = "pure_callback"  # of a kernel that is only there on a GPU (`models/attention.py`)
+STAND_IN = "pure_callback"  # for a kernel that exists only on a GPU (`models/attention.py`)
 FUNCTIONS = {"tanh", "erf", "erfc", "exp", "exp2", "log", "log1p", "expm1", "logistic", "sin", "cos"}
 
 
 @dataclass(frozen=True)
 class Region:
-    """A connected piece of a program that fuses.
+    """A connected part of a program that fuses.
 
     Attributes:
       inputs: values that it reads.
       outputs: values that it writes.
       wide: bytes of its largest array in float32 or wider.
-      reduces: it sums over a dim of an array as large as that.
+      reduces: it sums over a dim of an array of that size.
       has_function: it computes an exponential, a tanh or a similar function.
     """
 
@@ -41,16 +41,16 @@ class Region:
 
     @property
     def inside(self) -> int:
-        """Bytes that it writes and reads for itself."""
+        """Bytes that it writes and reads internally."""
         return self.wide * (2 if self.reduces else 1)
 
 
 class Regions:
-    """The regions of a program, and which values are written to memory.
+    """The regions of a program, and the values that are written to memory.
 
     Attributes:
-      program: cut into them.
-      written: values that a kernel reads or writes, and those that the program returns.
+      program: the program.
+      written: values that a kernel reads or writes, and results of the program.
     """
 
     def __init__(self, program: Program):
@@ -68,7 +68,7 @@ class Regions:
         return iter(dict.fromkeys(self._region.values()))
 
     def of(self, value: int) -> Region | None:
-        """The region that writes `value`; None where a kernel does, or where it is an input."""
+        """The region that writes `value`; None if a kernel does, or if it is an input."""
         return self._region.get(value)
 
     def _cut(self) -> Iterator[Region]:
@@ -104,13 +104,13 @@ class Regions:
         )
 
     def is_wide(self, value: int) -> bool:
-        """True where a value is floating-point and has 32 bits or more."""
+        """True if a value is floating-point with 32 bits or more."""
         dtype = self.program.values[value].dtype
         return np.issubdtype(dtype, np.floating) and dtype.itemsize >= 4
 
 
 def activation_elements(program: Program) -> float:
-    """Elements that the activation functions of a layer's forward pass work on: half of what they read and write."""
+    """Elements of the activation functions in a layer's forward pass: half of what they read and write."""
     moved = 0.0
     for region in Regions(program):
         if region.has_function and not region.reduces:
@@ -119,17 +119,17 @@ def activation_elements(program: Program) -> float:
     return moved / 2
 
 
-# --- What a backward pass holds ---------------------------------------------------------------------------------------
+# --- Temporaries of a backward pass -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes that one layer's backward pass holds besides what was kept for it and what it hands on.
+    """Bytes that one layer's backward pass holds besides its residuals and its result.
 
     Attributes:
-      peak: of the region that needs most: what it writes and has inside, and what was computed again for later ones.
-      gathered: of the largest array that is gathered.
-      biases: of what cuDNN's attention is given written out beside q, k and v.
+      peak: of the largest region: its outputs and internal arrays, and what was recomputed for later ones.
+      gathered: of the largest gathered array.
+      biases: written-out arrays of cuDNN's attention besides q, k and v.
     """
 
     peak: int
@@ -138,15 +138,14 @@ class Work:
 
 
 def backward_work(backward: Backward, sequence: int) -> Work:
-    """Walk a layer's backward pass in an order in which everything is computed as late as it can be.
+    """Walk a layer's backward pass in an order in which everything is computed as late as possible.
 
     Args:
-      sequence: positions; arrays of [..., s, s] are attention's scores, which XLA computes again only when it comes to
-        them.
+      sequence: positions; arrays of [..., s, s] are attention's scores, which XLA recomputes only when it needs them.
     """
     program, regions = backward.program, Regions(backward.program)
     carried = program.inputs[backward.constants : backward.constants + backward.carried]
-    depends = {value for value in carried if program.shape(value)}  # on the gradient that comes in
+    depends = {value for value in carried if program.shape(value)}  # on the incoming gradient
     for operation in program.operations:
         if depends.intersection(operation.inputs):
             depends.update(operation.outputs)
@@ -163,7 +162,7 @@ def backward_work(backward: Backward, sequence: int) -> Work:
     narrowest = min(program.values[value].dtype.itemsize for value in depends if program.shape(value))
 
     def is_single(value: int) -> bool:
-        """True where a wide value has the compute dtype itself, as in float32."""
+        """True if a wide value has the compute dtype itself, as in float32."""
         return program.values[value].dtype.itemsize == narrowest and not is_score(value)
 
     order = list(_as_late_as_possible(program, regions, depends))
@@ -189,7 +188,7 @@ def backward_work(backward: Backward, sequence: int) -> Work:
 def _as_late_as_possible(
     program: Program, regions: Regions, depends: set[int]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Values that are written, and those that each is made from, in such an order."""
+    """Written values, and the values that each is computed from, in such an order."""
     made = set(program.inputs)
 
     def sources(operation: Operation) -> set[int]:

@@ -3,12 +3,12 @@
 The file is a zip archive of
 
     manifest.json     the config, mesh and GPU, versions and flags, the names, shapes and dtypes of all arguments
-    step.stablehlo    the step as XLA is given it, by `jax.export`: any later JAX of the next half year compiles it
-    scheduled.hlo     what XLA made of it here, to be read by people
+    step.stablehlo    the step as given to XLA, by `jax.export`: any JAX of the next half year compiles it
+    scheduled.hlo     the result of XLA on this machine, for people
 
-It has no machine code, for two reasons. JAX's only reader of machine code unpickles it, and a pickle runs whatever
-its writer put in; this archive is JSON, a flatbuffer and text, so one from outside can be opened without harm. And what
-is compiled without a GPU has XLA's default tiles in its matrix products, where the compiler on the cluster measures.
+It has no machine code, for two reasons. JAX's only reader of machine code unpickles it, and unpickling can run any
+code; this archive is JSON, a flatbuffer and text, so one from outside can be opened safely. And code compiled without a
+GPU has XLA's default tiles in its matrix products, which the compiler on the cluster autotunes.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from mjax.errors import UsageError, check_folder
 from mjax.parallel import axes
 
 FORMAT = 1
-# Bytes that are unpacked at most. A step has no weights: that of gpt_8b in a pipeline takes 144 kB.
+# Maximum unpacked size in bytes. A step has no weights: that of gpt_8b in a pipeline takes 144 kB.
 LARGEST = 2**28
 
 
 @dataclass(frozen=True)
 class SavedProgram:
-    """A step that was read from a file.
+    """A step read from a file.
 
     Attributes:
       manifest: see the module's docstring.
-      step: `jax.export.Exported`; `jax.jit(step.call)` takes the leaves of (state, batch), placed on a mesh of as many
-        devices as it was written for, and gives those of (new state, metrics).
+      step: `jax.export.Exported`; `jax.jit(step.call)` takes the leaves of (state, batch), placed on a mesh with as
+        many devices as it was written for, and returns those of (new state, metrics).
     """
 
     manifest: dict[str, Any]
@@ -46,27 +46,25 @@ class SavedProgram:
 
 
 def check_save(file: Path) -> None:
-    """Refuse a file that could not be written at the end.
+    """Refuse an output file that cannot be written.
 
     Raises:
       UsageError: its folder is missing, or the package that writes the format is.
     """
     if file.is_dir():
-        raise UsageError(f"--save-program {file} is a folder; name a file, such as {file / 'step.mjax'}")
+        raise UsageError(f"--save-program {file} is a folder; give a file, such as {file / 'step.mjax'}")
     check_folder("--save-program", file)
     if importlib.util.find_spec("flatbuffers") is None:
-        raise UsageError(
-            "--save-program needs the package in whose format JAX writes programs; type: pip install flatbuffers"
-        )
+        raise UsageError("--save-program needs the package of JAX's program format; type: pip install flatbuffers")
 
 
 def save_program(file: Path, config: Config, program, platform: str, facts: dict[str, Any], scheduled: str) -> None:
     """Write the step of `program` to `file`, atomically.
 
     Args:
-      file: replaced if it is there.
-      config: what the program was built from.
-      program: a `TrainProgram`; its mesh may be of devices that are not there.
+      file: replaced if it exists.
+      config: config of the program.
+      program: a `TrainProgram`; its mesh may have absent devices.
       platform: of the devices that will run it: cuda, or cpu.
       facts: further plain values for the manifest.
       scheduled: HLO of the compiled program.
@@ -76,12 +74,12 @@ def save_program(file: Path, config: Config, program, platform: str, facts: dict
 
     from mjax.names import leaf_name
 
-    # Leaves and not trees: a file that names no class of ours needs none to be read.
+    # Leaves rather than trees: a file without our classes needs none to be read.
     arguments = (program.abstract_state, program.abstract_batch)
     leaves, structure = jax.tree.flatten(arguments)
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(arguments)[0]]
     step = jax.jit(lambda *leaves: jax.tree.leaves(program.train_step(*jax.tree.unflatten(structure, leaves))))
-    # JAX promises no stability of the calls to cuDNN that attention makes: a newer JAX may refuse them, in words.
+    # JAX does not promise stability of the cuDNN calls for attention: a newer JAX may refuse them with a message.
     unpromised = [export.DisabledSafetyCheck.custom_call(f"__cudnn$fmhaSoftmax{part}") for part in ("", "Backward")]
     exported = export.export(step, platforms=[platform], disabled_checks=unpromised)(*leaves)
     mesh = config.mesh
@@ -114,7 +112,7 @@ def save_program(file: Path, config: Config, program, platform: str, facts: dict
 
 
 def open_program(file: Path) -> SavedProgram:
-    """Read what `save_program` wrote. Nothing in the file is executed before its step is called.
+    """Read a file of `save_program`. Nothing in the file is executed before its step is called.
 
     Raises:
       UsageError: it is not such a file, is damaged or far too large, or was written in another format.
@@ -142,7 +140,7 @@ def open_program(file: Path) -> SavedProgram:
 
 
 def _unpacked(archive: zipfile.ZipFile, name: str) -> bytes:
-    """A file of the archive; no more than LARGEST is unpacked, since a small archive can hold more than a memory."""
+    """A file of the archive; at most LARGEST bytes are unpacked, since a small archive can unpack to any size."""
     with archive.open(name) as file:
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:

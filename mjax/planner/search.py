@@ -1,28 +1,29 @@
-"""The planner's search: which mesh, micro-batch and recomputation run a config fastest on a number of GPUs.
+"""The planner's search for the mesh, micro-batch and recomputation that run a config fastest on a number of GPUs.
 
-A candidate is the config with another mesh, micro-batch and recomputation, never another model: the loss curve is the
-same for all of them. What `mjax.validation` would refuse is never made, because sizes are taken from divisors:
+A candidate is the config with another mesh, micro-batch and recomputation, never another model: all of them have the
+same loss curve. Candidates that `mjax.validation` would refuse are never made, because sizes are taken from divisors:
 
     model         divides devices, heads, feed-forward width and padded vocabulary
-    pipe          divides what is left of the devices, and the layers
+    pipe          divides the remaining devices, and the layers
     data          is the rest, and divides the global batch
-    micro-batch   divides the share of the global batch that a replica has
+    micro-batch   divides a replica's share of the global batch
     chunks        divide the layers of a stage, and above 1 take micro-batches in groups of `pipe`
 
 With a ramp-up or a schedule of the batch, each of these holds for each of its sizes, so for their greatest common
 divisor.
 
 Of settings that do the same, only the simplest is a candidate: no schedule and no chunks without a pipeline, no
-sequence parallelism on one rank of `model`, no ZeRO on one rank of `data`. The schedule gpipe is left out: it has the
-bubble of 1f1b and holds at least as much.
+  sequence
+parallelism on one rank of `model`, no ZeRO on one rank of `data`. The schedule gpipe is left out: it has the bubble of
+1f1b and at least its memory.
 
-Every candidate is asked for its memory; what does not fit is dropped, and what fits is asked for its time and ranked by
-that of the whole run: where the batch grows, its small batches count too. There is no rule about what goes where: that
-`model` stays within a server and `pipe` goes across (arXiv 2104.04473, section 5) has to come out of the model of time,
-and does.
+The memory of every candidate is predicted; those that do not fit are dropped, and the others ranked by the predicted
+time of the whole run: with a batch ramp-up, its small batches count too. No rule says what goes where: that `model`
+stays within a server and pipelines span servers (arXiv 2104.04473, section 5) has to follow from the time model, and
+does.
 
 Predictions are off by a few percent. So two times that agree in four digits are a tie, and the simpler one wins; and
-what leaves less than HEADROOM of the memory free is ranked only where nothing leaves more.
+candidates that leave less than HEADROOM of the memory free are ranked only if none leaves more.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
     """All configs with the model, data and training of `config` that use exactly `devices` devices.
 
     Args:
-      config: valid but for its mesh, its micro-batch and its recomputation.
-      devices: how many there are.
-      keep: those of `SEARCHED` that stay as they are in `config`.
+      config: valid except for its mesh, its micro-batch and its recomputation.
+      devices: number of devices.
+      keep: fields of `SEARCHED` that stay as in `config`.
     """
     fixed = {name: value_of(config, name) for name in keep}
     train, unit = config.train, batch_unit(config)
 
     def or_kept(name: str, possible: Sequence) -> Sequence:
-        """A kept value stays also where the field has no effect on this mesh."""
+        """A kept value stays even if the field has no effect on this mesh."""
         return [fixed[name]] if name in fixed else possible
 
     for pipe, data, model in meshes(config, devices):
@@ -91,7 +92,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
 
 
 def meshes(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
-    """(pipe, data, model) whose product is `devices` and over which the model and the global batch divide."""
+    """(pipe, data, model) whose product is `devices` and which divide the model and the global batch."""
     model, unit = config.model, batch_unit(config)
     matrices = math.gcd(*model.columns().values())
     for tensor in divisors(math.gcd(devices, matrices)):
@@ -102,7 +103,7 @@ def meshes(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
 
 
 def batch_unit(config: Config) -> int:
-    """The largest number of sequences that divides every global batch of the run."""
+    """The largest number of sequences that divides every global batch size of the run."""
     return math.gcd(*BatchSizes.of(config).sizes())
 
 
@@ -117,7 +118,7 @@ def divisors(n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run the config that fits, with its memory in bytes on the busiest device and its seconds a step."""
+    """A way to run the config that fits, with its memory in bytes on the fullest device and its seconds per step."""
 
     config: Config
     memory: Memory
@@ -129,10 +130,10 @@ class Found:
     """The result of a search.
 
     Attributes:
-      devices: how many the candidates use.
-      capacity: bytes that a device has for the program.
-      roomy: all that fit and leave HEADROOM of that free, the fastest first.
-      tight: those that fit and leave less, the fastest first.
+      devices: number of devices of the candidates.
+      capacity: bytes of a device for the program.
+      roomy: all that fit and leave HEADROOM of that free, fastest first.
+      tight: those that fit and leave less, fastest first.
       too_big: those that do not fit, with their bytes.
     """
 
@@ -144,7 +145,7 @@ class Found:
 
     @property
     def ranked(self) -> list[Candidate]:
-        """The candidates to choose from, the fastest first."""
+        """The candidates to choose from, fastest first."""
         return self.roomy or self.tight
 
     @property
@@ -169,12 +170,12 @@ def search(
     """Try every candidate and rank those that fit.
 
     Args:
-      config: valid but for its mesh, its micro-batch and its recomputation (`search_command.check_searchable`).
-      devices: how many there are.
-      memory_of: bytes of a config on its busiest device.
-      time_of: seconds of its step, and of those of the run in the mean; asked for what fits only.
-      capacity: bytes that a device has for the program.
-      keep: those of `SEARCHED` that stay as they are in `config`.
+      config: valid except for its mesh, its micro-batch and its recomputation (`search_command.check_searchable`).
+      devices: number of devices.
+      memory_of: bytes of a config on its fullest device.
+      time_of: seconds of its step, and their mean over the run; called only for candidates that fit.
+      capacity: bytes of a device for the program.
+      keep: fields of `SEARCHED` that stay as in `config`.
       progress: passes the candidates through, and may show progress.
     """
     roomy, tight, too_big = [], [], []
@@ -194,26 +195,26 @@ def rank(candidate: Candidate) -> tuple:
 
 
 def complexity(config: Config) -> tuple[int, ...]:
-    """Smaller is simpler; what a reader of the config needs to know most about comes first."""
+    """Smaller is simpler; the most important fields for a reader of the config come first."""
     mesh, train = config.mesh, config.train
     schedule = SCHEDULES.index(mesh.schedule) if mesh.schedule in SCHEDULES else len(SCHEDULES)
     recompute = RECOMPUTE.index(train.recompute)
     return mesh.pipe, mesh.model, mesh.chunks, schedule, mesh.zero, recompute, mesh.sequence_parallel, train.micro_batch
 
 
-# --- Why it is the best -----------------------------------------------------------------------------------------------
+# --- Why it is the fastest --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """The fastest candidate with another value of one field than the best has.
+    """The fastest candidate with a value of one field other than the best candidate's.
 
     Attributes:
       field: dotted name, one of `SEARCHED`.
       best: its value in the best candidate.
       value: its value here.
-      candidate: what it is, or None where everything with another value is too big, or leaves too little free.
-      least: bytes of the smallest of those, where there is no candidate.
+      candidate: the candidate, or None if everything with another value is too big, or leaves too little free.
+      least: bytes of the smallest of those, if there is no candidate.
     """
 
     field: str
@@ -231,10 +232,11 @@ class Alternative:
 
 
 def alternatives(found: Found) -> list[Alternative]:
-    """For each field, what the best candidate would lose by another value of it, with all else searched again.
+    """For each field, what the best candidate would lose with another value of it, with all others searched again.
 
-    Fields of which every candidate has the same value are left out, and those that follow from others: `data` is what
-    `pipe` and `model` leave, and without a pipeline there are no schedule and no chunks.
+    Fields with the same value in every candidate are left out, and those that follow from others: `data` is what `pipe`
+      and
+    `model` leave, and without a pipeline there are no schedule and no chunks.
     """
     best = found.ranked[0]
     follow = {"mesh.data"} if best.config.mesh.pipe > 1 else {"mesh.data", "mesh.schedule", "mesh.chunks"}
@@ -256,13 +258,13 @@ def alternatives(found: Found) -> list[Alternative]:
 
 
 def value_of(config: Config, name: str) -> Any:
-    """The field of a dotted name: mesh.pipe."""
+    """The field with a dotted name: mesh.pipe."""
     section, field = name.split(".")
     return getattr(getattr(config, section), field)
 
 
 def with_values(config: Config, values: dict[str, Any]) -> Config:
-    """`config` with other values of the fields of these dotted names."""
+    """`config` with other values for the fields with these dotted names."""
     for name, value in values.items():
         section, field = name.split(".")
         config = replace(config, **{section: replace(getattr(config, section), **{field: value})})

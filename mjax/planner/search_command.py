@@ -1,6 +1,6 @@
-"""The search as `mjax plan --gpu … --devices …` runs it: another batch, refusals, progress, the written config.
+"""The search of `mjax plan --gpu … --devices …`: another batch, refusals, progress, the written config.
 
-Each refusal of a number of GPUs names one that would do.
+Each refusal of a number of GPUs names one that works.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from mjax.planner.time_section import run_tokens
 from mjax.validation import validate
 
 LIKE_THE_BEST = ("mesh.model", "mesh.sequence_parallel", "mesh.schedule", "mesh.zero", "train.recompute")
-"""Fields that do not depend on what divides the batch. They stay: all ways at the whole batch take minutes."""
+"""Fields that do not depend on divisors of the batch. They are kept: all ways at the full batch take minutes."""
 LARGEST = 16_384
-"""The most GPUs that are tried when looking for how many would be enough."""
+"""The largest number of GPUs tried when looking for how many are enough."""
 
 
 def run_search(
@@ -54,15 +54,15 @@ def run_search(
     Args:
       arguments: checked, with `devices`.
       name: of the config.
-      config: valid but for what the search decides.
-      gpu: what it runs on.
-      calibration: rates that are reached; the planner's own when not given.
+      config: valid except for what the search decides.
+      gpu: the GPU.
+      calibration: its rates; by default the planner's own.
 
     Returns:
-      The fastest config, the section of a plan that says how it was found, and the docstring of its file.
+      The fastest config, the plan section on the search, and the docstring of its file.
 
     Raises:
-      UsageError: nothing can be searched, or nothing fits.
+      UsageError: there is nothing to search, or nothing fits.
     """
     keep, devices = arguments.keep, arguments.devices
     if arguments.target_batch is not None:
@@ -85,7 +85,7 @@ def run_search(
 
 
 def _showing(every: list[Config]) -> Iterator[Config]:
-    """The candidates one after the other; on a terminal with a progress bar after the first second."""
+    """The candidates one by one; on a terminal with a progress bar after the first second."""
     from mjax.progress import progress
 
     began = time.perf_counter()
@@ -120,9 +120,7 @@ def _about(found: Found, question: Question) -> str:
         textwrap.fill(text, WIDTH, initial_indent=f"{name:<13}", subsequent_indent=" " * 13)
         for name, text in rows.items()
     ]
-    return f"{question.name} for {found.devices:,} × {question.hardware}, as the planner found it.\n\n" + "\n".join(
-        lines
-    )
+    return f"{question.name} for {found.devices:,} × {question.hardware}, found by the planner.\n\n" + "\n".join(lines)
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------
@@ -132,7 +130,7 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
     """Refuse a search without any candidate.
 
     Raises:
-      UsageError: one sentence, with the counts of GPUs that would do.
+      UsageError: one sentence, with numbers of GPUs that work.
     """
     for name in keep:
         if name not in SEARCHED:
@@ -150,7 +148,7 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
             f"--devices {devices} is not a multiple of the {gpus_per_node} GPUs of a server; "
             f"use {below} or {below + gpus_per_node}{servers}"
         )
-    # Without what the search decides, and without data, which a plan does not need.
+    # Without the fields that the search decides, and without data, which a plan does not need.
     alone = replace(config.train, micro_batch=1, recompute="none")
     validate(replace(config, mesh=MeshConfig(), data=replace(config.data, mock=True), train=alone))
     if not any(candidates(config, devices, keep)):
@@ -162,7 +160,7 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
         kept = f" with {', '.join(keep)} kept" if keep else ""
         use = f"use --devices {' or '.join(map(str, counts))}" if counts else "give it another --target-batch"
         raise UsageError(
-            f"--devices {devices} cannot be shared among {layers} layers, {heads} heads and a global batch of {batch}"
+            f"--devices {devices} cannot be divided among {layers} layers, {heads} heads and a global batch of {batch}"
             f"{_of_rampup(config)}{kept}; {use}"
         )
 
@@ -170,7 +168,7 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
 def refuse_too_big(
     found: Found, config: Config, name: str, gpu: str, memory_of: MemoryOf, gpus_per_node: int, keep: Collection[str]
 ) -> None:
-    """Refuse a search of which nothing fits: with what comes nearest, and how many GPUs would be enough.
+    """Refuse a search in which nothing fits, with the closest candidate, and how many GPUs would be enough.
 
     Raises:
       UsageError: nothing fits.
@@ -179,7 +177,7 @@ def refuse_too_big(
         return
     nearest, least = min(found.too_big, key=lambda pair: pair[1])
     enough = enough_devices(config, found.devices, memory_of, found.capacity, gpus_per_node, keep)
-    advice = f"use --devices {enough}, where it fits" if enough else f"no count up to {LARGEST:,} is enough either"
+    advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {LARGEST:,} is enough either"
     raise UsageError(
         f"none of {found.tried:,} ways to run {name} on {found.devices} × {gpu} fits: the smallest, "
         f"{describe(nearest)}, takes {least / GIB:.1f} GiB of {found.capacity / GIB:.1f}; {advice}"
@@ -194,12 +192,13 @@ def enough_devices(
     gpus_per_node: int,
     keep: Collection[str] = (),
 ) -> int | None:
-    """The fewest GPUs above `devices` on which a thrifty candidate leaves HEADROOM free, or None where none was found.
+    """The smallest number of GPUs above `devices` on which a frugal candidate leaves HEADROOM free, or None if none was
+    found.
 
-    Only candidates with one sequence in a micro-batch, full recomputation and one chunk are tried: those that take
-    least. So the answer is enough; that fewer would not do is likely, not certain.
+    Only candidates with one sequence per micro-batch, full recomputation and one chunk are tried: those that need least
+    memory. So the answer is enough; that fewer would not be is likely, not certain.
     """
-    # The least there is on a device: float32 masters and two moments, shared out over all.
+    # The minimum on a device: float32 masters and two moments, divided over all.
     needed = 12 * count_parameters(config.model) / capacity
     thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.chunks": 1}
     free = {name: value for name, value in thrifty.items() if name not in keep}
@@ -221,7 +220,7 @@ def _of_rampup(config: Config) -> str:
 
 
 def _usual_counts(gpus_per_node: int) -> list[int]:
-    """Counts of GPUs that people have: whole nodes, or a half, a quarter … of one."""
+    """Common numbers of GPUs: whole servers, or a half, a quarter … of one."""
     parts = [n for n in range(1, gpus_per_node) if gpus_per_node % n == 0]
     return [*parts, *range(gpus_per_node, LARGEST + 1, gpus_per_node)]
 
@@ -230,13 +229,13 @@ def _usual_counts(gpus_per_node: int) -> list[int]:
 
 
 def with_batch(config: Config, batch: int) -> Config:
-    """`config` with a global batch of `batch` and, to a step, the samples it had: in all, in warm-up and in decay.
+    """`config` with a global batch of `batch` and as many samples, to a step, in total, in warm-up and in decay.
 
-    The learning rate stays; what it should be at another batch is for the user to say.
+    The learning rate stays; the right one for another batch is the user's choice.
 
     Raises:
-      UsageError: batch is below 1 or above the samples of the run, or the config's ramp-up or schedule does not end in
-        it.
+      UsageError: batch is below 1 or above the samples of the run, or the config's ramp-up or schedule does not end
+        with it.
     """
     if batch < 1:
         raise UsageError(f"--target-batch is {batch}; it must be at least 1")
@@ -274,15 +273,16 @@ def _steps_of(sizes: BatchSizes, samples: int) -> int:
     return first + (samples - done) // size
 
 
-# --- A batch that grows -----------------------------------------------------------------------------------------------
+# --- A batch ramp-up --------------------------------------------------------------------------------------------------
 
 
 def narrowed(found: Found, config: Config, memory_of: MemoryOf, time_of: TimeOf, keep: Collection[str] = ()) -> LeftOut:
-    """Candidates that the ramp-up or schedule of the batch left out of a search, since each of its sizes has to divide.
+    """Candidates that the ramp-up or schedule of the batch excludes from a search, since each of its sizes has to
+    divide.
 
     Args:
       found: with at least one candidate that fits.
-      config, memory_of, time_of, keep: as they were given to `search`.
+      config, memory_of, time_of, keep: as passed to `search`.
     """
     train, unit, best = config.train, batch_unit(config), found.ranked[0]
     if unit == train.global_batch:

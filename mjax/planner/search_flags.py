@@ -1,4 +1,4 @@
-"""Flags of the planner's search, checked before anything is imported that takes long."""
+"""Flags of the planner's search, checked before any slow import."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class SearchArguments:
     """Flags of the search."""
 
     devices: Count | None = None
-    """Search for the fastest way to run the config on this many GPUs: mesh, micro-batch, recomputation. Needs --gpu."""
+    """Search the fastest way to run the config on this many GPUs: mesh, micro-batch, recomputation. Needs --gpu."""
     target_batch: Count | None = None
-    """Search at this global batch, in sequences; the run keeps its samples and its learning rate, so its number of
-    steps changes."""
+    """Search at this global batch, in sequences; samples and learning rate of the run stay, so the number of steps
+    changes."""
     keep: tuple[str, ...] = ()
-    """Fields that the search does not change: any of mesh.pipe, mesh.data, mesh.model, mesh.sequence_parallel,
+    """Fields to keep fixed in the search: any of mesh.pipe, mesh.data, mesh.model, mesh.sequence_parallel,
     mesh.schedule, mesh.chunks, mesh.zero, train.micro_batch, train.recompute."""
     top: Count = 10
-    """Candidates to show, the fastest first."""
+    """Number of candidates to show, fastest first."""
     price: NotNegative | None = None
-    """Price of a GPU-hour, in any currency, to show the cost of the run."""
+    """Price of a GPU-hour, in any currency, for the cost of the run."""
     write: Path | None = None
-    """Write the fastest config into this new file, which train.py runs: ends in .py."""
+    """Write the fastest config into this new file for train.py; must end in .py."""
 
 
 def check_search(arguments: SearchArguments, gpu: str | None) -> None:

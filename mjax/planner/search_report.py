@@ -16,14 +16,14 @@ from mjax.planner.time_section import run_tokens
 
 @dataclass(frozen=True)
 class Question:
-    """The question that a search answers.
+    """The question of a search.
 
     Attributes:
       name: of the config.
-      config: as it was given, with its own mesh.
+      config: as given, with its own mesh.
       gpu: the GPU and its server.
-      price: of a GPU for an hour, or None.
-      top: candidates to show.
+      price: of a GPU-hour, or None.
+      top: number of candidates to show.
       time_of: seconds of a step.
       kernel_of: the attention kernel of a config on the GPU.
     """
@@ -38,13 +38,13 @@ class Question:
 
     @property
     def hardware(self) -> str:
-        """The GPU, and its server where it is not the usual one."""
+        """The GPU, and the size of its server if it is not the usual one."""
         usual = gpu_named(self.gpu.name).gpus_per_node
         return self.gpu.name + (f", {self.gpu.gpus_per_node} a server" * (self.gpu.gpus_per_node != usual))
 
 
 LeftOut = tuple[dict[str, Any] | None, str]
-"""What a growing batch left out of a search: plain values for JSON, and a sentence; None and empty where it did not."""
+"""What a batch ramp-up excludes from a search: plain values for JSON, and a sentence; None and empty if nothing."""
 
 
 def report(
@@ -54,10 +54,10 @@ def report(
 
     Args:
       found: with at least one candidate that fits.
-      question: what the search answers.
-      seconds: how long the search took.
-      written: the file that the best was written into.
-      left_out: by a batch that grows.
+      question: the question of the search.
+      seconds: duration of the search.
+      written: the file into which the best was written.
+      left_out: excluded by a batch ramp-up.
     """
     shown = found.ranked[: question.top]
     costs = [cost(each, found.devices, question) for each in shown]
@@ -102,7 +102,7 @@ def report(
 
 @dataclass(frozen=True)
 class Cost:
-    """Of the whole run: days, GPU-hours, and money where a GPU-hour has a price."""
+    """Cost of the whole run: days, GPU-hours, and money if a GPU-hour has a price."""
 
     days: float
     gpu_hours: float
@@ -138,7 +138,7 @@ def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float
 
 
 def held_back_by(candidate: Candidate, found: Found) -> str:
-    """The parts that take most time beside the matrix products, and the memory where too little of it is left."""
+    """The parts that take most time besides the matrix products, and the memory if too little of it is free."""
     parts = {name: seconds for name, seconds in candidate.time.parts.items() if name != "matmul"}
     largest = sorted(parts, key=parts.__getitem__, reverse=True)[:2]
     words = [f"{name} {parts[name] / candidate.time.total:.0%}" for name in largest if parts[name] > 0]
@@ -164,12 +164,12 @@ def _reasons(found: Found, others: list[Alternative]) -> list[str]:
 
 
 def _beside(candidate: Candidate, best: Candidate) -> str:
-    """The seconds of a step of a candidate, and how many more they are than the best one's."""
+    """The seconds per step of a candidate, and the difference from the best one."""
     return f"{candidate.time.mean:.3g} s, {candidate.time.mean / best.time.mean - 1:+.1%}"
 
 
 def faster_by(first: Candidate, second: Candidate) -> str:
-    """Parts in which the second of two candidates takes more time, or less."""
+    """Parts in which the second of two candidates takes more, or less, time."""
     change = second.time.mean - first.time.mean
     if abs(change) < 1e-4 * first.time.mean:
         return "the same time to four digits; the simpler one comes first"
@@ -215,7 +215,7 @@ def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
 
 
 def tight_warning(found: Found) -> str:
-    """A warning where no candidate leaves enough memory free; else an empty string."""
+    """A warning if no candidate leaves enough memory free; else an empty string."""
     if found.roomy:
         return ""
     return (

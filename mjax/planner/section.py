@@ -1,4 +1,4 @@
-"""One part of a plan: what `mjax plan` prints of it, and what `--json` holds."""
+"""One part of a plan: printed by `mjax plan`, and stored in `--json`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Section:
 
     Attributes:
       title: its headline.
-      values: what --json holds of it, plain values only.
-      lines: what is printed below the headline.
+      values: for --json, plain values only.
+      lines: printed below the headline.
     """
 
     title: str
@@ -23,12 +23,12 @@ class Section:
 
     @property
     def text(self) -> str:
-        """The section as it is printed."""
+        """The section as printed."""
         return "\n".join([f"--- {self.title} ---", *self.lines])
 
 
 def named_rows(rows: Mapping[str, Any]) -> list[str]:
-    """A line for each name and its value, the values below each other."""
+    """One line per name and value, with aligned values."""
     width = max(map(len, rows), default=0)
     return [f"{name:<{width}}  {value}" for name, value in rows.items()]
 
@@ -37,9 +37,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -
     """Lines of a table, with at least two spaces between columns.
 
     Args:
-      header: a word above each column.
-      rows: what stands below, a cell for each column.
-      left: how many of the first columns begin on the left; numbers end on the right.
+      header: one word per column.
+      rows: one cell per column.
+      left: how many of the first columns are left-aligned; numbers are right-aligned.
     """
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

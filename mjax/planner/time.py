@@ -1,28 +1,28 @@
-"""Seconds of a step before it runs: an analytic model of the GPU, of what the step does, and of how well it does it.
+"""Predicted seconds of a step: an analytic model of the GPU, of the program, and of how efficient it is.
 
 Three things are kept apart:
 
-    hardware     `Gpu`: what the data sheet promises (`mjax/hardware.py`).
-    software     `Software`: what the program does that no config says: which tensors its kernels read and write, what
-                 it sends again, in which dtype. Read from the code, never fitted.
-    calibration  `Calibration`: how much of the promised rates is reached: a few numbers, fitted to published runs or
-                 measured on the user's machine, with the error that they leave (`calibration.py` has both).
+    hardware     `Gpu`: data-sheet values (`mjax/hardware.py`).
+    software     `Software`: properties of the program that no config contains: which tensors its kernels read and
+                 write, what it sends in addition, in which dtype. Read from the code, never fitted.
+    calibration  `Calibration`: the share of the data-sheet rates that is reached: a few numbers, fitted to published
+                 runs or measured on the user's machine, with their remaining error (`calibration.py` has both).
 
 The parts of a step, and how each is modelled:
 
-    matrix products   a roofline: the FLOPs at `matmul` × peak, less where a dim is small; or the bytes, if those last
-                      longer
-    attention         flash: the FLOPs that a causal mask leaves. Else: two products over s × s, and the scores' bytes
+    matrix products   a roofline: the FLOPs at `matmul` × peak, less if a dim is small; or the bytes, if those take
+      longer
+    attention         flash: the FLOPs of unmasked scores. Else: two products over s × s, and the scores' bytes
     memory-bound      LayerNorm, dropout, residual sums, GELU: bytes over `memory` × bandwidth, and launches
-    collectives       a ring: bytes on the wire over its slowest link, which the rings that leave a server together
-                      share, and latency × log2(ranks). What hides behind a product counts where it is longer than that
-    pipeline          work of all micro-batches, then fill and drain as the schedule has them (`schedules.py`), in
-                      lock-step; the head is on the last stage, for which all others wait
-    once a step       sums over `data`, gathers of weights, the bytes of the optimizer
+    collectives       a ring: bytes sent over its slowest link, which the rings that leave a server together share, and
+                      latency × log2(ranks). What a product hides counts only beyond the product's time
+    pipeline          work of all micro-batches, then fill and drain as in the schedule (`schedules.py`), in lock-step;
+                      the head is on the last stage, for which all others wait
+    once per step     sums over `data`, gathers of weights, the bytes of the optimizer
 
-Which products a layer and the head have, of which shapes, and how many sums over `model`, is read off the traced model
-(`training/trace.py`), once for each model and size of that axis; the rest is arithmetic.
-The pieces are those of arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198, section 4.
+The products of a layer and of the head, their shapes, and the number of sums over `model` are read from the traced
+model (`training/trace.py`), once for each model and size of that axis; the rest is arithmetic. The pieces are those of
+arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198, section 4.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from mjax.training import trace
 from mjax.training.flops import model_flops
 from mjax.training.program import Product
 
-# Parts of a step, in the order in which they are shown.
+# Parts of a step, in display order.
 PARTS = ("matmul", "attention", "elementwise", "head", "model", "pipe", "bubble", "data", "optimizer")
 
 
@@ -54,20 +54,20 @@ class StepTime:
 
     Attributes:
       parts: seconds by name; they add up to `total`.
-        matmul: matrix products of the layers, those that are recomputed too.
+        matmul: matrix products of the layers, including recomputed ones.
         attention: scores, softmax and weighted sums.
         elementwise: memory-bound kernels of the layers.
         head: embedding, logits and loss, without their collectives.
-        model: collectives over `model` that nothing hides.
+        model: exposed collectives over `model`.
         pipe: messages between stages.
-        bubble: waiting while the pipeline fills and drains.
+        bubble: idle time while the pipeline fills and drains.
         data: sums and gathers over `data`, and of the embedding over `pipe`.
         optimizer: accumulation of gradients, norm, Adam.
-      model_tflops: TFLOP/s of one GPU, as `model_flops` counts (nothing recomputed, attention whole).
+      model_tflops: TFLOP/s of one GPU, counted as in `model_flops` (nothing for recomputation, full attention).
       mfu: those over the peak.
       error: relative error bar of `total`.
-      mean: seconds of a step, the mean of the run: less than `total` where the batch grows.
-      caveats: what of this run lies outside what the calibration was fitted on.
+      mean: seconds per step, mean over the run: less than `total` with a batch ramp-up.
+      caveats: what is outside the range of the calibration.
     """
 
     parts: dict[str, float]
@@ -87,12 +87,12 @@ def predict_time(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     """Predict the time of a step.
 
     Args:
-      config: validated; `model.attention` a kernel's name, or `auto`, which is taken as on this GPU.
+      config: validated; `model.attention` is a kernel's name, or `auto`, resolved as on this GPU.
       gpu: the hardware. Neighbours in a server are ranks of `model`, then of `data`, then of `pipe`.
-      calibration: program and rates; mjax with the rates of published runs when not given.
+      calibration: program and rates; by default mjax with the rates of published runs.
 
     Raises:
-      UsageError: the GPU has no peak for the config's compute dtype, or not the attention kernel it asks for.
+      UsageError: the GPU has no peak for the config's compute dtype, or does not support its attention kernel.
     """
     calibration = calibration or default_calibration()
     rates = Rates(gpu, calibration, config.precision.compute)
@@ -105,7 +105,7 @@ def predict_time(config: Config, gpu: Gpu, calibration: Calibration | None = Non
 
 
 def _mean(config: Config, step: _Step, total: float) -> float:
-    """Seconds of a step, the mean of the run; `total` is that of a step with the global batch."""
+    """Seconds per step, mean over the run; `total` is that of a step with the global batch."""
     train, steps = config.train, config.train.steps
     if (train.batch_rampup is None and train.batch_schedule is None) or steps < 1:
         return total
@@ -117,9 +117,9 @@ def _mean(config: Config, step: _Step, total: float) -> float:
 
 
 def _bubble(mesh: MeshConfig, m: int, forward: float, inputs: float, weights: float) -> float:
-    """Seconds of a step of `m` micro-batches in which the last stage waits, beyond their work.
+    """Idle seconds of the last stage in a step of `m` micro-batches.
 
-    Closed forms of `Schedule.makespan`, since a table of thousands of micro-batches takes longer than a search has.
+    Closed forms of `Schedule.makespan`, since a table of thousands of micro-batches is too slow for a search.
 
     Args:
       mesh, m: the pipeline.
@@ -128,7 +128,7 @@ def _bubble(mesh: MeshConfig, m: int, forward: float, inputs: float, weights: fl
     fill = mesh.pipe - 1
     if mesh.schedule != "zb-h1":
         return fill * (forward + inputs + weights)
-    # A tick holds one operation on each stage and lasts as long as the longest of them.
+    # A tick has one operation on each stage and takes as long as the longest of them.
     work = m * mesh.chunks
     return _ticks(mesh, m) * max(forward, inputs, weights) - work * (forward + inputs + weights)
 
@@ -144,7 +144,7 @@ def _ticks(mesh: MeshConfig, m: int) -> int:
 
 
 def _empty_messages(mesh: MeshConfig, m: int, software: Software) -> int:
-    """Messages beyond two for each micro-batch and chunk: two for each stage to fill, or those of all ticks."""
+    """Messages beyond two per micro-batch and chunk: two per stage to fill, or those of all ticks."""
     if software.sends_every_tick:
         return 2 * (_ticks(mesh, m) - m * mesh.chunks)
     return 2 * (mesh.pipe - 1)
@@ -156,7 +156,7 @@ def _activation_elements(of: trace.Traced) -> float:
 
 
 class _Step:
-    """The work of one device in a step, piece by piece; every method returns seconds."""
+    """The work of one device in a step, part by part; every method returns seconds."""
 
     def __init__(self, config: Config, rates: Rates):
         self.config, self.rates, self.software = config, rates, rates.calibration.software
@@ -171,8 +171,8 @@ class _Step:
         self.stream = self.samples * self.layer.elements  # elements, on all ranks of `model`
         self.activations = _activation_elements(of)
         self.held = held_by(model, mesh)
-        self.layer_weights = self.held.layers * mesh.pipe / model.layers  # of one layer
-        self.layers = model.layers // mesh.pipe  # of a stage
+        self.layer_weights = self.held.layers * mesh.pipe / model.layers  # per layer
+        self.layers = model.layers // mesh.pipe  # per stage
 
     def seconds(self, m: int) -> dict[str, float]:
         """The parts of a step of `m` micro-batches on each replica."""
@@ -188,7 +188,7 @@ class _Step:
 
     @cached_property
     def _passes(self) -> list[dict[str, float]]:
-        """Of a layer, by part: the forward pass, and the halves of the backward pass: of the inputs, of the weights."""
+        """For a layer, by part: the forward pass, and the halves of the backward pass: inputs, weights."""
         return [self._forward(), self._backward_inputs(), {"matmul": self._weight_gradients(self.layer.of_weights)}]
 
     @cached_property
@@ -215,16 +215,16 @@ class _Step:
         }
 
     def _backward_inputs(self) -> dict[str, float]:
-        """A layer's backward pass but for the gradients of its weights, and what it computes again."""
+        """A layer's backward pass without its weight gradients, including recomputation."""
         again, software = self.config.train.recompute, self.software
         to_inputs = sum(self.rates.product(self.tokens, each.k, each.n) for each in self.layer.of_weights)
         whole, attention = again == "full", again != "none"
         sums = len(self.layer.branches) * self._layer_sum - self._hidden()
         split = self.config.mesh.sequence_parallel
-        if whole:  # of the gathers and scatters of a layer only the last scatter can be dead code
+        if whole:  # of a layer's gathers and scatters only the last scatter can be dead code
             sums += (1 + software.repeated_sums / 2 if split else software.repeated_sums) * self._layer_sum
         elif attention and split:
-            sums += self._layer_sum  # the two gathers are done again: the bytes of one all-reduce
+            sums += self._layer_sum  # the two gathers are repeated: the bytes of one all-reduce
         return {
             "matmul": to_inputs + whole * self._forward_products,
             "attention": self._attention_backward() + attention * self._attention,
@@ -253,7 +253,7 @@ class _Step:
 
     def _attention_backward(self) -> float:
         if self.flash:
-            return 2.5 * self._attention  # five products for two: it computes the scores again (arXiv 2307.08691)
+            return 2.5 * self._attention  # five products for two: it recomputes the scores (arXiv 2307.08691)
         return 2 * (self._attention - self._scores) + self.software.backward_traffic * self._scores
 
     @cached_property
@@ -272,7 +272,7 @@ class _Step:
 
     @cached_property
     def _layer_sum(self) -> float:
-        """One sum of a stream over `model`; with sequence parallelism a scatter and a gather."""
+        """One sum of a stream over `model`; with sequence parallelism a reduce-scatter and an all-gather."""
         whole = self.element * self.stream
         ranks = self.config.mesh.model
         if self.config.mesh.sequence_parallel:
@@ -280,9 +280,10 @@ class _Step:
         return self.rates.sum(ranks, 1, whole)
 
     def _hidden(self) -> float:
-        """The part of a layer's backward sums that runs beside gradients of the column-parallel weights before them.
+        """The part of a layer's backward sums that overlaps with weight gradients of the column-parallel layers before
+        them.
 
-        With sequence parallelism that is the scatter; the gather before it is needed at once.
+        With sequence parallelism that is the reduce-scatter; the all-gather before it is needed at once.
         """
         if not self.software.hides_backward_sums:
             return 0.0
@@ -290,7 +291,7 @@ class _Step:
         return sum(min(part, self._weight_gradients(branch[:-1])) for branch in self.layer.branches)
 
     def _over_data(self, width: float) -> float:
-        """ZeRO-3: a gather of the weights of a layer, or a scatter of their gradients, of `width` bytes an element."""
+        """ZeRO-3: a gather of a layer's weights, or a scatter of their gradients, of `width` bytes per element."""
         mesh = self.config.mesh
         return self.rates.gather(mesh.data, mesh.model, width * self.layer_weights) if mesh.zero == 3 else 0.0
 
@@ -312,7 +313,7 @@ class _Step:
         embedding = self.rates.traffic(9 * self.element * self.stream, 3)
         if not self.end.products:
             return embedding
-        # Logits are written, read by the loss and its gradient, written again: in float32, 16 bytes each in all.
+        # Logits are written, read by the loss and its gradient, written again: in float32, 16 bytes in total.
         logits = self.rates.traffic(16 * self.samples * self.end.logits, 6)
         return (
             embedding + logits + 3 * sum(self.rates.product(self.tokens, each.n, each.k) for each in self.end.products)
@@ -321,7 +322,7 @@ class _Step:
     def head_sums(self) -> float:
         """Collectives over `model` of embedding and head: the embedding's sum, and that of the logits' gradient.
 
-        With a pipeline they are on different stages, and the embedding's waits with the others' work.
+        With a pipeline they are on different stages, and the embedding's is hidden by the others' work.
         """
         return self._layer_sum * (2 if self.config.mesh.pipe == 1 else 1)
 
@@ -329,7 +330,7 @@ class _Step:
 
     @cached_property
     def _sums_over_data(self) -> float:
-        """Gradients over `data`, and what ZeRO-1 gathers; of the embedding over `pipe` too."""
+        """Gradients over `data`, and ZeRO-1's gathers; for the embedding also over `pipe`."""
         mesh, rates, software = self.config.mesh, self.rates, self.software
         stage, across = mesh.model * mesh.data, software.gradient_bytes + self.element
         seconds = rates.gather(mesh.pipe, stage, across * self.held.shared)
@@ -344,7 +345,7 @@ class _Step:
         return seconds + summed
 
     def optimizer(self, m: int) -> float:
-        """Gradients of `m` micro-batches added up, and the update of the weights that this device stores."""
+        """Accumulation of the gradients of `m` micro-batches, and the update of this device's shards."""
         mesh = self.config.mesh
         weights = self.held.layers + self.held.shared / mesh.pipe
         added = m * weights / (mesh.data if mesh.zero == 3 else 1) if m > 1 else 0.0

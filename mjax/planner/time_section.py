@@ -1,4 +1,4 @@
-"""The time section of `mjax plan --gpu`: a step by its parts, speed, MFU and how it is counted, days of the run."""
+"""The time section of `mjax plan --gpu`: a step by its parts, speed, MFU and its definition, days of the run."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
 
     Args:
       config: validated.
-      gpu: what it runs on.
-      calibration: rates that are reached; the planner's own when not given.
+      gpu: the GPU.
+      calibration: its rates; by default the planner's own.
 
     Raises:
       UsageError: the GPU has no peak for the config's compute dtype.

@@ -1,6 +1,6 @@
-"""Weights that one device stores, and computes with: the traced model by the rules of `parallel/zero.py`.
+"""Weights that one device stores and computes with: the traced model, sharded by `parallel/zero.py`.
 
-The model is traced once; its storage on a mesh is then arithmetic on shapes, thousands of meshes a second.
+The model is traced once; its storage on a mesh is then arithmetic on shapes, thousands of meshes per second.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from mjax.parallel.zero import is_layer, storage_of
 
 @dataclass(frozen=True)
 class Held:
-    """Elements that one device holds, of the stage of a pipeline that has its share of the layers.
+    """Elements that one device holds, on the pipeline stage with its share of the layers.
 
     Attributes:
-      stored: of master weights between steps, over layers and all else; moments and float32 gradients are as many each.
-      layers: of the weights of its layers, as the computation uses them: split over `model` only.
-      shared: of all other weights, as the computation uses them.
-      gathered: of `layers`, those that are gathered layer by layer inside the loop (ZeRO-3) and never held as a whole.
-      gathered_shards: of `stored`, the shards of those.
+      stored: master weights between steps, of layers and everything else; as many moments and float32 gradients each.
+      layers: weights of its layers, as used in the computation: split over `model` only.
+      shared: all other weights, as used in the computation.
+      gathered: of `layers`, those gathered layer by layer inside the loop (ZeRO-3) and never held as a whole.
+      gathered_shards: of `stored`, their shards.
       table: of `shared`, the embedding of the tokens.
-      largest: of `layers`, those of the largest weight.
+      largest: of `layers`, the largest weight.
     """
 
     stored: int = 0
@@ -43,7 +43,7 @@ class Held:
 
 def held_by(model: ModelConfig, mesh: MeshConfig) -> Held:
     """Elements of `model` that one device of `mesh` holds."""
-    return _held(model, MeshConfig(mesh.pipe, mesh.data, mesh.model, zero=mesh.zero))  # all that it depends on
+    return _held(model, MeshConfig(mesh.pipe, mesh.data, mesh.model, zero=mesh.zero))  # everything that it depends on
 
 
 @lru_cache(maxsize=4096)
@@ -67,6 +67,6 @@ def _held(model: ModelConfig, mesh: MeshConfig) -> Held:
 
 
 def _local(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> int:
-    """Elements of one device of an array that is split so."""
+    """Elements per device of an array that is sharded so."""
     axes = (axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry))
     return math.prod(shape) // math.prod(getattr(mesh, axis) for axis in axes)

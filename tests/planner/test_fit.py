@@ -129,7 +129,7 @@ def test_training_that_does_not_fit_is_refused_before_it_begins(monkeypatch, tmp
     assert cli.main([*TINY, *SIXTEEN, "--runs", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "of NVIDIA V100 are usable" in error
-    assert error.endswith("--force tries it as it is\n")
+    assert error.endswith("--force tries it anyway\n")
     assert error.count("\n") == 1
     assert not begun
     assert not list(tmp_path.iterdir())

@@ -234,8 +234,8 @@ def test_a_batch_that_cannot_be_is_refused(config, batch, message):
         (-8, [], "--devices is -8; it must be at least 1"),
         (12, [], "--devices 12 is not a multiple of the 8 GPUs of a server; use 8 or 16, or --devices-per-node 6 for"),
         (13, [], "--devices 13 is not a multiple of the 8 GPUs of a server; use 8 or 16$"),
-        (7, [], "--devices 7 cannot be shared among 4 layers, 4 heads and a global batch of 8; use --devices 4 or 8"),
-        (1024, [], "cannot be shared among .*; use --devices 128$"),
+        (7, [], "--devices 7 cannot be divided among 4 layers, 4 heads and a global batch of 8; use --devices 4 or 8"),
+        (1024, [], "cannot be divided among .*; use --devices 128$"),
         (8, ["mesh.pipes"], "--keep mesh.pipes: the search does not change it, did you mean 'mesh.pipe'"),
     ],
 )

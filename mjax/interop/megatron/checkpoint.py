@@ -97,7 +97,7 @@ def find_folder(source: Path, step: int | None) -> Path:
         (name,) = there
     else:
         found = f"several checkpoints ({', '.join(sorted(there))})" if there else "no checkpoint of Megatron"
-        raise UsageError(f"{source} holds {found} and no {TRACKER}; give the folder of one checkpoint")
+        raise UsageError(f"{source} has {found} and no {TRACKER}; give the folder of one checkpoint")
     if name not in there:
         listed = ", ".join(sorted(there)) or "none"
         raise UsageError(f"{source} has no checkpoint {name}; there are: {listed}")
