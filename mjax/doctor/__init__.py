@@ -1,1 +1,1 @@
-"""`mjax doctor`: checks of this installation and this machine, each made by doing the thing once."""
+"""`mjax doctor`: checks of this installation and this machine, each by trying the real thing."""

@@ -1,4 +1,4 @@
-"""The attention kernel that training would use here, run forward and backward and compared with NumPy."""
+"""The attention kernel that training would use on this machine, run forward and backward and compared with NumPy."""
 
 from __future__ import annotations
 

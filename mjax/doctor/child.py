@@ -1,7 +1,7 @@
 """Checks in a child process, so that a driver that hangs or aborts costs only its own line of the report.
 
-The child runs the given checks one after the other and writes a line of JSON for each. If it is silent for too long or
-ends early, its current check is red, and another child continues with the next one.
+The child runs the given checks one after the other and writes one line of JSON for each. If it is silent for too long
+or ends early, its current check is red, and another child continues with the next one.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _one_child(names, settings, environment, limit, begin, command) -> Iterator[
         )
     except OSError as error:
         found = f"cannot start a process for the check: {error.strerror or error}"
-        yield names[0], [Finding(names[0], RED, found, "ulimit -a; free some memory, or end processes")]
+        yield names[0], [Finding(names[0], RED, found, "ulimit -a; free memory, or end processes")]
         return
     lines: queue.Queue[bytes] = queue.Queue()
     said: deque[bytes] = deque(maxlen=LAST_WORDS)

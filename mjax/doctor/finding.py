@@ -22,12 +22,12 @@ class Finding:
     check: str
     """The check, in a word or two."""
     status: str
-    """`green`: right. `yellow`: works, but could be better. `red`: training will fail or be wrong. `figure`: a measured
-    number without a known reference."""
+    """`green`: good. `yellow`: works, but could be better. `red`: training will fail or be wrong. `figure`: a
+    measurement without a reference value."""
     found: str
     """The result, in one sentence without a full stop."""
     advice: str | None = None
-    """The remedy: a line to type, or a sentence."""
+    """The fix: a line to type, or a sentence."""
     figures: dict[str, float] = field(default_factory=dict)
     """Measured numbers, by a name that ends in the unit; for --json."""
 
@@ -57,13 +57,13 @@ def guarded(name: str, run: Callable[[], list[Finding]]) -> list[Finding]:
         return run()
     except Exception as error:  # any error concerns this check alone
         place = traceback.extract_tb(error.__traceback__)[-1]
-        advice = f"look at {place.filename}, line {place.lineno}; if it is mjax's own fault, report it"
+        advice = f"look at {place.filename}, line {place.lineno}; if the bug is in mjax, report it"
         found = f"could not be checked: {type(error).__name__}: {first_line(error)}"
         return [Finding(name, RED, found, advice_on(str(error), advice))]
 
 
 def advice_on(said: str, otherwise: str) -> str:
-    """Advice for a check that failed with the message `said`; memory that is short has its own."""
+    """Advice for a check that failed with the message `said`; lack of memory has its own."""
     return MEMORY_IS_TAKEN if re.search("RESOURCE_EXHAUSTED|OUT_OF_MEMORY", said) else otherwise
 
 

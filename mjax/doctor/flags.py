@@ -53,11 +53,11 @@ def _judge(environment: dict[str, str], limit: float) -> Found:
         wrong = [word.split("=")[0] for word in shlex.split(unknown[1])]
         advice = "; ".join(_instead(flag, environment, limit) for flag in wrong)
         them = "it" if len(wrong) == 1 else "them"
-        what = f"XLA does not know {listed(wrong)}, and ends every process that has {them} set"
+        what = f"XLA does not know {listed(wrong)}, and aborts every process that has {them} set"
     elif value:
         wrong = [f"--{value[2]}"]
         advice = f"give --{value[2]} a valid value, or remove it from XLA_FLAGS"
-        what = f"XLA cannot read the value {value[1]!r} of --{value[2]}, and ends every process that has it set"
+        what = f"XLA cannot read the value {value[1]!r} of --{value[2]}, and aborts every process that has it set"
     elif not flags.startswith("--"):
         wrong, advice = None, "begin each flag with --"
         what = f"XLA takes {words[0]!r} in XLA_FLAGS for the name of a file, and cannot open it"

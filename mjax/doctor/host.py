@@ -1,4 +1,4 @@
-"""The machine around the devices: memory, shared memory, open files, and the processes a launcher has started."""
+"""The machine around the devices: memory, shared memory, open files, and the processes started by a launcher."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Models of others: checkpoints and tokenizers from and to the folders that Hugging Face's `transformers` reads.
+"""Checkpoints and tokenizers from and to folders of Hugging Face's `transformers`, and from Megatron-LM.
 
-    tensor_files.py     tensors by name: sharded safetensors read one at a time and written, old pickles on request
-    model_folder.py     a folder that appears whole or not at all; its JSON files
-    tokenizer_files.py  the tokenizer that travels along
-    settings.py         config.json ↔ ModelConfig, as a table for each family says
-    places.py           where our weights lie in tensors of others: names, and the order of dims
-    weights.py          tensors ↔ the weights of a model, straight into their shards
-    family.py           what a family is: its settings and its names
+    tensor_files.py     tensors by name: sharded safetensors, read one at a time and written; old pickles on request
+    model_folder.py     a folder that is written atomically; its JSON files
+    tokenizer_files.py  the tokenizer of a model folder
+    settings.py         config.json ↔ ModelConfig, by a table per family
+    places.py           where our weights are in foreign tensors: names, and the order of dims
+    weights.py          tensors ↔ the weights of a model, read directly into shards
+    family.py           a family: its settings and its names
     gpt2.py             GPT2LMHeadModel
     bert.py             BertForPreTraining and MegatronBertForPreTraining
     bloom.py            BloomForCausalLM
     convert.py          `mjax convert from-hf` and `to-hf`
     megatron/           `mjax convert from-megatron`
 
-What comes from outside is data: nothing in it is executed, and what mjax does not understand is refused by name.
+Foreign files are data: nothing in them is executed, and what mjax does not support is refused by name.
 """

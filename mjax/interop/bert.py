@@ -1,18 +1,18 @@
 """BertForPreTraining of `transformers`, the original post-LN BERT, and MegatronBertForPreTraining, the pre-LN one of
-Megatron-LM (arXiv 1909.08053, figures 7a and 7b). `torch.nn.Linear` keeps [out, in], so every matrix is transposed.
+Megatron-LM (arXiv 1909.08053, figures 7a and 7b). `torch.nn.Linear` stores [out, in], so every matrix is transposed.
 
     predicts                  in transformers                     here
     masked tokens             cls.predictions                     mlm
-    how two stretches follow  cls.seq_relationship, on pooler     order, on pooler: class 0 is "in order" in both
+    order of two segments     cls.seq_relationship, on pooler     order, on pooler: class 0 is "in order" in both
 
-What class 1 of the second means is what the model was trained with: a stretch from elsewhere (next sentence prediction,
-as in Google's models), or the two stretches swapped (sentence order, as in Megatron's and ours). No file says which.
+Class 1 of the order is what the model was trained with: a segment from elsewhere (next-sentence prediction, as in
+Google's models), or the two segments swapped (sentence order, as in Megatron's and ours). No file says which.
 
-The two differ in where the LayerNorms are. Megatron's has one before attention (`attention.ln`), one before the MLP
-(`ln`) and a last one (`encoder.ln`), and none behind the embedding.
+The two differ in the place of the LayerNorms. Megatron's has one before attention (`attention.ln`), one before the MLP
+(`ln`) and a last one (`encoder.ln`), and none after the embedding.
 
-What `mjax finetune` leaves has the head of a task in place of both: `…ForSequenceClassification`, `…ForMultipleChoice`
-and `…ForQuestionAnswering`, which has no pooler either.
+`mjax finetune` replaces both heads by that of a task: `…ForSequenceClassification`, `…ForMultipleChoice` and
+`…ForQuestionAnswering`, which has no pooler either.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ NAMES = {
     "mlm": "cls.predictions",
     "order": "cls.seq_relationship",
 }
-"""Of both, but for the LayerNorms."""
+"""Common to both, without the LayerNorms."""
 
 BERT = Family(
     model="BertForPreTraining",
@@ -50,8 +50,8 @@ BERT = Family(
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
-    ignored=r"(bert\.)?embeddings\.(position_ids|token_type_ids)",  # counted, and zeros: old versions stored them
-    renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),  # of TensorFlow
+    ignored=r"(bert\.)?embeddings\.(position_ids|token_type_ids)",  # position ids and zeros, stored by old versions
+    renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),  # from TensorFlow
     model_type="bert",
     fixed={"kind": "bert", "layernorm": "post"},
     fields={
@@ -69,8 +69,8 @@ BERT = Family(
     },
     only={"type_vocab_size": 2, "position_embedding_type": "absolute", "is_decoder": False},
     without_effect=frozenset({
-        "classifier_dropout",  # of the heads of other tasks
-        # of Google's own code, in the files of its models
+        "classifier_dropout",  # for heads of other tasks
+        # from Google's own code, in the files of its models
         "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
         "pooler_size_per_head", "pooler_type",
     }),

@@ -1,9 +1,9 @@
 """BloomForCausalLM of `transformers`: BLOOM from 560M to 176B (arXiv 2211.05100).
 
-Megatron-DeepSpeed's layout: queries, keys and values are one `torch.nn.Linear` [out, in], head by head. There are no
-learned positions, so nothing in the files limits the length of a sequence; `seq_length`, which published files have
-and `transformers` does not read, is what the model was trained with. A `hidden_dropout`, 0 in all of them, would act on
-the embedding too, which it does not there.
+It has Megatron-DeepSpeed's layout: queries, keys and values are one `torch.nn.Linear` [out, in], head by head. There
+are no learned positions, so nothing in the files limits the sequence length; `seq_length`, which published files
+contain and `transformers` does not read, is the length in training. A `hidden_dropout`, 0 in all of them, would apply
+to the embedding too in mjax, which it does not there.
 """
 
 from mjax.interop.family import Family
@@ -41,9 +41,9 @@ BLOOM = Family(
     only={"apply_residual_connection_post_layernorm": False},
     other_names={"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
     without_effect=frozenset({
-        # How tensor-parallel training rounded, and how `transformers` can repeat it.
+        # Rounding in tensor-parallel training, and how `transformers` can repeat it.
         "pretraining_tp", "slow_but_exact",
-        # Of Megatron-DeepSpeed, in published files: kernels, and settings that `transformers` does not read.
+        # From Megatron-DeepSpeed, in published files: kernels, and settings that `transformers` does not read.
         "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "n_inner", "offset_alibi",
         "skip_bias_add", "skip_bias_add_qkv", "unk_token_id",
     }),

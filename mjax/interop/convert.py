@@ -1,7 +1,8 @@
-"""The run folder of an imported model, and the family of transformers that a model is exported to.
+"""The run folder of an imported model, and the transformers family for an export.
 
-Checkpoint 0 of an import holds the weights and nothing else: no step has been taken, so there are no moments, and
-training begins with fresh ones.
+Checkpoint 0 of an import has the weights only: no step has been taken, so there are no moments, and training begins
+  with
+new ones.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from mjax.validation import validate
 
 FAMILIES = (GPT2, BERT, MEGATRON_BERT, BLOOM)
 TYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(bfloat16))}
-"""By --dtype: torch's word for it, and NumPy's."""
+"""By --dtype: torch's name, and NumPy's."""
 
 
 def import_config(model: ModelConfig, source: str) -> Config:
-    """The config of an import, after a check of the model; it names no data: they are named when it is trained."""
+    """The config of an import, after a check of the model; it names no data, which are given for training."""
     config = Config(model=model)
     validate(dataclasses.replace(config, data=DataConfig(mock=True)), source)
     return config
 
 
 def write_run(output: Path, config: Config, tokenizer: Tokenizer | None, weights: Model) -> None:
-    """Make the run folder of an import: checkpoint 0 holds the weights and nothing else."""
+    """Create the run folder of an import: checkpoint 0 has the weights only."""
     with new_folder(output) as folder:
         save_config(config, folder / "config.json")
         if tokenizer is not None:
@@ -54,17 +55,16 @@ def write_run(output: Path, config: Config, tokenizer: Tokenizer | None, weights
 
 
 def abstract_weights(config: Config, mesh: MeshConfig | None = None) -> Model:
-    """What the weights of `config` are read into: the model of ShapeDtypeStructs on CPU devices, one when no mesh is
-    given.
+    """The target for reading the weights of `config`: the model of ShapeDtypeStructs on CPU devices, by default one.
 
-    Layers are not cut into the chunks of a pipeline.
+    Layers are not split into the chunks of a pipeline.
     """
     mesh = mesh or MeshConfig()
     return lay_out(dataclasses.replace(config, mesh=mesh), make_mesh(mesh, jax.devices("cpu"))).abstract_model
 
 
 def draw_weights(config: Config, target: Model, names: tuple[str, ...]) -> dict[str, jax.Array]:
-    """The weights whose names begin so, as a run of `config` would begin with them, in the shards of `target`."""
+    """Initial weights, as in a run of `config`, for the names with these prefixes, sharded like `target`."""
 
     def chosen(model: Model) -> dict:
         return {name: leaf for name, leaf in leaves(model).items() if name.startswith(names)}
@@ -74,16 +74,16 @@ def draw_weights(config: Config, target: Model, names: tuple[str, ...]) -> dict[
 
 
 def find_family(values: dict, file: Path) -> Family:
-    """The family of the model that a config.json describes."""
+    """The family of the model in a config.json."""
     kind, families = values.get("model_type"), {family.model_type: family for family in FAMILIES}
     if not isinstance(kind, str) or kind not in families:
         remedy = "convert another model" if kind is not None else "write the right one into the file"
-        raise UsageError(f"{file}: model_type is {kind!r}; mjax knows {', '.join(families)}: {remedy}")
+        raise UsageError(f"{file}: model_type is {kind!r}; mjax supports {', '.join(families)}: {remedy}")
     return families[kind]
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family that a model of mjax has a place in."""
+    """The family for exporting a model of mjax."""
     if getattr(model, "mlm_activation", None) not in (None, getattr(model, "activation", None)):
         raise UsageError(
             f"the MLP of this BERT has {model.activation} and its MLM head {model.mlm_activation}, and transformers "
@@ -112,15 +112,15 @@ def _listed(fields: dict[str, Any]) -> str:
 
 
 def class_settings(model: ModelConfig) -> dict:
-    """The settings of config.json that say how many classes a head has; their names are not in a run."""
+    """The settings of config.json for the number of classes of a head; a run does not have their names."""
     if getattr(model, "head", None) != "classification":
         return {}
-    names = [f"LABEL_{number}" for number in range(model.answers)]  # as transformers calls them
+    names = [f"LABEL_{number}" for number in range(model.answers)]  # transformers' default names
     return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
 
 
 def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
-    """Refuse a tokenizer that has more ids than the model has tokens."""
+    """Refuse a tokenizer with more ids than the model has tokens."""
     if tokenizer is not None and tokenizer.vocabulary > model.vocabulary:
         raise UsageError(
             f"the tokenizer has {tokenizer.vocabulary:,} ids and the model's embedding {model.vocabulary:,} rows; "

@@ -1,7 +1,7 @@
-"""A family of models of others as a table: what its tensors are called and how they lie, and what its config says.
+"""A family of foreign models as a table: names and layout of its tensors, and settings of its config.
 
-A family is a row for each module of ours and a row for each setting. Shapes are in neither: they follow from our own
-parameters (`weights.py`), so that a family says only what is different there.
+A family is a row for each of our modules and a row for each setting. Shapes are in neither: they follow from our own
+parameters (`weights.py`), so a family only states differences in layout.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """What opens in one class of `transformers`, or of Megatron.
+    """Models of one class of `transformers`, or of Megatron.
 
     Attributes:
-      model: what messages call it, such as GPT2LMHeadModel.
-      names: for each of our modules its name in the files, in the order in which tensors are written; {0} stands for
-        the number of the layer and {1} for the next one. Three names are those of queries, keys and values.
+      model: name in messages, such as GPT2LMHeadModel.
+      names: for each of our modules its name in the files, in the order of writing; {0} stands for the layer number and
+        {1} for the next one. Three names are those of queries, keys and values.
       transposed: whether matrices are [out, in], as in `torch.nn.Linear`; else they are [in, out].
       qkv: the order of fused queries, keys and values along out: c the three of them, n heads, d head size.
-      prefix: what some files leave out at the beginning of a name.
-      copies: tensors that are another one under a second name; where they are stored they must be equal to it.
-      ignored: names of tensors that are no weights, such as stored masks.
-      heads: what may be drawn at random where the files hold nothing of it: how the names of our weights begin, and a
-        word for it.
+      prefix: omitted at the beginning of names in some files.
+      copies: tensors that are another one under a second name; if stored they must be equal to it.
+      ignored: names of tensors that are not weights, such as stored masks.
+      heads: heads that may be initialised at random if the files have none of their tensors: prefix of our weights'
+        names, and a description.
       renamed: (expression, replacement) that turn names of old versions into those of `names`.
-      described_by: what says how large the tensors must be.
-      padded: whether the files have more rows than there are tokens.
-      model_type: in config.json, as everything below.
-      generates: whether it writes text, and so has a generation_config.json.
-      fixed: fields of `ModelConfig` that every model of the family has so, and no model of another family. A field that
-        is in neither this nor `fields` has its default.
-      fields: transformers' name of a field → ours, and what holds where config.json leaves it out. A float may be any
-        number from 0 on, a text is an activation, and every other field a whole number above 0. A family without one
-        for feed_forward has 4 × hidden.
-      only: settings that change what the model computes, and the only value of each that mjax knows.
-      same: settings for which mjax has one field with another setting; and what holds where the first is left out, None
-        for the value of the other.
-      other_names: under which old files have a setting, → today's name.
+      described_by: source of the expected shapes, for messages.
+      padded: whether the files have more rows than tokens.
+      model_type: in config.json, like everything below.
+      generates: whether it generates text, and so has a generation_config.json.
+      fixed: fields of `ModelConfig` with the same value in every model of the family, and in no model of another
+        family. A field in neither this nor `fields` has its default.
+      fields: transformers' name of a field → ours, and the default if config.json omits it. A float may be any number
+        from 0 on, a text is an activation, and every other field a whole number above 0. A family without one for
+        feed_forward has 4 × hidden.
+      only: settings that change what the model computes, and the only supported value of each.
+      same: settings for which mjax has one field shared with another setting; and the default if the first is omitted,
+        None for the value of the other.
+      other_names: names of a setting in old files → current name.
       without_effect: settings that do not change what the model computes.
     """
 

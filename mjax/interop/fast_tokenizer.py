@@ -1,15 +1,15 @@
-"""A tokenizer of mjax as a tokenizer.json, which `transformers` opens as it is and which gives the same ids.
+"""A tokenizer of mjax as an equivalent tokenizer.json for `transformers`, with the same ids.
 
-GPT-2's, BERT's and Hugging Face's run on the `tokenizers` library here too. Bytes are byte pairs of which none is ever
-merged. A sentencepiece model becomes byte pairs or a unigram model of the library:
+GPT-2's, BERT's and Hugging Face's run on the `tokenizers` library here too. Bytes are byte pairs without merges. A
+sentencepiece model becomes byte pairs or a unigram model of the library:
 
-    byte pairs   sentencepiece joins the two neighbours whose piece has the best score, the library those whose pair was
+    byte pairs   sentencepiece joins the neighbours whose piece has the best score, the library those whose pair was
                  learned first: every two pieces that make a third are a pair, in the order of the third's score
     unigram      the same search over the same scores
-    text         charsmap, runs of spaces, "▁" for a space and in front: the library's normalizers
+    text         charsmap, runs of spaces, "▁" for a space and at the beginning: the library's normalizers
 
-The library has no exact counterpart of everything (a charsmap is applied character by character within what is seen as
-one, such as "ṩ" in three code points), so ids and text of the two are compared before a file is written.
+The library has no exact counterpart of everything (a charsmap is applied character by character within a grapheme, such
+as "ṩ" in three code points), so ids and text of the two are compared before a file is written.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ AWKWARD = (
     f"a\x00\x01\x7f {SPACE}Ġ <s>a</s> <unk><0x0A><pad> [CLS] [MASK] [SEP] {EOD_PIECE}one",
     " ",
 )
-"""Texts on which tokenizers differ."""
+"""Texts on which tokenizers often differ."""
 
 
 def fast_tokenizer(tokenizer: Tokenizer, pairs: bool = False) -> Library:
-    """The same tokenizer in the `tokenizers` library; its special tokens are those that `transformers` will ask for.
+    """The same tokenizer in the `tokenizers` library, with the special tokens that `transformers` expects.
 
     Args:
       tokenizer: any kind.
-      pairs: put [CLS] and [SEP] around texts, as for a BERT; else nothing is added to a text.
+      pairs: add [CLS] and [SEP] around texts, as for a BERT; else nothing is added.
 
     Raises:
-      UsageError: the library cannot give the same ids and text; shows where.
+      UsageError: the library does not give the same ids and text; the message shows where.
     """
     library = _built(tokenizer, pairs)
     _check_same(tokenizer, library)
@@ -74,7 +74,7 @@ def _built(tokenizer: Tokenizer, pairs: bool) -> Library:
     library = Library.from_str(tokenizer.library.to_str())
     if isinstance(tokenizer, HuggingFaceTokenizer):
         values = json.loads(library.to_str())
-        values["post_processor"] = None  # of what it adds to a text the model has seen nothing
+        values["post_processor"] = None  # the model was not trained with what it adds
         return Library.from_str(json.dumps(values))
     if isinstance(tokenizer, GPT2Tokenizer):
         return _with_special(library, EOD_PIECE)
@@ -85,8 +85,8 @@ def _built(tokenizer: Tokenizer, pairs: bool) -> Library:
 
 
 def _check_same(tokenizer: Tokenizer, library: Library) -> None:
-    """Compare the two, as `transformers` will call the second, over awkward texts and over every piece there is."""
-    library = Library.from_str(library.to_str())  # as it is read from the file
+    """Compare the two, with the second used as in `transformers`, on difficult texts and on every piece."""
+    library = Library.from_str(library.to_str())  # as read from the file
     library.encode_special_tokens = True
     for text in _texts(tokenizer):
         ours, theirs = tokenizer.encode(text), library.encode(text, add_special_tokens=False).ids
@@ -99,13 +99,13 @@ def _check_same(tokenizer: Tokenizer, library: Library) -> None:
             part = slice(max(0, first - 2), first + 3)
             difference = f"{tokenizer.decode(ours[part])!r} as ids {ours[part]} and as {theirs[part]} there"
         raise UsageError(
-            f"the tokenizer of kind {tokenizer.scheme} has no equal in transformers: it reads {difference}; export the "
-            "weights alone with --tokenizer none"
+            f"the tokenizer of kind {tokenizer.scheme} has no equivalent in transformers: it reads {difference}; "
+            "export the weights alone with --tokenizer none"
         )
 
 
 def _texts(tokenizer: Tokenizer) -> list[str]:
-    """Awkward texts; all pieces in random order, the same each time; and both mixed, with runs of spaces."""
+    """Difficult texts; all pieces in random order, always the same; and both mixed, with runs of spaces."""
     draw = random.Random(0)
     ids = [number for number in range(tokenizer.vocabulary) if number != tokenizer.eod]
     draw.shuffle(ids)
@@ -138,7 +138,7 @@ def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> Library:
         library = Library(models.Unigram(_scores(pieces), unknown, trainer.byte_fallback))
     else:
         raise UsageError(
-            "transformers knows sentencepiece models of byte pairs and unigrams, and that of the run is neither; "
+            "transformers supports sentencepiece models of byte pairs and unigrams, and the run's is neither; "
             "export the weights alone with --tokenizer none"
         )
 
@@ -162,7 +162,7 @@ def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> Library:
 
 
 def _byte_pairs(pieces: Sequence[Any], unknown: str, byte_fallback: bool) -> models.BPE:
-    """Every two pieces that make a third are a pair, that of the best third first."""
+    """Every two pieces that make a third are a pair, ordered by the score of the third."""
     ids = {piece.piece: number for number, piece in enumerate(pieces)}
     scores = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
     pairs = [
@@ -175,9 +175,9 @@ def _byte_pairs(pieces: Sequence[Any], unknown: str, byte_fallback: bool) -> mod
 
 
 def _looked_for(pieces: Sequence[Any]) -> list[str]:
-    """The pieces that the user has defined, which are never cut or joined.
+    """User-defined pieces, which are never split or joined.
 
-    One that is a single character and part of no other piece stays by itself anyway.
+    A single character that is part of no other piece is never joined anyway.
     """
     inside = {character for piece in pieces if piece.type == NORMAL for character in piece.piece}
     return [
@@ -188,7 +188,8 @@ def _looked_for(pieces: Sequence[Any]) -> list[str]:
 
 
 def _scores(pieces: Sequence[Any]) -> list[tuple[str, float]]:
-    """Of a unigram model: user-defined pieces have sentencepiece's own bonus, and what no text holds a lower score."""
+    """For a unigram model: user-defined pieces have sentencepiece's own bonus, and pieces that occur in no text a lower
+    score."""
     normal = [piece.score for piece in pieces if piece.type == NORMAL]
 
     def score(piece: Any) -> float:

@@ -1,7 +1,7 @@
-"""GPT2LMHeadModel of `transformers`, the form in which GPT-2 and its many relatives are published.
+"""GPT2LMHeadModel of `transformers`, the format of GPT-2 and its many relatives.
 
-It is the model mjax trains (pre-LN, learned positions, tied embedding), under other names. GPT-2's `Conv1D` stores a
-weight as [in, out], and so does mjax, therefore no tensor is transposed: layouts differ by a reshape.
+It is the model that mjax trains (pre-LN, learned positions, tied embedding), with other names. GPT-2's `Conv1D` stores
+a weight as [in, out], as does mjax, so no tensor is transposed: layouts differ by a reshape.
 """
 
 from mjax.interop.family import Family
@@ -22,7 +22,7 @@ GPT2 = Family(
     transposed=False,
     prefix="transformer.",
     copies={"lm_head.weight": "transformer.wte.weight"},
-    ignored=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",  # the causal mask, which old versions stored
+    ignored=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",  # the causal mask, stored by old versions
     model_type="gpt2",
     generates=True,
     fixed={"kind": "gpt", "positions": "learned", "embedding_layernorm": False},
@@ -42,7 +42,7 @@ GPT2 = Family(
     only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
     same={"n_ctx": ("n_positions", None), "embd_pdrop": ("resid_pdrop", 0.1)},
     without_effect=frozenset({
-        "reorder_and_upcast_attn",  # about rounding only: mjax always takes the softmax in float32
+        "reorder_and_upcast_attn",  # affects rounding only: mjax always computes the softmax in float32
         "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     }),
 )  # fmt: skip

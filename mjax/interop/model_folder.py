@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, and the JSON files in the folders of others."""
+"""Writing a folder atomically, and reading JSON files of foreign folders."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from mjax.json_files import read_json
 
 
 def check_output(folder: Path, overwrite: bool = False) -> None:
-    """Refuse to write a folder where there is something already.
+    """Refuse to overwrite an existing folder.
 
     Args:
       folder: to write.
-      overwrite: whether to replace what is plainly an exported model: it holds a config.json, and files only.
+      overwrite: whether to replace an exported model: a folder with a config.json, and files only.
 
     Raises:
-      UsageError: `folder` is a file, or holds anything that must stay.
+      UsageError: `folder` is a file, or contains anything else.
     """
     inside = list(folder.iterdir()) if folder.is_dir() else []
     if not folder.exists() or (folder.is_dir() and not inside):
         return
     if not overwrite:
-        raise UsageError(f"{folder} exists; give a folder that is empty or not there yet")
+        raise UsageError(f"{folder} exists; give a folder that is empty or does not exist")
     if not (folder / "config.json").is_file() or any(entry.is_dir() for entry in inside):
         raise UsageError(
             f"--overwrite replaces models only, and {folder} is not a folder of config.json and files beside it; give "
@@ -39,11 +39,11 @@ def check_output(folder: Path, overwrite: bool = False) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder`, which takes its name, and the place of what is there, when all is written.
+    """A temporary folder beside `folder`, which replaces it when everything is written.
 
-    Check before whether there is anything that must stay (`check_output`).
+    Call `check_output` before.
     """
-    folder = folder.resolve()  # of a symbolic link, what it points to
+    folder = folder.resolve()  # the target of a symbolic link
     folder.parent.mkdir(parents=True, exist_ok=True)
     holder = Path(tempfile.mkdtemp(prefix=f"{folder.name}.writing-", dir=folder.parent))
     temporary, old = holder / "new", holder / "old"
@@ -55,24 +55,24 @@ def new_folder(folder: Path) -> Iterator[Path]:
             rename(folder, old)
         rename(temporary, folder)
     finally:
-        if old.exists() and not folder.exists():  # stopped between the two
+        if old.exists() and not folder.exists():  # stopped between the two renames
             rename(old, folder)
         shutil.rmtree(holder, ignore_errors=True)
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file from outside.
+    """The JSON object in a foreign file.
 
     Raises:
-      UsageError: there is no such file, or it does not hold a JSON object.
+      UsageError: there is no such file, or it is not a JSON object.
     """
     fix = "restore it, or download the model again"
-    values = read_json(file, fix, "give a folder that save_pretrained wrote")
+    values = read_json(file, fix, "give a folder written by save_pretrained")
     if not isinstance(values, dict):
         raise UsageError(f"{file} has no JSON object; {fix}")
     return values
 
 
 def write_object(file: Path, values: dict[str, Any]) -> None:
-    """Write a JSON object as `transformers` does."""
+    """Write a JSON object in the format of `transformers`."""
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

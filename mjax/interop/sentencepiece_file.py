@@ -1,8 +1,8 @@
-"""What is in a sentencepiece model: its pieces, and what is done to a text before they are looked for.
+"""The contents of a sentencepiece model: its pieces, and its text normalisation.
 
-The file is a protocol buffer, sentencepiece_model.proto of the sentencepiece library. The reader that the library
-brings along asks for the very protobuf it was generated with (7.36.1 in sentencepiece 0.2.3), so the fields that are
-needed here are described again, and any version of protobuf reads them.
+The file is a protocol buffer, sentencepiece_model.proto of the sentencepiece library. The library's own reader requires
+exactly the protobuf version it was generated with (7.36.1 in sentencepiece 0.2.3), so the fields needed here are
+declared again, and any version of protobuf reads them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MESSAGES = {
         ("normalizer_spec", 3, "NormalizerSpec", None),
     ),
 }  # fmt: skip
-"""Name, number, type and default of fields, as in sentencepiece_model.proto; its enums are numbers."""
+"""Name, number, type and default of fields, as in sentencepiece_model.proto; enums are numbers."""
 
 
 def parse_pieces(content: bytes) -> Any:

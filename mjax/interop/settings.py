@@ -1,8 +1,8 @@
-"""config.json of `transformers` and our `ModelConfig`, as a table for each family says.
+"""config.json of `transformers` and our `ModelConfig`, by the table of each family.
 
-A setting of config.json is one of four things: it has a place in `ModelConfig`; it changes what the model computes, and
-mjax knows one value of it; it has no effect on what the model computes; or it is unknown, and refused by name, because
-passing over it could change the model in silence.
+A setting of config.json is one of four things: it is a field of `ModelConfig`; it changes what the model computes, and
+mjax supports one value of it; it has no effect on what the model computes; or it is unknown, and refused by name,
+because ignoring it could silently change the model.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ACTIVATIONS = {
 }
 """transformers' name → ours; the first of each is written."""
 MOST_WHOLE, MOST = 2**31, 1e30
-"""Above any number in a config.json that means something."""
+"""Above any meaningful number in a config.json."""
 ONLY = {"add_cross_attention": False, "is_encoder_decoder": False, "tie_word_embeddings": True}
-"""Settings of every family that change what the model computes, and the only value of each that mjax knows."""
-# Of every family: who wrote it and how it was stored; heads of other tasks; how to generate and what to return.
+"""Settings of every family that change what the model computes, and the only supported value of each."""
+# In every family: who wrote it and how it was stored; heads of other tasks; how to generate and what to return.
 WITHOUT_EFFECT = {
     "_name_or_path", "_num_labels", "architectures", "bos_token_id", "chunk_size_feed_forward",
     "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping",
@@ -40,19 +40,19 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 
 TOLD_ELSEWHERE = {"attention", "vocabulary_multiple", "feed_forward", "mlm_activation", "answers"}
-"""Fields of our configs that do not change what a model computes, or for which there is more than one rule."""
+"""Fields of our configs that do not change what a model computes, or have more than one rule."""
 
 
 def fits(family: Family, model: ModelConfig) -> bool:
-    """Whether a model is of this family."""
+    """Whether a model belongs to this family."""
     return not unlike(family, model)
 
 
 def unlike(family: Family, model: ModelConfig) -> dict[str, Any]:
-    """The fields in which a model is not of this family, and their values there.
+    """The fields in which a model differs from this family, and the family's values.
 
-    A field that the family does not mention has its default there, so a new option of a model is refused until a family
-    has it.
+    A field that the family does not mention must have its default, so a new option of a model is refused until a family
+    supports it.
     """
     told = {ours for ours, _ in family.fields.values()}
     expected = dict(family.fixed)
@@ -65,21 +65,21 @@ def unlike(family: Family, model: ModelConfig) -> dict[str, Any]:
 
 
 def model_config(family: Family, values: dict[str, Any], file: str, vocabulary_multiple: int) -> ModelConfig:
-    """The model that a config.json describes; what it leaves out is as in `transformers`.
+    """The model of a config.json; omitted settings are as in `transformers`.
 
     Args:
-      family: whose config.json it is.
-      values: what is in the file.
+      family: of the config.json.
+      values: contents of the file.
       file: its name, for messages.
       vocabulary_multiple: as in `ModelConfig`.
 
     Raises:
-      UsageError: something in it is unknown, or is not what mjax computes; the sentence names it.
+      UsageError: a setting is unknown or not supported; the message names it.
     """
     values = {name: value for name, value in values.items() if value is not None or name not in family.other_names}
     for old, new in family.other_names.items():
         if old in values and values.get(new, values[old]) != values[old]:
-            raise UsageError(f"{file}: {old} is {values[old]!r} and {new} {values[new]!r}; take out the wrong one")
+            raise UsageError(f"{file}: {old} is {values[old]!r} and {new} {values[new]!r}; remove the wrong one")
     values = {family.other_names.get(name, name): value for name, value in values.items()}
     _check_known(family, values, file)
 
@@ -89,7 +89,7 @@ def model_config(family: Family, values: dict[str, Any], file: str, vocabulary_m
         value = values.get(name, found[ours] if default is None else default)
         if value != found[ours]:
             raise UsageError(
-                f"{file}: {name} is {value!r} and {other} {found[ours]}, and mjax has one number for both; "
+                f"{file}: {name} is {value!r} and {other} {found[ours]}, but mjax has one number for both; "
                 "make them equal, if the model is the same then"
             )
     if found["hidden"] % found["heads"]:
@@ -102,13 +102,15 @@ def model_config(family: Family, values: dict[str, Any], file: str, vocabulary_m
 
 
 def _read(values: dict[str, Any], name: str, default: Any, file: str) -> Any:
-    """The value of a setting, of the kind that its default is of."""
+    """The value of a setting, of the same type as its default."""
     value = values.get(name, default)
     if value is None and default is None:
         return None
     if isinstance(default, str):
         if not isinstance(value, str) or value not in ACTIVATIONS:
-            raise UsageError(f"{file}: {name} is {value!r}; mjax knows {', '.join(ACTIVATIONS)}: convert another model")
+            raise UsageError(
+                f"{file}: {name} is {value!r}; mjax supports {', '.join(ACTIVATIONS)}: convert another model"
+            )
         return ACTIVATIONS[value]
     kinds, least, most, kind = (int,), 1, MOST_WHOLE, "a whole number above 0"
     if isinstance(default, float):
@@ -119,16 +121,18 @@ def _read(values: dict[str, Any], name: str, default: Any, file: str) -> Any:
 
 
 def _check_known(family: Family, values: dict[str, Any], file: str) -> None:
-    """Refuse settings that mjax does not know, or not so."""
+    """Refuse settings, or values, that mjax does not support."""
     only = {**ONLY, **family.only}
     known = {"model_type", *only, *family.fields, *family.same} | WITHOUT_EFFECT | family.without_effect
     for name, value in values.items():
         if name in only and value != only[name]:
-            raise UsageError(f"{file}: {name} is {value!r}, and mjax knows only {only[name]!r}; convert another model")
+            raise UsageError(
+                f"{file}: {name} is {value!r}, but mjax supports only {only[name]!r}; convert another model"
+            )
         said = value not in (None, {}, [])
         if said and name not in known:
             raise UsageError(
-                f"{file}: {name} is {value!r}, which mjax does not know; take it out if the model is the same without"
+                f"{file}: {name} is {value!r}, which mjax does not know; remove it if it does not change the model"
             )
 
 

@@ -1,13 +1,12 @@
-"""Tensors by name, in a model folder of Hugging Face: read one at a time, whatever files they lie in.
+"""Tensors by name in a Hugging Face model folder: read one at a time, from any number of files.
 
     model.safetensors                      all of them, or
     model-00001-of-00003.safetensors …     some of them each, and
     model.safetensors.index.json           {"weight_map": {tensor: file}}
 
-A safetensors file is a header in JSON and bytes: there is nothing in it to execute. It is mapped into memory, so that
-reading a tensor, or some rows of one, costs no more than these. Its older relative pytorch_model.bin is a pickle, which
-runs as a program when it is read; it is opened on request only, and by torch's reader of weights, which refuses all
-but tensors.
+A safetensors file is a JSON header and bytes, with nothing to execute. It is mapped into memory, so that reading a
+tensor, or some rows of it, needs no more memory than that. The older pytorch_model.bin is a pickle, which is a program;
+it is opened on request only, by torch's reader for weights, which refuses everything except tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from jax.numpy import bfloat16  # NumPy knows the type from this import on, and safetensors relies on that
+from jax.numpy import bfloat16  # registers the dtype with NumPy, on which safetensors relies
 from safetensors import SafetensorError, safe_open
 
 from mjax.errors import UsageError
@@ -32,21 +31,21 @@ from mjax.interop.torch_files import as_arrays, first_line, import_torch, load_t
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(bfloat16)}
-"""Types of weights that float32 holds exactly."""
+"""Dtypes that float32 represents exactly."""
 WORDS = {dtype.name: word for word, dtype in FLOATS.items()}
-"""The word of safetensors for each of them, by its name in NumPy and torch."""
+"""safetensors' name for each of them, by its name in NumPy and torch."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a tensor is, as its file says: `dtype` in the words of safetensors (F32, BF16, I64, …), and its shape."""
+    """Dtype and shape of a tensor, from its file; `dtype` as in safetensors (F32, BF16, I64, …)."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def kind_of(array: np.ndarray) -> Kind:
-    """What an array is, in the words of safetensors where these have one for its dtype."""
+    """Dtype and shape of an array, in safetensors' names if there is one."""
     return Kind(WORDS.get(array.dtype.name, array.dtype.name), array.shape)
 
 
@@ -54,40 +53,40 @@ class Tensors(Protocol):
     """The tensors of a model folder.
 
     Attributes:
-      kinds: what there is, by name. Nothing has been read yet.
+      kinds: by name. Nothing has been read yet.
     """
 
     kinds: dict[str, Kind]
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """A tensor in its own type, or some rows of it (along its first dim)."""
+        """A tensor in its own dtype, or some rows of it (along its first dim)."""
 
 
 def open_tensors(folder: Path, allow_pickle: bool = False) -> Tensors:
-    """The tensors of a model folder; safetensors where there are both.
+    """The tensors of a model folder; safetensors if there are both.
 
     Args:
-      folder: holds one of the files above, or several and their index.
+      folder: contains one of the files above, or several and their index.
       allow_pickle: whether to open pytorch_model.bin.
 
     Raises:
-      UsageError: there are none, a file is missing or damaged, or only a pickle is there and `allow_pickle` not given.
+      UsageError: there are none, a file is missing or damaged, or there is only a pickle without `allow_pickle`.
     """
     if files := _files(folder, SAFETENSORS):
         return SafetensorsFiles(files)
     files = _files(folder, PICKLE)
     if not files:
-        raise UsageError(f"{folder} has no {SAFETENSORS}; give a folder that save_pretrained wrote")
+        raise UsageError(f"{folder} has no {SAFETENSORS}; give a folder written by save_pretrained")
     if not allow_pickle:
         raise UsageError(
-            f"{folder} holds its weights in {PICKLE} only, a pickle; get the model as {SAFETENSORS}, or add "
-            "--allow-pickle to have torch read the tensors in it and nothing else"
+            f"{folder} has its weights in {PICKLE} only, a pickle; get the model as {SAFETENSORS}, or add "
+            "--allow-pickle to have torch read only the tensors in it"
         )
     return PickledFiles(files)
 
 
 def _files(folder: Path, whole: str) -> dict[Path, list[str]]:
-    """The files of the tensors, and those that the index expects in each; empty where there is none of them."""
+    """The files of the tensors, and the tensors that the index expects in each; empty if there are none."""
     if (folder / whole).is_file():
         return {folder / whole: []}
     index = folder / f"{whole}.index.json"
@@ -98,11 +97,11 @@ def _files(folder: Path, whole: str) -> dict[Path, list[str]]:
         raise UsageError(f"{index} has no weight_map that says which tensor is in which file; download it again")
     files: dict[Path, list[str]] = {}
     for tensor, name in places.items():
-        if Path(name).name != name or "\0" in name:  # elsewhere is none of its business
+        if Path(name).name != name or "\0" in name:  # refuse other folders
             raise UsageError(f"{index} names {name!r}, which is not a file beside it; download it again")
         files.setdefault(folder / name, []).append(tensor)
     for file in files:
-        if not os.path.isfile(file):  # False for a name that no file system takes, too
+        if not os.path.isfile(file):  # also False for an invalid name
             raise UsageError(f"{file} does not exist, though {index.name} names it; download it too")
     return files
 
@@ -116,9 +115,11 @@ class SafetensorsFiles:
         for file, expected in files.items():
             try:
                 opened = safe_open(str(file), framework="np").__enter__()  # closed with the last reference to it
-                kinds = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
+                kinds = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
             except SafetensorError as error:
-                raise UsageError(f"{file} is cut off or not a safetensors file ({error}); download it again") from None
+                raise UsageError(
+                    f"{file} is truncated or not a safetensors file ({error}); download it again"
+                ) from None
             _take(file, kinds, expected, self.kinds)
             self.kinds |= {name: Kind(kind.get_dtype(), tuple(kind.get_shape())) for name, kind in kinds.items()}
             self._places |= dict.fromkeys(kinds, opened)
@@ -126,7 +127,9 @@ class SafetensorsFiles:
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         if rows == slice(None):
             return self._places[name].get_tensor(name)
-        first, end, _ = rows.indices(self.kinds[name].shape[0])  # NumPy takes an end behind the last row, this does not
+        first, end, _ = rows.indices(
+            self.kinds[name].shape[0]
+        )  # NumPy accepts an end after the last row, this does not
         return self._places[name].get_slice(name)[first:end]
 
 
@@ -140,12 +143,10 @@ class PickledFiles:
         for file, expected in files.items():
             try:
                 found = load_tensors(file)
-            except Exception as error:  # of many kinds, for what is no pickle, cut off, or holds more than tensors
-                raise UsageError(
-                    f"{file} is not a file of tensors and nothing else ({first_line(error)}); get another"
-                ) from None
+            except Exception as error:  # many types: not a pickle, truncated, or not only tensors
+                raise UsageError(f"{file} is not a file of tensors only ({first_line(error)}); get another") from None
             if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-                raise UsageError(f"{file} holds something else than tensors by name; give the model's state_dict")
+                raise UsageError(f"{file} has something other than tensors by name; give the model's state_dict")
             arrays = as_arrays(file, found)
             _take(file, arrays, expected, self.kinds)
             self.kinds |= {name: kind_of(array) for name, array in arrays.items()}
@@ -156,11 +157,11 @@ class PickledFiles:
 
 
 def _take(file: Path, found: Mapping[str, Any], expected: list[str], before: Mapping[str, Kind]) -> None:
-    """Refuse a file that lacks what the index expects in it, or repeats what another holds."""
+    """Refuse a file that lacks tensors of the index, or repeats those of another file."""
     if missing := [name for name in expected if name not in found]:
         raise UsageError(f"{file} lacks the tensor {missing[0]}, which the index expects in it; download it again")
     if twice := [name for name in found if name in before]:
-        raise UsageError(f"{file} holds the tensor {twice[0]}, which another file holds too; download the model again")
+        raise UsageError(f"{file} has the tensor {twice[0]}, which is in another file too; download the model again")
 
 
 # --- Writing ----------------------------------------------------------------------------------------------------------
@@ -174,17 +175,16 @@ def write_tensors(
     largest_file: int,
     wrote: Callable[[int], None] = lambda size: None,
 ) -> list[str]:
-    """Write tensors as safetensors files, with their index where there are several; returns their names.
+    """Write tensors as safetensors files, with an index if there are several; returns their names.
 
-    Arrays of another type, or in another order in memory, are converted one by one; the others are written from where
-    they are.
+    Arrays of another dtype or memory order are converted one by one; the others are written directly.
 
     Args:
       folder: exists.
-      shapes: of the tensors, by name, in the order in which they are written.
-      array: gives the tensor of a name; asked for it once, when it is written.
-      dtype: type in the files.
-      largest_file: bytes of tensors in a file; a tensor that is larger has a file to itself.
+      shapes: of the tensors, by name, in the order of writing.
+      array: returns the tensor of a name; called once, when it is written.
+      dtype: of the files.
+      largest_file: maximum bytes of tensors in a file; a larger tensor has its own file.
       wrote: called with the bytes of tensors written since the last call.
     """
     parts: list[list[str]] = [[]]
@@ -216,11 +216,11 @@ def _write_file(
     dtype: np.dtype,
     wrote: Callable[[int], None],
 ) -> None:
-    """One safetensors file: the length of the header in 8 bytes, the header, and the tensors one behind the other.
+    """One safetensors file: the length of the header in 8 bytes, the header, and the concatenated tensors.
 
-    The library's own function wants all tensors at once.
+    The library's own function needs all tensors at once.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for the format
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     code, end = WORDS[dtype.name], 0
     for name, shape in shapes.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
@@ -236,10 +236,10 @@ def _write_file(
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 5GB, 500MB or 64KB, in powers of ten as everywhere at Hugging Face.
+    """Bytes of a size such as 5GB, 500MB or 64KB, in powers of ten as in Hugging Face.
 
     Raises:
-      UsageError: it is none.
+      UsageError: it is not a size.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])B", text.strip(), re.IGNORECASE)
     size = 0 if found is None else int(float(found[1]) * 1000 ** (" KMGT".index(found[2].upper())))

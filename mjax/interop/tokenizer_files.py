@@ -1,10 +1,10 @@
-"""The tokenizer that travels with a model, between a run's folder and a model folder of Hugging Face.
+"""The tokenizer of a model, between a run folder and a Hugging Face model folder.
 
-On its way out it takes along the files it was made from and `mjax_tokenizer.json`, so that it comes back as it was.
-What `transformers.AutoTokenizer` opens is a tokenizer.json that gives the same ids (`fast_tokenizer.py`).
+An export contains the files it was made from and `mjax_tokenizer.json`, so that an import restores it. For
+`transformers.AutoTokenizer` it has a tokenizer.json with the same ids (`fast_tokenizer.py`).
 
-BERT's is a vocab.txt and a word on capitals; newer folders have both in a tokenizer.json. A tokenizer that only looks
-like BERT's, with other rules for accents or with tokens added, is opened by its tokenizer.json or not at all.
+BERT's is a vocab.txt and a flag for capitals; newer folders have both in a tokenizer.json. A tokenizer that only
+resembles BERT's, with other rules for accents or with added tokens, is opened by its tokenizer.json or not at all.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from mjax.interop.model_folder import read_object, write_object
 from mjax.model_config import ModelConfig
 
 FOUND_BY_FILES = (HuggingFaceTokenizer, GPT2Tokenizer, SentencePieceTokenizer)
-"""In the order in which they are looked for: tokens that were added to a model later are in tokenizer.json only."""
+"""In search order: tokens added to a model later are in tokenizer.json only."""
 
 
 def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
-    """The tokenizer that is `given` as in `mjax prepare --tokenizer`, or that of a model folder; None: it has none.
+    """The tokenizer `given` as in `mjax prepare --tokenizer`, or that of a model folder; None: it has none.
 
     Raises:
       UsageError: its files are damaged.
@@ -58,15 +58,15 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
 
 
 def _find_bert(folder: Path) -> BertTokenizer | None:
-    """The WordPiece of a model folder: from tokenizer.json where there is one, else from vocab.txt."""
+    """The WordPiece tokenizer of a model folder: from tokenizer.json if it exists, else from vocab.txt."""
     whole, pieces, said = (folder / name for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json"))
     if whole.is_file():
         try:
             check_sizes(whole.read_bytes(), str(whole))
             with library_errors(str(whole), ""):
-                # All that it leaves out is filled in.
+                # Omitted settings are filled in.
                 values = json.loads(Library.from_buffer(whole.read_bytes()).to_str())
-        except UsageError:  # it is a plain one; who reads it next says what is wrong with it
+        except UsageError:  # it is damaged; the next reader reports it
             return None
         vocab, lowercase = _pieces(values), _says_lowercase(values["normalizer"], "lowercase", "handle_chinese_chars")
         name = whole
@@ -81,7 +81,7 @@ def _find_bert(folder: Path) -> BertTokenizer | None:
 
 
 def _says_lowercase(values: Any, lowercase: str, chinese: str) -> bool | None:
-    """Whether words are put in small letters; None where it is not said, or accents or Chinese are not as in BERT."""
+    """Whether words are lower-cased; None if unknown, or if accents or Chinese are handled differently from BERT."""
     small = values.get(lowercase) if isinstance(values, dict) else None
     usual = (
         isinstance(small, bool) and values.get("strip_accents") in (None, small) and values.get(chinese) is not False
@@ -90,7 +90,7 @@ def _says_lowercase(values: Any, lowercase: str, chinese: str) -> bool | None:
 
 
 def _pieces(values: dict[str, Any]) -> bytes | None:
-    """The vocab.txt in a tokenizer.json; None where it describes another tokenizer than BERT's."""
+    """The vocab.txt in a tokenizer.json; None if it describes another tokenizer than BERT's."""
     model = values["model"]
     described = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##"}
     described |= {"max_input_chars_per_word": LONGEST_WORD}
@@ -107,14 +107,14 @@ def _pieces(values: dict[str, Any]) -> bytes | None:
 
 
 def write_tokenizer(tokenizer: Tokenizer, library: Library, folder: Path, model: ModelConfig) -> None:
-    """Put a tokenizer into a model folder: as it is, for mjax, and as a tokenizer.json, for `transformers`.
+    """Write a tokenizer into a model folder: its own files, for mjax, and a tokenizer.json, for `transformers`.
 
     Args:
       tokenizer: the tokenizer.
-      library: the same as `fast_tokenizer` gives it.
+      library: the result of `fast_tokenizer`.
       folder: the model folder.
-      model: what the folder holds. A GPT's tokenizer adds nothing to a text and finds no special token in it, as in
-        mjax. A BERT's puts [CLS] and [SEP] around it and reads a written [MASK] as one, as users of BERTs expect.
+      model: the exported model. A GPT's tokenizer adds nothing to a text and matches no special token in it, as in
+        mjax. A BERT's adds [CLS] and [SEP] and matches a written [MASK], as users of BERTs expect.
     """
     pairs = model.samples != "text"
     content = library.to_str(pretty=True).encode()

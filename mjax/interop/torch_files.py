@@ -1,8 +1,8 @@
 """Files of torch.save, which are pickles: torch reads them as data, and nothing in them is executed.
 
-torch is needed for these files alone. Its reader with `weights_only` constructs tensors and plain values, and refuses
-whatever else a file wants to call. What it does not look at is checked here: the checksums that torch.save writes, and
-whether a tensor is larger than what is stored of it.
+torch is needed for these files only. Its reader with `weights_only` constructs tensors and plain values, and refuses
+everything else. What it does not check is checked here: the checksums written by torch.save, and whether a tensor is
+larger than its stored bytes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from jax.numpy import bfloat16
 
 from mjax.errors import UsageError
 
-OLDEST_TORCH = (2, 10)  # before it, a file could make torch.load do more than weights_only promises
+OLDEST_TORCH = (2, 10)  # in older versions a file could get around weights_only
 
 
 def import_torch(why: str) -> Any:
     """The torch library.
 
     Args:
-      why: the beginning of the sentence that says it is missing: "… are read by torch".
+      why: the beginning of the error message: "… are read by torch".
 
     Raises:
-      UsageError: it is not installed, or too old to be trusted with a file from outside.
+      UsageError: it is not installed, or too old to be trusted with foreign files.
     """
     try:
         import torch
@@ -44,12 +44,12 @@ def import_torch(why: str) -> Any:
 
 
 def load_tensors(file: Path | BinaryIO, stand_in: Callable[[str], type | None] | None = None) -> Any:
-    """What torch.save wrote: tensors and plain values, a file in a folder mapped into memory where its format allows.
+    """The contents of a torch.save file: tensors and plain values, memory-mapped if its format allows.
 
     Args:
       file: a file in a folder, or its bytes.
-      stand_in: gives the class that torch makes objects of in place of a class or function of that name; where it
-        gives None torch refuses the name, unless tensors are made with it.
+      stand_in: gives the class to use in place of a class or function of that name; if None torch refuses the name,
+        unless tensors are made with it.
 
     Raises:
       Exception: of many kinds, where it is cut off, damaged, no file of torch.save, or wants to call something.

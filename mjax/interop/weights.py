@@ -1,11 +1,11 @@
-"""The tensors of others as the weights of a model, and back, as the table of a `Family` describes them.
+"""Foreign tensors as the weights of a model, and back, by the table of a `Family`.
 
-Shapes are those of our own parameters; a family says only how they lie in its files. BLOOM's queries, keys and values
+Shapes are those of our own parameters; a family only gives the layout in its files. BLOOM's queries, keys and values
 are a `torch.nn.Linear` [out, in], fused head by head: of `blocks.attention.qkv.kernel` [l, h, c, n, d] the part of a
-layer is turned into [n, c, d, h] and flattened to [n · c · d, h]. Both ways are a transposition and a reshape.
+layer is transposed to [n, c, d, h] and flattened to [n · c · d, h]. Both directions are a transposition and a reshape.
 
-Reading looks at everything that can be wrong before a number is read. Then each shard of each weight is put together
-from the tensors it is made of, one tensor in memory at a time beside the weights, whatever the mesh.
+Everything is checked before a number is read. Then each shard of each weight is assembled from its tensors, with one
+tensor in memory at a time beside the weights, on any mesh.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from mjax.models.build import build_model
 from mjax.models.protocol import Model
 from mjax.names import leaf_name
 
-ROWS = 4096  # of an embedding that are read at once
+ROWS = 4096  # of an embedding to read at once
 LAYERS = "blocks."
-"""How the names of weights begin that each layer has."""
+"""Prefix of the names of weights that each layer has."""
 OF_TOKENS = ("embedding.table", "mlm.bias")
-"""Weights with a row for each token, and rows of zeros behind them that pad the vocabulary."""
+"""Weights with one row per token, and zero rows after them that pad the vocabulary."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the tensor of a file is in our weights.
+    """The place of a file's tensor in our weights.
 
     Attributes:
       ours: name of the weight.
-      index: what of the weight it is: its layer, which of queries, keys and values, the rows that are tokens.
-      order: the dims of that part in the order in which the tensor has them.
+      index: the part of the weight: its layer, which of queries, keys and values, the rows that are tokens.
+      order: the dims of that part in the tensor's order.
       sizes: of these dims, in that order.
       shape: of the tensor, whose dims are products of `sizes`.
     """
@@ -58,12 +58,12 @@ class Place:
         return weight[self.index].transpose(self.order).reshape(self.shape)
 
     def to_ours(self, tensor: np.ndarray) -> np.ndarray:
-        """A view of the tensor as the part of the weight."""
+        """A view of the tensor with the layout of the part of the weight."""
         return tensor.reshape(self.sizes).transpose(np.argsort(self.order))
 
 
 def places(family: Family, model: ModelConfig) -> dict[str, Place]:
-    """The place of every tensor of the model by its name: in the order of the table, and layer by layer."""
+    """The place of every tensor of the model by name: in the order of the table, and layer by layer."""
     shapes = {name: leaf.shape for name, leaf in leaves(jax.eval_shape(lambda: build_model(0, model))).items()}
     found = {}
     for in_layers, rows in groupby(family.names.items(), key=lambda row: row[0].startswith(LAYERS)):
@@ -84,7 +84,7 @@ def places(family: Family, model: ModelConfig) -> dict[str, Place]:
 def _place(
     family: Family, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], ours: str, layer: int, which: int | None
 ) -> Place:
-    """The place of one tensor; `which` of queries, keys and values where they have tensors of their own."""
+    """The place of one tensor; `which` of queries, keys and values if these are separate tensors."""
     module, _, part = ours.rpartition(".")
     stacked = ours.startswith(LAYERS)
     shape, index = list(shapes[ours][stacked:]), [layer] * stacked
@@ -109,29 +109,29 @@ def _place(
 
 
 def leaves(model: Model) -> dict[str, Any]:
-    """The weights of a model by their names."""
+    """The weights of a model by name."""
     return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
 
 
 def find_tensors(
     family: Family, tensors: Tensors, model: ModelConfig, source: str, draw_heads: bool = False
 ) -> dict[str, str]:
-    """The name in the files of each tensor of `model`, after a look at what there is.
+    """The name in the files of each tensor of `model`, after checking the files.
 
     Args:
       family: of the model.
       tensors: the files.
       model: the model.
       source: where the files are, for messages.
-      draw_heads: whether heads of which the files hold nothing may be missing.
+      draw_heads: whether heads may be missing entirely.
 
     Raises:
-      UsageError: a tensor is missing, unknown, of another shape or of a type that has no weights; or a copy is none.
+      UsageError: a tensor is missing, unknown, of another shape or not floating-point; or a copy differs.
     """
     if model.layers > len(tensors.kinds):  # before there is a name for each
         raise UsageError(
-            f"{family.described_by} of {source} asks for {model.layers:,} layers, and its files hold "
-            f"{len(tensors.kinds):,} tensors; restore the one or download the others again"
+            f"{family.described_by} of {source} asks for {model.layers:,} layers, and its files have "
+            f"{len(tensors.kinds):,} tensors; restore the former or download the latter again"
         )
     expected = places(family, model)
     found: dict[str, str] = {}
@@ -142,17 +142,17 @@ def find_tensors(
         place = expected.get(family.copies.get(known, known))
         if place is None:
             raise UsageError(
-                f"{source} holds a tensor {name}, which is not part of {family.model} with {model.layers} layers; "
+                f"{source} has a tensor {name}, which is not part of {family.model} with {model.layers} layers; "
                 f"convert the model it was made for, or restore {family.described_by}"
             )
         if kind.dtype not in FLOATS:
             raise UsageError(f"{source}: {name} is of type {kind.dtype}; mjax reads {', '.join(FLOATS)}")
         if known in found:
-            raise UsageError(f"{source} holds both {name} and {found[known]}; take out the one that is not the model's")
+            raise UsageError(f"{source} has both {name} and {found[known]}; remove the one that is not the model's")
         if known not in family.copies and not _fits(family, kind, place):
             raise UsageError(
                 f"{source}: {name} has shape {kind.shape}, and {family.described_by} asks for {place.shape}; "
-                "restore the one or the other"
+                "restore one of the two"
             )
         found[known] = name
     absent = absent_heads(family, model, {family.copies.get(known, known) for known in found})
@@ -164,7 +164,7 @@ def find_tensors(
         heads = ", ".join(family.heads[head] for head in absent)
         raise UsageError(
             f"{source} lacks the tensor {_and_more(missing)}, all of {heads}; "
-            "its encoder is whole, so add --draw-heads to give these random weights, or get a model that has them"
+            "its encoder is complete, so add --draw-heads to give these random weights, or get a model that has them"
         )
     for known, copy in copies.items():
         _check_copy(family, tensors, copy, found[family.copies[known]], expected[family.copies[known]], source)
@@ -172,18 +172,18 @@ def find_tensors(
 
 
 def _check_copy(family: Family, tensors: Tensors, copy: str, original: str, place: Place, source: str) -> None:
-    """Refuse a second tensor of one place that does not hold the same numbers, read a few rows at a time."""
+    """Refuse a second copy of a tensor with other numbers, read a few rows at a time."""
     if not _fits(family, tensors.kinds[copy], place) or not all(
         np.array_equal(tensors.read(copy, rows), tensors.read(original, rows)) for rows in _rows(0, place.shape[0])
     ):
         raise UsageError(
-            f"{source}: {copy} differs from {original}, and mjax has one weight for both; "
+            f"{source}: {copy} differs from {original}, but mjax has one weight for both; "
             "convert a model in which they are tied"
         )
 
 
 def absent_heads(family: Family, model: ModelConfig, names: Container[str]) -> list[str]:
-    """The heads of which there is no tensor among `names`."""
+    """The heads without any tensor among `names`."""
     there = [place.ours for name, place in places(family, model).items() if name in names]
     return [head for head in family.heads if not any(ours.startswith(head) for ours in there)]
 
@@ -193,14 +193,14 @@ def _and_more(names: list[str]) -> str:
 
 
 def _in_full(family: Family, name: str, expected: Mapping[str, Place]) -> str:
-    """A name as the table has it: that of today, with the prefix."""
+    """A name as in the table: the current one, with the prefix."""
     for old, new in family.renamed:
         name = re.sub(old, new, name)
     return name if name in expected or name in family.copies else family.prefix + name
 
 
 def _fits(family: Family, kind: Kind, place: Place) -> bool:
-    """Whether a tensor has the shape of its place, or more rows where these pad the vocabulary."""
+    """Whether a tensor has the shape of its place, or more rows if these pad the vocabulary."""
     padded = family.padded and place.ours in OF_TOKENS and kind.shape[:1] > place.shape[:1]
     return kind.shape[padded:] == place.shape[padded:]
 
@@ -218,14 +218,14 @@ def read_weights(
     read: Callable[[int], None],
     drawn: Mapping[str, jax.Array] | None = None,
 ) -> Model:
-    """The weights, each straight into its shards, one tensor in memory beside them.
+    """The weights, read directly into shards, with one tensor in memory beside them.
 
     Args:
       family: of the model.
       tensors: the files.
-      names: what `find_tensors` found in them.
+      names: the result of `find_tensors`.
       model: the model.
-      target: the model of ShapeDtypeStructs with shardings; layers as [l, …], not cut into a pipeline's chunks.
+      target: the model of ShapeDtypeStructs with shardings; layers as [l, …], not split into a pipeline's chunks.
       read: called with the bytes of tensors read since the last call.
       drawn: weights that are not in the files, by our names.
 
@@ -250,9 +250,9 @@ def read_weights(
 
         def shard(index: tuple[slice, ...]) -> np.ndarray:
             ranges = [range(*part.indices(extent)) for part, extent in zip(index, target.shape, strict=True)]
-            out = np.zeros([len(part) for part in ranges], target.dtype)  # what pads the vocabulary stays 0
+            out = np.zeros([len(part) for part in ranges], target.dtype)  # vocabulary padding stays 0
             for name, place in parts[ours]:
-                if ours in OF_TOKENS:  # an embedding is large: not twice in memory
+                if ours in OF_TOKENS:  # an embedding is large: avoid a second copy
                     first = ranges[0].start
                     for rows in _rows(first, min(ranges[0].stop, place.shape[0])):
                         out[rows.start - first : rows.stop - first] = tensor(name, rows)[(slice(None), *index[1:])]
@@ -270,10 +270,10 @@ def read_weights(
 
 
 def weight_arrays(family: Family, weights: Model, model: ModelConfig) -> Callable[[str], np.ndarray]:
-    """What gives the tensor of a name in `places`: a view of `weights`, whose arrays are on the CPU, or a copy of what
-    lies in another order there.
+    """A function that returns the tensor of a name in `places`: a view of `weights`, whose arrays are on the CPU, or a
+    copy if the layout differs.
 
-    The rows that pad the vocabulary are left out.
+    Vocabulary padding is removed.
     """
     found, arrays = places(family, model), {name: np.asarray(leaf) for name, leaf in leaves(weights).items()}
     return lambda name: found[name].to_theirs(arrays[found[name].ours])

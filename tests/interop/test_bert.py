@@ -171,7 +171,7 @@ def test_heads_are_drawn_on_request_and_it_is_said(source, run, tmp_path, capsys
     encoder = write_folder(tmp_path / "in", config, _encoder(config))
     assert cli.main(["convert", "from-hf", str(encoder), str(tmp_path / "run")]) == 2
     message = capsys.readouterr().err
-    assert "all of the head for masked tokens, the pooler, the order head; its encoder is whole" in message
+    assert "all of the head for masked tokens, the pooler, the order head; its encoder is complete" in message
     assert "--draw-heads" in message
     assert not (tmp_path / "run").exists()
     assert cli.main(["convert", "from-hf", str(encoder), str(tmp_path / "run"), "--draw-heads"]) == 0
@@ -295,11 +295,11 @@ MISTAKES = {
     # config.json
     "relative positions": (
         _config(position_embedding_type="relative_key"),
-        "position_embedding_type is 'relative_key', and mjax knows only 'absolute'",
+        "position_embedding_type is 'relative_key', but mjax supports only 'absolute'",
     ),
-    "a decoder": (_config(is_decoder=True), "is_decoder is True, and mjax knows only False"),
+    "a decoder": (_config(is_decoder=True), "is_decoder is True, but mjax supports only False"),
     "cross attention": (_config(add_cross_attention=True), "add_cross_attention is True"),
-    "one token type": (_config(type_vocab_size=1), "type_vocab_size is 1, and mjax knows only 2"),
+    "one token type": (_config(type_vocab_size=1), "type_vocab_size is 1, but mjax supports only 2"),
     "an untied output layer": (_config(tie_word_embeddings=False), "tie_word_embeddings is False"),
     "an unknown activation": (_config(hidden_act="relu"), "hidden_act is 'relu'"),
     "an unknown setting": (_config(embedding_size=128), "embedding_size is 128, which mjax does not know"),
@@ -324,7 +324,7 @@ MISTAKES = {
     ),
     "an unknown tensor": (
         _tensors(lambda tensors: tensors.update({"classifier.weight": np.ones((3, 12), np.float32)})),
-        "holds a tensor classifier.weight, which",
+        "has a tensor classifier.weight, which",
     ),
     "more layers than config.json says": (_config(num_hidden_layers=1), "ForPreTraining with 1 layers"),
     "a weight of another shape": (
@@ -340,13 +340,13 @@ MISTAKES = {
     ),
     "a weight under its old and its new name": (
         _tensors(lambda tensors: tensors.update({f"{MLM_NORM}.gamma": tensors[f"{MLM_NORM}.weight"]})),
-        f"holds both {MLM_NORM}.",
+        f"has both {MLM_NORM}.",
     ),
     "half precision that is not finite": (
         _tensors(lambda tensors: tensors.update({QUERY: np.full((12, 12), np.inf, np.float16)})),
         f"{QUERY} holds numbers that are not finite",
     ),
-    "a file that is cut off": (_truncated, "is cut off or not a safetensors file"),
+    "a file that is cut off": (_truncated, "is truncated or not a safetensors file"),
 }  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def test_shares_that_do_not_fit_together_are_refused(change, expected):
 
 
 def test_a_tensor_under_two_names_is_refused():
-    with pytest.raises(UsageError, match=r"holds both language_model.pooler.dense.bias and pooler.dense.bias"):
+    with pytest.raises(UsageError, match=r"has both language_model.pooler.dense.bias and pooler.dense.bias"):
         renamed({"language_model.pooler.dense.bias": 0, "pooler.dense.bias": 0}, "bert", "source")
 
 
@@ -206,14 +206,17 @@ def test_the_gelu_is_that_of_megatrons_kernels(kind, arguments, mlp, head):
 
 
 REFUSED = {
-    "rotary positions": ({"position_embedding_type": "rope"}, "position_embedding_type is 'rope', and mjax knows only"),
+    "rotary positions": (
+        {"position_embedding_type": "rope"},
+        "position_embedding_type is 'rope', but mjax supports only",
+    ),
     "rotary positions of 2023": ({"use_rotary_position_embeddings": True}, "use_rotary_position_embeddings is True"),
     "no positions": ({"add_position_embedding": False}, "add_position_embedding is False"),
     "RMSNorm": ({"normalization": "RMSNorm"}, "normalization is 'RMSNorm'"),
     "LayerNorm around 1": ({"apply_layernorm_1p": True}, "apply_layernorm_1p is True"),
     "SwiGLU": ({"swiglu": True}, "swiglu is True"),
     "squared ReLU": ({"squared_relu": True}, "squared_relu is True"),
-    "experts": ({"num_experts": 8}, "num_experts is 8, and mjax knows only None"),
+    "experts": ({"num_experts": 8}, "num_experts is 8, but mjax supports only None"),
     "grouped queries": ({"group_query_attention": True}, "group_query_attention is True"),
     "latent attention": ({"multi_latent_attention": True}, "multi_latent_attention is True"),
     "an output layer of its own": ({"untie_embeddings_and_output_weights": True}, "untie_embeddings_and_output_"),

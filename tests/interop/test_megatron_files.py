@@ -157,9 +157,9 @@ class _Module:
         (lambda make, folder: _Trap(folder / "sprung"), f"wants to call {open.__module__}.open, which is"),
         (lambda make, folder: _Module(sys.exc_info), "wants to call sys.exc_info"),
         (lambda make, folder: _metadata_of(make, file="../secret"), "names '../secret', which is not a file beside it"),
-        (lambda make, folder: _metadata_of(make, offsets=(1, 0)), "is cut off or not a .metadata"),
+        (lambda make, folder: _metadata_of(make, offsets=(1, 0)), "is truncated or not a .metadata"),
         (lambda make, folder: _metadata_of(make, transform_descriptors=["zstd"]), "is stored as ['zstd']"),
-        (lambda make, folder: {"decoder.final": 1}, "is cut off or not a .metadata"),
+        (lambda make, folder: {"decoder.final": 1}, "is truncated or not a .metadata"),
     ],
     ids=["opens a file", "calls a function", "another folder", "a part without a place", "compressed", "no metadata"],
 )
@@ -173,7 +173,7 @@ def test_metadata_that_is_no_metadata_is_refused_and_runs_nothing(damage, expect
 
 def test_metadata_that_is_cut_off_is_refused(metadata, tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_metadata_of(metadata))[:-20])
-    with pytest.raises(UsageError, match=r"is cut off or not a \.metadata"):
+    with pytest.raises(UsageError, match=r"is truncated or not a \.metadata"):
         read_metadata(tmp_path / ".metadata")
 
 

@@ -127,15 +127,15 @@ MISTAKES = {
     ),
     "a weight that is not finite": (_tensors(_infinite), "h.1.ln_2.bias holds numbers that are not finite"),
     # files
-    "a file that is cut off": (_bytes("model.safetensors", lambda content: content[:-8]), "is cut off or not a"),
-    "a file cut off in its header": (_bytes("model.safetensors", lambda content: content[:50]), "is cut off or not a"),
-    "an empty file": (_bytes("model.safetensors", lambda _: b""), "is cut off or not a"),
+    "a truncated file": (_bytes("model.safetensors", lambda content: content[:-8]), "is truncated or not a"),
+    "a truncated header": (_bytes("model.safetensors", lambda content: content[:50]), "is truncated or not a"),
+    "an empty file": (_bytes("model.safetensors", lambda _: b""), "is truncated or not a"),
     "a header larger than the file": (
-        _bytes("model.safetensors", lambda content: struct.pack("<Q", 2**40) + content[8:]), "is cut off or not a",
+        _bytes("model.safetensors", lambda content: struct.pack("<Q", 2**40) + content[8:]), "is truncated or not a",
     ),
     "no tensors": (lambda folder: (write_folder(folder) / "model.safetensors").unlink(), "has no model.safetensors"),
-    "a list for an activation": (_config(activation_function=["gelu"]), "activation_function is ['gelu']; mjax knows"),
-    "a list for a model_type": (_config(model_type=["gpt2"]), "model_type is ['gpt2']; mjax knows"),
+    "a list for an activation": (_config(activation_function=["gelu"]), "activation_function is ['gelu']; mjax"),
+    "a list for a model_type": (_config(model_type=["gpt2"]), "model_type is ['gpt2']; mjax supports"),
     "an output layer of another type": (
         _set("lm_head.weight", lambda tensors: tensors[WTE].astype(np.float64)), "lm_head.weight is of type F64",
     ),
@@ -152,7 +152,7 @@ MISTAKES = {
         _index(lambda folder, places: places.update({"more": places[WTE]})), "lacks the tensor more",
     ),
     "an index without places": (_index(lambda folder, places: places.clear()), "has no weight_map"),
-    "a tensor in two files": (_in_two_files, "which another file holds too"),
+    "a tensor in two files": (_in_two_files, "which is in another file too"),
     "a tokenizer larger than the embedding": (_tokenizer, "the tokenizer has 257 ids and the model's embedding 256"),
 }  # fmt: skip
 

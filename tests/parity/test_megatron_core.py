@@ -92,5 +92,5 @@ def test_a_part_that_is_cut_off_is_named(written, tmp_path, capsys):
     for file in source.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:2000])
     assert cli.main(["convert", "from-megatron", str(source), str(tmp_path / "run")]) == 2
-    assert "is cut off or damaged" in capsys.readouterr().err
+    assert "is truncated or damaged" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -85,9 +85,9 @@ def _second_rank(**beside):
 
 MLP, TODAY = "layers.1.mlp.dense_h_to_4h.weight", "decoder.layers.1.mlp.linear_fc1.weight"
 MISTAKES = {
-    "cut off": (_bytes(lambda content: content[:3000]), "is cut off or not a file of torch.save"),
-    "empty": (_bytes(lambda content: b""), "is cut off or not a file of torch.save"),
-    "text": (_bytes(lambda content: b"hello"), "is cut off or not a file of torch.save"),
+    "cut off": (_bytes(lambda content: content[:3000]), "is truncated or not a file of torch.save"),
+    "empty": (_bytes(lambda content: b""), "is truncated or not a file of torch.save"),
+    "text": (_bytes(lambda content: b"hello"), "is truncated or not a file of torch.save"),
     "a list": (_content(lambda content: [1, 2]), "holds a list, and a checkpoint is a dict"),
     "no model": (_content(lambda content: {"iteration": 5}), "has no model"),
     "a missing tensor": (_mlp(lambda mlp: None), f"lacks the tensor {TODAY}"),

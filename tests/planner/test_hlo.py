@@ -176,7 +176,7 @@ def test_a_branch_counts_as_if_it_were_always_taken_and_says_so():
     ("old", "new", "message"),
     [
         ("is_scheduled=true, ", "", "not scheduled"),
-        ('"known_trip_count":{"n":"5"},', "", "the loop while.1 does not say how often it runs"),
+        ('"known_trip_count":{"n":"5"},', "", "the loop while.1 has an unknown length"),
         ("[4,2]<=[8]", "{{0,3},{1,2},{4,7},{5,6}}", "lie along no axes"),
         ("[4,2]<=[8]", "{{0,1},{2,3}}", "lie along no axes"),
         ("[4,2]<=[8]", "{{0,1,2},{3}}", "groups of different sizes"),

@@ -120,7 +120,7 @@ def _check_known(said: Mapping[str, Any], source: str) -> None:
         if not isinstance(value, (type(None), bool, int, float, str, list, tuple, StandIn)):
             raise UsageError(f"{source}: {name} is a {type(value).__name__}; restore the checkpoint")
         if value not in (None, known) and (value or known is not None):
-            raise UsageError(f"{source}: {name} is {value!r}, and mjax knows only {known!r}; convert another model")
+            raise UsageError(f"{source}: {name} is {value!r}, but mjax supports only {known!r}; convert another model")
 
 
 def _shapes(tensors: Tensors, kind: str, source: str) -> dict[str, int]:

@@ -92,7 +92,7 @@ class DistributedTensors:
             except UsageError:
                 raise
             except Exception as error:  # of many kinds, for bytes that are no tensor
-                raise UsageError(f"{file} is cut off or damaged ({first_line(error)}); copy it again") from None
+                raise UsageError(f"{file} is truncated or damaged ({first_line(error)}); copy it again") from None
             if array.shape != chunk.sizes:
                 raise UsageError(f"{file} holds another part than .metadata says; copy the whole checkpoint again")
             self._last = (chunk, array)
@@ -106,6 +106,6 @@ def _check_size(file: Path, name: str, tensor: Stored, chunk: Chunk) -> None:
     if chunk.start + chunk.length > size or math.prod(chunk.sizes) * itemsize > chunk.length:
         raise UsageError(
             f"{file.parent / '.metadata'} lists {chunk.sizes} numbers of {name} in {chunk.length:,} bytes of the "
-            f"{size:,} of {file.name}, where they have no room: one of the two is cut off or damaged; "
+            f"{size:,} of {file.name}, where they have no room: one of the two is truncated or damaged; "
             "copy the whole checkpoint again"
         )

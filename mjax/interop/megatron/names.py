@@ -138,9 +138,7 @@ def renamed(tensors: Mapping[str, Any], kind: str, source: str) -> dict[str, Any
     for name, tensor in tensors.items():
         known = today(name, kind)
         if known in found:
-            raise UsageError(
-                f"{source} holds both {found[known][0]} and {name}; take out the one that is not the model's"
-            )
+            raise UsageError(f"{source} has both {found[known][0]} and {name}; remove the one that is not the model's")
         found[known] = (name, tensor)
     return {known: tensor for known, (_, tensor) in found.items()}
 

@@ -80,7 +80,7 @@ def load(file: Path) -> dict[str, Any]:
                 "executed; save its weights and arguments again without it"
             ) from None
         raise UsageError(
-            f"{file} is cut off or not a file of torch.save ({first_line(error)}); copy it again"
+            f"{file} is truncated or not a file of torch.save ({first_line(error)}); copy it again"
         ) from None
     if not isinstance(found, dict):
         raise UsageError(f"{file} holds a {type(found).__name__}, and a checkpoint is a dict; give one of Megatron")
@@ -169,7 +169,7 @@ def read_metadata(file: Path) -> dict[str, Stored]:
         raise UsageError(f"{file}: {error}; get the checkpoint from where it was trained") from None
     except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
         raise UsageError(
-            f"{file} is cut off or not a .metadata of torch.distributed.checkpoint ({type(error).__name__}); "
+            f"{file} is truncated or not a .metadata of torch.distributed.checkpoint ({type(error).__name__}); "
             "copy it again"
         ) from None
 
