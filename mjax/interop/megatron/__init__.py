@@ -1,10 +1,10 @@
 """Checkpoints of Megatron-LM, from 2020 to today.
 
-pickles.py      what is in its files, read as data: nothing is executed
-names.py        what its tensors are called and how they are laid out and split
-ranks.py        format `torch`: a file of each rank, put together again
-distributed.py  format `torch_dist`: one folder of parts, whatever the ranks were
+pickles.py      reads its files as data: nothing is executed
+names.py        names, layouts and tensor-parallel splits of its tensors
+ranks.py        format `torch`: one file per rank, merged
+distributed.py  format `torch_dist`: one folder of parts, independent of the number of ranks
 arguments.py    the arguments of the run as our `ModelConfig`
-checkpoint.py   which checkpoint in a folder, and in which format
+checkpoint.py   finds the checkpoint in a folder, and its format
 command.py      `mjax convert from-megatron`
 """

@@ -1,8 +1,8 @@
-"""What a checkpoint of Megatron says about its model, as our `ModelConfig`.
+"""The model of a Megatron checkpoint as our `ModelConfig`.
 
-Shapes of tensors tell most of it. The arguments of the run, which Megatron has stored beside them since 2020, tell the
-rest: heads, rates, and whether the model computes anything that mjax does not, which is refused by name. The published
-345M models have no arguments; then --heads and --activation say it.
+Most of it follows from the shapes of the tensors. The rest is in the arguments of the run, which Megatron has stored in
+its checkpoints since 2020: heads, rates, and whether the model computes anything that mjax does not, which is refused
+by name. The published 345M models have no arguments and need --heads and --activation.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ONLY: dict[str, Any] = {
     "untie_embeddings_and_output_weights": False, "mtp_num_layers": None, "hybrid_override_pattern": None,
     "heterogeneous_layers_config_path": None, "retro_add_retriever": False, "use_mup": False, "bert_binary_head": True,
 }  # fmt: skip
-"""Arguments that change what the model computes, and the only value of each that mjax knows. Each version of Megatron
-has some of them; None is what an argument has that was not given."""
+"""Arguments that change what the model computes, and the only value of each that mjax supports. No version of Megatron
+has all of them; None is the value of an argument that was not given."""
 NUMBERS = {
     "hidden_dropout": ("hidden_dropout", 0.1),
     "attention_dropout": ("attention_dropout", 0.1),
@@ -42,9 +42,9 @@ NUMBERS = {
     "layernorm_epsilon": ("layernorm_epsilon", 1e-5),
     "norm_epsilon": ("layernorm_epsilon", 1e-5),
 }
-"""Megatron's name → ours, and what holds where there are no arguments."""
+"""Megatron's name → ours, and the default without arguments."""
 ACTIVATIONS: dict[str, Activation] = {"gpt": "gelu_tanh", "bert": "gelu_erf"}
-"""Of models without arguments: that of the published 345M."""
+"""Of models without arguments: the one of the published 345M."""
 
 
 def model_config(
@@ -55,18 +55,18 @@ def model_config(
     heads: int | None = None,
     activation: Activation | None = None,
 ) -> ModelConfig:
-    """The model, with every row of its embedding as a token: what pads the vocabulary cannot be told from here.
+    """The model, with every row of its embedding as a token: rows that pad the vocabulary cannot be recognised here.
 
     Args:
-      arguments: of the run; None where there are none.
-      tensors: by today's names.
-      kind: of the model.
-      source: where it is from, for messages.
-      heads, activation: what the user says where there are no arguments.
+      arguments: of the run; None if the checkpoint has none.
+      tensors: by current names.
+      kind: `gpt` or `bert`.
+      source: the checkpoint, for messages.
+      heads, activation: given by the user if there are no arguments.
 
     Raises:
-      UsageError: the arguments ask for what mjax does not compute, contradict the tensors or the user, or are needed
-        and not there.
+      UsageError: the arguments ask for what mjax does not compute, contradict the tensors or the user, or are missing
+        and needed.
     """
     said = {} if arguments is None else arguments
     _check_known(said, source)
@@ -114,7 +114,7 @@ def model_config(
 
 
 def _check_known(said: Mapping[str, Any], source: str) -> None:
-    """Refuse arguments with which Megatron computes what mjax does not."""
+    """Refuse arguments for which Megatron computes something that mjax does not."""
     for name, known in ONLY.items():
         value = said.get(name)
         if not isinstance(value, (type(None), bool, int, float, str, list, tuple, StandIn)):
@@ -124,7 +124,7 @@ def _check_known(said: Mapping[str, Any], source: str) -> None:
 
 
 def _shapes(tensors: Tensors, kind: str, source: str) -> dict[str, int]:
-    """What shapes tell, by the names of the arguments."""
+    """The settings that follow from shapes, by argument name."""
     trunk = TRUNKS[kind]
 
     def extent(name: str, dim: int) -> int:
@@ -163,7 +163,7 @@ def _heads(said: Mapping[str, Any], heads: int | None, source: str) -> int:
 def _activations(
     kind: str, arguments: Mapping[str, Any] | None, activation: Activation | None, source: str
 ) -> dict[str, Activation]:
-    """GELU of the MLP, and of a BERT's MLM head, which Megatron's fused kernel (tanh) leaves alone."""
+    """GELU of the MLP, and of a BERT's MLM head, which Megatron's fused kernel (tanh) does not replace."""
     if arguments is None:
         return {"activation": activation or ACTIVATIONS[kind]}
     if arguments.get("openai_gelu"):

@@ -1,9 +1,9 @@
-"""Which checkpoint in a folder of Megatron's, and what is in it.
+"""Finds the checkpoint in a folder of Megatron's and opens it.
 
     latest_checkpointed_iteration.txt    a step, or the word release
     iter_0300000/, release/              mp_rank_00/model_optim_rng.pt … or .metadata, __0_0.distcp, common.pt …
 
-The first names one of the folders. What is in it says which of the two formats it has, and whose model it is.
+The first names one of the folders, whose files determine the format (of two) and the architecture.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from mjax.interop.torch_files import as_arrays
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
-"""What a rank's file is called; the second where moments had a file of their own."""
+"""File names of a rank; the second from versions that saved moments in a separate file."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was opened.
+    """An opened checkpoint.
 
     Attributes:
-      folder: where it is.
-      architecture: of its model.
-      tensors: the weights by today's names, whole.
-      version: `checkpoint_version`; 0 where there is none.
-      arguments: of the run that wrote it; None where there are none.
-      tensor_ranks: over how many its matrices were split; None where that left no trace.
-      old_names: whether it is older than megatron-core.
+      folder: of the checkpoint.
+      architecture: of the model.
+      tensors: the weights by current names, merged over ranks.
+      version: `checkpoint_version`; 0 if missing.
+      arguments: of the run that wrote it; None if missing.
+      tensor_ranks: the tensor-parallel size it was written with; None if unknown.
+      old_names: whether its names are from before megatron-core.
     """
 
     folder: Path
@@ -51,14 +51,14 @@ class Checkpoint:
 
 
 def open_checkpoint(source: Path, step: int | None = None) -> Checkpoint:
-    """Open a checkpoint of Megatron, in either of its formats.
+    """Open a Megatron checkpoint of either format.
 
     Args:
-      source: a folder that `--save` named, or that of one checkpoint in it.
-      step: which of several; None for the one that the tracker file names.
+      source: the folder given to `--save`, or one checkpoint in it.
+      step: of the checkpoint; None for the one named by the tracker file.
 
     Raises:
-      UsageError: there is no such checkpoint, it is incomplete or damaged, or it wants to execute something.
+      UsageError: there is no such checkpoint, or it is incomplete or damaged, or tries to execute something.
     """
     folder = find_folder(source, step)
     if (folder / "metadata.json").is_file():
@@ -75,7 +75,7 @@ def find_folder(source: Path, step: int | None) -> Path:
     """The folder of one checkpoint.
 
     Raises:
-      UsageError: there is none, or it cannot be told which.
+      UsageError: there is none, or the choice is ambiguous.
     """
     if not source.is_dir():
         raise UsageError(f"{source} is not a folder; give one that Megatron's --save named, or a checkpoint in it")
@@ -138,7 +138,7 @@ def _open_ranks(folder: Path) -> Checkpoint:
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """By tensor rank and pipeline stage."""
+    """The files by tensor rank and pipeline stage."""
     files = {}
     for entry in sorted(folder.glob("mp_rank_*")):
         found = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", entry.name)
@@ -172,7 +172,7 @@ def _check_ranks(arguments: dict[str, Any] | None, ranks: int, stages: int, fold
 
 
 def _weights(model: Any, file: Path) -> Share:
-    """The weights in what a file holds as its model."""
+    """The weights in the `model` entry of a file."""
     if not isinstance(model, dict):
         raise UsageError(f"{file} has no model; copy the whole checkpoint")
     return as_arrays(file, {name: value for name, value in flat(model).items() if is_weight(name)})

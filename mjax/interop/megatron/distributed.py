@@ -1,12 +1,12 @@
-"""Format `torch_dist`, Megatron's default today: tensors in parts, whatever the ranks were that wrote them.
+"""Format `torch_dist`, Megatron's default today: tensors in parts, independent of the ranks that wrote them.
 
-    .metadata        which parts of which tensors lie where
-    __0_0.distcp     parts, each of them a file of torch.save; also __0_1.distcp, __1_0.distcp, …
-    common.pt        what is no tensor: the arguments of the run, its step
+    .metadata        the parts of each tensor and where they are stored
+    __0_0.distcp     parts, each a torch.save file; also __0_1.distcp, __1_0.distcp, …
+    common.pt        everything but tensors: the arguments of the run, its step
     metadata.json    the format
 
-The parts of a tensor know their place in the whole, so that nothing has to be merged. All layers may be one tensor
-`decoder.layers.mlp.linear_fc1.weight` [l, out, in], or each a tensor of its own, with its number in the name.
+Every part records its offsets in the whole tensor, so no merging by rank is needed. All layers may be one tensor
+`decoder.layers.mlp.linear_fc1.weight` [l, out, in], or one tensor each, with the layer's number in the name.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ STACKED = ".layers."
 
 
 class DistributedTensors:
-    """`Tensors` in a folder of torch.distributed.checkpoint, layer by layer even where they are stored as one."""
+    """`Tensors` in a folder of torch.distributed.checkpoint, by layer even if all layers are stored as one."""
 
     def __init__(self, folder: Path, stored: Mapping[str, Stored]):
-        """Look at what there is.
+        """Check that all parts are there.
 
         Args:
-          folder: holds the files.
-          stored: what .metadata lists, by today's names.
+          folder: of the files.
+          stored: the tensors listed in .metadata, by current names.
 
         Raises:
-          UsageError: a file is missing, or the parts of a tensor are not the whole.
+          UsageError: a file is missing, or the parts of a tensor do not cover it.
         """
         self._folder = folder
         self._places: dict[str, tuple[Stored, tuple[int, ...]]] = {}
@@ -80,7 +80,7 @@ class DistributedTensors:
         return whole.reshape(whole.shape[len(layer) :])
 
     def _chunk(self, chunk: Chunk) -> np.ndarray:
-        """A part; the last one stays in memory, because an embedding is read a few rows at a time."""
+        """A part; the last one is cached, because an embedding is read a few rows at a time."""
         if self._last is None or self._last[0] is not chunk:
             self._last = None
             file = self._folder / chunk.file
@@ -100,7 +100,7 @@ class DistributedTensors:
 
 
 def _check_size(file: Path, name: str, tensor: Stored, chunk: Chunk) -> None:
-    """Refuse a part that would be larger than its bytes in the file, before there is memory for it."""
+    """Refuse a part that is larger than its bytes in the file, before memory for it is allocated."""
     itemsize = FLOATS[WORDS[tensor.dtype]].itemsize if tensor.dtype in WORDS else 1
     size = file.stat().st_size
     if chunk.start + chunk.length > size or math.prod(chunk.sizes) * itemsize > chunk.length:

@@ -1,18 +1,18 @@
-"""What Megatron has called its tensors since 2020, how they are laid out, and how tensor parallelism splits them.
+"""Names of Megatron's tensors since 2020, their layouts, and how tensor parallelism splits them.
 
     2020  language_model.transformer.layers.3.attention.query_key_value.weight
     2021  language_model.encoder.layers.3.self_attention.query_key_value.weight
     2023  decoder.layers.3.self_attention.linear_qkv.weight       (encoder.layers.… in a BERT)
 
-Names are brought up to date when a checkpoint is opened (`today`), so that one table knows them all (`family_of`).
+Names are replaced by current ones when a checkpoint is opened (`today`), so one table is enough (`family_of`).
 
-A weight is that of a `torch.nn.Linear`, [out, in]. Those of queries, keys and values are fused along out, in one of
-three orders: the one thing that neither names nor shapes tell, but `checkpoint_version`.
+Weights are those of a `torch.nn.Linear`, [out, in]. Queries, keys and values are fused along out, in one of three
+orders, which only `checkpoint_version` tells: names and shapes do not.
 
-Split over p ranks, each holds its share along out (columns, in the words of arXiv 1909.08053), along in (rows), or all:
+Of p ranks, each has its shard along out (column parallel, arXiv 1909.08053) or in (row parallel), or a full copy:
 
-    out    linear_qkv and linear_fc1 with their biases; by tokens the embedding and the bias of the scores
-    in     linear_proj and linear_fc2, whose biases are whole on every rank
+    out    linear_qkv and linear_fc1 with their biases; the embedding and the bias of the scores, by tokens
+    in     linear_proj and linear_fc2, whose biases are full copies
     all    everything else
 """
 
@@ -31,18 +31,18 @@ DEEPEST = 30  # dots in a name
 
 
 def family_of(kind: str, version: float, layernorm: str = "pre", layers: int = 0) -> Family:
-    """Today's names of the tensors of a `gpt` or a `bert`, with the layouts of a `checkpoint_version`.
+    """Current names of the tensors of a `gpt` or a `bert`, with the layouts of a `checkpoint_version`.
 
     Args:
-      kind: of the model.
-      version: says how queries, keys and values lie. Below 1, which is where the file has none, they are whole one
-        behind the other, in 1 they alternate number by number, and from 2 on head by head.
-      layernorm: `post` for a BERT with LayerNorm behind the sums, as in the original (arXiv 1909.08053, figure 7a).
-        Megatron leaves its layers as they are, and has each sum begin with the output of the LayerNorm instead of its
-        input (`--apply-residual-connection-post-layernorm`). That is the original with every layer cut elsewhere: its
-        first LayerNorm belongs to what was before, the embedding or the MLP of the layer below, and the final one to
-        the last.
-      layers: how many a `post` BERT has.
+      kind: `gpt` or `bert`.
+      version: determines the order of queries, keys and values. Below 1, which includes files without a version, they
+        are concatenated; in 1 they are interleaved number by number, from 2 on head by head.
+      layernorm: `post` for a BERT with LayerNorm after the residual sums, as in the original (arXiv 1909.08053, figure
+        7a). Megatron keeps the pre-LayerNorm layers, but takes the residual from the LayerNorm's output instead of its
+        input (`--apply-residual-connection-post-layernorm`). That is the original with the layer boundaries shifted: a
+        layer's first LayerNorm belongs to what precedes it, the embedding or the MLP of the layer below, and the final
+        LayerNorm to the last layer.
+      layers: of a `post` BERT.
     """
     trunk = TRUNKS[kind]
     layer = f"{trunk}.layers.{{0}}"
@@ -85,11 +85,11 @@ def family_of(kind: str, version: float, layernorm: str = "pre", layers: int = 0
 # --- Names ------------------------------------------------------------------------------------------------------------
 
 TRUNKS = {"gpt": "decoder", "bert": "encoder"}
-"""What today's names of the layers begin with."""
+"""Prefixes of the current names of layers."""
 EMBEDDING = "embedding.word_embeddings.weight"
 SCORES, SCORES_BIAS = "output_layer.weight", "output_layer.bias"
 VOCABULARY = (EMBEDDING, SCORES, SCORES_BIAS)
-"""Tensors with a row for each token, those that pad the vocabulary included."""
+"""Tensors with one row per token of the padded vocabulary."""
 _OLD = (
     (r"^language_model\.(transformer|encoder)\.", "TRUNK."),
     (r"^language_model\.", ""),
@@ -101,18 +101,18 @@ _OLD = (
     (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
     (r"^lm_head\.layernorm\.", "lm_head.layer_norm."),
     (r"^lm_head\.bias$", SCORES_BIAS),
-    # A pipeline's last stage has a copy of the embedding, to compute scores with.
+    # The last pipeline stage has a copy of the embedding for the output layer.
     (r"^word_embeddings_for_head\.weight$", SCORES),
-    # TransformerEngine has a LayerNorm in one module with the linear layer behind it.
+    # TransformerEngine fuses a LayerNorm with the linear layer after it.
     (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
     (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
 )
 _NO_WEIGHT = re.compile(r"(.*\.)?_extra_state(/.*)?|(chained_\d+\.)?optimizer\..*")
-"""State of the kernels of TransformerEngine, and moments."""
+"""State of TransformerEngine's kernels, and moments."""
 
 
 def kind_of(names: list[str]) -> str:
-    """Whether tensors of these names are a `bert`, which has heads, or a `gpt`."""
+    """`bert` if tensors of these names include BERT's heads, else `gpt`."""
     return "bert" if any(re.match(r"lm_head\.|binary_head\.|.*tokentype_embeddings", name) for name in names) else "gpt"
 
 
@@ -122,17 +122,17 @@ def is_weight(name: str) -> bool:
 
 
 def today(name: str, kind: str) -> str:
-    """A name of any year as today's; one that nobody knows stays as it is."""
+    """The current name for a name of any year; unknown names are returned unchanged."""
     for old, new in _OLD:
         name = re.sub(old, new, name)
     return name.replace("TRUNK.", f"{TRUNKS[kind]}.", 1)
 
 
 def renamed(tensors: Mapping[str, Any], kind: str, source: str) -> dict[str, Any]:
-    """Anything by names of any year, by today's.
+    """A dict with names of any year, with current names.
 
     Raises:
-      UsageError: two of the names are the same tensor's.
+      UsageError: two of the names are of the same tensor.
     """
     found: dict[str, tuple[str, Any]] = {}
     for name, tensor in tensors.items():
@@ -144,7 +144,7 @@ def renamed(tensors: Mapping[str, Any], kind: str, source: str) -> dict[str, Any
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """{'a': {'b': x}} → {'a.b': x}: what was nested in 2020 has a long name today."""
+    """{'a': {'b': x}} → {'a.b': x}: the nested dicts of 2020 with today's flat names."""
     found = {}
     for name, value in tree.items():
         nested = isinstance(value, Mapping)
@@ -161,12 +161,12 @@ _BY_IN = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
 
 
 def split_dim(name: str) -> int | None:
-    """The dim along which ranks have shares of a tensor of today's name; None: each has all of it."""
+    """The dimension along which a tensor (by current name) is split over ranks; None: each has all of it."""
     if name in VOCABULARY or _BY_OUT.fullmatch(name):
         return 0
     return 1 if _BY_IN.fullmatch(name) else None
 
 
 def is_qkv(name: str) -> bool:
-    """Whether a tensor of today's name is that of queries, keys and values."""
+    """Whether a tensor (by current name) is the fused queries, keys and values."""
     return ".linear_qkv." in name

@@ -1,10 +1,10 @@
-"""Megatron's files are pickles, and a pickle is a program: here they are read as data, and nothing in them is executed.
+"""Megatron's files are pickles, and a pickle is a program: here they are read as data, and nothing is executed.
 
 A pickle names the functions and classes it wants to call. torch's reader with `weights_only` calls those that make
-tensors, and refuses the rest. Beside its tensors a checkpoint of Megatron holds the arguments of the run and what is
-needed to continue it: an `argparse.Namespace`, states of random numbers, objects of Megatron's own. These names get a
-`StandIn`, a class that keeps what it is given and does nothing; Megatron is never imported. Any other name is refused,
-and the message says which it is.
+tensors and refuses all others. Besides tensors, a Megatron checkpoint contains the arguments of the run and the state
+needed to resume it: an `argparse.Namespace`, random states, objects of Megatron's own classes. Each of these names is
+replaced by a `StandIn`, a class that stores its arguments and does nothing; Megatron is never imported. Any other name
+is refused, and the message gives the name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mjax.errors import UsageError
 from mjax.interop.torch_files import first_line, import_torch, load_tensors
 
 OF_MEGATRON = ("megatron.", "fp16.")
-"""How the names begin that Megatron gives to classes of its own: modes, schedulers, loss scalers."""
+"""Prefixes of Megatron's own classes: modes, schedulers, loss scalers."""
 BESIDE_TENSORS = {
     "argparse.Namespace", "types.SimpleNamespace", "io.BytesIO", "_io.BytesIO", "signal.Signals",
     "pathlib.PosixPath", "pathlib._local.PosixPath",  # the second of Python 3.13
@@ -29,17 +29,17 @@ BESIDE_TENSORS = {
     "numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar",  # of NumPy 1, and of NumPy 2:
     "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar",
 }  # fmt: skip
-"""What Megatron stores of other libraries: arguments, paths, states of random numbers, states of kernels."""
+"""Objects of other libraries in Megatron's checkpoints: arguments, paths, random states, kernel states."""
 
 
 MOST = 2**62  # above any number of bytes or elements
 
 
 class StandIn:
-    """An object of a class that is not imported: it keeps what the pickle gives it.
+    """An object of a class that is not imported: it stores what the pickle gives it.
 
     Attributes:
-      arguments: what its class was called with.
+      arguments: of the call of its class.
     """
 
     __slots__ = ("__dict__", "arguments")
@@ -63,10 +63,10 @@ class StandIn:
 
 
 def load(file: Path) -> dict[str, Any]:
-    """What torch.save wrote: tensors, plain values and stand-ins, mapped into memory where the file allows it.
+    """The contents of a torch.save file: tensors (memory-mapped if possible), plain values and stand-ins.
 
     Raises:
-      UsageError: torch is not installed, or the file is missing, damaged, no dict, or wants to execute something.
+      UsageError: torch is not installed, or the file is missing, damaged, not a dict, or tries to execute something.
     """
     import_torch("checkpoints of Megatron are read by torch")
     if not file.is_file():
@@ -99,9 +99,9 @@ class Chunk:
     """A part of a tensor, and where it is stored.
 
     Attributes:
-      offsets, sizes: where it lies in the whole tensor, dim by dim.
-      file: its name in the folder.
-      start, length: its bytes in the file, themselves a file of torch.save.
+      offsets, sizes: its position in the whole tensor, by dimension.
+      file: name in the folder.
+      start, length: its bytes in the file, themselves a torch.save file.
     """
 
     offsets: tuple[int, ...]
@@ -113,7 +113,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a folder of torch.distributed.checkpoint: `dtype` in torch's words, its whole shape, its parts."""
+    """A tensor in a folder of torch.distributed.checkpoint: `dtype` as torch names it, full shape, parts."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -121,7 +121,7 @@ class Stored:
 
 
 _STAND_INS = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
-"""Modules of the classes in .metadata: what is stored where, and the plan by which it was written."""
+"""Modules of the classes in .metadata: storage locations and the plan by which they were written."""
 _VALUES = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): str,
@@ -131,7 +131,7 @@ _VALUES = {
 
 
 class _MetadataReader(pickle.Unpickler):
-    """Makes stand-ins and plain values of the names that occur in .metadata, refuses any other, and imports nothing."""
+    """Makes stand-ins and plain values for the names that occur in .metadata, refuses all others, imports nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith(_STAND_INS):
@@ -144,10 +144,10 @@ class _MetadataReader(pickle.Unpickler):
 
 
 def read_metadata(file: Path) -> dict[str, Stored]:
-    """The tensors that the .metadata of a torch_dist checkpoint lists, by name; what is no tensor is left out.
+    """The tensors listed in the .metadata of a torch_dist checkpoint, by name, without entries of other kinds.
 
     Raises:
-      UsageError: the file is missing, damaged, or wants to execute something.
+      UsageError: the file is missing or damaged, or tries to execute something.
     """
     if not file.is_file():
         raise UsageError(f"{file} does not exist; copy the whole checkpoint, hidden files too")
@@ -175,7 +175,7 @@ def read_metadata(file: Path) -> dict[str, Stored]:
 
 
 def _check_memo(stream: BinaryIO, size: int) -> None:
-    """Refuse a pickle that numbers an object beyond its own bytes: the reader makes room for as many."""
+    """Refuse a memo index larger than the file: the unpickler would allocate that many slots."""
     for code, value, _ in pickletools.genops(stream):
         if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and value > size:
             raise ValueError(f"object {value:,} of {size:,} bytes")
@@ -193,7 +193,7 @@ def _stored(name: str, kind: StandIn, places: dict) -> Stored:
     chunks = []
     for chunk in kind.chunks:
         place = places[name, tuple(chunk.offsets)]
-        # Elsewhere is none of its business.
+        # Elsewhere would be outside the checkpoint.
         if "\0" in place.relative_path or Path(place.relative_path).name != place.relative_path:
             raise UsageError(f"it names {place.relative_path!r}, which is not a file beside it")
         if vars(place).get("transform_descriptors"):

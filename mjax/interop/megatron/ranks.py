@@ -1,12 +1,12 @@
-"""Format `torch`: each rank of the model has a file with its share, and here they are one model again.
+"""Format `torch`: one file per rank with its shard of the model, merged here.
 
     mp_rank_00/model_optim_rng.pt           tensor rank 0; mp_rank_01 … where there are more
     mp_rank_00_001/model_optim_rng.pt       tensor rank 0 of pipeline stage 1, where there is a pipeline
 
-A stage numbers its layers from 0. Where it holds several chunks, as in the interleaved schedule, they are `model0`,
-`model1`, … in its file, and the layers go chunk by chunk: chunk 0 of every stage comes before chunk 1 of the first.
+Each stage numbers its layers from 0. With several chunks per stage, as in the interleaved schedule, they are `model0`,
+`model1`, … in its file, and layers are ordered by chunk: chunk 0 of every stage comes before chunk 1 of the first.
 
-Arrays lie in memory as the files do, mapped; what is split is put together when it is read.
+Arrays are memory-mapped like the files; shards are merged when they are read.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from mjax.interop.megatron.names import is_qkv, split_dim
 from mjax.interop.tensor_files import WORDS, Kind
 
 Share = dict[str, np.ndarray]
-"""What a rank holds of a piece of the model, by today's names."""
+"""The tensors of one rank for one piece of the model, by current names."""
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 
 
 class RankTensors:
-    """`Tensors` of a model that ranks have shares of.
+    """`Tensors` of a model that is split over ranks.
 
-    Layers are numbered through, from the first stage to the last.
+    Layers are numbered over the whole model, from the first stage to the last.
     """
 
     def __init__(self, pieces: Sequence[Sequence[Share]], version: float, source: str):
-        """Look at what there is.
+        """Check that the ranks fit together.
 
         Args:
-          pieces: of the pipeline, in the order of their layers: for each the shares of the tensor ranks, in their
-            order.
+          pieces: of the pipeline, in layer order: for each, the shards of the tensor ranks in rank order.
           version: `checkpoint_version`.
-          source: where they are from, for messages.
+          source: the checkpoint, for messages.
 
         Raises:
-          UsageError: ranks hold tensors of other names or shapes, or two pieces hold the same.
+          UsageError: ranks have tensors of different names or shapes, or two pieces have the same tensor.
         """
         self._version = version
         self._shares: dict[str, list[np.ndarray]] = {}
