@@ -1,10 +1,10 @@
-"""BERT's samples, indexed and masked, beside megatron-core in the same minutes.
+"""BERT's samples, indexed and masked, compared with megatron-core on the same machine at the same time.
 
     python benchmarks/bert_samples.py
 
-Documents are synthetic: 18 sentences on average, of 24 tokens on average, log-normal both. Contenders take turns in one
-process; seconds are those of the one thread that works, on a core, and the fastest of the rounds counts. What both make
-must be equal, or the exit code is 1. megatron-core must be installed (pip install -r requirements-parity.txt).
+Documents are synthetic: sentences per document and tokens per sentence are log-normal with means of 18 and 24. The
+contenders alternate in one process, on one thread of one core; the fastest round counts. Their arrays must be equal, or
+the exit code is 1. megatron-core must be installed (pip install -r requirements-parity.txt).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def sentences(documents: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def datasets(prefix: str, samples: int, sequence: int) -> tuple:
-    """Both libraries' datasets of the same files, ours first."""
+    """Both libraries' datasets over the same files, ours first."""
     from megatron.core.datasets import bert_dataset, indexed_dataset
     from megatron.core.datasets.utils import Split
 
@@ -72,7 +72,7 @@ def datasets(prefix: str, samples: int, sequence: int) -> tuple:
 
 
 def compare(what: str, rounds: int, ours: Callable, theirs: Callable, unit: int | None = None) -> bool:
-    """Print a row of the table; whether both contenders made the same array."""
+    """Print a row of the table; return whether both contenders made the same array."""
     seconds, made = ([], []), [None, None]
     for _ in range(rounds):
         for turn, work in enumerate((ours, theirs)):

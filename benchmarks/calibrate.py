@@ -1,14 +1,14 @@
-"""Rates that this machine reaches, for predictions of `mjax plan`: matrix products, memory, attention, collectives.
+"""Measured rates of this machine for predictions of `mjax plan`: matrix products, memory, attention, collectives.
 
     python benchmarks/calibrate.py --output calibration.json                  on the GPUs of this machine
     python -m mjax plan --config gpt_1b --gpu h100 --calibration calibration.json
 
-Every kernel runs many times inside one compiled loop, so that the time of starting it from Python does not count; the
-fastest of some rounds is taken. Flash attention is measured where a training run would have it. Collectives are
-measured where there are several devices, among all of them; they are taken to be in one server. Between servers nothing
-is measured: that rate stays the one of published runs.
+Every kernel runs many times inside one compiled loop, so that launching it from Python does not count; the fastest of
+several rounds is taken. Flash attention is measured if a training run would use it here. Collectives are measured over
+all devices if there are several, which are assumed to be in one server. The rate between servers is not measured and
+stays that of published runs.
 
-The table prints each measurement beside what the fitted rates say of it.
+The table compares each measurement with the value that the fitted rates predict.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SUMS = (2**16, 2**20, 2**24, 2**28)  # bytes of the array on each device
 
 @dataclass(frozen=True)
 class Arguments:
-    """Measure the rates of this machine and keep them in a file that `mjax plan --calibration` reads."""
+    """Measure the rates of this machine and write them to a file that `mjax plan --calibration` reads."""
 
     output: Path
     """File to write: .json."""
@@ -79,7 +79,7 @@ class Arguments:
 
 
 def measure(arguments: Arguments, compute: str) -> Iterator[Measurement]:
-    """All measurements, one after the other; products and attention in the type `compute`."""
+    """All measurements in turn; products and attention in the type `compute`."""
     import jax
     import jax.numpy as jnp
 
@@ -107,7 +107,7 @@ def measure(arguments: Arguments, compute: str) -> Iterator[Measurement]:
 
 
 def _small_kernels(x):
-    """A number through so many kernels, of which each waits for the one before."""
+    """KERNELS kernels on one number, each of which depends on the one before."""
     import jax
 
     for _ in range(KERNELS):
@@ -116,7 +116,7 @@ def _small_kernels(x):
 
 
 def _product(x, kernel):
-    """x, changed by one element of x A, so that the next product waits for this one."""
+    """x, changed by one element of x A, so that the next product depends on this one."""
     import jax
 
     y = jax.lax.optimization_barrier(x @ kernel)
@@ -124,7 +124,7 @@ def _product(x, kernel):
 
 
 def _flash_runs(compute: str) -> bool:
-    """Whether attention of a model that may have it would be cuDNN's on this device; if not, it is said why."""
+    """Whether a model's attention would be cuDNN's on this device; if not, prints the reason."""
     import jax
 
     from mjax.models.kernel_trial import resolve_attention
@@ -141,7 +141,7 @@ def _flash_runs(compute: str) -> bool:
 
 
 def _attention_and_gradient(qkv):
-    """q, k and v, of which one element of q is changed by the gradients."""
+    """q, k and v, with one element of q changed by the gradients."""
     import jax
 
     def attention(*qkv):
@@ -154,7 +154,7 @@ def _attention_and_gradient(qkv):
 
 
 def _sum_over_all(width: int) -> tuple[Callable, object]:
-    """A mean over all devices of an array that each holds, and that array."""
+    """A mean over all devices of an array that each of them has, and that array."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding
@@ -177,11 +177,11 @@ def _sum_over_all(width: int) -> tuple[Callable, object]:
 
 
 def seconds_of(function: Callable, x, rounds: int, least: int = 4, enough: float = 0.05) -> float:
-    """Seconds of one call of `function`, x → x, among many in a compiled loop; the fastest round.
+    """Seconds per call of `function`, x → x, in a compiled loop of many calls; the fastest round.
 
     Args:
-      rounds: how many are timed.
-      least: calls in a loop, at least; as many more as `enough` seconds take.
+      rounds: number of timed loops.
+      least: minimum number of calls in a loop; more if these take less than `enough` seconds.
     """
     import jax
 
@@ -202,7 +202,7 @@ def seconds_of(function: Callable, x, rounds: int, least: int = 4, enough: float
 
 
 def described(measurement: Measurement) -> str:
-    """What was measured, in words."""
+    """A measurement in words."""
     sizes = measurement.sizes
     if measurement.kind == "product":
         return "product " + " × ".join(f"{size:,.0f}" for size in sizes)
@@ -213,7 +213,7 @@ def described(measurement: Measurement) -> str:
 
 
 def fitted(measurements: list[Measurement], gpu: Gpu, compute: str) -> tuple[Calibration, np.ndarray]:
-    """The calibration, and predicted over measured time, less 1, of every measurement."""
+    """The calibration, and the relative error of its prediction for every measurement."""
     import jax
 
     found, unsettled = calibrate(measurements, gpu, compute)

@@ -1,4 +1,5 @@
-"""What the benchmarks' command lines share: what cannot be measured is refused first, in one sentence, as mjax does."""
+"""Shared by the benchmarks' command lines: invalid input is refused before anything runs, in one sentence, as in
+mjax."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from mjax.errors import RunError, UsageError, check_folder
 
 
 def in_one_sentence(main: Callable[[], int]) -> Callable[[], int]:
-    """`main`, where a UsageError is its sentence and exit code 2, a RunError one and exit code 1."""
+    """`main`, with a UsageError printed as one sentence with exit code 2, and a RunError with exit code 1."""
 
     @wraps(main)
     def command() -> int:
@@ -26,10 +27,10 @@ def in_one_sentence(main: Callable[[], int]) -> Callable[[], int]:
 
 
 def check_counts(arguments: object, *names: str) -> None:
-    """Refuse a flag of these names, or one of its values, that is below 1; None was not given.
+    """Refuse flags of these names with a value below 1; None means not given.
 
     Raises:
-      UsageError: it is.
+      UsageError: there is one.
     """
     for name in names:
         given = getattr(arguments, name)
@@ -39,10 +40,10 @@ def check_counts(arguments: object, *names: str) -> None:
 
 
 def check_output(flag: str, file: Path) -> None:
-    """Refuse a file that could not be written at the end.
+    """Refuse an output file that cannot be written, before the benchmark runs.
 
     Raises:
-      UsageError: it is a folder, or there is no folder for it.
+      UsageError: it is a folder, or its folder does not exist.
     """
     if file.is_dir():
         raise UsageError(f"{flag} {file} is a folder; name a file")
@@ -50,7 +51,7 @@ def check_output(flag: str, file: Path) -> None:
 
 
 def check_peers(*packages: str) -> None:
-    """Refuse to begin without the packages that mjax is compared with.
+    """Refuse to run without the packages that mjax is compared with.
 
     Raises:
       UsageError: one is not installed.

@@ -1,6 +1,6 @@
-"""One contender of a benchmark, in a process of its own: it builds a model, and takes steps when it is told to.
+"""One contender of a benchmark, in a process of its own: it builds a model and takes training steps on request.
 
-The process reads a line of JSON from its standard input and answers each line with one:
+The process reads requests from its standard input and answers them, each as one line of JSON:
 
     {"config": …, "platform": "cpu" or "gpu", "threads": …}   build, take the first step   → {"loss", "device", …}
     {"steps": k}                                              take one more, then k        → {"seconds"}, of the k
@@ -37,10 +37,10 @@ DISTINCT_BATCHES = 4  # tokens are drawn before the clock runs, and used in turn
 
 
 class Contender(Protocol):
-    """What a benchmark asks of a library.
+    """What a benchmark needs from a library.
 
     Attributes:
-      device: what it runs on, by the library's name for it.
+      device: it runs on, as the library names it.
       versions: of the packages it consists of.
     """
 
@@ -48,14 +48,14 @@ class Contender(Protocol):
     versions: dict[str, str]
 
     def step(self, index: int) -> Callable[[], float]:
-        """Start training step `index` on the next batch; the result waits for it and gives its loss, nats a token."""
+        """Start training step `index` on the next batch; calling the result waits for the loss in nats per token."""
 
     def peak_bytes(self) -> int:
-        """Most memory used so far."""
+        """Peak memory so far."""
 
 
 class Mjax:
-    """The step of `mjax train`: the same program, with the kernel that a run would choose."""
+    """The step of `mjax train`: the same program, with the kernel that a run would use."""
 
     def __init__(self, config: Config, platform: str, threads: int):
         import jax
@@ -188,9 +188,9 @@ class Torch:
 
 
 def draw_batches(config: Config) -> list[dict]:
-    """The batches every contender trains on: the arrays [B, s] that the config asks for, a function of it alone.
+    """The batches every contender trains on: arrays [B, s] that depend on the config alone.
 
-    They are mock samples, of which each is one document unless `data.eod` says where it ends: masks cost the same.
+    They are mock samples, each of them one document unless `data.eod` marks ends: masks cost the same.
     """
     train = replace(config.train, batch_rampup=None, batch_schedule=None)
     drawn = open_data(replace(config, data=replace(config.data, mock=True), train=train)).training
@@ -198,7 +198,7 @@ def draw_batches(config: Config) -> list[dict]:
 
 
 def resident_bytes() -> int:
-    """The largest resident set this process has had."""
+    """Peak resident set size of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -210,7 +210,7 @@ CONTENDERS: dict[str, Callable[[Config, str, int], Contender]] = {
 
 
 def serve(name: str) -> None:
-    """Answer the requests of one benchmark until it says stop."""
+    """Answer the requests of one benchmark until it asks to stop."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print goes to the log, not among the answers
 

@@ -1,16 +1,16 @@
-"""Near-duplicates: are all found, is nothing removed in vain, and how fast beside datasketch.
+"""Near-duplicates: recall, false removals, and speed compared with datasketch.
 
     python benchmarks/mixture.py FOLDER                                     # about 100 MB of text, once
     python benchmarks/dedup.py FOLDER/linux_doc.jsonl FOLDER/mixture.jsonl
 
-Recall, on the first documents of the first file: the truth is the Jaccard similarity of all pairs, computed from
+Recall, on the first documents of the first file: the reference is the Jaccard similarity of all pairs, computed from
 sets of word tuples as a sparse matrix product. A pair at or above the threshold is a candidate if the bands bring it
-together, and found if it ends in one cluster. A removal is false if the document it is said to be similar to is less
-similar than the threshold; clusters are those of the truth if they are the connected components of its pairs.
+together, and found if it ends in one cluster. A removal is false if its similarity to the reported document is below
+the threshold; clusters are correct if they are the connected components of the reference's pairs.
 
-Speed, on the second file: `mjax dedup` beside a MinHashLSH script as datasketch's documentation has it, with as many
-permutations, bands and rows, the same shingles and as many processes. The script takes a document out if the index
-holds one that shares a band; it compares nothing and reports nothing. Both write what stays. They run in turn.
+Speed, on the second file: `mjax dedup` compared with a MinHashLSH script after datasketch's documentation, with the
+same permutations, bands, rows, shingles and number of processes. The script drops a document if the index has one that
+shares a band; it compares nothing and reports nothing. Both write the remaining documents. They run in turn.
 
 The exit code is 1 if recall is below 98%, a removal is false, or mjax is not three times as fast.
 """
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def mjax_dedup(file: Path, output: Path, threshold: float, workers: int) -> dict:
-    """Run the command; its report."""
+    """Run the command and return its report."""
     command = [sys.executable, "-m", "mjax", "dedup", str(file), "--output", str(output), "--overwrite", "--json"]
     command += ["--threshold", str(threshold), "--workers", str(workers)]
     return json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
@@ -155,7 +155,7 @@ def components(pairs: np.ndarray, documents: int) -> np.ndarray:
 
 
 def shingles(text: str) -> set[tuple[str, ...]]:
-    """The shingles of a text, said once more and without tricks."""
+    """The shingles of a text, in a second, simple implementation."""
     words = re.findall(r"\w+", text.lower())
     return {tuple(words[i : i + WORDS]) for i in range(max(len(words) - WORDS + 1, 1))} if words else set()
 
@@ -194,7 +194,7 @@ def show_speed(arguments: argparse.Namespace, folder: Path) -> bool:
 
 
 def datasketch_dedup(file: Path, output: Path, threshold: float, workers: int) -> int:
-    """A MinHashLSH script; returns how many documents stay."""
+    """A MinHashLSH script; returns the number of remaining documents."""
     from datasketch import MinHash, MinHashLSH
 
     bands = choose_bands(threshold)
@@ -217,7 +217,7 @@ def datasketch_dedup(file: Path, output: Path, threshold: float, workers: int) -
 
 
 def datasketch_hash(line: bytes) -> tuple[bytes, bytes, np.ndarray, str]:
-    """A line, the digest of its text, its MinHash and how that was made."""
+    """A line, the digest of its text, its MinHash and the MinHash's parameters."""
     from datasketch import MinHash
 
     text = json.loads(line)["text"]

@@ -1,4 +1,4 @@
-"""The kinds of faults: each takes a place and a source of random numbers, does harm, and says what became of it."""
+"""The kinds of faults: each takes a place and a random source, injects the fault, and reports the outcome."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RESTARTS = 6  # of the launcher
 
 
 def chains(kind: str, tries: int) -> int:
-    """How many calls of a kind make so many tries."""
+    """The number of calls of a kind that make this many tries."""
     return -(-tries // KILLS_OF_A_CHAIN) if kind == "kills" else tries
 
 
@@ -47,13 +47,13 @@ def chains(kind: str, tries: int) -> int:
 
 
 def kills(place: Place, random: Random, number: int) -> Iterator[Outcome]:
-    """Kill one run again and again; where it gets done in between, begin another."""
+    """Kill one run again and again; if it finishes in between, start another."""
     name, runs = f"kills{number}", 0
     outcomes: list[Outcome] = []
     while len(outcomes) < KILLS_OF_A_CHAIN:
         run = place.folder / f"{name}.{runs}"
         before = committed(run)[-1:] or [0]
-        # A cache of compiled programs that is empty: the kill can strike a compilation.
+        # An empty cache of compiled programs: the kill can strike a compilation.
         fresh = {"JAX_ENABLE_COMPILATION_CACHE": "0"} if random.random() < 0.15 else {}
         process = place.start(run.name, **fresh)
         _strike_time(process, run, place, random, before[0])
@@ -80,7 +80,7 @@ def kills(place: Place, random: Random, number: int) -> Iterator[Outcome]:
 
 
 def stops(place: Place, random: Random, number: int) -> Iterator[Outcome]:
-    """SIGTERM, in every second try once more while the save it asked for is under way; then go on."""
+    """SIGTERM, in every second try once more during the save that follows; then resume."""
     name, twice = f"stops{number}", number % 2 == 1
     run = place.folder / name
     process = place.start(name)
@@ -108,7 +108,7 @@ def stops(place: Place, random: Random, number: int) -> Iterator[Outcome]:
 
 
 def _strike_time(process: Process, run: Path, place: Place, random: Random, before: int) -> None:
-    """Wait for a random instant of the process: of its start, or at a step that is still to come."""
+    """Wait for a random moment of the process: during its start, or at a later step."""
     draw = random.random()
     if draw < 0.35:
         time.sleep(random.uniform(0, place.seconds))
@@ -133,7 +133,7 @@ def _phase(process: Process, run: Path, resumes: bool) -> str:
 
 
 def _check_resumed(ended: Ended, before: int, outcome: Outcome) -> None:
-    """Whether a process has continued from the checkpoint that was there when it started."""
+    """Whether a process has resumed from the checkpoint that existed when it started."""
     if "run  " in ended.output:  # it came as far as saying so
         outcome.lost += max(0, before - resumed_from(ended.output))
 
@@ -142,7 +142,7 @@ def _check_resumed(ended: Ended, before: int, outcome: Outcome) -> None:
 
 
 def full_disk(place: Place, random: Random, number: int) -> Iterator[Outcome]:
-    """Train on a disk with room for some checkpoints, make it larger, and go on."""
+    """Train on a disk with room for a few checkpoints, enlarge it, and resume."""
     disk = place.folder / f"disk{number}"
     disk.mkdir()
     size = random.randint(1200, 2600)
@@ -174,7 +174,7 @@ POISONS = [("weight", "nan"), ("weight", "1e30"), ("weight", "inf"), ("mu", "nan
 
 
 def poisonings(place: Place, random: Random, number: int) -> Iterator[Outcome]:
-    """Poison a run in the middle, restart it as launchers do, and continue from its last good checkpoint."""
+    """Poison a run in the middle, restart it as launchers do, and resume from its last good checkpoint."""
     name = f"poison{number}"
     (part, value), step = POISONS[number % len(POISONS)], random.randint(2 * SAVES + 2, STEPS - 15)
     everywhere, always = random.random() < 0.5, random.random() < 0.3
@@ -201,7 +201,7 @@ def poisonings(place: Place, random: Random, number: int) -> Iterator[Outcome]:
 
 
 def _continue_from_good(place: Place, name: str, ended: Ended, outcome: Outcome) -> None:
-    """Type what a run that ended as unhealthy says, and see that nothing is lost."""
+    """Run the command that an unhealthy run recommends, and check that nothing is lost."""
     command = re.search(r"--resume \S+ --step (\d+)", ended.output)
     if command is None:
         outcome.words += "no command that continues was said; "
@@ -266,7 +266,7 @@ def poison_main(argv: list[str]) -> int:
 
 
 def damage(place: Place, random: Random, number: int) -> Iterator[Outcome]:
-    """Damage the newest of three checkpoints, and go on."""
+    """Damage the newest of three checkpoints, and resume."""
     name, newest = f"damage{number}", SAVES * random.randint(4, 9)
     run = place.folder / name
     shutil.copytree(place.folder / "reference", run)
@@ -320,7 +320,7 @@ DAMAGES: dict[str, Callable[[Path, Random, Path], None]] = {
 
 
 def disagreeing(place: Place, random: Random, number: int) -> Iterator[Outcome]:
-    """Start two processes of which one differs: both have to end with a sentence before the first step."""
+    """Start two processes that differ in one input: both must end with a sentence before the first step."""
     note, flags, program = list(_differences(place))[number % len(DIFFERENCES)]
     name, outcome = f"disagree{number}", Outcome(note)
     where = ["--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.processes", "2"]
@@ -359,7 +359,7 @@ def _differences(place: Place) -> Iterator[tuple[str, list[str], list[str] | Non
 
 
 def _edited(place: Place) -> Path:
-    """A copy of the source with a comment more."""
+    """A copy of the source with one more comment."""
     copy = place.folder / "edited"
     if not copy.exists():
         shutil.copytree(ROOT / "mjax", copy / "mjax")

@@ -1,4 +1,4 @@
-"""The small run of the faults: its place, its processes, and how it is held against the run nothing happened to."""
+"""The small run of the fault benchmark: its folder, its processes, and its comparison with the undisturbed run."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ config = Config(
 
 @dataclass
 class Outcome:
-    """What became of one try.
+    """The outcome of one try.
 
     Attributes:
       note: what was done, for the table; such as 'while saving'.
-      lost: committed steps that had to be taken again.
-      silent: whether it ended as if all were well, with other numbers.
-      traceback, hang: whether a process ended with one; had to be given up.
-      words: what was seen, where it is not as promised.
+      lost: committed steps that had to be repeated.
+      silent: whether it ended as if successful, with other numbers.
+      traceback, hang: whether a process ended with one; had to be killed.
+      words: observations that break a promise.
     """
 
     note: str
@@ -66,13 +66,13 @@ class Outcome:
 
 @dataclass
 class Ended:
-    """A process that has ended: its exit code, None where it had to be given up, and all it printed."""
+    """A process that has ended: its exit code, None if it had to be killed, and its output."""
 
     code: int | None
     output: str
 
     def judge(self, outcome: Outcome, *codes: int) -> bool:
-        """Note what is not as promised; whether the exit code is one of `codes`."""
+        """Note broken promises; return whether the exit code is one of `codes`."""
         last = self.output.strip().splitlines()[-1:] or ["nothing was printed"]
         outcome.hang |= self.code is None
         outcome.traceback |= "Traceback (most recent call last)" in self.output
@@ -88,11 +88,11 @@ class Place:
     """A folder with the config, the data and the reference run of all tries.
 
     Attributes:
-      folder: where tries make folders of their own.
+      folder: parent of the tries' folders.
       config: of the small run.
-      seconds: that the reference run took until its first step.
+      seconds: time of the reference run until its first step.
       losses: of the reference run, {step: (loss, validation loss or None)}.
-      checkpoints: of the reference run, all of them, {step: what its arrays hold}.
+      checkpoints: of the reference run, all of them, {step: contents of its arrays}.
     """
 
     folder: Path
@@ -103,7 +103,7 @@ class Place:
 
     @classmethod
     def prepare(cls, folder: Path) -> Place:
-        """Write the data and take the steps that nothing disturbs."""
+        """Write the data and run the undisturbed reference."""
         for name, seed in (("data", 0), ("other", 1)):
             random = np.random.default_rng(seed)
             with IndexedDatasetWriter(folder / name, 257) as writer:
@@ -128,9 +128,9 @@ class Place:
         """`train.py` on the run folder `name`.
 
         Args:
-          flags: further ones of train.py.
-          program: what to run in the place of train.py.
-          log: name of the file its output goes to, where several processes share a run.
+          flags: additional flags of train.py.
+          program: to run instead of train.py.
+          log: name of its output file, if several processes share a run.
           changes: to the environment.
         """
         program = program or [str(ROOT / "train.py")]
@@ -170,7 +170,7 @@ class Place:
             outcome.words += "other weights; "
 
     def forget(self, *names: str) -> None:
-        """Remove what a try has left."""
+        """Remove the files of a try."""
         for name in names:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
@@ -184,11 +184,11 @@ class Process:
             self.process = subprocess.Popen(argv, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
     def output(self) -> str:
-        """What it has printed so far."""
+        """Its output so far."""
         return self.log.read_text(errors="replace")
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal; nothing happens where the process has ended."""
+        """Send a signal, if the process has not ended."""
         self.process.send_signal(number)
 
     def running(self) -> bool:
@@ -196,7 +196,7 @@ class Process:
         return self.process.poll() is None
 
     def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
-        """Wait for a condition; whether it came true before the process ended or the time was over."""
+        """Wait for a condition; return whether it came true before the process ended or the time was over."""
         end = time.monotonic() + seconds
         while not condition():
             if not self.running() or time.monotonic() > end:
@@ -205,7 +205,7 @@ class Process:
         return True
 
     def wait(self, seconds: float = PATIENCE) -> Ended:
-        """Wait for its end; one that does not end is killed."""
+        """Wait for its end; kill it if it does not end."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -216,7 +216,7 @@ class Process:
 
 
 def committed(run: Path) -> list[int]:
-    """Steps of the checkpoints of a run that are whole and bear their own number."""
+    """Steps of the complete checkpoints of a run whose folder has their number."""
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
@@ -257,13 +257,13 @@ def arrays_of(run: Path, step: int) -> dict[str, bytes]:
 
 
 def resumed_from(output: str) -> int:
-    """The step after which a process has continued, as it says; 0 where it began."""
+    """The step after which a process says it resumed; 0 if it started from scratch."""
     found = re.search(r"continued after step (\d+)", output)
     return int(found[1]) if found else 0
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,27 +1,27 @@
-"""Faults: a small run is killed, stopped, starved, poisoned and lied to, hundreds of times, and must not lose a step.
+"""Faults: a small run is killed, stopped, starved and corrupted, hundreds of times, and must not lose a step.
 
     python benchmarks/faults.py                                  # everything, about an hour on two cores
     python benchmarks/faults.py --only kills --tries 20 --seed 7
     python benchmarks/faults.py --seconds 600 --markdown
 
-Every try is `train.py` in processes of its own, held against one run that nothing happened to. The columns:
+Every try is `train.py` in processes of its own, compared with one undisturbed run. The columns:
 
-    lost         steps that were committed in a checkpoint when the fault struck, and had to be taken again
-    silent       tries that ended as if all were well, with other losses or weights than the undisturbed run
+    lost         steps that were committed in a checkpoint when the fault struck, and had to be repeated
+    silent       tries that ended as if successful, with other losses or weights than the undisturbed run
     tracebacks   tries in which a process ended with a Python traceback
-    hangs        tries in which a process had to be given up
+    hangs        tries in which a process had to be killed
 
-Try N of a seed draws the same fault each time; the instant at which it strikes depends on the machine. Kinds:
+Try N of a seed makes the same fault each time; the moment at which it strikes depends on the machine. Kinds:
 
-    kills        kill -9 at a random instant of compiling, training, saving, evaluating or resuming; started again
-    stops        SIGTERM at a random instant, once or again during the save; started again
+    kills        kill -9 at a random moment of compiling, training, saving, evaluating or resuming; then a restart
+    stops        SIGTERM at a random moment, once or again during the save; then a restart
     full disk    the disk fills up in the middle of a run, and is made larger (needs root)
     poisonings   a weight or a moment is made NaN or 1e30 in the middle of a run, under a launcher that restarts
-    damage       a file of the newest checkpoint is flipped, cut, emptied, removed or exchanged; started again
+    damage       a file of the newest checkpoint is flipped, cut, emptied, removed or exchanged; then a restart
     disagreeing  one of two processes has another config, seed, data set, source or run folder
     mutations    damaged files of every kind that mjax reads (benchmarks/mutations.py)
 
-Exit code 1 where a count that has to be 0 is not.
+Exit code 1 if a count that must be 0 is not.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MUTATIONS = 10_000
 
 @dataclass
 class Row:
-    """What became of all tries of a kind; `details` are words for a reader."""
+    """The outcomes of all tries of a kind; `details` are for the reader."""
 
     kind: str
     tries: int = 0
