@@ -1,9 +1,9 @@
-"""Rates from times: the fit behind the published calibrations and behind one measured on the user's machine.
+"""Fits rates to measured times: for the published calibrations and for one measured on the user's machine.
 
-`benchmarks/calibrate.py` times kernels and collectives and hands them over as `Measurement`s. Each kind settles the
-rates that it depends on alone, in this order:
+`benchmarks/calibrate.py` times kernels and collectives and passes them on as `Measurement`s. Each kind determines the
+rates that it alone depends on, in this order:
 
-    launch      a chain of kernels that do next to nothing    launch
+    launch      a chain of tiny kernels                       launch
     copy        x → 2 x, far larger than the caches           memory
     attention   flash attention, forward and backward         attention
     product     matrix products from small to large           matmul, half
@@ -23,7 +23,7 @@ from mjax.hardware import Gpu
 from mjax.planner.calibration import FRACTIONS, LARGEST, MJAX_FROM_PAPERS, Calibration
 from mjax.planner.rates import Rates
 
-# Rates that a kind of measurement settles.
+# Rates determined by each kind of measurement.
 SETTLES = {
     "launch": ("launch",),
     "copy": ("memory",),
@@ -39,9 +39,9 @@ class Measurement:
 
     Attributes:
       kind: one of SETTLES.
-      sizes: launch: kernels. copy: bytes read and written. attention: FLOPs that the mask leaves, of a forward and a
-        backward pass, 3.5 times those of the forward. product: m, n, k. sum: ranks, bytes.
-      seconds: it took.
+      sizes: launch: kernels. copy: bytes read and written. attention: FLOPs of a forward and a backward pass inside the
+        mask, 3.5 times those of the forward pass. product: m, n, k. sum: ranks, bytes.
+      seconds: measured time.
     """
 
     kind: str
@@ -65,15 +65,15 @@ class Measurement:
 def calibrate(
     measurements: Sequence[Measurement], gpu: Gpu, compute: str, start: Calibration = MJAX_FROM_PAPERS
 ) -> tuple[Calibration, list[str]]:
-    """The calibration that the measurements say, and the rates that they do not settle and that stay as in `start`.
+    """The fitted calibration, and the rates that the measurements do not determine, which stay as in `start`.
 
     Args:
       measurements: of any of the kinds.
       gpu: its data sheet.
-      compute: type in which products and attention were measured.
-      start: what the fit starts from.
+      compute: type of the measured products and attention.
+      start: of the fit.
 
-    Nobody is much faster than a data sheet: where the times say so, the arrays were too small to settle a rate.
+    No machine is much faster than its data sheet: if the times say so, the arrays were too small to determine a rate.
     """
     found, unsettled = dataclasses.replace(start, gpu=gpu.name), []
     for kind, names in SETTLES.items():
@@ -101,7 +101,7 @@ def fit_rates(
     residuals: Callable[[Calibration], np.ndarray],
     steps: int = 50,
 ) -> Calibration:
-    """`calibration` with the rates `names` such that the sum of squared `residuals` is smallest.
+    """`calibration` with the rates `names` that minimise the sum of squared `residuals`.
 
     Gauss–Newton on the logarithms of the rates, so that they stay positive, with steps of a factor of √e at most.
     """

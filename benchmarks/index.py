@@ -1,14 +1,14 @@
-"""Indices, blends, opening and reading, beside megatron-core's compiled C++ in the same minutes.
+"""Building, blending, opening and reading indices, compared with megatron-core's compiled C++ at the same time.
 
     python benchmarks/index.py
 
 Everything is synthetic: documents of log-normal lengths without their tokens (a sparse file of zeros), so nothing is
-downloaded and a billion tokens take no disk. Each contender runs in a process of its own, whose memory is counted: the
-largest anonymous memory, without the pages of files that are mapped. Seconds are those of the one thread that works, on
-a core: what a clock shows where nothing else runs. Contenders take turns; the fastest of the rounds counts. What both
-build must be equal, byte for byte, or the exit code is 1.
+downloaded and a billion tokens take no disk space. Each contender runs in a process of its own, whose peak anonymous
+memory is reported: pages of memory-mapped files are excluded. Seconds are CPU time of one thread, which is wall time on
+an idle machine. Contenders alternate; the fastest round counts. Their results must be equal byte for byte, or the exit
+code is 1.
 
-megatron-core is measured where it is installed (pip install -r requirements-parity.txt).
+megatron-core is measured if it is installed (pip install -r requirements-parity.txt).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def write_dataset(prefix: Path, documents: int, mean: float) -> None:
 
 
 class Anonymous:
-    """The most anonymous memory this process had while the block ran, in MB, above what it had before."""
+    """The peak anonymous memory of this process during the block, in MB, above that before it."""
 
     def __enter__(self):
         self.before = self.most = self._now()
@@ -132,7 +132,7 @@ def build_megatron(prefix: str, epochs: int) -> dict:
 
 
 def cached_mjax(prefix: str, folder: str) -> dict:
-    """A start that finds its indices on disk, opening the dataset and checking what is found."""
+    """A start with cached indices: opening the dataset and checking the cache."""
 
     def work():
         indexed = IndexedDataset(prefix)
@@ -232,7 +232,7 @@ COLUMNS = ("what", "mjax s", "MB", "megatron-core s", "MB", "mjax / megatron-cor
 
 
 class Rows:
-    """Prints the table row by row, and remembers whether all contenders agreed."""
+    """Prints the table row by row and records whether all contenders agreed."""
 
     def __init__(self, rounds: int):
         self.rounds, self.agree = rounds, True

@@ -1,12 +1,12 @@
-"""Predicted bytes a device beside those that XLA allocates, for GPUs that are not there.
+"""Predicted bytes per device compared with XLA's allocation, for GPUs that this machine does not have.
 
     python benchmarks/memory.py                                            # all configs of the table: an hour
     python benchmarks/memory.py --only 345m                                # those with 345m in their name: minutes
-    python benchmarks/memory.py --write tests/planner/compiled_memory.json # keep what was compiled
+    python benchmarks/memory.py --write tests/planner/compiled_memory.json # save the table
 
 Needs the CUDA wheels (requirements-cuda.txt) and no GPU: the train step of each config is compiled ahead of time for
-its own mesh of H100s. What counts is arguments + outputs - aliased + temporaries, the bytes of one device. The configs
-are those of tests/planner/compiled_memory.json; the exit code is 1 if a prediction is off by more than 5%.
+its own mesh of H100s. Bytes per device are arguments + outputs - aliased + temporaries. The configs are those of
+tests/planner/compiled_memory.json; the exit code is 1 if a prediction is off by more than 5%.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def config_of(row: dict) -> Config:
 
 
 def compiled(config: Config) -> dict[str, int]:
-    """Bytes of one device that XLA allocates for the train step of `config`."""
+    """Bytes per device that XLA allocates for the train step of `config`."""
     from mjax.planner.compile import compile_step
 
     memory = compile_step(config, "h100").memory

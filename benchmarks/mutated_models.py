@@ -1,4 +1,4 @@
-"""Tokenizers and models of others: sound ones for `mutated_files.py`, and what they mean when they are read."""
+"""Valid tokenizers and models of other libraries for `mutated_files.py`, and their contents as read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.small import small_config
 
 
 def said(tokenizer) -> tuple | None:
-    """Ids of some text and the text of some ids."""
+    """The ids of a few texts and the texts of a few ids."""
     if tokenizer is None:
         return None
     ids = tokenizer.encode_batch([*TEXTS[:2], "<|endoftext|> [SEP]</s>"])
@@ -74,7 +74,7 @@ def read_hf(folder: Path, allow_pickle: bool = False) -> dict:
 
 
 def expected_hf(files: dict[str, Any]) -> dict:
-    """The tensors of safetensors files, read as the format is described."""
+    """The tensors of safetensors files, read according to the format's description."""
     values = {}
     for name, content in files.items():
         if not name.endswith(".safetensors"):

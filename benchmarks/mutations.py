@@ -3,14 +3,14 @@
     python benchmarks/mutations.py --cases 10000
     python benchmarks/mutations.py --reader config.json --cases 500 --show
 
-A case takes the sound files of a reader (`mutated_files.py`), damages one of them and reads. What may happen: a refusal
-of one sentence (UsageError, RunError, Unusable), or a reading that is what the file says. The table counts all else:
+A case damages one of the valid files of a reader (`mutated_files.py`) and reads them. Allowed outcomes: a refusal in
+one sentence (UsageError, RunError, Unusable), or a correct reading of the damaged file. The table counts all others:
 
-    silent       accepted, and not what a second reader (or the sound file, where checksums protect it) says
-    tracebacks   any other exception, a sentence that is not one, memory beyond the limit, or the death of the process
-    hangs        more than `SECONDS` of processor time
+    silent       accepted, but different from the second reader (or, under a checksum, from the valid file)
+    tracebacks   any other exception, a malformed message, memory beyond the limit, or the death of the process
+    hangs        more than `SECONDS` of CPU time
 
-Case N of a seed is always the same. Exit code 1 where one of the three is not 0.
+Case N of a seed is always the same. Exit code 1 if one of the three is not 0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ REFUSALS = (UsageError, RunError, Unusable)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: `kind` is refused, accepted, silent, tracebacks or hangs; `words` say what was seen."""
+    """The outcome of a case: `kind` is refused, accepted, silent, tracebacks or hangs; `words` describe it."""
 
     case: int
     kind: str
@@ -60,11 +60,11 @@ class Outcome:
 
 
 def run(seconds: float, seed: int, cases: int, names: list[str] | None = None) -> list[dict[str, Any]]:
-    """Read about `cases` damaged files, shared among the readers, and stop after `seconds`.
+    """Read about `cases` damaged files, divided among the readers, and stop after `seconds`.
 
     Returns:
       For each reader the plain values of a row: reader, compared, tried, refused, accepted, silent, tracebacks, hangs,
-      and `worst`, the first cases that went wrong, as words.
+      and `worst`, descriptions of the first failures.
     """
     chosen = [reader for reader in READERS if names is None or reader.name in names]
     end, rows = time.monotonic() + seconds, []
@@ -82,7 +82,7 @@ def run(seconds: float, seed: int, cases: int, names: list[str] | None = None) -
 
 
 def outcomes_of(reader: Reader, seed: int, cases: int, until: float = float("inf")) -> Iterator[Outcome]:
-    """What becomes of each case, in processes of which one at a time lives: it dies with a case that kills it."""
+    """The outcome of each case, in one child process at a time; a case that kills it gets a new one."""
     context = multiprocessing.get_context("fork")  # what is imported here is there at once
     with tempfile.TemporaryDirectory(prefix="mjax-mutations-") as folder:
         sound = Path(folder) / "sound"
@@ -114,7 +114,7 @@ def outcomes_of(reader: Reader, seed: int, cases: int, until: float = float("inf
 
 
 def _work(reader: Reader, files: Files, seed: int, cases: range, folder: Path, pipe) -> None:
-    """Read one case after the other; the system ends this process where it takes too long or the parent is gone."""
+    """Read one case after the other; the kernel ends this process if it takes too long or its parent is gone."""
     with suppress(BrokenPipeError, KeyboardInterrupt):
         whole = _read(reader, files, folder / "whole")
         limit = _virtual_memory() + MEMORY

@@ -1,15 +1,15 @@
-"""The pipeline bubble by the clock: the pipeline that trains, with layers that sleep, beside the formula.
+"""The measured pipeline bubble: the pipeline of training, with layers that sleep, compared with the formula.
 
     python benchmarks/pipeline_bubble.py
 
-Four simulated devices are the four stages of a pipeline and run `pipeline_gradients` as a training step does: the scan
-over ticks, the buffers, residuals and messages are its own. Only the model is made up. A layer is a product with a tiny
-matrix that also sleeps, for as long as the pass of a large one should take. So two CPU cores are enough, and what is
-measured is which operation waits for which. What the interpreter itself costs is in the time.
+Four simulated devices are the four stages of a pipeline and run `pipeline_gradients` as a training step does, with its
+scan over ticks, buffers, residuals and messages. Only the model is made up: a layer is a product with a tiny matrix
+that also sleeps, for as long as the pass of a large layer would take. So two CPU cores are enough, and the dependencies
+between operations are what is measured. The interpreter's own time is included.
 
 A micro-batch takes one unit forward and two backward through all chunks of a stage; in zb-h1 one for B and one for W.
-Every operation must have run once, and loss and gradients must be those of the same layers one after the other without
-a pipeline. The exit code is 1 if a time is off its prediction by more than 10%.
+Every operation must have run once, and loss and gradients must equal those of the same layers without a pipeline. The
+exit code is 1 if a time is off its prediction by more than 10%.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How long a plan takes: memory and time of one config, the ledger of a traced step, a search.
+"""Time of planning: memory and time of one config, the ledger of a traced step, a search.
 
     python benchmarks/planning.py
 
-Each is run `--rounds` times in this process and the fastest counts; seconds are those of the processor, what a clock
-shows where nothing else runs. The first ledger of a process imports what it traces with; that is not counted.
+Each runs `--rounds` times in this process and the fastest counts; seconds are CPU time, which is wall time on an idle
+machine. The first ledger of a process also imports what it traces with, which is not counted.
 """
 
 from __future__ import annotations

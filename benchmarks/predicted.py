@@ -4,9 +4,9 @@
     python benchmarks/predicted.py --calibration calibration.json
     python benchmarks/predicted.py --calibration calibration.json --fit matmul memory --write calibration.json
 
-Five models run one after the other, each in a process of its own, with the step that `mjax train` compiles. With --fit
-the rates named are fitted once more, to these steps: what a kernel alone cannot show, such as what the kernels around
-it do to the clock. With --write the calibration is kept, and its error bar is the largest error of the table.
+Five models run in turn, each in a process of its own, with the step that `mjax train` compiles. With --fit the given
+rates are fitted again, to these steps: a kernel measured alone does not show how the kernels around it affect the
+clock. With --write the calibration is saved, with the largest error of the table as its error bar.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ CASES = (
     ("gpt_1_7b", 8, 4, "full"),
 )
 
-# Rates that steps on one GPU show; nothing crosses a link there.
+# Rates that steps on one GPU determine: no links are used.
 RATES = ("matmul", "half", "attention", "memory", "launch")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Measure training steps on one GPU beside their predictions."""
+    """Measure training steps on one GPU and compare them with their predictions."""
 
     configs: tuple[str, ...] = ()
     """Configs to run instead of the five: names, or paths of .py files; each on one device as it is."""
@@ -69,7 +69,7 @@ class Arguments:
     fit: tuple[str, ...] = ()
     """Rates to fit to the steps: matmul, half, attention, memory, launch; fewer than there are configs."""
     write: Path | None = None
-    """Keep the calibration in this file, with the largest error here as its error bar."""
+    """Write the calibration to this file, with the largest error here as its error bar."""
     rounds: int = 3
     """Times each is measured; the median counts."""
     steps: int = 10
@@ -105,7 +105,7 @@ def cases(arguments: Arguments, gpu: Gpu | None = None) -> list[tuple[str, Confi
 def measure(name: str, config: Config, arguments: Arguments, platform: str) -> tuple[float, float, str]:
     """Seconds of a step, peak bytes and the device.
 
-    Raises:
+    RunError: it fails.
       RunError: it does not run.
     """
     process = Process("mjax", config, platform, len(os.sched_getaffinity(0)))
@@ -120,7 +120,7 @@ def measure(name: str, config: Config, arguments: Arguments, platform: str) -> t
 
 
 def measured_runs(arguments: Arguments, software: Software) -> tuple[list[Run], list[float], Gpu]:
-    """The steps as runs to compare with, their peak bytes, and the GPU."""
+    """The measured runs, their peak bytes, and the GPU."""
     platform = "gpu" if launch.has_nvidia_gpu() and os.environ.get("JAX_PLATFORMS", "") != "cpu" else "cpu"
     if platform == "cpu" and arguments.gpu is None:
         raise UsageError("there is no NVIDIA GPU here; name a data sheet to compare this machine with: --gpu h100")
@@ -153,7 +153,7 @@ def kept(calibration: Calibration, runs: list[Run], arguments: Arguments) -> Cal
 
 @in_one_sentence
 def main() -> int:
-    """Measure, compare, print, and write where that was asked for."""
+    """Measure, compare, print, and write if asked to."""
     arguments = tyro.cli(Arguments, prog="predicted.py")
     check_counts(arguments, "rounds", "steps")
     if arguments.write is not None:

@@ -1,16 +1,15 @@
-"""`mjax prepare` beside Megatron's preprocess_data, with the same tokenizer library on the same text.
+"""`mjax prepare` compared with Megatron's preprocess_data, with the same tokenizer library on the same text.
 
     python benchmarks/prepare.py FILE.jsonl [--megabytes 20] [--workers 1 2] [--rounds 3]
 
 benchmarks/mixture.py writes a FILE. The peer is the loop in Megatron-LM's tools/preprocess_data.py (json.loads,
-tokenize, flatten, add_document), a script that no package brings along, around megatron-core's own
-IndexedDatasetBuilder. "loop" runs it in one process. "pool" is the script's way: multiprocessing.Pool.imap with chunks
-of 32 documents; one worker of it makes two processes. Both use the tokenizer that mjax uses, one text a call as the
-script does.
+tokenize, flatten, add_document), which is in no package, around megatron-core's own IndexedDatasetBuilder. "loop" runs
+it in one process. "pool" works like the script: multiprocessing.Pool.imap with chunks of 32 documents; one worker makes
+two processes. Both use mjax's tokenizer, one text per call as in the script.
 
-Contenders take turns in each round, after one round that is not counted, and the fastest round of each counts. The
-start of worker processes is in the time, that of the interpreter is not. CPU seconds are of all processes; those of the
-first process, which reads and writes, say how many workers it could feed. All datasets must have equal bytes.
+Contenders alternate, after one round of warm-up, and the fastest round of each counts. The start of worker processes is
+included, that of the interpreter is not. CPU seconds are of all processes; those of the first process, which reads and
+writes, show how many workers it could feed. All datasets must be byte for byte the same.
 
 Needs megatron-core and torch: run it in the environment of `make test-parity`.
 """
@@ -63,7 +62,7 @@ def encode(line: str) -> tuple[list[int], list[int], int]:
 
 
 def megatron(file: Path, spec: str, prefix: str, workers: int | None) -> None:
-    """The script's loop in this process, or, with `workers`, over its pool."""
+    """The script's loop in this process, or, with `workers`, in its pool."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     initialise(spec)
