@@ -1,4 +1,4 @@
-"""Published step times of Megatron-LM, as configs: what the time model was fitted to, and what it is checked against.
+"""Published step times of Megatron-LM, as configs: the time model was fitted to them and is checked against them.
 
 arXiv 2104.04473, table 1      ten models on 32 to 3,072 A100s, full recomputation
 arXiv 2205.05198, table 5      four models on 8 to 512 A100s, sequence parallelism and selective recomputation, and
@@ -30,10 +30,10 @@ from mjax.training.flops import hardware_flops
 
 @dataclass(frozen=True)
 class Run:
-    """A run that somebody published.
+    """A published run.
 
     Attributes:
-      name: of the config, with what sets the run apart.
+      name: of the config, with the run's settings.
       config: as the paper ran it.
       gpu: name in `mjax/hardware.py`.
       software: the program.
@@ -53,8 +53,8 @@ class Run:
 def table_1() -> tuple[Run, ...]:
     """The ten rows of arXiv 2104.04473, table 1; its TFLOP/s count recomputation.
 
-    The smallest four ran with torch's DistributedDataParallel, which sums gradients beside the backward pass, the
-    others with Megatron's own, which does not (NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh).
+    The smallest four ran with torch's DistributedDataParallel, which overlaps the gradient sum with the backward pass,
+    the others with Megatron's own, which does not (NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh).
     """
     rows = (
         ("gpt_1_7b", 137),
@@ -104,7 +104,7 @@ def table_5() -> tuple[Run, ...]:
 def v100_scaling() -> tuple[Run, ...]:
     """Figure 5 and appendix D of arXiv 1909.08053: 39 TFLOP/s on one GPU, and scaling in percent of that.
 
-    Eight sequences a model; 512 with 64 replicas. The TFLOP/s count recomputation, as all of that paper's do.
+    Eight sequences per model; 512 with 64 replicas. The TFLOP/s count recomputation, as everywhere in that paper.
     """
     runs = []
 
@@ -142,7 +142,7 @@ def _fp16(config: Config) -> Config:
 
 
 def errors(calibration: Calibration, runs: Sequence[Run]) -> np.ndarray:
-    """Predicted speed over the published one, less 1, of each run with its own software."""
+    """The relative error of the predicted speed of each run with its own software."""
     predicted = [
         predict_time(run.config, gpu_named(run.gpu), replace(calibration, software=run.software)).total for run in runs
     ]
@@ -150,5 +150,5 @@ def errors(calibration: Calibration, runs: Sequence[Run]) -> np.ndarray:
 
 
 def fit(calibration: Calibration, runs: Sequence[Run], names: Sequence[str]) -> Calibration:
-    """`calibration` with the rates `names` such that the squared relative errors of `runs` are smallest."""
+    """`calibration` with the rates `names` that minimise the squared relative errors of `runs`."""
     return fit_rates(calibration, names, lambda rates: errors(rates, runs))

@@ -1,4 +1,4 @@
-"""Predicted beside published scaling, as a picture: what the time model says of the papers' own runs."""
+"""Plots predicted and published scaling: the time model applied to the papers' own runs."""
 
 from __future__ import annotations
 

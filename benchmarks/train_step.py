@@ -1,15 +1,15 @@
-"""Speed and memory of a training step, beside PyTorch in the same run.
+"""Speed and memory of a training step, compared with PyTorch in the same run.
 
     python benchmarks/train_step.py                                    the CPU reference case
     python benchmarks/train_step.py --config gpt_1b --peers eager      any config, any flag of `train.py`
 
 The peers are transformers' GPT2LMHeadModel with the config's shapes, padded vocabulary, precision, dropout, clipping
-and micro-batches, run by torch eagerly and through torch.compile. Each contender is a process of its own, so the peak
-of its memory is its own. On a CPU the contenders take turns, round by round, and are compared within a round: what a
-shared machine does to one it does to the others. On a GPU they run one after the other, since each would reserve most
-of the memory.
+and micro-batches, run by torch eagerly and through torch.compile. Each contender has a process of its own, so its peak
+memory is measured separately. On a CPU the contenders alternate, round by round, and are compared within a round: other
+load on the machine affects all of them alike. On a GPU they run one after the other, since each would reserve most of
+the memory.
 
-A config's replicas along `data` are cut to one, with its share of the global batch; --mesh.data brings them back.
+A config's data-parallel replicas are cut to one, with its share of the global batch; --mesh.data restores them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NAMES = {"mjax": "mjax", "eager": "PyTorch eager", "compile": "PyTorch compiled"
 
 @dataclass(frozen=True)
 class Arguments:
-    """Measure the training step of a config, and of its peers. Any field of the config can be changed by a flag."""
+    """Measure the training step of a config and of its peers. Any field of the config can be changed by a flag."""
 
     config: str = "cpu_reference"
     """Name of a file in configs/ or benchmarks/, or a path to a .py file that defines `config`."""
@@ -56,9 +56,9 @@ class Arguments:
     rounds: int = 5
     """Times each contender is measured."""
     steps: int = 5
-    """Steps in a round, timed together, after one that is not counted."""
+    """Steps in a round, timed together, after one warm-up step."""
     threads: int | None = None
-    """CPU threads of each contender; as many as this process may use when not given."""
+    """CPU threads of each contender; by default as many as this process may use."""
     json: bool = False
     """Print JSON instead of the table."""
     markdown: bool = False
@@ -68,15 +68,15 @@ class Arguments:
 
 @dataclass
 class Row:
-    """What was measured of one contender; None where it did not run or the figure is not known.
+    """Measurements of one contender; None if it did not run or the value is unknown.
 
     Attributes:
-      ms: milliseconds a step, the median over the rounds; `ms_min` and `ms_max` are the extremes.
+      ms: milliseconds per step, the median over the rounds; `ms_min` and `ms_max` are the extremes.
       against_mjax: its time over mjax's, the median over the rounds; above 1 it is slower.
-      tflops: model TFLOP/s a device.
+      tflops: model TFLOP/s per device.
       memory_gib: peak of the process on a CPU, of the device's allocator on a GPU.
       first_step_seconds: from the start of the process to the end of its first step, compilation included.
-      failed: why it has no figures.
+      failed: the reason if it failed.
     """
 
     name: str
@@ -122,7 +122,8 @@ class Process:
             self.row.first_loss = self.about["loss"]
 
     def ask(self, **request) -> dict[str, Any]:
-        """Send a request and wait for its answer; a contender that fails says so in its row, and is asked no more."""
+        """Send a request and wait for its answer; a contender that fails is marked in its row and gets no more
+        requests."""
         if self.row.failed is not None:
             return {}
         try:
@@ -141,7 +142,7 @@ class Process:
             self.seconds.append(answer["seconds"] / steps)
 
     def stop(self) -> None:
-        """End the process and keep its peak of memory."""
+        """End the process and record its peak memory."""
         answer = self.ask(stop=True)
         if "peak_bytes" in answer:
             self.row.memory_gib = answer["peak_bytes"] / 2**30
@@ -205,7 +206,7 @@ def evaluate(processes: list[Process], config: Config) -> list[Row]:
 
 
 def notes(arguments: Arguments, processes: list[Process], platform: str, threads: int) -> list[str]:
-    """What has to be known to read the table."""
+    """The conditions of the measurement."""
     config = arguments.settings
     model, train, compute = config.model, config.train, config.precision.compute
     versions: dict[str, str] = {}
@@ -256,7 +257,7 @@ def _figure(value: float | None, form: str) -> str:
 
 
 def table(rows: list[Row], markdown: bool) -> str:
-    """The rows as aligned text, or as a Markdown table; a contender that failed has its reason below."""
+    """The rows as aligned text, or as a Markdown table, followed by the reasons of failed contenders."""
     cells = [[title for title, _ in COLUMNS]]
     for row in rows:
         shown = [read(row) for _, read in COLUMNS] if row.failed is None else [row.name, "failed"]
