@@ -14,7 +14,6 @@ from mjax.config import (
     DataConfig,
     GPTConfig,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
     TrainConfig,
@@ -149,29 +148,20 @@ def named(tree) -> dict[str, np.ndarray]:
     return {leaf_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-@cache
-def _drawn(model: ModelConfig, seed: int, compute: str) -> list[np.ndarray]:
-    def build():
-        def disturb(path, weight):
-            if not leaf_name(path).endswith(("bias", "scale")):
-                return weight
-            key = jax.random.fold_in(jax.random.key(7), sum(map(ord, leaf_name(path))))
-            return weight + 0.1 * jax.random.normal(key, weight.shape, weight.dtype)
-
-        return jax.tree_util.tree_map_with_path(disturb, build_model(seed, model, parameter_type(compute)))
-
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.jit(build)())]
-
-
 def weights_of(config: Config):
-    """The model of `config` as NumPy's arrays, which every mesh starts from.
+    """A model of `config` as NumPy's arrays, which every mesh starts from.
 
     Biases and LayerNorm weights are drawn at random, so that a term which multiplies them cannot hide behind zeros.
     """
-    seed, compute = config.train.seed, config.precision.compute
-    plain = replace(config.model.without_dropout(), attention="xla")  # changes no weight
-    own = jax.tree.structure(jax.eval_shape(lambda: build_model(seed, config.model, parameter_type(compute))))
-    return jax.tree.unflatten(own, _drawn(plain, seed, compute))
+    model, random = config.model, np.random.default_rng(config.train.seed)
+
+    def draw(path, weight):
+        name, noise = leaf_name(path), random.standard_normal(weight.shape)
+        noise *= 0.1 if name.endswith(("bias", "scale")) else model.init_std
+        return (noise + name.endswith("scale")).astype(weight.dtype)
+
+    shapes = jax.eval_shape(lambda: build_model(0, model, parameter_type(config.precision.compute)))
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 MEANS = {"gpt": ("loss",), "bert": ("mlm_loss", "order_loss", "order_accuracy"), "bert_task": ("loss", "accuracy")}
