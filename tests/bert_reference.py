@@ -3,11 +3,13 @@
 As `reference` is for GPT: one device, no sharding, no scan; weights are a flat {name: array} of whole matrices.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.reference import QUICKLY
+compiled = partial(jax.jit, static_argnums=1)  # one operation at a time takes longer
 
 
 def _norm(x, scale, bias, epsilon):
@@ -81,6 +83,7 @@ def _cross_entropy(scores, labels):
     return -jnp.take_along_axis(log_probabilities, labels[..., None], -1)[..., 0]
 
 
+@compiled
 def loss(weights, model, batch, masks=None):
     """Megatron's loss, masked tokens plus order, nats; and both of them and the share of orders found, [3]."""
     of_tokens, of_order = scores(weights, model, batch, masks)
@@ -91,6 +94,7 @@ def loss(weights, model, batch, masks=None):
     return masked + order, jnp.stack([masked, order, found])
 
 
+@compiled
 def task_scores(weights, model, batch, masks=None):
     """Of classes or choices [b, n], or of the first and the last token of an answer [b, 2, s], -inf at padding."""
     rows = {name: array.reshape(-1, model.sequence) for name, array in batch.items() if array.ndim == 3}
@@ -105,6 +109,7 @@ def task_scores(weights, model, batch, masks=None):
     return found.reshape(-1, model.answers)
 
 
+@compiled
 def task_loss(weights, model, batch, masks=None):
     """Mean cross entropy of the labels, of a span of both its ends, and the share of samples that are right, [2]."""
     found = task_scores(weights, model, batch, masks)
@@ -116,10 +121,10 @@ def task_loss(weights, model, batch, masks=None):
     return losses.mean(), jnp.stack([losses.mean(), right.mean()])
 
 
-def _loss_and_gradients(weights, model, batch, masks=None):
+@compiled
+def loss_and_gradients(weights, model, batch, masks=None):
     total = loss if model.kind == "bert" else task_loss
     (_, figures), gradients = jax.value_and_grad(total, has_aux=True)(weights, model, batch, masks)
     return figures, gradients
 
 
-loss_and_gradients = jax.jit(_loss_and_gradients, static_argnums=1, compiler_options=QUICKLY)

@@ -11,7 +11,7 @@ import pytest
 
 from mjax.config import available_configs, load_config
 from mjax.models.build import count_parameters
-from tests.conftest import ROOT
+from tests.conftest import COMPILE_QUICKLY, ROOT
 from tests.traced import traced_step
 
 PUBLISHED = [name for name in available_configs() if load_config(name).mesh.devices > 8]
@@ -61,7 +61,7 @@ def test_the_trillion_parameter_mesh_compiles_at_toy_widths_with_its_whole_sched
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     environment = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1536",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=1536 {COMPILE_QUICKLY}",
         "PYTHONPATH": str(ROOT),
     }
     processes = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import COMPILE_QUICKLY, ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "notebooks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -47,7 +47,7 @@ def test_the_python_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path)
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {COMPILE_QUICKLY}",
         "MPLBACKEND": "agg",
     }
     command = [sys.executable, "-c", _script(page, blocks)]
