@@ -126,5 +126,3 @@ def loss_and_gradients(weights, model, batch, masks=None):
     total = loss if model.kind == "bert" else task_loss
     (_, figures), gradients = jax.value_and_grad(total, has_aux=True)(weights, model, batch, masks)
     return figures, gradients
-
-

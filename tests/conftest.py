@@ -44,6 +44,12 @@ def sigterm_as_before():
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.fixture
+def fewer_devices(monkeypatch):
+    """A run in this process may leave some of its sixteen devices alone."""
+    monkeypatch.setattr("mjax.training.loop.check_devices", lambda *_: None)
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--parity", action="store_true", help="run the comparisons with torch, transformers and megatron-core"

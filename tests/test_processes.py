@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from mjax import cli
 from mjax.training.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.test_train_command import command, environment, losses
@@ -25,11 +26,15 @@ def _environment():
     return environment() | {"JAX_ENABLE_COMPILATION_CACHE": "0"}
 
 
-def _alone(folder, *flags):
-    argv = command(folder, *flags)
-    result = subprocess.run(argv, env=_environment(), capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return result.stdout
+@pytest.fixture
+def alone(fewer_devices, capsys):
+    """One process, this one: what it prints."""
+
+    def run(folder, *flags):
+        assert cli.main(["train", *command(folder, *flags)[2:]]) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
 class Group:
@@ -84,15 +89,15 @@ class Group:
         return self.outputs()
 
 
-def test_two_processes_train_and_save_what_one_does(tmp_path):
-    _alone(tmp_path / "one", *MESH, "--simulate", "4")
+def test_two_processes_train_and_save_what_one_does(alone, tmp_path):
+    alone(tmp_path / "one", *MESH)
     with Group(tmp_path / "two", count=2) as group:
         first, second = group.finish()
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
     assert "step 12/12" in first
     assert "step" not in second, "process 0 speaks for all"
     # What they saved opens in one process, on one device.
-    output = _alone(tmp_path / "two", "--train.steps", "14", "--train.eval-interval", "0")
+    output = alone(tmp_path / "two", "--train.steps", "14", "--train.eval-interval", "0")
     assert "continued after step 12" in output
     assert [record["step"] for record in read_metrics(tmp_path / "two" / "run" / "metrics.jsonl")] == list(range(1, 15))
 
@@ -106,8 +111,10 @@ def test_sigterm_sent_again_and_again_to_one_process_stops_both_after_the_same_s
 
 
 @pytest.mark.long
-def test_four_processes_compute_what_one_does_and_a_killed_one_is_named_and_its_run_continues_bit_for_bit(tmp_path):
-    _alone(tmp_path / "one", *MESH, "--simulate", "4")
+def test_four_processes_compute_what_one_does_and_a_killed_one_is_named_and_its_run_continues_bit_for_bit(
+    alone, tmp_path
+):
+    alone(tmp_path / "one", *MESH)
     with Group(tmp_path / "four") as group:
         group.finish()
     uninterrupted, tmp_path = losses(tmp_path / "four"), tmp_path / "killed"
@@ -249,7 +256,5 @@ def test_what_one_process_refuses_before_it_starts_ends_the_others_with_its_word
 
 
 def test_flags_that_go_together_are_asked_for_together(tmp_path, capsys):
-    from mjax import cli
-
     assert cli.main(["train", *command(tmp_path)[2:], "--distributed.processes", "2"]) == 2
     assert "go together" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from mjax import cli
 from mjax.training.metrics import read_metrics
 from tests.conftest import COMPILE_QUICKLY, ROOT
 
@@ -115,27 +116,15 @@ def test_sigterm_sent_again_and_again_saves_exits_75_and_the_same_command_contin
     assert losses(tmp_path) == uninterrupted[2]
 
 
-def test_a_run_continues_on_another_mesh(uninterrupted, tmp_path):
-    run(
-        tmp_path,
-        "--train.steps",
-        "12",
-        "--checkpoint.interval",
-        "4",
-        "--simulate",
-        "4",
-        "--mesh.data",
-        "2",
-        "--mesh.model",
-        "2",
-    )
+def test_a_run_continues_on_another_mesh(uninterrupted, tmp_path, fewer_devices, capsys):
+    assert cli.main(["train", *command(tmp_path, "--mesh.data", "2", "--mesh.model", "2")[2:]]) == 0
     on_four = losses(tmp_path)
     assert on_four == pytest.approx(uninterrupted[2], rel=1e-5)
 
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")
-    resume = [sys.executable, str(ROOT / "train.py"), "--resume", str(tmp_path / "run"), "--mesh.data", "1"]
-    output = subprocess.run([*resume, "--mesh.model", "1"], env=environment(), capture_output=True, text=True)
-    assert output.returncode == 0, output.stderr
-    assert "changed mesh.data: 2 → 1" in output.stdout
-    assert "continued after step 8" in output.stdout
+    capsys.readouterr()
+    assert cli.main(["train", "--resume", str(tmp_path / "run"), "--mesh.data", "1", "--mesh.model", "1"]) == 0
+    output = capsys.readouterr().out
+    assert "changed mesh.data: 2 → 1" in output
+    assert "continued after step 8" in output
     assert losses(tmp_path) == pytest.approx(uninterrupted[2], rel=1e-5)
