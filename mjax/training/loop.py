@@ -252,7 +252,7 @@ class Run:
                         self.watchdog.at(step, "saving")
                         self.guard.save(step, state, ends)
                     if self.log:
-                        self.log.draw()
+                        self.log.draw(last=ends)
                     waiting = None
                     self.clock = time.perf_counter()
                 done = step

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # matplotlib takes a second to import
 
 
 FLUSH = 10.0  # seconds until TensorBoard scalars are on disk, at most
+REDRAW = 10.0  # seconds between two drawings of loss.png, at least; training waits while it is drawn
 
 
 @dataclass
@@ -173,6 +174,7 @@ class MetricsLog:
             lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first at {damaged[0]},"
             say(f"{file}: skipped {lines} that cannot be read; kept the file as {aside.name}")
         self._begin_with([record for record in found if record["step"] <= step])
+        self._drawn = -math.inf
         self._tensorboard = self._wandb = None
         if tensorboard:
             with self._announced("TensorBoard"):
@@ -206,10 +208,12 @@ class MetricsLog:
         write_whole(file, "".join(json.dumps(record) + "\n" for record in records))
         self.records, self._file, self._torn = records, file.open("ab", buffering=0), False
 
-    def draw(self) -> None:
-        """Redraw loss.png."""
-        with self._announced("loss.png"):
-            draw_loss(self.records, self.folder / "loss.png", self.folder.name)
+    def draw(self, last: bool = True) -> None:
+        """Redraw loss.png, unless others follow and the one that is there is less than `REDRAW` seconds old."""
+        if last or time.monotonic() - self._drawn > REDRAW:
+            with self._announced("loss.png"):
+                draw_loss(self.records, self.folder / "loss.png", self.folder.name)
+                self._drawn = time.monotonic()
 
     def close(self) -> None:
         """Finish all files."""

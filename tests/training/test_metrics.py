@@ -1,15 +1,18 @@
 """What a run records and shows: FLOPs, MFU, metrics.jsonl, the curve, the line."""
 
+import contextlib
 import io
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import rich.progress
 from rich.console import Console
 
 from mjax.config import load_config
+from mjax.training import metrics
 from mjax.training.display import Display, duration, verdict
 from mjax.training.flops import hardware_flops, model_flops, peak_tflops
 from mjax.training.metrics import MetricsLog, Record, draw_loss, read_metrics, smoothed
@@ -142,6 +145,17 @@ def test_the_curve_is_drawn_from_any_beginning(tmp_path, losses):
     draw_loss(records, tmp_path / "loss.png", "run")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [file.name for file in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_the_picture_is_drawn_first_and_last_and_between_them_where_it_is_ten_seconds_old(tmp_path, monkeypatch):
+    clock, drawn = SimpleNamespace(), []
+    with contextlib.closing(MetricsLog(tmp_path, 0, tensorboard=False)) as log:
+        monkeypatch.setattr(metrics, "time", clock)
+        monkeypatch.setattr(metrics, "draw_loss", lambda *_: drawn.append(clock.monotonic()))
+        for now in (100.0, 109.0, 111.0, 120.0, 121.5):
+            clock.monotonic = lambda now=now: now
+            log.draw(last=now == 120.0)
+    assert drawn == [100.0, 111.0, 120.0]
 
 
 def test_the_picture_of_a_bert_has_a_panel_for_the_order_and_what_guessing_costs(tmp_path, monkeypatch):

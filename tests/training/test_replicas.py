@@ -100,7 +100,7 @@ def test_a_run_whose_replicas_differ_ends_with_exit_code_3_and_saves_nothing_mor
 
     monkeypatch.setattr(loop, "build_program", build)
     monkeypatch.setattr(loop, "check_devices", lambda *_: None)  # two of the test's sixteen are enough
-    monkeypatch.setattr(MetricsLog, "draw", lambda _: None)
+    monkeypatch.setattr(MetricsLog, "draw", lambda *_, **__: None)
     flags = ["--config", str(ROOT / "tests" / "tiny_config.py"), "--runs", str(tmp_path), "--mesh.data", "2"]
     assert cli.main(["train", *flags, "--name", "run", "--train.eval-interval", "0"]) == 3
     assert "after step 8 the replicas have different weights: replica 0" in capsys.readouterr().err

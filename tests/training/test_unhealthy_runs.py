@@ -62,7 +62,7 @@ class Launcher:
         self.run_folder = folder / "run"
         monkeypatch.setattr(loop, "build_program", self._build)
         monkeypatch.setattr(loop, "check_devices", lambda *_: None)  # one of the test's sixteen is enough
-        monkeypatch.setattr(MetricsLog, "draw", lambda _: None)  # takes longer than all steps
+        monkeypatch.setattr(MetricsLog, "draw", lambda *_, **__: None)  # takes longer than all steps
 
     def _build(self, config, mesh, **options):
         program = self.build(config, mesh, **options)
