@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 # Compilation is the cost of the suite, and what it compares does not depend on how fast the programs run: with these
-# flags XLA compiles for CPUs in a fifth of the time. The notebooks and the README's commands run with XLA's defaults.
+# flags XLA compiles for CPUs in a fifth of the time. The notebooks run with XLA's defaults.
 COMPILE_QUICKLY = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
 )
