@@ -19,7 +19,8 @@ from tests.training.test_health import record
 
 FLAGS = [
     "--config", str(ROOT / "tests" / "tiny_config.py"), "--name", "run", "--train.steps", "20",
-    "--train.eval-interval", "0", "--model.attention", "xla", "--health.window", "8", "--health.good-after", "2", "--health.skipped-in-a-row", "5",
+    "--train.eval-interval", "0", "--model.attention", "xla",
+    "--health.window", "8", "--health.good-after", "2", "--health.skipped-in-a-row", "5",
 ]  # fmt: skip
 
 
