@@ -238,7 +238,7 @@ def test_processes_that_build_the_same_indices_at_once_all_get_them_right(tmp_pa
         process.stdin.flush()
     expected = GPTDataset(indexed, range(len(indexed)), 100_000, 16, 3)
     right = " ".join(str(zlib.crc32(getattr(expected, name))) for name in INDICES)
-    assert [process.communicate(timeout=60)[0] for process in processes] == [f"{right}\n"] * 3
+    assert [process.communicate(timeout=300)[0] for process in processes] == [f"{right}\n"] * 3
     assert sorted(file.suffix for file in (tmp_path / "c").iterdir()) == [".json", ".npy", ".npy", ".npy"]
 
 

@@ -1,7 +1,6 @@
 """Heartbeats between watchdogs that share this process, and what they do about those that are missing or behind."""
 
 import contextlib
-import dataclasses
 import json
 import re
 import socket
@@ -13,7 +12,7 @@ import pytest
 from mjax.errors import RunError, UsageError
 from mjax.launch import Distributed
 from mjax.training import watchdog
-from mjax.training.watchdog import COMPILING, Watchdog
+from mjax.training.watchdog import COMPILING, STEP, Watchdog
 from tests.training.watchdogs import Run
 
 pytestmark = pytest.mark.usefixtures("fast_watchdogs")
@@ -32,9 +31,7 @@ def test_processes_that_end_well_say_nothing(capfd):
 
 def test_a_connection_that_closes_is_a_death_and_all_others_leave_with_its_name(capfd):
     with Run() as run:
-        for one in run.all:
-            one.at(12)
-        time.sleep(0.1)
+        run.arranged(*[(12, STEP)] * 3)
         run.all[2]._line.connection.shutdown(2)
         run.wait_for(lambda: run.left.keys() >= {0, 1})
     sentence = f"{run.all[2].place.name} died, last heard of at step 12; what was saved is intact"
@@ -45,7 +42,7 @@ def test_a_connection_that_closes_is_a_death_and_all_others_leave_with_its_name(
 def test_the_death_of_process_0_is_named_too(capfd):
     with Run() as run:
         run.all[0].at(5)
-        time.sleep(0.1)
+        run.wait_for(lambda: all(one._first.step == 5 for one in run.all[1:]))
         run.all[0]._end = lambda sentence: None  # it says nothing any more
         for line, _ in list(run.all[0]._peers.values()):
             line.connection.shutdown(2)
@@ -54,22 +51,27 @@ def test_the_death_of_process_0_is_named_too(capfd):
 
 
 def test_silence_is_announced_at_half_and_ends_the_run_at_the_whole_heartbeat(capfd):
-    with Run(heartbeat=0.6) as run:
-        began = time.monotonic()
-        run.freeze(1)
+    with Run(heartbeat=600) as run:
+        run.freeze(1, seconds=310)
+        run.wait_for(lambda: run.said)
+        assert run.left == {}
+        run.peers[1].heard -= 300
         run.wait_for(lambda: run.left.keys() >= {0, 2})
-        assert 0.5 < time.monotonic() - began < 2
-    assert f"{run.all[1].place.name} has not been heard of for" in capfd.readouterr().err
+    assert f"{run.all[1].place.name} has not been heard of for 61" in capfd.readouterr().err
     assert len(run.said) == 1
-    assert "at 0.6 s the run ends" in run.said[0]
+    assert f"{run.all[1].place.name} has not been heard of for 31" in run.said[0]
+    assert "at 600 s the run ends" in run.said[0]
 
 
 def test_one_that_falls_silent_for_a_moment_is_heard_again():
-    with Run(heartbeat=5.0) as run:
-        name = run.all[1].place.name
-        run.all[0]._peers[1][1].heard -= 3
-        run.all[0]._report(time.monotonic())
-        run.wait_for(lambda: f"{name} is heard again" in run.said)
+    with Run(heartbeat=600) as run:
+
+        def silent():
+            run.peers[1].heard -= 310
+            return run.said  # unless a heartbeat came before the report
+
+        run.wait_for(silent)
+        run.wait_for(lambda: f"{run.all[1].place.name} is heard again" in run.said)
     assert run.left == {}
 
 
@@ -84,9 +86,10 @@ def test_an_error_is_told_to_the_others_and_its_own_process_explains_it(capfd, m
     assert capfd.readouterr().err.count(f"{run.all[1].place.name} ended at step 0 with an error: the disk is full") == 2
 
 
-def test_a_collective_that_fails_because_of_a_silent_process_names_that_one(capfd):
-    with Run(heartbeat=60.0) as run:
-        run.freeze(1)
+def test_a_collective_that_fails_because_of_a_silent_process_names_that_one(capfd, monkeypatch):
+    monkeypatch.setattr(watchdog, "SUSPECT", 100.0)  # the others are not silent, however busy the machine is
+    with Run(heartbeat=600) as run:
+        run.freeze(1, seconds=200)
         with pytest.raises(RuntimeError), run.all[2].or_end():
             raise RuntimeError("Gloo: connection closed by peer")
         run.wait_for(lambda: 0 in run.left)
@@ -113,25 +116,26 @@ def test_a_usage_error_that_all_processes_find_stays_one(capfd):
 
 
 def test_those_behind_are_reported_with_their_place_and_again_when_they_go_on():
-    with Run(limit=0.2) as run:
-        run.all[0].at(7)
-        run.all[1].at(6, "waiting for its batch")
-        run.all[2].at(7)
+    with Run() as run:
+        run.arranged((7, STEP), (6, "waiting for its batch"), (7, STEP), watchdog=0.1)
         run.wait_for(lambda: run.said)
         run.all[1].at(7)
         run.wait_for(lambda: len(run.said) > 1 and "continuing: step 7 after" in run.said[-1])
-    assert run.said[0].startswith("no step has been finished for 0 s: ")
-    assert f"{run.all[1].place.name} is at step 6, waiting for its batch for 0 s; " in run.said[0]
-    assert run.said[0].endswith("all others are at step 7, running the step")
+    behind = re.escape(f"{run.all[1].place.name} is at step 6, waiting for its batch for ")
+    assert re.fullmatch(
+        rf"no step has been finished for \d+ s: {behind}\d+ s; all others are at step 7, running the step", run.said[0]
+    )
 
 
 @pytest.mark.parametrize("doing", [COMPILING, "saving"])
 def test_nobody_is_reported_while_all_compile_or_save(doing):
-    with Run(limit=0.2) as run:
-        for one in run.all:
-            one.at(7, doing)
-        time.sleep(0.8)
-    assert run.said == []
+    with Run(heartbeat=1e6) as run:
+        run.arranged(*[(7, doing)] * 3, watchdog=600)
+        run.wait_for(lambda: run.all[0]._slowest == 7)
+        assert run.all[0]._report(time.monotonic() + 5000) == ""
+        assert run.said == []
+        run.all[0]._report(time.monotonic() + 7000)
+        assert "no step has been finished for " in run.said[0]
 
 
 TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(range(150, 250))
@@ -192,11 +196,7 @@ def test_a_usage_error_of_one_process_ends_the_others_with_its_exit_code_and_wor
 
 def test_a_hang_limit_ends_the_run_and_says_who_is_behind(capfd):
     with Run() as run:
-        run.all[0].at(7)
-        run.all[1].at(6, "waiting for its batch")
-        run.all[2].at(7)
-        run.wait_for(lambda: {peer.step for _, peer in run.all[0]._peers.values()} == {6, 7})
-        run.all[0].where = dataclasses.replace(run.all[0].where, hang_limit=0.1)
+        run.arranged((7, STEP), (6, "waiting for its batch"), (7, STEP), hang_limit=0.1)
         run.wait_for(lambda: run.left.keys() >= {0, 1, 2})
     error = capfd.readouterr().err
     behind = re.escape(f"{run.all[1].place.name} is at step 6, waiting for its batch for ")
@@ -207,8 +207,8 @@ def test_a_hang_limit_ends_the_run_and_says_who_is_behind(capfd):
 
 
 def test_a_hang_limit_holds_for_a_single_process_too(capfd):
-    with Run(count=1, hang_limit=0.2) as run:
-        run.all[0].at(3)
+    with Run(count=1, hang_limit=600) as run:
+        run.arranged((3, STEP), hang_limit=0.1)
         run.wait_for(lambda: run.left)
     assert run.left == {0: 1}
     assert "all 1 processes are at step 3, running the step; --distributed.hang-limit is" in capfd.readouterr().err

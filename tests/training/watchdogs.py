@@ -1,5 +1,6 @@
 """Watchdogs that share this process: one thread per process of a run, and no JAX between them."""
 
+import dataclasses
 import threading
 import time
 
@@ -10,11 +11,11 @@ from mjax.training.watchdog import Watchdog
 class Run:
     """Watchdogs of `count` processes; what they say and with which codes they leave."""
 
-    def __init__(self, count=3, heartbeat=60.0, limit=0.0, hang_limit=None):
-        self.message, self.there = b"", threading.Event()
+    def __init__(self, count=3, heartbeat=60.0, hang_limit=None):
+        self.message, self.there, self.over = b"", threading.Event(), threading.Event()
         self.left, self.said, self.explained = {}, [], {}
         where = Distributed(
-            coordinator="127.0.0.1:1", heartbeat=heartbeat, watchdog=limit, start_timeout=60, hang_limit=hang_limit
+            coordinator="127.0.0.1:1", heartbeat=heartbeat, watchdog=0.0, start_timeout=60, hang_limit=hang_limit
         )
         self.all = [
             Watchdog(
@@ -45,15 +46,35 @@ class Run:
         return self
 
     def __exit__(self, *_):
+        self.over.set()
         leaving = [threading.Thread(target=one.__exit__, args=(None, None, None)) for one in self.all]
         for thread in leaving:
             thread.start()
         for thread in leaving:
             thread.join()
 
-    def freeze(self, index):
-        """Let a process fall silent, its connection open."""
-        self.all[index]._obey = lambda: threading.Event().wait(2.0)
+    @property
+    def peers(self):
+        """All but process 0, as it knows them."""
+        return {index: peer for index, (_, peer) in self.all[0]._peers.items()}
+
+    def freeze(self, index, seconds):
+        """Let a process fall silent, its connection open: process 0 heard its last word so many `seconds` ago."""
+        frozen, place = threading.Event(), self.all[0].place
+        self.all[index]._obey = lambda: frozen.set() or self.over.wait(60)
+        assert frozen.wait(60)
+        for _ in range(2):  # process 0 reads what was sent before
+            beat = place.heard
+            self.wait_for(lambda beat=beat: place.heard != beat)
+        self.peers[index].heard = time.monotonic() - seconds
+
+    def arranged(self, *places, **where):
+        """Tell process 0 where everyone is; then it watches with other settings."""
+        for one, (step, doing) in zip(self.all, places, strict=True):
+            one.at(step, doing)
+        known = {index: place for index, place in enumerate(places) if index}
+        self.wait_for(lambda: {index: (peer.step, peer.doing) for index, peer in self.peers.items()} == known)
+        self.all[0].where = dataclasses.replace(self.all[0].where, **where)
 
     def ask(self, question):
         """What `question(watchdog, index)` returns or raises in every process, all at once."""
