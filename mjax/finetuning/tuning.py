@@ -190,4 +190,8 @@ class _Log(MetricsLog):
 
     def __init__(self, folder: Path, step: int, draw: Callable[[], None], say: Callable[[str], None]):
         super().__init__(folder, step, tensorboard=False, say=say)
-        self.draw = draw
+        self._draw = draw
+
+    def draw(self, last: bool = True) -> None:
+        """Redraw report.png, after every epoch."""
+        self._draw()
