@@ -56,7 +56,7 @@ class Run:
     @property
     def peers(self):
         """All but process 0, as it knows them."""
-        return {index: peer for index, (_, peer) in self.all[0]._peers.items()}
+        return {index: peer for index, (_, peer) in list(self.all[0]._peers.items())}
 
     def freeze(self, index, seconds):
         """Let a process fall silent, its connection open: process 0 heard its last word so many `seconds` ago."""
