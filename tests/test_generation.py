@@ -413,7 +413,7 @@ def test_a_run_without_a_tokenizer_continues_text_with_the_one_that_is_given(run
     with pytest.raises(UsageError, match=r"has no mjax_tokenizer\.json, .* --tokenizer KIND:FILES"):
         run_generate(arguments_of("--checkpoint", tmp_path, *flags))
     save_config(small_config(vocabulary=60), tmp_path / "config.json")
-    with pytest.raises(UsageError, match=r"--tokenizer bytes has 257 ids and the model of .* 60; name the one"):
+    with pytest.raises(UsageError, match=r"--tokenizer bytes has 257 ids and the model of .* 60; add the one"):
         run_generate(arguments_of("--checkpoint", tmp_path, *flags, "--tokenizer", "bytes"))
 
 
