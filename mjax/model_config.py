@@ -307,10 +307,12 @@ def kind_of(model: ModelConfig) -> str:
 
 
 def as_kind(model: ModelConfig, kind: str) -> ModelConfig:
-    """A config of another architecture, with the fields that it shares with `model`."""
+    """A config of another architecture, with the fields it shares with `model` where these are not at their
+    defaults; its own defaults may differ."""
     cls = config_class(kind, KIND_FLAG)
-    shared = (_names(cls) & _names(type(model))) - {"kind"}
-    return cls(**{name: getattr(model, name) for name in shared})
+    own = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name != "kind"}
+    chosen = {field.name for field in dataclasses.fields(model) if own.get(field.name) != field.default}
+    return cls(**{name: value for name, value in own.items() if name in chosen & _names(cls)})
 
 
 # Fields that every config once had, whatever its kind, with their defaults.

@@ -159,7 +159,7 @@ def weights_of(config: Config):
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-MEANS = {"gpt": ("loss",), "bert": ("mlm_loss", "order_loss", "order_accuracy"), "bert_task": ("loss", "accuracy")}
+MEANS = {"bert": ("mlm_loss", "order_loss", "order_accuracy"), "bert_task": ("loss", "accuracy")}
 
 
 def as_vector(means, names):

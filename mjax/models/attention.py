@@ -17,6 +17,7 @@ scores; only cuDNN's kernel needs it written out. With a window all mask the key
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -228,6 +229,8 @@ class Attention(nnx.Module):
         positions: Positions = NO_POSITIONS,
         kv_heads: int | None = None,
         bias: bool = True,
+        out_bias: bool | None = None,
+        qk_norm: Callable[[int], nnx.Module | None] = lambda heads: None,
     ):
         """Initialise the two matrices.
 
@@ -240,6 +243,8 @@ class Attention(nnx.Module):
             With the default the first matrix is [h, 3, n, d], else [h, kv_heads, n / kv_heads + 2, d]: for each of them
             its queries, its key and its value.
           bias: whether both matrices have a bias.
+          out_bias: whether the second matrix has a bias; by default as `bias`.
+          qk_norm: makes the norm of queries or keys [b, s, heads / p, d] from a number of heads; None: no norm.
         """
         qkv, out = jax.random.split(key)
         heads, size = config.heads, config.head_size
@@ -247,7 +252,9 @@ class Attention(nnx.Module):
         self.grouped = kv_heads not in (None, heads)
         columns, split = ((kv_heads, heads // kv_heads + 2, size), 0) if self.grouped else ((3, heads, size), 1)
         self.qkv = ColumnParallelLinear(qkv, config.hidden, columns, split, config.init_std, dtype, bias)
-        self.out = RowParallelLinear(out, (heads, size), config.hidden, config.residual_std, dtype, bias)
+        out_bias = bias if out_bias is None else out_bias
+        self.out = RowParallelLinear(out, (heads, size), config.hidden, config.residual_std, dtype, out_bias)
+        self.query_norm, self.key_norm = qk_norm(heads), qk_norm(kv_heads or heads)
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, k, v = self._project(x, context)
@@ -275,6 +282,8 @@ class Attention(nnx.Module):
             q, k, v = qkv[:, :, :, :-2].reshape(b, s, -1, size), qkv[:, :, :, -2], qkv[:, :, :, -1]
         else:
             q, k, v = (qkv[:, :, i] for i in range(3))
+        if self.query_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         q, k = self.positions.turn(q, k, context)
         return q, k, v
 

@@ -10,6 +10,11 @@
     x ─┬─ attention ─ dropout ─ + ─ norm ─┬─ MLP ─ dropout ─ + ─ norm ─▶
        └──────────────────────┘           └────────────────┘
 
+    OutputNormBlock (OLMo 2, arXiv 2501.00656)
+
+    x ─┬─ attention ─ norm ─ dropout ─ + ─┬─ MLP ─ norm ─ dropout ─ + ─▶
+       └──────────────────────────────┘   └────────────────────────┘
+
 Attention and MLP each open and close a tensor-parallel region, so a layer has two all-reduces forward and two backward.
 Between them the stream is [t, h], one row per token: all tokens of the micro-batch, or with sequence parallelism those
 of this rank.
@@ -100,6 +105,21 @@ class PostNormBlock(Block):
         x = x + context.dropout(self.mlp(x, context), self.dropout, random.MLP_OUTPUT)
         # The input of a norm is kept for its backward pass; in the pre-LN layer it is the next layer's input.
         return self.mlp_norm(checkpoint_name(x, "residual"))
+
+
+class OutputNormBlock(Block):
+    """One transformer layer whose attention and MLP are normed before they are added to the stream."""
+
+    def __call__(self, x: Array, context: Context) -> Array:
+        y = self.attention_norm(checkpoint_name(self.attention(x, context), "residual"))
+        x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
+        y = self.mlp_norm(checkpoint_name(self.mlp(x, context), "residual"))
+        return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
+
+    def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+        y, new = self.attention.decode(x, context, cached, lengths)
+        x = x + self.attention_norm(y)
+        return x + self.mlp_norm(self.mlp(x, context)), new
 
 
 def stack(key: Array, layers: int, layer: Callable[[Array], nnx.Module]) -> nnx.Module:

@@ -1,4 +1,5 @@
-"""The MLP of a layer: two linear layers with an activation between, the feed-forward dim split over `model`."""
+"""The MLP of a layer: two linear layers with an activation between, the feed-forward dim split over `model`; plain, or
+with a gate."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from mjax.llama_config import LlamaConfig
 from mjax.model_config import TransformerConfig
 from mjax.models.context import Context
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, recomputed
@@ -28,6 +30,34 @@ class MLP(nnx.Module):
         # Recomputed in the backward pass: autodiff would keep several tensors of width f for it.
         activation = recomputed(partial(gelu, tanh=self.tanh))
         return self.down(activation(checkpoint_name(self.up(x, context.tokens), "mlp_up")), context.tokens)
+
+
+class GatedMLP(nnx.Module):
+    """y = (act(x A) ⊙ x B) C: SwiGLU or GeGLU (arXiv 2002.05202). Shapes: x [t, h] → [t, h].
+
+    A and B are one product [h, 2, f]: a rank has the same columns of both.
+    """
+
+    def __init__(self, key: Array, config: LlamaConfig, dtype):
+        up, down = jax.random.split(key)
+        width, std = config.mlp_width, config.init_std
+        self.activation = config.activation
+        self.up = ColumnParallelLinear(up, config.hidden, (2, width), 1, std, dtype, bias=False)
+        self.down = RowParallelLinear(down, (width,), config.hidden, config.residual_std, dtype, bias=False)
+
+    def __call__(self, x: Array, context: Context) -> Array:
+        both = checkpoint_name(self.up(x, context.tokens), "mlp_up")  # [b s, 2, f / p]
+        return self.down(recomputed(partial(_gated, activation=self.activation))(both), context.tokens)
+
+
+def _gated(both: Array, activation: str) -> Array:
+    gate, up = both[:, 0], both[:, 1]
+    return silu(gate) * up if activation == "silu" else gelu(gate, tanh=activation == "gelu_tanh") * up
+
+
+def silu(x: Array) -> Array:
+    """x · sigmoid(x) in float32 or wider. Shapes: any."""
+    return jax.nn.silu(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)
 
 
 def gelu(x: Array, tanh: bool) -> Array:

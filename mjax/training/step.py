@@ -244,6 +244,7 @@ def loss_and_gradients(
       Means by name, [] each; and a gradient in float32 for each shard of `model`, sharded like it.
     """
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
+    scale = jnp.asarray(scale, parameter_type(config.precision.compute))  # 1 / count is as exact as the weights
     factors = shares(global_counts(model, batch), scale)
     forward = Forward(config, plan, factors, step, objective=objective)
     micro_batches = micro_batches_of(config, batch)

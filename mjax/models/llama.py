@@ -1,0 +1,96 @@
+"""Llama and its relatives: RMSNorm, rotary positions, grouped-query attention and a gated MLP (arXiv 2302.13971,
+2407.21783).
+
+    Llama, Mistral, Qwen                      OLMo 2 (arXiv 2501.00656)
+
+    x ─┬─ norm ─ attention ─ + ─ …            x ─┬─ attention ─ norm ─ + ─ …
+       └─────────────────────┘                   └─────────────────────┘
+
+Mistral is a Llama with a sliding window. Qwen 2 has a bias on queries, keys and values, Qwen 3 a norm on each head of
+queries and keys in its place, and OLMo 2 one on all heads together.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from mjax.llama_config import LlamaConfig
+from mjax.models.attention import Attention
+from mjax.models.block import Block, OutputNormBlock, stack
+from mjax.models.causal import CausalModel
+from mjax.models.context import Context
+from mjax.models.mlp import GatedMLP
+from mjax.models.norms import AllHeadsRMSNorm, RMSNorm
+from mjax.models.rotary import Rotary
+from mjax.parallel import random
+from mjax.parallel.layers import VocabParallelEmbedding
+from mjax.parallel.tokens import Tokens
+
+
+class Llama(CausalModel):
+    """A decoder-only language model of today."""
+
+    def __init__(self, key: Array, config: LlamaConfig, dtype=jnp.float32):
+        embedding, blocks, head = jax.random.split(key, 3)
+        table = partial(
+            VocabParallelEmbedding,
+            vocabulary=config.vocabulary,
+            rows=config.padded_vocabulary,
+            width=config.hidden,
+            std=config.init_std,
+            dtype=dtype,
+        )
+        self.config = config
+        self.embedding = table(embedding)
+        self.blocks = stack(blocks, config.layers, lambda key: llama_layer(key, config, dtype))
+        self.final_norm = RMSNorm(config.hidden, config.norm_epsilon, dtype)
+        if not config.tied:
+            self.head = table(head)
+
+    def embed(self, batch: dict[str, Array], context: Context) -> Array:
+        x = self.embedding(batch["tokens"], context.tokens)
+        return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
+
+    def logits(self, x: Array, tokens: Tokens) -> Array:
+        head = self.embedding if self.config.tied else self.head
+        return head.logits(self.final_norm(x), tokens)
+
+
+def llama_layer(key: Array, config: LlamaConfig, dtype) -> Block:
+    """One layer."""
+    attention, mlp = jax.random.split(key)
+    norm = partial(RMSNorm, epsilon=config.norm_epsilon, dtype=dtype)
+    return (Block if config.norms == "pre" else OutputNormBlock)(
+        attention_norm=norm(config.hidden),
+        attention=Attention(
+            attention,
+            config,
+            dtype,
+            rotary_of(config),
+            config.groups,
+            bias=config.qkv_bias,
+            out_bias=False,
+            qk_norm=lambda heads: _qk_norm(heads, config, dtype),
+        ),
+        mlp_norm=norm(config.hidden),
+        mlp=GatedMLP(mlp, config, dtype),
+        dropout=config.hidden_dropout,
+    )
+
+
+def rotary_of(config: LlamaConfig) -> Rotary:
+    """The rotary positions of a config."""
+    return Rotary(config.turned, config.rope_theta, config.rope_scaling, config.rope_factor, config.rope_original)
+
+
+def _qk_norm(heads: int, config: LlamaConfig, dtype) -> nnx.Module | None:
+    if config.qk_norm == "head":
+        return RMSNorm(config.head_size, config.norm_epsilon, dtype)
+    if config.qk_norm == "heads":
+        return AllHeadsRMSNorm(heads, config.head_size, config.norm_epsilon, dtype)
+    return None

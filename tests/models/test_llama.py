@@ -1,0 +1,157 @@
+"""Llama and its relatives: a serial reference in float64, on every kind of mesh."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.config import Config, DataConfig, LlamaConfig, MeshConfig, PrecisionConfig, TrainConfig
+from mjax.models.llama import rotary_of
+from tests.reference import QUICKLY
+from tests.small import gradient_program, named, packing_of, weights_of
+
+MODEL = LlamaConfig(
+    layers=2,
+    hidden=32,
+    heads=8,
+    kv_heads=4,
+    sequence=16,
+    feed_forward=24,
+    vocabulary=60,
+    vocabulary_multiple=64,
+    attention="xla",
+)
+FAMILIES = {
+    "llama": MODEL,
+    "llama 3.1": replace(MODEL, rope_scaling="llama3", rope_factor=8.0, rope_original=8, rope_theta=50.0),
+    "mistral": replace(MODEL, window=5),
+    "qwen 2": replace(MODEL, qkv_bias=True, tied=True, rope_theta=1e6),
+    "qwen 3": replace(MODEL, qk_norm="head", head_dim=6, rope_theta=1e6),
+    "olmo 2": replace(MODEL, qk_norm="heads", norms="post", kv_heads=None),
+    "geglu, half a head turned, yarn": replace(
+        MODEL, activation="gelu_tanh", rope_share=0.5, rope_scaling="yarn", rope_factor=4.0, rope_original=64
+    ),
+}
+MESHES = {
+    "2 × 4": {"data": 2, "model": 4},
+    "2 × 4, sequence parallel, FSDP": {"data": 2, "model": 4, "sequence_parallel": True, "zero": 3},
+    "pipe 2, ZeRO-1": {"pipe": 2, "data": 2, "model": 2, "zero": 1},
+    "pipe 2, split backward passes": {"pipe": 2, "schedule": "zb-h1"},
+}
+PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
+
+
+def config_of(architecture, recompute="none", **mesh):
+    return Config(
+        model=architecture,
+        mesh=MeshConfig(**mesh),
+        data=DataConfig(mock=True, **PACKED),
+        precision=PrecisionConfig(compute="fp64"),
+        train=TrainConfig(global_batch=8, micro_batch=1, recompute=recompute),
+    )
+
+
+def batch_of(config):
+    shape = (8, config.model.sequence + 1)
+    rows = np.random.default_rng(0).integers(0, config.model.vocabulary, shape).astype(np.int32)
+    return {"tokens": rows[:, :-1], "labels": rows[:, 1:], **packing_of(8, config.model.sequence)}
+
+
+# --- The same, serially -----------------------------------------------------------------------------------------------
+
+
+def norm(x, scale, model, dims=-1):
+    return x / jnp.sqrt((x**2).mean(dims, keepdims=True) + model.norm_epsilon) * scale
+
+
+def turned(x, places, model):
+    """Pairs (i, i + dims / 2) as complex numbers, turned by an angle: x [b, s, n, d]."""
+    rotary = rotary_of(model)
+    turn = jnp.exp(1j * places[..., None] * rotary.frequencies())[:, :, None] * rotary.magnitude()
+    half = model.turned // 2
+    pairs = (x[..., :half] + 1j * x[..., half : 2 * half]) * turn
+    return jnp.concatenate([pairs.real, pairs.imag, x[..., 2 * half :]], -1)
+
+
+def projected(w, x, model):
+    if model.groups == model.heads:
+        qkv = jnp.einsum("bsh,hcnd->cbsnd", x, w["attention.qkv.kernel"])
+        return qkv + w["attention.qkv.bias"][:, None, None] if model.qkv_bias else qkv
+    qkv = jnp.einsum("bsh,hkgd->bskgd", x, w["attention.qkv.kernel"])
+    qkv = qkv + w["attention.qkv.bias"] if model.qkv_bias else qkv
+    return qkv[:, :, :, :-2].reshape(*x.shape[:2], model.heads, -1), qkv[:, :, :, -2], qkv[:, :, :, -1]
+
+
+def attention(w, x, model, batch):
+    q, k, v = projected(w, x, model)
+    if model.qk_norm != "none":
+        dims = -1 if model.qk_norm == "head" else (-2, -1)
+        q = norm(q, w["attention.query_norm.scale"], model, dims)
+        k = norm(k, w["attention.key_norm.scale"], model, dims)
+    q, k = (turned(part, batch["positions"], model) for part in (q, k))
+    k, v = (jnp.repeat(part, model.heads // model.groups, axis=2) for part in (k, v))
+    scores = jnp.einsum("bqnd,bpnd->bnqp", q, k) / np.sqrt(model.head_size)
+    same = batch["documents"][:, :, None] == batch["documents"][:, None]
+    near = np.tri(x.shape[1], dtype=bool) & ~np.tri(x.shape[1], k=-(model.window or x.shape[1]), dtype=bool)
+    context = jnp.einsum("bnqp,bpnd->bqnd", jax.nn.softmax(jnp.where((near & same)[:, None], scores, -jnp.inf)), v)
+    return jnp.einsum("bsnd,ndh->bsh", context, w["attention.out.kernel"])
+
+
+def mlp(w, x, model):
+    gate, up = jnp.einsum("bsh,hcf->cbsf", x, w["mlp.up.kernel"])
+    return ((jax.nn.silu if model.activation == "silu" else jax.nn.gelu)(gate) * up) @ w["mlp.down.kernel"]
+
+
+def serial_loss(weights, model, batch):
+    x = weights["embedding.table"][batch["tokens"]]
+    for number in range(model.layers):
+        w = {name.removeprefix("blocks."): part[number] for name, part in weights.items() if "blocks." in name}
+        if model.norms == "pre":
+            x = x + attention(w, norm(x, w["attention_norm.scale"], model), model, batch)
+            x = x + mlp(w, norm(x, w["mlp_norm.scale"], model), model)
+        else:
+            x = x + norm(attention(w, x, model, batch), w["attention_norm.scale"], model)
+            x = x + norm(mlp(w, x, model), w["mlp_norm.scale"], model)
+    head = weights["embedding.table" if model.tied else "head.table"]
+    scores = (norm(x, weights["final_norm.scale"], model) @ head.T)[..., : model.vocabulary]
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(scores), batch["labels"][..., None], -1)[..., 0]
+    return -(chosen * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
+
+
+@cache
+def expected_of(family):
+    config = config_of(FAMILIES[family])
+    loss = jax.jit(jax.value_and_grad(serial_loss), static_argnums=1, compiler_options=QUICKLY)
+    return loss(named(weights_of(config)), config.model, batch_of(config))
+
+
+# Every family and every mesh, both at least once; the whole product takes minutes.
+OFTEN = [
+    ("llama", "2 × 4", "none"),
+    ("llama 3.1", "pipe 2, ZeRO-1", "selective"),
+    ("mistral", "pipe 2, split backward passes", "none"),
+    ("qwen 2", "2 × 4, sequence parallel, FSDP", "selective"),
+    ("qwen 3", "2 × 4", "selective"),
+    ("olmo 2", "2 × 4, sequence parallel, FSDP", "full"),
+    ("geglu, half a head turned, yarn", "2 × 4", "full"),
+]
+PRODUCT = [(family, mesh, recompute) for family in FAMILIES for mesh in MESHES for recompute in ("none", "selective")]
+SELDOM = [pytest.param(*case, marks=pytest.mark.long) for case in PRODUCT if case not in OFTEN]
+
+
+@pytest.mark.parametrize(("family", "mesh", "recompute"), OFTEN + SELDOM)
+def test_loss_and_gradients_equal_the_serial_reference_in_float64(family, mesh, recompute):
+    with jax.enable_x64(True):
+        config = config_of(FAMILIES[family], recompute, **MESHES[mesh])
+        program, place = gradient_program(config)
+        loss, gradients = program(place(), batch_of(config), jnp.int32(0), jnp.float64(1.0))
+        expected_loss, expected = expected_of(family)
+        assert abs(float(loss) - float(expected_loss)) < 1e-13
+        assert {name for name, gradient in expected.items() if not np.abs(gradient).max() > 1e-6} == set()
+        for name, gradient in named(gradients).items():
+            np.testing.assert_allclose(
+                gradient.reshape(expected[name].shape), expected[name], rtol=0, atol=1e-14, err_msg=name
+            )
