@@ -32,6 +32,8 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 NO_EOD = -1
 GREEDY = Sampling(tokens=6, temperature=0)
 WINDOW = {"window": 4, **BLOOM}
+QWEN = {"kind": "llama", "kv_heads": 2, "head_dim": 6, "qk_norm": "head", "tied": True}
+OLMO = {"kind": "llama", "kv_heads": 4, "qk_norm": "heads", "norms": "post", "window": 6}
 
 
 def with_shardings(generator, build):
@@ -76,7 +78,16 @@ def full_forward(sequence=16):
 
 @pytest.mark.parametrize(
     ("mesh", "changes"),
-    [((1, 1), {}), ((1, 4), {}), ((1, 1), BLOOM), ((1, 2), BLOOM), ((1, 1), {"window": 1}), ((1, 2), WINDOW)],
+    [
+        ((1, 1), {}),
+        ((1, 4), {}),
+        ((1, 1), BLOOM),
+        ((1, 2), BLOOM),
+        ((1, 1), {"window": 1}),
+        ((1, 2), WINDOW),
+        ((1, 2), QWEN),
+        ((1, 2), OLMO),
+    ],
 )
 def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass_at_every_position(mesh, changes):
     lengths, last = np.array([3, 1, 7], np.int32), 12

@@ -1,0 +1,35 @@
+"""Qwen 3 32B.
+
+parameters   32,762,123,264
+hardware     64 GPUs, data 8 × model 8
+source       arXiv 2505.09388, table 1; Qwen3-32B on Hugging Face; the optimizer is that of Llama 3
+"""
+
+from mjax.config import CheckpointConfig, Config, LlamaConfig, MeshConfig, OptimizerConfig, TrainConfig
+
+config = Config(
+    model=LlamaConfig(
+        layers=64,
+        hidden=5120,
+        heads=64,
+        kv_heads=8,
+        head_dim=128,
+        feed_forward=25600,
+        sequence=4096,
+        vocabulary=151936,
+        vocabulary_multiple=128,
+        qk_norm="head",
+        rope_theta=1_000_000.0,
+        norm_epsilon=1e-6,
+    ),
+    mesh=MeshConfig(data=8, model=8, sequence_parallel=True, zero=1),
+    optimizer=OptimizerConfig(
+        learning_rate=1.5e-4,
+        min_learning_rate=1.5e-5,
+        warmup_steps=2_000,
+        beta2=0.95,
+        weight_decay=0.1,
+    ),
+    train=TrainConfig(steps=1_000_000, global_batch=1024, micro_batch=1, recompute="selective"),
+    checkpoint=CheckpointConfig(interval=1_000, keep_last=2),
+)
