@@ -58,6 +58,19 @@ PUBLISHED = {
     "gpt_175b_sp": 174_615_846_912,
     "gpt_530b_sp": 529_600_819_200,
     "gpt_1t_sp": 1_008_038_758_400,
+    "llama2_7b": 6_738_415_616,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "llama32_1b": 1_235_814_400,
+    "mistral_7b": 7_241_732_096,
+    "qwen25_7b": 7_615_616_512,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_32b": 32_762_123_264,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_7b": 7_298_617_344,
+    "smollm2_135m": 134_515_008,
 }
 
 # As the papers print them: billions of parameters, GPUs, micro-batches of a replica, virtual stages of a device, layers
