@@ -96,7 +96,7 @@ def family_of(model: ModelConfig) -> Family:
     near = [family for family in families if family.fixed["kind"] == model.kind]
     if not near:
         kinds = ", ".join(dict.fromkeys(family.fixed["kind"] for family in families))
-        raise UsageError(f"transformers has no class for {model.title}; convert a model of one of the kinds {kinds}")
+        raise UsageError(f"mjax convert has no table for {model.title}; convert a model of the kinds {kinds}")
     theirs = {family.model: unlike(family, model) for family in near}
     asked = (*(name for family in near for name in family.fixed), *(name for each in theirs.values() for name in each))
     given = [name for name in dict.fromkeys(asked) if any(name in each for each in theirs.values())]

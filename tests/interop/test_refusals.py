@@ -281,7 +281,7 @@ def test_an_export_of_what_no_class_of_transformers_has_is_refused(option, tmp_p
 
 
 def test_an_export_of_a_model_of_one_s_own_is_refused_by_its_title():
-    with pytest.raises(UsageError, match="no class for a toy; convert a model of one of the kinds gpt, bert"):
+    with pytest.raises(UsageError, match="no table for a toy; convert a model of the kinds gpt, bert"):
         family_of(toy_model.config.model)
 
 
