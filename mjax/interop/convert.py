@@ -25,7 +25,7 @@ from mjax.interop.gpt2 import GPT2
 from mjax.interop.model_folder import new_folder
 from mjax.interop.settings import fits, unlike
 from mjax.interop.weights import leaves
-from mjax.model_config import ModelConfig
+from mjax.model_config import ModelConfig, kind_of
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
 from mjax.state.checkpoint import Checkpoints
@@ -93,7 +93,7 @@ def family_of(model: ModelConfig) -> Family:
     for family in families:
         if fits(family, model):
             return family
-    near = [family for family in families if family.fixed["kind"] == model.kind]
+    near = [family for family in families if family.fixed["kind"] == kind_of(model)]
     if not near:
         kinds = ", ".join(dict.fromkeys(family.fixed["kind"] for family in families))
         raise UsageError(f"mjax convert has no table for {model.title}; convert a model of the kinds {kinds}")

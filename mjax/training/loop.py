@@ -222,13 +222,12 @@ class Run:
             waiting: tuple[int, StepMetrics] | None = None
             program, size = self.program, None
             for step, batch in enumerate(batches, start=start + 1):
-                if size != self.sizes.size(step - 1):
+                if size != (due := self.sizes.size(step - 1)):
                     if waiting is not None:
                         self._write(self._record(*waiting))  # so that its time does not include a compilation
                         waiting = None
                     self.watchdog.at(step, COMPILING)
-                    size = self.sizes.size(step - 1)
-                    program = self._program_of(size, step)
+                    size, program = due, self._program_of(due, step)
                 else:
                     self.watchdog.at(step)
                 state, metrics = program.train_step(state, batch, *self._limit(step))
