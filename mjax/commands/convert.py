@@ -49,7 +49,8 @@ from mjax.state.checkpoint import Checkpoints
 
 @dataclass(frozen=True)
 class FromHfArguments:
-    """Convert a Hugging Face model (GPT-2, BERT, BLOOM) into a run folder, to generate, evaluate or train."""
+    """Convert a Hugging Face model (GPT-2, BLOOM, Llama, Mistral, Qwen, OLMo 2, BERT) into a run folder, to generate,
+    evaluate or train."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder with config.json and model.safetensors, as written by save_pretrained."""

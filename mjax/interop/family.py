@@ -6,7 +6,7 @@ parameters (`weights.py`), so a family only states differences in layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,10 @@ class Family:
       same: settings for which mjax has one field shared with another setting; and the default if the first is omitted,
         None for the value of the other.
       other_names: names of a setting in old files → current name.
+      read: takes config.json's settings and the file's name, gives the settings without those it has read and our
+        fields they stand for; for what no table can say, such as the scaling of rotary positions.
+      write: the same the other way: of a model the settings of config.json.
+      read_fields: our fields that `read` gives, or that no file has.
       without_effect: settings that do not change what the model computes.
     """
 
@@ -62,4 +66,7 @@ class Family:
     only: Mapping[str, Any] = field(default_factory=dict)
     same: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     other_names: Mapping[str, str] = field(default_factory=dict)
+    read: Callable[[dict[str, Any], str], tuple[dict[str, Any], dict[str, Any]]] = lambda values, file: (values, {})
+    write: Callable[[Any], dict[str, Any]] = lambda model: {}
+    read_fields: frozenset[str] = frozenset()
     without_effect: frozenset[str] = frozenset()

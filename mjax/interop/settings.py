@@ -22,6 +22,8 @@ ACTIVATIONS = {
     "gelu_python": "gelu_erf",
 }
 """transformers' name → ours; the first of each is written."""
+GATES = {"silu": "silu", "swish": "silu", **ACTIVATIONS}
+"""The same of a gated MLP."""
 MOST_WHOLE, MOST = 2**31, 1e30
 """Above any meaningful number in a config.json."""
 ONLY = {"add_cross_attention": False, "is_encoder_decoder": False, "tie_word_embeddings": True}
@@ -57,7 +59,7 @@ def unlike(family: Family, model: ModelConfig) -> dict[str, Any]:
     told = {ours for ours, _ in family.fields.values()}
     expected = dict(family.fixed)
     for field in dataclasses.fields(model):
-        if field.name not in told | TOLD_ELSEWHERE:
+        if field.name not in told | family.read_fields | TOLD_ELSEWHERE:
             expected.setdefault(field.name, field.default)
     if "feed_forward" not in told and getattr(model, "mlp_width", None) != 4 * model.hidden:
         expected["feed_forward"] = 4 * model.hidden
@@ -81,6 +83,7 @@ def model_config(family: Family, values: dict[str, Any], file: str, vocabulary_m
         if old in values and values.get(new, values[old]) != values[old]:
             raise UsageError(f"{file}: {old} is {values[old]!r} and {new} {values[new]!r}; remove the wrong one")
     values = {family.other_names.get(name, name): value for name, value in values.items()}
+    values, more = family.read(values, file)
     _check_known(family, values, file)
 
     found = {ours: _read(values, name, default, file) for name, (ours, default) in family.fields.items()}
@@ -92,13 +95,15 @@ def model_config(family: Family, values: dict[str, Any], file: str, vocabulary_m
                 f"{file}: {name} is {value!r} and {other} {found[ours]}, but mjax has one number for both; "
                 "make them equal, if the model is the same then"
             )
-    if found["hidden"] % found["heads"]:
+    if found["hidden"] % found["heads"] and not found.get("head_dim"):
         theirs = {ours: name for name, (ours, _) in family.fields.items()}
         raise UsageError(
             f"{file}: {theirs['heads']} {found['heads']} does not divide {theirs['hidden']} {found['hidden']}; "
             "restore the file"
         )
-    return config_class(family.fixed["kind"], file)(**family.fixed, **found, vocabulary_multiple=vocabulary_multiple)
+    return config_class(family.fixed["kind"], file)(
+        **family.fixed, **found, **more, vocabulary_multiple=vocabulary_multiple
+    )
 
 
 def _read(values: dict[str, Any], name: str, default: Any, file: str) -> Any:
@@ -107,11 +112,10 @@ def _read(values: dict[str, Any], name: str, default: Any, file: str) -> Any:
     if value is None and default is None:
         return None
     if isinstance(default, str):
-        if not isinstance(value, str) or value not in ACTIVATIONS:
-            raise UsageError(
-                f"{file}: {name} is {value!r}; mjax supports {', '.join(ACTIVATIONS)}: convert another model"
-            )
-        return ACTIVATIONS[value]
+        known = ACTIVATIONS if default in ACTIVATIONS else GATES
+        if not isinstance(value, str) or value not in known:
+            raise UsageError(f"{file}: {name} is {value!r}; mjax supports {', '.join(known)}: convert another model")
+        return known[value]
     kinds, least, most, kind = (int,), 1, MOST_WHOLE, "a whole number above 0"
     if isinstance(default, float):
         kinds, least, most, kind = (int, float), 0, MOST, "a number from 0 on"
@@ -144,5 +148,6 @@ def config_values(family: Family, model: ModelConfig) -> dict[str, Any]:
         if ours == "feed_forward" and default is not None:
             values[name] = model.mlp_width
         elif ours == "activation":
-            values[name] = next(theirs for theirs, known in ACTIVATIONS.items() if known == model.activation)
+            values[name] = next(theirs for theirs, known in GATES.items() if known == model.activation)
+    values |= family.write(model)
     return values | {name: values[other] for name, (other, _) in family.same.items()}

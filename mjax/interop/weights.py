@@ -31,7 +31,7 @@ from mjax.names import leaf_name
 ROWS = 4096  # of an embedding to read at once
 LAYERS = "blocks."
 """Prefix of the names of weights that each layer has."""
-OF_TOKENS = ("embedding.table", "mlm.bias")
+OF_TOKENS = ("embedding.table", "head.table", "mlm.bias")
 """Weights with one row per token, and zero rows after them that pad the vocabulary."""
 
 
@@ -88,12 +88,19 @@ def _place(
     module, _, part = ours.rpartition(".")
     stacked = ours.startswith(LAYERS)
     shape, index = list(shapes[ours][stacked:]), [layer] * stacked
-    inputs = len(shapes[ours]) - len(shapes[f"{module}.bias"]) if part == "kernel" else 0
+    inputs = 0 if part != "kernel" else len(shape) - 1 if module.endswith(".out") else 1
     if ours in OF_TOKENS:
         shape[0], index = model.vocabulary, [slice(model.vocabulary)]
     if which is not None:
-        index += [*[slice(None)] * inputs, which]
-        del shape[inputs]
+        index += [slice(None)] * inputs
+        groups = getattr(model, "groups", model.heads)
+        if module.endswith(".qkv") and groups < model.heads:  # [k, n / k + 2, d]: of each group its queries, key, value
+            queries = model.heads // groups
+            index += [slice(None), (slice(queries), queries, queries + 1)[which]]
+            shape[inputs + 1 : inputs + 2] = [queries] * (which == 0)
+        else:
+            index.append(which)
+            del shape[inputs]
     dims = list(range(len(shape)))
     ins, outs = dims[:inputs], dims[inputs:]
     if module.endswith(".qkv") and which is None:
@@ -101,7 +108,7 @@ def _place(
     if part == "kernel":
         groups = [outs, ins] if family.transposed else [ins, outs]
     else:
-        groups = [outs] if part == "bias" else [[dim] for dim in dims]
+        groups = [outs] if part in ("bias", "scale") else [[dim] for dim in dims]
     order = tuple(dim for group in groups for dim in group)
     sizes = tuple(shape[dim] for dim in order)
     theirs = tuple(math.prod(shape[dim] for dim in group) for group in groups)
@@ -134,12 +141,13 @@ def find_tensors(
             f"{len(tensors.kinds):,} tensors; restore the former or download the latter again"
         )
     expected = places(family, model)
+    copied = {copy: original for copy, original in family.copies.items() if copy not in expected}
     found: dict[str, str] = {}
     for name, kind in tensors.kinds.items():
         if re.fullmatch(family.ignored, name):
             continue
         known = _in_full(family, name, expected)
-        place = expected.get(family.copies.get(known, known))
+        place = expected.get(copied.get(known, known))
         if place is None:
             raise UsageError(
                 f"{source} has a tensor {name}, which is not part of {family.model} with {model.layers} layers; "
@@ -149,14 +157,14 @@ def find_tensors(
             raise UsageError(f"{source}: {name} is of type {kind.dtype}; mjax reads {', '.join(FLOATS)}")
         if known in found:
             raise UsageError(f"{source} has both {name} and {found[known]}; remove the one that is not the model's")
-        if known not in family.copies and not _fits(family, kind, place):
+        if known not in copied and not _fits(family, kind, place):
             raise UsageError(
                 f"{source}: {name} has shape {kind.shape}, and {family.described_by} asks for {place.shape}; "
                 "restore one of the two"
             )
         found[known] = name
-    absent = absent_heads(family, model, {family.copies.get(known, known) for known in found})
-    copies = {copy: found.pop(copy) for copy in family.copies if copy in found}
+    absent = absent_heads(family, model, {copied.get(known, known) for known in found})
+    copies = {copy: found.pop(copy) for copy in copied if copy in found}
     missing = [name for name in expected if name not in found]
     if lost := [name for name in missing if not expected[name].ours.startswith(tuple(absent))]:
         raise UsageError(f"{source} lacks the tensor {_and_more(lost)}; download the model again")
@@ -167,7 +175,7 @@ def find_tensors(
             "its encoder is complete, so add --draw-heads to give these random weights, or get a model that has them"
         )
     for known, copy in copies.items():
-        _check_copy(family, tensors, copy, found[family.copies[known]], expected[family.copies[known]], source)
+        _check_copy(family, tensors, copy, found[copied[known]], expected[copied[known]], source)
     return found
 
 
@@ -257,16 +265,37 @@ def read_weights(
                     for rows in _rows(first, min(ranges[0].stop, place.shape[0])):
                         out[rows.start - first : rows.stop - first] = tensor(name, rows)[(slice(None), *index[1:])]
                     continue
-                fixed = {dim: at for dim, at in enumerate(place.index) if isinstance(at, int)}  # a layer, queries
-                if all(at in ranges[dim] for dim, at in fixed.items()):
-                    here = tuple(fixed[dim] - r.start if dim in fixed else slice(None) for dim, r in enumerate(ranges))
-                    there = tuple(part for dim, part in enumerate(index) if dim not in fixed)
+                if overlap := _overlap(place.index, ranges, target.shape):
+                    here, there = overlap
                     out[here] = place.to_ours(tensor(name))[there]
             return out
 
         return jax.make_array_from_callback(target.shape, target.sharding, shard)
 
     return jax.tree_util.tree_map_with_path(leaf, target)
+
+
+def _overlap(part: tuple[int | slice, ...], ranges: list[range], shape: tuple[int, ...]) -> tuple[tuple, tuple] | None:
+    """Where a part of a weight lies in a shard of it, and which of the part that is; None: the shard has nothing of it.
+
+    Args:
+      part: index of the part in the weight: numbers of layers and the like, and slices.
+      ranges: of the shard, dim by dim.
+      shape: of the weight.
+    """
+    here, there = [], []
+    for dim, (own, extent) in enumerate(zip(ranges, shape, strict=True)):
+        at = part[dim] if dim < len(part) else slice(None)
+        start, stop = (at, at + 1) if isinstance(at, int) else at.indices(extent)[:2]
+        first, end = max(start, own.start), min(stop, own.stop)
+        if first >= end:
+            return None
+        if isinstance(at, int):
+            here.append(at - own.start)
+        else:
+            here.append(slice(first - own.start, end - own.start))
+            there.append(slice(first - start, end - start))
+    return tuple(here), tuple(there)
 
 
 def weight_arrays(family: Family, weights: Model, model: ModelConfig) -> Callable[[str], np.ndarray]:

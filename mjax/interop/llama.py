@@ -1,0 +1,192 @@
+"""Llama, Mistral, Qwen 2, Qwen 3 and OLMo 2 of `transformers`: one model here, a class each there.
+
+Queries, keys and values have tensors of their own there and are one weight here; so have the gate and the other half of
+the MLP. What a table cannot say is rotary positions, of which config.json has two spellings: `rope_parameters` since
+transformers 5, and `rope_theta` with `rope_scaling` before. Older readers do not know the new one and take θ = 10,000
+without a word, so both are read and both are written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mjax.errors import UsageError
+from mjax.interop.family import Family
+from mjax.llama_config import LlamaConfig
+
+LAYER = "model.layers.{0}"
+SCALINGS = {
+    "default": {},
+    "linear": {},
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"beta_fast": 32, "beta_slow": 1, "attention_factor": None, "mscale": None, "mscale_all_dim": None}
+    | {"truncate": True},
+}
+"""By the type of a scaling the settings that change what it computes, and the only value of each that mjax knows."""
+
+
+def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of config.json without those of positions and of the output layer, and our fields for these."""
+    values = dict(values)
+    fields = _read_rope(values, file)
+    fields["tied"] = values.pop("tie_word_embeddings", False)
+    if not isinstance(fields["tied"], bool):
+        raise UsageError(f"{file}: tie_word_embeddings is {fields['tied']!r}, not true or false; restore the file")
+    kinds = values.pop("layer_types", None) or []
+    if any(kind != "full_attention" for kind in kinds):
+        raise UsageError(
+            f"{file}: layer_types is {kinds!r}, and mjax supports only 'full_attention' there; convert another model"
+        )
+    return values, fields
+
+
+def _read_mistral(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same, and the sliding window, which Mistral has unless config.json says null."""
+    values, fields = _read(values, file)
+    window = fields["window"] = values.pop("sliding_window", 4096)
+    if window is not None and (type(window) is not int or window < 1):
+        raise UsageError(f"{file}: sliding_window is {window!r}, which is not a whole number above 0; restore the file")
+    return values, fields
+
+
+def _read_rope(values: dict[str, Any], file: str) -> dict[str, Any]:
+    """Take the settings of rotary positions, in either spelling, out of `values`; our fields for them."""
+    new, old = values.pop("rope_parameters", None) or {}, values.pop("rope_scaling", None) or {}
+    if not isinstance(new, dict) or not isinstance(old, dict):
+        raise UsageError(f"{file}: rope_parameters and rope_scaling must be objects; restore the file")
+    rope = {**old, **new}
+    theta = values.pop("rope_theta", None)
+    theta = rope.pop("rope_theta", theta if theta is not None else 10_000.0)
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    if kind not in SCALINGS:
+        raise UsageError(f"{file}: rope_type is {kind!r}; mjax knows {', '.join(SCALINGS)}: convert another model")
+    factor, original = rope.pop("factor", 1.0), rope.pop("original_max_position_embeddings", None)
+    for name, value in rope.items():
+        known = SCALINGS[kind].get(name)
+        if name not in SCALINGS[kind] or (value != known and value is not None):
+            raise UsageError(f"{file}: {name} of {kind} positions is {value!r}, and mjax knows only {known!r}")
+    numbers = {"rope_theta": theta, "factor": factor}
+    for name, value in numbers.items():
+        if type(value) not in (int, float) or not 1 <= value < 1e30:
+            raise UsageError(f"{file}: {name} is {value!r}, which is not a number from 1 on; restore the file")
+    if kind in ("llama3", "yarn"):
+        original = values.get("max_position_embeddings") if original is None else original
+        if type(original) is not int or original < 1:
+            raise UsageError(f"{file}: original_max_position_embeddings is {original!r}; restore the file")
+    else:
+        original = None
+    scaling = "none" if kind == "default" else kind
+    return {
+        "rope_theta": float(theta),
+        "rope_scaling": scaling,
+        "rope_factor": float(factor) if scaling != "none" else 1.0,
+        "rope_original": original,
+    }
+
+
+def _write(model: LlamaConfig) -> dict[str, Any]:
+    """What config.json says of positions, in both spellings, of heads and of the output layer."""
+    rope: dict[str, Any] = {"rope_type": "default" if model.rope_scaling == "none" else model.rope_scaling}
+    if model.rope_scaling != "none":
+        rope["factor"] = model.rope_factor
+    if model.rope_original is not None:
+        rope["original_max_position_embeddings"] = model.rope_original
+    rope |= {name: value for name, value in SCALINGS[rope["rope_type"]].items() if value is not None}
+    return {
+        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None if model.rope_scaling == "none" else rope,
+        "tie_word_embeddings": model.tied,
+        "num_key_value_heads": model.groups,
+        "head_dim": model.head_size,
+    }
+
+
+LLAMA = Family(
+    model="LlamaForCausalLM",
+    names={
+        "embedding": "model.embed_tokens",
+        "blocks.attention_norm": f"{LAYER}.input_layernorm",
+        "blocks.attention.qkv": tuple(f"{LAYER}.self_attn.{part}_proj" for part in "qkv"),
+        "blocks.attention.query_norm": f"{LAYER}.self_attn.q_norm",
+        "blocks.attention.key_norm": f"{LAYER}.self_attn.k_norm",
+        "blocks.attention.out": f"{LAYER}.self_attn.o_proj",
+        "blocks.mlp_norm": f"{LAYER}.post_attention_layernorm",
+        "blocks.mlp.up": (f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"),
+        "blocks.mlp.down": f"{LAYER}.mlp.down_proj",
+        "final_norm": "model.norm",
+        "head": "lm_head",
+    },
+    prefix="model.",
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
+    ignored=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",  # which old versions stored
+    model_type="llama",
+    generates=True,
+    fixed={"kind": "llama", "norms": "pre", "qk_norm": "none", "qkv_bias": False, "window": None},
+    fields={
+        "num_hidden_layers": ("layers", 32),
+        "hidden_size": ("hidden", 4096),
+        "num_attention_heads": ("heads", 32),
+        "num_key_value_heads": ("kv_heads", None),
+        "head_dim": ("head_dim", None),
+        "intermediate_size": ("feed_forward", 11008),
+        "max_position_embeddings": ("sequence", 2048),
+        "vocab_size": ("vocabulary", 32000),
+        "hidden_act": ("activation", "silu"),
+        "rms_norm_eps": ("norm_epsilon", 1e-6),
+        "initializer_range": ("init_std", 0.02),
+        "attention_dropout": ("attention_dropout", 0.0),
+    },
+    only={"attention_bias": False, "mlp_bias": False},
+    read=_read,
+    write=_write,
+    read_fields=frozenset({
+        "tied", "rope_theta", "rope_scaling", "rope_factor", "rope_original",
+        "hidden_dropout",  # of training only
+    }),
+    without_effect=frozenset({"pretraining_tp"}),  # how tensor-parallel inference rounded
+)  # fmt: skip
+
+MISTRAL = replace(
+    LLAMA,
+    model="MistralForCausalLM",
+    model_type="mistral",
+    fixed={name: value for name, value in LLAMA.fixed.items() if name != "window"},
+    only={},
+    read=_read_mistral,
+    read_fields=LLAMA.read_fields | {"window"},
+    write=lambda model: {**_write(model), "sliding_window": model.window},
+)
+
+QWEN2 = replace(
+    LLAMA,
+    model="Qwen2ForCausalLM",
+    model_type="qwen2",
+    fixed={**LLAMA.fixed, "qkv_bias": True},
+    only={"use_sliding_window": False},
+    without_effect=frozenset({"sliding_window", "max_window_layers"}),  # where the former is false
+)
+
+QWEN3 = replace(
+    QWEN2,
+    model="Qwen3ForCausalLM",
+    model_type="qwen3",
+    fixed={**LLAMA.fixed, "qk_norm": "head"},
+    only={"use_sliding_window": False, "attention_bias": False},
+    read=lambda values, file: _read({"head_dim": 128, **values}, file),
+)
+
+OLMO2 = replace(
+    LLAMA,
+    model="Olmo2ForCausalLM",
+    names={
+        **LLAMA.names,
+        "blocks.attention_norm": f"{LAYER}.post_attention_layernorm",
+        "blocks.mlp_norm": f"{LAYER}.post_feedforward_layernorm",
+    },
+    model_type="olmo2",
+    fixed={**LLAMA.fixed, "norms": "post", "qk_norm": "heads"},
+    only={"attention_bias": False},
+)

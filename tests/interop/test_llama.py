@@ -1,0 +1,114 @@
+"""config.json of Llama, Mistral, Qwen and OLMo 2: what it says, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from mjax.config import LlamaConfig, load_config
+from mjax.errors import UsageError
+from mjax.interop.convert import family_of, find_family
+from mjax.interop.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
+from mjax.interop.settings import config_values, fits, model_config
+
+FAMILIES = {
+    "llama2_7b": LLAMA,
+    "llama3_405b": LLAMA,
+    "llama32_1b": LLAMA,
+    "mistral_7b": MISTRAL,
+    "qwen25_7b": QWEN2,
+    "qwen3_0_6b": QWEN3,
+    "olmo2_1b": OLMO2,
+}
+# Llama-3.1-8B as Meta published it, for transformers 4.
+LLAMA_31 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+SHARED = {
+    name: value
+    for name, value in LLAMA_31.items()
+    if name not in ("mlp_bias", "attention_bias", "pretraining_tp")  # which are Llama's alone
+}
+
+
+def read(values):
+    return model_config(find_family(values, "config.json"), values, "config.json", 128)
+
+
+def test_the_published_config_of_llama_31_is_that_of_llama_3_with_scaled_positions():
+    scaled = {"sequence": 131072, "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original": 8192}
+    assert read(LLAMA_31) == replace(load_config("llama3_8b").model, **scaled)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_config_goes_out_and_comes_back_the_same(name):
+    model, family = load_config(name).model, FAMILIES[name]
+    assert family_of(model) is family
+    assert [other for other in FAMILIES.values() if fits(other, model) and other not in (family, MISTRAL)] == []
+    values = {**config_values(family, model), "model_type": family.model_type}
+    again = read(values)
+    assert replace(again, kv_heads=None, head_dim=None) == replace(model, kv_heads=None, head_dim=None)
+    assert (again.groups, again.head_size) == (model.groups, model.head_size)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "8"}}, "factor is '8'"),
+        ({"rope_scaling": [8]}, "must be objects"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window is True"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
+        ({"sliding_window": 4096}, "sliding_window is 4096"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ],
+)
+def test_a_setting_that_changes_what_is_computed_is_refused_by_name(change, names):
+    with pytest.raises(UsageError, match=names):
+        read({**(SHARED if "model_type" in change else LLAMA_31), **change})
+
+
+def test_a_mistral_without_a_word_on_its_window_has_that_of_transformers():
+    values = {**SHARED, "model_type": "mistral"}
+    assert read(values).window == 4096
+    assert read({**values, "sliding_window": None}).window is None
+
+
+def test_a_model_that_no_class_has_is_refused_with_what_they_have():
+    with pytest.raises(UsageError, match=r"--model\.rope-share 0\.5"):
+        family_of(LlamaConfig(rope_share=0.5))
