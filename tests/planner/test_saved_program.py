@@ -75,7 +75,7 @@ def test_what_is_no_saved_program_is_refused_in_one_sentence(tmp_path):
 
 
 def test_a_file_that_could_not_be_written_is_refused_before_anything_is_compiled(tmp_path, capsys, monkeypatch):
-    with pytest.raises(UsageError, match=r"there is no folder .*nowhere; make it"):
+    with pytest.raises(UsageError, match=r"there is no folder .*nowhere; create it"):
         check_save(tmp_path / "nowhere" / "step.mjax")
     monkeypatch.setattr(ahead, "cuda_build", lambda: 13)
     folder = str(tmp_path / "nowhere" / "step.mjax")
