@@ -1,4 +1,4 @@
-"""SmolLM2 135M.
+"""SmolLM2 135M, with the length and the positions of its last stage.
 
 parameters   134,515,008
 hardware     1 GPU
@@ -14,10 +14,12 @@ config = Config(
         heads=9,
         kv_heads=3,
         feed_forward=1536,
-        sequence=2048,
+        sequence=8192,
         vocabulary=49152,
         vocabulary_multiple=128,
+        init_std=1 / 24,
         tied=True,
+        rope_theta=100_000.0,
     ),
     mesh=MeshConfig(data=1),
     optimizer=OptimizerConfig(
@@ -28,6 +30,6 @@ config = Config(
         beta2=0.95,
         weight_decay=0.01,
     ),
-    train=TrainConfig(steps=1_000_000, global_batch=512, micro_batch=16, recompute="none"),
+    train=TrainConfig(steps=1_000_000, global_batch=128, micro_batch=4, recompute="none"),
     checkpoint=CheckpointConfig(interval=1_000, keep_last=2),
 )

@@ -33,6 +33,9 @@ def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, 
     fields["tied"] = values.pop("tie_word_embeddings", False)
     if not isinstance(fields["tied"], bool):
         raise UsageError(f"{file}: tie_word_embeddings is {fields['tied']!r}, not true or false; restore the file")
+    for name in ("use_mrope", "rope_interleaved"):  # in published files, and false
+        if (value := values.pop(name, None) or False) is not False:
+            raise UsageError(f"{file}: {name} is {value!r}, and mjax supports only false; convert another model")
     kinds = values.pop("layer_types", None) or []
     if any(kind != "full_attention" for kind in kinds):
         raise UsageError(
@@ -146,7 +149,10 @@ LLAMA = Family(
         "tied", "rope_theta", "rope_scaling", "rope_factor", "rope_original",
         "hidden_dropout",  # of training only
     }),
-    without_effect=frozenset({"pretraining_tp"}),  # how tensor-parallel inference rounded
+    without_effect=frozenset({
+        "pretraining_tp",  # how tensor-parallel inference rounded
+        "is_llama_config", "transformers.js_config",  # of the trainer and of another reader
+    }),
 )  # fmt: skip
 
 MISTRAL = replace(

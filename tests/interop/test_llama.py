@@ -52,6 +52,47 @@ LLAMA_31 = {
     "use_cache": True,
     "vocab_size": 128256,
 }
+SMOLLM2_135M = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "initializer_range": 0.041666666666666664,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "vocab_size": 49152,
+}
+QWEN25_7B = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
 SHARED = {
     name: value
     for name, value in LLAMA_31.items()
@@ -66,6 +107,11 @@ def read(values):
 def test_the_published_config_of_llama_31_is_that_of_llama_3_with_scaled_positions():
     scaled = {"sequence": 131072, "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original": 8192}
     assert read(LLAMA_31) == replace(load_config("llama3_8b").model, **scaled)
+
+
+def test_published_configs_of_others_are_those_of_configs():
+    assert read(SMOLLM2_135M) == load_config("smollm2_135m").model
+    assert read(QWEN25_7B) == replace(load_config("qwen25_7b").model, sequence=131072)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -94,6 +140,7 @@ def test_a_config_goes_out_and_comes_back_the_same(name):
         ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window is True"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
         ({"sliding_window": 4096}, "sliding_window is 4096"),
+        ({"rope_interleaved": True}, "rope_interleaved is True"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ],
