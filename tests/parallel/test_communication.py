@@ -51,7 +51,7 @@ PACKAGES_BELOW = {
 
 MODULES_BELOW = {
     "parallel": {"bounds", "config", "errors", "launch", "names"},
-    "models": {"config", "errors", "model_config", "names"},
+    "models": {"config", "errors", "llama_config", "model_config", "names"},
     "data": {
         "batch_size",
         "bounds",
