@@ -215,7 +215,7 @@ def test_what_a_model_cannot_be_opened_with_is_refused_in_one_sentence(folder, a
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"num_beams": 4}, "the task sets num_beams for generation, which mjax does not know"),
+        ({"num_beams": 4}, "the task sets num_beams for generation, which mjax does not support"),
         ({}, f"the task asks for 256 new tokens and .* has {POSITIONS} positions; use --gen_kwargs max_gen_toks=16"),
         ({"do_sample": True, "top_p": 0.0, "temperature": 1.0, "max_gen_toks": 3}, "--top-p is 0.0"),
     ],
