@@ -34,7 +34,7 @@ from jax import Array
 from mjax.model_config import BERTConfig, EncoderConfig
 from mjax.models.block import Block, PostNormBlock, run_blocks, stack
 from mjax.models.context import Context
-from mjax.models.mlp import gelu
+from mjax.models.mlp import activate
 from mjax.models.transformer import transformer_layer
 from mjax.parallel import mappings, random
 from mjax.parallel.axes import MODEL
@@ -69,13 +69,13 @@ class MLMHead(nnx.Module):
     """Scores for the original token at each position. Shapes: x [t, h] → [b · s, v / p], varying over `model`."""
 
     def __init__(self, key: Array, config: BERTConfig, dtype):
-        self.tanh = (config.mlm_activation or config.activation) == "gelu_tanh"
+        self.activation = config.mlm_activation or config.activation
         self.transform = Linear(key, config.hidden, config.hidden, config.init_std, dtype)
         self.norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
         self.bias = parameter(key, jax.nn.initializers.zeros, (config.padded_vocabulary,), (MODEL,), dtype)
 
     def __call__(self, x: Array, tokens: Tokens, embedding: VocabParallelEmbedding) -> Array:
-        activation = recomputed(lambda x: gelu(x, self.tanh))
+        activation = recomputed(partial(activate, name=self.activation))
         return embedding.logits(self.norm(activation(self.transform(x))), tokens, self.bias[...])
 
 

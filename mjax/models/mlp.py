@@ -6,7 +6,6 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
@@ -15,6 +14,7 @@ from mjax.llama_config import LlamaConfig
 from mjax.model_config import TransformerConfig
 from mjax.models.context import Context
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, recomputed
+from mjax.parallel.sums import wide_type
 
 
 class MLP(nnx.Module):
@@ -22,13 +22,13 @@ class MLP(nnx.Module):
 
     def __init__(self, key: Array, config: TransformerConfig, dtype):
         up, down = jax.random.split(key)
-        self.tanh = config.activation == "gelu_tanh"
+        self.activation = config.activation
         self.up = ColumnParallelLinear(up, config.hidden, (config.mlp_width,), 0, config.init_std, dtype)
         self.down = RowParallelLinear(down, (config.mlp_width,), config.hidden, config.residual_std, dtype)
 
     def __call__(self, x: Array, context: Context) -> Array:
         # Recomputed in the backward pass: autodiff would keep several tensors of width f for it.
-        activation = recomputed(partial(gelu, tanh=self.tanh))
+        activation = recomputed(partial(activate, name=self.activation))
         return self.down(activation(checkpoint_name(self.up(x, context.tokens), "mlp_up")), context.tokens)
 
 
@@ -51,16 +51,11 @@ class GatedMLP(nnx.Module):
 
 
 def _gated(both: Array, activation: str) -> Array:
-    gate, up = both[:, 0], both[:, 1]
-    return silu(gate) * up if activation == "silu" else gelu(gate, tanh=activation == "gelu_tanh") * up
+    return activate(both[:, 0], activation) * both[:, 1]
 
 
-def silu(x: Array) -> Array:
-    """x · sigmoid(x) in float32 or wider. Shapes: any."""
-    return jax.nn.silu(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)
-
-
-def gelu(x: Array, tanh: bool) -> Array:
-    """GELU in float32 or wider: the tanh form or the exact one. Shapes: any."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jax.nn.gelu(wide, approximate=tanh).astype(x.dtype)
+def activate(x: Array, name: str) -> Array:
+    """`gelu_tanh`, `gelu_erf` or `silu` of x, in float32 or wider. Shapes: any."""
+    wide = x.astype(wide_type(x.dtype))
+    y = jax.nn.silu(wide) if name == "silu" else jax.nn.gelu(wide, approximate=name == "gelu_tanh")
+    return y.astype(x.dtype)
