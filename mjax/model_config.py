@@ -310,9 +310,8 @@ def as_kind(model: ModelConfig, kind: str) -> ModelConfig:
     """A config of another architecture, with the fields it shares with `model` where these are not at their
     defaults; its own defaults may differ."""
     cls = config_class(kind, KIND_FLAG)
-    own = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name != "kind"}
-    chosen = {field.name for field in dataclasses.fields(model) if own.get(field.name) != field.default}
-    return cls(**{name: value for name, value in own.items() if name in chosen & _names(cls)})
+    shared = (field for field in dataclasses.fields(model) if field.name in _names(cls) - {"kind"})
+    return cls(**{field.name: value for field in shared if (value := getattr(model, field.name)) != field.default})
 
 
 # Fields that every config once had, whatever its kind, with their defaults.

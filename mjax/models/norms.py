@@ -17,7 +17,7 @@ from jax import Array
 
 from mjax.parallel import mappings
 from mjax.parallel.axes import MODEL
-from mjax.parallel.layers import parameter, recomputed
+from mjax.parallel.layers import recomputed
 from mjax.parallel.sums import wide_type
 
 
@@ -40,7 +40,7 @@ class AllHeadsRMSNorm(nnx.Module):
 
     def __init__(self, heads: int, size: int, epsilon: float, dtype):
         self.epsilon, self.width = epsilon, heads * size
-        self.scale = parameter(None, lambda _, *kind: jnp.ones(*kind), (heads, size), (MODEL, None), dtype)
+        self.scale = nnx.Param(jnp.ones((heads, size), dtype), out_sharding=(MODEL, None), eager_sharding=False)
 
     def __call__(self, x: Array) -> Array:
         squares = recomputed(_sum_of_squares)(x)

@@ -11,7 +11,7 @@ import pytest
 from mjax.config import Config, DataConfig, LlamaConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.models.llama import rotary_of
 from tests.reference import QUICKLY
-from tests.small import gradient_program, named, packing_of, weights_of
+from tests.small import batch_of, gradient_program, named, weights_of
 
 MODEL = LlamaConfig(
     layers=2,
@@ -52,12 +52,6 @@ def config_of(architecture, recompute="none", **mesh):
         precision=PrecisionConfig(compute="fp64"),
         train=TrainConfig(global_batch=8, micro_batch=1, recompute=recompute),
     )
-
-
-def batch_of(config):
-    shape = (8, config.model.sequence + 1)
-    rows = np.random.default_rng(0).integers(0, config.model.vocabulary, shape).astype(np.int32)
-    return {"tokens": rows[:, :-1], "labels": rows[:, 1:], **packing_of(8, config.model.sequence)}
 
 
 # --- The same, serially -----------------------------------------------------------------------------------------------
