@@ -1,8 +1,7 @@
 """The run folder of an imported model, and the transformers family for an export.
 
 Checkpoint 0 of an import has the weights only: no step has been taken, so there are no moments, and training begins
-  with
-new ones.
+with new ones.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@
                       and last token of the answer
 
 The loss is the cross entropy of the label among the scores: classes, choices, or positions of a sequence, for a span
-  the
-mean of both ends. Padding positions are excluded. Sources: Megatron-LM v1.0, megatron/model/classification.py and
+the mean of both ends. Padding positions are excluded. Sources: Megatron-LM v1.0, megatron/model/classification.py and
 multiple_choice.py; for spans arXiv 1810.04805, section 4.2, with neither pooler nor dropout.
 
 Heads are replicated over `model`, like those of pre-training. With sequence parallelism a rank has the scores of its

@@ -84,8 +84,7 @@ def linear(kernel: Array, x: Array, dims: int) -> Array:
     """y = x A, contracting the last `dims` dims of x with the first of the kernel; both vary over the same mesh axes.
 
     Shapes: kernel [*into, *out], x [t, *into] → y [t, *out]. Stand-ins for a kernel in other passes register their
-      product
-    here (`postponed.py`).
+    product here (`postponed.py`).
     """
     return _linear(x, kernel, dims)
 

@@ -87,8 +87,7 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
     """Refuse what does not fit on the GPUs of this process, and warn if it barely fits, before compiling.
 
     On a CPU nothing is refused: its memory is shared with other processes and may be swapped. A wrong number of devices
-      is
-    refused elsewhere.
+    is refused elsewhere.
 
     Args:
       config: validated.

@@ -235,8 +235,7 @@ def alternatives(found: Found) -> list[Alternative]:
     """For each field, what the best candidate would lose with another value of it, with all others searched again.
 
     Fields with the same value in every candidate are left out, and those that follow from others: `data` is what `pipe`
-      and
-    `model` leave, and without a pipeline there are no schedule and no chunks.
+    and `model` leave, and without a pipeline there are no schedule and no chunks.
     """
     best = found.ranked[0]
     follow = {"mesh.data"} if best.config.mesh.pipe > 1 else {"mesh.data", "mesh.schedule", "mesh.chunks"}
