@@ -103,7 +103,8 @@ ELSEWHERE = {
     "wandb-project": "log.wandb", "wandb": "log.wandb", "tensorboard-dir": "log.tensorboard", "save": "runs output",
     "output-dir": "runs output", "out-dir": "runs output", "save-dir": "runs output", "run-name": "name",
     "wandb-run-name": "name", "load": "run", "ckpt": "run", "checkpoint-path": "run", "model-path": "run",
-    "model-name-or-path": "run", "pretrained": "run", "resume-from-checkpoint": "run", "init-from": "run",
+    "model-name-or-path": "init run", "pretrained": "init run", "pretrained-checkpoint": "init run",
+    "init-from": "init run", "finetune": "init", "resume-from-checkpoint": "run",
     "continue": "run", "checkpoint": "run", "resume": "run",
     # --- text
     "max-new-tokens": "tokens", "max-tokens": "tokens", "num-tokens": "tokens", "temp": "temperature",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from mjax.model_config import ModelConfig
 from mjax.models.protocol import Model
 from mjax.parallel import axes
 from mjax.parallel.mesh import make_mesh
-from mjax.state.checkpoint import Checkpoints
+from mjax.state.checkpoint import restore_weights
 from mjax.state.layout import lay_out
 from mjax.state.runs import checkpoint_steps
 from mjax.validation import validate
@@ -179,16 +178,3 @@ def run_tokenizer(
             f"{named} has {tokenizer.vocabulary:,} ids and the model of {run} {model.vocabulary:,}; {remedy}"
         )
     return tokenizer
-
-
-def restore_weights(
-    run: Path, abstract_model: Model, step: int | None, on_notice: Callable[[str], None]
-) -> tuple[int, Model]:
-    """The weights of checkpoint `step` of a run, by default of the newest intact one, and its step.
-
-    Raises:
-      UsageError: there is no such checkpoint, or it has another model.
-      RunError: it is damaged.
-    """
-    with Checkpoints(run / "checkpoints", on_notice=on_notice) as checkpoints:
-        return checkpoints.restore(abstract_model, step, field="model")

@@ -49,6 +49,7 @@ class ModelConfig:
       samples: what it is trained on: text, pairs of stretches of text, or None for examples of a task.
       sequences: sequences of a sample, c.
       causal: whether a position sees none after it; such a model can continue a text.
+      learned_positions: whether positions have weights, one row each.
       biased_scores: whether something other than documents is added to the scores of attention.
       attention_dropout: dropout rate on attention probabilities.
       window: tokens that a position sees, itself included; None: all up to its own.
@@ -79,6 +80,7 @@ class ModelConfig:
     samples: ClassVar[Literal["text", "pairs"] | None] = "text"
     sequences: ClassVar[int] = 1
     causal: ClassVar[bool] = True
+    learned_positions: ClassVar[bool] = False
     biased_scores: ClassVar[bool] = False
     attention_dropout: ClassVar[float] = 0.0
     window: ClassVar[int | None] = None
@@ -139,6 +141,8 @@ class TransformerConfig(ModelConfig):
     layernorm_epsilon: Tuned = 1e-5
     """Added to the variance in LayerNorm."""
 
+    learned_positions: ClassVar[bool] = True
+
     @property
     def mlp_width(self) -> int:
         """Width of the MLP, f."""
@@ -169,6 +173,10 @@ class GPTConfig(TransformerConfig):
 
     title: ClassVar[str] = "a GPT"
     module: ClassVar[str] = "mjax.models.gpt:GPT"
+
+    @property
+    def learned_positions(self) -> bool:
+        return self.positions == "learned"
 
     @property
     def biased_scores(self) -> bool:

@@ -25,7 +25,7 @@ def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Pa
       chosen: without them.
       typed: names of these flags, such as "train.steps".
       label: name of the config in messages.
-      run: folder of the run, which may exist already: its weights keep their vocabulary.
+      run: folder with the weights of the run, if there are any yet: they keep their vocabulary.
 
     Raises:
       UsageError: the data or the run there are damaged.

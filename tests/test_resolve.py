@@ -99,7 +99,7 @@ def started(monkeypatch):
     """The configs that `train` and `plan` begin with, in place of training and planning."""
     found = []
     monkeypatch.setattr(
-        "mjax.training.loop.train", lambda config, *_: found.append(config) or SimpleNamespace(exit_code=0)
+        "mjax.training.loop.train", lambda config, *_, **__: found.append(config) or SimpleNamespace(exit_code=0)
     )
     monkeypatch.setattr("mjax.commands.plan.run_plan", lambda arguments: found.append(arguments.settings) or 0)
     return found

@@ -128,10 +128,11 @@ def _check(arguments: EvaluateArguments) -> None:
 
 def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     """The step of the checkpoint, and the metrics; writes predictions on request."""
-    from mjax.inference import inference_config, restore_weights, run_tokenizer
+    from mjax.inference import inference_config, run_tokenizer
     from mjax.models.kernel_trial import with_kernel
     from mjax.parallel import processes
     from mjax.parallel.mesh import make_mesh
+    from mjax.state.checkpoint import restore_weights
     from mjax.tasks.scoring import Scorer, TaskScorer
 
     # --- The run and the file -----------------------------------------------------------------------------------------

@@ -35,12 +35,13 @@ from mjax.runs_figure import draw_runs
 from mjax.state.manifest import GOOD, MANIFEST
 from mjax.state.runs import checkpoint_steps, locked
 from mjax.training.metrics import finite_or_none, read_metrics, smoothed
+from mjax.training.origin import ORIGIN, origin_of
 
 TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
 LAST = 100  # steps for which the list counts skipped ones
 OF_A_RUN = {
     ".lock", "checkpoints", "config.json", "data.json", "environment.json", "loss.png", "metrics.jsonl",
-    "passed_over.json", "tensorboard", "tokenizer", "unhealthy.json", "wandb",
+    ORIGIN, "passed_over.json", "tensorboard", "tokenizer", "unhealthy.json", "wandb",
 }  # fmt: skip
 """Files that training leaves in a run folder."""
 LEFT_BY_A_RUN = re.compile(r"\.tmp$|\.damaged(\.\d+)?$|^\.shared-")
@@ -92,6 +93,7 @@ class Row:
 
     Attributes:
       state: running, done, stopped or no checkpoint; and how many of the last steps were skipped.
+      init: folder and checkpoint whose weights it started from, with `train.py --init`.
       date: of the last step, or of the last start.
     """
 
@@ -102,6 +104,7 @@ class Row:
     steps: int | None = None
     loss: float | None = None
     val_loss: float | None = None
+    init: str | None = None
     date: str | None = None
     state: str = ""
 
@@ -125,7 +128,7 @@ def list_runs(arguments: ListArguments) -> int:
         print(f"no runs in {arguments.runs}")
         return 0
     console = Console(highlight=False, markup=False)
-    columns = [column for column in COLUMNS if console.width >= column[1]]
+    columns = [column for column in COLUMNS if console.width >= column[1] and any(column[2](row) for row in rows)]
     table = Table(box=None, pad_edge=False)
     for title, _, _ in columns:
         right = title in ("parameters", "step", "loss", "val loss")
@@ -147,6 +150,7 @@ COLUMNS = (
     ("step", 0, lambda row: "" if row.steps is None else f"{row.step}/{row.steps}"),
     ("loss", 0, lambda row: _number(row.loss)),
     ("val loss", 60, lambda row: _number(row.val_loss)),
+    ("from", 120, lambda row: row.init or ""),
     ("last step", 80, lambda row: (row.date or "")[:16].replace("T", " ")),
     ("state", 0, lambda row: row.state),
 )
@@ -162,6 +166,7 @@ def row_of(folder: Path) -> Row:
     try:
         config = read_config(folder / "config.json")
         checkpoints, records = checkpoint_steps(folder), read_metrics(folder / "metrics.jsonl", TAIL)
+        origin = origin_of(folder)
     except (UsageError, OSError, ValueError) as error:
         return Row(folder.name, state=f"cannot be read: {error}")
     file = next(file for name in ("metrics.jsonl", "config.json") if (file := folder / name).is_file())
@@ -179,6 +184,7 @@ def row_of(folder: Path) -> Row:
         steps=config.train.steps,
         loss=_last(records, "loss"),
         val_loss=_last(records, "val_loss"),
+        init=f"{Path(origin.run).name} {origin.step}" if origin else None,
         date=datetime.fromtimestamp(file.stat().st_mtime).astimezone().isoformat(timespec="seconds"),
         state=state + (f", {skipped} of the last {len(records[-LAST:])} steps skipped" if skipped else ""),
     )

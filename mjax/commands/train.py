@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -19,6 +19,9 @@ from mjax.launch import Distributed
 from mjax.model_config import KIND_FLAG, as_kind, kind_of
 from mjax.resolve import resolve
 from mjax.validation import validate
+
+if TYPE_CHECKING:
+    from mjax.training.origin import Origin
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,12 @@ class TrainArguments:
     """Folder that contains the run folders."""
     resume: Annotated[Path | None, tyro.conf.arg(aliases=["--run"])] = None
     """Continue the run in this folder with its saved config."""
+    init: Path | None = None
+    """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
+    order start from scratch. Once the new run has checkpoints the same command continues it."""
     step: int | None = None
-    """With --resume: continue from this checkpoint and set later ones aside; by default the newest."""
+    """With --resume: continue from this checkpoint and set later ones aside. With --init: the checkpoint whose weights
+    are loaded. By default the newest."""
     simulate: int | None = None
     """Number of CPU devices to simulate, in each process."""
     allow_change: bool = False
@@ -49,7 +56,7 @@ class TrainArguments:
 def train(argv: Sequence[str]) -> int:
     """`mjax train`; returns the exit code."""
     try:
-        arguments, label, changes = _train_arguments(argv)
+        arguments, label, origin, changes = _train_arguments(argv)
     except UsageError as error:
         _tell_the_others(argv, error)
         raise
@@ -67,13 +74,14 @@ def train(argv: Sequence[str]) -> int:
             for line in changes:
                 print(line)
         check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
-        result = loop.train(config, arguments.resume, label, watchdog, arguments.step, print_sample)
+        step = None if arguments.init else arguments.step
+        result = loop.train(config, arguments.resume, label, watchdog, step, print_sample, origin=origin)
     return result.exit_code
 
 
-def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, list[str]]:
-    """The arguments of `mjax train`, with the run folder in `resume`; the label of the config; and lines about settings
-    taken from the data and changed in the run.
+def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin | None, list[str]]:
+    """The arguments of `mjax train`, with the run folder in `resume`; the label of the config; the origin of a new run;
+    and lines about settings taken from the data and changed in the run.
 
     Every check that needs no device is made here, before jax is imported.
     """
@@ -81,22 +89,25 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, list[str
     arguments = parse(TrainArguments, argv, "mjax train", chosen)
     folder = arguments.resume or arguments.runs / (arguments.name or name_of(arguments.config))
     label = arguments.config if arguments.resume is None else str(folder)
-    if arguments.step is not None:
+    if arguments.step is not None and arguments.init is None:
         _check_step(arguments, folder)
     taken: list[str] = []
     if arguments.resume is None:
-        settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), label, folder)
+        weights = arguments.init or folder
+        settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), label, weights)
         arguments = replace(arguments, settings=settings)
     validate(arguments.settings, label)
     from mjax.training.continuing import changes_since
+    from mjax.training.origin import choose_origin
 
+    origin = choose_origin(folder, arguments.settings, arguments.init, arguments.step)
     changes = changes_since(folder, arguments.settings, arguments.allow_change, resumed=arguments.resume is not None)
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     from mjax.training.metrics import check_wandb
 
     check_wandb(arguments.settings.log.wandb)
-    return replace(arguments, resume=folder), label, [*taken, *changes]
+    return replace(arguments, resume=folder), label, origin, [*taken, *changes]
 
 
 def _check_step(arguments: TrainArguments, folder: Path) -> None:
@@ -104,7 +115,7 @@ def _check_step(arguments: TrainArguments, folder: Path) -> None:
     from mjax.state.runs import checkpoint_steps
 
     if arguments.resume is None:
-        raise UsageError(f"--step {arguments.step} goes with --resume; add --resume {folder}")
+        raise UsageError(f"--step {arguments.step} goes with --resume or --init; add --resume {folder}")
     if arguments.step not in (steps := checkpoint_steps(folder)):
         raise UsageError(f"--step {arguments.step}: {folder} has no such checkpoint; use {either(steps)}")
 
@@ -146,6 +157,7 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     parser.add_argument("--config", nargs="?")
     parser.add_argument("--run", "--resume", dest="resume", type=Path, nargs="?")
     parser.add_argument("--name", nargs="?")
+    parser.add_argument("--init", nargs="?")
     parser.add_argument(KIND_FLAG, dest="architecture", nargs="?")
     first, _ = parser.parse_known_args(argv)
     if first.resume is not None:
@@ -155,6 +167,10 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
                     f"--{flag} {value} has no effect with --run {first.resume}, which continues that run; leave one "
                     f"out, or type --config {first.resume}/config.json --name NEW for a new run with its settings"
                 )
+        if first.init is not None:
+            raise UsageError(
+                f"--init {first.init} starts a new run and --run {first.resume} continues one; leave one of them out"
+            )
         from mjax.state.runs import has_checkpoint
 
         if not has_checkpoint(first.resume):

@@ -18,11 +18,11 @@ from jax import Array
 from jax.sharding import Mesh
 
 from mjax.config import Config
-from mjax.inference import restore_weights
 from mjax.models.build import build_model
 from mjax.models.protocol import Model
 from mjax.names import leaf_name
 from mjax.parallel.zero import cut_into_chunks
+from mjax.state.checkpoint import restore_weights
 from mjax.state.layout import lay_out
 from mjax.state.precision import parameter_type
 from mjax.state.train_state import TrainState

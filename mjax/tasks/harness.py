@@ -33,10 +33,11 @@ from mjax.bounds import check_bounds
 from mjax.config import MeshConfig
 from mjax.errors import UsageError
 from mjax.generation import Generator, written_after
-from mjax.inference import inference_config, read_run, restore_weights, run_tokenizer
+from mjax.inference import inference_config, read_run, run_tokenizer
 from mjax.models.kernel_trial import with_kernel
 from mjax.parallel.mesh import make_mesh
 from mjax.sampling import Sampling
+from mjax.state.checkpoint import restore_weights
 from mjax.tasks.interface import FOR_TEXT, Window
 from mjax.tasks.scoring import Scorer
 

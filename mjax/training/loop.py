@@ -8,7 +8,6 @@ The host stays one step ahead of the devices: the metrics of a step are fetched 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.batch_size import BatchSizes
-from mjax.config import Config, save_config
+from mjax.config import Config
 from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import TrainingData, open_data
 from mjax.launch import Distributed
@@ -30,14 +29,15 @@ from mjax.parallel.processes import from_first, is_first, told_to_stop
 from mjax.state.checkpoint import Checkpoints
 from mjax.state.runs import locked
 from mjax.state.train_state import TrainState
-from mjax.training import announce, environment
+from mjax.training import announce
 from mjax.training.agreement import agree, check_shared, facts_of
-from mjax.training.continuing import save_digests
+from mjax.training.beginning import first_state, write_folder, write_origin
 from mjax.training.display import Display, losses
 from mjax.training.flops import model_flops, peak_tflops
 from mjax.training.guard import Guard, check_start, continue_from, not_finite
 from mjax.training.losses import StepMetrics, mean_of
 from mjax.training.metrics import MetricsLog, Record, finite_or_none
+from mjax.training.origin import Origin
 from mjax.training.replicas import Replicas
 from mjax.training.result import PREEMPTED, Options, Result
 from mjax.training.step import TrainProgram, build_program
@@ -55,6 +55,7 @@ def train(
     on_end: Callable[[Run, TrainState, TrainingData], None] | None = None,
     data: TrainingData | None = None,
     options: Options | None = None,
+    origin: Origin | None = None,
 ) -> Result:
     """Train `config` in the run folder `folder`, continuing from its newest checkpoint if it has one.
 
@@ -67,6 +68,7 @@ def train(
       on_end: called after the last step, before the results are printed; not called if the run was stopped.
       data: used instead of the config's data.
       options: loss, optimizer and callback of the caller.
+      origin: the checkpoint whose weights a new run starts from; by default they are drawn at random.
 
     Raises:
       UsageError: data, devices or an existing run do not fit the config; nothing was changed.
@@ -100,14 +102,16 @@ def train(
         )
         if (step := from_first(-1 if step is None else step)) >= 0:
             continue_from(checkpoints, step, display.say)
-        start, state = _first_state(checkpoints, program, display)
+        start, state, origin = first_state(checkpoints, program, origin, display.say)
         announce.what_runs(display, resolved, program, data, folder, start)
         if start >= config.train.steps:
             display.say(f"all {start} steps are done; raise --train.steps to continue, or choose another --name")
             return Result(0, start, state, None)
         log = None
         if is_first():
-            _write_folder(config, resolved, data, folder, display.say)
+            write_folder(config, resolved, data, folder, display.say)
+            if start == 0:
+                write_origin(folder, origin, data, display.say)
             log = MetricsLog(folder, start, config.log.tensorboard, config.log.wandb, display.say)
             stack.enter_context(contextlib.closing(log))
 
@@ -123,36 +127,6 @@ def train(
                 display, result.step, result.validation_loss, result.validation_metrics, folder, config
             )
     return result
-
-
-def _first_state(checkpoints: Checkpoints, program: TrainProgram, display: Display) -> tuple[int, TrainState]:
-    """The step to continue after, and the state: from the newest checkpoint, or the initial one."""
-    if checkpoints.steps() == [0]:
-        state = _with_weights_alone(checkpoints, program)
-        display.say("Loaded weights from checkpoint 0; starting with fresh optimizer state")
-        return 0, state
-    if checkpoints.steps():
-        return checkpoints.restore(program.abstract_state)
-    return 0, program.initialize()
-
-
-def _write_folder(config: Config, resolved: Config, data: TrainingData, folder: Path, say: Callable) -> None:
-    """Write the files of a run folder, except checkpoints and metrics."""
-    save_config(config, folder / "config.json")
-    save_digests(folder, config.data)
-    environment.write(resolved, folder, say)
-    if data.tokenizer is not None:
-        shutil.copytree(data.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
-
-
-def _with_weights_alone(checkpoints: Checkpoints, program: TrainProgram) -> TrainState:
-    """The initial state with the weights of checkpoint 0, which `mjax convert` writes.
-
-    No training step has number 0, so that checkpoint has weights only: there are no moments to continue with.
-    """
-    state = replace(program.initialize(), model=None)  # frees the random weights first
-    _, weights = checkpoints.restore(program.abstract_state.model, field="model")
-    return replace(state, model=weights)
 
 
 class Run:

@@ -57,6 +57,7 @@ class TrainProgram:
       abstract_batch: the batch of a training step, the arrays of `Config.batch_arrays`.
       batch_sharding: sharding of every array of a batch.
       initialize: () → TrainState, already sharded; the same weights on every mesh.
+      begin: (model) → TrainState of step 0 with these master weights, which are donated; of any float dtype.
       train_step: (TrainState, batch[, limit]) → (TrainState, StepMetrics); the old state is donated. The update is
         skipped if the loss is above `limit`, float32 []; by default there is no limit.
       eval_step: (model, batch) → EvalMetrics; the batch may have a loss mask that training batches do not have.
@@ -67,6 +68,7 @@ class TrainProgram:
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     batch_sharding: NamedSharding
     initialize: Callable[[], TrainState]
+    begin: Callable[[Model], TrainState]
     train_step: Callable[..., tuple[TrainState, StepMetrics]]
     eval_step: Callable[[Model, dict[str, Array]], EvalMetrics]
     gradient_names: list[str]
@@ -116,6 +118,12 @@ def build_program(
         in_specs=(specs.model, dict.fromkeys(evaluation, BATCH)),
         out_specs=P(),
     )
+
+    def begin(model):
+        own = jax.tree.map(lambda weight, leaf: weight.astype(leaf.dtype), model, shapes.model)
+        return first_state(config, transform, own)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
     return TrainProgram(
         abstract_state=abstract_state,
         abstract_batch={
@@ -123,10 +131,8 @@ def build_program(
             for name, (shape, kind) in training.items()
         },
         batch_sharding=batch_sharding,
-        initialize=jax.jit(
-            lambda: first_state(config, transform, initial_weights(config)),
-            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state),
-        ),
+        initialize=jax.jit(lambda: first_state(config, transform, initial_weights(config)), out_shardings=shardings),
+        begin=jax.jit(begin, out_shardings=shardings, donate_argnums=0),
         train_step=jax.jit(train_step, donate_argnums=0),
         eval_step=jax.jit(eval_step),
         gradient_names=names,

@@ -16,6 +16,7 @@ from mjax.errors import UsageError
 from mjax.training import loop
 from mjax.training.continuing import changes_since
 from mjax.training.metrics import Record
+from mjax.training.origin import choose_origin
 from mjax.training.result import Options, Result
 from mjax.validation import validate
 
@@ -39,6 +40,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         loss: Callable | None = None,
         optimizer: optax.GradientTransformation | None = None,
+        init: str | Path | None = None,
         allow_change: bool = False,
         show: bool = True,
     ):
@@ -59,6 +61,7 @@ class Trainer:
             model's `loss`; names and counts stay those of the model (`models/protocol.py`).
           optimizer: an optax transform that gives the direction of a step, such as `optax.scale_by_lion()`; the step
             subtracts learning rate × direction, with the config's schedule. By default AdamW as configured.
+          init: folder of a run from whose weights alone a new run starts, as with `train.py --init`.
           allow_change: continue a run even if a setting that changes what it learns is different.
           show: print progress, as `train.py` does.
 
@@ -76,6 +79,7 @@ class Trainer:
             config = replace(config, data=replace(config.data, own=True, **named))
         validate(config, str(folder))
         self.config, self.data = config, data and self._own(config, data, validation)
+        self.origin = choose_origin(self.folder, config, None if init is None else Path(init))
         self.changes = changes_since(self.folder, config, allow_change)
         self.options = Options(loss, optimizer, self._called, show)
 
@@ -87,7 +91,8 @@ class Trainer:
           RunError: the run cannot continue; what was saved is intact.
           UnhealthyError: too many of its steps were unhealthy.
         """
-        return loop.train(self.config, self.folder, str(self.folder), data=self.data, options=self.options)
+        given = {"data": self.data, "options": self.options, "origin": self.origin}
+        return loop.train(self.config, self.folder, str(self.folder), **given)
 
     @staticmethod
     def _own(config: Config, data: Source, validation: Callable[[int], dict] | None) -> TrainingData:

@@ -70,10 +70,12 @@ MODULES_BELOW = {
         "config",
         "errors",
         "hardware",
+        "json_files",
         "launch",
         "model_config",
         "names",
         "packages",
+        "plain_values",
         "validation",
     },
 }

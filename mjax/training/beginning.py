@@ -1,0 +1,71 @@
+"""The first state of a run, and the files of its folder that say what it is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+from mjax.config import Config, read_config, save_config
+from mjax.data.sources import TrainingData, digest_of_folder
+from mjax.state.checkpoint import Checkpoints, restore_weights
+from mjax.state.precision import parameter_type
+from mjax.state.train_state import TrainState
+from mjax.training import environment
+from mjax.training.continuing import save_digests
+from mjax.training.origin import Origin, save_origin
+from mjax.training.step import TrainProgram
+
+FRESH = "starting with fresh optimizer state"
+
+
+def first_state(
+    checkpoints: Checkpoints, program: TrainProgram, origin: Origin | None, say: Callable[[str], None]
+) -> tuple[int, TrainState, Origin | None]:
+    """The step to continue after, the state, and the origin of a new run with the step that was read.
+
+    The state is that of the newest checkpoint; or of step 0, with the weights alone of checkpoint 0 or of `origin`, or
+    with random ones.
+    """
+    target = program.abstract_state.model
+    if checkpoints.steps() == [0]:  # of `mjax convert`: no step has number 0, so there are no moments
+        _, weights = checkpoints.restore(target, field="model")
+        say(f"Loaded weights from checkpoint 0; {FRESH}")
+        return 0, program.begin(weights), None
+    if checkpoints.steps():
+        return *checkpoints.restore(program.abstract_state), None
+    if origin is None:
+        return 0, program.initialize(), None
+    run = Path(origin.run)
+    dtype = parameter_type(read_config(run / "config.json").precision.compute)
+    saved = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), target)
+    step, weights = restore_weights(run, saved, origin.step, say)
+    origin = replace(origin, step=step)
+    say(f"Loaded weights from {origin}; {FRESH}")
+    return 0, program.begin(weights), origin
+
+
+def write_folder(
+    config: Config, resolved: Config, data: TrainingData, folder: Path, say: Callable[[str], None]
+) -> None:
+    """Write the files of a run folder, except checkpoints, metrics and `write_origin`'s."""
+    save_config(config, folder / "config.json")
+    save_digests(folder, config.data)
+    environment.write(resolved, folder, say)
+    if data.tokenizer is not None:
+        shutil.copytree(data.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
+
+
+def write_origin(folder: Path, origin: Origin | None, data: TrainingData, say: Callable[[str], None]) -> None:
+    """Record the origin of a new run, and copy its tokenizer if the data have none."""
+    save_origin(folder, origin)
+    tokenizer = Path(origin.run) / "tokenizer" if origin else None
+    if tokenizer is None or not tokenizer.is_dir():
+        return
+    if data.tokenizer is None:
+        shutil.copytree(tokenizer, folder / "tokenizer", dirs_exist_ok=True)
+    elif digest_of_folder(data.tokenizer) != digest_of_folder(tokenizer):
+        say(f"note: the data's tokenizer is not that of {tokenizer}; make sure that ids mean the same tokens in both")
