@@ -10,6 +10,7 @@ in addition to what Orbax needs to compress or read a checkpoint.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from mjax.config import read_config
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.flags import parse
+from mjax.interop.carried_files import GENERATION, IDS, carried_files, restored_files
 from mjax.interop.convert import (
     TYPES,
     abstract_weights,
@@ -113,6 +115,8 @@ def from_hf(arguments: FromHfArguments) -> int:
     config = import_config(model, str(source))
     tokenizer = find_tokenizer(source, arguments.tokenizer)
     check_vocabulary(tokenizer, model)
+    carries = tokenizer is not None and arguments.tokenizer is None and model.causal
+    carried = carried_files(source, values) if carries else {}
     tensors = open_tensors(source, arguments.allow_pickle)
     found = find_tensors(family, tensors, model, str(source), arguments.draw_heads)
     absent = absent_heads(family, model, found)
@@ -122,7 +126,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     with progress("reading", 4 * count_parameters(model)) as read:
         drawn = draw_weights(config, target, tuple(absent))
         weights = read_weights(family, tensors, found, model, target, read, drawn)
-    write_run(output, config, tokenizer, weights)
+    write_run(output, config, tokenizer, weights, carried)
 
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
     if absent:
@@ -147,7 +151,8 @@ def to_hf(arguments: ToHfArguments) -> int:
     family = family_of(config.model)
     tokenizer = _tokenizer_of(run, arguments.tokenizer)
     check_vocabulary(tokenizer, config.model)
-    library = None if tokenizer is None else fast_tokenizer(tokenizer, pairs=config.model.samples != "text")
+    carried = restored_files(run / "tokenizer") if arguments.tokenizer is None and family.generates else {}
+    library = None if tokenizer is None or carried else fast_tokenizer(tokenizer, config.model.samples != "text")
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     notices = Console(stderr=True, highlight=False)
@@ -156,7 +161,8 @@ def to_hf(arguments: ToHfArguments) -> int:
     torch_name, dtype = TYPES[arguments.dtype]
     shapes = {name: place.shape for name, place in places(family, config.model).items()}
     eod = None if tokenizer is None else tokenizer.eod
-    ids = {"bos_token_id": eod, "eos_token_id": eod}
+    generation = json.loads(carried.get(GENERATION, b"{}")) or dict.fromkeys(IDS, eod)
+    ids = {name: generation.get(name) for name in ("bos_token_id", "eos_token_id")}
     with new_folder(output) as folder:
         values = {
             "architectures": [family.model],
@@ -168,9 +174,13 @@ def to_hf(arguments: ToHfArguments) -> int:
         }
         write_object(folder / "config.json", values)
         if family.generates:
-            write_object(folder / "generation_config.json", ids | {"pad_token_id": eod})
-        if tokenizer is not None:
+            write_object(folder / GENERATION, generation)
+        if library is not None:
             write_tokenizer(tokenizer, library, folder, config.model)
+        elif carried:
+            tokenizer.save(folder)
+            for name in carried.keys() - {GENERATION}:
+                (folder / name).write_bytes(carried[name])
         array = weight_arrays(family, weights, config.model)
         total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
         with progress("writing", total) as wrote:

@@ -3,6 +3,7 @@
     tensor_files.py     tensors by name: sharded safetensors, read one at a time and written; old pickles on request
     model_folder.py     a folder that is written atomically; its JSON files
     tokenizer_files.py  the tokenizer of a model folder
+    carried_files.py    its chat template, special tokens and end ids, which a run folder keeps for the export
     settings.py         config.json ↔ ModelConfig, by a table per family
     places.py           where our weights are in foreign tensors: names, and the order of dims
     weights.py          tensors ↔ the weights of a model, read directly into shards

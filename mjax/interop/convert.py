@@ -7,6 +7,7 @@ with new ones.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,28 @@ def import_config(model: ModelConfig, source: str) -> Config:
     return config
 
 
-def write_run(output: Path, config: Config, tokenizer: Tokenizer | None, weights: Model) -> None:
-    """Create the run folder of an import: checkpoint 0 has the weights only."""
+def write_run(
+    output: Path,
+    config: Config,
+    tokenizer: Tokenizer | None,
+    weights: Model,
+    carried: Mapping[str, bytes] | None = None,
+) -> None:
+    """Create the run folder of an import: checkpoint 0 has the weights only.
+
+    Args:
+      output: the folder.
+      config: of the run.
+      tokenizer: of the model, if there is one.
+      weights: of the model.
+      carried: the result of `carried_files`, which go beside the tokenizer's own files.
+    """
     with new_folder(output) as folder:
         save_config(config, folder / "config.json")
         if tokenizer is not None:
             tokenizer.save(folder / "tokenizer")
+            for name, content in (carried or {}).items():
+                (folder / "tokenizer" / name).write_bytes(content)
         with Checkpoints(folder / "checkpoints", on_notice=lambda line: None) as checkpoints:
             checkpoints.save(0, {"model": weights})
 

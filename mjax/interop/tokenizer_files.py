@@ -53,8 +53,22 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
     for kind in FOUND_BY_FILES:
         files = [folder / name for name in kind.stored]
         if all(file.is_file() for file in files):
+            _check_kind(kind, folder)
             return kind(*(file.read_bytes() for file in files), *map(str, files))
     return None
+
+
+def _check_kind(kind: type[Tokenizer], folder: Path) -> None:
+    """Refuse vocab.json and merges.txt of a tokenizer that cuts text into words by other rules than GPT-2's."""
+    said = folder / "tokenizer_config.json"
+    if kind is not GPT2Tokenizer or not said.is_file():
+        return
+    name = read_object(said).get("tokenizer_class") or "GPT2Tokenizer"
+    if str(name).removesuffix("Fast") != "GPT2Tokenizer":
+        raise UsageError(
+            f"{folder} has vocab.json and merges.txt of a {name}, which cuts text into words otherwise than GPT-2 "
+            "does; add its tokenizer.json, which save_pretrained of transformers writes"
+        )
 
 
 def _find_bert(folder: Path) -> BertTokenizer | None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import jax
 
 from mjax.config import Config, read_config, save_config
-from mjax.data.sources import TrainingData, digest_of_folder
+from mjax.data.sources import TrainingData
+from mjax.data.tokenizers import DESCRIPTION, same_files
 from mjax.state.checkpoint import Checkpoints, restore_weights
 from mjax.state.precision import parameter_type
 from mjax.state.train_state import TrainState
@@ -56,16 +57,21 @@ def write_folder(
     save_digests(folder, config.data)
     environment.write(resolved, folder, say)
     if data.tokenizer is not None:
-        shutil.copytree(data.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
+        own = folder / "tokenizer"
+        if own.is_dir() and not same_files(data.tokenizer, own):
+            say(f"{own} is replaced by the other tokenizer of the data; a chat template in it is gone")
+            shutil.rmtree(own)
+        shutil.copytree(data.tokenizer, own, dirs_exist_ok=True)
 
 
 def write_origin(folder: Path, origin: Origin | None, data: TrainingData, say: Callable[[str], None]) -> None:
-    """Record the origin of a new run, and copy its tokenizer if the data have none."""
+    """Record the origin of a new run, and copy its tokenizer; beside that of the data only if it is the same one."""
     save_origin(folder, origin)
     tokenizer = Path(origin.run) / "tokenizer" if origin else None
     if tokenizer is None or not tokenizer.is_dir():
         return
-    if data.tokenizer is None:
-        shutil.copytree(tokenizer, folder / "tokenizer", dirs_exist_ok=True)
-    elif digest_of_folder(data.tokenizer) != digest_of_folder(tokenizer):
+    if data.tokenizer is None or same_files(data.tokenizer, tokenizer):
+        kept = shutil.ignore_patterns(*[DESCRIPTION] * (data.tokenizer is not None))  # which says what ends documents
+        shutil.copytree(tokenizer, folder / "tokenizer", dirs_exist_ok=True, ignore=kept)
+    else:
         say(f"note: the data's tokenizer is not that of {tokenizer}; make sure that ids mean the same tokens in both")

@@ -20,8 +20,9 @@ from mjax.data.tokenizers.bert import BertTokenizer as BertTokenizer
 from mjax.data.tokenizers.bert import CasedBertTokenizer, UncasedBertTokenizer
 from mjax.data.tokenizers.gpt2 import GPT2Tokenizer
 from mjax.data.tokenizers.huggingface import HuggingFaceTokenizer
-from mjax.data.tokenizers.library import DESCRIPTION, ByteTokenizer, Tokenizer, sha256
+from mjax.data.tokenizers.library import DESCRIPTION as DESCRIPTION
 from mjax.data.tokenizers.library import EOD_PIECE as EOD_PIECE
+from mjax.data.tokenizers.library import ByteTokenizer, Tokenizer, sha256
 from mjax.data.tokenizers.pieces import SentencePieceTokenizer
 from mjax.data.tokenizers.pieces import train_sentencepiece as train_sentencepiece
 from mjax.data.tokenizers.wordpiece import train_wordpiece as train_wordpiece
@@ -93,3 +94,9 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
             f"{(tokenizer.vocabulary, tokenizer.eod)}; restore the folder or prepare the data again"
         )
     return tokenizer
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """Whether two folders that `Tokenizer.save` wrote hold the same tokenizer, which may end documents differently."""
+    saved = [read_json(folder / DESCRIPTION, "prepare the data again") for folder in (one, other)]
+    return all(saved[0][name] == saved[1][name] for name in ("kind", "sha256"))

@@ -1,0 +1,75 @@
+"""Tokenizers and chat templates through `mjax convert`: `AutoTokenizer` gives the same at both ends."""
+
+import json
+
+import pytest
+
+from mjax import cli
+from mjax.data.tokenizers import tokenizer_from_folder
+from tests.data.vocabularies import NASTY, TEXTS
+
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+from tests.parity.chat_tokenizers import SPELLINGS, TEMPLATE, write_tokenizer  # noqa: E402
+
+pytestmark = pytest.mark.parity
+
+CHAT = [{"role": "user", "content": " Hello, 12345! "}, {"role": "assistant", "content": "naïve café <|im_end|>"}]
+
+
+def converted(kind, spelling, folder):
+    """A folder with this tokenizer, and what comes back from a run made of it."""
+    source, run, out = folder / "in", folder / "run", folder / "out"
+    source.mkdir()
+    vocabulary = write_tokenizer(kind, spelling, source)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=vocabulary, max_position_embeddings=24, **shape)
+    peer = transformers.LlamaForCausalLM(config)
+    peer.config.save_pretrained(source)
+    transformers.modeling_utils.safe_save_file(peer.state_dict(), source / "model.safetensors", {"format": "pt"})
+    assert cli.main(["convert", "from-hf", str(source), str(run)]) == 0
+    assert cli.main(["convert", "to-hf", str(run), str(out)]) == 0
+    return source, run, out
+
+
+@pytest.mark.parametrize(
+    ("kind", "spelling"),
+    [*(("llama 3", spelling) for spelling in SPELLINGS), ("qwen", "a setting"), ("sentencepiece", "a file")],
+)
+def test_a_tokenizer_comes_back_with_its_ids_special_tokens_and_chat(kind, spelling, tmp_path):
+    source, run, out = converted(kind, spelling, tmp_path)
+    theirs, again = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (source, out))
+    assert type(again) is type(theirs)
+    assert (again.special_tokens_map, again.all_special_ids) == (theirs.special_tokens_map, theirs.all_special_ids)
+    for text in [*NASTY.values(), *TEXTS]:
+        assert again(text).input_ids == theirs(text).input_ids, repr(text)
+        assert again.decode(again(text).input_ids) == theirs.decode(theirs(text).input_ids)
+    template = run / "tokenizer" / "chat_template.jinja"
+    if spelling == "none":
+        assert again.chat_template is None
+        assert not template.exists()
+    else:
+        assert template.read_text() == TEMPLATE
+        for name in [None] if isinstance(theirs.chat_template, str) else ["default", "rag"]:
+            texts = [
+                tokenizer.apply_chat_template(CHAT, chat_template=name, tokenize=False, add_generation_prompt=True)
+                for tokenizer in (theirs, again)
+            ]
+            assert texts[0] == texts[1]
+        assert again.chat_template == theirs.chat_template
+    if kind != "sentencepiece":  # which transformers rewrites for a library with other rules for spaces
+        ours = tokenizer_from_folder(run / "tokenizer")
+        for text in [*NASTY.values(), *TEXTS]:
+            expected = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+            assert ours.encode(text) == expected, repr(text)
+    generation = [transformers.GenerationConfig.from_pretrained(folder).to_diff_dict() for folder in (source, out)]
+    assert generation[0] == generation[1]
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == generation[0]["eos_token_id"]
+
+
+def test_an_export_comes_in_again_as_it_went_out(tmp_path):
+    _, _, out = converted("llama 3", "a list", tmp_path)
+    assert cli.main(["convert", "from-hf", str(out), str(tmp_path / "run2")]) == 0
+    assert cli.main(["convert", "to-hf", str(tmp_path / "run2"), str(tmp_path / "out2")]) == 0
+    first, second = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in (out, tmp_path / "out2"))
+    assert first == second
