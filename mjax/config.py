@@ -131,7 +131,9 @@ class OptimizerConfig:
     schedule: Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"] = "cosine"
     """Shape of the decay after warm-up (wsd: warm-up, stable, decay)."""
     warmup_steps: CountOrZero = 0
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up."""
+    warmup_from: NotNegative = 0.0
+    """Learning rate at which the warm-up begins; Megatron's --lr-warmup-init."""
     decay_steps: Count | None = None
     """Step at which min_learning_rate is reached; by default train.steps."""
     wsd_decay_steps: Count | None = None

@@ -79,6 +79,12 @@ def _check_schedules(config: Config) -> None:
             f"--optimizer.warmup-steps {optimizer.warmup_steps} must be below the {decay_steps} steps of the schedule; "
             f"use --optimizer.warmup-steps {decay_steps // 10}"
         )
+    _check_wsd(config, decay_steps)
+    if optimizer.warmup_from > optimizer.learning_rate:
+        raise UsageError(
+            f"--optimizer.warmup-from {optimizer.warmup_from:g} is above "
+            f"--optimizer.learning-rate {optimizer.learning_rate:g}; lower the first"
+        )
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise UsageError(
             f"--optimizer.min-learning-rate {optimizer.min_learning_rate:g} is above "
@@ -98,6 +104,24 @@ def _check_schedules(config: Config) -> None:
         raise UsageError(
             f"--health.spike {config.health.spike} needs --health.spike-deviations above 0, such as 6; "
             "leave one of them out"
+        )
+
+
+def _check_wsd(config: Config, decay_steps: int) -> None:
+    """Check that the final decay is asked for, and begins after the warm-up."""
+    optimizer, default = config.optimizer, type(config.optimizer)()
+    for field in ("wsd_decay_steps", "wsd_decay"):
+        value = getattr(optimizer, field)
+        if optimizer.schedule != "wsd" and value != getattr(default, field):
+            raise UsageError(
+                f"--optimizer.{field.replace('_', '-')} {value} is for --optimizer.schedule wsd, and this run has "
+                f"{optimizer.schedule}; add that, or leave it out"
+            )
+    room = decay_steps - optimizer.warmup_steps
+    if optimizer.wsd_decay_steps is not None and optimizer.wsd_decay_steps > room:
+        raise UsageError(
+            f"--optimizer.wsd-decay-steps {optimizer.wsd_decay_steps} does not fit between the warm-up of "
+            f"{optimizer.warmup_steps} steps and step {decay_steps}; use {room} or fewer"
         )
 
 

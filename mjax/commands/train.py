@@ -101,7 +101,9 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
     from mjax.training.origin import choose_origin
 
     origin = choose_origin(folder, arguments.settings, arguments.init, arguments.step)
-    changes = changes_since(folder, arguments.settings, arguments.allow_change, resumed=arguments.resume is not None)
+    resumed = arguments.resume is not None
+    step = arguments.step if resumed else None
+    changes = changes_since(folder, arguments.settings, arguments.allow_change, resumed, step)
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     from mjax.training.metrics import check_wandb

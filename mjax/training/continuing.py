@@ -8,7 +8,8 @@ A run folder holds one experiment. Each config field is in one of three classes:
 
 A field that is derived from another by default is compared by its effective value (`_meaning`), and data by digest:
 other tokens under the same name are different data, and the same tokens under another name are not. A longer run is the
-same run. Its learning-rate schedule and Megatron's sample order depend on the number of steps, so notes say how to keep
+same run. So is one whose learning rates change only from here on: a stable phase may end in a decay of any shape and
+length. The learning-rate schedule and Megatron's sample order depend on the number of steps, so notes say how to keep
 the former ones.
 """
 
@@ -19,7 +20,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mjax.batch_size import training_samples
+import numpy as np
+
+from mjax.batch_size import BatchSizes, training_samples
 from mjax.bounds import fields_of
 from mjax.config import CheckpointConfig, Config, DataConfig, HealthConfig, LogConfig, differences, read_config
 from mjax.data.atomic import write_whole
@@ -29,6 +32,7 @@ from mjax.errors import UsageError
 from mjax.model_config import TUNING
 from mjax.parallel.axes import NAMES
 from mjax.state.runs import checkpoint_steps
+from mjax.training.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
 
 
 def _every_field(section: type) -> tuple[str, ...]:
@@ -42,8 +46,8 @@ LEARNED = {
         "mask_eod_loss", "validation_tail", "mask_probability", "short_probability", "eod",
     ),
     "optimizer": (
-        "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "decay_steps", "wsd_decay_steps", "wsd_decay",
-        "weight_decay", "beta1", "beta2", "epsilon", "clip_norm",
+        "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "warmup_from", "decay_steps",
+        "wsd_decay_steps", "wsd_decay", "weight_decay", "beta1", "beta2", "epsilon", "clip_norm",
     ),
     "precision": (
         "compute", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
@@ -61,11 +65,18 @@ FREE = {
     "log": _every_field(LogConfig),
 }  # fmt: skip
 
+SCHEDULE = (
+    "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "warmup_from", "decay_steps", "wsd_decay_steps",
+    "wsd_decay",
+)  # fmt: skip
+"""Fields of the optimizer that may change if the learning rates of the steps taken do not."""
 PATHS = ("path", "train_path", "valid_path")
 DIGESTS = "data.json"
 
 
-def changes_since(folder: Path, config: Config, allow: bool = False, resumed: bool = False) -> list[str]:
+def changes_since(
+    folder: Path, config: Config, allow: bool = False, resumed: bool = False, step: int | None = None
+) -> list[str]:
     """What `config` changes in the run in `folder`, one line each; nothing if there is none.
 
     Args:
@@ -73,6 +84,7 @@ def changes_since(folder: Path, config: Config, allow: bool = False, resumed: bo
       config: of this start.
       allow: whether to continue with settings that change what is learned.
       resumed: whether the run was given by its folder, for the message.
+      step: checkpoint to continue from; by default the newest.
 
     Raises:
       UsageError: the run has another model, or was trained with other settings or on other data.
@@ -88,11 +100,14 @@ def changes_since(folder: Path, config: Config, allow: bool = False, resumed: bo
                 f"{folder} holds a run of another model ({name} {old}, now {new}); "
                 "choose another --name, or leave the model as it was"
             )
+    rates_kept = _rates_are_kept(before, config, steps[-1] if step is None else step)
     if not allow and steps != [0]:  # checkpoint 0 has weights that no step of this run produced
         refused = [
             f"{name} {_shown(old)}, now {_shown(new)}"
             for name, (old, new) in changed.items()
-            if not _is_in(FREE, name) and _meaning(before, name) != _meaning(config, name)
+            if not _is_in(FREE, name)
+            and _meaning(before, name) != _meaning(config, name)
+            and not (rates_kept and _is_in({"optimizer": SCHEDULE}, name))
         ]
         refused = [*refused, *_changed_data(folder, before.data, config.data)]
         if refused:
@@ -101,7 +116,10 @@ def changes_since(folder: Path, config: Config, allow: bool = False, resumed: bo
                 f"{folder} was trained with other settings ({'; '.join(refused)}); "
                 f"for a new run type {other}, and to continue this one with the change --allow-change"
             )
-    return [f"changed {name}: {old} → {new}" for name, (old, new) in changed.items()] + _notes(before, config)
+    return [f"changed {name}: {old} → {new}" for name, (old, new) in changed.items()] + [
+        *_notes(before, config),
+        *_note_on_decay(before, config, steps, step),
+    ]
 
 
 def save_digests(folder: Path, data: DataConfig) -> None:
@@ -122,8 +140,6 @@ def _is_in(fields: dict[str, tuple[str, ...]], name: str) -> bool:
 
 def _meaning(config: Config, name: str) -> Any:
     """The effective value of a field that another field determines by default; data have their digests."""
-    optimizer = config.optimizer
-    decay_steps = optimizer.decay_steps or config.train.steps
     match name.split("."):
         case "model", "mlm_activation":
             return getattr(config.model, "mlm_activation", None) or config.model.activation
@@ -132,9 +148,9 @@ def _meaning(config: Config, name: str) -> Any:
         case "data", knob if knob in PATHS:
             return None
         case "optimizer", "decay_steps":
-            return decay_steps
+            return decay_end(config)
         case "optimizer", "wsd_decay_steps":
-            return optimizer.wsd_decay_steps or decay_steps // 10
+            return wsd_decay_steps(config)
         case section, knob:
             return getattr(getattr(config, section), knob)
 
@@ -154,6 +170,25 @@ def _notes(before: Config, config: Config) -> list[str]:
             f"{before.train.steps}; --optimizer.decay-steps {before.train.steps} keeps it"
         )
     return notes
+
+
+def _rates_are_kept(before: Config, config: Config, step: int) -> bool:
+    """Whether both schedules have the same learning rate at each of the first `step` steps."""
+    sizes = BatchSizes.of(before)
+    taken = np.unique(np.linspace(0, max(step - 1, 0), 2000).astype(int))
+    samples = np.array([sizes.samples_before(int(number)) for number in taken])
+    return np.array_equal(learning_rate(before, samples), learning_rate(config, samples))
+
+
+def _note_on_decay(before: Config, config: Config, steps: list[int], step: int | None) -> list[str]:
+    """That the learning rate rises again, if a run continues after its final decay has begun."""
+    now, last = steps[-1] if step is None else step, decay_start(before)
+    kept = before.optimizer.schedule != "wsd" or config.optimizer.schedule != "wsd" or now <= last
+    if kept or _rates_are_kept(before, config, now):
+        return []
+    stable = [number for number in steps if 0 < number <= last]
+    way = f"--step {stable[-1]} continues from before it" if stable else "no checkpoint from before it is left"
+    return [f"note: the learning rate had decayed since step {last} and rises again after checkpoint {now}; {way}"]
 
 
 # --- Data -------------------------------------------------------------------------------------------------------------

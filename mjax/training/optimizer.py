@@ -1,4 +1,4 @@
-"""AdamW, its learning-rate schedules, and the exact global norm of gradients that are split over devices."""
+"""AdamW, and the exact global norm of gradients that are split over devices."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from mjax.batch_size import BatchSizes
-from mjax.config import Config, MeshConfig, OptimizerConfig
+from mjax.config import MeshConfig, OptimizerConfig
 from mjax.names import leaf_name
 from mjax.parallel import scopes
 from mjax.parallel.axes import PIPE
@@ -38,47 +37,6 @@ def adamw(config: OptimizerConfig) -> optax.GradientTransformation:
         optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
         optax.add_decayed_weights(config.weight_decay, mask=decayed),
     )
-
-
-def learning_rate(config: Config, samples: Array) -> Array:
-    """Learning rate after `samples` samples have trained the model: float32 [].
-
-    Megatron counts samples rather than steps (core/optimizer_param_scheduler.py), and samples of skipped steps do not
-    count. What the config gives in steps is converted to the samples of that many steps, including a batch ramp-up. The
-    first step of a warm-up from 0 uses 0.
-    """
-    optimizer, batches = config.optimizer, BatchSizes.of(config)
-    peak, floor = optimizer.learning_rate, optimizer.min_learning_rate
-    decay_steps = optimizer.decay_steps or config.train.steps
-    warmup, end = batches.samples_before(optimizer.warmup_steps), batches.samples_before(decay_steps)
-    now = samples.astype(jnp.float32)
-
-    progress = jnp.clip((now - warmup) / max(end - warmup, 1), 0.0, 1.0)
-    if optimizer.schedule == "constant":
-        decayed = jnp.full_like(now, peak)
-    elif optimizer.schedule == "inverse_square_root":
-        decayed = jnp.maximum(floor, peak * max(warmup, 1) ** 0.5 / jnp.sqrt(jnp.maximum(now, 1)))
-    elif optimizer.schedule == "wsd":
-        wsd_steps = optimizer.wsd_decay_steps or max(decay_steps // 10, 1)
-        length = end - batches.samples_before(decay_steps - wsd_steps)
-        part = jnp.clip((now - (end - length)) / length, 0.0, 1.0)
-        decayed = floor + _decay(optimizer.wsd_decay, part) * (peak - floor)
-    else:
-        decayed = floor + _decay(optimizer.schedule, progress) * (peak - floor)
-    if optimizer.schedule != "constant":
-        decayed = jnp.where(now > end, floor, decayed)
-    warming = peak * now / max(warmup, 1)
-    return jnp.where((warmup > 0) & (now <= warmup), warming, decayed).astype(jnp.float32)
-
-
-def _decay(shape: str, part: Array) -> Array:
-    """Decay from 1 at part 0 to 0 at part 1."""
-    return {
-        "linear": 1.0 - part,
-        "cosine": 0.5 * (jnp.cos(jnp.pi * part) + 1.0),
-        "exponential": 2.0 * 0.5**part - 1.0,
-        "minus_sqrt": 1.0 - jnp.sqrt(part),
-    }[shape]
 
 
 @jax.named_scope(scopes.OPTIMIZER)

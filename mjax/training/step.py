@@ -44,7 +44,8 @@ from mjax.training.losses import (
     shares,
     total_loss,
 )
-from mjax.training.optimizer import adamw, backward_order, gradient_names, learning_rate, squares_and_broken
+from mjax.training.optimizer import adamw, backward_order, gradient_names, squares_and_broken
+from mjax.training.schedule import learning_rate
 from mjax.training.stages import pipeline_means_and_gradients, sum_over_stages
 
 
@@ -91,7 +92,7 @@ def build_program(
       optimizer: gives the direction of a step, before multiplication by the learning rate; by default AdamW.
       loss: (model, stream after the last layer, micro-batch, context) → sums by name, instead of `Model.loss`.
     """
-    rate_after = partial(learning_rate, config)
+    rate_after = partial(learning_rate, config, xp=jnp)
     config = at_batch(config, batch or config.train.global_batch)
     # --- Shapes, then shardings ---------------------------------------------------------------------------------------
     transform = optimizer or adamw(config.optimizer)

@@ -10,7 +10,7 @@ import pytest
 from mjax.batch_size import BatchSizes
 from mjax.config import PrecisionConfig
 from mjax.state.precision import LossScale
-from mjax.training.optimizer import learning_rate
+from mjax.training.schedule import learning_rate
 from tests.small import small_config
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -33,15 +33,15 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize(("warmup", "low"), [(0, 0.0), (7, 0.0), (7, 2e-5)])
 @pytest.mark.parametrize("style", STYLES)
-def test_every_schedule_equals_megatrons(style, warmup):
+def test_every_schedule_equals_megatrons(style, warmup, low):
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     optimizer.param_groups[0].update(max_lr=3e-4, min_lr=1e-5)
     scheduler = schedulers.OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=low,
         max_lr=3e-4,
         min_lr=1e-5,
         lr_warmup_steps=warmup * BATCH,
@@ -64,6 +64,7 @@ def test_every_schedule_equals_megatrons(style, warmup):
             min_learning_rate=1e-5,
             schedule=schedule,
             warmup_steps=warmup,
+            warmup_from=low,
             wsd_decay_steps=12,
             wsd_decay=shape or "exponential",
         ),

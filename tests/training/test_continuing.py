@@ -71,6 +71,8 @@ def _another(value, knob=""):
         return {"batch_rampup": (256, 256, 10_000), "batch_schedule": "0:256 1M:512"}[knob]
     if isinstance(value, bool):
         return not value
+    if knob in ("schedule", "wsd_decay"):
+        return "linear"
     if isinstance(value, str):
         return value + "x"
     if isinstance(value, tuple):
@@ -80,8 +82,11 @@ def _another(value, knob=""):
 
 @pytest.mark.parametrize(("section", "knob"), _fields(LEARNED))
 def test_what_changes_the_learning_is_refused_and_allowed_on_demand(run_of, section, knob):
-    folder = run_of(CONFIG)
-    now = _with(**{section: {knob: _another(getattr(getattr(CONFIG, section), knob), knob)}})
+    whole = _with(  # every field of the schedule has had an effect at step 10
+        train={"steps": 10}, optimizer={"schedule": "wsd", "warmup_steps": 3, "wsd_decay_steps": 4}
+    )
+    folder = run_of(whole)
+    now = _with(whole, **{section: {knob: _another(getattr(getattr(whole, section), knob), knob)}})
     with pytest.raises(
         UsageError, match="--name NEW, and to continue this one with the change --allow-change"
     ) as error:
@@ -198,3 +203,49 @@ def test_a_digest_is_of_the_tokens_all_over_a_file(tmp_path):
         file.write(b"\1\0\1\0")
     assert IndexedDataset(prefix).digest != before
     assert json.dumps(before)
+
+
+# --- Schedules --------------------------------------------------------------------------------------------------------
+
+STABLE = _with(train={"steps": 100}, optimizer={"schedule": "wsd", "warmup_steps": 5, "wsd_decay_steps": 20})
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"wsd_decay_steps": 40},
+        {"wsd_decay": "minus_sqrt", "min_learning_rate": 0.0},
+        {"schedule": "constant", "wsd_decay_steps": None},
+    ],
+)
+def test_a_schedule_may_change_where_no_step_has_used_it(optimizer, run_of):
+    folder = run_of(STABLE, step=60)
+    assert changes_since(folder, _with(STABLE, train={"steps": 120}, optimizer=optimizer))
+    with pytest.raises(UsageError, match=r"optimizer.wsd_decay_steps 20, now 42"):
+        changes_since(folder, _with(STABLE, optimizer={"wsd_decay_steps": 42}))
+    with pytest.raises(UsageError, match=r"optimizer.learning_rate 0.00015, now 0.1"):
+        changes_since(folder, _with(STABLE, optimizer={"learning_rate": 0.1}))
+
+
+def test_a_decay_from_an_earlier_checkpoint_may_have_another_form(run_of):
+    folder = run_of(STABLE, step=60)
+    (folder / "checkpoints" / "100").mkdir()
+    (folder / "checkpoints" / "100" / "manifest.json").touch()
+    branch = _with(STABLE, train={"steps": 70}, optimizer={"wsd_decay_steps": 10})
+    with pytest.raises(UsageError, match="wsd_decay_steps 20, now 10"):
+        changes_since(folder, branch)
+    notes = changes_since(folder, branch, step=60)
+    assert "changed optimizer.wsd_decay_steps: 20 → 10" in notes
+    assert not any("rises" in note for note in notes)
+
+
+def test_a_run_that_goes_on_after_its_decay_is_told_where_to_go_on_from_instead(run_of):
+    folder = run_of(STABLE, step=60)
+    (folder / "checkpoints" / "100").mkdir()
+    (folder / "checkpoints" / "100" / "manifest.json").touch()
+    longer = _with(STABLE, train={"steps": 200})
+    assert (
+        "note: the learning rate had decayed since step 80 and rises again after checkpoint 100; "
+        "--step 60 continues from before it"
+    ) in changes_since(folder, longer)
+    assert not any("rises" in note for note in changes_since(folder, longer, step=60))

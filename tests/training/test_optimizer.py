@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -14,7 +15,8 @@ from mjax.models.build import build_model
 from mjax.names import leaf_name
 from mjax.parallel.mesh import make_mesh
 from mjax.state.precision import LossScale
-from mjax.training.optimizer import backward_order, gradient_names, is_decayed, learning_rate, sums_by_parameter
+from mjax.training.optimizer import backward_order, gradient_names, is_decayed, sums_by_parameter
+from mjax.training.schedule import learning_rate
 from tests.against_reference import in_layer_order
 from tests.small import batch_of, named, program_of, small_config
 
@@ -55,6 +57,21 @@ def test_schedules_pass_through_their_landmarks(schedule, samples, expected):
 def test_warm_up_is_linear_from_zero(schedule):
     rates = [_schedule(n, schedule=schedule, warmup_steps=10) for n in range(11)]
     np.testing.assert_allclose(rates, np.arange(11) / 10, rtol=1e-6)
+
+
+def test_a_warm_up_may_begin_above_zero():
+    rates = [_schedule(n, warmup_steps=10, warmup_from=0.5) for n in range(11)]
+    np.testing.assert_allclose(rates, 0.5 + np.arange(11) / 20, rtol=1e-6)
+
+
+def test_wsd_with_a_linear_decay_is_optaxs_pieces_joined():
+    pieces = [
+        optax.linear_schedule(0.0, 1.0, 10), optax.constant_schedule(1.0), optax.linear_schedule(1.0, 0.1, 30)
+    ]  # fmt: skip
+    theirs = optax.join_schedules(pieces, [10, 70])
+    wsd = {"schedule": "wsd", "wsd_decay": "linear", "wsd_decay_steps": 30, "warmup_steps": 10}
+    ours = [_schedule(n, **wsd) for n in range(110)]
+    np.testing.assert_allclose(ours, [float(theirs(n)) for n in range(110)], rtol=1e-6)
 
 
 def test_weight_decay_spares_biases_and_layer_norms_and_nothing_else():
