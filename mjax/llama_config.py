@@ -62,10 +62,6 @@ class LlamaConfig(ModelConfig):
     module: ClassVar[str] = "mjax.models.llama:Llama"
 
     @property
-    def head_size(self) -> int:
-        return self.hidden // self.heads if self.head_dim is None else self.head_dim
-
-    @property
     def mlp_width(self) -> int:
         """Width of the MLP, f."""
         return -(-8 * self.hidden // 768) * 256 if self.feed_forward is None else self.feed_forward
@@ -81,7 +77,10 @@ class LlamaConfig(ModelConfig):
         return int(self.head_size * self.rope_share)
 
     def columns(self) -> dict[str, int]:
-        return {**super().columns(), "key-value heads": self.groups, "feed-forward width": self.mlp_width}
+        return {**super().columns(), "feed-forward width": self.mlp_width}
+
+    def shared_columns(self) -> dict[str, int]:
+        return {"key-value heads": self.groups}
 
     def check(self, config) -> None:
         if self.heads % self.groups:

@@ -50,6 +50,7 @@ class ModelConfig:
       sequences: sequences of a sample, c.
       causal: whether a position sees none after it; such a model can continue a text.
       learned_positions: whether positions have weights, one row each.
+      head_dim: width of an attention head, d; None: hidden / heads.
       biased_scores: whether something other than documents is added to the scores of attention.
       attention_dropout: dropout rate on attention probabilities.
       window: tokens that a position sees, itself included; None: all up to its own.
@@ -81,6 +82,7 @@ class ModelConfig:
     sequences: ClassVar[int] = 1
     causal: ClassVar[bool] = True
     learned_positions: ClassVar[bool] = False
+    head_dim: ClassVar[int | None] = None
     biased_scores: ClassVar[bool] = False
     attention_dropout: ClassVar[float] = 0.0
     window: ClassVar[int | None] = None
@@ -88,7 +90,7 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         """Width of one attention head, d."""
-        return self.hidden // self.heads
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def padded_vocabulary(self) -> int:
@@ -112,6 +114,16 @@ class ModelConfig:
     def columns(self) -> dict[str, int]:
         """The sizes that `mesh.model` has to divide, by name."""
         return {"heads": self.heads, "padded vocabulary": self.padded_vocabulary}
+
+    def shared_columns(self) -> dict[str, int]:
+        """The sizes that `mesh.model` has to divide or be a multiple of: then several ranks have the same part."""
+        return {}
+
+    def splits(self, ranks: int) -> bool:
+        """Whether the model can be split over `ranks` ranks of `model`."""
+        return all(size % ranks == 0 for size in self.columns().values()) and all(
+            size % ranks == 0 or ranks % size == 0 for size in self.shared_columns().values()
+        )
 
     def check(self, config) -> None:
         """Refuse settings of the run, a `Config`, that this model does not support.

@@ -36,16 +36,17 @@ def validate(config: Config, name: str = "this config") -> None:
 def _check_shapes(config: Config) -> None:
     """Check that heads, mesh axes and micro-batches divide what they split."""
     model, mesh, train = config.model, config.mesh, config.train
-    if model.hidden % model.heads:
+    if model.head_dim is None and model.hidden % model.heads:
         raise UsageError(
             f"--model.heads {model.heads} does not divide hidden size {model.hidden}; "
             f"use {_listed(_divisors(model.hidden))}"
         )
-    columns = model.columns()
-    for what, size in columns.items():
-        if size % mesh.model:
-            possible = _divisors(math.gcd(*columns.values()))
-            raise UsageError(f"--mesh.model {mesh.model} does not divide {what} {size}; use {_listed(possible)}")
+    if not model.splits(mesh.model):
+        columns = model.columns()
+        what, size = next(row for row in (columns | model.shared_columns()).items() if row[1] % mesh.model)
+        fails = "does not divide" if what in columns else "neither divides nor is a multiple of"
+        possible = [ranks for ranks in _divisors(math.gcd(*columns.values())) if model.splits(ranks)]
+        raise UsageError(f"--mesh.model {mesh.model} {fails} {what} {size}; use {_listed(possible)}")
 
     if train.global_batch % mesh.data:
         raise UsageError(

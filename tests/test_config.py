@@ -13,6 +13,7 @@ from mjax.config import (
     BERTConfig,
     Config,
     DataConfig,
+    LlamaConfig,
     MeshConfig,
     available_configs,
     differences,
@@ -242,6 +243,10 @@ def _with(**sections):
     [
         (_with(mesh={"model": 3}), "--mesh.model 3 does not divide heads 16; use 1, 2, 4, 8 or 16"),
         (_with(model={"feed_forward": 1000}, mesh={"model": 16}), "does not divide feed-forward width 1000"),
+        (
+            replace(_with(mesh={"model": 8}), model=LlamaConfig(hidden=384, heads=24, kv_heads=12)),
+            "--mesh.model 8 neither divides nor is a multiple of key-value heads 12; use 1, 2 or 4",
+        ),
         (_with(model={"vocabulary_multiple": 1}, mesh={"model": 2}), "does not divide padded vocabulary 50257"),
         (_with(model={"heads": 7}), "--model.heads 7 does not divide hidden size 1024; use 1, 2, 4, 8"),
         (_with(mesh={"data": 3}), "--train.global-batch 512 does not divide over --mesh.data 3"),

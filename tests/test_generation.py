@@ -87,6 +87,8 @@ def full_forward(sequence=16):
         ((1, 2), WINDOW),
         ((1, 2), QWEN),
         ((1, 2), OLMO),
+        ((1, 4), QWEN),
+        ((1, 4), {**OLMO, "kv_heads": 1}),
     ],
 )
 def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass_at_every_position(mesh, changes):
@@ -113,7 +115,7 @@ def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass_at_ev
         program = jax.shard_map(
             logits_of_both,
             mesh=make_mesh(config.mesh),
-            in_specs=(nnx.get_partition_spec(model), P()),
+            in_specs=(jax.tree.map(lambda weight: weight.sharding.spec, model), P()),
             out_specs=(P(), P(None, None, "model")),
             check_vma=True,
         )

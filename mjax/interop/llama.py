@@ -113,6 +113,8 @@ LLAMA = Family(
         "embedding": "model.embed_tokens",
         "blocks.attention_norm": f"{LAYER}.input_layernorm",
         "blocks.attention.qkv": tuple(f"{LAYER}.self_attn.{part}_proj" for part in "qkv"),
+        "blocks.attention.query": f"{LAYER}.self_attn.q_proj",
+        "blocks.attention.key_value": (f"{LAYER}.self_attn.k_proj", f"{LAYER}.self_attn.v_proj"),
         "blocks.attention.query_norm": f"{LAYER}.self_attn.q_norm",
         "blocks.attention.key_norm": f"{LAYER}.self_attn.k_norm",
         "blocks.attention.out": f"{LAYER}.self_attn.o_proj",

@@ -92,15 +92,8 @@ def _place(
     if ours in OF_TOKENS:
         shape[0], index = model.vocabulary, [slice(model.vocabulary)]
     if which is not None:
-        index += [slice(None)] * inputs
-        groups = getattr(model, "groups", model.heads)
-        if module.endswith(".qkv") and groups < model.heads:  # [k, n / k + 2, d]: of each group its queries, key, value
-            queries = model.heads // groups
-            index += [slice(None), (slice(queries), queries, queries + 1)[which]]
-            shape[inputs + 1 : inputs + 2] = [queries] * (which == 0)
-        else:
-            index.append(which)
-            del shape[inputs]
+        index += [*[slice(None)] * inputs, which]
+        del shape[inputs]
     dims = list(range(len(shape)))
     ins, outs = dims[:inputs], dims[inputs:]
     if module.endswith(".qkv") and which is None:

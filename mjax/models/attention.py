@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -232,26 +233,30 @@ class Attention(nnx.Module):
         out_bias: bool | None = None,
         qk_norm: Callable[[int], nnx.Module | None] = lambda heads: None,
     ):
-        """Initialise the two matrices.
+        """Initialise the matrices.
 
         Args:
           key: of `jax.random`.
           config: sizes, kernel and dropout rate.
           dtype: of the weights.
           positions: position encoding in attention.
-          kv_heads: key-value heads, each shared by as many neighbouring query heads (arXiv 2305.13245); by default n.
-            With the default the first matrix is [h, 3, n, d], else [h, kv_heads, n / kv_heads + 2, d]: for each of them
-            its queries, its key and its value.
-          bias: whether both matrices have a bias.
-          out_bias: whether the second matrix has a bias; by default as `bias`.
+          kv_heads: key-value heads k, each shared by as many neighbouring query heads (arXiv 2305.13245); by default n.
+            With n queries, keys and values are one matrix [h, 3, n, d], else two, [h, n, d] and [h, 2, k, d].
+          bias: whether these have a bias, and the output.
+          out_bias: whether the output has a bias; by default as `bias`.
           qk_norm: makes the norm of queries or keys [b, s, heads / p, d] from a number of heads; None: no norm.
         """
         qkv, out = jax.random.split(key)
         heads, size = config.heads, config.head_size
         self.config, self.positions = config, positions
         self.grouped = kv_heads not in (None, heads)
-        columns, split = ((kv_heads, heads // kv_heads + 2, size), 0) if self.grouped else ((3, heads, size), 1)
-        self.qkv = ColumnParallelLinear(qkv, config.hidden, columns, split, config.init_std, dtype, bias)
+        linear = partial(ColumnParallelLinear, width=config.hidden, std=config.init_std, dtype=dtype, bias=bias)
+        if self.grouped:
+            query, key_value = jax.random.split(qkv)
+            self.query = linear(query, out=(heads, size), split=0)
+            self.key_value = linear(key_value, out=(2, kv_heads, size), split=1)
+        else:
+            self.qkv = linear(qkv, out=(3, heads, size), split=1)
         out_bias = bias if out_bias is None else out_bias
         self.out = RowParallelLinear(out, (heads, size), config.hidden, config.residual_std, dtype, out_bias)
         self.query_norm, self.key_norm = qk_norm(heads), qk_norm(kv_heads or heads)
@@ -274,13 +279,15 @@ class Attention(nnx.Module):
         return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), KeyValues(k, v)
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
-        """Queries [b, s, n / p, d] and keys and values of this rank's heads."""
+        """Queries [b, s, n / p, d] and keys and values of this rank's heads, at least one."""
         tokens = context.tokens
-        qkv = tokens.by_sequence(checkpoint_name(self.qkv(x, tokens), "qkv"))  # [b, s, 3, n / p, d]
+        x = tokens.enter(x)
         if self.grouped:
-            b, s, _, _, size = qkv.shape
-            q, k, v = qkv[:, :, :, :-2].reshape(b, s, -1, size), qkv[:, :, :, -2], qkv[:, :, :, -1]
+            parts = self.query.within(x), self.key_value.within(x)
+            q, kv = (tokens.by_sequence(checkpoint_name(part, "qkv")) for part in parts)
+            k, v = kv[:, :, 0], kv[:, :, 1]
         else:
+            qkv = tokens.by_sequence(checkpoint_name(self.qkv.within(x), "qkv"))  # [b, s, 3, n / p, d]
             q, k, v = (qkv[:, :, i] for i in range(3))
         if self.query_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)

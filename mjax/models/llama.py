@@ -90,7 +90,7 @@ def rotary_of(config: LlamaConfig) -> Rotary:
 
 def _qk_norm(heads: int, config: LlamaConfig, dtype) -> nnx.Module | None:
     if config.qk_norm == "head":
-        return RMSNorm(config.head_size, config.norm_epsilon, dtype)
+        return RMSNorm(config.head_size, config.norm_epsilon, dtype, of_heads=True)
     if config.qk_norm == "heads":
         return AllHeadsRMSNorm(heads, config.head_size, config.norm_epsilon, dtype)
     return None

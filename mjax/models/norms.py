@@ -17,16 +17,19 @@ from jax import Array
 
 from mjax.parallel import mappings
 from mjax.parallel.axes import MODEL
-from mjax.parallel.layers import recomputed
+from mjax.parallel.layers import own_columns, recomputed
 from mjax.parallel.sums import wide_type
 
 
 class RMSNorm(nnx.Module):
-    """Normalise the last dim. Shapes: x […, width] → the same; the weight is replicated."""
+    """Normalise the last dim. Shapes: x […, width] → the same; the weight is replicated.
 
-    def __init__(self, width: int, epsilon: float, dtype):
+    `of_heads` says that x are heads, which the ranks of `model` have different ones of.
+    """
+
+    def __init__(self, width: int, epsilon: float, dtype, of_heads: bool = False):
         self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones(width, dtype), out_sharding=(None,), eager_sharding=False)
+        self.scale = nnx.Param(jnp.ones(width, dtype), out_sharding=(None,), eager_sharding=False, partial=of_heads)
 
     def __call__(self, x: Array) -> Array:
         return recomputed(partial(_rms_norm, epsilon=self.epsilon))(x, self.scale[...])
@@ -35,17 +38,20 @@ class RMSNorm(nnx.Module):
 class AllHeadsRMSNorm(nnx.Module):
     """Normalise all heads of a position together: a sum of squares for each position crosses `model`.
 
-    Shapes: x [b, s, n / p, d], this rank's heads → the same; the weight [n, d] is split by heads.
+    Shapes: x [b, s, n / p, d], this rank's heads → the same; the weight [n, d] is split by heads. With fewer heads than
+    ranks each rank has one, the same as its neighbours.
     """
 
     def __init__(self, heads: int, size: int, epsilon: float, dtype):
-        self.epsilon, self.width = epsilon, heads * size
+        self.epsilon, self.heads, self.size = epsilon, heads, size
         self.scale = nnx.Param(jnp.ones((heads, size), dtype), out_sharding=(MODEL, None), eager_sharding=False)
 
     def __call__(self, x: Array) -> Array:
         squares = recomputed(_sum_of_squares)(x)
-        mean = mappings.sum_over(squares, frozenset({MODEL})) / self.width
-        return recomputed(_scaled)(x, jax.lax.rsqrt(mean + self.epsilon), self.scale[...])
+        summed = x.shape[-2] * mappings.size(MODEL)  # heads, those of several ranks as often
+        mean = mappings.sum_over(squares, frozenset({MODEL})) / (summed * self.size)
+        scale = own_columns(self.scale[...], self.heads, 0)
+        return recomputed(_scaled)(x, jax.lax.rsqrt(mean + self.epsilon), scale)
 
 
 def _rms_norm(x: Array, scale: Array, epsilon: float) -> Array:

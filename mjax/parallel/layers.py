@@ -132,18 +132,35 @@ class ColumnParallelLinear(nnx.Module):
     """y = x A + b with A split by columns: A = [A_1 … A_p], so rank i computes its own columns y_i.
 
     The output may have several dims, such as (3, heads, head size) for a fused QKV; `split` says which of them is
-    split. Shapes: x [t, h], this rank's rows of the stream → y [b · s, *out] with out[split] / p, varying over `model`.
+    split. If that has fewer columns than there are ranks, each rank computes one, the same as its neighbours.
+    Shapes: x [t, h], this rank's rows of the stream → y [b · s, *out] with out[split] / p, varying over `model`.
     """
 
     def __init__(self, key: Array, width: int, out: tuple[int, ...], split: int, std: float, dtype, bias: bool = True):
         spec = tuple(MODEL if dim == split else None for dim in range(len(out)))
+        self.columns, self.split = out[split], split
         self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, contracted=1)
         self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype) if bias else None
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:
-        x = tokens.enter(x)  # the gradient of x needs every rank's columns
-        y = linear(self.kernel[...], x, 1)  # [b s, *out / p]
-        return y if self.bias is None else add_bias(y, self.bias[...])
+        return self.within(tokens.enter(x))  # the gradient of x needs every rank's columns
+
+    def within(self, x: Array) -> Array:
+        """The same inside a region that is open: x [b · s, h], varying over `model`."""
+        y = linear(own_columns(self.kernel[...], self.columns, self.split + 1), x, 1)
+        return y if self.bias is None else add_bias(y, own_columns(self.bias[...], self.columns, self.split))
+
+
+@singledispatch
+def own_columns(weight: Array, columns: int, dim: int) -> Array:
+    """The columns of a weight that this rank computes with: those that it holds, or one of them where there are fewer
+    `columns` than ranks and each rank holds them all."""
+    ranks = mappings.size(MODEL)
+    if weight.shape[dim] * ranks == columns:
+        return weight
+    assert weight.shape[dim] == columns, f"a rank has {weight.shape[dim]} of {columns} columns"
+    weight = mappings.vary(weight, frozenset({MODEL}))
+    return jax.lax.dynamic_slice_in_dim(weight, mappings.rank(MODEL) * columns // ranks, 1, dim)
 
 
 class RowParallelLinear(nnx.Module):

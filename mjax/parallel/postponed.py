@@ -7,7 +7,7 @@ and returns the two factors of the second.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 
 from mjax.parallel import mappings
-from mjax.parallel.layers import input_gradient, linear, linear_forward
+from mjax.parallel.layers import input_gradient, linear, linear_forward, own_columns
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +59,12 @@ _linear_postponed.defvjp(
 @linear.register
 def _(kernel: PostponedKernel, x: Array, dims: int) -> Array:
     return _linear_postponed(x, kernel.kernel, kernel.input, kernel.gradient, dims)
+
+
+@own_columns.register
+def _(weight: PostponedKernel, columns: int, dim: int) -> PostponedKernel:
+    kernel, gradient = (own_columns(part, columns, dim) for part in (weight.kernel, weight.gradient))
+    return replace(weight, kernel=kernel, gradient=gradient)
 
 
 def contracted_dims(weights) -> list[int | None]:

@@ -26,13 +26,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
 from mjax.names import leaf_name
 from mjax.parallel import axes, mappings, scopes
-from mjax.parallel.axes import DATA, PIPE
+from mjax.parallel.axes import DATA, MODEL, PIPE
 from mjax.parallel.postponed import PostponedKernel
 
 
@@ -45,11 +46,13 @@ class Storage:
       gathers: (axis, dim) to gather, in this order; dims are counted from the end, so they apply with and without the
         layer dims.
       in_loop: cast, and gathered over `data`, layer by layer inside the loop over layers rather than at the start.
+      partial: whether every rank of `model` holds the whole weight and computes another part of its gradient.
     """
 
     spec: P
     gathers: tuple[tuple[str, int], ...] = ()
     in_loop: bool = False
+    partial: bool = False
 
 
 def plan_storage(shapes, specs, mesh: MeshConfig):
@@ -63,9 +66,13 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
     Returns:
       A tree like `shapes` of `Storage`.
     """
+    parameters = jax.tree.leaves(shapes, is_leaf=lambda node: isinstance(node, nnx.Param))
+    partial = [parameter.get_metadata().get("partial", False) for parameter in parameters]
+    partial = jax.tree.unflatten(jax.tree.structure(shapes), partial)
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, spec: storage_of(leaf_name(path), leaf.shape, spec, mesh), shapes, specs
-    )
+        lambda path, leaf, spec, partial: storage_of(leaf_name(path), leaf.shape, spec, mesh, partial),
+        shapes, specs, partial,
+    )  # fmt: skip
 
 
 def cut_into_chunks(model, mesh: MeshConfig):
@@ -93,11 +100,20 @@ def layer_dims(mesh: MeshConfig) -> int:
     return 1 if mesh.chunks == 1 else 2
 
 
-def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> Storage:
-    """How the weight `name` with this whole shape and its module's `spec` is stored."""
+def computed_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
+    """The module's `spec` of a weight on a mesh: a dim with fewer parts than `model` has ranks, such as key-value
+    heads, is whole on each of them."""
+    entries = (None,) * (len(shape) - len(spec)) + tuple(spec)  # a chunk dim is not in the model's spec
+    shared = [entry == MODEL and dim < mesh.model for dim, entry in zip(shape, entries, strict=True)]
+    return P(*(None if whole else entry for whole, entry in zip(shared, entries, strict=True)))
+
+
+def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig, partial: bool = False) -> Storage:
+    """How the weight `name` with this whole shape and its module's `spec` is stored; `partial` as in `Storage`."""
     layers = layer_dims(mesh) if is_layer(name) else 0
-    split_by: list[tuple[str, ...]] = [() if entry is None else (entry,) for entry in spec]
-    split_by = [()] * (len(shape) - len(split_by)) + split_by  # a chunk dim is not in the model's spec
+    computed = computed_spec(shape, spec, mesh)
+    partial = mesh.model > 1 and (partial or (MODEL in spec and MODEL not in computed))
+    split_by: list[tuple[str, ...]] = [() if entry is None else (entry,) for entry in computed]
     gathers: list[tuple[str, int]] = []
 
     def split(axis: str) -> None:
@@ -117,14 +133,15 @@ def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> 
     if mesh.zero and mesh.data > 1:
         split(DATA)
     entries = (entry[0] if len(entry) == 1 else entry or None for entry in split_by)
-    return Storage(P(*entries), tuple(gathers), in_loop=mesh.zero == 3 and layers > 0 and bool(gathers))
+    return Storage(P(*entries), tuple(gathers), mesh.zero == 3 and layers > 0 and bool(gathers), partial)
 
 
 @jax.named_scope(scopes.WEIGHTS)
 def gather_weights(model, plan, dtype, mesh: MeshConfig):
     """The weights of the computation in `dtype`, inside `shard_map`; those gathered in the loop stay shards.
 
-    They vary over every axis over which their gradients are summed after the backward pass (`axes.summed`).
+    They vary over every axis over which their gradients are summed after the backward pass (`axes.summed`), and over
+    `model` where its ranks have parts of the gradient: else the backward pass would sum these layer by layer.
     """
     summed = axes.summed(mesh)
 
@@ -133,7 +150,7 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig):
             shard = shard.astype(dtype)
             for axis, dim in storage.gathers:
                 shard = mappings.gather_shards(shard, axis, dim)
-        return mappings.vary(shard, summed)
+        return mappings.vary(shard, summed | {MODEL} if storage.partial else summed)
 
     return jax.tree.map(one, model, plan)
 

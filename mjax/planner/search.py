@@ -95,7 +95,7 @@ def meshes(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
     """(pipe, data, model) whose product is `devices` and which divide the model and the global batch."""
     model, unit = config.model, batch_unit(config)
     matrices = math.gcd(*model.columns().values())
-    for tensor in divisors(math.gcd(devices, matrices)):
+    for tensor in filter(model.splits, divisors(math.gcd(devices, matrices))):
         for pipe in divisors(math.gcd(devices // tensor, model.layers)):
             data = devices // (tensor * pipe)
             if unit % data == 0:

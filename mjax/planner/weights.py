@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import MeshConfig
 from mjax.model_config import ModelConfig
 from mjax.models.build import abstract_weights
-from mjax.parallel.zero import is_layer, storage_of
+from mjax.parallel.zero import computed_spec, is_layer, storage_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _held(model: ModelConfig, mesh: MeshConfig) -> Held:
     total: Counter[str] = Counter()
     for name, (shape, spec) in abstract_weights(model).items():
         storage = storage_of(name, shape, spec, mesh)
-        stored, computed = _local(shape, storage.spec, mesh), _local(shape, spec, mesh)
+        stored, computed = _local(shape, storage.spec, mesh), _local(shape, computed_spec(shape, spec, mesh), mesh)
         total["stored"] += stored
         if not is_layer(name):
             total["shared"] += computed

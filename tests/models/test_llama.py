@@ -31,15 +31,19 @@ FAMILIES = {
     "qwen 2": replace(MODEL, qkv_bias=True, tied=True, rope_theta=1e6),
     "qwen 3": replace(MODEL, qk_norm="head", head_dim=6, rope_theta=1e6),
     "olmo 2": replace(MODEL, qk_norm="heads", norms="post", kv_heads=None),
+    "one key-value head": replace(MODEL, kv_heads=1, qk_norm="heads"),
+    "two key-value heads with a bias": replace(MODEL, kv_heads=2, qkv_bias=True, qk_norm="head"),
     "geglu, half a head turned, yarn": replace(
         MODEL, activation="gelu_tanh", rope_share=0.5, rope_scaling="yarn", rope_factor=4.0, rope_original=64
     ),
 }
 MESHES = {
     "2 × 4": {"data": 2, "model": 4},
+    "model 8": {"model": 8},
     "2 × 4, sequence parallel, FSDP": {"data": 2, "model": 4, "sequence_parallel": True, "zero": 3},
     "pipe 2, ZeRO-1": {"pipe": 2, "data": 2, "model": 2, "zero": 1},
     "pipe 2, split backward passes": {"pipe": 2, "schedule": "zb-h1"},
+    "pipe 2 × model 4, split backward passes": {"pipe": 2, "model": 4, "schedule": "zb-h1"},
 }
 PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
 
@@ -74,9 +78,11 @@ def projected(w, x, model):
     if model.groups == model.heads:
         qkv = jnp.einsum("bsh,hcnd->cbsnd", x, w["attention.qkv.kernel"])
         return qkv + w["attention.qkv.bias"][:, None, None] if model.qkv_bias else qkv
-    qkv = jnp.einsum("bsh,hkgd->bskgd", x, w["attention.qkv.kernel"])
-    qkv = qkv + w["attention.qkv.bias"] if model.qkv_bias else qkv
-    return qkv[:, :, :, :-2].reshape(*x.shape[:2], model.heads, -1), qkv[:, :, :, -2], qkv[:, :, :, -1]
+    q = jnp.einsum("bsh,hnd->bsnd", x, w["attention.query.kernel"])
+    kv = jnp.einsum("bsh,hckd->cbskd", x, w["attention.key_value.kernel"])
+    if model.qkv_bias:
+        q, kv = q + w["attention.query.bias"], kv + w["attention.key_value.bias"][:, None, None]
+    return q, *kv
 
 
 def attention(w, x, model, batch):
@@ -131,6 +137,12 @@ OFTEN = [
     ("qwen 3", "2 × 4", "selective"),
     ("olmo 2", "2 × 4, sequence parallel, FSDP", "full"),
     ("geglu, half a head turned, yarn", "2 × 4", "full"),
+    ("llama", "model 8", "none"),
+    ("one key-value head", "model 8", "selective"),
+    ("one key-value head", "pipe 2, ZeRO-1", "none"),
+    ("two key-value heads with a bias", "2 × 4", "none"),
+    ("two key-value heads with a bias", "2 × 4, sequence parallel, FSDP", "full"),
+    ("two key-value heads with a bias", "pipe 2 × model 4, split backward passes", "none"),
 ]
 PRODUCT = [(family, mesh, recompute) for family in FAMILIES for mesh in MESHES for recompute in ("none", "selective")]
 SELDOM = [pytest.param(*case, marks=pytest.mark.long) for case in PRODUCT if case not in OFTEN]

@@ -79,9 +79,9 @@ def rotated(x, places):
 
 def layer_of(w, x, model, batch):
     h = norm(x, w["attention_norm.scale"], model)
-    qkv = jnp.einsum("bsh,hkgd->bskgd", h, w["attention.qkv.kernel"])
-    q = rotated(qkv[:, :, :, :-2].reshape(*x.shape[:2], model.heads, -1), batch["positions"])
-    k, v = rotated(qkv[:, :, :, -2], batch["positions"]), qkv[:, :, :, -1]
+    q = rotated(jnp.einsum("bsh,hnd->bsnd", h, w["attention.query.kernel"]), batch["positions"])
+    k, v = jnp.einsum("bsh,hckd->cbskd", h, w["attention.key_value.kernel"])
+    k = rotated(k, batch["positions"])
     scores = jnp.einsum("bqkgd,bpkd->bkgqp", q.reshape(*k.shape[:3], -1, k.shape[-1]), k) / np.sqrt(model.head_size)
     same = batch["documents"][:, :, None] == batch["documents"][:, None]
     visible = (np.tri(x.shape[1], dtype=bool) & same)[:, None, None]
@@ -93,8 +93,8 @@ def layer_of(w, x, model, batch):
 
 def serial_logits(weights, model, batch, balance=None):
     x = weights["embedding.table"][batch["tokens"]]
-    for name in sorted({key.rpartition(".")[0] for key in weights if key.endswith("attention.qkv.kernel")}):
-        prefix = name.removesuffix("attention.qkv")
+    for name in sorted({key.rpartition(".")[0] for key in weights if key.endswith("attention.query.kernel")}):
+        prefix = name.removesuffix("attention.query")
         stacked = {key.removeprefix(prefix): w for key, w in weights.items() if key.startswith(prefix)}
         for number in range(len(stacked["attention_norm.scale"])):
             x = layer_of({key: w[number] for key, w in stacked.items()}, x, model, batch)

@@ -7,11 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, DataConfig, LlamaConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig
 from mjax.models.build import build_model
 from mjax.models.llama import rotary_of
 from mjax.names import leaf_name
+from mjax.parallel.axes import MODEL
+from mjax.parallel.mesh import make_mesh
+from mjax.parallel.zero import plan_storage
 from tests.small import gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
@@ -37,6 +42,11 @@ FAMILIES = {  # ours, the class of transformers, and what its config has besides
         replace(SMALL, rope_scaling="yarn", rope_factor=4.0, rope_original=64, tied=True),
         "Llama",
         {"rope_parameters": {**YARN, "rope_theta": 1e4, "original_max_position_embeddings": 64}},
+    ),
+    "llama, linear": (
+        replace(SMALL, kv_heads=1, rope_scaling="linear", rope_factor=2.0),
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
     ),
     "mistral": (replace(SMALL, window=6), "Mistral", {"sliding_window": 6}),
     "qwen 2.5": (replace(SMALL, qkv_bias=True, norm_epsilon=1e-6), "Qwen2", {"use_sliding_window": False}),
@@ -108,11 +118,12 @@ def from_peer(tensors, ours, model):
             return tensor(f"{NORMS[model.norms][module]}.weight")
         if name == "mlp.up.kernel":
             return np.stack([tensor("mlp.gate_proj.weight").T, tensor("mlp.up_proj.weight").T], 1)
-        which = "weight" if part == "qkv.kernel" else "bias"
-        k, size = model.groups, model.head_size
-        q, key, value = (tensor(f"self_attn.{one}_proj.{which}").T.reshape(*shape[:-3], k, -1, size) for one in "qkv")
-        joined = np.concatenate([q, key, value], -2)  # [..., k, n / k + 2, d]
-        return np.moveaxis(joined, -2, -3) if k == model.heads else joined
+        which = "weight" if part.endswith("kernel") else "bias"
+        if part.startswith("query."):
+            return tensor(f"self_attn.q_proj.{which}").T.reshape(shape)
+        projections = "qkv" if part.startswith("qkv.") else "kv"
+        parts = [tensor(f"self_attn.{one}_proj.{which}").T for one in projections]
+        return np.stack(parts, -2).reshape(shape)  # [..., heads · d] each
 
     def fetch(path, leaf):
         name = leaf_name(path)
@@ -139,10 +150,21 @@ def numpy(named):
     return {name: tensor.detach().numpy() for name, tensor in named}
 
 
-@pytest.mark.parametrize("mesh", [{}, {"data": 2, "model": 2}], ids=["one device", "data 2 × model 2"])
+MESHES = {
+    "one device": {},
+    "data 2 × model 2": {"data": 2, "model": 2},
+    "model 4": {"model": 4},  # two key-value heads, or one, over four ranks
+    "pipe 2": {"pipe": 2},
+    "model 4, sequence parallel": {"model": 4, "sequence_parallel": True},
+    "data 2 × model 2, FSDP": {"data": 2, "model": 2, "zero": 3},
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_equal_those_of_transformers(family, mesh):
     model, kind, settings = FAMILIES[family]
+    mesh = MESHES[mesh]
     with jax.enable_x64(True):
         peer, batch = peer_of(model, kind, settings), batch_of(model)
         program, build = gradient_program(config_of(model, **mesh))
@@ -157,7 +179,30 @@ def test_loss_and_gradients_equal_those_of_transformers(family, mesh):
             np.testing.assert_allclose(np.asarray(ours), theirs, rtol=0, atol=1e-12, err_msg=leaf_name(path))
 
 
-@pytest.mark.parametrize("family", ["llama 3.1", "qwen 3", "olmo 2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_transformers(family):
+    model, kind, settings = FAMILIES[family]
+    with jax.enable_x64(True):
+        config, peer, batch = config_of(model, model=2), peer_of(model, kind, settings), batch_of(model)
+        abstract = jax.eval_shape(lambda: build_model(0, config.model, jnp.float64))
+        weights = from_peer(numpy(peer.named_parameters()), abstract, model)
+        forward = jax.shard_map(
+            lambda weights, tokens: weights(tokens),
+            mesh=make_mesh(config.mesh),
+            in_specs=(jax.tree.map(lambda storage: storage.spec, storage_on(config.mesh, abstract)), P()),
+            out_specs=P(None, None, MODEL),
+        )
+        expected = peer(torch.tensor(batch["tokens"], dtype=torch.long)).logits.detach().numpy()
+        found = np.asarray(jax.jit(forward)(weights, batch["tokens"]))
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(found[..., : model.vocabulary], expected, rtol=0, atol=1e-10)
+
+
+def storage_on(mesh, abstract):
+    return plan_storage(abstract, nnx.get_partition_spec(abstract), mesh)
+
+
+@pytest.mark.parametrize("family", ["llama 3.1", "mistral", "qwen 2.5", "qwen 3", "olmo 2"])
 def test_twenty_steps_of_adamw_follow_torch(family):
     model, kind, settings = FAMILIES[family]
     with jax.enable_x64(True):

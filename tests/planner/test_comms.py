@@ -241,6 +241,21 @@ def test_a_bert_sends_what_a_gpt_does_and_counts_its_masked_tokens(split):
     assert [(record.axes, record.count) for record in order] == ([(("model",), 2)] if split else [])
 
 
+def test_a_weight_that_ranks_share_in_attention_is_summed_over_model_once_a_step():
+    def found(**changes):
+        return summed(ledger(small_config(1, 4, kind="llama", **changes)).over("model"))
+
+    model = small_config(kind="llama").model
+    layers, head, hidden = model.layers, model.head_size, model.hidden
+    plain, normed, shared = found(kv_heads=4), found(kv_heads=4, qk_norm="head"), found(kv_heads=2)
+    assert normed.pop(("gradient", "all-reduce")) == (2, 2 * on_a_ring("all-reduce", 4, 4 * layers * head))
+    assert shared.pop(("gradient", "all-reduce")) == (1, on_a_ring("all-reduce", 4, 4 * layers * hidden * 2 * 2 * head))
+    layer = {key: row for key, row in plain.items() if key[0].startswith("layer")}
+    assert layer.items() <= normed.items()
+    assert layer.items() <= shared.items()
+    assert ("gradient", "all-reduce") not in plain
+
+
 # --- The reader -------------------------------------------------------------------------------------------------------
 
 
