@@ -21,12 +21,14 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from mjax.config import Config
 from mjax.errors import UsageError
 
+TOKENS = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)")
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -85,6 +87,11 @@ class BatchSizes:
         first_step, first_sample, size = self._piece(step)
         return first_sample + (step - first_step) * size
 
+    def steps_for(self, samples: int) -> int:
+        """The fewest steps with `samples` samples or more."""
+        first_step, first_sample, size = next(piece for piece in reversed(self.pieces) if piece[1] < max(samples, 1))
+        return first_step + -(-(samples - first_sample) // size)
+
     def stretches(self, steps: int) -> list[tuple[int, int]]:
         """(steps, size) of each range of the first `steps` steps."""
         ends = [first for first, _, _ in self.pieces[1:]] + [steps]
@@ -125,6 +132,50 @@ def _rampup(start: int, increment: int, samples: int, end: int) -> list[tuple[in
     return changes
 
 
+def parse_tokens(tokens: str) -> int | None:
+    """'1.5B' → 1,500,000,000; None if it is not a number of tokens."""
+    found = TOKENS.fullmatch(tokens)
+    return found and int(Fraction(found[1]) * UNITS[found[2]])
+
+
+def in_units(tokens: int) -> str:
+    """1,310,720 → '1.31M'."""
+    unit = max((name for name, size in UNITS.items() if size <= max(tokens, 1)), key=UNITS.__getitem__)
+    return f"{tokens / UNITS[unit]:.3g}{unit}"
+
+
+def with_steps(config: Config, typed: Collection[str] = ()) -> tuple[Config, str | None]:
+    """`config` with the steps of its train.tokens, and a line about it; as it is if it gives steps.
+
+    Args:
+      config: with a valid batch ramp-up or schedule.
+      typed: names of the flags of the command line, such as "train.steps"; they go before those of a file.
+
+    Raises:
+      UsageError: tokens and steps are both given, or tokens are malformed.
+    """
+    train, tokens = config.train, config.train.tokens
+    if tokens is None:
+        return config, None
+    both = {"train.steps", "train.tokens"} <= set(typed)
+    if "train.steps" in typed and not both:
+        return replace(config, train=replace(train, tokens=None)), None
+    if both or ("train.tokens" not in typed and train.steps != type(train)().steps):
+        raise UsageError(
+            f"--train.steps {train.steps} and --train.tokens {tokens} both set the length; leave one of them out"
+        )
+    wanted = parse_tokens(str(tokens))
+    if not wanted:
+        raise UsageError(
+            f"--train.tokens {tokens} is not a number of tokens above 0; write it like 300B or 1.5T (K, M, B or T: "
+            "thousands to trillions)"
+        )
+    sample, sizes = config.model.sequences * config.model.sequence, BatchSizes.of(config)
+    steps = sizes.steps_for(-(-wanted // sample))
+    line = f"{tokens} tokens are {steps:,} steps ({sizes.samples_before(steps) * sample:,} tokens)"
+    return replace(config, train=replace(train, steps=steps, tokens=None)), line
+
+
 def parse_schedule(schedule: str) -> list[tuple[int, int]]:
     """'0:768 250B:1536' → [(0, 768), (250 × 10⁹, 1536)]: from how many tokens on, and the batch.
 
@@ -133,8 +184,8 @@ def parse_schedule(schedule: str) -> list[tuple[int, int]]:
     Raises:
       UsageError: it is malformed, does not begin at 0, or its tokens do not ascend.
     """
-    found = [re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", entry) for entry in schedule.split()]
-    changes = [(int(Fraction(m[1]) * UNITS[m[2]]), int(m[3])) for m in found if m]
+    found = [re.fullmatch(rf"({TOKENS.pattern}):(\d+)", entry) for entry in schedule.split()]
+    changes = [(parse_tokens(m[1]), int(m[4])) for m in found if m]
     tokens = [start for start, _ in changes]
     if None in found or tokens[:1] != [0] or sorted(set(tokens)) != tokens or min(size for _, size in changes) < 1:
         raise UsageError(

@@ -178,6 +178,9 @@ class TrainConfig:
 
     steps: Count = 300_000
     """Number of optimizer steps."""
+    tokens: str | None = None
+    """Instead of steps: training tokens, such as 300B or 1.5T (K, M, B, T: thousands to trillions), rounded up to whole
+    steps of the global batch with its ramp-up or schedule. The run's config.json has the steps."""
     global_batch: Count = 512
     """Sequences per step over all devices; with a ramp-up or a schedule, those of the last steps."""
     batch_rampup: tuple[int, int, int] | None = None

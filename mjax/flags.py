@@ -72,7 +72,8 @@ ELSEWHERE = {
     # --- length and batch
     "train-iters": "train.steps", "max-iters": "train.steps", "max-steps": "train.steps", "iters": "train.steps",
     "num-steps": "train.steps", "train-steps": "train.steps", "iterations": "train.steps",
-    "total-steps": "train.steps", "train-samples": "train.steps", "epochs": "train.steps",
+    "total-steps": "train.steps", "train-tokens": "train.tokens", "total-tokens": "train.tokens",
+    "train-samples": "train.steps", "epochs": "train.steps",
     "num-epochs": "train.steps epochs", "num-train-epochs": "train.steps epochs", "max-epochs": "train.steps epochs",
     "batch-size": "train.global-batch batch train.micro-batch", "global-batch-size": "train.global-batch batch",
     "train-batch-size": "train.global-batch batch", "micro-batch-size": "train.micro-batch",
@@ -108,7 +109,7 @@ ELSEWHERE = {
     "init-from": "init run", "finetune": "init", "resume-from-checkpoint": "run",
     "continue": "run", "checkpoint": "run", "resume": "run",
     # --- text
-    "max-new-tokens": "tokens", "max-tokens": "tokens", "num-tokens": "tokens", "temp": "temperature",
+    "max-new-tokens": "tokens", "max-tokens": "tokens train.tokens", "num-tokens": "tokens", "temp": "temperature",
     "text": "prompt", "start": "prompt",
 }  # fmt: skip
 """Name in another project → ours; if there are several, those that the command has."""

@@ -1,5 +1,6 @@
 """Settings that a config takes from its data and its length unless the command line sets them.
 
+    steps        of train.tokens, if that is given in their place
     vocabulary   that of the data's tokenizer; a config file has that of another, often GPT-2's
     warm-up      shortened in proportion if --train.steps leaves no room for it
 
@@ -12,9 +13,11 @@ from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 
-from mjax.config import Config, read_config
+from mjax.batch_size import with_steps
+from mjax.config import Config, MeshConfig, read_config
 from mjax.data.blend import parse_blend
 from mjax.data.metadata import read_metadata
+from mjax.validation import check_batch_sizes
 
 
 def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Path) -> tuple[Config, list[str]]:
@@ -30,7 +33,8 @@ def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Pa
     Raises:
       UsageError: the data or the run there are damaged.
     """
-    lines = []
+    config, lines = resolve_steps(config, typed)
+    chosen, _ = resolve_steps(chosen)
     noted = {} if "model.vocabulary" in typed else _vocabularies(config)
     prefix, vocabulary = next(iter(noted.items()), (None, config.model.vocabulary))
     if vocabulary != config.model.vocabulary and not _goes_on(run, config.model.vocabulary):
@@ -46,6 +50,18 @@ def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Pa
         )
         config = replace(config, optimizer=replace(config.optimizer, warmup_steps=warmup))
     return config, lines
+
+
+def resolve_steps(config: Config, typed: Set[str] = frozenset()) -> tuple[Config, list[str]]:
+    """The config with steps in place of tokens, and a line about it if tokens are given.
+
+    Raises:
+      UsageError: tokens and steps are both given, or tokens or the sizes of the batch are malformed.
+    """
+    if config.train.tokens is not None:  # the mesh may still have to be found
+        check_batch_sizes(replace(config, mesh=MeshConfig(), train=replace(config.train, micro_batch=1)))
+    config, line = with_steps(config, typed)
+    return config, [line] if line else []
 
 
 def _vocabularies(config: Config) -> dict[str, int]:

@@ -23,8 +23,10 @@ def validate(config: Config, name: str = "this config") -> None:
       UsageError: one sentence naming the field, its value, what is allowed and what to type.
     """
     check_bounds(config)
+    if config.train.tokens is not None:
+        raise UsageError(f"train.tokens {config.train.tokens} of {name} has not been turned into steps; use with_steps")
     _check_shapes(config)
-    _check_batch_sizes(config)
+    check_batch_sizes(config)
     _check_pipeline(config)
     _check_samples(config)
     config.model.check(config)
@@ -167,8 +169,12 @@ def _check_data(config: Config, name: str) -> None:
     split_sequences(data.split, 0)
 
 
-def _check_batch_sizes(config: Config) -> None:
-    """Check the ramp-up or schedule of the batch, and that each size makes whole micro-batches."""
+def check_batch_sizes(config: Config) -> None:
+    """Check the ramp-up or schedule of the batch, and that each size makes whole micro-batches.
+
+    Raises:
+      UsageError: one sentence, with values that fit.
+    """
     train, mesh = config.train, config.mesh
     if train.batch_rampup is None and train.batch_schedule is None:
         return

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mjax.batch_size import BatchSizes, at_batch, parse_schedule, training_samples
+from mjax.batch_size import BatchSizes, at_batch, parse_schedule, parse_tokens, training_samples
 from mjax.config import from_dict, to_dict
 from mjax.errors import UsageError
 from tests.small import small_config
@@ -130,3 +130,27 @@ def test_at_batch_is_the_same_run_at_a_constant_size():
     config = _config(6, rampup=(2, 2, 8))
     assert at_batch(config, 4) == _config(4)
     assert at_batch(_config(8), 8) == _config(8)
+
+
+# --- Tokens in place of steps -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes", [_sizes(), _sizes(8, rampup=(2, 2, 12)), _sizes(8, schedule="0:2 100:4 9K:8")], ids=["one", "up", "list"]
+)
+def test_steps_for_samples_are_the_fewest_that_have_them(sizes):
+    for samples in range(1, 90):
+        steps = sizes.steps_for(samples)
+        assert sizes.samples_before(steps - 1) < samples <= sizes.samples_before(steps)
+
+
+@pytest.mark.parametrize(
+    ("written", "tokens"), [("300B", 300 * 10**9), ("1.5T", 15 * 10**11), ("20.5K", 20_500), ("7", 7), ("0.1M", 10**5)]
+)
+def test_tokens_are_read_exactly(written, tokens):
+    assert parse_tokens(written) == tokens
+
+
+@pytest.mark.parametrize("written", ["", "300 B", "300b", "1e9", "-1B", "B", "1,000", "300GB"])
+def test_another_form_is_not_tokens(written):
+    assert parse_tokens(written) is None

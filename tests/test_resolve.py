@@ -9,8 +9,9 @@ import pytest
 
 from mjax import cli
 from mjax.commands.train import TrainArguments
-from mjax.config import DataConfig, OptimizerConfig, load_config, save_config
+from mjax.config import DataConfig, MeshConfig, OptimizerConfig, load_config, save_config
 from mjax.data.metadata import DatasetMetadata, write_metadata
+from mjax.errors import UsageError
 from mjax.flags import parse, typed_flags
 from mjax.resolve import resolve
 
@@ -135,3 +136,55 @@ def test_a_run_goes_on_with_the_numbers_in_its_config(data, started, capsys):
     assert cli.main(["train", "--resume", str(run)]) == 0
     assert started[0].model.vocabulary == 50_257
     assert json.loads((run / "config.json").read_text())["model"]["vocabulary"] == 50_257
+
+
+# --- Tokens in place of steps -----------------------------------------------------------------------------------------
+
+
+def _with_tokens(*argv, **train):
+    config = replace(GPT, train=replace(GPT.train, **train), mesh=MeshConfig(), data=DataConfig(mock=True))
+    given = parse(TrainArguments, argv, "mjax train", TrainArguments(settings=config)).settings
+    return resolve(given, config, typed_flags(argv), "gpt_345m", Path("runs/it"))
+
+
+def test_tokens_become_whole_steps_and_are_said():
+    config, (line,) = _with_tokens("--train.tokens", "300B")
+    steps = -(-300 * 10**9 // (512 * 1024))
+    assert (config.train.steps, config.train.tokens) == (steps, None)
+    assert line == f"300B tokens are {steps:,} steps ({steps * 512 * 1024:,} tokens)"
+
+
+def test_tokens_of_a_file_follow_the_batch_and_the_sequence_of_the_command_line():
+    config, _ = _with_tokens("--train.global-batch", "64", "--model.sequence", "512", tokens="1B", steps=300_000)
+    assert config.train.steps == -(-(10**9) // (64 * 512))
+    config, _ = _with_tokens("--train.batch-rampup", "8", "8", "800", "--train.global-batch", "16", tokens="1M")
+    assert config.train.steps == 100 + -(-(10**6 - 800 * 1024) // (16 * 1024))
+
+
+def test_the_command_line_goes_before_the_file():
+    assert _with_tokens("--train.steps", "7", tokens="1B")[0].train.steps == 7
+    assert _with_tokens("--train.tokens", "1M", steps=7)[0].train.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "train", "words"),
+    [
+        (("--train.tokens", "300GB"), {}, "--train.tokens 300GB is not a number of tokens above 0; write it like 300B"),
+        (("--train.tokens", "0"), {}, "--train.tokens 0 is not a number"),
+        (("--train.tokens", "1B", "--train.steps", "5"), {}, "--train.steps 5 and --train.tokens 1B both set the len"),
+        ((), {"tokens": "1B", "steps": 5}, "--train.steps 5 and --train.tokens 1B both set the length; leave one"),
+        (("--train.tokens", "1B", "--train.batch-rampup", "8", "0", "9"), {}, "INCREMENT and SAMPLES must each be"),
+    ],
+)
+def test_tokens_that_say_nothing_or_two_things_are_refused(argv, train, words):
+    with pytest.raises(UsageError, match=words):
+        _with_tokens(*argv, **train)
+
+
+def test_a_run_that_is_resumed_takes_tokens_too(data, started):
+    run = data / "run"
+    (run / "checkpoints" / "3").mkdir(parents=True)
+    (run / "checkpoints" / "3" / "manifest.json").touch()
+    save_config(replace(GPT, mesh=replace(GPT.mesh, data=1), data=DataConfig(mock=True)), run / "config.json")
+    assert cli.main(["train", "--resume", str(run), "--train.tokens", "200B"]) == 0
+    assert started[0].train.steps == -(-200 * 10**9 // (512 * 1024))

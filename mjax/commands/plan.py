@@ -28,7 +28,7 @@ from mjax.planner.config_file import write_config
 from mjax.planner.rates import Rates
 from mjax.planner.search_flags import SearchArguments, check_search
 from mjax.planner.section import Section, named_rows
-from mjax.resolve import resolve
+from mjax.resolve import resolve, resolve_steps
 from mjax.validation import validate
 
 
@@ -76,9 +76,11 @@ def plan(argv: Sequence[str]) -> int:
     if chosen.resume is None:
         folder = TrainArguments.runs / name_of(config)
         settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), config, folder)
-        arguments = replace(arguments, settings=settings)
-        for line in taken:
-            print(line, file=sys.stderr)
+    else:
+        settings, taken = resolve_steps(arguments.settings, typed_flags(argv))
+    for line in taken:
+        print(line, file=sys.stderr)
+    arguments = replace(arguments, settings=settings)
     return run_plan(arguments)
 
 

@@ -102,6 +102,7 @@ class Row:
     parameters: int | None = None
     step: int | None = None
     steps: int | None = None
+    tokens: int | None = None
     loss: float | None = None
     val_loss: float | None = None
     init: str | None = None
@@ -131,7 +132,7 @@ def list_runs(arguments: ListArguments) -> int:
     columns = [column for column in COLUMNS if console.width >= column[1] and any(column[2](row) for row in rows)]
     table = Table(box=None, pad_edge=False)
     for title, _, _ in columns:
-        right = title in ("parameters", "step", "loss", "val loss")
+        right = title in ("parameters", "step", "tokens", "loss", "val loss")
         table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=title != "state")
     for row in rows:
         table.add_row(*(cell(row) for _, _, cell in columns))
@@ -148,6 +149,7 @@ COLUMNS = (
     ("model", 110, lambda row: row.model or ""),
     ("parameters", 100, lambda row: "" if row.parameters is None else f"{row.parameters:,}"),
     ("step", 0, lambda row: "" if row.steps is None else f"{row.step}/{row.steps}"),
+    ("tokens", 170, lambda row: "" if row.tokens is None else f"{row.tokens:,}"),
     ("loss", 0, lambda row: _number(row.loss)),
     ("val loss", 60, lambda row: _number(row.val_loss)),
     ("from", 120, lambda row: row.init or ""),
@@ -182,6 +184,7 @@ def row_of(folder: Path) -> Row:
         parameters=count_parameters(config.model),
         step=step,
         steps=config.train.steps,
+        tokens=records[-1]["tokens"] if records else None,
         loss=_last(records, "loss"),
         val_loss=_last(records, "val_loss"),
         init=f"{Path(origin.run).name} {origin.step}" if origin else None,

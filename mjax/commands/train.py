@@ -17,7 +17,7 @@ from mjax.errors import UsageError, either, exit_code, explain
 from mjax.flags import parse, typed_flags
 from mjax.launch import Distributed
 from mjax.model_config import KIND_FLAG, as_kind, kind_of
-from mjax.resolve import resolve
+from mjax.resolve import resolve, resolve_steps
 from mjax.validation import validate
 
 if TYPE_CHECKING:
@@ -91,11 +91,12 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
     label = arguments.config if arguments.resume is None else str(folder)
     if arguments.step is not None and arguments.init is None:
         _check_step(arguments, folder)
-    taken: list[str] = []
     if arguments.resume is None:
         weights = arguments.init or folder
         settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), label, weights)
-        arguments = replace(arguments, settings=settings)
+    else:
+        settings, taken = resolve_steps(arguments.settings, typed_flags(argv))
+    arguments = replace(arguments, settings=settings)
     validate(arguments.settings, label)
     from mjax.training.continuing import changes_since
     from mjax.training.origin import choose_origin

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Column
 from rich.text import Text
 
+from mjax.batch_size import in_units
 from mjax.training.metrics import Record
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -170,7 +171,7 @@ def parts(record: Record) -> list[str]:
     found += [f"lr {record.learning_rate:.2e}", f"{record.tokens_per_second:,.0f} tok/s"]
     if record.mfu is not None:
         found.append(f"MFU {record.mfu:.1%}")
-    return [*found, f"{record.tflops:.3g} TFLOP/s"]
+    return [*found, f"{record.tflops:.3g} TFLOP/s", f"{in_units(record.tokens)} tokens"]
 
 
 def summary(record: Record) -> str:

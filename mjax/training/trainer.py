@@ -13,6 +13,7 @@ from mjax.config import Config
 from mjax.data.own import OwnBatches, Source
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError
+from mjax.resolve import resolve_steps
 from mjax.training import loop
 from mjax.training.continuing import changes_since
 from mjax.training.metrics import Record
@@ -77,6 +78,7 @@ class Trainer:
                 )
             named = dict.fromkeys(("path", "train_path", "valid_path", "test_path"), ())
             config = replace(config, data=replace(config.data, own=True, **named))
+        config, _ = resolve_steps(config)
         validate(config, str(folder))
         self.config, self.data = config, data and self._own(config, data, validation)
         self.origin = choose_origin(self.folder, config, None if init is None else Path(init))

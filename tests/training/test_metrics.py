@@ -205,7 +205,19 @@ def test_the_line_shows_what_a_person_watches_for(terminal):
 @pytest.mark.parametrize(
     ("width", "shown"),
     [
-        (140, ["loss 8.9000", "ppl 7332", "scale 4096", "lr 1.00e-03", "200 tok/s", "MFU 50.0%", "0.1 TFLOP/s"]),
+        (
+            140,
+            [
+                "loss 8.9000",
+                "ppl 7332",
+                "scale 4096",
+                "lr 1.00e-03",
+                "200 tok/s",
+                "MFU 50.0%",
+                "0.1 TFLOP/s",
+                "300 tokens",
+            ],
+        ),
         (80, ["loss 8.9000", "ppl 7332", "scale 4096", "lr 1.00e-03", "200 tok/s"]),
         (60, ["loss 8.9000", "ppl 7332", "scale 4096"]),
         (40, ["loss 8.9000"]),
