@@ -53,6 +53,9 @@ class LlamaConfig(ModelConfig):
     """Added to the mean square in RMSNorm."""
     window: Annotated[Count | None, TUNING] = None
     """Tokens that a position sees in attention, itself included (sliding window); all before it when not given."""
+    full_attention_every: Annotated[Count | None, TUNING] = None
+    """Of so many layers the last sees everything despite the window: 2 alternates, 4 is OLMo 3; no layer does when not
+    given."""
     hidden_dropout: Rate = 0.0
     """Dropout rate on the embedding and on both residual branches of a layer."""
     attention_dropout: Rate = 0.0
@@ -76,6 +79,14 @@ class LlamaConfig(ModelConfig):
         """Dims of a head that rotary positions turn."""
         return int(self.head_size * self.rope_share)
 
+    @property
+    def period(self) -> int:
+        """Layers until their windows repeat."""
+        return 1 if self.full_attention_every is None else self.full_attention_every
+
+    def window_at(self, place: int) -> int | None:
+        return None if place + 1 == self.full_attention_every else self.window
+
     def columns(self) -> dict[str, int]:
         return {**super().columns(), "feed-forward width": self.mlp_width}
 
@@ -83,6 +94,8 @@ class LlamaConfig(ModelConfig):
         return {"key-value heads": self.groups}
 
     def check(self, config) -> None:
+        if self.full_attention_every is not None:
+            self._check_pattern(config.mesh)
         if self.heads % self.groups:
             raise UsageError(
                 f"--model.kv-heads {self.groups} does not divide --model.heads {self.heads}; use one of "
@@ -103,4 +116,17 @@ class LlamaConfig(ModelConfig):
             raise UsageError(
                 f"--model.rope-scaling {self.rope_scaling} needs the length of pretraining; add "
                 "--model.rope-original, such as 8192"
+            )
+
+    def _check_pattern(self, mesh) -> None:
+        if self.window is None:
+            raise UsageError(
+                f"--model.full-attention-every {self.full_attention_every} does nothing without a window; "
+                "add --model.window, such as 4096"
+            )
+        together = self.layers // (mesh.pipe * mesh.chunks)
+        if together % self.period:
+            raise UsageError(
+                f"--model.full-attention-every {self.full_attention_every} does not divide the {together} layers that "
+                "a pipeline stage runs in a row; choose --model.layers, --mesh.pipe and --mesh.chunks so that it does"
             )

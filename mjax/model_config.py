@@ -111,6 +111,15 @@ class ModelConfig:
         """The arrays of a batch with this `DataConfig`; here for a model that predicts the next token."""
         return {name: ((self.sequence,), dtype) for name, dtype in data.batch_types(evaluation).items()}
 
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values, k."""
+        return self.heads
+
+    def window_at(self, place: int) -> int | None:
+        """The window of the layer at this place of the pattern that the model repeats."""
+        return self.window
+
     def columns(self) -> dict[str, int]:
         """The sizes that `mesh.model` has to divide, by name."""
         return {"heads": self.heads, "padded vocabulary": self.padded_vocabulary}

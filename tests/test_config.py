@@ -247,6 +247,14 @@ def _with(**sections):
             replace(_with(mesh={"model": 8}), model=LlamaConfig(hidden=384, heads=24, kv_heads=12)),
             "--mesh.model 8 neither divides nor is a multiple of key-value heads 12; use 1, 2 or 4",
         ),
+        (
+            replace(_with(mesh={"pipe": 2}), model=LlamaConfig(layers=6, window=8, full_attention_every=2)),
+            "--model.full-attention-every 2 does not divide the 3 layers that a pipeline stage runs in a row",
+        ),
+        (
+            replace(_with(), model=LlamaConfig(full_attention_every=2)),
+            "--model.full-attention-every 2 does nothing without a window; add --model.window",
+        ),
         (_with(model={"vocabulary_multiple": 1}, mesh={"model": 2}), "does not divide padded vocabulary 50257"),
         (_with(model={"heads": 7}), "--model.heads 7 does not divide hidden size 1024; use 1, 2, 4, 8"),
         (_with(mesh={"data": 3}), "--train.global-batch 512 does not divide over --mesh.data 3"),

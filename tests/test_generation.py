@@ -89,6 +89,7 @@ def full_forward(sequence=16):
         ((1, 2), OLMO),
         ((1, 4), QWEN),
         ((1, 4), {**OLMO, "kv_heads": 1}),
+        ((1, 2), {**OLMO, "layers": 4, "full_attention_every": 2}),
     ],
 )
 def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass_at_every_position(mesh, changes):

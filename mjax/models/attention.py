@@ -263,8 +263,9 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, k, v = self._project(x, context)
-        config, key, slopes = self.config, context.key_of(random.ATTENTION), self.positions.slopes()
-        seen = {"documents": context.documents, "causal": config.causal, "slopes": slopes, "window": config.window}
+        config, key = self.config, context.key_of(random.ATTENTION)
+        seen = {"documents": context.documents, "causal": config.causal, "slopes": self.positions.slopes()}
+        seen["window"] = config.window_at(context.place)
         attended = attend(q, k, v, config.attention, config.attention_dropout, key, **seen)
         attended = attended.reshape(context.tokens.count, *attended.shape[2:])
         return self.out(checkpoint_name(attended, "context"), context.tokens)
@@ -272,10 +273,11 @@ class Attention(nnx.Module):
     def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
         """Like `Block.decode`, for attention alone."""
         (q, k, v), slopes = self._project(x, context), self.positions.slopes()
+        window = self.config.window_at(context.place)
         if cached is None:
-            attended = attend(q, k, v, self.config.attention, slopes=slopes, window=self.config.window)
+            attended = attend(q, k, v, self.config.attention, slopes=slopes, window=window)
         else:
-            attended = attend_cached(q, k, v, cached, lengths, slopes, self.config.window)
+            attended = attend_cached(q, k, v, cached, lengths, slopes, window)
         return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), KeyValues(k, v)
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:

@@ -21,7 +21,8 @@ of this rank.
 
 **A layer is any module** that takes the stream and a `Context` and returns the stream, or the stream and a dict of
 sums: auxiliary losses, such as load balancing in a mixture of experts. They count as if the model's `loss` had returned
-them (`protocol.py`).
+them (`protocol.py`). The layers of a stack have weights of equal shapes. If they differ in something static, it repeats
+every `period` layers, an attribute of the module, and `context.place` says which of them a layer is.
 
 The residuals of a layer have names, and `recompute` selects which of them are kept (arXiv 2205.05198, section 5):
 `none` keeps what autodiff needs, `selective` the four names below, `full` only the layer's input.
@@ -30,7 +31,10 @@ The residuals of a layer have names, and `recompute` selects which of them are k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from operator import itemgetter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +68,7 @@ class Block(nnx.Module):
         mlp_norm: nnx.Module,
         mlp: nnx.Module,
         dropout: float = 0.0,
+        period: int = 1,
     ):
         """Compose the layer.
 
@@ -71,10 +76,11 @@ class Block(nnx.Module):
           attention_norm, mlp_norm: called with x.
           attention, mlp: called with x and a `Context`.
           dropout: rate for the outputs of attention and MLP.
+          period: how many layers the pattern has that the model repeats; `context.place` says which of them this is.
         """
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
-        self.dropout = dropout
+        self.dropout, self.period = dropout, period
 
     def __call__(self, x: Array, context: Context) -> Array:
         y = self.attention(self.attention_norm(x), context)
@@ -173,21 +179,39 @@ def _with_weights(blocks, weights_of: Sequence[Callable | None] | None) -> Itera
 
 
 def _run_stack(layers, x: Array, context: Context, recompute: str, first_layer, weights_of, count: int):
-    def layer(x, layer_and_number):
+    def layer(place, x, layer_and_number):
         block, number = layer_and_number
         if weights_of is not None:
             block = weights_of(block)
-        found = block(x, context.of_layer(number))
+        found = block(x, context.of_layer(number, place))
         return found if isinstance(found, tuple) else (found, {})
 
     kept = KEPT[recompute]
     if kept is not None:
         policy = jax.checkpoint_policies.save_only_these_names(*kept)
-        layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=policy, static_argnums=0)
     elif weights_of is not None:
-        layer = jax.checkpoint(layer, prevent_cse=False, policy=all_but_gathered_weights)
-    x, sums = jax.lax.scan(layer, x, (layers, first_layer + jnp.arange(count)))
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=all_but_gathered_weights, static_argnums=0)
+    x, sums = _scan(layer, getattr(layers, "period", 1), x, (layers, first_layer + jnp.arange(count)))
     return x, jax.tree.map(lambda each: each.sum(0), sums)
+
+
+def _scan(layer: Callable, period: int, x: Array, layers) -> tuple[Array, Any]:
+    """`jax.lax.scan` of `layer(place, x, one of layers)`, in groups of `period` layers, whose places are static."""
+    period = min(period, jax.tree.leaves(layers)[0].shape[0])  # one layer alone, for the planner
+    if period == 1:
+        return jax.lax.scan(partial(layer, 0), x, layers)
+
+    def group(x, layers):
+        found = []
+        for place in range(period):
+            x, one = layer(place, x, jax.tree.map(itemgetter(place), layers))
+            found.append(one)
+        return x, jax.tree.map(lambda *each: jnp.stack(each), *found)
+
+    groups = jax.tree.map(lambda leaf: leaf.reshape(-1, period, *leaf.shape[1:]), layers)
+    x, found = jax.lax.scan(group, x, groups)
+    return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
 
 
 def decode_blocks(
@@ -205,13 +229,13 @@ def decode_blocks(
     found, first = [], 0
     for layers, (one, count) in zip(stacks_of(blocks), _with_weights(blocks, weights_of), strict=True):
 
-        def layer(x, block_and_cached, one=one):
+        def layer(place, x, block_and_cached, one=one):
             block, cached = block_and_cached
             block = block if one is None else one(block)
-            return block.decode(x, context, cached, lengths)
+            return block.decode(x, replace(context, place=place), cached, lengths)
 
         own = jax.tree.map(lambda part: part[first : first + count], cached)  # noqa: B023 (used at once)
-        x, new = jax.lax.scan(layer, x, (layers, own))
+        x, new = _scan(layer, getattr(layers, "period", 1), x, (layers, own))
         found.append(new)
         first += count
     return x, found[0] if len(found) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)

@@ -19,16 +19,18 @@ class Context:
       key: dropout masks of this forward pass, inside a layer those of the layer; None: no dropout.
       positions: int [b, s], position of each token; None: 0 … s − 1.
       documents: int [b, s], number of a token's document, if attention must stay within it.
+      place: of a layer in the pattern of layers that the model repeats, from 0.
     """
 
     tokens: Tokens
     key: DropoutKey | None = None
     positions: Array | None = None
     documents: Array | None = None
+    place: int = 0
 
-    def of_layer(self, number: Array | int) -> Context:
+    def of_layer(self, number: Array | int, place: int = 0) -> Context:
         """The context of a layer, numbered from 1; 0 is the embedding."""
-        return self if self.key is None else replace(self, key=self.key.fold(number))
+        return replace(self, key=None if self.key is None else self.key.fold(number), place=place)
 
     def key_of(self, site: int) -> DropoutKey | None:
         """The masks of one of the sites of a layer (`parallel/random.py`)."""

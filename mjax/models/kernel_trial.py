@@ -64,7 +64,7 @@ def resolve_attention(
 
 
 def trial_options(model: ModelConfig, positions: int, documents: bool) -> dict[str, Any]:
-    """Options of `attend` for a trial on two samples with two heads: everything the model needs except dropout.
+    """Options of `attend` for a trial on two samples with two query heads: everything the model needs except dropout.
 
     Args:
       model: model with this attention.
@@ -80,7 +80,7 @@ def trial_options(model: ModelConfig, positions: int, documents: bool) -> dict[s
 
 
 def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -> str | None:
-    """Run `kernel` forward and backward on two heads, and compare with `xla` in float32.
+    """Run `kernel` forward and backward on two query heads, and compare with `xla` in float32.
 
     Returns:
       The error message if it does not run.
@@ -93,6 +93,7 @@ def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}.get(compute, jnp.float32)
     shape = (2, min(model.sequence, 128), 2, model.head_size)
     q, k, v = (jax.random.normal(key, shape, jnp.float32) for key in jax.random.split(jax.random.key(0), 3))
+    k, v = (x[:, :, : 2 if model.groups == model.heads else 1] for x in (k, v))
     options = trial_options(model, shape[1], documents)
 
     def output_and_gradients(kernel, dtype):

@@ -80,6 +80,7 @@ def llama_layer(key: Array, config: LlamaConfig, dtype) -> Block:
         mlp_norm=norm(config.hidden),
         mlp=GatedMLP(mlp, config, dtype),
         dropout=config.hidden_dropout,
+        period=config.period,
     )
 
 

@@ -28,6 +28,7 @@ FAMILIES = {
     "llama": MODEL,
     "llama 3.1": replace(MODEL, rope_scaling="llama3", rope_factor=8.0, rope_original=8, rope_theta=50.0),
     "mistral": replace(MODEL, window=5),
+    "alternating windows": replace(MODEL, layers=4, window=3, full_attention_every=2),
     "qwen 2": replace(MODEL, qkv_bias=True, tied=True, rope_theta=1e6),
     "qwen 3": replace(MODEL, qk_norm="head", head_dim=6, rope_theta=1e6),
     "olmo 2": replace(MODEL, qk_norm="heads", norms="post", kv_heads=None),
@@ -85,7 +86,7 @@ def projected(w, x, model):
     return q, *kv
 
 
-def attention(w, x, model, batch):
+def attention(w, x, model, batch, window):
     q, k, v = projected(w, x, model)
     if model.qk_norm != "none":
         dims = -1 if model.qk_norm == "head" else (-2, -1)
@@ -95,7 +96,7 @@ def attention(w, x, model, batch):
     k, v = (jnp.repeat(part, model.heads // model.groups, axis=2) for part in (k, v))
     scores = jnp.einsum("bqnd,bpnd->bnqp", q, k) / np.sqrt(model.head_size)
     same = batch["documents"][:, :, None] == batch["documents"][:, None]
-    near = np.tri(x.shape[1], dtype=bool) & ~np.tri(x.shape[1], k=-(model.window or x.shape[1]), dtype=bool)
+    near = np.tri(x.shape[1], dtype=bool) & ~np.tri(x.shape[1], k=-(window or x.shape[1]), dtype=bool)
     context = jnp.einsum("bnqp,bpnd->bqnd", jax.nn.softmax(jnp.where((near & same)[:, None], scores, -jnp.inf)), v)
     return jnp.einsum("bsnd,ndh->bsh", context, w["attention.out.kernel"])
 
@@ -108,12 +109,13 @@ def mlp(w, x, model):
 def serial_loss(weights, model, batch):
     x = weights["embedding.table"][batch["tokens"]]
     for number in range(model.layers):
+        window = model.window if not model.full_attention_every or (number + 1) % model.full_attention_every else None
         w = {name.removeprefix("blocks."): part[number] for name, part in weights.items() if "blocks." in name}
         if model.norms == "pre":
-            x = x + attention(w, norm(x, w["attention_norm.scale"], model), model, batch)
+            x = x + attention(w, norm(x, w["attention_norm.scale"], model), model, batch, window)
             x = x + mlp(w, norm(x, w["mlp_norm.scale"], model), model)
         else:
-            x = x + norm(attention(w, x, model, batch), w["attention_norm.scale"], model)
+            x = x + norm(attention(w, x, model, batch, window), w["attention_norm.scale"], model)
             x = x + norm(mlp(w, x, model), w["mlp_norm.scale"], model)
     head = weights["embedding.table" if model.tied else "head.table"]
     scores = (norm(x, weights["final_norm.scale"], model) @ head.T)[..., : model.vocabulary]
@@ -137,6 +139,10 @@ OFTEN = [
     ("qwen 3", "2 × 4", "selective"),
     ("olmo 2", "2 × 4, sequence parallel, FSDP", "full"),
     ("geglu, half a head turned, yarn", "2 × 4", "full"),
+    ("alternating windows", "2 × 4", "none"),
+    ("alternating windows", "pipe 2, ZeRO-1", "full"),
+    ("alternating windows", "2 × 4, sequence parallel, FSDP", "selective"),
+    ("alternating windows", "pipe 2, split backward passes", "none"),
     ("llama", "model 8", "none"),
     ("one key-value head", "model 8", "selective"),
     ("one key-value head", "pipe 2, ZeRO-1", "none"),

@@ -46,6 +46,20 @@ MODES = {
     "FSDP": lambda: config_of({"data": 4, "model": 2, "zero": 3}),
     # Counts of labels are int32, and `model` has one rank.
     "BERT, data parallel": lambda: config_of({"data": 4, "model": 1}, kind="bert"),
+    # cuDNN with grouped heads and a window; with more ranks than key-value heads; with packed documents.
+    "Llama": lambda: config_of({"data": 2, "model": 4}, kind="llama", kv_heads=4, window=64, qk_norm="heads"),
+    "Llama, fewer key-value heads than ranks": lambda: config_of(
+        {"data": 1, "model": 8, "sequence_parallel": True}, kind="llama", kv_heads=2, head_dim=32, qk_norm="head"
+    ),
+    "Llama, windows in every other layer": lambda: config_of(
+        {"pipe": 2, "data": 2, "model": 2}, 1, kind="llama", kv_heads=2, window=64, full_attention_every=2
+    ),
+    "Llama, packed documents": lambda: config_of(
+        {"data": 4, "model": 2, "zero": 3},
+        kind="llama",
+        kv_heads=2,
+        samples={"reset_positions": True, "reset_attention": True},
+    ),
     "pipe, data and model": lambda: config_of({"pipe": 2, "data": 2, "model": 2}, 1),
 }
 
