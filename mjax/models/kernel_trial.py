@@ -41,7 +41,7 @@ def resolve_attention(
       model: `model.attention` is the requested kernel; `auto` leaves the choice to the rule.
       compute: compute dtype of the run, as in the config.
       platform: `jax.default_backend()`.
-      announce: receives one sentence if a slower kernel than cuDNN's has to be used on a GPU.
+      announce: receives one sentence if a slower kernel than cuDNN's has to be used on a GPU, or a slower way.
       documents: whether attention stays within documents (`data.reset_attention`, and BERT's padding).
 
     Raises:
@@ -53,6 +53,8 @@ def resolve_attention(
         announce(f"attention: the slower kernel xla is used instead of cuDNN flash, because {obstacle}")
     refusal = _self_test(kernel, model, compute, documents)
     if refusal is None:
+        if kernel == "cudnn" and documents:
+            announce("attention: cuDNN gets the documents as a bias, as JAX has no public interface for their offsets")
         return kernel
     options = {"document masks": documents, "ALiBi": model.biased_scores, "a window": model.window is not None}
     asked = [what for what, is_there in options.items() if is_there]

@@ -116,7 +116,10 @@ def test_cudnn_is_taken_where_it_can_be_and_is_run_first(monkeypatch):
     ran = []
     monkeypatch.setattr(kernel_trial, "_self_test", lambda kernel, *_: ran.append(kernel))
     assert resolve_attention(MODEL, "bf16", "gpu", pytest.fail) == "cudnn"
-    assert ran == ["cudnn"]
+    said = []
+    assert resolve_attention(MODEL, "bf16", "gpu", said.append, documents=True) == "cudnn"
+    assert said == ["attention: cuDNN gets the documents as a bias, as JAX has no public interface for their offsets"]
+    assert ran == ["cudnn"] * 2
 
 
 @pytest.mark.parametrize(

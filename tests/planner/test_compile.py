@@ -72,6 +72,8 @@ def test_the_ledger_counts_the_bytes_that_the_compiled_step_sends(mode, tmp_path
     compiled = compile_step(config, "h100")
     assert not re.findall(r"= (?:bf16|f16)\[\S* (?:reduce|scatter)\(.*", texts[0])  # sums over tokens are float32
     assert compiled.attention == "cudnn"
+    windows = {int(length) for length in re.findall(r'"sliding_window_length": (\d+)', texts[0])}
+    assert windows == {config.model.window_at(place) or 0 for place in range(2)}
     expected = totals(ledger(config).records)
     assert compiled.program.bytes_by() == {key: size for key, (_, size) in expected.items()}
     # XLA puts several collectives into one, and never cuts one in pieces.
