@@ -381,3 +381,11 @@ def differences(ours: Config, theirs: Config) -> dict[str, tuple[Any, Any]]:
             if x != y:
                 found[f"{section.name}.{name}"] = (x, y)
     return found
+
+
+def as_flag(name: str, value: Any) -> str:
+    """A field and its value as typed: `model.kv_heads`, 8 → `--model.kv-heads 8`."""
+    section, _, knob = name.replace("_", "-").partition(".")
+    if isinstance(value, bool):
+        return f"--{section}.{'' if value else 'no-'}{knob}"
+    return f"--{section}.{knob} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"

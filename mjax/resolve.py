@@ -42,7 +42,7 @@ def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Pa
         rows = "" if model.padded_vocabulary == vocabulary else f", {model.padded_vocabulary:,} rows of the embedding"
         lines.append(f"vocabulary {vocabulary:,} as in {prefix}{rows} ({label} has {config.model.vocabulary:,})")
         config = replace(config, model=model)
-    warmup = None if "optimizer.warmup-steps" in typed else _shorter_warmup(config, chosen)
+    warmup = None if "optimizer.warmup-steps" in typed else shorter_warmup(config, chosen)
     if warmup is not None:
         steps = f"{warmup} step{'s' * (warmup != 1)}"
         lines.append(
@@ -81,7 +81,7 @@ def _goes_on(run: Path, vocabulary: int) -> bool:
     return file.is_file() and read_config(file).model.vocabulary == vocabulary
 
 
-def _shorter_warmup(config: Config, chosen: Config) -> int | None:
+def shorter_warmup(config: Config, chosen: Config) -> int | None:
     """A warm-up that fits, if the config file's does not fit the given length; else None."""
     before, now = (one.optimizer.decay_steps or one.train.steps for one in (chosen, config))
     warmup = config.optimizer.warmup_steps

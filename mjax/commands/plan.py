@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ import tyro
 
 from mjax.bounds import Count, Positive
 from mjax.commands.train import TrainArguments, choose_config, name_of
-from mjax.config import Config
+from mjax.config import Config, load_config
 from mjax.errors import UsageError, check_picture
 from mjax.flags import parse, typed_flags
 from mjax.hardware import Gpu, gpu_named
@@ -69,7 +70,7 @@ class PlanArguments:
 
 def plan(argv: Sequence[str]) -> int:
     """`mjax plan`; returns the exit code."""
-    chosen = choose_config(argv)
+    chosen = choose_config(_with_default(argv))
     config = chosen.config if chosen.resume is None else str(chosen.resume)
     default = PlanArguments(config=config, run=chosen.resume, settings=chosen.settings)
     arguments = parse(PlanArguments, argv, "mjax plan", default)
@@ -84,6 +85,22 @@ def plan(argv: Sequence[str]) -> int:
     return run_plan(arguments)
 
 
+def _with_default(argv: Sequence[str]) -> Sequence[str]:
+    """The command line; for a budget with the config whose sizes are tried by default."""
+    typed = typed_flags(argv)
+    if "days" not in typed:
+        return argv
+    for flag in typed & {"train.steps", "train.tokens"}:
+        raise UsageError(f"--{flag} and --days both set the length of the run; leave one of them out")
+    given = typed & {"config", "run", "resume"}
+    if given and "family" in typed:
+        raise UsageError(f"--family and --{min(given)} both say which models to try; leave one of them out")
+    return argv if given else ["--config", "llama3_8b", *argv]
+
+
+OWN = "this config"  # of a caller from Python
+
+
 @dataclass(frozen=True)
 class _Planned:
     """The arguments, the config to plan, the GPU with its server, its rates, and the result of the search."""
@@ -92,6 +109,7 @@ class _Planned:
     config: Config
     gpu: Gpu | None
     calibration: Calibration
+    budget: Section | None = None
     searched: Section | None = None
 
     @property
@@ -111,7 +129,7 @@ def plan_of(config: Config, gpu: str | None = None, **options) -> dict:
     Raises:
       UsageError: as on the command line.
     """
-    sections = sections_of(PlanArguments(config="this config", settings=config, gpu=gpu, **options))
+    sections = sections_of(PlanArguments(config=OWN, settings=config, gpu=gpu, **options))
     return json.loads(json.dumps({key: section and section.values for key, section in sections.items()}))
 
 
@@ -132,6 +150,9 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
       UsageError: the config cannot run, a figure shows a part that it does not have, or its file cannot be written.
     """
     planned = _Planned(arguments, arguments.settings, *_hardware(arguments))
+    if arguments.search.days is not None:
+        planned = _with_the_largest(planned)
+        arguments = planned.arguments
     about = ""
     if arguments.search.devices is not None:
         planned, about = _with_the_fastest(planned)
@@ -169,6 +190,19 @@ def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration]:
     if file is not None:
         raise UsageError(f"--calibration {file} is for a GPU; add --gpu, such as --gpu h100")
     return None, default_calibration()
+
+
+def _with_the_largest(planned: _Planned) -> _Planned:
+    """With --days: the plan of the largest model that is trained within them."""
+    from mjax.planner.budget import run_budget
+
+    arguments, gpu, config = planned.arguments, planned.gpu, planned.config
+    Rates(gpu, planned.calibration, config.precision.compute)  # refuses a dtype without known rates
+    name = arguments.config if arguments.run is None else f"{arguments.run}/config.json"
+    base = config if name == OWN else load_config(name)
+    say = partial(print, file=sys.stderr)
+    name, config, section = run_budget(arguments.search, name, config, base, gpu, planned.calibration, say)
+    return replace(planned, arguments=replace(arguments, config=name), config=config, budget=section)
 
 
 def _with_the_fastest(planned: _Planned) -> tuple[_Planned, str]:
@@ -302,6 +336,7 @@ def _compile(planned: _Planned) -> Section | None:
 
 # In printing order; the keys are those of --json.
 SECTIONS: dict[str, Callable[[_Planned], Section | None]] = {
+    "budget": lambda planned: planned.budget,
     "run": _run,
     "schedule": _schedule,
     "memory": _memory,

@@ -68,12 +68,11 @@ def run_search(
     if arguments.target_batch is not None:
         config = with_batch(config, arguments.target_batch)
     check_searchable(config, devices, gpu.gpus_per_node, keep)
-    time_of = partial(predict_time, gpu=gpu, calibration=calibration)
     kernel_of = partial(attention_on_gpu, capability=gpu.compute_capability)
-    memory_of = partial(predict_memory, capability=gpu.compute_capability)
+    memory_of, time_of = predictions(gpu, calibration)
 
     began = time.perf_counter()
-    found = search(config, devices, memory_of, time_of, gpu.usable_bytes, keep, _showing)
+    found = find(config, devices, gpu, calibration, keep)
     seconds = time.perf_counter() - began
     refuse_too_big(found, config, name, gpu.name, memory_of, gpu.gpus_per_node, keep)
 
@@ -82,6 +81,19 @@ def run_search(
     left_out = narrowed(found, config, memory_of, time_of, keep)
     section = report(found, question, seconds, None if file is None else str(file), left_out)
     return best, section, _about(found, question)
+
+
+def find(config: Config, devices: int, gpu: Gpu, calibration: Calibration | None, keep: Collection[str] = ()) -> Found:
+    """All ways to run `config` on this many GPUs; with a progress bar on a terminal."""
+    return search(config, devices, *predictions(gpu, calibration), gpu.usable_bytes, keep, _showing)
+
+
+def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, TimeOf]:
+    """The functions that predict the memory and the time of a config on a GPU."""
+    return (
+        partial(predict_memory, capability=gpu.compute_capability),
+        partial(predict_time, gpu=gpu, calibration=calibration),
+    )
 
 
 def _showing(every: list[Config]) -> Iterator[Config]:

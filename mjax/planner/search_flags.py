@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from mjax.bounds import Count, NotNegative
+from mjax.bounds import Count, NotNegative, Positive
 from mjax.errors import UsageError
 from mjax.planner.config_file import check_new
 
@@ -26,6 +26,13 @@ class SearchArguments:
     """Number of candidates to show, fastest first."""
     price: NotNegative | None = None
     """Price of a GPU-hour, in any currency, for the cost of the run."""
+    days: Positive | None = None
+    """With --devices: find the largest model that this many days train, among those of --config in other sizes (by
+    default llama3_8b), or of --family."""
+    tokens_per_parameter: Positive = 20.0
+    """With --days: training tokens for each parameter of the model; 20 are compute-optimal (arXiv 2203.15556)."""
+    family: str | None = None
+    """With --days: choose among the configs whose name begins so: gpt, llama, qwen, …"""
     write: Path | None = None
     """Write the fastest config into this new file for train.py; must end in .py."""
 
@@ -44,5 +51,11 @@ def check_search(arguments: SearchArguments, gpu: str | None) -> None:
                 name = flag.name.replace("_", "-")
                 raise UsageError(f"--{name} is for the search; add --devices, such as --devices 8")
         return
+    for name in ("tokens_per_parameter", "family"):
+        value = getattr(arguments, name)
+        if arguments.days is None and value != getattr(SearchArguments, name):
+            raise UsageError(
+                f"--{name.replace('_', '-')} {value} is for a budget of time; add --days, such as --days 30"
+            )
     if arguments.write is not None:
         check_new(arguments.write)

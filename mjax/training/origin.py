@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.bounds import fields_of
-from mjax.config import Config, differences, read_config
+from mjax.config import Config, as_flag, differences, read_config
 from mjax.data.atomic import write_whole
 from mjax.errors import UsageError, either
 from mjax.json_files import read_json
@@ -133,7 +133,7 @@ def _changed(init: Path, saved: Config, config: Config) -> dict[str, list[str]]:
     found = {name: values for name, values in found.items() if values[0] != values[1]}
     if wrong := [name for name in found if not _may_differ(name, saved.model, config.model)]:
         values = "; ".join(f"model.{name} {found[name][0]}, here {found[name][1]}" for name in wrong)
-        flags = " ".join(_flag(name, found[name][0]) for name in wrong)
+        flags = " ".join(as_flag(f"model.{name}", found[name][0]) for name in wrong)
         raise UsageError(
             f"--init {init} holds the weights of another model ({values}); type {flags}, "
             f"or --config {init}/config.json --name NEW for its own settings"
@@ -153,10 +153,3 @@ def _may_differ(name: str, saved: ModelConfig, model: ModelConfig) -> bool:
     if name in ("vocabulary", "vocabulary_multiple"):
         return saved.padded_vocabulary == model.padded_vocabulary
     return name in UNSEEN or any(field == name and TUNING in marks for field, _, _, marks in fields_of(type(model)))
-
-
-def _flag(name: str, value: Any) -> str:
-    flag = f"model.{name.replace('_', '-')}"
-    if isinstance(value, bool):
-        return f"--{flag}" if value else f"--model.no-{flag.removeprefix('model.')}"
-    return f"--{flag} {value}"

@@ -8,18 +8,17 @@ from pathlib import Path
 
 import optax
 
-from mjax.batch_size import BatchSizes
+from mjax.batch_size import BatchSizes, with_steps
 from mjax.config import Config
 from mjax.data.own import OwnBatches, Source
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError
-from mjax.resolve import resolve_steps
 from mjax.training import loop
 from mjax.training.continuing import changes_since
 from mjax.training.metrics import Record
 from mjax.training.origin import choose_origin
 from mjax.training.result import Options, Result
-from mjax.validation import validate
+from mjax.validation import check_batch_sizes, validate
 
 Callback = Callable[[Record], bool | None]
 
@@ -78,7 +77,8 @@ class Trainer:
                 )
             named = dict.fromkeys(("path", "train_path", "valid_path", "test_path"), ())
             config = replace(config, data=replace(config.data, own=True, **named))
-        config, _ = resolve_steps(config)
+        check_batch_sizes(config)
+        config, _ = with_steps(config)
         validate(config, str(folder))
         self.config, self.data = config, data and self._own(config, data, validation)
         self.origin = choose_origin(self.folder, config, None if init is None else Path(init))

@@ -1,0 +1,305 @@
+"""`mjax plan --gpu … --devices … --days …`: the largest model that a budget of GPU time trains.
+
+The models are a ladder: those of the config scaled in width and depth, or the published ones of a family. Each rung is
+trained on `tokens_per_parameter` tokens for each of its parameters (20 are compute-optimal: arXiv 2203.15556, section
+3.4), and its fastest mesh is searched as with --devices alone. The time of a rung grows with its size, so the largest
+that stays within the days is found by bisection. Parameters, FLOPs, memory and time are those of the traced program.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from mjax.batch_size import BatchSizes, in_units
+from mjax.config import Config, as_flag, available_configs, differences, load_config
+from mjax.errors import UsageError, either
+from mjax.hardware import GIB, Gpu
+from mjax.model_config import ModelConfig
+from mjax.models.build import count_parameters
+from mjax.planner.calibration import Calibration
+from mjax.planner.search import Candidate, Found, candidates
+from mjax.planner.search_command import check_searchable, find, with_batch
+from mjax.planner.search_flags import SearchArguments
+from mjax.planner.section import Section, table
+from mjax.resolve import shorter_warmup
+from mjax.training.flops import model_flops
+
+WIDEST = 4  # times the width of the config: 64 times its parameters, and more with the deeper rungs
+Search = Callable[[Config], Found]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A model of the ladder: the config it comes from, by name, and its own config, of any length."""
+
+    base: str
+    config: Config
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A rung with the length of its training, and the fastest way to run it; None if none fits or divides.
+
+    Attributes:
+      flops: of the model, in all steps.
+      days_at_peak: duration at the peak speed of the devices; a rung for which it is too long is not searched.
+    """
+
+    rung: Rung
+    config: Config
+    parameters: int
+    tokens: int
+    flops: float
+    days_at_peak: float
+    best: Candidate | None
+
+    @property
+    def days(self) -> float:
+        """Duration of the run; infinite if it does not fit."""
+        return math.inf if self.best is None else self.best.time.mean * self.config.train.steps / 86_400
+
+
+# --- Ladders ----------------------------------------------------------------------------------------------------------
+
+
+def ladder(name: str, config: Config) -> list[Rung]:
+    """The model of `config` in other sizes, smallest first, with its head size, ratio of widths and vocabulary.
+
+    The width is a multiple of that of a key-value group; for each, the depth goes from the config's ratio of depth to
+    width to three quarters more, so that rungs are close to each other.
+    """
+    model = config.model
+    unit = getattr(model, "groups", math.gcd(model.heads, 8))
+    depth = 4 if model.layers % 4 == 0 else 1
+    rungs = []
+    for heads in range(unit, WIDEST * model.heads + 1, unit):
+        least = max(round(model.layers * heads / model.heads / depth), 1)
+        rungs += [_scaled(model, heads, depth * count) for count in range(least, max(7 * least // 4, least + 1))]
+    if model not in rungs:
+        rungs.append(model)
+    rungs.sort(key=count_parameters)
+    return [Rung(name, replace(config, model=each)) for each in rungs]
+
+
+def _scaled(model: ModelConfig, heads: int, layers: int) -> ModelConfig:
+    changed: dict[str, Any] = {"heads": heads, "layers": layers, "hidden": model.hidden * heads // model.heads}
+    if getattr(model, "feed_forward", None) is not None:
+        changed["feed_forward"] = model.feed_forward * heads // model.heads
+    return replace(model, **changed)
+
+
+def family_ladder(family: str) -> list[Rung]:
+    """The configs whose name begins with `family`, smallest first; not those for demonstration.
+
+    Raises:
+      UsageError: there are none.
+    """
+    names = [name for name in available_configs() if not name.endswith("_demo")]
+    chosen = [name for name in names if name.startswith(family)]
+    if not chosen:
+        families = sorted({re.match("[a-z]+", name)[0] for name in names})
+        raise UsageError(f"--family {family}: no config's name begins so; use {either(families)}")
+    rungs = [Rung(name, load_config(name)) for name in chosen]
+    return sorted(rungs, key=lambda rung: count_parameters(rung.config.model))
+
+
+def run_budget(
+    arguments: SearchArguments,
+    name: str,
+    config: Config,
+    base: Config,
+    gpu: Gpu,
+    calibration: Calibration,
+    say: Callable[[str], None],
+) -> tuple[str, Config, Section]:
+    """The name and the config of the largest model that the budget trains, and the plan section on it.
+
+    Args:
+      arguments: checked, with devices and days.
+      name: of the config, or of its file.
+      config: with the flags of the command line; valid except for its mesh.
+      base: without them, as `name` has it.
+      gpu, calibration: the GPU and its rates.
+      say: told about each model that is tried.
+
+    Raises:
+      UsageError: there is no such family, no model can be split, or none is trained in time.
+    """
+    rungs = ladder(name, config) if arguments.family is None else family_ladder(arguments.family)
+    if arguments.target_batch is not None:
+        rungs = [replace(rung, config=with_batch(rung.config, arguments.target_batch)) for rung in rungs]
+    devices, keep = arguments.devices, arguments.keep
+    possible = [rung for rung in rungs if any(candidates(rung.config, devices, keep))]
+    check_searchable((possible or rungs)[-1].config, devices, gpu.gpus_per_node, keep)
+
+    best, tried = largest(possible, arguments, gpu, lambda each: find(each, devices, gpu, calibration, keep), say)
+    base = base if arguments.family is None else load_config(best.rung.base)
+    called = f"{best.rung.base} at {in_units(best.parameters)} parameters"
+    return called, best.config, budget_section(best, tried, base, arguments, gpu)
+
+
+# --- The largest ------------------------------------------------------------------------------------------------------
+
+
+def largest(
+    rungs: list[Rung], arguments: SearchArguments, gpu: Gpu, search: Search, say: Callable[[str], None]
+) -> tuple[Trial, list[Trial]]:
+    """The largest rung that is trained within the days, and all that were tried, smallest first.
+
+    Args:
+      rungs: smallest first.
+      arguments: with devices and days.
+      gpu: each of the devices.
+      search: all ways to run a config.
+      say: told about each trial.
+
+    Raises:
+      UsageError: not even the smallest is.
+    """
+    tried: dict[int, Trial] = {}
+
+    def within(index: int) -> bool:
+        tried[index] = trial = attempt(rungs[index], arguments, gpu, search)
+        say(f"{in_units(trial.parameters)} parameters on {in_units(trial.tokens)} tokens: {duration(trial, arguments)}")
+        return trial.days <= arguments.days
+
+    low, high = -1, len(rungs)  # the largest known to be within, and the smallest known not to be
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if within(middle) else (low, middle)
+    if low < 0:
+        smallest = tried[0]
+        raise UsageError(
+            f"{arguments.devices} × {gpu.name} in {arguments.days:g} days train no model of this ladder: the smallest, "
+            f"{in_units(smallest.parameters)} parameters on {in_units(smallest.tokens)} tokens, takes "
+            f"{duration(smallest, arguments)}; give more --days or --devices, or fewer --tokens-per-parameter"
+        )
+    return tried[low], [tried[index] for index in sorted(tried)]
+
+
+def duration(trial: Trial, arguments: SearchArguments) -> str:
+    """'34.5 days', or why there is no prediction."""
+    if trial.best is not None:
+        return f"{trial.days:.3g} days"
+    if trial.days_at_peak > arguments.days:
+        return f"{trial.days_at_peak:,.0f} days at peak speed"
+    return "more memory than there is"
+
+
+def attempt(rung: Rung, arguments: SearchArguments, gpu: Gpu, search: Search) -> Trial:
+    """A rung with its length and the fastest way to run it; not searched if peak speed would not be enough."""
+    parameters = count_parameters(rung.config.model)
+    config = with_tokens(rung.config, math.ceil(arguments.tokens_per_parameter * parameters))
+    sample = config.model.sequences * config.model.sequence
+    samples = BatchSizes.of(config).samples_before(config.train.steps)
+    flops = model_flops(config) * samples / config.train.global_batch
+    peak = gpu.peak_tflops.get(config.precision.compute, math.inf) * 1e12
+    days_at_peak = flops / (arguments.devices * peak) / 86_400
+    found = search(config) if days_at_peak <= arguments.days else None
+    best = found.ranked[0] if found and found.ranked else None
+    return Trial(rung, config, parameters, samples * sample, flops, days_at_peak, best)
+
+
+def with_tokens(config: Config, tokens: int) -> Config:
+    """`config` with the steps for this many tokens, and a schedule that ends with them."""
+    steps = BatchSizes.of(config).steps_for(-(-tokens // (config.model.sequences * config.model.sequence)))
+    optimizer = replace(config.optimizer, decay_steps=None, wsd_decay_steps=None)
+    shorter = replace(config, train=replace(config.train, steps=steps), optimizer=optimizer)
+    warmup = shorter_warmup(shorter, config)
+    return shorter if warmup is None else replace(shorter, optimizer=replace(optimizer, warmup_steps=warmup))
+
+
+# --- In words ---------------------------------------------------------------------------------------------------------
+
+
+def budget_section(best: Trial, tried: list[Trial], base: Config, arguments: SearchArguments, gpu: Gpu) -> Section:
+    """The section `budget` of a plan: the model, those tried beside it, and the command to train it.
+
+    Args:
+      best, tried: as returned by `largest`.
+      base: the config that `best.rung.base` names.
+      arguments: with devices and days.
+      gpu: each of the devices.
+    """
+    model, command = best.config.model, train_command(best, base)
+    named = best.rung.base + ("" if best.config.model == base.model else ", scaled")
+    header = ["parameters", "layers", "hidden", "tokens", "FLOPs", "mesh", "s/step", "MFU", "GiB", "days", "GPU-hours"]
+    return Section(
+        f"Budget: {arguments.devices:,} × {gpu.name} for {arguments.days:g} days",
+        {
+            "devices": arguments.devices,
+            "days": arguments.days,
+            "tokens_per_parameter": arguments.tokens_per_parameter,
+            "best": _values(best),
+            "tried": [_values(trial) for trial in tried],
+            "command": command,
+        },
+        [
+            f"the largest within the budget, at {arguments.tokens_per_parameter:g} tokens a parameter: {named}",
+            f"{best.parameters:,} parameters: {model.layers} layers of width {model.hidden}, {model.heads} heads",
+            "",
+            *table(header, [_row(trial, arguments, trial is best) for trial in tried]),
+            "",
+            *_remarks(best, tried, base, arguments),
+            "to train it:",
+            f"  {command}",
+        ],
+    )
+
+
+def _row(trial: Trial, arguments: SearchArguments, is_best: bool) -> list[str]:
+    model, best = trial.config.model, trial.best
+    row = [f"{trial.parameters:,}" + " *" * is_best, str(model.layers), str(model.hidden)]
+    row += [in_units(trial.tokens), f"{trial.flops:.3g}"]
+    if best is None:
+        return [*row, *[""] * 4, duration(trial, arguments), ""]
+    mesh, mfu = best.config.mesh, best.time.mfu
+    row += [f"{mesh.pipe} × {mesh.data} × {mesh.model}", f"{best.time.mean:.3g}", "-" if mfu is None else f"{mfu:.1%}"]
+    row += [f"{best.memory.total / GIB:.1f}", f"{trial.days:.3g}", f"{24 * trial.days * arguments.devices:,.0f}"]
+    return row
+
+
+def _remarks(best: Trial, tried: list[Trial], base: Config, arguments: SearchArguments) -> list[str]:
+    error = best.best.time.error
+    remarks = [
+        f"* fits into {arguments.days:g} days by the prediction, which is good to ±{error:.0%}: between "
+        f"{best.days * (1 - error):.3g} and {best.days * (1 + error):.3g} days"
+    ]
+    if arguments.price is not None:
+        remarks.append(f"{24 * best.days * arguments.devices * arguments.price:,.0f} at {arguments.price:g} a GPU-hour")
+    if best.config.model != base.model:
+        remarks.append(
+            f"batch and learning rate are those of {best.rung.base}: a larger model usually takes a lower rate"
+        )
+    if best is tried[-1]:
+        remarks.append("it is the largest of the ladder, so the budget would train a larger one too")
+    return remarks
+
+
+def train_command(best: Trial, base: Config) -> str:
+    """What to type to train the model, from the config it comes from."""
+    changed = differences(base, best.best.config)
+    flags = " ".join(as_flag(name, new) for name, (_, new) in changed.items())
+    return f"python train.py --config {best.rung.base} {flags} --data.path PREFIX"
+
+
+def _values(trial: Trial) -> dict[str, Any]:
+    best = trial.best
+    sizes = {field.name: getattr(trial.config.model, field.name) for field in fields(trial.config.model)}
+    return {
+        "config": trial.rung.base,
+        "model": {name: sizes[name] for name in ("layers", "hidden", "heads")},
+        "parameters": trial.parameters,
+        "tokens": trial.tokens,
+        "steps": trial.config.train.steps,
+        "flops": trial.flops,
+        "seconds": None if best is None else best.time.mean,
+        "mfu": None if best is None else best.time.mfu,
+        "bytes": None if best is None else best.memory.total,
+        "days": None if best is None else trial.days,
+        "days_at_peak": trial.days_at_peak,
+    }

@@ -1,0 +1,130 @@
+"""`mjax plan --days`: the largest model that a budget of GPU time trains."""
+
+import itertools
+import json
+import math
+import shlex
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from mjax import cli
+from mjax.commands.train import TrainArguments, choose_config
+from mjax.config import load_config
+from mjax.errors import UsageError
+from mjax.flags import parse
+from mjax.hardware import gpu_named
+from mjax.models.build import count_parameters
+from mjax.planner.budget import family_ladder, ladder, largest, with_tokens
+from mjax.planner.search_flags import SearchArguments
+from tests.conftest import ROOT
+
+H100 = gpu_named("h100")
+LLAMA = load_config("llama3_8b")
+TINY = str(ROOT / "tests" / "tiny_config.py")
+
+
+def at_half_of_the_peak(config):
+    """Found by a search in which every model runs at half of the peak of 64 H100s, counted by hand."""
+    model = config.model
+    h, s, kv = model.hidden, model.sequence, model.groups * model.head_size
+    layer = 2 * h * h + 2 * h * kv + 3 * h * model.mlp_width  # q and out, k and v, gate, up and down
+    forward = 2 * s * (model.layers * (layer + 2 * s * h) + model.padded_vocabulary * h)  # scores and their use: 2 s h
+    step = 3 * forward * config.train.global_batch
+    return SimpleNamespace(ranked=[SimpleNamespace(time=SimpleNamespace(mean=step / (64 * 0.5 * 989.4e12)))])
+
+
+def test_the_largest_is_that_of_an_exhaustive_count_by_hand():
+    rungs = [rung for rung in ladder("llama3_8b", LLAMA) if rung.config.model.hidden <= 8192]
+    arguments, lines = SearchArguments(devices=64, days=30), []
+    best, tried = largest(rungs, arguments, H100, at_half_of_the_peak, lines.append)
+    days = {}
+    for rung in rungs:
+        tokens = 20 * count_parameters(rung.config.model)
+        steps = math.ceil(tokens / (512 * 8192))
+        days[rung.config.model] = at_half_of_the_peak(rung.config).ranked[0].time.mean * steps / 86_400
+    within = [model for model, each in days.items() if each <= 30]
+    assert best.config.model == max(within, key=count_parameters)
+    assert best.days == pytest.approx(days[best.config.model])
+    assert best.tokens == best.config.train.steps * 512 * 8192
+    assert 0 <= best.tokens - 20 * best.parameters < 512 * 8192
+    # Half of the peak: the FLOPs of the traced model are those counted by hand.
+    assert best.flops == pytest.approx(best.days * 86_400 * 64 * 0.5 * 989.4e12, rel=1e-9)
+    assert best.days_at_peak == pytest.approx(best.days / 2)
+    assert len(tried) == len(lines) < 10
+
+
+def test_a_ladder_has_the_config_itself_close_rungs_and_its_proportions():
+    rungs = ladder("llama3_8b", LLAMA)
+    models = [rung.config.model for rung in rungs]
+    assert LLAMA.model in models
+    for model in models:
+        assert (model.head_size, model.groups, model.vocabulary) == (128, 8, 128256)
+        assert model.mlp_width * 4096 == 14336 * model.hidden
+        assert 70 <= model.hidden / model.layers <= 140
+    middle = [count_parameters(model) for model in models if 4096 <= model.hidden <= 8192]
+    assert all(0.95 < after / before < 1.2 for before, after in itertools.pairwise(middle))
+
+
+def test_a_family_is_the_published_configs_of_that_name():
+    assert [rung.base for rung in family_ladder("llama")] == [
+        "llama32_1b", "llama2_7b", "llama3_8b", "llama3_70b", "llama3_405b",
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match="--family opt: no config's name begins so; use bert, bloom, gpt, llama"):
+        family_ladder("opt")
+
+
+def test_the_schedule_ends_with_the_tokens():
+    config = with_tokens(replace(LLAMA, optimizer=replace(LLAMA.optimizer, decay_steps=500_000)), 10**10)
+    assert (config.train.steps, config.optimizer.decay_steps) == (2385, None)
+    assert config.optimizer.warmup_steps == 2_000
+    assert with_tokens(LLAMA, 10**9).optimizer.warmup_steps < 239
+
+
+PLAN = ["plan", "--config", TINY, "--gpu", "h100", "--devices", "2", "--json"]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """A plan of a few milliseconds of two GPUs, and the file that was written."""
+    file = tmp_path_factory.mktemp("budget") / "found.py"
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.print", lambda *words, **_: lines.append(words[0]))
+        assert cli.main([*PLAN, "--days", "0.0005", "--price", "2", "--write", str(file)]) == 0
+    return json.loads(lines[-1]), lines[:-1], file
+
+
+def test_the_plan_is_that_of_the_largest_and_its_command_makes_the_same_config(planned):
+    plan, lines, file = planned
+    best, tried = plan["budget"]["best"], plan["budget"]["tried"]
+    assert best in tried
+    assert len(lines) == len(tried)
+    assert best["days"] <= 0.0005
+    larger = [each for each in tried if each["parameters"] > best["parameters"]]
+    assert larger
+    assert all(each["days"] is None or each["days"] > 0.0005 for each in larger)
+    assert plan["run"]["parameters"] == best["parameters"]
+    assert plan["search"]["best"][0]["days"] == pytest.approx(best["days"])
+    words = shlex.split(plan["budget"]["command"].replace("PREFIX", "data/x"))[2:]
+    typed = parse(TrainArguments, words, "mjax train", choose_config(words)).settings
+    written = load_config(str(file))
+    assert replace(typed, data=written.data) == written
+    assert written.train.steps == best["steps"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--gpu", "h100", "--days", "3"], "--days is for the search; add --devices"),
+        (["--gpu", "h100", "--devices", "8", "--family", "gpt"], "--family gpt is for a budget of time; add --days"),
+        (["--gpu", "h100", "--devices", "8", "--days", "3", "--train.tokens", "1B"], "--train.tokens and --days both"),
+        (["--gpu", "h100", "--devices", "8", "--days", "3", "--family", "gpt", "--config", "gpt_8b"], "--family and"),
+        ([*PLAN[1:], "--days", "1e-9"], "train no model of this ladder: the smallest, "),
+        (["--gpu", "h100", "--devices", "8", "--days", "0"], "--days is 0.0; it must be above 0"),
+    ],
+)
+def test_a_budget_that_buys_nothing_or_says_two_things_is_refused(argv, words, capsys):
+    assert cli.main(["plan", *argv]) == 2
+    assert words in capsys.readouterr().err
