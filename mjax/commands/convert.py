@@ -3,8 +3,7 @@
     from-hf DIR OUT   OUT/config.json, OUT/tokenizer, OUT/checkpoints/0
     to-hf RUN DIR     DIR/config.json, model.safetensors, generation_config.json, the tokenizer's files
 
-Both run on the CPU. from-hf reads tensor by tensor and to-hf writes the arrays directly; the model is in memory once,
-in addition to what Orbax needs to compress or read a checkpoint.
+Both run on the CPU, with one layer of one weight in memory, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -42,10 +41,11 @@ from mjax.interop.model_folder import check_output, new_folder, read_object, wri
 from mjax.interop.settings import config_values, model_config
 from mjax.interop.tensor_files import open_tensors, parse_size, write_tensors
 from mjax.interop.tokenizer_files import find_tokenizer, write_tokenizer
-from mjax.interop.weights import absent_heads, find_tensors, places, read_weights, weight_arrays
+from mjax.interop.weights import absent_heads, block_reader, find_tensors, places, tensor_parts
 from mjax.model_config import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.progress import progress
+from mjax.state.blocks import read_in_blocks
 from mjax.state.checkpoint import Checkpoints
 
 
@@ -122,11 +122,10 @@ def from_hf(arguments: FromHfArguments) -> int:
     absent = absent_heads(family, model, found)
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
-    target = abstract_weights(config)
     with progress("reading", 4 * count_parameters(model)) as read:
-        drawn = draw_weights(config, target, tuple(absent))
-        weights = read_weights(family, tensors, found, model, target, read, drawn)
-    write_run(output, config, tokenizer, weights, carried)
+        drawn = draw_weights(config, tuple(absent))
+        blocks = block_reader(family, tensors, found, model, read, drawn)
+        write_run(output, config, tokenizer, blocks, carried)
 
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
     if absent:
@@ -157,7 +156,7 @@ def to_hf(arguments: ToHfArguments) -> int:
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     notices = Console(stderr=True, highlight=False)
     with Checkpoints(run / "checkpoints", on_notice=lambda line: notices.print(line, markup=False)) as checkpoints:
-        step, weights = checkpoints.restore(abstract_weights(config), arguments.step, field="model")
+        step = checkpoints.find(abstract_weights(config), arguments.step, field="model")
     torch_name, dtype = TYPES[arguments.dtype]
     shapes = {name: place.shape for name, place in places(family, config.model).items()}
     eod = None if tokenizer is None else tokenizer.eod
@@ -181,10 +180,11 @@ def to_hf(arguments: ToHfArguments) -> int:
             tokenizer.save(folder)
             for name in carried.keys() - {GENERATION}:
                 (folder / name).write_bytes(carried[name])
-        array = weight_arrays(family, weights, config.model)
+        held = run / "checkpoints" / str(step)
+        parts = tensor_parts(family, config.model, lambda name, rank: read_in_blocks(held, f"model.{name}", rank))
         total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
         with progress("writing", total) as wrote:
-            files = write_tensors(folder, shapes, array, dtype, largest_file, wrote)
+            files = write_tensors(folder, shapes, parts, dtype, largest_file, wrote)
 
     print(f"{output}: checkpoint {step} of {run} as {family.model}, {total / 1e6:,.1f} MB in {files[0]}", end="")
     print(f" and {len(files) - 2} more" if len(files) > 1 else "")

@@ -14,7 +14,6 @@ from mjax.commands.convert import print_next_steps
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.interop.convert import (
-    abstract_weights,
     check_vocabulary,
     import_config,
     write_run,
@@ -24,7 +23,7 @@ from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
 from mjax.interop.megatron.names import family_of
 from mjax.interop.model_folder import check_output
 from mjax.interop.tokenizer_files import find_tokenizer
-from mjax.interop.weights import find_tensors, read_weights
+from mjax.interop.weights import block_reader, find_tensors
 from mjax.model_config import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.progress import progress
@@ -86,8 +85,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     with progress("reading", 4 * count_parameters(model)) as read:
-        weights = read_weights(family, checkpoint.tensors, found, model, abstract_weights(config), read)
-    write_run(output, config, tokenizer, weights)
+        write_run(output, config, tokenizer, block_reader(family, checkpoint.tensors, found, model, read))
 
     print(f"{output}: {count_parameters(model):,} parameters of {family.model}, checkpoint 0, from {place}")
     print(_what_was_taken(checkpoint, model, rows))

@@ -7,7 +7,7 @@ with new ones.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from mjax.interop.weights import leaves
 from mjax.model_config import ModelConfig, kind_of
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
-from mjax.state.checkpoint import Checkpoints
+from mjax.state.blocks import write_in_blocks
 from mjax.state.layout import initial_weights, lay_out
 from mjax.validation import validate
 
@@ -49,7 +49,7 @@ def write_run(
     output: Path,
     config: Config,
     tokenizer: Tokenizer | None,
-    weights: Model,
+    read: Callable[[str, int, int], np.ndarray],
     carried: Mapping[str, bytes] | None = None,
 ) -> None:
     """Create the run folder of an import: checkpoint 0 has the weights only.
@@ -58,7 +58,7 @@ def write_run(
       output: the folder.
       config: of the run.
       tokenizer: of the model, if there is one.
-      weights: of the model.
+      read: the result of `block_reader`.
       carried: the result of `carried_files`, which go beside the tokenizer's own files.
     """
     with new_folder(output) as folder:
@@ -67,8 +67,7 @@ def write_run(
             tokenizer.save(folder / "tokenizer")
             for name, content in (carried or {}).items():
                 (folder / "tokenizer" / name).write_bytes(content)
-        with Checkpoints(folder / "checkpoints", on_notice=lambda line: None) as checkpoints:
-            checkpoints.save(0, {"model": weights})
+        write_in_blocks(folder / "checkpoints", "model", abstract_weights(config), read)
 
 
 def abstract_weights(config: Config, mesh: MeshConfig | None = None) -> Model:
@@ -80,13 +79,13 @@ def abstract_weights(config: Config, mesh: MeshConfig | None = None) -> Model:
     return lay_out(dataclasses.replace(config, mesh=mesh), make_mesh(mesh, jax.devices("cpu"))).abstract_model
 
 
-def draw_weights(config: Config, target: Model, names: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Initial weights, as in a run of `config`, for the names with these prefixes, sharded like `target`."""
+def draw_weights(config: Config, names: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Initial weights, as in a run of `config`, for the names with these prefixes."""
 
     def chosen(model: Model) -> dict:
         return {name: leaf for name, leaf in leaves(model).items() if name.startswith(names)}
 
-    places = jax.tree.map(lambda leaf: leaf.sharding, chosen(target))
+    places = jax.tree.map(lambda leaf: leaf.sharding, chosen(abstract_weights(config)))
     return jax.jit(lambda: chosen(initial_weights(config)), out_shardings=places)() if names else {}
 
 

@@ -16,10 +16,11 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from jax.numpy import bfloat16  # registers the dtype with NumPy, on which safetensors relies
@@ -170,7 +171,7 @@ def _take(file: Path, found: Mapping[str, Any], expected: list[str], before: Map
 def write_tensors(
     folder: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    array: Callable[[str], np.ndarray],
+    parts: Iterable[tuple[str, int, np.ndarray]],
     dtype: np.dtype,
     largest_file: int,
     wrote: Callable[[int], None] = lambda size: None,
@@ -181,42 +182,51 @@ def write_tensors(
 
     Args:
       folder: exists.
-      shapes: of the tensors, by name, in the order of writing.
-      array: returns the tensor of a name; called once, when it is written.
+      shapes: of the tensors, by name, in the order in the files.
+      parts: name, first row, and rows of a tensor; each row of each tensor once, in any order.
       dtype: of the files.
       largest_file: maximum bytes of tensors in a file; a larger tensor has its own file.
       wrote: called with the bytes of tensors written since the last call.
     """
-    parts: list[list[str]] = [[]]
+    files: list[list[str]] = [[]]
     room = largest_file
-    for name, shape in shapes.items():
-        size = math.prod(shape) * dtype.itemsize
-        if size > room and parts[-1]:
-            parts.append([])
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    for name, size in sizes.items():
+        if size > room and files[-1]:
+            files.append([])
             room = largest_file
-        parts[-1].append(name)
+        files[-1].append(name)
         room -= size
-    names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
-    if len(parts) == 1:
+    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    if len(files) == 1:
         names = [SAFETENSORS]
-    for file, part in zip(names, parts, strict=True):
-        _write_file(folder / file, {name: shapes[name] for name in part}, array, dtype, wrote)
-    if len(parts) > 1:
-        total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-        places = {name: file for file, part in zip(names, parts, strict=True) for name in part}
-        write_object(folder / f"{SAFETENSORS}.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+    with ExitStack() as stack:
+        places: dict[str, tuple[BinaryIO, int]] = {}
+        for file, part in zip(names, files, strict=True):
+            stream = stack.enter_context((folder / file).open("wb"))
+            places |= _begin_file(stream, {name: shapes[name] for name in part}, dtype)
+        left = dict(sizes)
+        for name, first, rows in parts:
+            data = np.ascontiguousarray(rows.astype(dtype, copy=False)).view(np.uint8)
+            stream, start = places[name]
+            stream.seek(start + first * (sizes[name] // shapes[name][0]))
+            wrote(stream.write(data.data))
+            left[name] -= data.nbytes
+            del rows, data  # before the next ones are made
+        assert not any(left.values()), left
+    if len(files) > 1:
+        where = {name: file for file, part in zip(names, files, strict=True) for name in part}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        write_object(folder / f"{SAFETENSORS}.index.json", index)
         names.append(f"{SAFETENSORS}.index.json")
     return names
 
 
-def _write_file(
-    file: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    array: Callable[[str], np.ndarray],
-    dtype: np.dtype,
-    wrote: Callable[[int], None],
-) -> None:
-    """One safetensors file: the length of the header in 8 bytes, the header, and the concatenated tensors.
+def _begin_file(
+    stream: BinaryIO, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype
+) -> dict[str, tuple[BinaryIO, int]]:
+    """Begin a safetensors file: the length of the header in 8 bytes, the header, and then the tensors, whose places in
+    the file are returned.
 
     The library's own function needs all tensors at once.
     """
@@ -227,12 +237,8 @@ def _write_file(
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    with file.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        for name in shapes:
-            tensor = np.ascontiguousarray(array(name).astype(dtype, copy=False))
-            wrote(stream.write(tensor.view(np.uint8).data))
-            del tensor  # before the next one is made
+    stream.write(struct.pack("<Q", len(text)) + text)
+    return {name: (stream, 8 + len(text) + header[name]["data_offsets"][0]) for name in shapes}
 
 
 def parse_size(text: str) -> int:

@@ -4,15 +4,15 @@ Shapes are those of our own parameters; a family only gives the layout in its fi
 are a `torch.nn.Linear` [out, in], fused head by head: of `blocks.attention.qkv.kernel` [l, h, c, n, d] the part of a
 layer is transposed to [n, c, d, h] and flattened to [n · c · d, h]. Both directions are a transposition and a reshape.
 
-Everything is checked before a number is read. Then each shard of each weight is assembled from its tensors, with one
-tensor in memory at a time beside the weights, on any mesh.
+Everything is checked before a number is read. Then a layer of a weight at a time is assembled from its tensors, or cut
+into them.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -53,9 +53,10 @@ class Place:
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def to_theirs(self, weight: np.ndarray) -> np.ndarray:
-        """The tensor: a view of the weight where the layout allows one, else a copy."""
-        return weight[self.index].transpose(self.order).reshape(self.shape)
+    def to_theirs(self, weight: np.ndarray, first: int = 0) -> np.ndarray:
+        """The tensor: a view of the weight, given from layer `first` on, where the layout allows one, else a copy."""
+        index = (self.index[0] - first, *self.index[1:]) if first else self.index
+        return weight[index].transpose(self.order).reshape(self.shape)
 
     def to_ours(self, tensor: np.ndarray) -> np.ndarray:
         """A view of the tensor with the layout of the part of the weight."""
@@ -64,8 +65,7 @@ class Place:
 
 def places(family: Family, model: ModelConfig) -> dict[str, Place]:
     """The place of every tensor of the model by name: in the order of the table, and layer by layer."""
-    shapes = {name: leaf.shape for name, leaf in leaves(jax.eval_shape(lambda: build_model(0, model))).items()}
-    found = {}
+    shapes, found = _shapes(model), {}
     for in_layers, rows in groupby(family.names.items(), key=lambda row: row[0].startswith(LAYERS)):
         rows = list(rows)
         for layer in range(model.layers if in_layers else 1):
@@ -106,6 +106,10 @@ def _place(
     sizes = tuple(shape[dim] for dim in order)
     theirs = tuple(math.prod(shape[dim] for dim in group) for group in groups)
     return Place(ours, tuple(index), order, sizes, theirs)
+
+
+def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {name: leaf.shape for name, leaf in leaves(jax.eval_shape(lambda: build_model(0, model))).items()}
 
 
 def leaves(model: Model) -> dict[str, Any]:
@@ -210,32 +214,31 @@ def _rows(first: int, end: int) -> list[slice]:
     return [slice(start, min(start + ROWS, end)) for start in range(first, end, ROWS)]
 
 
-def read_weights(
+def block_reader(
     family: Family,
     tensors: Tensors,
     names: Mapping[str, str],
     model: ModelConfig,
-    target: Model,
     read: Callable[[int], None],
     drawn: Mapping[str, jax.Array] | None = None,
-) -> Model:
-    """The weights, read directly into shards, with one tensor in memory beside them.
+) -> Callable[[str, int, int], np.ndarray]:
+    """A function that reads a part of a weight, with one tensor in memory beside it.
+
+    It takes the name of the weight and where the part begins and ends along dim 0 (layers [l, …], not split into a
+    pipeline's chunks), and returns float32.
 
     Args:
       family: of the model.
       tensors: the files.
       names: the result of `find_tensors`.
       model: the model.
-      target: the model of ShapeDtypeStructs with shardings; layers as [l, …], not split into a pipeline's chunks.
       read: called with the bytes of tensors read since the last call.
       drawn: weights that are not in the files, by our names.
 
     Raises:
-      UsageError: a weight is not finite.
+      UsageError: when a part is read: it is not finite.
     """
-    parts: dict[str, list[tuple[str, Place]]] = {}
-    for name, place in places(family, model).items():
-        parts.setdefault(place.ours, []).append((name, place))
+    shapes, parts = _shapes(model), _by_weight(family, model)
 
     def tensor(name: str, rows: slice = slice(None)) -> np.ndarray:
         array = tensors.read(names[name], rows)
@@ -244,58 +247,54 @@ def read_weights(
             raise UsageError(f"{names[name]} holds numbers that are not finite; download the model again")
         return array
 
-    def leaf(path: tuple, target: jax.ShapeDtypeStruct) -> jax.Array:
-        ours = leaf_name(path)
+    def block(ours: str, first: int, end: int) -> np.ndarray:
         if ours in (drawn or {}):
-            return drawn[ours]
+            return np.asarray(drawn[ours])[first:end]
+        out = np.zeros((end - first, *shapes[ours][1:]), np.float32)  # vocabulary padding stays 0
+        for name, place in parts[ours]:
+            if ours in OF_TOKENS:  # an embedding is large: avoid a second copy
+                for rows in _rows(first, min(end, place.shape[0])):
+                    out[rows.start - first : rows.stop - first] = tensor(name, rows)
+            elif not ours.startswith(LAYERS):
+                out[...] = place.to_ours(tensor(name))[first:end]
+            elif first <= place.index[0] < end:
+                out[(place.index[0] - first, *place.index[1:])] = place.to_ours(tensor(name))
+        return out
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
-            ranges = [range(*part.indices(extent)) for part, extent in zip(index, target.shape, strict=True)]
-            out = np.zeros([len(part) for part in ranges], target.dtype)  # vocabulary padding stays 0
-            for name, place in parts[ours]:
-                if ours in OF_TOKENS:  # an embedding is large: avoid a second copy
-                    first = ranges[0].start
-                    for rows in _rows(first, min(ranges[0].stop, place.shape[0])):
-                        out[rows.start - first : rows.stop - first] = tensor(name, rows)[(slice(None), *index[1:])]
-                    continue
-                if overlap := _overlap(place.index, ranges, target.shape):
-                    here, there = overlap
-                    out[here] = place.to_ours(tensor(name))[there]
-            return out
-
-        return jax.make_array_from_callback(target.shape, target.sharding, shard)
-
-    return jax.tree_util.tree_map_with_path(leaf, target)
+    return block
 
 
-def _overlap(part: tuple[int | slice, ...], ranges: list[range], shape: tuple[int, ...]) -> tuple[tuple, tuple] | None:
-    """Where a part of a weight lies in a shard of it, and which of the part that is; None: the shard has nothing of it.
+def tensor_parts(
+    family: Family, model: ModelConfig, blocks: Callable[[str, int], Iterable[tuple[int, np.ndarray]]]
+) -> Iterator[tuple[str, int, np.ndarray]]:
+    """The tensors of a model folder in the order in which the weights are stored: name, first row, and rows.
+
+    All rows of a tensor come at once, except of an embedding. Vocabulary padding is left out. A part is a view of its
+    block where the layout allows one.
 
     Args:
-      part: index of the part in the weight: numbers of layers and the like, and slices.
-      ranges: of the shard, dim by dim.
-      shape: of the weight.
+      family: of the model.
+      model: the model.
+      blocks: takes the name of a weight and its number of dims; returns parts along dim 0 in order, each with its
+        first index.
     """
-    here, there = [], []
-    for dim, (own, extent) in enumerate(zip(ranges, shape, strict=True)):
-        at = part[dim] if dim < len(part) else slice(None)
-        start, stop = (at, at + 1) if isinstance(at, int) else at.indices(extent)[:2]
-        first, end = max(start, own.start), min(stop, own.stop)
-        if first >= end:
-            return None
-        if isinstance(at, int):
-            here.append(at - own.start)
-        else:
-            here.append(slice(first - own.start, end - own.start))
-            there.append(slice(first - start, end - start))
-    return tuple(here), tuple(there)
+    shapes = _shapes(model)
+    for ours, named in _by_weight(family, model).items():
+        found = blocks(ours, len(shapes[ours]))
+        if not ours.startswith((LAYERS, *OF_TOKENS)):
+            found = [(0, np.concatenate([part for _, part in found]))]
+        for first, block in found:
+            for name, place in named:
+                if ours in OF_TOKENS:
+                    if len(rows := block[: max(0, model.vocabulary - first)]):
+                        yield name, first, rows
+                elif not ours.startswith(LAYERS) or first <= place.index[0] < first + len(block):
+                    yield name, 0, place.to_theirs(block, first)
 
 
-def weight_arrays(family: Family, weights: Model, model: ModelConfig) -> Callable[[str], np.ndarray]:
-    """A function that returns the tensor of a name in `places`: a view of `weights`, whose arrays are on the CPU, or a
-    copy if the layout differs.
-
-    Vocabulary padding is removed.
-    """
-    found, arrays = places(family, model), {name: np.asarray(leaf) for name, leaf in leaves(weights).items()}
-    return lambda name: found[name].to_theirs(arrays[found[name].ours])
+def _by_weight(family: Family, model: ModelConfig) -> dict[str, list[tuple[str, Place]]]:
+    """The names and places of the tensors of each weight."""
+    parts: dict[str, list[tuple[str, Place]]] = {}
+    for name, place in places(family, model).items():
+        parts.setdefault(place.ours, []).append((name, place))
+    return parts

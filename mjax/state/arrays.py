@@ -8,9 +8,13 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
 
 from mjax.errors import RunError, UsageError
 from mjax.names import leaf_name
+
+CHUNK_BYTES = 1 << 26
+"""Of one chunk on disk: what is decompressed to read one number."""
 
 
 def named(tree: Any, field: str | None = None) -> dict[str, Any]:
@@ -36,9 +40,13 @@ def by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
 # same order in memory and on disk.
 
 
+STACKED = ".blocks."
+"""In the name of an array of which dim 0 is the layers."""
+
+
 def _same_layers(name: str, held: Sequence[int], wanted: Sequence[int]) -> bool:
     """Whether two shapes of stacked layers differ only in how the layers are split into chunks."""
-    if ".blocks." not in name:
+    if STACKED not in name:
         return False
     flat, others = sorted((list(held), list(wanted)), key=len)
     if len(flat) == len(others):  # split differently in both
@@ -65,6 +73,14 @@ def in_chunks_of(leaf: jax.ShapeDtypeStruct, held: tuple[int, ...]) -> jax.Shape
 def reshape(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """`array` in the shape and sharding of `leaf`; the array is donated."""
     return jax.jit(lambda x: x.reshape(leaf.shape), out_shardings=leaf.sharding, donate_argnums=0)(array)
+
+
+def chunks_on_disk(path: tuple, array: jax.Array) -> ocp.options.ArrayOptions.Saving.StorageOptions | None:
+    """Large arrays are stored in chunks, of one layer at most, so that `mjax convert` can read one (`blocks.py`)."""
+    if array.nbytes <= CHUNK_BYTES:
+        return None
+    layers = (0,) if STACKED in path[-1].key else None
+    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=CHUNK_BYTES, shard_axes=layers)
 
 
 def type_and_shape(array: Any) -> list:

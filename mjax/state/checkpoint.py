@@ -47,7 +47,16 @@ from mjax.data.atomic import make_folder, put, rename, set_aside, write_whole
 from mjax.errors import RunError, UsageError
 from mjax.models.protocol import Model
 from mjax.parallel.processes import from_first, is_first, wait_for_all
-from mjax.state.arrays import by_field, check_fits, check_types, in_chunks_of, named, reshape, type_and_shape
+from mjax.state.arrays import (
+    by_field,
+    check_fits,
+    check_types,
+    chunks_on_disk,
+    in_chunks_of,
+    named,
+    reshape,
+    type_and_shape,
+)
 from mjax.state.manifest import (
     GOOD,
     Damaged,
@@ -93,6 +102,7 @@ class Checkpoints:
         self.on_notice = on_notice
         # Orbax compiles a program for each shape whose writing replicas share: seconds, for arrays of a few bytes.
         self._saving = ocp.Context()
+        self._saving.array.saving.scoped_storage_options_creator = chunks_on_disk
         self._saving.array.saving.min_slice_bytes_for_replica_parallel = REPLICA_SLICE_BYTES
         # If folders are created in the background and that fails, threads wait for them for 300 s.
         self._saving.async_options.create_directories_asynchronously = False
@@ -319,12 +329,11 @@ class Checkpoints:
           RunError: checkpoint `step` is damaged, or all are.
           ValueError: a leaf of `target` has no sharding; Orbax would use the one on disk.
         """
-        self.wait()
         wanted = named(target, field)
         for name, leaf in wanted.items():
             if leaf.sharding is None:
                 raise ValueError(f"{name} of the target has no sharding")
-        chosen = self._choose_for_all(wanted, step, field)
+        chosen = self.find(target, step, field)
         held = read_manifest(self.folder / str(chosen))["arrays"]
         as_held = {name: in_chunks_of(leaf, tuple(held[name][1])) for name, leaf in wanted.items()}
         found = ocp.load_checkpointables(self.folder / str(chosen), by_field(as_held))
@@ -334,6 +343,15 @@ class Checkpoints:
             if arrays[name].shape != leaf.shape:
                 arrays[name] = reshape(arrays.pop(name), leaf)
         return chosen, jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in wanted])
+
+    def find(self, target: Any, step: int | None = None, field: str | None = None) -> int:
+        """The step of the checkpoint that `restore` would read, after all its checks.
+
+        Raises:
+          UsageError, RunError: as `restore`.
+        """
+        self.wait()
+        return self._choose_for_all(named(target, field), step, field)
 
     def _choose_for_all(self, wanted: dict[str, Any], step: int | None, field: str | None) -> int:
         """The checkpoint chosen by process 0, which alone reads all files."""

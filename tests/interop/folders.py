@@ -51,11 +51,31 @@ BLOOM = {
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
 }
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 16,
+    "vocab_size": 257,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+}
 
 
 def tensors_of(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
     """Names and shapes as the `state_dict()` of the family's class has them, without the tied output layer."""
-    shapes = {"gpt2": _gpt2, "bert": _bert, "megatron-bert": _bert, "bloom": _bloom}[config["model_type"]](config)
+    families = {"gpt2": _gpt2, "bert": _bert, "megatron-bert": _bert, "bloom": _bloom, "llama": _llama}
+    shapes = families[config["model_type"]](config)
     random = np.random.default_rng(seed)
     return {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
 
@@ -121,6 +141,21 @@ def _bloom(config: dict) -> dict[str, tuple[int, ...]]:
     for norm in norms:
         shapes |= {f"{norm}.weight": (h,), f"{norm}.bias": (h,)}
     return {f"transformer.{name}": shape for name, shape in shapes.items()}
+
+
+def _llama(config: dict) -> dict[str, tuple[int, ...]]:
+    h, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    d = h // config["num_attention_heads"]
+    k = config["num_key_value_heads"] * d
+    shapes = {"model.embed_tokens.weight": (v, h)}
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        for part, shape in {"q": (h, h), "k": (k, h), "v": (k, h), "o": (h, h)}.items():
+            shapes[f"{layer}.self_attn.{part}_proj.weight"] = shape
+        for part, shape in {"gate": (f, h), "up": (f, h), "down": (h, f)}.items():
+            shapes[f"{layer}.mlp.{part}_proj.weight"] = shape
+        shapes |= {f"{layer}.{norm}_layernorm.weight": (h,) for norm in ("input", "post_attention")}
+    return shapes | {"model.norm.weight": (h,), "lm_head.weight": (v, h)}
 
 
 def write_folder(folder: Path, config: dict | None = None, tensors: dict | None = None, parts: int = 1) -> Path:

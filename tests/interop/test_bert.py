@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -17,14 +16,15 @@ from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.interop.bert import BERT as FAMILY
 from mjax.interop.bert import MEGATRON_BERT as MEGATRON_FAMILY
 from mjax.interop.convert import abstract_weights
-from mjax.interop.settings import config_values, fits, model_config
-from mjax.interop.tensor_files import open_tensors, write_tensors
+from mjax.interop.settings import config_values, model_config
+from mjax.interop.tensor_files import open_tensors
 from mjax.interop.tokenizer_files import find_tokenizer
-from mjax.interop.weights import find_tensors, places, read_weights, weight_arrays
+from mjax.interop.weights import find_tensors
 from mjax.models.build import build_model
 from tests.data.vocabularies import TEXTS, bert_file
 from tests.interop.folders import BERT, CONFIG, MEGATRON_BERT, read_folder, tensors_of, write_folder
 from tests.interop.test_convert import assert_same, weights_of
+from tests.interop.whole_weights import read_weights
 from tests.small import named
 
 FAMILIES = {"bert": (BERT, FAMILY), "megatron-bert": (MEGATRON_BERT, MEGATRON_FAMILY)}
@@ -108,24 +108,8 @@ def test_tensors_are_read_straight_into_the_shards_of_a_mesh(source, run, mesh):
     config, family = read_config(run / "config.json"), FAMILIES[source.name][1]
     tensors = open_tensors(source)
     names = find_tensors(family, tensors, config.model, "source")
-    found = read_weights(family, tensors, names, config.model, abstract_weights(config, mesh), lambda size: None)
+    found = read_weights(family, tensors, names, config.model, abstract_weights(config, mesh))
     assert_same(named(found), named(weights_of(run)))
-
-
-def test_one_turned_tensor_at_a_time_is_in_memory_beside_the_weights(run, tmp_path):
-    config, weights = read_config(run / "config.json"), weights_of(run)
-    family = next(family for _, family in FAMILIES.values() if fits(family, config.model))
-    array, alive = weight_arrays(family, weights, config.model), []
-
-    def watched(name):
-        assert not [other for other, found in alive if found() is not None], name
-        found = array(name).copy()
-        alive.append((name, weakref.ref(found)))
-        return found
-
-    sizes = {name: place.shape for name, place in places(family, config.model).items()}
-    write_tensors(tmp_path, sizes, watched, np.dtype(np.float32), 10**9)
-    assert [name for name, _ in alive] == list(sizes)
 
 
 # --- Other forms of the same model ------------------------------------------------------------------------------------

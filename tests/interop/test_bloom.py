@@ -11,10 +11,11 @@ from mjax.interop.bloom import BLOOM as FAMILY
 from mjax.interop.convert import abstract_weights
 from mjax.interop.settings import model_config
 from mjax.interop.tensor_files import open_tensors
-from mjax.interop.weights import find_tensors, read_weights
+from mjax.interop.weights import find_tensors
 from mjax.models.build import count_parameters
 from tests.interop.folders import BLOOM, read_folder, tensors_of, write_folder
 from tests.interop.test_convert import assert_same, weights_of
+from tests.interop.whole_weights import read_weights
 from tests.small import named
 
 QKV, WORDS = "transformer.h.1.self_attention.query_key_value", "transformer.word_embeddings.weight"
@@ -65,7 +66,7 @@ def test_tensors_are_read_straight_into_the_shards_of_a_mesh(source, run, mesh):
     config, tensors = read_config(run / "config.json"), open_tensors(source)
     names = find_tensors(FAMILY, tensors, config.model, "source")
     target = abstract_weights(config, mesh)
-    found = read_weights(FAMILY, tensors, names, config.model, target, lambda size: None)
+    found = read_weights(FAMILY, tensors, names, config.model, target)
     assert_same(named(found), named(weights_of(run)))
 
 

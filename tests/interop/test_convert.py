@@ -23,7 +23,7 @@ from mjax.interop.model_folder import new_folder
 from mjax.interop.settings import model_config
 from mjax.interop.tensor_files import SafetensorsFiles, open_tensors
 from mjax.interop.tokenizer_files import find_tokenizer
-from mjax.interop.weights import find_tensors, places, read_weights, weight_arrays
+from mjax.interop.weights import find_tensors
 from mjax.parallel.axes import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.state.checkpoint import Checkpoints
@@ -31,6 +31,7 @@ from mjax.training.metrics import read_metrics
 from mjax.training.step import build_program
 from tests.data.vocabularies import foreign_model, gpt2_files, hf_unigram
 from tests.interop.folders import CONFIG, read_folder, tensors_of, write_folder
+from tests.interop.whole_weights import read_weights
 from tests.small import named
 from tests.tiny_config import config as tiny
 
@@ -188,7 +189,7 @@ def test_tensors_are_read_straight_into_the_shards_of_a_mesh(source, run, mesh):
     tensors = open_tensors(source)
     names = find_tensors(GPT2, tensors, config.model, "source")
     target = abstract_weights(config, mesh)
-    found = read_weights(GPT2, tensors, names, config.model, target, lambda size: None)
+    found = read_weights(GPT2, tensors, names, config.model, target)
     for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(target), strict=True):
         assert ours.sharding == wanted.sharding
         assert len(ours.sharding.device_set) == mesh.devices
@@ -208,18 +209,8 @@ def test_one_tensor_at_a_time_is_in_memory_beside_the_weights(source, run):
 
     tensors = Watched({source / "model.safetensors": []})
     names = find_tensors(GPT2, tensors, config.model, "source")
-    read_weights(GPT2, tensors, names, config.model, abstract_weights(config), lambda size: None)
+    read_weights(GPT2, tensors, names, config.model, abstract_weights(config))
     assert {name for name, _ in alive} == tensors_of(CONFIG).keys()
-
-
-def test_an_export_in_float32_is_written_from_where_the_weights_are(run):
-    config, weights = read_config(run / "config.json"), weights_of(run)
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(weights)]
-    array_of = weight_arrays(GPT2, weights, config.model)
-    for name in places(GPT2, config.model):
-        array = array_of(name)
-        assert any(np.shares_memory(array, leaf) for leaf in leaves), name
-        assert array.flags.c_contiguous, name
 
 
 # --- What a run made of it does ---------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from mjax.interop.convert import abstract_weights
 from mjax.interop.megatron.arguments import model_config
 from mjax.interop.megatron.names import family_of, flat, kind_of, renamed
 from mjax.interop.megatron.ranks import RankTensors
-from mjax.interop.weights import find_tensors, read_weights
+from mjax.interop.weights import find_tensors
 from mjax.model_config import as_kind
 from tests.interop.megatron_files import draw, share
+from tests.interop.whole_weights import read_weights
 from tests.small import named
 
 SMALL = GPTConfig(layers=2, hidden=24, heads=4, feed_forward=40, sequence=10, vocabulary=29, vocabulary_multiple=8)
@@ -40,7 +41,7 @@ def read(tensors, model, version):
     names = family_of(model.kind, version, getattr(model, "layernorm", "pre"), model.layers)
     found = find_tensors(names, tensors, model, "source")
     target = abstract_weights(Config(model=model))
-    return named(read_weights(names, tensors, found, model, target, lambda size: None))
+    return named(read_weights(names, tensors, found, model, target))
 
 
 def assert_same(ours, theirs):

@@ -16,7 +16,7 @@ from mjax.config import MeshConfig, read_config
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.interop.bert import BERT, MEGATRON_BERT
 from mjax.interop.convert import abstract_weights
-from mjax.interop.weights import places, weight_arrays
+from mjax.interop.weights import places
 from mjax.models.block import run_blocks
 from mjax.models.context import Context
 from mjax.parallel.axes import MODEL
@@ -25,6 +25,7 @@ from mjax.parallel.tokens import Tokens
 from mjax.state.checkpoint import Checkpoints
 from tests.data.vocabularies import TEXTS, bert_file
 from tests.interop.folders import read_folder
+from tests.interop.whole_weights import weight_arrays
 from tests.parity.peers import imported, perturbed, rate_of_megatron
 from tests.parity.vocabularies import fetched
 from tests.small import gradient_program, pairs_of
@@ -105,7 +106,7 @@ def test_an_import_gives_the_losses_and_gradients(kind, shape, tmp_path):
     array = weight_arrays(family, gradients, config.model)
     assert places(family, config.model).keys() == expected.keys()
     for name in expected:
-        np.testing.assert_allclose(array(name), expected[name], atol=1e-4 * largest, err_msg=name)
+        np.testing.assert_allclose(array[name], expected[name], atol=1e-4 * largest, err_msg=name)
 
 
 @pytest.mark.parametrize(("shape", "data", "parallel"), [("four heads", 1, 1), ("three heads", 2, 3)])

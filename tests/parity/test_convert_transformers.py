@@ -17,12 +17,13 @@ from mjax.interop.bloom import BLOOM
 from mjax.interop.convert import abstract_weights
 from mjax.interop.gpt2 import GPT2
 from mjax.interop.tensor_files import FLOATS, Kind, open_tensors
-from mjax.interop.weights import places, weight_arrays
+from mjax.interop.weights import places
 from mjax.parallel.axes import DATA, MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.sampling import Sampling
 from tests.data.vocabularies import NAMES, NASTY, TEXTS, specs
 from tests.interop.folders import read_folder
+from tests.interop.whole_weights import weight_arrays
 from tests.parity.peers import imported, perturbed, rate_of_megatron
 from tests.small import gradient_program
 
@@ -91,7 +92,7 @@ def test_an_import_gives_the_loss_and_gradients_of_transformers(name, tmp_path):
     array = weight_arrays(family, gradients, config.model)
     assert places(family, config.model).keys() == expected.keys()
     for name in expected:
-        np.testing.assert_allclose(array(name), expected[name], atol=1e-4 * largest, err_msg=name)
+        np.testing.assert_allclose(array[name], expected[name], atol=1e-4 * largest, err_msg=name)
     assert not np.asarray(gradients.embedding.table[...])[config.model.vocabulary :].any()
 
 

@@ -17,6 +17,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.tasks.labelled import Examples
 from mjax.tasks.scoring import TaskScorer
 from tests.finetuning.test_heads import HEADS
+from tests.interop.whole_weights import reader_of
 from tests.parity.test_bert_transformers import _config, _from_peer, _numpy
 from tests.small import examples_of, gradient_program
 
@@ -108,7 +109,7 @@ def test_an_export_opens_in_transformers_with_the_same_weights(head, layernorm, 
     config = _task_config(head, layernorm)
     peer, scorer = _peer(config.model), TaskScorer(inference_config(config, config.mesh), make_mesh(config.mesh))
     weights = _weights(_numpy(peer.named_parameters()), scorer.abstract_model, config.model)
-    write_run(tmp_path / "run", config, None, weights)
+    write_run(tmp_path / "run", config, None, reader_of(weights))
     assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
     opened, about = type(peer).from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(about[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -26,6 +26,7 @@ from mjax.training.origin import Origin, choose_origin, origin_of
 from mjax.training.step import build_program
 from tests import reference
 from tests.against_reference import in_layer_order
+from tests.interop.whole_weights import reader_of
 from tests.small import named
 from tests.tiny_config import config as tiny
 
@@ -127,7 +128,7 @@ def test_the_command_starts_from_a_chosen_checkpoint_takes_the_tokenizer_along_a
     source, tmp_path, fewer_devices, capsys, monkeypatch
 ):
     run = tmp_path / "converted"
-    write_run(run, CONFIG, load_tokenizer("bytes"), open_run(source).weights)
+    write_run(run, CONFIG, load_tokenizer("bytes"), reader_of(open_run(source).weights))
     save_config(CONFIG, tmp_path / "c.json")
     new = ["train", "--config", str(tmp_path / "c.json"), "--runs", str(tmp_path), "--name", "new", "--init", str(run)]
     assert cli.main([*new, "--step", "7"]) == 2

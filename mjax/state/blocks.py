@@ -1,0 +1,116 @@
+"""Checkpoints in blocks: weights that are larger than memory, written and read a layer at a time.
+
+Orbax holds every array of a state in memory, compressed or not. Its arrays are Zarr 3 in one OCDBT store, which
+TensorStore writes and reads by slices. A checkpoint written here is one that Orbax began, with arrays of no size, and
+TensorStore completed: `Checkpoints.restore` reads it as any other, on any mesh.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+
+from mjax.state.arrays import CHUNK_BYTES, STACKED, named, type_and_shape
+from mjax.state.checkpoint import Checkpoints
+from mjax.state.manifest import MANIFEST, write_manifest
+
+
+def write_in_blocks(folder: Path, field: str, target: Any, read: Callable[[str, int, int], np.ndarray]) -> None:
+    """Write checkpoint 0 into `folder`, which has none; it is not atomic, so write into a temporary folder.
+
+    Args:
+      folder: `checkpoints` of a run.
+      field: of the state, such as `model`; it is the only one.
+      target: its tree of ShapeDtypeStructs.
+      read: takes the name of an array as in `named(target)`, and where a block of its first dim begins and ends.
+    """
+    with Checkpoints(folder, on_notice=lambda line: None) as checkpoints:
+        checkpoints.save(0, {field: jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), target)})
+    store = folder / "0" / field
+    for begun in ("d", "ocdbt.process_0"):
+        shutil.rmtree(store / begun)
+    for replaced in (store / "manifest.ocdbt", folder / "0" / MANIFEST):
+        replaced.unlink()
+    leaves = {f"{field}.{name}": (name, leaf) for name, leaf in named(target).items()}
+    chunks = {stored: _chunk(stored, leaf) for stored, (_, leaf) in leaves.items()}
+    _describe(store, chunks)
+    for stored, (name, leaf) in leaves.items():
+        array = _open(store, stored, create=(leaf, chunks[stored]))
+        for start in range(0, leaf.shape[0], chunks[stored][0]):
+            end = min(start + chunks[stored][0], leaf.shape[0])
+            array[start:end].write(read(name, start, end)).result()
+    write_manifest(folder / "0", 0, {stored: type_and_shape(leaf) for stored, (_, leaf) in leaves.items()})
+
+
+def read_in_blocks(folder: Path, name: str, rank: int) -> Iterator[tuple[int, np.ndarray]]:
+    """The blocks of an array along its first dim, one chunk of it each, and the index of their first row.
+
+    Args:
+      folder: of the checkpoint, such as `checkpoints/200`, which `Checkpoints.find` has checked.
+      name: of the array, such as `model.blocks.mlp.up.kernel`.
+      rank: dims of the array; a pipeline with several chunks per stage has stored one more.
+    """
+    array = _open(folder / name.split(".")[0], name)
+    split = array.rank - rank
+    rows = array.chunk_layout.read_chunk.shape[split]
+    parts = [array[number] for number in range(array.shape[0])] if split else [array]
+    for number, part in enumerate(parts):
+        for start in range(0, part.shape[0], rows):
+            block = part[start : min(start + rows, part.shape[0])]
+            yield number * part.shape[0] + start, block.read().result()
+
+
+def _open(store: Path, name: str, create: tuple[Any, list[int]] | None = None) -> ts.TensorStore:
+    """An array in the folder that Orbax wrote; or a new one, like a leaf and with chunks of a shape."""
+    spec: dict[str, Any] = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "ocdbt", "base": f"file://{store}/", "path": f"{name}/"},
+        "context": {"file_io_sync": False},  # the folder is synced as a whole
+    }
+    if create is None:
+        return ts.open(spec, open=True, read=True).result()
+    leaf, chunk = create
+    spec["metadata"] = {
+        "shape": list(leaf.shape),
+        "data_type": str(leaf.dtype),
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "zstd", "configuration": {"level": 3}},  # as Orbax
+        ],
+    }
+    return ts.open(spec | {"store_data_equal_to_fill_value": True}, create=True).result()
+
+
+def _chunk(name: str, leaf: Any) -> list[int]:
+    """The shape of the chunks: one layer at most, and no more than CHUNK_BYTES."""
+    chunk = [1 if STACKED in name else leaf.shape[0], *leaf.shape[1:]]
+    while math.prod(chunk) * leaf.dtype.itemsize > CHUNK_BYTES:
+        largest = chunk.index(max(chunk))
+        chunk[largest] = -(-chunk[largest] // 2)
+    return chunk
+
+
+def _describe(store: Path, chunks: dict[str, list[int]]) -> None:
+    """Correct what Orbax has written about the shapes of chunks."""
+    about = store / "_METADATA"
+    values = json.loads(about.read_text())
+    for entry in values["tree_metadata"].values():
+        (key,) = entry["key_metadata"]
+        entry["value_metadata"]["write_shape"] = chunks[key["key"]]
+    about.write_text(json.dumps(values))
+    (about,) = (store / "array_metadatas").iterdir()
+    values = json.loads(about.read_text())
+    for entry in values["array_metadatas"]:
+        said = entry["array_metadata"]
+        said["write_shape"] = said["chunk_shape"] = chunks[said["param_name"]]
+    about.write_text(json.dumps(values))
