@@ -1,4 +1,5 @@
 # make train        a small GPT on real text, from nothing to a sample of its writing (about five minutes on two CPU cores)
+# make llama        a small Llama on the same text, which learns faster than the GPT
 # make bert         a small BERT on the same text, which learns to find masked words and the order of sentences
 # make check        lint and the tests that compile nothing: about a minute, for work in progress
 # make test         lint and the whole suite, on simulated devices
@@ -24,11 +25,16 @@ CHECK = data test_bad_inputs.py test_batch_size.py test_config.py test_flags.py 
     planner/test_config_file.py planner/test_fit.py planner/test_hlo.py planner/test_search.py \
     planner/test_search_report.py
 
-.PHONY: train bert lint check test test-parity format clean
+.PHONY: train llama bert lint check test test-parity format clean
 
-train: .venv/installed
-	@test -f data/demo.idx || .venv/bin/python -m mjax prepare --demo --output data/demo
+train: data/demo.idx
 	.venv/bin/python train.py --config gpt_demo
+
+llama: data/demo.idx
+	.venv/bin/python train.py --config llama_demo
+
+data/demo.idx: | .venv/installed
+	.venv/bin/python -m mjax prepare --demo --output data/demo
 
 bert: .venv/installed
 	@test -d $(PUNKT) || $(PIP) --no-deps --no-compile --target data/punkt llama-index-core==0.14.25
