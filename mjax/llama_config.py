@@ -5,7 +5,7 @@ As in `model_config.py`, no JAX is imported here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 from mjax.bounds import Bounds, Count, Positive
@@ -86,6 +86,9 @@ class LlamaConfig(ModelConfig):
 
     def window_at(self, place: int) -> int | None:
         return None if place + 1 == self.full_attention_every else self.window
+
+    def one_layer(self) -> LlamaConfig:
+        return replace(super().one_layer(), full_attention_every=None)
 
     def columns(self) -> dict[str, int]:
         return {**super().columns(), "feed-forward width": self.mlp_width}

@@ -141,6 +141,10 @@ class ModelConfig:
           UsageError: one sentence with the flag, its value and what to type.
         """
 
+    def one_layer(self) -> ModelConfig:
+        """The same model with one layer, from which that of all is predicted."""
+        return dataclasses.replace(self, layers=1)
+
     def without_dropout(self) -> ModelConfig:
         """The same model with all dropout rates 0."""
         rates = (name for name in _names(type(self)) if name.endswith("_dropout"))

@@ -16,6 +16,7 @@ from mjax.interop.family import Family
 from mjax.llama_config import LlamaConfig
 
 LAYER = "model.layers.{0}"
+FULL, SLIDING = "full_attention", "sliding_attention"
 SCALINGS = {
     "default": {},
     "linear": {},
@@ -36,12 +37,17 @@ def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, 
     for name in ("use_mrope", "rope_interleaved"):  # in published files, and false
         if (value := values.pop(name, None) or False) is not False:
             raise UsageError(f"{file}: {name} is {value!r}, and mjax supports only false; convert another model")
-    kinds = values.pop("layer_types", None) or []
-    if any(kind != "full_attention" for kind in kinds):
-        raise UsageError(
-            f"{file}: layer_types is {kinds!r}, and mjax supports only 'full_attention' there; convert another model"
-        )
+    if any(kind != FULL for kind in _layer_types(values, file)):
+        raise UsageError(f"{file}: layer_types has other values than {FULL!r}, which mjax reads of Qwen only")
     return values, fields
+
+
+def _layer_types(values: dict[str, Any], file: str) -> list[str]:
+    """Take the kinds of attention of the layers, which may be omitted, out of `values`."""
+    kinds = values.pop("layer_types", None) or []
+    if not isinstance(kinds, list) or not set(map(str, kinds)) <= {FULL, SLIDING}:
+        raise UsageError(f"{file}: layer_types is {kinds!r}, and mjax knows {FULL!r} and {SLIDING!r} in it")
+    return kinds
 
 
 def _read_mistral(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -51,6 +57,48 @@ def _read_mistral(values: dict[str, Any], file: str) -> tuple[dict[str, Any], di
     if window is not None and (type(window) is not int or window < 1):
         raise UsageError(f"{file}: sliding_window is {window!r}, which is not a whole number above 0; restore the file")
     return values, fields
+
+
+def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same, and the sliding window of some layers: of those in `layer_types`, or from `max_window_layers` on."""
+    kinds = _layer_types(values, file)
+    values, fields = _read(values, file)
+    window, first = values.pop("sliding_window", 4096), values.pop("max_window_layers", 28)
+    if not values.pop("use_sliding_window", False) or window is None:
+        window, kinds = None, []
+    layers = values.get("num_hidden_layers", 32)
+    numbers = {
+        "sliding_window": 1 if window is None else window,
+        "max_window_layers": first,
+        "num_hidden_layers": layers,
+    }
+    for name, value in numbers.items():
+        if type(value) is not int or not (name != "max_window_layers") <= value < 2**31:
+            raise UsageError(f"{file}: {name} is {value!r}, which is not a whole number above 0; restore the file")
+    kinds = kinds or [FULL if window is None or layer < first else SLIDING for layer in range(layers)]
+    if SLIDING not in kinds:
+        return values, fields | {"window": None, "full_attention_every": None}
+    every = kinds.index(FULL) + 1 if FULL in kinds else None
+    if kinds != _kinds(layers, every):
+        raise UsageError(
+            f"{file}: the pattern of layers with a window, in layer_types or max_window_layers, does not repeat, and "
+            f"mjax knows only that every n-th layer, or none, has {FULL}; convert another model"
+        )
+    return values, fields | {"window": window, "full_attention_every": every}
+
+
+def _kinds(layers: int, every: int | None) -> list[str]:
+    """The kinds of attention of the layers of a model with a window."""
+    return [FULL if every and layer % every == 0 else SLIDING for layer in range(1, layers + 1)]
+
+
+def _write_qwen(model: LlamaConfig) -> dict[str, Any]:
+    """What config.json says of positions, of heads and of windows."""
+    if model.window is None:
+        return {**_write(model), "use_sliding_window": False}
+    kinds = _kinds(model.layers, model.full_attention_every)
+    windows = {"use_sliding_window": True, "sliding_window": model.window, "layer_types": kinds}
+    return {**_write(model), **windows, "max_window_layers": 0}  # which readers without layer_types go by
 
 
 def _read_rope(values: dict[str, Any], file: str) -> dict[str, Any]:
@@ -172,18 +220,21 @@ QWEN2 = replace(
     LLAMA,
     model="Qwen2ForCausalLM",
     model_type="qwen2",
-    fixed={**LLAMA.fixed, "qkv_bias": True},
-    only={"use_sliding_window": False},
-    without_effect=frozenset({"sliding_window", "max_window_layers"}),  # where the former is false
+    fixed={name: value for name, value in LLAMA.fixed.items() if name != "window"} | {"qkv_bias": True},
+    only={},
+    read=_read_qwen,
+    read_fields=LLAMA.read_fields | {"window", "full_attention_every"},
+    write=_write_qwen,
+    without_effect=frozenset(),
 )
 
 QWEN3 = replace(
     QWEN2,
     model="Qwen3ForCausalLM",
     model_type="qwen3",
-    fixed={**LLAMA.fixed, "qk_norm": "head"},
-    only={"use_sliding_window": False, "attention_bias": False},
-    read=lambda values, file: _read({"head_dim": 128, **values}, file),
+    fixed={name: value for name, value in LLAMA.fixed.items() if name != "window"} | {"qk_norm": "head"},
+    only={"attention_bias": False},
+    read=lambda values, file: _read_qwen({"head_dim": 128, **values}, file),
 )
 
 OLMO2 = replace(

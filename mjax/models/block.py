@@ -198,7 +198,6 @@ def _run_stack(layers, x: Array, context: Context, recompute: str, first_layer, 
 
 def _scan(layer: Callable, period: int, x: Array, layers) -> tuple[Array, Any]:
     """`jax.lax.scan` of `layer(place, x, one of layers)`, in groups of `period` layers, whose places are static."""
-    period = min(period, jax.tree.leaves(layers)[0].shape[0])  # one layer alone, for the planner
     if period == 1:
         return jax.lax.scan(partial(layer, 0), x, layers)
 

@@ -139,7 +139,7 @@ class Traced:
 @lru_cache(maxsize=64)
 def _undisturbed(model: ModelConfig) -> ModelConfig:
     model = model.without_dropout()
-    return model if has_several_stacks(model) else replace(model, layers=1)
+    return model if has_several_stacks(model) else model.one_layer()
 
 
 @lru_cache(maxsize=1024)

@@ -137,7 +137,9 @@ def test_a_config_goes_out_and_comes_back_the_same(name):
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
-        ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window is True"),
+        ({"model_type": "qwen3", "use_sliding_window": True}, "does not repeat"),
+        ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0"),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"]}, "layer_types is"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
         ({"sliding_window": 4096}, "sliding_window is 4096"),
         ({"rope_interleaved": True}, "rope_interleaved is True"),
@@ -154,6 +156,19 @@ def test_a_mistral_without_a_word_on_its_window_has_that_of_transformers():
     values = {**SHARED, "model_type": "mistral"}
     assert read(values).window == 4096
     assert read({**values, "sliding_window": None}).window is None
+
+
+@pytest.mark.parametrize("every", [None, 2, 4])
+def test_windows_of_a_qwen_come_from_either_spelling_and_go_out(every):
+    values = {**QWEN25_7B, "use_sliding_window": True, "sliding_window": 512, "max_window_layers": 0}
+    if every:
+        values["layer_types"] = (["sliding_attention"] * (every - 1) + ["full_attention"]) * (28 // every)
+    model = read(values)
+    assert (model.window, model.full_attention_every) == (512, every)
+    written = config_values(QWEN2, model)
+    assert read({**written, "model_type": "qwen2"}) == replace(model, head_dim=model.head_size)
+    assert written["layer_types"] == values.get("layer_types", ["sliding_attention"] * 28)
+    assert read({**values, "use_sliding_window": False, "layer_types": None}).window is None
 
 
 def test_a_model_that_no_class_has_is_refused_with_what_they_have():

@@ -48,6 +48,14 @@ MODELS = {
     "llama, yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
     "mistral": ("Mistral", {"sliding_window": 6, "head_dim": 8}),
     "qwen 2.5": ("Qwen2", {}),
+    "qwen 2.5, windows": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "qwen 3, windows": (
+        "Qwen3",
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+    ),
     "qwen 3": ("Qwen3", {"head_dim": 10, "tie_word_embeddings": True}),
     "olmo 2": ("Olmo2", {}),
 }

@@ -50,6 +50,11 @@ FAMILIES = {  # ours, the class of transformers, and what its config has besides
     ),
     "mistral": (replace(SMALL, window=6), "Mistral", {"sliding_window": 6}),
     "qwen 2.5": (replace(SMALL, qkv_bias=True, norm_epsilon=1e-6), "Qwen2", {"use_sliding_window": False}),
+    "qwen 2.5, windows": (
+        replace(SMALL, layers=4, qkv_bias=True, window=6, full_attention_every=2),
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
     "qwen 3": (replace(SMALL, qk_norm="head", head_dim=10, tied=True), "Qwen3", {}),
     "olmo 2": (replace(SMALL, qk_norm="heads", norms="post"), "Olmo2", {}),
 }
