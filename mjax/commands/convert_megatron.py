@@ -13,6 +13,7 @@ from mjax.bounds import Count
 from mjax.commands.convert import print_next_steps
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
+from mjax.interop.carried_files import carried_files
 from mjax.interop.convert import (
     check_vocabulary,
     import_config,
@@ -20,8 +21,10 @@ from mjax.interop.convert import (
 )
 from mjax.interop.megatron.arguments import Activation, model_config
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
+from mjax.interop.megatron.decoder import DECODER, DecoderTensors, decoder_config
 from mjax.interop.megatron.names import family_of
 from mjax.interop.model_folder import check_output
+from mjax.interop.tensor_files import Tensors
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import block_reader, find_tensors
 from mjax.model_config import ModelConfig
@@ -31,7 +34,7 @@ from mjax.progress import progress
 
 @dataclass(frozen=True)
 class FromMegatronArguments:
-    """Convert a Megatron-LM checkpoint (dense GPT or BERT, formats torch and torch_dist) into a run folder."""
+    """Convert a Megatron-LM checkpoint (a dense GPT, BERT or Llama, formats torch and torch_dist) into a run folder."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder of Megatron's --save, or of one checkpoint in it, such as release or iter_0300000."""
@@ -65,9 +68,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     check_output(output)
     checkpoint = open_checkpoint(source, arguments.step)
     place = str(checkpoint.folder)
-    model = model_config(
-        checkpoint.arguments, checkpoint.tensors, checkpoint.architecture, place, arguments.heads, arguments.activation
-    )
+    model, tensors = _model(checkpoint, arguments)
     layernorm = getattr(model, "layernorm", "pre")
     if layernorm == "post" and not checkpoint.old_names:
         raise UsageError(
@@ -75,22 +76,39 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
             "megatron-core ignores it; convert another model"
         )
     tokenizer = find_tokenizer(source, arguments.tokenizer)
+    carried = (
+        carried_files(source, {}) if tokenizer is not None and arguments.tokenizer is None and model.causal else {}
+    )
     rows = model.vocabulary
     vocabulary = _vocabulary(arguments.vocabulary, tokenizer, checkpoint, rows)
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
     check_vocabulary(tokenizer, model)
     config = import_config(model, place)
-    family = family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
-    found = find_tensors(family, checkpoint.tensors, model, place)
+    family = DECODER
+    if checkpoint.architecture != "decoder":
+        family = family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
+    found = find_tensors(family, tensors, model, place)
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     with progress("reading", 4 * count_parameters(model)) as read:
-        write_run(output, config, tokenizer, block_reader(family, checkpoint.tensors, found, model, read))
+        write_run(output, config, tokenizer, block_reader(family, tensors, found, model, read), carried)
 
     print(f"{output}: {count_parameters(model):,} parameters of {family.model}, checkpoint 0, from {place}")
     print(_what_was_taken(checkpoint, model, rows))
     print_next_steps(source, output, model, tokenizer)
     return 0
+
+
+def _model(checkpoint: Checkpoint, given: FromMegatronArguments) -> tuple[ModelConfig, Tensors]:
+    """The model, and its tensors by the names of its family."""
+    place, said = str(checkpoint.folder), checkpoint.arguments
+    if checkpoint.architecture != "decoder":
+        tensors = checkpoint.tensors
+        return model_config(said, tensors, checkpoint.architecture, place, given.heads, given.activation), tensors
+    if named := [name for name in ("heads", "activation") if getattr(given, name) is not None]:
+        raise UsageError(f"{place} says everything of its model itself; leave out --{named[0]}")
+    model = decoder_config(said, checkpoint.tensors, place, checkpoint.version)
+    return model, DecoderTensors(checkpoint.tensors, model, place)
 
 
 def _vocabulary(given: int | None, tokenizer: Tokenizer | None, checkpoint: Checkpoint, rows: int) -> int:

@@ -74,7 +74,7 @@ def scores_of(run, *arrays):
         lambda weights, *arrays: weights(*arrays),
         mesh=make_mesh(MeshConfig()),
         in_specs=(specs, *(P() for _ in arrays)),
-        out_specs=whole if config.model.kind == "gpt" else (whole, P()),
+        out_specs=whole if config.model.causal else (whole, P()),
     )
     found = jax.jit(forward)(weights, *(array.astype(np.int32) for array in arrays))
     return config, jax.tree.map(np.asarray, found)

@@ -16,6 +16,8 @@ from tests.parity.megatron_written import scores_of
 pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-parity")
 
+from tests.parity.write_megatron_core import DECODERS
+
 pytestmark = pytest.mark.parity
 
 VOCABULARY = 29
@@ -49,6 +51,16 @@ def test_a_gpt_has_the_logits_of_megatron_core(written, layout, tmp_path):
     theirs = np.load(written / "gpt.npz")
     config, ours = scores_of(run, theirs["ids"])
     assert config.model.activation == "gelu_tanh"
+    np.testing.assert_allclose(ours[..., :VOCABULARY], theirs["scores"][..., :VOCABULARY], atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["stacked", "single", "torch"])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_decoder_has_the_logits_of_megatron_core(written, kind, layout, tmp_path):
+    source, run = written / f"{kind}_{layout}", tmp_path / "run"
+    assert cli.main(["convert", "from-megatron", str(source), str(run), "--vocabulary", str(VOCABULARY)]) == 0
+    theirs = np.load(written / f"{kind}.npz")
+    _, ours = scores_of(run, theirs["ids"])
     np.testing.assert_allclose(ours[..., :VOCABULARY], theirs["scores"][..., :VOCABULARY], atol=2e-5)
 
 

@@ -4,8 +4,8 @@ Run as a program, one process of each tensor rank, because megatron-core changes
 
     RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python write_megatron_core.py FOLDER
 
-leaves FOLDER/KIND_FORMAT/iter_0000005 (KIND gpt or bert; FORMAT stacked, single or torch), and FOLDER/KIND.npz with
-inputs and scores.
+leaves FOLDER/KIND_FORMAT/iter_0000005 (KIND gpt, bert or one of DECODERS; FORMAT stacked, single or torch), and
+FOLDER/KIND.npz with inputs and scores.
 """
 
 import argparse
@@ -19,6 +19,18 @@ import torch
 
 VOCABULARY, PADDED, SEQUENCE = 29, 32, 10
 SHAPE = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 40}
+# Of TransformerConfig, and of GPTModel.
+DECODERS = {
+    "llama": (
+        {"num_query_groups": 2, "kv_channels": 8, "qk_layernorm": True},
+        {"rotary_base": 500_000, "rope_scaling": True, "rope_scaling_factor": 32.0},
+    ),
+    "narrow": (  # with fewer groups than there are ranks in one of the two cases
+        {"num_query_groups": 1, "kv_channels": 12, "add_qkv_bias": True},
+        {"rotary_base": 10_000, "rotary_percent": 0.5, "share_embeddings_and_output_weights": True},
+    ),
+    "stretched": ({"num_query_groups": 4, "kv_channels": 6}, {"seq_len_interpolation_factor": 4}),
+}
 
 
 def main(folder: Path) -> None:
@@ -40,7 +52,7 @@ def main(folder: Path) -> None:
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
     parallel_state.initialize_model_parallel(world)
-    config = TransformerConfig(
+    shared = dict(
         **SHAPE,
         tensor_model_parallel_size=world,
         hidden_dropout=0.0,
@@ -53,6 +65,7 @@ def main(folder: Path) -> None:
         init_method_std=0.2,
         attention_backend=AttnBackend.local,
     )
+    config = TransformerConfig(**shared)
     common = {
         "vocab_size": PADDED,
         "max_sequence_length": SEQUENCE,
@@ -62,10 +75,18 @@ def main(folder: Path) -> None:
     random = torch.Generator().manual_seed(1)
     ids = torch.randint(VOCABULARY, (3, SEQUENCE), generator=random)
     positions = torch.arange(SEQUENCE).expand(3, SEQUENCE)
-    for kind in ("gpt", "bert"):
+    for kind in ("gpt", "bert", *DECODERS):
+        of_config, of_model = DECODERS.get(kind, ({}, {}))
         torch.manual_seed(0)
         if kind == "gpt":
             model = GPTModel(config, get_gpt_layer_local_spec(), **common).eval()
+        elif kind in DECODERS:
+            modern = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
+            modern |= {"activation_func": torch.nn.functional.silu, "bias_activation_fusion": False}
+            spec = get_gpt_layer_local_spec(qk_layernorm=of_config.get("qk_layernorm", False), normalization="RMSNorm")
+            positions_of = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False} | of_model
+            config = TransformerConfig(**{**shared, **modern, **of_config})
+            model = GPTModel(config, spec, **{**common, **positions_of}).eval()
         else:
             model = BertModel(config, 2, bert_layer_local_spec, **common).eval()
         with torch.no_grad():  # biases are 0 and LayerNorms 1 at first: a mistake could hide behind them
@@ -73,7 +94,7 @@ def main(folder: Path) -> None:
                 split = getattr(parameter, "tensor_model_parallel", False)
                 torch.manual_seed(sum(map(ord, name)) + (rank if split else 0))
                 parameter += 0.1 * torch.randn_like(parameter)
-            if kind == "gpt":
+            if kind != "bert":
                 later = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
                 scores = {"scores": model(ids, positions, later)}
             else:
@@ -102,6 +123,19 @@ def main(folder: Path) -> None:
             params_dtype=torch.float32,
             save=folder,
         )
+        if kind in DECODERS:
+            said = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "bias_gelu_fusion": False}
+            said |= {"group_query_attention": True, "position_embedding_type": "rope", **of_config}
+            tied = of_model.get("share_embeddings_and_output_weights", False)
+            said |= {
+                "untie_embeddings_and_output_weights": not tied,
+                "rotary_base": of_model.get("rotary_base", 10_000),
+            }
+            said |= {"rotary_percent": of_model.get("rotary_percent", 1.0)}
+            said |= {"use_rope_scaling": of_model.get("rope_scaling", False)}
+            said |= {"rope_scaling_factor": of_model.get("rope_scaling_factor", 8.0)}
+            said |= {"rotary_seq_len_interpolation_factor": of_model.get("seq_len_interpolation_factor")}
+            vars(args).update(said)
         beside = {"args": args, "checkpoint_version": 3.0, "iteration": 5}
         for layout in ("stacked", "single"):
             there = folder / f"{kind}_{layout}" / "iter_0000005"

@@ -69,8 +69,9 @@ def model_config(
         and needed.
     """
     said = {} if arguments is None else arguments
-    _check_known(said, source)
-    shapes = _shapes(tensors, kind, source)
+    check_known(said, source)
+    shapes = dense_shapes(tensors, TRUNKS[kind], source)
+    shapes["max_position_embeddings"] = _extent(tensors, "embedding.position_embeddings.weight", 0, source)
     for name, known in shapes.items():
         if said.get(name, known) not in (None, known):
             raise UsageError(
@@ -84,14 +85,7 @@ def model_config(
             f"{source}: {count} heads of {size!r} numbers are not the {hidden} of hidden_size, and mjax knows no "
             "others; give the model's own --heads, or convert another model"
         )
-    numbers = dict(NUMBERS.values())
-    for name, (ours, _) in NUMBERS.items():
-        value = said.get(name)
-        if value is None:
-            continue
-        if type(value) not in (int, float):
-            raise UsageError(f"{source}: {name} is {value!r}, which is not a number; copy the checkpoint again")
-        numbers[ours] = float(value)
+    numbers = numbers_of(said, source)
     if arguments is not None and activation is not None:
         raise UsageError(f"{source} says itself which GELU its model has; leave out --activation")
     layernorm = "post" if said.get("apply_residual_connection_post_layernorm") else "pre"
@@ -113,9 +107,22 @@ def model_config(
     )
 
 
-def _check_known(said: Mapping[str, Any], source: str) -> None:
+def numbers_of(said: Mapping[str, Any], source: str) -> dict[str, float]:
+    """Rates, epsilon and the like by our names."""
+    numbers = dict(NUMBERS.values())
+    for name, (ours, _) in NUMBERS.items():
+        value = said.get(name)
+        if value is None:
+            continue
+        if type(value) not in (int, float):
+            raise UsageError(f"{source}: {name} is {value!r}, which is not a number; copy the checkpoint again")
+        numbers[ours] = float(value)
+    return numbers
+
+
+def check_known(said: Mapping[str, Any], source: str, only: Mapping[str, Any] = ONLY) -> None:
     """Refuse arguments for which Megatron computes something that mjax does not."""
-    for name, known in ONLY.items():
+    for name, known in only.items():
         value = said.get(name)
         if not isinstance(value, (type(None), bool, int, float, str, list, tuple, StandIn)):
             raise UsageError(f"{source}: {name} is a {type(value).__name__}; restore the checkpoint")
@@ -123,26 +130,24 @@ def _check_known(said: Mapping[str, Any], source: str) -> None:
             raise UsageError(f"{source}: {name} is {value!r}, but mjax supports only {known!r}; convert another model")
 
 
-def _shapes(tensors: Tensors, kind: str, source: str) -> dict[str, int]:
-    """The settings that follow from shapes, by argument name."""
-    trunk = TRUNKS[kind]
+def _extent(tensors: Tensors, name: str, dim: int, source: str) -> int:
+    shape = tensors.kinds[name].shape if name in tensors.kinds else ()
+    if len(shape) != 2:
+        raise UsageError(
+            f"{source} lacks the matrix {name}, so it is not a dense model of Megatron with learned or rotary "
+            "positions; convert another model, or copy the whole checkpoint"
+        )
+    return shape[dim]
 
-    def extent(name: str, dim: int) -> int:
-        shape = tensors.kinds[name].shape if name in tensors.kinds else ()
-        if len(shape) != 2:
-            raise UsageError(
-                f"{source} lacks the matrix {name}, so it is not a dense {kind.upper()} of Megatron with learned "
-                "positions; convert another model, or copy the whole checkpoint"
-            )
-        return shape[dim]
 
+def dense_shapes(tensors: Tensors, trunk: str, source: str) -> dict[str, int]:
+    """The settings that follow from shapes, by argument name; `trunk` is the prefix of the layers."""
     layers = {int(found[1]) for name in tensors.kinds if (found := re.match(rf"{trunk}\.layers\.(\d+)\.", name))}
     return {
         "num_layers": max(layers, default=-1) + 1,
-        "hidden_size": extent(EMBEDDING, 1),
-        "ffn_hidden_size": extent(f"{trunk}.layers.0.mlp.linear_fc2.weight", 1),
-        "max_position_embeddings": extent("embedding.position_embeddings.weight", 0),
-        "padded_vocab_size": extent(EMBEDDING, 0),
+        "hidden_size": _extent(tensors, EMBEDDING, 1, source),
+        "ffn_hidden_size": _extent(tensors, f"{trunk}.layers.0.mlp.linear_fc2.weight", 1, source),
+        "padded_vocab_size": _extent(tensors, EMBEDDING, 0, source),
     }
 
 

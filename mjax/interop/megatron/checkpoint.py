@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mjax.errors import UsageError
+from mjax.interop.megatron.decoder import is_decoder
 from mjax.interop.megatron.distributed import DistributedTensors
 from mjax.interop.megatron.names import flat, is_weight, kind_of, renamed
 from mjax.interop.megatron.pickles import StandIn, load, read_metadata
@@ -42,7 +43,7 @@ class Checkpoint:
     """
 
     folder: Path
-    architecture: Literal["gpt", "bert"]
+    architecture: Literal["gpt", "bert", "decoder"]
     tensors: Tensors
     version: float
     arguments: dict[str, Any] | None
@@ -131,10 +132,11 @@ def _open_ranks(folder: Path) -> Checkpoint:
         for stage in range(stages)
     ]
     names = [name for piece in pieces for name in piece[0]]
-    kind, version = kind_of(names), _version(first.get("checkpoint_version"), folder)
+    kind, version = _architecture(arguments, names), _version(first.get("checkpoint_version"), folder)
     pieces = [[renamed(share, kind, str(folder)) for share in piece] for piece in pieces]
     old = any(name.startswith("language_model.") for name in names)
-    return Checkpoint(folder, kind, RankTensors(pieces, version, str(folder)), version, arguments, ranks, old)
+    tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
+    return Checkpoint(folder, kind, tensors, version, arguments, ranks, old)
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
@@ -178,6 +180,11 @@ def _weights(model: Any, file: Path) -> Share:
     return as_arrays(file, {name: value for name, value in flat(model).items() if is_weight(name)})
 
 
+def _architecture(arguments: dict[str, Any] | None, names: list[str]) -> Literal["gpt", "bert", "decoder"]:
+    kind = kind_of(names)
+    return "decoder" if kind == "gpt" and is_decoder(arguments, names) else kind
+
+
 def _version(value: Any, folder: Path) -> float:
     if value is None:
         return 0
@@ -203,9 +210,9 @@ def _arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | None:
 def _open_distributed(folder: Path) -> Checkpoint:
     stored = {name: tensor for name, tensor in read_metadata(folder / ".metadata").items() if is_weight(name)}
     common = load(folder / "common.pt")
-    kind = kind_of(list(stored))
-    tensors = DistributedTensors(folder, renamed(stored, kind, str(folder)))
     arguments = _arguments(common, folder)
+    kind = _architecture(arguments, list(stored))
+    tensors = DistributedTensors(folder, renamed(stored, kind, str(folder)))
     # Whatever wrote it had the order of version 2, which it need not say.
     version = _version(common.get("checkpoint_version", 3.0), folder)
     return Checkpoint(folder, kind, tensors, version, arguments, None, old_names=False)

@@ -84,7 +84,7 @@ def family_of(kind: str, version: float, layernorm: str = "pre", layers: int = 0
 
 # --- Names ------------------------------------------------------------------------------------------------------------
 
-TRUNKS = {"gpt": "decoder", "bert": "encoder"}
+TRUNKS = {"gpt": "decoder", "bert": "encoder", "decoder": "decoder"}
 """Prefixes of the current names of layers."""
 EMBEDDING = "embedding.word_embeddings.weight"
 SCORES, SCORES_BIAS = "output_layer.weight", "output_layer.bias"

@@ -32,18 +32,19 @@ class RankTensors:
     Layers are numbered over the whole model, from the first stage to the last.
     """
 
-    def __init__(self, pieces: Sequence[Sequence[Share]], version: float, source: str):
+    def __init__(self, pieces: Sequence[Sequence[Share]], version: float, source: str, gated: bool = False):
         """Check that the ranks fit together.
 
         Args:
           pieces: of the pipeline, in layer order: for each, the shards of the tensor ranks in rank order.
           version: `checkpoint_version`.
           source: the checkpoint, for messages.
+          gated: whether linear_fc1 is a gate and what it lets through, of which each rank has its part.
 
         Raises:
           UsageError: ranks have tensors of different names or shapes, or two pieces have the same tensor.
         """
-        self._version = version
+        self._version, self._gated = version, gated
         self._shares: dict[str, list[np.ndarray]] = {}
         self.kinds: dict[str, Kind] = {}
         layers = 0
@@ -84,10 +85,11 @@ class RankTensors:
         shares, dim = self._shares[name], split_dim(name)
         if len(shares) == 1 or dim is None:
             return shares[0][rows]
-        if is_qkv(name) and self._version < 1:
-            # [c, n / p, d, …]: each rank begins with the queries of its heads, and n is put together behind c.
-            three = [share.reshape(3, -1, *share.shape[1:]) for share in shares]
-            return np.concatenate(three, axis=1).reshape(self.kinds[name].shape)[rows]
+        # [c, n / p, d, …]: each rank begins with the queries of its heads, and n is put together behind c.
+        fused = 3 if is_qkv(name) and self._version < 1 else 2 if self._gated and ".linear_fc1." in name else 1
+        if fused > 1:
+            parts = [share.reshape(fused, -1, *share.shape[1:]) for share in shares]
+            return np.concatenate(parts, axis=1).reshape(self.kinds[name].shape)[rows]
         if dim == 1:
             return np.concatenate([share[rows] for share in shares], axis=1)
         first, end, _ = rows.indices(self.kinds[name].shape[0])
