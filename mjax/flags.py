@@ -110,7 +110,8 @@ ELSEWHERE = {
     "continue": "run", "checkpoint": "run", "resume": "run",
     # --- text
     "max-new-tokens": "tokens", "max-tokens": "tokens train.tokens", "num-tokens": "tokens", "temp": "temperature",
-    "text": "prompt", "start": "prompt",
+    "text": "prompt", "start": "prompt", "num-return-sequences": "num-samples", "interactive": "chat",
+    "system-prompt": "system",
 }  # fmt: skip
 """Name in another project → ours; if there are several, those that the command has."""
 

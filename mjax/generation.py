@@ -8,7 +8,7 @@ a new token costs one position of work instead of a whole sequence:
 
 The loop is a `while_loop` inside the same `shard_map` as everything else: no token passes through Python, and it ends
 as soon as every sequence has ended. The weights are split over `model` as in training. Replicas along `data` do the
-same work, so every process of a cluster has the result.
+same work, so every process of a cluster has the result. Who wants to see the text grow is called with each token.
 
 **Positions.** A token's slot in the cache is its position. Prompts of different lengths are padded on the right; each
 sequence writes its next token over its own padding (`CausalModel.prefill` says why padding is never read).
@@ -19,7 +19,8 @@ is an argument, so a second request of similar size compiles nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -47,6 +48,7 @@ from mjax.sampling import Sampling, draw
 from mjax.state.layout import lay_out
 from mjax.state.precision import COMPUTE_TYPES
 from mjax.state.train_state import TrainState
+from mjax.streaming import Decode, Streamed, written_after
 from mjax.training.loop import Run
 
 # --- On the devices ---------------------------------------------------------------------------------------------------
@@ -73,9 +75,12 @@ class _State(NamedTuple):
 
 
 def _generate(
-    config: Config, plan, slots: int, model: CausalModel, request: dict[str, Array]
+    config: Config, plan, slots: int, model: CausalModel, request: dict[str, Array], hear: Callable | None = None
 ) -> tuple[Array, Array, Array]:
-    """Inside `shard_map`: tokens int32 [b, slots], lengths int32 [b], and whether each ended at eod, bool [b]."""
+    """Inside `shard_map`: tokens int32 [b, slots], lengths int32 [b], and whether each ended at eod, bool [b].
+
+    `hear` is called on the host by each device, with every step's positions, tokens, and whether they count: [b] each.
+    """
     mesh, dtype = config.mesh, COMPUTE_TYPES[config.precision.compute]
     weights = gather_for_inference(model, plan, dtype)  # once, outside the loop
     gathered = [gather_in_loop(stack, dtype, inference=True) for stack in stacks_of(plan.blocks)]
@@ -93,8 +98,10 @@ def _generate(
     def step(state: _State) -> _State:
         settings = {name: request[name] for name in ("temperature", "top_k", "top_p", "seed")}
         drawn = draw(state.logits, state.lengths, config.model.vocabulary, **settings)
-        at_eod = state.at_eod | (~state.ended & (drawn == eod))
+        at_eod = state.at_eod | (~state.ended & (drawn[:, None] == eod).any(-1))
         grows = ~state.ended & ~at_eod
+        if hear is not None:
+            jax.debug.callback(hear, state.lengths, drawn, grows)
         here = jnp.arange(slots) == state.lengths[:, None]
         tokens = jnp.where(here & grows[:, None], drawn[:, None], state.tokens)
         lengths = state.lengths + grows
@@ -124,6 +131,9 @@ class Continuation:
     ended: Literal["eod", "tokens", "positions"]
 
 
+Listener = Callable[[int, int, int | None], None]
+
+
 class Generator:
     """The compiled program that continues prompts, with any weights of one config.
 
@@ -142,16 +152,22 @@ class Generator:
         layout = lay_out(config, mesh)
         self.abstract_model = layout.abstract_model
 
-        def program(slots: int, model: CausalModel, request: dict[str, Array]):
-            on_device = partial(_generate, config, layout.plan, slots)
+        def program(slots: int, model: CausalModel, request: dict[str, Array], listens: bool):
+            on_device = partial(_generate, config, layout.plan, slots, hear=self._hear if listens else None)
             return jax.shard_map(on_device, mesh=mesh, in_specs=(layout.specs, P()), out_specs=P(), check_vma=True)(
                 model, request
             )
 
-        self._program = jax.jit(program, static_argnums=0)
+        self._program = jax.jit(program, static_argnums=(0, 3))
+        self._listener: Listener | None = None
 
     def generate(
-        self, model: CausalModel, prompts: Sequence[Sequence[int]], sampling: Sampling, eod: int
+        self,
+        model: CausalModel,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        eod: int | Sequence[int],
+        listener: Listener | None = None,
     ) -> list[Continuation]:
         """Continue each of `prompts` until its document ends, `sampling.tokens` are generated, or positions run out.
 
@@ -159,7 +175,9 @@ class Generator:
           model: master weights, as in `TrainState.model`.
           prompts: token ids; lengths may differ.
           sampling: how to choose tokens.
-          eod: the end-of-document id.
+          eod: the end-of-document id, or several ids that end a text.
+          listener: called with the index of a prompt, a position and the token drawn for it, or None if the text ends
+            before it; in any order, by each device, and again for a text that has ended.
 
         Raises:
           UsageError: a setting is out of range; or there is no prompt, or one is empty, contains an invalid id, or
@@ -177,19 +195,26 @@ class Generator:
             "prompts": padded,
             "lengths": lengths,
             "limits": limits,
-            "eod": np.int32(eod),
+            "eod": np.atleast_1d(np.asarray(eod, np.int32)),
             "temperature": np.float32(sampling.temperature),
             "top_k": np.int32(min(sampling.top_k, self.config.model.vocabulary)),
             "top_p": np.float32(sampling.top_p),
             "seed": np.uint32(sampling.seed),
         }
-        found = self._program(self._width(limits.max()), model, request)
+        self._listener = listener
+        found = self._program(self._width(limits.max()), model, request, listener is not None)
+        if listener is not None:
+            jax.effects_barrier()
         continuations = []
         for start, tokens, length, at_eod in zip(lengths, *map(np.asarray, found), strict=True):
             written = tokens[start:length].tolist()
             complete = "tokens" if len(written) == sampling.tokens else "positions"
             continuations.append(Continuation(written, "eod" if at_eod else complete))
         return continuations
+
+    def _hear(self, positions: Array, tokens: Array, grows: Array) -> None:
+        for index, (position, token, more) in enumerate(zip(positions, tokens, grows, strict=True)):
+            self._listener(index, int(position), int(token) if more else None)
 
     def _width(self, needed: int) -> int:
         """`needed` rounded up to a power of two from 16 on, limited by the number of positions."""
@@ -245,21 +270,54 @@ def continue_texts(
       UsageError: as in `Generator.generate`.
     """
     encoded = [list(tokenizer.encode(prompt)) for prompt in prompts]
-    found = generator.generate(model, encoded, sampling, tokenizer.eod)
-    samples = []
-    for prompt, ids, continuation in zip(prompts, encoded, found, strict=True):
-        text = written_after(tokenizer, ids, continuation)
-        samples.append(Sample(prompt, text, len(ids), len(continuation.tokens), continuation.ended))
-    return samples
+    return continue_ids(generator, model, tokenizer.decode, prompts, encoded, sampling, tokenizer.eod)
 
 
-def written_after(tokenizer: Tokenizer, prompt: list[int], continuation: Continuation) -> str:
-    """The text of a continuation.
+def continue_ids(
+    generator: Generator,
+    model: CausalModel,
+    decode: Decode,
+    prompts: Sequence[str],
+    encoded: Sequence[list[int]],
+    sampling: Sampling,
+    eod: int | Sequence[int],
+    watch: Callable[[list[Streamed]], None] | None = None,
+) -> list[Sample]:
+    """`Generator.generate` from ids to text.
 
-    It is decoded together with its prompt, because the text of a token can depend on the previous one: sentencepiece
-    drops the space before the first, and a byte-level token may contain half a character.
+    Args:
+      decode: the text of ids.
+      prompts: what the ids are encoded from.
+      encoded: ids of each prompt.
+      eod: the ids that end a text.
+      watch: called with the texts so far, whenever a token was generated.
+
+    Raises:
+      UsageError: as in `Generator.generate`.
     """
-    return tokenizer.decode(prompt + continuation.tokens).removeprefix(tokenizer.decode(prompt))
+    texts, problems, lock = [Streamed(decode, ids) for ids in encoded], [], threading.Lock()
+
+    def listen(index: int, position: int, token: int | None) -> None:
+        with lock:  # devices call from threads of their own
+            if problems:
+                return
+            try:
+                texts[index].hear(position, token)
+                watch(texts)
+            except BaseException as error:  # such as a closed pipe: it would end the program on the device
+                problems.append(error)
+
+    found = generator.generate(model, encoded, sampling, eod, listen if watch else None)
+    if problems:
+        raise problems[0]
+    samples = []
+    for prompt, ids, continuation, streamed in zip(prompts, encoded, found, texts, strict=True):
+        text = written_after(decode, ids, continuation.tokens)
+        samples.append(Sample(prompt, text, len(ids), len(continuation.tokens), continuation.ended))
+        streamed.text, streamed.ended = text, True
+    if watch:
+        watch(texts)  # a text that ended last was not heard to end
+    return samples
 
 
 def print_samples(samples: Sequence[Sample], console: Console) -> None:

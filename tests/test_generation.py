@@ -1,5 +1,6 @@
 """Generation: the cache against the full forward pass, draws against NumPy, and the command."""
 
+import io
 import json
 from dataclasses import replace
 from functools import cache, partial
@@ -11,6 +12,7 @@ import pytest
 import tyro
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from rich.console import Console
 
 from mjax import generation
 from mjax.commands.generate import GenerateArguments
@@ -26,6 +28,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
 from mjax.sampling import Sampling, allowed, draw
 from mjax.state.checkpoint import Checkpoints
+from mjax.streaming import Live, Streamed
 from tests.small import BLOOM, small_config
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
@@ -408,7 +411,8 @@ def test_another_step_and_another_number_of_devices_can_be_chosen(run_folder, ca
         (("--prompt", "x", "--checkpoint", "nowhere"), "nowhere/config.json does not exist"),
     ],
 )
-def test_a_flag_that_cannot_work_is_answered_with_a_sentence(run_folder, flags, sentence):
+def test_a_flag_that_cannot_work_is_answered_with_a_sentence(run_folder, flags, sentence, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
     with pytest.raises(UsageError) as refused:
         run_generate(arguments_of("--checkpoint", run_folder, *flags))
     assert sentence in str(refused.value)
@@ -454,7 +458,7 @@ def test_a_continuation_keeps_the_space_that_its_first_token_begins_with():
             return super().decode(ids).removeprefix(" ")
 
     class Fixed:
-        def generate(self, model, prompts, sampling, eod):
+        def generate(self, model, prompts, sampling, eod, listener):
             return [generation.Continuation(list(b" city"), "tokens") for _ in prompts]
 
     (sample,) = continue_texts(Fixed(), None, Spaced(), ["The"], GREEDY)
@@ -484,3 +488,83 @@ def test_a_model_spread_over_a_pipeline_or_in_shards_writes_what_one_device_writ
         found.append(generator.generate(model, prompts, sampling, eod=NO_EOD))
     assert found[0] == found[1]
     assert found[0][0].tokens
+
+
+# --- Streaming, standard input, several samples -----------------------------------------------------------------------
+
+
+def test_a_character_appears_when_its_last_token_has_come_whatever_the_order():
+    text = "aé€😀b"
+    tokens = list(text.encode())
+    streamed, seen = Streamed(ByteTokenizer().decode, [1, 2]), []
+    for position in [0, 2, 1, 3, 4, 5, 6, 8, 7, 7, 9, 10]:  # some early, one twice
+        streamed.hear(2 + position, tokens[position])
+        seen.append(streamed.text)
+    assert list(dict.fromkeys(seen)) == ["a", "aé", "aé€", "aé€😀", "aé€😀b"]
+    streamed.hear(2 + len(tokens), None)
+    assert (streamed.text, streamed.ended) == (text, True)
+
+
+def test_a_character_that_never_becomes_whole_is_shown_at_the_end():
+    streamed = Streamed(ByteTokenizer().decode, [])
+    for position, token in enumerate([*b"a\xe2\x82", None]):
+        streamed.hear(position, token)
+    assert streamed.text == "a\ufffd"
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (1, 2)])
+def test_a_listener_hears_every_token_and_every_end(mesh):
+    generator, model = generator_and_model(*mesh)
+    sampling, heard = Sampling(tokens=6, temperature=1.5, seed=3), {}
+    listener = lambda index, position, token: heard.setdefault((index, position), set()).add(token)  # noqa: E731
+    plain = generator.generate(model, PROMPTS, sampling, NO_EOD)
+    eod = plain[0].tokens[2]
+    found = generator.generate(model, PROMPTS, sampling, [eod, 59], listener)
+    assert found[0].ended == "eod"
+    for index, (prompt, continuation) in enumerate(zip(PROMPTS, found, strict=True)):
+        at = len(prompt)
+        assert [heard[index, at + number] for number in range(len(continuation.tokens))] == [
+            {token} for token in continuation.tokens
+        ]
+    assert heard[0, len(PROMPTS[0]) + len(found[0].tokens)] == {None}
+
+
+def test_texts_are_shown_one_after_the_other_while_they_grow():
+    output = io.StringIO()
+    live = Live(Console(file=output), ["one: ", "two: "])
+    texts = [Streamed(ByteTokenizer().decode, []) for _ in range(2)]
+    shown = []
+    for index, position, token in [(1, 0, ord("x")), (0, 0, ord("a")), (1, 1, None), (0, 1, ord("[")), (0, 2, None)]:
+        texts[index].hear(position, token)
+        live.show(texts)
+        shown.append(output.getvalue())
+    assert shown == ["one: ", "one: a", "one: a", "one: a[", "one: a[\n\ntwo: x\n"]
+
+
+def test_what_is_streamed_is_what_json_says_for_each_of_several_samples(run_folder, capsys, monkeypatch):
+    flags = ("--checkpoint", run_folder, "--tokens", 12, "--num-samples", 2)
+    outputs = []
+    for more in ((), ("--json",)):
+        monkeypatch.setattr("sys.stdin", io.StringIO("The\n\nIn [1]\n"))
+        assert run_generate(arguments_of(*flags, *more)) == 0
+        outputs.append(capsys.readouterr().out)
+    lines = [json.loads(line) for line in outputs[1].splitlines()]
+    assert [line["prompt"] for line in lines] == ["The", "The", "In [1]", "In [1]"]
+    assert lines[0]["continuation"] != lines[1]["continuation"]
+    assert outputs[0] == "\n\n".join(line["prompt"] + line["continuation"] for line in lines) + "\n"
+
+
+def test_what_goes_wrong_while_a_text_is_shown_ends_the_command_and_not_the_program(run_folder):
+    generator, model = generator_and_model()
+
+    def closed(texts):
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        generation.continue_ids(generator, model, ByteTokenizer().decode, ["x"], [[1]], GREEDY, NO_EOD, closed)
+    assert generate(GREEDY)
+
+
+def test_equal_samples_are_refused(run_folder):
+    with pytest.raises(UsageError, match="--num-samples 3 with --temperature 0 would be one text 3 times"):
+        run_generate(arguments_of("--checkpoint", run_folder, "--num-samples", 3, "--temperature", 0))

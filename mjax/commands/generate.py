@@ -1,24 +1,29 @@
-"""`mjax generate`: continue prompts with a run."""
+"""`mjax generate`: continue prompts with a run, or chat with it."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
-from mjax.bounds import check_bounds
+from mjax.bounds import Count, check_bounds
 from mjax.config import MeshConfig
+from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
-from mjax.generation import Generator, Sample, continue_texts, print_samples
-from mjax.inference import inference_config, read_run, restore_weights, run_tokenizer
+from mjax.generation import Generator, Sample, continue_ids
+from mjax.inference import inference_config, read_run, run_tokenizer
+from mjax.models.causal import CausalModel
 from mjax.parallel.mesh import make_mesh
 from mjax.sampling import Sampling
+from mjax.state.checkpoint import restore_weights
+from mjax.streaming import Live, Streamed
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,14 @@ class GenerateArguments:
     checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
     """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Prompt; may be given several times."""
+    """Prompt; may be given several times. Without it, or for -, each line of stdin is one."""
+    num_samples: Count = 1
+    """Continuations of each prompt."""
+    chat: bool = False
+    """Talk with the model by its chat template: each prompt is a question. Without a prompt, ask on a terminal, or read
+    stdin: lines are the questions of one conversation, JSON is whole conversations."""
+    system: str | None = None
+    """With --chat: the system message."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     step: int | None = None
     """Checkpoint to use; by default the newest intact one."""
@@ -37,32 +49,34 @@ class GenerateArguments:
     model_parallel: Annotated[int, tyro.conf.arg(name="mesh.model")] = 1
     """Devices that share every layer's matrices; may differ from training."""
     json: bool = False
-    """Print one JSON object per prompt, each on its own line."""
+    """Print one JSON object per continuation, each on its own line."""
 
 
 def generate(arguments: GenerateArguments) -> int:
-    """`mjax generate`: print prompts and continuations; notices go to stderr. Returns the exit code.
+    """`mjax generate`: print prompts and continuations as they are generated; notices go to stderr.
+
+    Returns:
+      The exit code.
 
     Raises:
-      UsageError: a flag is out of range, or the run folder lacks a config, a tokenizer or a checkpoint.
+      UsageError: a flag is out of range, the run folder lacks a config, a tokenizer or a checkpoint, or there is no
+        prompt.
       RunError: the checkpoint is damaged.
     """
-    console, notices = Console(), Console(stderr=True, highlight=False)
     check_bounds(arguments)
-    if not arguments.prompt:
-        raise UsageError("there is no prompt; add --prompt TEXT")
-    step, samples = _continued(arguments, notices)
-    if arguments.json:
-        for sample in samples:
-            print(json.dumps({"step": step, **dataclasses.asdict(sample)}))
-    else:
-        print_samples(samples, console)
-    for number, sample in enumerate(samples, start=1):
-        if sample.ended == "positions":
-            notices.print(
-                f"prompt {number}: stopped after {sample.tokens} of {arguments.sampling.tokens} tokens, "
-                f"because the model has {sample.prompt_tokens + sample.tokens} positions"
-            )
+    if arguments.num_samples > 1 and arguments.sampling.temperature == 0:
+        raise UsageError(
+            f"--num-samples {arguments.num_samples} with --temperature 0 would be one text {arguments.num_samples} "
+            "times; leave one of them out"
+        )
+    if arguments.system is not None and not arguments.chat:
+        raise UsageError("--system is for a conversation; add --chat, or leave it out")
+    if arguments.chat:
+        return _chat(arguments)
+    prompts = _prompts(arguments)
+    writer = Writer(arguments)
+    encoded = [list(writer.tokenizer.encode(prompt)) for prompt in prompts]
+    writer.write(prompts, encoded, writer.tokenizer.decode, writer.tokenizer.eod, titles=prompts)
     return 0
 
 
@@ -80,17 +94,137 @@ def continuations_of(folder: str | Path, prompts: str | Sequence[str], **options
     chosen = {name: options.pop(name) for name in {field.name for field in fields(Sampling)} & options.keys()}
     prompts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
     arguments = GenerateArguments(Path(folder), prompts, Sampling(**chosen), **options)
-    return _continued(arguments, Console(stderr=True, highlight=False))[1]
+    writer = Writer(arguments)
+    encoded = [list(writer.tokenizer.encode(prompt)) for prompt in prompts]
+    return writer.samples(prompts, encoded, writer.tokenizer.decode, writer.tokenizer.eod)
 
 
-def _continued(arguments: GenerateArguments, notices: Console) -> tuple[int, list[Sample]]:
-    """The step of the checkpoint, and the prompts continued by it."""
+class Writer:
+    """An opened run that continues prompts, and prints what it writes.
+
+    Attributes:
+      tokenizer: of the run.
+    """
+
+    def __init__(self, arguments: GenerateArguments):
+        """Restore the weights; `arguments` are checked."""
+        self.arguments, self.notices = arguments, Console(stderr=True, highlight=False)
+        run = arguments.checkpoint
+        saved = read_run(run, True, "which generates no text")
+        config = inference_config(saved, MeshConfig(model=arguments.model_parallel))
+        self.tokenizer: Tokenizer = run_tokenizer(run, config.model, arguments.tokenizer)
+        self._generator = Generator(config, make_mesh(config.mesh))
+        say = lambda line: self.notices.print(line, markup=False)  # noqa: E731
+        self._step, self._model = restore_weights(run, self._generator.abstract_model, arguments.step, say)
+        self._model: CausalModel
+
+    def samples(
+        self,
+        prompts: Sequence[str],
+        encoded: Sequence[list[int]],
+        decode: Callable[[list[int]], str],
+        ends: int | Sequence[int],
+        watch: Callable[[list[Streamed]], None] | None = None,
+    ) -> list[Sample]:
+        """Each prompt continued --num-samples times; arguments as in `continue_ids`."""
+        count, sampling = self.arguments.num_samples, self.arguments.sampling
+        prompts, encoded = ([each for each in given for _ in range(count)] for given in (prompts, encoded))
+        return continue_ids(self._generator, self._model, decode, prompts, encoded, sampling, ends, watch)
+
+    def write(
+        self,
+        prompts: Sequence[str],
+        encoded: Sequence[list[int]],
+        decode: Callable[[list[int]], str],
+        ends: int | Sequence[int],
+        titles: Sequence[str],
+    ) -> list[Sample]:
+        """`samples`, printed: each after the title of its prompt, or as JSON."""
+        titles = [title for title in titles for _ in range(self.arguments.num_samples)]
+        live = Live(Console(), titles)
+        words = f"checkpoint {self._step}: writing up to {self.arguments.sampling.tokens} tokens"
+        with self.notices.status(words) as status:
+
+            def watch(texts: list[Streamed]) -> None:
+                status.stop()
+                live.show(texts)
+
+            samples = self.samples(prompts, encoded, decode, ends, None if self.arguments.json else watch)
+        for number, sample in enumerate(samples, start=1):
+            if self.arguments.json:
+                print(json.dumps({"step": self._step, **dataclasses.asdict(sample)}))
+            if sample.ended == "positions":
+                self.notices.print(
+                    f"prompt {number}: stopped after {sample.tokens} of {self.arguments.sampling.tokens} tokens, "
+                    f"because the model has {sample.prompt_tokens + sample.tokens} positions"
+                )
+        return samples
+
+
+def _prompts(arguments: GenerateArguments) -> list[str]:
+    """The prompts of the command line, and those of stdin in place of -."""
+    given = arguments.prompt or (() if sys.stdin.isatty() else ("-",))
+    prompts = [one for prompt in given for one in (_lines() if prompt == "-" else [prompt])]
+    if not prompts:
+        raise UsageError("there is no prompt; add --prompt TEXT, or write one a line to stdin")
+    return prompts
+
+
+def _lines() -> list[str]:
+    return [line for line in sys.stdin.read().splitlines() if line.strip()]
+
+
+# --- Chat -------------------------------------------------------------------------------------------------------------
+
+
+def _chat(arguments: GenerateArguments) -> int:
+    """`mjax generate --chat`."""
+    from mjax.chat import Chat, read_conversations
+
+    asked = [*arguments.prompt]
+    on_terminal = not asked and sys.stdin.isatty()
+    given = "" if asked or on_terminal else sys.stdin.read()
+    is_json = given.lstrip()[:1] in ("[", "{")
+    conversations = read_conversations(given) if is_json else [([_user(text)], None) for text in asked]
+    questions = iter([]) if asked or is_json else _typed() if on_terminal else iter(given.splitlines())
+    if not (asked or on_terminal or given.strip()):
+        raise UsageError("there is no question; add --prompt TEXT, or write one a line to stdin")
+    if arguments.num_samples > 1 and not conversations:
+        raise UsageError(
+            f"--num-samples {arguments.num_samples} would give a conversation several answers; add --prompt TEXT, or "
+            "leave it out"
+        )
+
     run = arguments.checkpoint
-    saved = read_run(run, True, "which generates no text")
-    config = inference_config(saved, MeshConfig(model=arguments.model_parallel))
-    tokenizer = run_tokenizer(run, config.model, arguments.tokenizer)
-    generator = Generator(config, make_mesh(config.mesh))
-    say = lambda line: notices.print(line, markup=False)  # noqa: E731
-    step, model = restore_weights(run, generator.abstract_model, arguments.step, say)
-    with notices.status(f"checkpoint {step}: writing up to {arguments.sampling.tokens} tokens"):
-        return step, continue_texts(generator, model, tokenizer, arguments.prompt, arguments.sampling)
+    model = read_run(run, True, "which generates no text").model
+    chat = Chat(run, run_tokenizer(run, model, arguments.tokenizer).eod)
+    writer = Writer(arguments)
+    system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    if conversations:
+        texts = [chat.render([*system, *messages], tools) for messages, tools in conversations]
+        titles = [f"{messages[-1].get('content')}\n" if len(texts) > 1 else "" for messages, _ in conversations]
+        writer.write(texts, [chat.encode(text) for text in texts], chat.decode, chat.stops, titles)
+        return 0
+    messages: list[dict[str, Any]] = system
+    for question in questions:
+        if not question.strip():
+            continue
+        messages.append(_user(question))
+        text = chat.render(messages)
+        (answer,) = writer.write([text], [chat.encode(text)], chat.decode, chat.stops, [""])
+        messages.append({"role": "assistant", "content": answer.continuation})
+    return 0
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _typed():
+    """Questions typed on a terminal, until it ends."""
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return

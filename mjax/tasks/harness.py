@@ -32,12 +32,13 @@ from tqdm import tqdm
 from mjax.bounds import check_bounds
 from mjax.config import MeshConfig
 from mjax.errors import UsageError
-from mjax.generation import Generator, written_after
+from mjax.generation import Generator
 from mjax.inference import inference_config, read_run, run_tokenizer
 from mjax.models.kernel_trial import with_kernel
 from mjax.parallel.mesh import make_mesh
 from mjax.sampling import Sampling
 from mjax.state.checkpoint import restore_weights
+from mjax.streaming import written_after
 from mjax.tasks.interface import FOR_TEXT, Window
 from mjax.tasks.scoring import Scorer
 
@@ -175,7 +176,7 @@ class HarnessModel(TemplateLM):
             filled = prompts + prompts[:1] * (size - len(prompts))  # the same program for all batches
             written = self.generator.generate(self.weights, filled, sampling, self.eot_token_id)
             for i, prompt, continuation in zip(chunk, prompts, written, strict=False):
-                text = written_after(self.text, prompt, continuation)
+                text = written_after(self.text.decode, prompt, continuation.tokens)
                 found[i] = postprocess_generated_text(text, until, None)
                 self.cache_hook.add_partial("generate_until", requests[i].args, found[i])
             on_progress(len(chunk))

@@ -1,0 +1,218 @@
+"""Conversations as text, by the chat template that a model brings along, and as token ids.
+
+A chat template is a Jinja program in `RUN/tokenizer/chat_template.jinja`. It comes from outside, so it is rendered in
+Jinja's sandbox, as `transformers` does it (`apply_chat_template`): with the filter `tojson` and the functions
+`raise_exception` and `strftime_now`, and with everything it may see made of plain JSON values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from mjax.data.tokenizers.huggingface import check_sizes
+from mjax.data.tokenizers.library import library_errors
+from mjax.errors import UsageError
+from mjax.json_files import parse_json, read_json
+
+TEMPLATE = "chat_template.jinja"
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+Message = dict[str, Any]
+
+
+class Chat:
+    """The chat template of a run, its special tokens, and the ids that end a turn.
+
+    Attributes:
+      stops: ids that end the answer of the model.
+    """
+
+    def __init__(self, run: Path, eod: int):
+        """Read the template of a run folder.
+
+        Args:
+          run: its folder.
+          eod: the end of document of its tokenizer, which ends an answer too.
+
+        Raises:
+          UsageError: there is no template or no tokenizer.json, or one of the files is damaged.
+        """
+        folder = run / "tokenizer"
+        self.file = folder / TEMPLATE
+        if not self.file.is_file():
+            raise UsageError(
+                f"--chat: {run} has no chat template; leave it out, or put the model's {TEMPLATE} into {folder}"
+            )
+        if not (folder / "tokenizer.json").is_file():
+            raise UsageError(
+                f"--chat needs the tokens that a template spells, from {folder / 'tokenizer.json'}; "
+                "convert the model again from a folder that has its tokenizer.json"
+            )
+        content = (folder / "tokenizer.json").read_bytes()
+        check_sizes(content, str(folder / "tokenizer.json"))
+        with library_errors(f"{folder / 'tokenizer.json'} is not a tokenizer.json", "restore it"):
+            self._library = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        self._library.no_truncation()
+        self._library.no_padding()
+        settings = _object(folder / "tokenizer_config.json")
+        named = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
+        self._special = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+        ends = _object(folder / "generation_config.json").get("eos_token_id")
+        ids = [
+            *(ends if isinstance(ends, list) else [ends]),
+            self._library.token_to_id(self._special.get("eos_token", "")),
+        ]
+        self.stops = sorted({eod, *(number for number in ids if isinstance(number, int))})
+        with self._errors():
+            self._template = _environment().from_string(self.file.read_text(encoding="utf-8"))
+
+    def render(self, messages: Sequence[Message], tools: list | None = None) -> str:
+        """The text of a conversation, up to where the model's answer begins.
+
+        Raises:
+          UsageError: the template refuses it.
+        """
+        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        with self._errors():
+            return self._template.render(
+                messages=[_with_reasoning(message) for message in plain],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special,
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a rendered conversation, in which special tokens are what they spell."""
+        return self._library.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        return self._library.decode(list(ids), skip_special_tokens=True)
+
+    def _errors(self) -> _TemplateErrors:
+        return _TemplateErrors(self.file)
+
+
+class _TemplateErrors:
+    """Turns whatever goes wrong in a template into one sentence."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
+        if isinstance(error, Exception):
+            raise UsageError(
+                f"the chat template {self.file} refuses the conversation or is damaged ({kind.__name__}: {error}); "
+                "change the messages, or restore the file"
+            ) from None
+
+
+def read_conversations(text: str) -> list[tuple[list[Message], list | None]]:
+    """Conversations in JSON, with their tools: one, or one a line. Each is a list of messages or has "messages".
+
+    Raises:
+      UsageError: it is not JSON, or not a conversation.
+    """
+    fix = 'write [{"role": "user", "content": "…"}], or one such list on each line'
+    try:
+        values = [json.loads(text)]
+    except (ValueError, RecursionError):
+        lines = [line for line in text.splitlines() if line.strip()]
+        values = [parse_json(line, f"line {number} of stdin", fix) for number, line in enumerate(lines, start=1)]
+    found = []
+    for value in values:
+        given = value if isinstance(value, dict) else {"messages": value}
+        messages, tools = given.get("messages"), given.get("tools")
+        if (
+            not isinstance(messages, list)
+            or not messages
+            or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
+            or not isinstance(tools, list | None)
+        ):
+            raise UsageError(f"stdin has JSON that is not a conversation; {fix}")
+        found.append((messages, tools))
+    return found
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is none."""
+    if not file.is_file():
+        return {}
+    value = read_json(file, "restore it")
+    if not isinstance(value, dict):
+        raise UsageError(f"{file} is not an object of JSON; restore it")
+    return value
+
+
+# --- Jinja, as transformers sets it up --------------------------------------------------------------------------------
+
+
+class _Generation(Extension):
+    """{% generation %} … {% endgeneration %}, which marks what the assistant writes, for training: here its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The content of the block."""
+        next(parser.stream)
+        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """A namespace that keeps templates away from Python's internals."""
+
+    def __init__(*args, **kwargs):
+        self, *values = args
+        given = dict(*values, **kwargs)
+        for name in given:
+            _Namespace._check(name)
+        jinja2.utils.Namespace.__init__(self, given)
+
+    def __setitem__(self, name, value):
+        _Namespace._check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _check(name) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a chat template cannot set {name!r} of a namespace")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
+    environment.globals["namespace"] = _Namespace
+    return environment
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Jinja's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str):
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _with_reasoning(message: Message) -> Message:
+    """The message with its reasoning under the names that templates read."""
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
