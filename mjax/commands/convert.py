@@ -36,7 +36,9 @@ from mjax.interop.convert import (
     import_config,
     write_run,
 )
+from mjax.interop.family import Family
 from mjax.interop.fast_tokenizer import fast_tokenizer
+from mjax.interop.model_card import CARD, description, history, read_card, with_block
 from mjax.interop.model_folder import check_output, new_folder, read_object, write_object
 from mjax.interop.settings import config_values, model_config
 from mjax.interop.tensor_files import open_tensors, parse_size, write_tensors
@@ -47,6 +49,8 @@ from mjax.models.build import count_parameters
 from mjax.progress import progress
 from mjax.state.blocks import read_in_blocks
 from mjax.state.checkpoint import Checkpoints
+from mjax.training.metrics import read_metrics
+from mjax.training.origin import origin_of
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     config = import_config(model, str(source))
     tokenizer = find_tokenizer(source, arguments.tokenizer)
     check_vocabulary(tokenizer, model)
+    card = read_card(source)
     carries = tokenizer is not None and arguments.tokenizer is None and model.causal
     carried = carried_files(source, values) if carries else {}
     tensors = open_tensors(source, arguments.allow_pickle)
@@ -125,7 +130,8 @@ def from_hf(arguments: FromHfArguments) -> int:
     with progress("reading", 4 * count_parameters(model)) as read:
         drawn = draw_weights(config, tuple(absent))
         blocks = block_reader(family, tensors, found, model, read, drawn)
-        write_run(output, config, tokenizer, blocks, carried)
+        lines = [*history(card), f"- converted by mjax from `{source.resolve().name}`, a {family.model}"]
+        write_run(output, config, tokenizer, blocks, carried, with_block(card, "\n".join(lines)))
 
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
     if absent:
@@ -180,9 +186,12 @@ def to_hf(arguments: ToHfArguments) -> int:
             tokenizer.save(folder)
             for name in carried.keys() - {GENERATION}:
                 (folder / name).write_bytes(carried[name])
+        parameters = sum(math.prod(shape) for shape in shapes.values())
+        card = _card(arguments, family, config.model, parameters, step, tokenizer is not None)
+        (folder / CARD).write_text(card, encoding="utf-8")
         held = run / "checkpoints" / str(step)
         parts = tensor_parts(family, config.model, lambda name, rank: read_in_blocks(held, f"model.{name}", rank))
-        total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+        total = parameters * dtype.itemsize
         with progress("writing", total) as wrote:
             files = write_tensors(folder, shapes, parts, dtype, largest_file, wrote)
 
@@ -191,6 +200,31 @@ def to_hf(arguments: ToHfArguments) -> int:
     if tokenizer is None and arguments.tokenizer is None:
         print(f"{run} has no tokenizer, so {output} has none; to add it: --tokenizer KIND:FILES --overwrite")
     return 0
+
+
+def _card(
+    arguments: ToHfArguments, family: Family, model: ModelConfig, parameters: int, step: int, tokenizer: bool
+) -> str:
+    """README.md of an export: that of the folder it replaces, or of the run, with a block of ours."""
+    kept, name = read_card(arguments.run), arguments.output.resolve().name
+    lines = [*history(kept), _line(arguments.run, step)]
+    block = description(name, family, model, parameters, TYPES[arguments.dtype][0], lines, tokenizer)
+    return with_block(read_card(arguments.output) or kept, block)
+
+
+def _line(run: Path, step: int) -> str:
+    """A checkpoint in one line of a model card."""
+    name = f"- checkpoint {step:,} of the run `{run.resolve().name}`"
+    if not step:
+        return f"{name}: the weights as they were converted"
+    records = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
+    tokens = next((record.get("tokens") for record in records if record.get("step") == step), None)
+    origin = origin_of(run)
+    return (
+        f"{name}: trained for {step:,} steps"
+        + (f" and {tokens:,} tokens" if tokens else "")
+        + (f", from checkpoint {origin.step:,} of `{Path(origin.run).name}`" if origin else "")
+    )
 
 
 def print_next_steps(source: Path, output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> None:

@@ -4,6 +4,7 @@
     model_folder.py     a folder that is written atomically; its JSON files
     tokenizer_files.py  the tokenizer of a model folder
     carried_files.py    its chat template, special tokens and end ids, which a run folder keeps for the export
+    model_card.py       README.md of a model
     settings.py         config.json ↔ ModelConfig, by a table per family
     places.py           where our weights are in foreign tensors: names, and the order of dims
     weights.py          tensors ↔ the weights of a model, read directly into shards

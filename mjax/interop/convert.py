@@ -23,6 +23,7 @@ from mjax.interop.bloom import BLOOM
 from mjax.interop.family import Family
 from mjax.interop.gpt2 import GPT2
 from mjax.interop.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
+from mjax.interop.model_card import CARD
 from mjax.interop.model_folder import new_folder
 from mjax.interop.settings import fits, unlike
 from mjax.interop.weights import leaves
@@ -51,6 +52,7 @@ def write_run(
     tokenizer: Tokenizer | None,
     read: Callable[[str, int, int], np.ndarray],
     carried: Mapping[str, bytes] | None = None,
+    card: str = "",
 ) -> None:
     """Create the run folder of an import: checkpoint 0 has the weights only.
 
@@ -60,9 +62,12 @@ def write_run(
       tokenizer: of the model, if there is one.
       read: the result of `block_reader`.
       carried: the result of `carried_files`, which go beside the tokenizer's own files.
+      card: README.md of the run; empty for none.
     """
     with new_folder(output) as folder:
         save_config(config, folder / "config.json")
+        if card:
+            (folder / CARD).write_text(card, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save(folder / "tokenizer")
             for name, content in (carried or {}).items():

@@ -67,6 +67,8 @@ def write_folder(
 def write_origin(folder: Path, origin: Origin | None, data: TrainingData, say: Callable[[str], None]) -> None:
     """Record the origin of a new run, and copy its tokenizer; beside that of the data only if it is the same one."""
     save_origin(folder, origin)
+    if origin and (card := Path(origin.run) / "README.md").is_file():  # whose front matter has the license
+        shutil.copy(card, folder)
     tokenizer = Path(origin.run) / "tokenizer" if origin else None
     if tokenizer is None or not tokenizer.is_dir():
         return

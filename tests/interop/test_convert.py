@@ -336,13 +336,14 @@ def test_a_tokenizer_that_transformers_cannot_have_stops_an_export_before_the_we
     stranger, out = tmp_path / "run", tmp_path / "out"
     shutil.copytree(run, stranger)
     SentencePieceTokenizer(foreign_model(), "x.model").save(stranger / "tokenizer")
-    monkeypatch.setattr(convert.Checkpoints, "restore", lambda *_, **__: pytest.fail("the weights were read"))
+    monkeypatch.setattr(convert.Checkpoints, "find", lambda *_, **__: pytest.fail("the weights were read"))
     assert cli.main(["convert", "to-hf", str(stranger), str(out)]) == 2
     assert "--tokenizer none" in capsys.readouterr().err
     assert not out.exists()
     monkeypatch.undo()
     assert cli.main(["convert", "to-hf", str(stranger), str(out), "--tokenizer", "none"]) == 0
     assert sorted(file.name for file in out.iterdir()) == [
+        "README.md",
         "config.json",
         "generation_config.json",
         "model.safetensors",
