@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mjax.data.tokenizers.huggingface import check_sizes
 from mjax.data.tokenizers.library import library_errors
 from mjax.errors import UsageError
+from mjax.inference import ends_of_text
 from mjax.json_files import parse_json, read_json
 
 TEMPLATE = "chat_template.jinja"
@@ -66,12 +67,8 @@ class Chat:
         settings = _object(folder / "tokenizer_config.json")
         named = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
         self._special = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
-        ends = _object(folder / "generation_config.json").get("eos_token_id")
-        ids = [
-            *(ends if isinstance(ends, list) else [ends]),
-            self._library.token_to_id(self._special.get("eos_token", "")),
-        ]
-        self.stops = sorted({eod, *(number for number in ids if isinstance(number, int))})
+        end = self._library.token_to_id(self._special.get("eos_token", ""))
+        self.stops = sorted({*ends_of_text(run, eod), *([] if end is None else [end])})
         with self._errors():
             self._template = _environment().from_string(self.file.read_text(encoding="utf-8"))
 

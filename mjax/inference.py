@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from mjax.config import Config, DataConfig, MeshConfig, read_config
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
+from mjax.json_files import read_json
 from mjax.model_config import ModelConfig
 from mjax.models.protocol import Model
 from mjax.parallel import axes
@@ -147,6 +148,18 @@ def check_enough_devices(mesh: MeshConfig) -> None:
         given = " ".join(f"--mesh.{axis} {size}" for axis, size in flags.items() if size > 1)
         fewer = " ".join(f"--mesh.{axis} 1" for axis, size in flags.items() if size > 1)
         raise UsageError(f"{given} needs {mesh.devices} devices; {found} found: use {fewer}")
+
+
+def ends_of_text(run: Path, eod: int) -> list[int]:
+    """The ids that end a generated text: the end of document, and those that the model's generation_config.json names.
+
+    Raises:
+      UsageError: the file is damaged.
+    """
+    file = run / "tokenizer" / "generation_config.json"
+    values = read_json(file, "restore it") if file.is_file() else {}
+    named = values.get("eos_token_id") if isinstance(values, dict) else None
+    return sorted({eod, *(one for one in (named if isinstance(named, list) else [named]) if type(one) is int)})
 
 
 def run_tokenizer(

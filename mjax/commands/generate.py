@@ -18,7 +18,7 @@ from mjax.config import MeshConfig
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.generation import Generator, Sample, continue_ids
-from mjax.inference import inference_config, read_run, run_tokenizer
+from mjax.inference import ends_of_text, inference_config, read_run, run_tokenizer
 from mjax.models.causal import CausalModel
 from mjax.parallel.mesh import make_mesh
 from mjax.sampling import Sampling
@@ -76,7 +76,7 @@ def generate(arguments: GenerateArguments) -> int:
     prompts = _prompts(arguments)
     writer = Writer(arguments)
     encoded = [list(writer.tokenizer.encode(prompt)) for prompt in prompts]
-    writer.write(prompts, encoded, writer.tokenizer.decode, writer.tokenizer.eod, titles=prompts)
+    writer.write(prompts, encoded, writer.tokenizer.decode, writer.ends, titles=prompts)
     return 0
 
 
@@ -96,7 +96,7 @@ def continuations_of(folder: str | Path, prompts: str | Sequence[str], **options
     arguments = GenerateArguments(Path(folder), prompts, Sampling(**chosen), **options)
     writer = Writer(arguments)
     encoded = [list(writer.tokenizer.encode(prompt)) for prompt in prompts]
-    return writer.samples(prompts, encoded, writer.tokenizer.decode, writer.tokenizer.eod)
+    return writer.samples(prompts, encoded, writer.tokenizer.decode, writer.ends)
 
 
 class Writer:
@@ -104,6 +104,7 @@ class Writer:
 
     Attributes:
       tokenizer: of the run.
+      ends: ids that end a text.
     """
 
     def __init__(self, arguments: GenerateArguments):
@@ -113,6 +114,7 @@ class Writer:
         saved = read_run(run, True, "which generates no text")
         config = inference_config(saved, MeshConfig(model=arguments.model_parallel))
         self.tokenizer: Tokenizer = run_tokenizer(run, config.model, arguments.tokenizer)
+        self.ends = ends_of_text(run, self.tokenizer.eod)
         self._generator = Generator(config, make_mesh(config.mesh))
         say = lambda line: self.notices.print(line, markup=False)  # noqa: E731
         self._step, self._model = restore_weights(run, self._generator.abstract_model, arguments.step, say)

@@ -33,7 +33,7 @@ from mjax.bounds import check_bounds
 from mjax.config import MeshConfig
 from mjax.errors import UsageError
 from mjax.generation import Generator
-from mjax.inference import inference_config, read_run, run_tokenizer
+from mjax.inference import ends_of_text, inference_config, read_run, run_tokenizer
 from mjax.models.kernel_trial import with_kernel
 from mjax.parallel.mesh import make_mesh
 from mjax.sampling import Sampling
@@ -92,6 +92,7 @@ class HarnessModel(TemplateLM):
             raise UsageError(f"compute={compute} in --model_args is not a supported dtype; use bf16, fp16 or fp32")
         self.run = run
         self.text = run_tokenizer(run, saved.model, tokenizer, "tokenizer=KIND:FILE in --model_args")
+        self.ends = ends_of_text(run, self.text.eod)
         micro_batch = None if batch_size == "auto" else int(batch_size)
         shape = MeshConfig(pipe=pipe, data=data, model=model)
         self.config = with_kernel(inference_config(saved, shape, attention, micro_batch, compute), tqdm.write)
@@ -174,7 +175,7 @@ class HarnessModel(TemplateLM):
         for chunk in (group[first : first + size] for first in range(0, len(group), size)):
             prompts = [(self.tok_encode(requests[i].args[0]) or [self.eot_token_id])[-room:] for i in chunk]
             filled = prompts + prompts[:1] * (size - len(prompts))  # the same program for all batches
-            written = self.generator.generate(self.weights, filled, sampling, self.eot_token_id)
+            written = self.generator.generate(self.weights, filled, sampling, self.ends)
             for i, prompt, continuation in zip(chunk, prompts, written, strict=False):
                 text = written_after(self.text.decode, prompt, continuation.tokens)
                 found[i] = postprocess_generated_text(text, until, None)
