@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -220,7 +221,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_mistake_gets_one_sentence_and_loses_nothing(what, place, capsys):
+def test_a_mistake_gets_one_sentence_and_loses_nothing(what, place, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     arguments, code, words = WRONG[what]
     kept = [place / "data", place / "runs" / "done"]
     before = [fingerprint(folder) for folder in kept]

@@ -565,6 +565,15 @@ def test_what_goes_wrong_while_a_text_is_shown_ends_the_command_and_not_the_prog
     assert generate(GREEDY)
 
 
+def test_prompts_that_are_not_text_are_refused(run_folder, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    with pytest.raises(UsageError, match="stdin is not UTF-8"):
+        run_generate(arguments_of("--checkpoint", run_folder))
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UsageError, match="there is no prompt"):
+        run_generate(arguments_of("--checkpoint", run_folder))
+
+
 def test_equal_samples_are_refused(run_folder):
     with pytest.raises(UsageError, match="--num-samples 3 with --temperature 0 would be one text 3 times"):
         run_generate(arguments_of("--checkpoint", run_folder, "--num-samples", 3, "--temperature", 0))

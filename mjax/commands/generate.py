@@ -165,7 +165,7 @@ class Writer:
 
 def _prompts(arguments: GenerateArguments) -> list[str]:
     """The prompts of the command line, and those of stdin in place of -."""
-    given = arguments.prompt or (() if sys.stdin.isatty() else ("-",))
+    given = arguments.prompt or (() if _on_terminal() else ("-",))
     prompts = [one for prompt in given for one in (_lines() if prompt == "-" else [prompt])]
     if not prompts:
         raise UsageError("there is no prompt; add --prompt TEXT, or write one a line to stdin")
@@ -173,7 +173,19 @@ def _prompts(arguments: GenerateArguments) -> list[str]:
 
 
 def _lines() -> list[str]:
-    return [line for line in sys.stdin.read().splitlines() if line.strip()]
+    return [line for line in _stdin().splitlines() if line.strip()]
+
+
+def _stdin() -> str:
+    """What stdin has; nothing if it is closed."""
+    try:
+        return "" if sys.stdin is None else sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"stdin is not UTF-8 ({error}); convert it, or give --prompt TEXT") from None
+
+
+def _on_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 # --- Chat -------------------------------------------------------------------------------------------------------------
@@ -184,8 +196,8 @@ def _chat(arguments: GenerateArguments) -> int:
     from mjax.chat import Chat, read_conversations
 
     asked = [*arguments.prompt]
-    on_terminal = not asked and sys.stdin.isatty()
-    given = "" if asked or on_terminal else sys.stdin.read()
+    on_terminal = not asked and _on_terminal()
+    given = "" if asked or on_terminal else _stdin()
     is_json = given.lstrip()[:1] in ("[", "{")
     conversations = read_conversations(given) if is_json else [([_user(text)], None) for text in asked]
     questions = iter([]) if asked or is_json else _typed() if on_terminal else iter(given.splitlines())
