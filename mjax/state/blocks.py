@@ -73,7 +73,7 @@ def _open(store: Path, name: str, create: tuple[Any, list[int]] | None = None) -
     """An array in the folder that Orbax wrote; or a new one, like a leaf and with chunks of a shape."""
     spec: dict[str, Any] = {
         "driver": "zarr3",
-        "kvstore": {"driver": "ocdbt", "base": f"file://{store}/", "path": f"{name}/"},
+        "kvstore": {"driver": "ocdbt", "base": {"driver": "file", "path": f"{store.absolute()}/"}, "path": f"{name}/"},
         "context": {"file_io_sync": False},  # the folder is synced as a whole
     }
     if create is None:

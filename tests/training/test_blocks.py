@@ -1,5 +1,7 @@
 """Checkpoints written and read a layer at a time are those that Orbax writes and reads whole."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -83,3 +85,11 @@ def test_a_checkpoint_of_training_is_read_a_layer_at_a_time(chunks, tmp_path):
         assert [first for first, _ in found] == np.cumsum([0, *(len(block) for _, block in found[:-1])]).tolist()
         np.testing.assert_array_equal(np.concatenate([block for _, block in found]), expected)
     assert len(list(read_in_blocks(tmp_path / "7", "model.blocks.up", 4))) == 4
+
+
+def test_a_folder_may_be_relative_and_have_any_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("a b%20?#ü")
+    write_in_blocks(folder, "model", {"norm": jax.ShapeDtypeStruct((8,), np.float32)}, lambda *_: WEIGHTS["norm"] + 1)
+    ((first, found),) = read_in_blocks(folder / "0", "model.norm", 1)
+    assert (first, found.tolist()) == (0, [1.0] * 8)
