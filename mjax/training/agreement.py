@@ -39,6 +39,7 @@ from mjax.errors import UsageError
 from mjax.packages import installed
 from mjax.state.manifest import MANIFEST
 from mjax.state.runs import checkpoint_steps
+from mjax.training.origin import Origin
 from mjax.training.watchdog import Watchdog
 
 OWN = {"data.cache", "log.tensorboard", "log.wandb"}
@@ -66,14 +67,20 @@ def agree(watchdog: Watchdog, facts: Facts) -> None:
         raise UsageError(refusal)
 
 
-def facts_of(config: Config, data: TrainingData | None = None) -> Facts:
+def facts_of(config: Config, data: TrainingData | None = None, origin: Origin | None = None) -> Facts:
     """The facts that have to be the same in every process.
 
     Args:
       config: of the run, with `model.attention` resolved to a kernel.
       data: as opened; None: not given by the config.
+      origin: of a new run that starts from the weights of another.
     """
-    return {**config_facts(config), **(data_facts(config, data) if data else {}), **software_facts()}
+    facts = {**config_facts(config), **(data_facts(config, data) if data else {}), **software_facts()}
+    if origin is not None:
+        run, step = Path(origin.run), origin.step
+        found = newest_checkpoint(run) if step is None else checkpoint_named(run, step)
+        facts["--init"] = found, f"{origin.run}, checkpoint {found}"
+    return facts
 
 
 def disagreement(given: Sequence[dict[str, Any]]) -> str:
@@ -205,10 +212,13 @@ def _sees(file: Path) -> bool:
 def newest_checkpoint(folder: Path) -> str:
     """The newest checkpoint in a run folder, with a checksum of its manifest."""
     steps = checkpoint_steps(folder)
-    if not steps:
-        return "none"
-    manifest = folder / "checkpoints" / str(steps[-1]) / MANIFEST
-    return f"{steps[-1]} ({zlib.crc32(manifest.read_bytes()):08x})" if manifest.is_file() else str(steps[-1])
+    return checkpoint_named(folder, steps[-1]) if steps else "none"
+
+
+def checkpoint_named(folder: Path, step: int) -> str:
+    """A checkpoint of a run, with a checksum of its manifest."""
+    manifest = folder / "checkpoints" / str(step) / MANIFEST
+    return f"{step} ({zlib.crc32(manifest.read_bytes()):08x})" if manifest.is_file() else str(step)
 
 
 def _not_shared(given: Sequence[dict[str, Any]]) -> str:

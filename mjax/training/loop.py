@@ -86,7 +86,7 @@ def train(
     # --- Processes: all of them run this program on this data ---------------------------------------------------------
     watchdog = watchdog or Watchdog(Distributed())
     if watchdog.count > 1:
-        agree(watchdog, facts_of(resolved, data))
+        agree(watchdog, facts_of(resolved, data, origin))
         check_shared(watchdog, folder)
     check_start(folder, step)
 

@@ -19,6 +19,7 @@ from mjax.inference import open_run
 from mjax.interop.convert import write_run
 from mjax.parallel.mesh import make_mesh
 from mjax.state.checkpoint import Checkpoints
+from mjax.training.agreement import disagreement, facts_of
 from mjax.training.beginning import first_state
 from mjax.training.metrics import read_metrics
 from mjax.training.optimizer import is_decayed
@@ -142,6 +143,20 @@ def test_the_command_starts_from_a_chosen_checkpoint_takes_the_tokenizer_along_a
     assert "converted 0" in capsys.readouterr().out
     assert cli.main(["train", "--run", str(tmp_path / "new"), "--init", str(run)]) == 2
     assert "leave one of them out" in capsys.readouterr().err
+
+
+def test_processes_that_start_from_other_weights_do_not_agree(source, tmp_path):
+    for name, lines in (("same", 0), ("other", 1)):
+        shutil.copytree(source, tmp_path / name)
+        manifest = tmp_path / name / "checkpoints" / "2" / "manifest.json"
+        manifest.write_text(manifest.read_text() + "\n" * lines)
+    given = [
+        {"host": "a", "facts": facts_of(CONFIG, origin=folder and Origin(str(folder), None, {}))}
+        for folder in (source, tmp_path / "same", tmp_path / "other", None)
+    ]
+    assert disagreement(given[:2]) == ""
+    assert "--init " in disagreement(given[1:3])
+    assert "absent on process 1" in disagreement(given[2:])
 
 
 LLAMA = replace(CONFIG, model=LlamaConfig(layers=2, hidden=32, heads=4, kv_heads=2, sequence=16, vocabulary=257))
