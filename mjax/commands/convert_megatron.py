@@ -23,6 +23,7 @@ from mjax.interop.megatron.arguments import Activation, model_config
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
 from mjax.interop.megatron.decoder import DECODER, DecoderTensors, decoder_config
 from mjax.interop.megatron.names import family_of
+from mjax.interop.model_card import history, read_card, with_block
 from mjax.interop.model_folder import check_output
 from mjax.interop.tensor_files import Tensors
 from mjax.interop.tokenizer_files import find_tokenizer
@@ -89,9 +90,13 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
         family = family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
     found = find_tensors(family, tensors, model, place)
 
+    card = read_card(source)
+    lines = [*history(card), f"- converted by mjax from `{source.resolve().name}`, {family.model}"]
+    card = with_block(card, "\n".join(lines))
+
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     with progress("reading", 4 * count_parameters(model)) as read:
-        write_run(output, config, tokenizer, block_reader(family, tensors, found, model, read), carried)
+        write_run(output, config, tokenizer, block_reader(family, tensors, found, model, read), carried, card)
 
     print(f"{output}: {count_parameters(model):,} parameters of {family.model}, checkpoint 0, from {place}")
     print(_what_was_taken(checkpoint, model, rows))

@@ -13,10 +13,11 @@ from mjax import cli
 from mjax.interop.megatron.pickles import read_metadata
 from tests.parity.megatron_written import scores_of
 
-pytest.importorskip("torch", reason="torch is not installed: make test-parity")
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-parity")
 
-from tests.parity.write_megatron_core import DECODERS
+from tests.parity.write_megatron_core import DECODERS  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
@@ -62,6 +63,22 @@ def test_a_decoder_has_the_logits_of_megatron_core(written, kind, layout, tmp_pa
     theirs = np.load(written / f"{kind}.npz")
     _, ours = scores_of(run, theirs["ids"])
     np.testing.assert_allclose(ours[..., :VOCABULARY], theirs["scores"][..., :VOCABULARY], atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_transformers_computes_the_same_with_the_export_of_a_decoder(written, kind, tmp_path):
+    run, out = tmp_path / "run", tmp_path / "out"
+    flags = ["--vocabulary", str(VOCABULARY)]
+    assert cli.main(["convert", "from-megatron", str(written / f"{kind}_torch"), str(run), *flags]) == 0
+    if kind == "narrow":  # half of a head is turned, with biases: no class has both
+        assert cli.main(["convert", "to-hf", str(run), str(out)]) == 2
+        return
+    assert cli.main(["convert", "to-hf", str(run), str(out)]) == 0
+    theirs, model = np.load(written / f"{kind}.npz"), transformers.AutoModelForCausalLM.from_pretrained(out)
+    with torch.no_grad():
+        scores = model(torch.tensor(theirs["ids"])).logits.numpy()
+    np.testing.assert_allclose(scores, theirs["scores"][..., :VOCABULARY], atol=2e-5)
+    assert f"- converted by mjax from `{kind}_torch`, Megatron's decoder\n" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize("layout", ["stacked", "single", "torch"])
