@@ -53,3 +53,12 @@ def test_neither_direction_holds_the_model(tmp_path, monkeypatch):
     theirs, ours = read_folder(source), read_folder(tmp_path / "out run")
     assert theirs.keys() == ours.keys()
     assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
+
+
+def test_folders_may_be_relative_and_have_any_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = write_folder(Path("in #1 %20?"), LLAMA, tensors_of(LLAMA))
+    assert cli.main(["convert", "from-hf", str(source), "run #1 %20?"]) == 0
+    assert cli.main(["convert", "to-hf", "run #1 %20?", "out"]) == 0
+    theirs, ours = read_folder(source), read_folder(Path("out"))
+    assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
