@@ -236,6 +236,7 @@ def print_next_steps(source: Path, output: Path, model: ModelConfig, tokenizer: 
         )
     elif model.causal:
         print(f'generate     python -m mjax generate --run {output} --prompt "…"')
+        print(f"your text    python -m mjax prepare corpus.jsonl --output data/corpus --tokenizer run:{output}")
     print(f"train on     python train.py --run {output} --data.path data/corpus")
 
 

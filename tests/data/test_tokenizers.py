@@ -128,6 +128,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_a_saved_tokenizer_is_rebuilt_from_the_same_bytes(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "new" / "folder")
+    tokenizer.save(tmp_path / "run" / "tokenizer")
+    assert load_tokenizer(f"run:{tmp_path / 'run'}").eod == tokenizer.eod
     rebuilt = tokenizer_from_folder(tmp_path / "new" / "folder")
     assert (rebuilt.scheme, rebuilt.vocabulary, rebuilt.eod) == (tokenizer.scheme, tokenizer.vocabulary, tokenizer.eod)
     texts = [*TEXTS, *NASTY.values()]
@@ -243,6 +245,7 @@ def shelf(tmp_path_factory):
         ("wordpiece:vocab.txt", "is not a known kind; use gpt2:vocab.json,merges.txt or gpt2:FILE.tiktoken, bert"),
         ("x.model", "is not a known kind; use"),
         ("bert:uncased/vocab.txt", "is not a known kind; use .* bert-uncased:vocab.txt, bert-cased:vocab.txt"),
+        ("run:empty", "run:empty: empty has no folder tokenizer, so it is not a run that has one"),
         ("bytes:x", "bytes needs none; use --tokenizer bytes"),
         ("gpt2", "names no file; use --tokenizer gpt2:vocab.json,merges.txt or gpt2:FILE.tiktoken"),
         ("gpt2:", "names no file"),

@@ -8,6 +8,7 @@
     sentencepiece:FILE.model     its pieces     </s>, <|endoftext|>   text, except what a foreign model normalises
     hf:tokenizer.json            as it says     <|endoftext|>, </s>…  as it says
     bytes                        nothing        256                   text
+    run:RUN                      the tokenizer of a run, such as one that `mjax convert from-hf` wrote
 
 Two laws hold for all of them. No text encodes to the end-of-document id, `eod`, whatever it contains; and `encode` adds
 nothing that is not in the text. A tokenizer is saved as a folder beside the data and copied into the run folder, so
@@ -43,14 +44,20 @@ SCHEMES: dict[str, type[Tokenizer]] = {
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that `--tokenizer SPEC` names, SPEC being KIND or KIND:FILES.
+    """The tokenizer that `--tokenizer SPEC` names, SPEC being KIND, KIND:FILES or run:RUN.
 
     Raises:
       UsageError: the kind is unknown, or a file is missing or not what the kind needs.
     """
     kind, _, files = spec.partition(":")
+    if kind == "run":
+        if not (Path(files) / "tokenizer").is_dir():
+            raise UsageError(
+                f"--tokenizer {spec}: {files or '.'} has no folder tokenizer, so it is not a run that has one"
+            )
+        return tokenizer_from_folder(Path(files) / "tokenizer")
     if kind not in SCHEMES:
-        forms = ", ".join(tokenizer.form for tokenizer in SCHEMES.values())
+        forms = ", ".join([*(tokenizer.form for tokenizer in SCHEMES.values()), "run:RUN"])
         raise UsageError(f"--tokenizer {spec} is not a known kind; use {forms}")
     return SCHEMES[kind].from_files(files)
 
