@@ -330,9 +330,8 @@ class Checkpoints:
           ValueError: a leaf of `target` has no sharding; Orbax would use the one on disk.
         """
         wanted = named(target, field)
-        for name, leaf in wanted.items():
-            if leaf.sharding is None:
-                raise ValueError(f"{name} of the target has no sharding")
+        if bare := [name for name, leaf in wanted.items() if leaf.sharding is None]:
+            raise ValueError(f"{bare[0]} of the target has no sharding")
         chosen = self.find(target, step, field)
         held = read_manifest(self.folder / str(chosen))["arrays"]
         as_held = {name: in_chunks_of(leaf, tuple(held[name][1])) for name, leaf in wanted.items()}
@@ -345,23 +344,15 @@ class Checkpoints:
         return chosen, jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in wanted])
 
     def find(self, target: Any, step: int | None = None, field: str | None = None) -> int:
-        """The step of the checkpoint that `restore` would read, after all its checks.
-
-        Raises:
-          UsageError, RunError: as `restore`.
-        """
+        """The step of the checkpoint that `restore` would read, which process 0 chooses; raises what `restore` does."""
         self.wait()
-        return self._choose_for_all(named(target, field), step, field)
-
-    def _choose_for_all(self, wanted: dict[str, Any], step: int | None, field: str | None) -> int:
-        """The checkpoint chosen by process 0, which alone reads all files."""
         if not is_first():
             chosen = from_first(-1)
             if chosen < 0:
                 raise RunError(f"process 0 found no checkpoint in {self.folder} that can be used; its message says why")
             return chosen
         try:
-            chosen = self._choose(wanted, step, field)
+            chosen = self._choose(named(target, field), step, field)
         except Exception:
             from_first(-1)  # the others wait for an answer
             raise
