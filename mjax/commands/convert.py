@@ -85,8 +85,8 @@ class ToHfArguments:
     """Checkpoint to convert; by default the newest intact one."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the tensors; mjax stores fp32, bf16 rounds to half the size."""
-    shard_size: str = "5GB"
-    """Maximum size of a file, such as 500MB; larger models are split into several files."""
+    shard_size: str = "50GB"
+    """Maximum size of a file, such as 5GB; larger models are split into several files."""
     tokenizer: str | None = None
     """KIND:FILES as in `mjax prepare`, for a run that has none; `none` exports no tokenizer."""
     overwrite: bool = False
