@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -75,14 +75,14 @@ def ladder(name: str, config: Config) -> list[Rung]:
     model = config.model
     unit = getattr(model, "groups", math.gcd(model.heads, 8))
     depth = 4 if model.layers % 4 == 0 else 1
-    rungs = []
+    sized: dict[ModelConfig, int] = {model: count_parameters(model)}
     for heads in range(unit, WIDEST * model.heads + 1, unit):
         least = max(round(model.layers * heads / model.heads / depth), 1)
-        rungs += [_scaled(model, heads, depth * count) for count in range(least, max(7 * least // 4, least + 1))]
-    if model not in rungs:
-        rungs.append(model)
-    rungs.sort(key=count_parameters)
-    return [Rung(name, replace(config, model=each)) for each in rungs]
+        depths = range(least, max(7 * least // 4, least + 1))
+        # All layers of a width have as many parameters as each other: two models tell the size of the rest.
+        first, second = (count_parameters(_scaled(model, heads, depth * count)) for count in (least, least + 1))
+        sized |= {_scaled(model, heads, depth * n): first + (n - least) * (second - first) for n in depths}
+    return [Rung(name, replace(config, model=each)) for each in sorted(sized, key=sized.__getitem__)]
 
 
 def _scaled(model: ModelConfig, heads: int, layers: int) -> ModelConfig:
@@ -90,6 +90,19 @@ def _scaled(model: ModelConfig, heads: int, layers: int) -> ModelConfig:
     if getattr(model, "feed_forward", None) is not None:
         changed["feed_forward"] = model.feed_forward * heads // model.heads
     return replace(model, **changed)
+
+
+def possible_rungs(rungs: list[Rung], devices: int, keep: Collection[str] = ()) -> list[Rung]:
+    """Those whose model is valid, and that can be divided among the devices."""
+
+    def is_valid(config: Config) -> bool:
+        try:
+            config.model.check(config)
+        except UsageError:
+            return False
+        return True
+
+    return [rung for rung in rungs if is_valid(rung.config) and any(candidates(rung.config, devices, keep))]
 
 
 def family_ladder(family: str) -> list[Rung]:
@@ -133,7 +146,7 @@ def run_budget(
     if arguments.target_batch is not None:
         rungs = [replace(rung, config=with_batch(rung.config, arguments.target_batch)) for rung in rungs]
     devices, keep = arguments.devices, arguments.keep
-    possible = [rung for rung in rungs if any(candidates(rung.config, devices, keep))]
+    possible = possible_rungs(rungs, devices, keep)
     check_searchable((possible or rungs)[-1].config, devices, gpu.gpus_per_node, keep)
 
     best, tried = largest(possible, arguments, gpu, lambda each: find(each, devices, gpu, calibration, keep), say)

@@ -5,6 +5,7 @@ import json
 import math
 import shlex
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -16,12 +17,13 @@ from mjax.errors import UsageError
 from mjax.flags import parse
 from mjax.hardware import gpu_named
 from mjax.models.build import count_parameters
-from mjax.planner.budget import family_ladder, ladder, largest, with_tokens
+from mjax.planner.budget import family_ladder, ladder, largest, possible_rungs, with_tokens
 from mjax.planner.search_flags import SearchArguments
 from tests.conftest import ROOT
 
 H100 = gpu_named("h100")
 LLAMA = load_config("llama3_8b")
+llama_ladder = cache(lambda: ladder("llama3_8b", LLAMA))
 TINY = str(ROOT / "tests" / "tiny_config.py")
 
 
@@ -36,7 +38,7 @@ def at_half_of_the_peak(config):
 
 
 def test_the_largest_is_that_of_an_exhaustive_count_by_hand():
-    rungs = [rung for rung in ladder("llama3_8b", LLAMA) if rung.config.model.hidden <= 8192]
+    rungs = [rung for rung in llama_ladder() if 4096 <= rung.config.model.hidden <= 7168]
     arguments, lines = SearchArguments(devices=64, days=30), []
     best, tried = largest(rungs, arguments, H100, at_half_of_the_peak, lines.append)
     days = {}
@@ -44,6 +46,7 @@ def test_the_largest_is_that_of_an_exhaustive_count_by_hand():
         tokens = 20 * count_parameters(rung.config.model)
         steps = math.ceil(tokens / (512 * 8192))
         days[rung.config.model] = at_half_of_the_peak(rung.config).ranked[0].time.mean * steps / 86_400
+    assert [*days] == sorted(days, key=count_parameters)
     within = [model for model, each in days.items() if each <= 30]
     assert best.config.model == max(within, key=count_parameters)
     assert best.days == pytest.approx(days[best.config.model])
@@ -56,15 +59,21 @@ def test_the_largest_is_that_of_an_exhaustive_count_by_hand():
 
 
 def test_a_ladder_has_the_config_itself_close_rungs_and_its_proportions():
-    rungs = ladder("llama3_8b", LLAMA)
-    models = [rung.config.model for rung in rungs]
+    models = [rung.config.model for rung in llama_ladder()]
     assert LLAMA.model in models
     for model in models:
         assert (model.head_size, model.groups, model.vocabulary) == (128, 8, 128256)
         assert model.mlp_width * 4096 == 14336 * model.hidden
         assert 70 <= model.hidden / model.layers <= 140
-    middle = [count_parameters(model) for model in models if 4096 <= model.hidden <= 8192]
+    middle = [count_parameters(model) for model in models if 4096 <= model.hidden <= 6144]
     assert all(0.95 < after / before < 1.2 for before, after in itertools.pairwise(middle))
+
+
+def test_a_size_that_the_model_cannot_have_is_not_on_the_ladder():
+    windows = replace(LLAMA, model=replace(LLAMA.model, window=4096, full_attention_every=8))
+    depths = {rung.config.model.layers for rung in possible_rungs(ladder("x", windows), 64)}
+    assert 32 in depths
+    assert all(layers % 8 == 0 for layers in depths)
 
 
 def test_a_family_is_the_published_configs_of_that_name():
