@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from mjax.config import Config, DataConfig, LlamaConfig, MeshConfig, PrecisionCo
 from mjax.models.llama import rotary_of
 from tests.reference import QUICKLY
 from tests.small import batch_of, gradient_program, named, weights_of
+from tests.training.test_step_equals_reference import CASES
 
 MODEL = LlamaConfig(
     layers=2,
@@ -167,3 +169,51 @@ def test_loss_and_gradients_equal_the_serial_reference_in_float64(family, mesh, 
             np.testing.assert_allclose(
                 gradient.reshape(expected[name].shape), expected[name], rtol=0, atol=1e-14, err_msg=name
             )
+
+
+def config_of_case(family, case):
+    return Config(
+        model=replace(
+            FAMILIES[family],
+            layers=8,
+            attention=case.kernel,
+            hidden_dropout=case.dropout,
+            attention_dropout=case.dropout,
+        ),
+        mesh=MeshConfig(
+            case.pipe,
+            case.data,
+            case.tensor,
+            case.sequence_parallel,
+            zero=case.zero,
+            chunks=case.chunks,
+            **({"schedule": case.schedule} if case.schedule else {}),
+        ),
+        data=DataConfig(mock=True, **(PACKED if case.packed else {})),
+        precision=PrecisionConfig(compute="fp64"),
+        train=TrainConfig(global_batch=8, micro_batch=1 if case.schedule else 4 // case.data, recompute=case.recompute),
+    )
+
+
+def found_on(config):
+    program, place = gradient_program(config)
+    loss, gradients = program(place(), batch_of(config), jnp.int32(0), jnp.float64(1.0))
+    return float(loss), {name: np.asarray(gradient) for name, gradient in named(gradients).items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "case"), list(zip(cycle(FAMILIES), CASES, strict=False)), ids=lambda each: str(each)[:60]
+)
+def test_every_two_choices_of_a_run_give_what_one_device_gives(family, case):
+    """The one device is compared with the serial reference above; it draws the same dropout masks."""
+    with jax.enable_x64(True):
+        config = config_of_case(family, case)
+        alone = replace(config, mesh=MeshConfig(), train=replace(config.train, micro_batch=8, recompute="none"))
+        loss, gradients = found_on(config)
+        expected_loss, expected = found_on(alone)
+    assert abs(loss - expected_loss) < 1e-12
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(
+            gradient.reshape(expected[name].shape), expected[name], rtol=0, atol=1e-12, err_msg=name
+        )
