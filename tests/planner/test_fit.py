@@ -116,7 +116,7 @@ def planted(monkeypatch, usable):
     begun = []
     monkeypatch.setattr(fit, "memory_of", lambda device: (usable, "NVIDIA V100"))
 
-    def train(*_):
+    def train(*_, **__):
         begun.append(True)
         return SimpleNamespace(exit_code=0)
 
