@@ -81,7 +81,6 @@ class LlamaConfig(ModelConfig):
 
     @property
     def period(self) -> int:
-        """Layers until their windows repeat."""
         return 1 if self.full_attention_every is None else self.full_attention_every
 
     def window_at(self, place: int) -> int | None:

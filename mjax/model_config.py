@@ -116,6 +116,11 @@ class ModelConfig:
         """Heads of keys and values, k."""
         return self.heads
 
+    @property
+    def period(self) -> int:
+        """Layers until what differs between them repeats; a stage of a pipeline has whole periods."""
+        return 1
+
     def window_at(self, place: int) -> int | None:
         """The window of the layer at this place of the pattern that the model repeats."""
         return self.window

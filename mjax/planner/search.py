@@ -80,7 +80,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
                 "mesh.model": [model],
                 "mesh.sequence_parallel": [False, True] if splits else [False],
                 "mesh.schedule": or_kept("mesh.schedule", SCHEDULES if pipe > 1 else SCHEDULES[:1]),
-                "mesh.chunks": divisors(config.model.layers // pipe) if in_groups else [1],
+                "mesh.chunks": divisors(config.model.layers // config.model.period // pipe) if in_groups else [1],
                 "mesh.zero": or_kept("mesh.zero", ZERO if data > 1 else ZERO[:1]),
                 "train.micro_batch": [micro_batch],
                 "train.recompute": RECOMPUTE,
@@ -96,7 +96,7 @@ def meshes(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
     model, unit = config.model, batch_unit(config)
     matrices = math.gcd(*model.columns().values())
     for tensor in filter(model.splits, divisors(math.gcd(devices, matrices))):
-        for pipe in divisors(math.gcd(devices // tensor, model.layers)):
+        for pipe in divisors(math.gcd(devices // tensor, model.layers // model.period)):
             data = devices // (tensor * pipe)
             if unit % data == 0:
                 yield pipe, data, tensor

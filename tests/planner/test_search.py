@@ -78,8 +78,10 @@ def is_simplest(config):
         changed(SMALL, model={"feed_forward": 6, "vocabulary": 250, "vocabulary_multiple": 2}),
         changed(SMALL, train={"batch_rampup": (4, 2, 20)}),
         replace(SMALL, model=replace(as_kind(SMALL.model, "bert_task"), head="multiple_choice", answers=3, sequence=5)),
+        replace(SMALL, model=replace(as_kind(SMALL.model, "llama"), kv_heads=1, window=2, full_attention_every=2)),
+        replace(SMALL, model=replace(as_kind(SMALL.model, "llama"), heads=12, kv_heads=6, hidden=48)),
     ],
-    ids=["gpt", "six layers", "odd widths", "ramp-up", "bert"],
+    ids=["gpt", "six layers", "odd widths", "ramp-up", "bert", "pattern of windows", "six key-value heads"],
 )
 def test_the_candidates_are_all_that_can_run_and_no_other(config):
     made = list(candidates(config, 4, ["mesh.zero", "train.recompute"]))
