@@ -14,6 +14,7 @@ from mjax.data.metadata import DatasetMetadata, write_metadata
 from mjax.errors import UsageError
 from mjax.flags import parse, typed_flags
 from mjax.resolve import resolve
+from mjax.training.origin import Origin, save_origin
 
 GPT = load_config("gpt_345m")
 
@@ -136,6 +137,17 @@ def test_a_run_goes_on_with_the_numbers_in_its_config(data, started, capsys):
     assert cli.main(["train", "--resume", str(run)]) == 0
     assert started[0].model.vocabulary == 50_257
     assert json.loads((run / "config.json").read_text())["model"]["vocabulary"] == 50_257
+
+
+def test_a_run_that_began_from_another_keeps_its_vocabulary_when_that_one_is_gone(data, started, capsys):
+    run = data / "runs" / "new"
+    (run / "checkpoints" / "3").mkdir(parents=True)
+    (run / "checkpoints" / "3" / "manifest.json").touch()
+    save_config(GPT, run / "config.json")
+    save_origin(run, Origin(str(data / "gone"), 0, {}))
+    command = ["train", "--config", "gpt_345m", "--name", "new", "--init", "gone", "--allow-change", *SHORT]
+    assert cli.main(command) == 0, capsys.readouterr().err
+    assert started[0].model.vocabulary == 50_257
 
 
 # --- Tokens in place of steps -----------------------------------------------------------------------------------------

@@ -92,7 +92,9 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
     if arguments.step is not None and arguments.init is None:
         _check_step(arguments, folder)
     if arguments.resume is None:
-        weights = arguments.init or folder
+        from mjax.state.runs import has_checkpoint
+
+        weights = folder if arguments.init is None or has_checkpoint(folder) else arguments.init
         settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), label, weights)
     else:
         settings, taken = resolve_steps(arguments.settings, typed_flags(argv))
