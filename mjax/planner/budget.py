@@ -69,11 +69,12 @@ class Trial:
 def ladder(name: str, config: Config) -> list[Rung]:
     """The model of `config` in other sizes, smallest first, with its head size, ratio of widths and vocabulary.
 
-    The width is a multiple of that of a key-value group; for each, the depth goes from the config's ratio of depth to
-    width to three quarters more, so that rungs are close to each other.
+    The number of heads is a multiple of that of key-value heads, or of 8 where each head has its own; for each number
+    the depth goes from the config's ratio of depth to width to three quarters more, so that rungs are close to each
+    other.
     """
     model = config.model
-    unit = getattr(model, "groups", math.gcd(model.heads, 8))
+    unit = getattr(model, "kv_heads", None) or math.gcd(model.heads, 8)
     depth = 4 if model.layers % 4 == 0 else 1
     sized: dict[ModelConfig, int] = {model: count_parameters(model)}
     for heads in range(unit, WIDEST * model.heads + 1, unit):

@@ -69,6 +69,13 @@ def test_a_ladder_has_the_config_itself_close_rungs_and_its_proportions():
     assert all(0.95 < after / before < 1.2 for before, after in itertools.pairwise(middle))
 
 
+@pytest.mark.parametrize("name", ["gpt_345m", "olmo2_7b"])
+def test_a_ladder_of_a_model_without_shared_key_value_heads_has_close_rungs_too(name):
+    config = load_config(name)
+    heads = {rung.config.model.heads for rung in ladder(name, config)}
+    assert heads == {*range(8, 4 * config.model.heads + 1, 8)}
+
+
 def test_a_size_that_the_model_cannot_have_is_not_on_the_ladder():
     windows = replace(LLAMA, model=replace(LLAMA.model, window=4096, full_attention_every=8))
     depths = {rung.config.model.layers for rung in possible_rungs(ladder("x", windows), 64)}
