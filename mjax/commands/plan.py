@@ -95,6 +95,10 @@ def _with_default(argv: Sequence[str]) -> Sequence[str]:
     given = typed & {"config", "run", "resume"}
     if given and "family" in typed:
         raise UsageError(f"--family and --{min(given)} both say which models to try; leave one of them out")
+    if "family" in typed and (settings := sorted(flag for flag in typed if "." in flag)):
+        raise UsageError(
+            f"--family tries configs as they are, without --{settings[0]}; leave it out, or name one with --config"
+        )
     return argv if given else ["--config", "llama3_8b", *argv]
 
 

@@ -137,6 +137,10 @@ def test_the_plan_is_that_of_the_largest_and_its_command_makes_the_same_config(p
         (["--gpu", "h100", "--devices", "8", "--family", "gpt"], "--family gpt is for a budget of time; add --days"),
         (["--gpu", "h100", "--devices", "8", "--days", "3", "--train.tokens", "1B"], "--train.tokens and --days both"),
         (["--gpu", "h100", "--devices", "8", "--days", "3", "--family", "gpt", "--config", "gpt_8b"], "--family and"),
+        (
+            ["--gpu", "h100", "--devices", "8", "--days", "3", "--family", "gpt", "--train.global-batch", "64"],
+            "--family tries configs as they are, without --train.global-batch; leave it out",
+        ),
         ([*PLAN[1:], "--days", "1e-9"], "train no model of this ladder: the smallest, "),
         (["--gpu", "h100", "--devices", "8", "--days", "0"], "--days is 0.0; it must be above 0"),
     ],
