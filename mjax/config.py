@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import shlex
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -388,4 +389,4 @@ def as_flag(name: str, value: Any) -> str:
     section, _, knob = name.replace("_", "-").partition(".")
     if isinstance(value, bool):
         return f"--{section}.{'' if value else 'no-'}{knob}"
-    return f"--{section}.{knob} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+    return f"--{section}.{knob} {shlex.join(map(str, value if isinstance(value, tuple) else (value,)))}"

@@ -1,6 +1,7 @@
 """Configs: the published models, plain values and back, and what is refused before a device is touched."""
 
 import ast
+import shlex
 from dataclasses import fields, replace
 from typing import get_type_hints
 
@@ -9,12 +10,14 @@ import pytest
 
 from mjax.batch_size import BatchSizes
 from mjax.bounds import Bounds
+from mjax.commands.train import TrainArguments
 from mjax.config import (
     BERTConfig,
     Config,
     DataConfig,
     LlamaConfig,
     MeshConfig,
+    as_flag,
     available_configs,
     differences,
     from_dict,
@@ -24,6 +27,7 @@ from mjax.config import (
     to_dict,
 )
 from mjax.errors import UsageError
+from mjax.flags import parse
 from mjax.models.build import build_model, count_parameters
 from mjax.validation import check_devices, validate
 from tests.conftest import ROOT
@@ -206,6 +210,12 @@ def test_a_config_is_read_back_as_it_was_saved(tmp_path):
     config = load_config("gpt_8b")
     save_config(config, tmp_path / "config.json")
     assert read_config(tmp_path / "config.json") == config
+
+
+def test_a_field_is_a_flag_that_can_be_typed():
+    schedule = as_flag("train.batch_schedule", "0:768 250B:1536")
+    assert parse(TrainArguments, shlex.split(schedule), "mjax train").settings.train.batch_schedule == "0:768 250B:1536"
+    assert as_flag("data.path", ("0.3", "my data", "0.7", "b")) == "--data.path 0.3 'my data' 0.7 b"
 
 
 def test_differences_are_named():
