@@ -140,8 +140,9 @@ def parse_tokens(tokens: str) -> int | None:
 
 def in_units(tokens: int) -> str:
     """1,310,720 → '1.31M'."""
-    unit = max((name for name, size in UNITS.items() if size <= max(tokens, 1)), key=UNITS.__getitem__)
-    return f"{tokens / UNITS[unit]:.3g}{unit}"
+    unit = max((name for name, size in UNITS.items() if 0.9995 * size <= max(tokens, 1)), key=UNITS.__getitem__)
+    count = tokens / UNITS[unit]
+    return f"{count:.3g}{unit}" if count < 999.5 else f"{count:,.0f}{unit}"
 
 
 def with_steps(config: Config, typed: Collection[str] = ()) -> tuple[Config, str | None]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mjax.batch_size import BatchSizes, at_batch, parse_schedule, parse_tokens, training_samples
+from mjax.batch_size import BatchSizes, at_batch, in_units, parse_schedule, parse_tokens, training_samples
 from mjax.config import from_dict, to_dict
 from mjax.errors import UsageError
 from tests.small import small_config
@@ -154,3 +154,11 @@ def test_tokens_are_read_exactly(written, tokens):
 @pytest.mark.parametrize("written", ["", "300 B", "300b", "1e9", "-1B", "B", "1,000", "300GB"])
 def test_another_form_is_not_tokens(written):
     assert parse_tokens(written) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [(0, "0"), (999, "999"), (1_310_720, "1.31M"), (999_960_000, "1B"), (999_400, "999K"), (1_680 * 10**12, "1,680T")],
+)
+def test_a_number_of_tokens_is_said_in_units_without_an_exponent(tokens, said):
+    assert in_units(tokens) == said
