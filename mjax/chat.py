@@ -66,7 +66,14 @@ class Chat:
         self._library.no_padding()
         settings = _object(folder / "tokenizer_config.json")
         named = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
-        self._special = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+        self._special = {
+            name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()
+        }
+        for name, token in self._special.items():
+            if not isinstance(token, str):
+                raise UsageError(
+                    f"{folder / 'tokenizer_config.json'}: {name} is {named[name]!r}, not a token; restore the file"
+                )
         end = self._library.token_to_id(self._special.get("eos_token", ""))
         self.stops = sorted({*ends_of_text(run, eod), *([] if end is None else [end])})
         with self._errors():

@@ -159,7 +159,8 @@ def ends_of_text(run: Path, eod: int) -> list[int]:
     file = run / "tokenizer" / "generation_config.json"
     values = read_json(file, "restore it") if file.is_file() else {}
     named = values.get("eos_token_id") if isinstance(values, dict) else None
-    return sorted({eod, *(one for one in (named if isinstance(named, list) else [named]) if type(one) is int)})
+    ids = named if isinstance(named, list) else [named]
+    return sorted({eod, *(one for one in ids if type(one) is int and 0 <= one < 2**31)})
 
 
 def run_tokenizer(

@@ -36,6 +36,8 @@ class Streamed:
 
     def hear(self, position: int, token: int | None) -> None:
         """Take the token drawn for a position; None: the text ends before it."""
+        if self.ended:
+            return
         self._early.setdefault(position - len(self._prompt), token)
         before = len(self._tokens)
         while not self.ended and len(self._tokens) in self._early:

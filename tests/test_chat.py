@@ -89,6 +89,18 @@ def test_a_template_that_fails_or_reaches_out_gets_one_sentence(template, run):
         chat_with(run, template).render([{"role": "user", "content": "Hi"}])
 
 
+@pytest.mark.parametrize("token", [{"lstrip": True}, 3, ["<|im_end|>"]])
+def test_a_special_token_that_is_none_gets_one_sentence(token, run):
+    file = run / "tokenizer" / "tokenizer_config.json"
+    kept = file.read_text()
+    file.write_text(json.dumps({"eos_token": token}))
+    try:
+        with pytest.raises(UsageError, match=r"tokenizer_config\.json: eos_token is .*, not a token; restore the file"):
+            Chat(run, 256)
+    finally:
+        file.write_text(kept)
+
+
 def test_conversations_are_one_json_value_or_one_a_line():
     user = [{"role": "user", "content": "Hi"}]
     tools = [{"name": "f"}]
@@ -126,6 +138,12 @@ def test_lines_of_stdin_are_the_turns_of_one_conversation(run, capsys, monkeypat
     monkeypatch.setattr("sys.stdin", io.StringIO('[{"role": "user", "content": "One"}]'))
     assert cli.main([*argv[:-2], "--num-samples", "1"]) == 0
     assert "user\nOne<|im_end|>" in json.loads(capsys.readouterr().out)["prompt"]
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("One\nTwo\n"))
+    assert cli.main([*argv, "--prompt", "-"]) == 0
+    alone = [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()]
+    assert ["One" in prompt for prompt in alone] == [True, False]
+    assert "user\nTwo<|im_end|>" in alone[1]
 
     assert (
         cli.main(["generate", "--run", str(run), "--chat", "--prompt", "One", "--temperature", "0", "--tokens", "4"])

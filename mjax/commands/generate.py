@@ -195,7 +195,7 @@ def _chat(arguments: GenerateArguments) -> int:
     """`mjax generate --chat`."""
     from mjax.chat import Chat, read_conversations
 
-    asked = [*arguments.prompt]
+    asked = _prompts(arguments) if arguments.prompt else []
     on_terminal = not asked and _on_terminal()
     given = "" if asked or on_terminal else _stdin()
     is_json = given.lstrip()[:1] in ("[", "{")
