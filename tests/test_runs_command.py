@@ -150,7 +150,7 @@ def test_runs_are_removed_and_what_they_link_to_stays(runs, tmp_path, capsys):
     for name in ("metrics.jsonl.damaged", ".shared-12ab", "checkpoints/8.damaged", "checkpoints/20.writing"):
         (runs / "base" / name).mkdir()
     (runs / "base" / "metrics.jsonl.damaged.2").touch()  # kept by a start that could not read it
-    for left in ("checkpoints/good.json", "passed_over.json", "unhealthy.json"):
+    for left in ("README.md", "checkpoints/good.json", "passed_over.json", "unhealthy.json"):
         (runs / "base" / left).write_text("{}")
     assert cli.main(["runs", "remove", "base", "runs/fast", "--yes"]) == 0
     assert capsys.readouterr().out == "removed runs/base\nremoved runs/fast\n"

@@ -40,7 +40,7 @@ from mjax.training.origin import ORIGIN, origin_of
 TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
 LAST = 100  # steps for which the list counts skipped ones
 OF_A_RUN = {
-    ".lock", "checkpoints", "config.json", "data.json", "environment.json", "loss.png", "metrics.jsonl",
+    ".lock", "README.md", "checkpoints", "config.json", "data.json", "environment.json", "loss.png", "metrics.jsonl",
     ORIGIN, "passed_over.json", "tensorboard", "tokenizer", "unhealthy.json", "wandb",
 }  # fmt: skip
 """Files that training leaves in a run folder."""
