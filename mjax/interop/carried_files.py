@@ -70,7 +70,7 @@ def restored_files(folder: Path) -> dict[str, bytes]:
     elif templates:
         settings["chat_template"] = _listed(templates)
     if (folder / GENERATION).is_file():
-        files[GENERATION] = (folder / GENERATION).read_bytes()
+        files[GENERATION] = _json(read_object(folder / GENERATION))
     return files | {SETTINGS: _json(settings)}
 
 

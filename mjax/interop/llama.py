@@ -111,7 +111,7 @@ def _read_rope(values: dict[str, Any], file: str) -> dict[str, Any]:
     theta = rope.pop("rope_theta", theta if theta is not None else 10_000.0)
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
-    if kind not in SCALINGS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise UsageError(f"{file}: rope_type is {kind!r}; mjax knows {', '.join(SCALINGS)}: convert another model")
     factor, original = rope.pop("factor", 1.0), rope.pop("original_max_position_embeddings", None)
     for name, value in rope.items():

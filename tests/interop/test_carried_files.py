@@ -77,6 +77,8 @@ def test_nothing_is_carried_without_settings_of_a_tokenizer(tmp_path):
 def test_a_damaged_file_is_refused_in_one_sentence(settings, files, said, tmp_path):
     with pytest.raises(UsageError, match=said):
         carried_files(folder_of(tmp_path / "in", settings, **files), {})
+    with pytest.raises(UsageError, match=said):
+        restored_files(tmp_path / "in")
 
 
 def test_byte_pairs_that_are_not_cut_as_gpt2s_are_refused_without_a_tokenizer_json(tmp_path):

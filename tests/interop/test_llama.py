@@ -129,6 +129,7 @@ def test_a_config_goes_out_and_comes_back_the_same(name):
     ("change", "names"),
     [
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
+        ({"rope_scaling": {"rope_type": ["yarn"], "factor": 2.0}}, r"rope_type is \['yarn'\]; mjax knows"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "low_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "8"}}, "factor is '8'"),
         ({"rope_scaling": [8]}, "must be objects"),
