@@ -64,20 +64,17 @@ def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[
     kinds = _layer_types(values, file)
     values, fields = _read(values, file)
     window, first = values.pop("sliding_window", 4096), values.pop("max_window_layers", 28)
+    none = {"window": None, "full_attention_every": None}
     if not values.pop("use_sliding_window", False) or window is None:
-        window, kinds = None, []
+        return values, fields | none
     layers = values.get("num_hidden_layers", 32)
-    numbers = {
-        "sliding_window": 1 if window is None else window,
-        "max_window_layers": first,
-        "num_hidden_layers": layers,
-    }
+    numbers = {"sliding_window": window, "max_window_layers": first, "num_hidden_layers": layers}
     for name, value in numbers.items():
         if type(value) is not int or not (name != "max_window_layers") <= value < 2**31:
             raise UsageError(f"{file}: {name} is {value!r}, which is not a whole number above 0; restore the file")
-    kinds = kinds or [FULL if window is None or layer < first else SLIDING for layer in range(layers)]
+    kinds = kinds or [FULL if layer < first else SLIDING for layer in range(layers)]
     if SLIDING not in kinds:
-        return values, fields | {"window": None, "full_attention_every": None}
+        return values, fields | none
     every = kinds.index(FULL) + 1 if FULL in kinds else None
     if kinds != _kinds(layers, every):
         raise UsageError(

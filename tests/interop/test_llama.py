@@ -1,5 +1,6 @@
 """config.json of Llama, Mistral, Qwen and OLMo 2: what it says, and what is refused."""
 
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -151,6 +152,17 @@ def test_a_config_goes_out_and_comes_back_the_same(name):
 def test_a_setting_that_changes_what_is_computed_is_refused_by_name(change, names):
     with pytest.raises(UsageError, match=names):
         read({**(SHARED if "model_type" in change else LLAMA_31), **change})
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_sliding_window": True, "sliding_window": None}])
+def test_a_qwen_of_any_number_of_layers_without_windows_makes_no_list_of_them(settings):
+    values = {**SHARED, "model_type": "qwen3", "num_hidden_layers": 2**31 - 1, **settings}
+    tracemalloc.start()
+    try:
+        assert read(values).window is None
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_mistral_without_a_word_on_its_window_has_that_of_transformers():
