@@ -150,14 +150,15 @@ def check_enough_devices(mesh: MeshConfig) -> None:
         raise UsageError(f"{given} needs {mesh.devices} devices; {found} found: use {fewer}")
 
 
-def ends_of_text(run: Path, eod: int) -> list[int]:
-    """The ids that end a generated text: the end of document, and those that the model's generation_config.json names.
+def ends_of_text(run: Path, eod: int, given: str | None = None) -> list[int]:
+    """The ids that end a generated text: the end of document, and those that the model's generation_config.json names,
+    unless another tokenizer is `given`, as KIND:FILES.
 
     Raises:
       UsageError: the file is damaged.
     """
     file = run / "tokenizer" / "generation_config.json"
-    values = read_json(file, "restore it") if file.is_file() else {}
+    values = read_json(file, "restore it") if file.is_file() and given is None else {}
     named = values.get("eos_token_id") if isinstance(values, dict) else None
     ids = named if isinstance(named, list) else [named]
     return sorted({eod, *(one for one in ids if type(one) is int and 0 <= one < 2**31)})

@@ -13,6 +13,7 @@ from mjax.chat import Chat, read_conversations
 from mjax.config import save_config
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
+from mjax.inference import ends_of_text
 from mjax.models.build import build_model
 from mjax.state.checkpoint import Checkpoints
 from tests.small import small_config
@@ -179,3 +180,10 @@ def test_a_run_without_a_template_says_where_to_put_one(run, capsys, monkeypatch
     assert (
         f"{run} has no chat template; leave it out, or put the model's chat_template.jinja" in capsys.readouterr().err
     )
+
+
+def test_a_text_ends_where_the_model_says_but_not_by_the_ids_of_another_tokenizer(tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert ends_of_text(tmp_path, 5) == [5, 7, 9]
+    assert ends_of_text(tmp_path, 5, "bytes") == [5]

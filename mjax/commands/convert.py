@@ -24,7 +24,7 @@ from mjax.config import read_config
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.flags import parse
-from mjax.interop.carried_files import GENERATION, IDS, carried_files, restored_files
+from mjax.interop.carried_files import GENERATION, IDS, SETTINGS, TEMPLATE, carried_files, restored_files
 from mjax.interop.convert import (
     TYPES,
     abstract_weights,
@@ -134,6 +134,10 @@ def from_hf(arguments: FromHfArguments) -> int:
         write_run(output, config, tokenizer, blocks, carried, with_block(card, "\n".join(lines)))
 
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
+    if tokenizer is not None and not carried:
+        for name in (GENERATION, TEMPLATE):
+            if (source / name).is_file():
+                print(f"{source / name} is not carried; it goes with a {SETTINGS} and the tokenizer beside it")
     if absent:
         print(f"not in {source}, initialised from seed {config.train.seed}: {', '.join(map(family.heads.get, absent))}")
     print_next_steps(source, output, model, tokenizer)
@@ -205,11 +209,13 @@ def to_hf(arguments: ToHfArguments) -> int:
 def _card(
     arguments: ToHfArguments, family: Family, model: ModelConfig, parameters: int, step: int, tokenizer: bool
 ) -> str:
-    """README.md of an export: that of the folder it replaces, or of the run, with a block of ours."""
+    """README.md of an export: that of the export of this run which it replaces, or of the run, with a block of ours."""
     kept, name = read_card(arguments.run), arguments.output.resolve().name
+    replaced = read_card(arguments.output)
+    of_this_run = any(f"`{arguments.run.resolve().name}`" in line for line in history(replaced))
     lines = [*history(kept), _line(arguments.run, step)]
     block = description(name, family, model, parameters, TYPES[arguments.dtype][0], lines, tokenizer)
-    return with_block(read_card(arguments.output) or kept, block)
+    return with_block(replaced if of_this_run else kept, block)
 
 
 def _line(run: Path, step: int) -> str:

@@ -114,7 +114,7 @@ class Writer:
         saved = read_run(run, True, "which generates no text")
         config = inference_config(saved, MeshConfig(model=arguments.model_parallel))
         self.tokenizer: Tokenizer = run_tokenizer(run, config.model, arguments.tokenizer)
-        self.ends = ends_of_text(run, self.tokenizer.eod)
+        self.ends = ends_of_text(run, self.tokenizer.eod, arguments.tokenizer)
         self._generator = Generator(config, make_mesh(config.mesh))
         say = lambda line: self.notices.print(line, markup=False)  # noqa: E731
         self._step, self._model = restore_weights(run, self._generator.abstract_model, arguments.step, say)

@@ -92,6 +92,8 @@ def _with_default(argv: Sequence[str]) -> Sequence[str]:
         return argv
     for flag in typed & {"train.steps", "train.tokens"}:
         raise UsageError(f"--{flag} and --days both set the length of the run; leave one of them out")
+    for flag in sorted(typed & {"optimizer.decay-steps", "optimizer.wsd-decay-steps"}):
+        raise UsageError(f"--{flag} counts steps, and with --days each model has its own number; leave it out")
     given = typed & {"config", "run", "resume"}
     if given and "family" in typed:
         raise UsageError(f"--family and --{min(given)} both say which models to try; leave one of them out")

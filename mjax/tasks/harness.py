@@ -92,7 +92,7 @@ class HarnessModel(TemplateLM):
             raise UsageError(f"compute={compute} in --model_args is not a supported dtype; use bf16, fp16 or fp32")
         self.run = run
         self.text = run_tokenizer(run, saved.model, tokenizer, "tokenizer=KIND:FILE in --model_args")
-        self.ends = ends_of_text(run, self.text.eod)
+        self.ends = ends_of_text(run, self.text.eod, tokenizer)
         micro_batch = None if batch_size == "auto" else int(batch_size)
         shape = MeshConfig(pipe=pipe, data=data, model=model)
         self.config = with_kernel(inference_config(saved, shape, attention, micro_batch, compute), tqdm.write)

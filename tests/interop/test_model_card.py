@@ -48,6 +48,16 @@ def test_a_replaced_export_keeps_what_was_written_in_its_card(tmp_path):
     assert card.read_text().endswith("\nMine.\n")
 
 
+def test_an_export_that_replaces_that_of_another_run_does_not_keep_its_card_and_license(tmp_path):
+    write_folder(tmp_path / "tiny", LLAMA, tensors_of(LLAMA))
+    converted(tmp_path, ("from-hf", "tiny", "run"), ("from-hf", "tiny", "other"), ("to-hf", "other", "out"))
+    card = tmp_path / "out" / "README.md"
+    card.write_text(card.read_text().replace("---\nlibrary", "---\nlicense: other\nlibrary") + "\nTheirs.\n")
+    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--overwrite"]) == 0
+    assert "license" not in card.read_text()
+    assert "Theirs" not in card.read_text()
+
+
 def test_the_card_of_a_trained_run_has_its_steps_and_tokens(tmp_path):
     write_folder(tmp_path / "tiny", LLAMA, tensors_of(LLAMA))
     converted(tmp_path, ("from-hf", "tiny", "run"))

@@ -141,6 +141,7 @@ def test_the_plan_is_that_of_the_largest_and_its_command_makes_the_same_config(p
             ["--gpu", "h100", "--devices", "8", "--days", "3", "--family", "gpt", "--train.global-batch", "64"],
             "--family tries configs as they are, without --train.global-batch; leave it out",
         ),
+        ([*PLAN[1:], "--days", "3", "--optimizer.decay-steps", "9"], "--optimizer.decay-steps counts steps"),
         ([*PLAN[1:], "--days", "1e-9"], "train no model of this ladder: the smallest, "),
         (["--gpu", "h100", "--devices", "8", "--days", "0"], "--days is 0.0; it must be above 0"),
     ],
