@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from mjax import cli
-from tests.parity.outputs import with_noise
-from tests.parity.test_convert_llama_transformers import MODELS, SMALL
 from tests.test_chat import bytes_with_special_tokens
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
@@ -20,6 +18,8 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 from mjax.tasks.harness import HarnessModel  # noqa: E402
+from tests.parity.outputs import with_noise  # noqa: E402
+from tests.parity.test_convert_llama_transformers import MODELS, SMALL  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
