@@ -35,6 +35,13 @@ def parameter(
     return nnx.Param(initializer(key, shape, dtype), out_sharding=spec, eager_sharding=False, **metadata)
 
 
+def metadata_of(weights, name: str) -> list:
+    """For each leaf of `weights`, in the order of `jax.tree.leaves`: what its `nnx.Param` has under this name, or
+    None."""
+    parameters = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, nnx.Param))
+    return [parameter.get_metadata().get(name) for parameter in parameters]
+
+
 def normal(std: float):
     """Initializer N(0, std)."""
     return jax.nn.initializers.normal(std)

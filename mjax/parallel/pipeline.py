@@ -34,9 +34,9 @@ from jax import Array, lax
 
 from mjax.parallel import mappings, scopes
 from mjax.parallel.axes import PIPE
-from mjax.parallel.layers import kernel_gradient
+from mjax.parallel.layers import kernel_gradient, metadata_of
 from mjax.parallel.means import Means, means_and_gradients, weights_in_loss
-from mjax.parallel.postponed import PostponedKernel, contracted_dims, zero_factors
+from mjax.parallel.postponed import PostponedKernel, zero_factors
 from mjax.parallel.schedules import Schedule
 from mjax.parallel.slots import add, at, branch, buffer, put, vary_over_pipe, zeros_like
 
@@ -198,7 +198,9 @@ class _Stage:
         self.message = zeros_like(message)
         self.mean_types = jax.eval_shape(program.head, shared, message, first)
         # The leaves of a chunk that are kernels whose gradients wait for W.
-        self.contracted = contracted_dims(blocks) if schedule.weight else [None] * len(jax.tree.leaves(blocks))
+        self.contracted = (
+            metadata_of(blocks, "contracted") if schedule.weight else [None] * len(jax.tree.leaves(blocks))
+        )
         self.factors = zero_factors(
             self.chunk({"chunk": 0}), self.contracted, program.shards, program.rows, self.message
         )

@@ -12,7 +12,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 
 from mjax.parallel import mappings
@@ -67,13 +66,6 @@ def _(weight: PostponedKernel, columns: int, dim: int) -> PostponedKernel:
     return replace(weight, kernel=kernel, gradient=gradient)
 
 
-def contracted_dims(weights) -> list[int | None]:
-    """For each leaf of `weights`, in the order of `jax.tree.leaves`: how many dims of it `linear` contracts, or None if
-    it is not a kernel."""
-    parameters = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, nnx.Param))
-    return [parameter.get_metadata().get("contracted") for parameter in parameters]
-
-
 def zero_factors(
     layers, contracted: list[int | None], gathered: list[tuple[tuple[str, int], ...]], rows: int, stream: Array
 ) -> list[tuple[Array, Array]]:
@@ -81,7 +73,7 @@ def zero_factors(
 
     Args:
       layers: stacked, as they are stored.
-      contracted: for each leaf, from `contracted_dims`.
+      contracted: for each leaf how many dims of it `linear` contracts, or None if it is not a kernel.
       gathered: for each leaf the (axis, dim) along which it is gathered before use.
       rows: tokens of a micro-batch, b · s.
       stream: an array with the dtype and the varying axes of activations.

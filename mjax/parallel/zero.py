@@ -26,7 +26,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
@@ -34,6 +33,7 @@ from mjax.config import MeshConfig
 from mjax.names import leaf_name
 from mjax.parallel import axes, mappings, scopes
 from mjax.parallel.axes import DATA, MODEL, PIPE
+from mjax.parallel.layers import metadata_of
 from mjax.parallel.postponed import PostponedKernel
 
 
@@ -66,8 +66,7 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
     Returns:
       A tree like `shapes` of `Storage`.
     """
-    parameters = jax.tree.leaves(shapes, is_leaf=lambda node: isinstance(node, nnx.Param))
-    partial = [parameter.get_metadata().get("partial", False) for parameter in parameters]
+    partial = [bool(said) for said in metadata_of(shapes, "partial")]
     partial = jax.tree.unflatten(jax.tree.structure(shapes), partial)
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf, spec, partial: storage_of(leaf_name(path), leaf.shape, spec, mesh, partial),
