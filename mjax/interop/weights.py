@@ -24,7 +24,7 @@ from mjax.errors import UsageError
 from mjax.interop.family import Family
 from mjax.interop.tensor_files import FLOATS, Kind, Tensors
 from mjax.model_config import ModelConfig
-from mjax.models.build import build_model
+from mjax.models.build import abstract_weights
 from mjax.models.protocol import Model
 from mjax.names import leaf_name
 
@@ -109,7 +109,7 @@ def _place(
 
 
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {name: leaf.shape for name, leaf in leaves(jax.eval_shape(lambda: build_model(0, model))).items()}
+    return {name: shape for name, (shape, _) in abstract_weights(model).items()}
 
 
 def leaves(model: Model) -> dict[str, Any]:
