@@ -38,7 +38,7 @@ from mjax.interop.convert import (
 )
 from mjax.interop.family import Family
 from mjax.interop.fast_tokenizer import fast_tokenizer
-from mjax.interop.model_card import CARD, description, history, read_card, with_block
+from mjax.interop.model_card import CARD, description, history, imported_card, read_card, with_block
 from mjax.interop.model_folder import check_output, new_folder, read_object, write_object
 from mjax.interop.settings import config_values, model_config
 from mjax.interop.tensor_files import open_tensors, parse_size, write_tensors
@@ -119,7 +119,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     config = import_config(model, str(source))
     tokenizer = find_tokenizer(source, arguments.tokenizer)
     check_vocabulary(tokenizer, model)
-    card = read_card(source)
+    card = imported_card(source, f"a {family.model}")
     carries = tokenizer is not None and arguments.tokenizer is None and model.causal
     carried = carried_files(source, values) if carries else {}
     tensors = open_tensors(source, arguments.allow_pickle)
@@ -130,8 +130,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     with progress("reading", 4 * count_parameters(model)) as read:
         drawn = draw_weights(config, tuple(absent))
         blocks = block_reader(family, tensors, found, model, read, drawn)
-        lines = [*history(card), f"- converted by mjax from `{source.resolve().name}`, a {family.model}"]
-        write_run(output, config, tokenizer, blocks, carried, with_block(card, "\n".join(lines)))
+        write_run(output, config, tokenizer, blocks, carried, card)
 
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
     if tokenizer is not None and not carried:

@@ -23,7 +23,7 @@ from mjax.interop.megatron.arguments import Activation, model_config
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
 from mjax.interop.megatron.decoder import DECODER, DecoderTensors, decoder_config
 from mjax.interop.megatron.names import family_of
-from mjax.interop.model_card import history, read_card, with_block
+from mjax.interop.model_card import imported_card
 from mjax.interop.model_folder import check_output
 from mjax.interop.tensor_files import Tensors
 from mjax.interop.tokenizer_files import find_tokenizer
@@ -90,9 +90,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
         family = family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
     found = find_tensors(family, tensors, model, place)
 
-    card = read_card(source)
-    lines = [*history(card), f"- converted by mjax from `{source.resolve().name}`, {family.model}"]
-    card = with_block(card, "\n".join(lines))
+    card = imported_card(source, family.model)
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     with progress("reading", 4 * count_parameters(model)) as read:

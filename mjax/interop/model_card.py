@@ -48,6 +48,17 @@ def history(card: str) -> list[str]:
     return [line for line in (block[0] if block else "").splitlines() if line.startswith("- ")]
 
 
+def imported_card(source: Path, model: str) -> str:
+    """The card of a run that has the weights of the folder `source`, which is this model, with a line on that.
+
+    Raises:
+      UsageError: the card of the folder is not text.
+    """
+    card = read_card(source)
+    lines = [*history(card), f"- converted by mjax from `{source.resolve().name}`, {model}"]
+    return with_block(card, "\n".join(lines))
+
+
 def description(
     name: str, family: Family, model: ModelConfig, parameters: int, dtype: str, lines: list[str], tokenizer: bool
 ) -> str:
@@ -63,8 +74,8 @@ def description(
       tokenizer: whether the folder has one.
     """
     width = f"{model.layers} layers, hidden size {model.hidden:,}, {model.heads} attention heads"
-    if (groups := getattr(model, "groups", model.heads)) != model.heads:
-        width += f" ({groups} of keys and values)"
+    if model.groups != model.heads:
+        width += f" ({model.groups} of keys and values)"
     opened = "AutoModelForCausalLM" if family.generates else family.model
     names = f"{opened}, AutoTokenizer" if tokenizer else opened
     code = [f"from transformers import {names}", "", f'model = {opened}.from_pretrained("{name}")']
