@@ -8,7 +8,8 @@ Jinja's sandbox, as `transformers` does it (`apply_chat_template`): with the fil
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -103,24 +104,15 @@ class Chat:
         """The text of ids, without special tokens."""
         return self._library.decode(list(ids), skip_special_tokens=True)
 
-    def _errors(self) -> _TemplateErrors:
-        return _TemplateErrors(self.file)
-
-
-class _TemplateErrors:
-    """Turns whatever goes wrong in a template into one sentence."""
-
-    def __init__(self, file: Path):
-        self.file = file
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
-        if isinstance(error, Exception):
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Turn whatever goes wrong in the template into one sentence."""
+        try:
+            yield
+        except Exception as error:
             raise UsageError(
-                f"the chat template {self.file} refuses the conversation or is damaged ({kind.__name__}: {error}); "
-                "change the messages, or restore the file"
+                f"the chat template {self.file} refuses the conversation or is damaged "
+                f"({type(error).__name__}: {error}); change the messages, or restore the file"
             ) from None
 
 
