@@ -192,12 +192,14 @@ def _run_stack(layers, x: Array, context: Context, recompute: str, first_layer, 
         layer = jax.checkpoint(layer, prevent_cse=False, policy=policy, static_argnums=0)
     elif weights_of is not None:
         layer = jax.checkpoint(layer, prevent_cse=False, policy=all_but_gathered_weights, static_argnums=0)
-    x, sums = _scan(layer, getattr(layers, "period", 1), x, (layers, first_layer + jnp.arange(count)))
+    x, sums = _scan(layer, x, layers, first_layer + jnp.arange(count))
     return x, jax.tree.map(lambda each: each.sum(0), sums)
 
 
-def _scan(layer: Callable, period: int, x: Array, layers) -> tuple[Array, Any]:
-    """`jax.lax.scan` of `layer(place, x, one of layers)`, in groups of `period` layers, whose places are static."""
+def _scan(layer: Callable, x: Array, stack: nnx.Module, beside) -> tuple[Array, Any]:
+    """`jax.lax.scan` of `layer(place, x, (one of the stack, one of beside))`, in groups of its period: places are
+    static."""
+    layers, period = (stack, beside), getattr(stack, "period", 1)
     if period == 1:
         return jax.lax.scan(partial(layer, 0), x, layers)
 
@@ -234,7 +236,7 @@ def decode_blocks(
             return block.decode(x, replace(context, place=place), cached, lengths)
 
         own = jax.tree.map(lambda part: part[first : first + count], cached)  # noqa: B023 (used at once)
-        x, new = _scan(layer, getattr(layers, "period", 1), x, (layers, own))
+        x, new = _scan(layer, x, layers, own)
         found.append(new)
         first += count
     return x, found[0] if len(found) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
