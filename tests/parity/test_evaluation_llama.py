@@ -14,12 +14,12 @@ torch = pytest.importorskip("torch", reason="torch is not installed: make test-p
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-parity")
 
-from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 from mjax.tasks.harness import HarnessModel  # noqa: E402
 from tests.parity.outputs import with_noise  # noqa: E402
 from tests.parity.test_convert_llama_transformers import MODELS, SMALL  # noqa: E402
+from tests.parity.test_lm_eval import instances  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
@@ -52,13 +52,6 @@ def place(request, tmp_path_factory):
     (place / "hf" / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     assert cli.main(["convert", "from-hf", str(place / "hf"), str(place / "run")]) == 0
     return place
-
-
-def instances(kind, arguments):
-    return [
-        Instance(request_type=kind, doc={}, arguments=each, idx=number, metadata=("tiny", number, 1))
-        for number, each in enumerate(arguments)
-    ]
 
 
 @pytest.fixture(scope="module")
