@@ -1,4 +1,4 @@
-"""Generation: the cache against the full forward pass, draws against NumPy, and the command."""
+"""Generation: the cache against the full forward pass, and the command."""
 
 import io
 import json
@@ -12,7 +12,6 @@ import pytest
 import tyro
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 
 from mjax import generation
 from mjax.commands.generate import GenerateArguments
@@ -26,9 +25,8 @@ from mjax.models.build import build_model
 from mjax.models.gpt import GPT
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
-from mjax.sampling import Sampling, allowed, draw
+from mjax.sampling import Sampling
 from mjax.state.checkpoint import Checkpoints
-from mjax.streaming import Live, Streamed
 from tests.small import BLOOM, small_config
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
@@ -221,59 +219,7 @@ def test_a_continuation_uses_every_position_and_says_that_they_are_used_up():
     assert tokens_of(found)[0][:6] == tokens_of(generate(GREEDY))[0]
 
 
-# --- Draws ------------------------------------------------------------------------------------------------------------
-
-
-def reference_probabilities(logits, temperature, top_k, top_p):
-    """What a token's probability should be, one row at a time and in float64."""
-    scaled = np.asarray(logits, np.float64) / temperature
-    order = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
-    order = order[:top_k] if top_k else order
-    probabilities = np.exp(scaled[order] - scaled[order].max())
-    probabilities /= probabilities.sum()
-    kept, mass = [], 0.0
-    for token, probability in zip(order, probabilities, strict=True):
-        kept.append(token)
-        mass += probability
-        if mass >= top_p and top_p < 1:
-            break
-    result = np.zeros(len(scaled))
-    result[kept] = probabilities[: len(kept)] / probabilities[: len(kept)].sum()
-    return result
-
-
-@cache
-def draws(temperature, top_k, top_p):
-    """The logits of the tokens, and how often each id is drawn by 200 sequences at 200 positions each."""
-    logits = jnp.array([2.0, 1.0, 1.0, 0.5, 0.0, -1.0, 9.0, 9.0], jnp.float32)  # the last two are padding
-    settings = np.float32(temperature), np.int32(top_k), np.float32(top_p), np.uint32(7)
-    positions = jnp.tile(jnp.arange(200)[:, None], (1, 200))
-    tokens = jax.vmap(lambda at: compiled_draw(jnp.tile(logits, (200, 1)), at, *settings))(positions)
-    return np.asarray(logits[:6]), np.bincount(np.asarray(tokens).ravel(), minlength=8) / tokens.size
-
-
-@jax.jit
-def compiled_draw(logits, positions, temperature, top_k, top_p, seed):
-    return draw(logits, positions, 6, temperature, top_k, top_p, seed)
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.5, 0, 1.0), (1.0, 2, 1.0), (1.0, 0, 0.7), (1.0, 4, 0.8), (2.0, 0, 0.01), (0.7, 100, 0.9)],
-)
-def test_tokens_are_drawn_with_the_probabilities_that_top_k_and_top_p_leave(temperature, top_k, top_p):
-    logits, frequencies = draws(temperature, top_k, top_p)
-    expected = reference_probabilities(logits, temperature, top_k, top_p)
-    deviation = np.sqrt(expected * (1 - expected) / 40_000)
-    assert (np.abs(frequencies[:6] - expected) <= 5 * deviation).all()
-    assert (frequencies[:6][expected == 0] == 0).all()
-
-
-def test_ids_that_pad_the_vocabulary_are_never_drawn():
-    for setting in [(0.0, 0, 1.0), (1.0, 0, 1.0), (5.0, 3, 0.9)]:
-        _, frequencies = draws(*setting)
-        assert frequencies[6:].sum() == 0
-
+def test_ids_that_pad_the_vocabulary_are_never_generated():
     generator, model = generator_and_model()
     table = model.embedding.table[...]
     loud = jax.tree.map(lambda weight: weight, model)
@@ -282,24 +228,6 @@ def test_ids_that_pad_the_vocabulary_are_never_drawn():
     for sampling in (GREEDY, Sampling(tokens=8, temperature=2.0, top_p=1.0)):
         found = tokens_of(generator.generate(loud, PROMPTS, sampling, NO_EOD))
         assert max(max(tokens) for tokens in found) < 60
-
-
-def test_top_k_and_top_p_leave_the_same_tokens_as_numpy_in_random_rows_with_ties():
-    generator = np.random.default_rng(0)
-    logits = np.round(generator.normal(size=(64, 30)), 1).astype(np.float32)  # one decimal: ties
-    for top_k, top_p in [(0, 1.0), (1, 1.0), (5, 1.0), (0, 0.3), (0, 0.9), (7, 0.6), (0, 1e-6)]:
-        found = np.asarray(allowed(jnp.asarray(logits), np.int32(top_k), np.float32(top_p)))
-        expected = np.array([reference_probabilities(row, 1.0, top_k, top_p) > 0 for row in logits])
-        np.testing.assert_array_equal(found, expected)
-        assert found.any(-1).all()
-
-
-def test_top_k_of_one_and_a_tiny_temperature_are_greedy():
-    logits = jnp.array([[50.0, 99.0, 99.0, 70.0, 0.0, 0.0, 200.0, 200.0]] * 4)  # 50 / 1e-37 is beyond float32
-    positions = jnp.arange(4)
-    for temperature, top_k in [(0.0, 0), (3.0, 1), (1e-37, 1)]:
-        found = compiled_draw(logits, positions, np.float32(temperature), np.int32(top_k), np.float32(1), np.uint32(0))
-        np.testing.assert_array_equal(found, 1)
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------
@@ -493,25 +421,6 @@ def test_a_model_spread_over_a_pipeline_or_in_shards_writes_what_one_device_writ
 # --- Streaming, standard input, several samples -----------------------------------------------------------------------
 
 
-def test_a_character_appears_when_its_last_token_has_come_whatever_the_order():
-    text = "aé€😀b"
-    tokens = list(text.encode())
-    streamed, seen = Streamed(ByteTokenizer().decode, [1, 2]), []
-    for position in [0, 2, 1, 3, 4, 5, 6, 8, 7, 7, 9, 10]:  # some early, one twice
-        streamed.hear(2 + position, tokens[position])
-        seen.append(streamed.text)
-    assert list(dict.fromkeys(seen)) == ["a", "aé", "aé€", "aé€😀", "aé€😀b"]
-    streamed.hear(2 + len(tokens), None)
-    assert (streamed.text, streamed.ended) == (text, True)
-
-
-def test_a_character_that_never_becomes_whole_is_shown_at_the_end():
-    streamed = Streamed(ByteTokenizer().decode, [])
-    for position, token in enumerate([*b"a\xe2\x82", None]):
-        streamed.hear(position, token)
-    assert streamed.text == "a\ufffd"
-
-
 @pytest.mark.parametrize("mesh", [(1, 1), (1, 2)])
 def test_a_listener_hears_every_token_and_every_end(mesh):
     generator, model = generator_and_model(*mesh)
@@ -527,18 +436,6 @@ def test_a_listener_hears_every_token_and_every_end(mesh):
             {token} for token in continuation.tokens
         ]
     assert heard[0, len(PROMPTS[0]) + len(found[0].tokens)] == {None}
-
-
-def test_texts_are_shown_one_after_the_other_while_they_grow():
-    output = io.StringIO()
-    live = Live(Console(file=output), ["one: ", "two: "])
-    texts = [Streamed(ByteTokenizer().decode, []) for _ in range(2)]
-    shown = []
-    for index, position, token in [(1, 0, ord("x")), (0, 0, ord("a")), (1, 1, None), (0, 1, ord("[")), (0, 2, None)]:
-        texts[index].hear(position, token)
-        live.show(texts)
-        shown.append(output.getvalue())
-    assert shown == ["one: ", "one: a", "one: a", "one: a[", "one: a[\n\ntwo: x\n"]
 
 
 def test_what_is_streamed_is_what_json_says_for_each_of_several_samples(run_folder, capsys, monkeypatch):
