@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mjax.model_config import ModelConfig
 from mjax.models.context import Context
 from mjax.models.positions import NO_POSITIONS, Positions, distance_penalty
-from mjax.parallel import mappings, random
+from mjax.parallel import mappings, random, scopes
 from mjax.parallel.axes import MODEL
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mjax.parallel.random import DropoutKey, dropout
@@ -42,6 +42,7 @@ FLASH_STAND_IN = "cudnn, traced only"
 MASKED = -1e30
 
 
+@jax.named_scope(scopes.ATTENTION)
 def attend(
     q: Array,
     k: Array,

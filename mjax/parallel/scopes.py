@@ -16,6 +16,8 @@ OPTIMIZER = "optimizer"  # gradient norm, Adam
 LOSS = "loss"  # reported metrics, and the number of labels
 PIPELINE = "pipeline"  # messages between stages
 
+ATTENTION = "attention"  # within a layer: scores, softmax and weighted sum, or the kernel that fuses them
+
 PARTS = (EMBEDDING, LAYER, HEAD, WEIGHTS, GRADIENT, OPTIMIZER, LOSS, PIPELINE)
 
 # Conditionals of a pipeline's tick, determined by the schedule's table (`schedules.Schedule.runs`): the three passes,

@@ -189,24 +189,24 @@ def _train_step(
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(norm)
     applied = finite & (broken.sum() == 0) & (loss <= limit)  # the same values on every device, so all of them agree
-    if config.optimizer.clip_norm > 0:
-        coefficient = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
-        gradients = jax.tree.map(lambda g: g * coefficient, gradients)
-
-    rate = rate_after(state.samples)
-    updates, optimizer = transform.update(gradients, state.optimizer, state.model)
-    model = jax.tree.map(lambda p, u: p - rate * u, state.model, updates)
 
     def keep_if_skipped(new, old):
         return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
 
-    new_state = TrainState(
-        model=keep_if_skipped(model, state.model),
-        optimizer=keep_if_skipped(optimizer, state.optimizer),
-        loss_scale=state.loss_scale.update(finite, config.precision),
-        step=state.step + 1,
-        samples=state.samples + jnp.where(applied, config.train.global_batch, 0).astype(jnp.int32),
-    )
+    with jax.named_scope(scopes.OPTIMIZER):
+        if config.optimizer.clip_norm > 0:
+            coefficient = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
+            gradients = jax.tree.map(lambda g: g * coefficient, gradients)
+        rate = rate_after(state.samples)
+        updates, optimizer = transform.update(gradients, state.optimizer, state.model)
+        model = jax.tree.map(lambda p, u: p - rate * u, state.model, updates)
+        new_state = TrainState(
+            model=keep_if_skipped(model, state.model),
+            optimizer=keep_if_skipped(optimizer, state.optimizer),
+            loss_scale=state.loss_scale.update(finite, config.precision),
+            step=state.step + 1,
+            samples=state.samples + jnp.where(applied, config.train.global_batch, 0).astype(jnp.int32),
+        )
     nonfinite = ~jnp.isfinite(squares)[order]
     metrics = StepMetrics(
         loss=loss,
