@@ -132,7 +132,7 @@ def read_program(text: str, mesh: Mapping[str, int]) -> ScheduledProgram:
     """
     if "is_scheduled=true" not in text.split("\n", 1)[0]:
         raise HloError("this HLO is not scheduled: take the text of a compiled program, not of a lowered one")
-    module = _Module(text)
+    module = Module(text)
     collectives, launches, different = [], Counter(), defaultdict(set)
     for computation, times, conditional in module.executed():
         shapes = {line.name: line.shape for line in computation}
@@ -158,7 +158,7 @@ def read_program(text: str, mesh: Mapping[str, int]) -> ScheduledProgram:
 
 
 @dataclass(frozen=True)
-class _Line:
+class Line:
     """`%name = shape opcode(operands), attributes`."""
 
     name: str
@@ -185,11 +185,11 @@ class _Line:
 LINE = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:, (.*))?")
 
 
-def _read_line(text: str) -> _Line | None:
+def _read_line(text: str) -> Line | None:
     match = LINE.fullmatch(text)
     if match is None and " = " in text:
         raise HloError(f"this line has an unknown form: {text[:200].strip()}")
-    return match and _Line(*match.groups(""))
+    return match and Line(*match.groups(""))
 
 
 def _arrays(shape: str) -> list[tuple[str, int]]:
@@ -202,12 +202,12 @@ def _arrays(shape: str) -> list[tuple[str, int]]:
     return found
 
 
-class _Module:
+class Module:
     """The computations of a module, and the meaning of their lines."""
 
     def __init__(self, text: str):
-        self.computations: dict[str, list[_Line]] = {}
-        current: list[_Line] | None = None
+        self.computations: dict[str, list[Line]] = {}
+        current: list[Line] | None = None
         for row in text.splitlines():
             if row.startswith(("%", "ENTRY")) and row.endswith("{"):
                 name = re.match(r"(?:ENTRY )?%?([\w.\-]+)", row)[1]
@@ -222,7 +222,7 @@ class _Module:
 
     # --- Which lines run, and how often -------------------------------------------------------------------------------
 
-    def executed(self) -> Iterator[tuple[list[_Line], int, bool]]:
+    def executed(self) -> Iterator[tuple[list[Line], int, bool]]:
         """(lines, times a step, True in a branch) of every computation that runs as a list of kernels."""
         waiting = [(self.entry, 1, False)]
         while waiting:
@@ -232,7 +232,7 @@ class _Module:
             for line in lines:
                 waiting += [(inner, times * n, conditional or branch) for inner, n, branch in self._inner(line)]
 
-    def _inner(self, line: _Line) -> list[tuple[str, int, bool]]:
+    def _inner(self, line: Line) -> list[tuple[str, int, bool]]:
         if line.opcode == "while":
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line.attributes)
             body = line.attribute("body")
@@ -250,7 +250,7 @@ class _Module:
             return [(line.attribute("to_apply"), 1, False)]
         return []
 
-    def _all_lines(self, lines: Iterable[_Line]) -> Iterator[_Line]:
+    def _all_lines(self, lines: Iterable[Line]) -> Iterator[Line]:
         """These lines, each followed by those of the computations that it runs."""
         for line in lines:
             yield line
@@ -259,7 +259,7 @@ class _Module:
 
     # --- Collectives --------------------------------------------------------------------------------------------------
 
-    def operation_of(self, line: _Line) -> str | None:
+    def operation_of(self, line: Line) -> str | None:
         """The operation of the collective that `line` starts, or is; None for other lines."""
         operation = line.opcode.removesuffix("-start").removeprefix("collective-")
         if operation in OPERATIONS:
@@ -267,12 +267,12 @@ class _Module:
         described = self.described(line)
         return None if described is line else self.operation_of(described)
 
-    def described(self, line: _Line) -> _Line:
+    def described(self, line: Line) -> Line:
         """The line with the groups: an `async-start` has its collective in a separate computation."""
         wrapped = self.computations.get(line.attribute("calls") or "", []) if line.opcode == "async-start" else []
         return next((inner for inner in wrapped if self.operation_of(inner)), line)
 
-    def beside(self, computation: list[_Line], place: int) -> Beside:
+    def beside(self, computation: list[Line], place: int) -> Beside:
         """The kernels between the collective at `place` and the wait for it."""
         start, found = computation[place], []
         if not start.opcode.endswith("-start"):
@@ -286,7 +286,7 @@ class _Module:
 
     # --- Kernels ------------------------------------------------------------------------------------------------------
 
-    def kernel_of(self, line: _Line) -> str | None:
+    def kernel_of(self, line: Line) -> str | None:
         """The type of kernel that a line launches; None if it launches none, or a collective."""
         opcode = line.opcode
         if opcode in FREE or opcode in CONTROL or self.operation_of(line):
@@ -303,7 +303,7 @@ class _Module:
             return "copy"
         return opcode.removesuffix("-start")
 
-    def _fusion(self, line: _Line) -> str:
+    def _fusion(self, line: Line) -> str:
         config = re.search(r'"fusion_backend_config":\{"kind":"([^"]*)"', line.attributes)
         emitter = config[1] if config else ""
         if self._has_product(line.attribute("calls")):
@@ -329,7 +329,7 @@ class _Module:
 # --- Groups and axes --------------------------------------------------------------------------------------------------
 
 
-def _axes_of(line: _Line, operation: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
+def _axes_of(line: Line, operation: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """The axes along which a collective communicates; empty if its groups have one device each.
 
     Raises:
