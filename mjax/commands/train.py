@@ -17,6 +17,7 @@ from mjax.errors import UsageError, either, exit_code, explain
 from mjax.flags import parse, typed_flags
 from mjax.launch import Distributed
 from mjax.model_config import KIND_FLAG, as_kind, kind_of
+from mjax.profiling.steps import profiled_steps
 from mjax.resolve import resolve, resolve_steps
 from mjax.validation import validate
 
@@ -49,6 +50,9 @@ class TrainArguments:
     precision, model). Steps, mesh, intervals and logging may change without it."""
     force: bool = False
     """Train even if the run is predicted not to fit into GPU memory."""
+    profile: str | None = None
+    """START:END: profile the steps from START up to END - 1, as in a Python slice. Prints where their time went and
+    writes a trace into RUN/profile (docs/runs.md)."""
     distributed: Distributed = field(default_factory=Distributed)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
@@ -64,10 +68,12 @@ def train(argv: Sequence[str]) -> int:
     from mjax.generation import print_sample
     from mjax.parallel import processes
     from mjax.planner.fit import check_gpu_at_hand
+    from mjax.profiling.recorder import Recorder
     from mjax.training import loop
+    from mjax.training.result import Options
     from mjax.training.watchdog import watching
 
-    config = arguments.settings
+    config, options = arguments.settings, Options()
     processes.start(arguments.distributed)
     with watching(arguments.distributed, explain) as watchdog:
         if processes.is_first():
@@ -75,7 +81,10 @@ def train(argv: Sequence[str]) -> int:
                 print(line)
         check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
         step = None if arguments.init else arguments.step
-        result = loop.train(config, arguments.resume, label, watchdog, step, print_sample, origin=origin)
+        if arguments.profile is not None and processes.is_first():
+            options = Options(profile=Recorder(_profiled(arguments), arguments.resume))
+        given = {"on_end": print_sample, "options": options, "origin": origin}
+        result = loop.train(config, arguments.resume, label, watchdog, step, **given)
     return result.exit_code
 
 
@@ -100,6 +109,8 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
         settings, taken = resolve_steps(arguments.settings, typed_flags(argv))
     arguments = replace(arguments, settings=settings)
     validate(arguments.settings, label)
+    if arguments.profile is not None:
+        _profiled(arguments)
     from mjax.training.continuing import changes_since
     from mjax.training.origin import choose_origin
 
@@ -113,6 +124,11 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
 
     check_wandb(arguments.settings.log.wandb)
     return replace(arguments, resume=folder), label, origin, [*taken, *changes]
+
+
+def _profiled(arguments: TrainArguments) -> range:
+    """The steps of --profile."""
+    return profiled_steps(arguments.profile, arguments.settings.train.steps)
 
 
 def _check_step(arguments: TrainArguments, folder: Path) -> None:

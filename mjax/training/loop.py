@@ -107,6 +107,8 @@ def train(
         if start >= config.train.steps:
             display.say(f"all {start} steps are done; raise --train.steps to continue, or choose another --name")
             return Result(0, start, state, None)
+        options.profile.say = display.say
+        options.profile.starts(start)
         log = None
         if is_first():
             write_folder(config, resolved, data, folder, display.say)
@@ -144,6 +146,7 @@ class Run:
         options: Options | None = None,
     ):
         self.options, self.told_to_end = options or Options(), False
+        self.profile = self.options.profile
         self.config, self.mesh, self.program, self.checkpoints = config, mesh, program, checkpoints
         self.log, self.display, self.watchdog = log, display, watchdog
         self.sizes = BatchSizes.of(config)
@@ -189,6 +192,7 @@ class Run:
             self.watchdog.or_end(),
             contextlib.closing(fetch) as batches,
             display,
+            self.profile.or_nothing(),
             StopSignal() as stop,
             jax.transfer_guard("disallow"),
         ):
@@ -197,17 +201,20 @@ class Run:
             program, size = self.program, None
             for step, batch in enumerate(batches, start=start + 1):
                 if size != (due := self.sizes.size(step - 1)):
-                    if waiting is not None:
-                        self._write(self._record(*waiting))  # so that its time does not include a compilation
-                        waiting = None
+                    waiting = self._settle(waiting)  # so that its time does not include a compilation
                     self.watchdog.at(step, COMPILING)
                     size, program = due, self._program_of(due, step)
                 else:
                     self.watchdog.at(step)
-                state, metrics = program.train_step(state, batch, *self._limit(step))
+                limit = self._limit(step)
+                if self.profile.begins(step):
+                    waiting = self._settle(waiting)
+                    self.profile.begin(step, program.train_step, (state, batch, *limit))
+                    self.clock = time.perf_counter()
+                with self.profile.step(step):
+                    state, metrics = program.train_step(state, batch, *limit)
                 self.watchdog.at(step)
-                if waiting is not None:
-                    self._write(self._record(*waiting))  # while the devices work on `step`
+                self._settle(waiting)  # while the devices work on `step`
                 waiting = step, metrics
                 self._hear(stop, step)
                 ends = step == last or stop.requested
@@ -216,8 +223,9 @@ class Run:
                 every = config.health.replica_interval
                 if every and (saves or step % every == 0):
                     self.replicas.check(step, state.model)
-                if evaluates or saves:
+                if evaluates or saves or self.profile.ends(step):
                     record = self._record(*waiting)
+                    self.profile.pause(step, ends)
                     if evaluates and not stop.requested:
                         validation_loss, validation_metrics = self._validate(step, state.model, validation, record)
                     self._write(record)
@@ -227,6 +235,7 @@ class Run:
                     if self.log:
                         self.log.draw(last=ends)
                     waiting = None
+                    self.profile.resume()
                     self.clock = time.perf_counter()
                 done = step
                 if ends or self.guard.spike is not None:
@@ -239,6 +248,11 @@ class Run:
             )
         exit_code = 0 if done == last else PREEMPTED
         return Result(exit_code, done, state, validation_loss, validation_metrics, bool(stop.requested))
+
+    def _settle(self, waiting: tuple[int, StepMetrics] | None) -> None:
+        """Write the record of the step in `waiting`, if any, once it is finished."""
+        if waiting is not None:
+            self._write(self._record(*waiting))
 
     def _hear(self, stop: StopSignal, step: int) -> None:
         """Record what requests the run to stop after `step`."""

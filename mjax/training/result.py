@@ -9,6 +9,7 @@ import optax
 
 from mjax.state.train_state import TrainState
 from mjax.training.metrics import Record
+from mjax.training.profile import Profile
 
 PREEMPTED = 75  # exit code: saved, run the same command again
 
@@ -43,9 +44,11 @@ class Options:
       optimizer: instead of AdamW (`build_program`).
       on_step: called with the record of each step; True ends the run.
       show: whether to print progress.
+      profile: of some steps.
     """
 
     loss: Callable | None = None
     optimizer: optax.GradientTransformation | None = None
     on_step: Callable[[Record], bool] = lambda record: False
     show: bool = True
+    profile: Profile = field(default_factory=Profile)

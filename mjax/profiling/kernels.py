@@ -1,0 +1,187 @@
+"""The kernels in a trace of the profiler, and what each of them is.
+
+On a GPU each stream of a device is a line of the plane /device:GPU:N, and its events are the kernels. On a CPU the
+lines are threads of the host, and the events that have an `hlo_op` are what XLA's runtime executes; the profiler names
+the device of each. Both carry the name of an instruction of the compiled program, whose text says the rest: the
+operation, and the part of the model that it belongs to (`parallel/scopes.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from jax.profiler import ProfileData
+
+from mjax.parallel import scopes
+from mjax.planner.comms import source_of
+from mjax.planner.instructions import Instruction, read_instructions
+
+WINDOW = "profiled steps"  # the event that spans them
+ASIDE = "between steps"  # events within it: evaluations and saves
+PRODUCTS, ATTENTION, OPTIMIZER, OTHER = "products", "attention", "optimizer", "other kernels"
+COPIES, COLLECTIVES, ELSEWHERE = "copies and fills", "collectives", "other programs"
+KINDS = (PRODUCTS, ATTENTION, OPTIMIZER, OTHER, ELSEWHERE, COPIES, COLLECTIVES)
+
+# Names of kernels on a GPU without an instruction: those of a CUDA graph, and copies of the runtime.
+BY_NAME = (
+    (COLLECTIVES, r"nccl|AllReduceKernel|all-?(reduce|gather)|reduce-?scatter"),
+    (ATTENTION, r"fmha|flash|sdpa"),
+    (PRODUCTS, r"gemm|nvjet|cutlass|xmma|cublas|wgmma|splitKreduce"),
+    (COPIES, r"^mem(cpy|set)|copy|dynamic[_-](update[_-])?slice"),
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that ran.
+
+    Attributes:
+      device: it ran on.
+      line: stream of a GPU, or thread of a CPU.
+      begin, end: ns since the profiler was started.
+      kind: one of KINDS.
+      part: of the model with the pass, such as `layer backward`; empty if unknown.
+      name: of the instruction, or of the kernel if the trace has no instruction.
+      source: the operation of the traced program, in XLA's words; empty if unknown.
+    """
+
+    device: str
+    line: str
+    begin: float
+    end: float
+    kind: str
+    part: str
+    name: str
+    source: str
+
+    @property
+    def label(self) -> str:
+        """The operation of the traced program, and the instruction without its number: `dot_general (ynn_fusion)`."""
+        stem = re.sub(r"[._]?\d+$", "", self.name)[:48]
+        operation = re.split(r"[/:()]+", self.source.rstrip("):/"))[-1]
+        return f"{operation} ({stem})" if operation and operation != stem else stem
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What ran during the profiled steps.
+
+    Attributes:
+      spans: begin and end of them, ns since the profiler was started: one span, or more with evaluations and saves
+        between them.
+      kernels: on all devices of this process, also some from before and after them.
+      host: name, begin and end of the events of Python's thread, with the annotations of the steps.
+    """
+
+    spans: list[tuple[float, float]]
+    kernels: list[Kernel]
+    host: list[tuple[str, float, float]]
+
+
+class TraceError(ValueError):
+    """A trace is not in the known form."""
+
+
+def read_trace(profile: ProfileData, program: str) -> Trace:
+    """Read a trace.
+
+    Args:
+      profile: of the profiler.
+      program: text of the compiled train step, `compiled.as_text()`.
+
+    Raises:
+      TraceError: the trace does not have the event WINDOW, or has no kernels.
+    """
+    planes = list(profile.planes)
+    threads = [line for plane in planes if plane.name.startswith("/host:CPU") for line in plane.lines]
+    host = next((spans for spans in map(_spans, threads) if any(span[0] == WINDOW for span in spans)), None)
+    if host is None:
+        raise TraceError(f"the trace has no event {WINDOW!r}")
+    _, begin, end = next(span for span in host if span[0] == WINDOW)
+    classify = _Classifier(program)
+    gpus = [plane for plane in planes if plane.name.startswith("/device:GPU:")]
+    kernels = list(_of_gpus(gpus, classify) if gpus else _of_cpu(threads, classify))
+    if not kernels:
+        raise TraceError(f"the trace has no kernels; its planes are {', '.join(plane.name for plane in planes)}")
+    breaks = [(begin, begin), *sorted(span[1:] for span in host if span[0] == ASIDE), (end, end)]
+    spans = [(before[1], after[0]) for before, after in pairwise(breaks)]
+    return Trace(spans, kernels, host)
+
+
+def _spans(line) -> list[tuple[str, float, float]]:
+    return [(event.name, event.start_ns, event.end_ns) for event in line.events if event.duration_ns > 0]
+
+
+def newest_trace(folder: Path) -> Path:
+    """The file that the profiler has written below `folder`.
+
+    Raises:
+      TraceError: there is none.
+    """
+    files = sorted(folder.rglob("*.xplane.pb"))
+    if not files:
+        raise TraceError(f"the profiler has written no trace into {folder}")
+    return files[-1]
+
+
+def _of_gpus(planes, classify: _Classifier) -> Iterator[Kernel]:
+    for plane in planes:
+        for line in plane.lines:
+            if line.name.startswith("Stream"):  # the other lines repeat its events, by operation, module or step
+                for event in line.events:
+                    yield from classify(plane.name.removeprefix("/device:"), line.name, event, dict(event.stats))
+
+
+def _of_cpu(threads, classify: _Classifier) -> Iterator[Kernel]:
+    for line in threads:
+        for event in line.events:
+            if event.duration_ns > 0 and "::" not in event.name:  # the runtime's own functions
+                stats = dict(event.stats)
+                if "hlo_op" in stats:
+                    yield from classify(f"CPU:{stats.get('device_ordinal', 0)}", line.name, event, stats)
+
+
+class _Classifier:
+    """Looks up the instructions of the train step."""
+
+    def __init__(self, program: str):
+        heading = re.match(r"HloModule ([\w.\-]+)", program)
+        if heading is None:
+            raise TraceError("the text of the train step is not HLO")
+        self.module = heading[1]
+        self.instructions: Mapping[str, Instruction] = read_instructions(program)
+
+    def __call__(self, device: str, line: str, event, stats: Mapping) -> Iterator[Kernel]:
+        """The kernel of an event; nothing for a loop or a call, whose kernels are events too."""
+        name, module = str(stats.get("hlo_op", event.name)), stats.get("hlo_module", self.module)
+        instruction = self.instructions.get(name) if module == self.module else None
+        part, phase = source_of(instruction.source) if instruction else ("", "")
+        if module != self.module:
+            kind, name = ELSEWHERE, f"{module}: {name}"
+        elif instruction is None:
+            kind = next((kind for kind, words in BY_NAME if re.search(words, event.name, re.IGNORECASE)), OTHER)
+        elif (kind := _kind_of(instruction, part)) is None:
+            return
+        words = f"{part} {phase}".strip()
+        source = instruction.source if instruction else ""
+        yield Kernel(device, line, event.start_ns, event.end_ns, kind, words, name, source)
+
+
+def _kind_of(instruction: Instruction, part: str) -> str | None:
+    """The kind of an instruction; None if it runs no kernel of its own."""
+    kernel = instruction.kernel
+    if instruction.collective:
+        return COLLECTIVES
+    if kernel is None:
+        return None
+    if part == scopes.OPTIMIZER:
+        return OPTIMIZER
+    if kernel.startswith("attention") or re.search(rf"[/(]{scopes.ATTENTION}[)/]", instruction.source):
+        return ATTENTION
+    if kernel.startswith("matrix product") or kernel in ("dot", "convolution"):
+        return PRODUCTS
+    return COPIES if instruction.moves or kernel == "copy" else OTHER

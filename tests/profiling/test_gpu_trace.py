@@ -1,0 +1,165 @@
+"""The reader of a GPU's trace, on a trace made by hand: no GPU is at hand where these tests run.
+
+Its planes, lines and statistics are those of XLA's profiler for CUDA: kernels on the lines `Stream #…` of the plane
+`/device:GPU:N`, each with the instruction that launched it; lines that repeat them; and the host's threads.
+"""
+# ruff: noqa: E501 (HLO has long lines)
+
+from itertools import count
+
+import pytest
+from jax.profiler import ProfileData
+
+from mjax.profiling.breakdown import break_down
+from mjax.profiling.kernels import TraceError, read_trace
+
+PROGRAM = """HloModule jit_train_step, is_scheduled=true, entry_computation_layout={(bf16[8]{0})->bf16[8]{0}}
+
+%product (p0: bf16[8,8], p1: bf16[8,8]) -> bf16[8,8] {
+  %p0 = bf16[8,8]{1,0} parameter(0)
+  %p1 = bf16[8,8]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[8,8]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%slice_of_stack (q0: bf16[4,8], q1: s32[]) -> bf16[1,8] {
+  %q0 = bf16[4,8]{1,0} parameter(0)
+  %q1 = s32[] parameter(1)
+  %four = s32[] constant(4)
+  %index = s32[] add(%q1, %four)
+  ROOT %cut = bf16[1,8]{1,0} dynamic-slice(%q0, %index), dynamic_slice_sizes={1,8}
+}
+
+%adam (r0: f32[8]) -> f32[8] {
+  %r0 = f32[8]{0} parameter(0)
+  ROOT %root = f32[8]{0} sqrt(%r0)
+}
+
+ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
+  %x = bf16[8,8]{1,0} parameter(0)
+  %fusion.1 = bf16[8,8]{1,0} fusion(%x, %x), kind=kCustom, calls=%product, metadata={op_name="jit(train_step)/transpose(jvp(layer))/dot_general"}
+  %all-reduce-start.1 = bf16[8,8]{1,0} all-reduce-start(%x), replica_groups={{0,1}}, to_apply=%sum, metadata={op_name="jit(train_step)/transpose(jvp(layer))/psum_invariant"}
+  %fmha.1 = (bf16[8]{0}, u8[0]{0}) custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax", metadata={op_name="jit(train_step)/jvp(layer)/attention/custom_call"}
+  %slice_fusion = bf16[1,8]{1,0} fusion(%x, %x), kind=kLoop, calls=%slice_of_stack, metadata={op_name="jit(train_step)/jvp(layer)/dynamic_slice"}
+  ROOT %adam_fusion = f32[8]{0} fusion(%x), kind=kLoop, calls=%adam, metadata={op_name="jit(train_step)/optimizer/sqrt"}
+}
+"""
+
+
+class Planes:
+    """An XSpace in protobuf's text form."""
+
+    def __init__(self):
+        self.text = ""
+
+    def add(self, plane, lines):
+        """`lines`: by name, of (event, begin, end, statistics), times in µs."""
+        numbers, names, events = count(1), {}, ""
+
+        def number(word):
+            return names.setdefault(word, next(numbers))
+
+        for line, rows in lines.items():
+            events += f'lines {{ name: "{line}" '
+            for name, begin, end, stats in rows:
+                given = "".join(f'stats {{ metadata_id: {number(k)} str_value: "{v}" }} ' for k, v in stats.items())
+                events += f"events {{ metadata_id: {number(name)} offset_ps: {int(begin * 1e6)} "
+                events += f"duration_ps: {int((end - begin) * 1e6)} {given} }} "
+            events += "} "
+        known = "".join(
+            f'{kind}_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }} '
+            for name, i in names.items()
+            for kind in ("event", "stat")
+        )
+        self.text += f'planes {{ name: "{plane}" {events} {known} }} '
+        return self
+
+    def profile(self):
+        return ProfileData.from_serialized_xspace(ProfileData.text_proto_to_serialized_xspace(self.text))
+
+
+def of_step(instruction, module="jit_train_step"):
+    return {"hlo_op": instruction, "hlo_module": module}
+
+
+def host(first=100, last=200, *others):
+    return {"python": [("profiled steps", first, last, {}), ("train", first, first + 1, {"step_num": "7"}), *others]}
+
+
+COMPUTE = [
+    ("nvjet_tst_128x256", 90, 140, of_step("fusion.1")),  # began before the window: counts from 100
+    ("cudnn_generated_fort_native_sdpa", 160, 170, of_step("fmha.1")),
+    ("loop_slice_fusion", 170, 175, of_step("slice_fusion")),
+    ("loop_adam_fusion", 175, 185, of_step("adam_fusion")),
+    ("input_reduce", 185, 187, of_step("reduce.9", "jit__eval_step")),
+]
+BESIDE = [
+    ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 130, 160, of_step("all-reduce-start.1")),
+    ("MemcpyH2D", 165, 167, {"memcpy_details": "kind:h2d"}),
+]
+LINES = {
+    "Stream #13(Compute)": COMPUTE,
+    "Stream #14(NCCL)": BESIDE,
+    "XLA Modules": [("jit_train_step", 90, 187, {})],
+    "XLA Ops": COMPUTE,
+}
+
+
+def test_a_step_is_shared_out_among_what_computes_then_copies_then_communicates():
+    profile = Planes().add("/host:CPU", host()).add("/device:GPU:0", LINES).profile()
+    found = break_down(read_trace(profile, PROGRAM), steps=1)
+    rows = {row.name: (row.milliseconds, row.hidden) for row in found.kinds}
+    assert rows == {
+        "products": (pytest.approx(0.040), pytest.approx(0)),
+        "attention": (pytest.approx(0.010), pytest.approx(0)),
+        "optimizer": (pytest.approx(0.010), pytest.approx(0)),
+        "other programs": (pytest.approx(0.002), pytest.approx(0)),
+        "copies and fills": (pytest.approx(0.005), pytest.approx(0.002)),  # the copy from the host is hidden
+        "collectives": (pytest.approx(0.020), pytest.approx(0.010)),
+        "idle": (pytest.approx(0.013), 0),
+    }
+    assert found.devices == ("GPU:0",)
+    assert found.milliseconds == pytest.approx(0.100)
+    assert sum(row.milliseconds for row in found.parts) == pytest.approx(0.100)
+    parts = {row.name: row.milliseconds for row in found.parts}
+    assert parts["layer backward"] == pytest.approx(0.060)
+    assert parts["layer forward"] == pytest.approx(0.015)
+    assert [row.name for row in found.top["products"]] == ["layer backward: dot_general (fusion)"]
+
+
+def test_two_gpus_give_their_mean_and_two_steps_half():
+    other = {"Stream #13(Compute)": [("nvjet_tst_128x256", 100, 200, of_step("fusion.1"))]}
+    planes = Planes().add("/host:CPU", host()).add("/device:GPU:0", LINES).add("/device:GPU:1", other)
+    found = break_down(read_trace(planes.profile(), PROGRAM), steps=2)
+    assert found.devices == ("GPU:0", "GPU:1")
+    assert found.milliseconds == pytest.approx(0.050)
+    assert found.kinds[0].milliseconds == pytest.approx((0.040 + 0.100) / 2 / 2)
+    assert sum(row.milliseconds for row in found.kinds) == pytest.approx(0.050)
+
+
+def test_what_runs_between_two_steps_is_no_part_of_them():
+    aside = ("between steps", 140, 160, {})
+    profile = Planes().add("/host:CPU", host(100, 200, aside)).add("/device:GPU:0", LINES).profile()
+    found = break_down(read_trace(profile, PROGRAM), steps=1)
+    assert found.milliseconds == pytest.approx(0.080)
+    assert sum(row.milliseconds for row in found.kinds) == pytest.approx(0.080)
+    assert {row.name: row.milliseconds for row in found.kinds}["collectives"] == pytest.approx(0)
+
+
+def test_a_kernel_without_an_instruction_is_known_by_its_name():
+    names = {
+        "ncclDevKernel_AllGather_RING_LL": "collectives",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention",
+        "sm90_xmma_gemm_bf16": "products",
+        "MemcpyD2D": "copies and fills",
+        "loop_add_fusion": "other kernels",
+    }
+    rows = [(name, 100 + i, 101 + i, {}) for i, name in enumerate(names)]
+    profile = Planes().add("/host:CPU", host()).add("/device:GPU:0", {"Stream #7(Compute)": rows}).profile()
+    assert [kernel.kind for kernel in read_trace(profile, PROGRAM).kernels] == list(names.values())
+
+
+def test_a_trace_without_kernels_or_without_the_steps_is_refused():
+    with pytest.raises(TraceError, match=r"no kernels; its planes are /host:CPU"):
+        read_trace(Planes().add("/host:CPU", host()).profile(), PROGRAM)
+    with pytest.raises(TraceError, match="no event 'profiled steps'"):
+        read_trace(Planes().add("/device:GPU:0", LINES).profile(), PROGRAM)
