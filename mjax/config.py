@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from mjax.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, Share
+from mjax.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
 from mjax.data.atomic import write_whole
 from mjax.errors import UsageError, suggestion
 from mjax.json_files import read_json
@@ -24,6 +24,7 @@ from mjax.llama_config import LlamaConfig as LlamaConfig  # for the files in con
 from mjax.model_config import Arrays, GPTConfig, ModelConfig, config_class, upgraded
 from mjax.model_config import BERTConfig as BERTConfig  # for the files in configs/
 from mjax.model_config import BERTTaskConfig as BERTTaskConfig
+from mjax.optimizer_config import OptimizerConfig as OptimizerConfig
 from mjax.parallel import axes
 from mjax.plain_values import build
 
@@ -119,38 +120,6 @@ class DataConfig:
         if self.reset_attention:
             types["documents"] = "int32"
         return types
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW and its learning rate. Weight decay applies to matrices and embeddings, never to biases or LayerNorm."""
-
-    learning_rate: NotNegative = 1.5e-4
-    """Peak learning rate."""
-    min_learning_rate: NotNegative = 1e-5
-    """Learning rate at the end of the schedule."""
-    schedule: Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"] = "cosine"
-    """Shape of the decay after warm-up (wsd: warm-up, stable, decay)."""
-    warmup_steps: CountOrZero = 0
-    """Steps of linear warm-up."""
-    warmup_from: NotNegative = 0.0
-    """Learning rate at which the warm-up begins; Megatron's --lr-warmup-init."""
-    decay_steps: Count | None = None
-    """Step at which min_learning_rate is reached; by default train.steps."""
-    wsd_decay_steps: Count | None = None
-    """wsd only: length of the final decay, in steps; by default a tenth of decay_steps."""
-    wsd_decay: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """wsd only: shape of the final decay."""
-    weight_decay: NotNegative = 0.01
-    """Decoupled weight decay."""
-    beta1: Share = 0.9
-    """Decay of the first moment."""
-    beta2: Share = 0.999
-    """Decay of the second moment."""
-    epsilon: Annotated[float, Bounds(gt=0, such_as="1e-8")] = 1e-8
-    """Added to the square root of the second moment; with 0 a weight without gradient would become 0 / 0."""
-    clip_norm: NotNegative = 1.0
-    """Largest global L2 norm of the gradient; 0: no clipping."""
 
 
 @dataclass(frozen=True)
