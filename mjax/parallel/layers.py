@@ -30,7 +30,16 @@ from mjax.parallel.tokens import Tokens
 def parameter(
     key: Array, initializer, shape: tuple[int, ...], spec: tuple[str | None, ...], dtype, **metadata
 ) -> nnx.Param:
-    """A weight of the whole model: `spec` names, dim by dim, the mesh axis that splits it."""
+    """A weight of the whole model.
+
+    Args:
+      spec: names, dim by dim, the mesh axis that splits it.
+      metadata: more about the weight, for those who ask with `metadata_of`:
+        contracted: how many of its first dims `linear` contracts.
+        matrix: (rows, columns), the dims of a matrix counted from the end, if it is one or a stack of several
+          (`matrices.py`); a weight without it is no matrix for an optimizer such as Muon.
+        partial: as in `zero.Storage`.
+    """
     assert len(spec) == len(shape), f"spec {spec} does not name every dim of {shape}"
     return nnx.Param(initializer(key, shape, dtype), out_sharding=spec, eager_sharding=False, **metadata)
 
@@ -139,14 +148,17 @@ class ColumnParallelLinear(nnx.Module):
     """y = x A + b with A split by columns: A = [A_1 … A_p], so rank i computes its own columns y_i.
 
     The output may have several dims, such as (3, heads, head size) for a fused QKV; `split` says which of them is
-    split. If that has fewer columns than there are ranks, each rank computes one, the same as its neighbours.
+    split; dims before it number separate matrices. If that has fewer columns than there are ranks, each rank computes
+    one, the same as its neighbours.
     Shapes: x [t, h], this rank's rows of the stream → y [b · s, *out] with out[split] / p, varying over `model`.
     """
 
     def __init__(self, key: Array, width: int, out: tuple[int, ...], split: int, std: float, dtype, bias: bool = True):
         spec = tuple(MODEL if dim == split else None for dim in range(len(out)))
         self.columns, self.split = out[split], split
-        self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, contracted=1)
+        # The dims before the one that is split number products that are computed as one: q, k, v; gate and up.
+        matrix = (-1 - len(out),), tuple(range(split - len(out), 0))
+        self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, contracted=1, matrix=matrix)
         self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype) if bias else None
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:
@@ -179,7 +191,8 @@ class RowParallelLinear(nnx.Module):
 
     def __init__(self, key: Array, into: tuple[int, ...], width: int, std: float, dtype, bias: bool = True):
         spec = (MODEL, *(None,) * len(into))
-        self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, contracted=len(into))
+        matrix = tuple(range(-1 - len(into), -1)), (-1,)
+        self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, contracted=len(into), matrix=matrix)
         self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (None,), dtype) if bias else None
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:

@@ -163,6 +163,12 @@ def scatter_sum(x: Array, axis: str, dim: int) -> Array:
     return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)
 
 
+def exchange(x: Array, axis: str, split: int, join: int) -> Array:
+    """All-to-all: from a part of dim `join` of everything to the whole of it for this rank's part of dim `split`; with
+    the two swapped, back. Shapes: […, s, …, j / p, …] → […, s / p, …, j, …]."""
+    return lax.all_to_all(x, axis, split_axis=split, concat_axis=join, tiled=True)
+
+
 def sum_over(x: Array, axes: frozenset[str]) -> Array:
     """Sum over the ranks of all `axes`; the identity if there are none."""
     return lax.psum(x, tuple(sorted(axes))) if axes else x

@@ -1,0 +1,136 @@
+"""Whole matrices from the shards of a weight, and their division among the ranks that hold them.
+
+An optimizer such as Muon is a function of a whole matrix, and a device has shards. A module says which dims of a weight
+are the rows and the columns of a matrix (`matrix=` of `layers.parameter`); all other dims number matrices:
+
+    kernel of                    shape             rows       columns    matrices
+    q, k and v in one product    [l, h, 3, n, d]   h          n · d      3 l
+    attention's output           [l, n, d, h]      n · d      h          l
+    a gated MLP                  [l, h, 2, f]      h          f          2 l
+
+Each mesh axis does one of three things to them:
+
+    it splits their number (layers over `pipe`)     its ranks have different matrices: nothing to do
+    it splits rows or columns (`model`, ZeRO)       an all-to-all: shards of all matrices → some matrices, whole
+    it does neither (`data`)                        its ranks have the same: each takes some, and they share the results
+
+So every matrix is whole on one rank, with its bytes sent once in each direction, and no rank repeats another's work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from mjax.config import MeshConfig
+from mjax.parallel import axes, mappings
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices of one weight on a mesh.
+
+    Attributes:
+      shape: of the whole weight.
+      spec: of the weight as it is stored (`zero.Storage`).
+      rows, columns: dims of a matrix, counted from the end.
+      mesh: sizes of its axes.
+    """
+
+    shape: tuple[int, ...]
+    spec: P
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    mesh: MeshConfig
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of a whole matrix."""
+        rows, columns = (math.prod(self.shape[dim] for dim in dims) for dims in (self.rows, self.columns))
+        return rows, columns
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The dims that number matrices, counted from the end."""
+        return tuple(dim for dim in range(-len(self.shape), 0) if dim not in self.rows + self.columns)
+
+    @property
+    def count(self) -> int:
+        """Matrices of which a device holds shards, or which it holds whole."""
+        ranks = math.prod(axes.sizes(self.mesh)[axis] for dim in self.numbers for axis in self._splitting(dim))
+        return math.prod(self.shape[dim] for dim in self.numbers) // ranks
+
+    @cached_property
+    def moves(self) -> tuple[tuple[str, int | None], ...]:
+        """The axes that divide the work, in order: with the dim of [count, *rows, *columns] that the axis splits, or
+        None if its ranks hold the same."""
+        sizes = axes.sizes(self.mesh)
+        used = {axis for dim in range(-len(self.shape), 0) for axis in self._splitting(dim)}
+        # One matrix of which all ranks have a copy cannot be shared.
+        same = [axis for axis in axes.NAMES if axis not in used and sizes[axis] > 1 and self.count > 1]
+        split = [
+            (axis, place)
+            for place, dim in enumerate(self.rows + self.columns, start=1)
+            for axis in reversed(self._splitting(dim))  # the innermost part first
+            if sizes[axis] > 1
+        ]
+        return (*((axis, None) for axis in same), *split)
+
+    @property
+    def each(self) -> int:
+        """Whole matrices for a rank; the last ranks may get fewer."""
+        count = self.count
+        for axis, _ in self.moves:
+            count = -(-count // axes.sizes(self.mesh)[axis])
+        return count
+
+    def _splitting(self, dim: int) -> tuple[str, ...]:
+        entry = self.spec[dim]
+        return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+    def map(self, function: Callable[[Array], Array], shard: Array) -> Array:
+        """Apply `function` to every matrix of the weight, inside `shard_map`.
+
+        Args:
+          function: stacked whole matrices [k, rows, columns] → the same shape, each by itself.
+          shard: this device's part of the weight, or of an array like it.
+
+        Returns:
+          This device's part of the result, typed as varying over the same axes as `shard`.
+        """
+        order = [dim + shard.ndim for dim in self.numbers + self.rows + self.columns]
+        local = shard.transpose(order)
+
+        def on_whole(x: Array) -> Array:
+            return function(x.reshape(len(x), *self.size)).reshape(x.shape)
+
+        stacked = local.reshape(self.count, *local.shape[len(self.numbers) :])
+        done = _divided(on_whole, stacked, self.moves).reshape(local.shape)
+        return done.transpose([order.index(dim) for dim in range(shard.ndim)])
+
+
+def _divided(function: Callable[[Array], Array], x: Array, moves: tuple[tuple[str, int | None], ...]) -> Array:
+    """`function` of `x` [count, …] by the ranks of the axes of `moves`, each on its part of the whole matrices."""
+    if not moves:
+        return function(x)
+    (axis, dim), *others = moves
+    count, ranks = len(x), mappings.size(axis)
+    each = -(-count // ranks)
+    padded = jnp.pad(x, [(0, each * ranks - count)] + [(0, 0)] * (x.ndim - 1))
+    if dim is not None:
+        done = _divided(function, mappings.exchange(padded, axis, split=0, join=dim), others)
+        return mappings.exchange(done, axis, split=dim, join=0)[:count]
+    first = mappings.rank(axis) * each
+    done = _divided(function, jax.lax.dynamic_slice_in_dim(padded, first, each), others)
+    if ranks <= count:
+        return mappings.gather_whole(done, axis, 0)[:count]
+    # Most ranks have none: a sum of zeros and one result sends less than a gather of all that padding.
+    placed = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(padded), done, first, 0)
+    return mappings.sum_over(placed[:count], frozenset({axis}))
