@@ -68,7 +68,8 @@ ELSEWHERE = {
     "adam-beta1": "optimizer.beta1", "adam-beta2": "optimizer.beta2", "adam-eps": "optimizer.epsilon",
     "adam-epsilon": "optimizer.epsilon", "eps": "optimizer.epsilon", "clip-grad": "optimizer.clip-norm",
     "grad-clip": "optimizer.clip-norm", "gradient-clip-val": "optimizer.clip-norm",
-    "max-grad-norm": "optimizer.clip-norm",
+    "max-grad-norm": "optimizer.clip-norm", "adjust-lr-fn": "optimizer.muon-adjust-lr",
+    "muon-scale-mode": "optimizer.muon-adjust-lr",
     # --- length and batch
     "train-iters": "train.steps", "max-iters": "train.steps", "max-steps": "train.steps", "iters": "train.steps",
     "num-steps": "train.steps", "train-steps": "train.steps", "iterations": "train.steps",

@@ -10,7 +10,12 @@ from mjax.bounds import Bounds, Count, CountOrZero, NotNegative, Share
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its learning rate. Weight decay applies to matrices and embeddings, never to biases or LayerNorm."""
+    """The optimizer and its learning rate. Weight decay applies to matrices and embeddings, never to biases or
+    LayerNorm."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon: orthogonalised momentum for the matrices of the layers, and AdamW for everything else
+    (embeddings, heads, norms, biases)."""
 
     learning_rate: NotNegative = 1.5e-4
     """Peak learning rate."""
@@ -36,5 +41,10 @@ class OptimizerConfig:
     """Decay of the second moment."""
     epsilon: Annotated[float, Bounds(gt=0, such_as="1e-8")] = 1e-8
     """Added to the square root of the second moment; with 0 a weight without gradient would become 0 / 0."""
+    muon_momentum: Share = 0.95
+    """muon only: decay of the momentum, with Nesterov's look-ahead."""
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """muon only: factor of the update of a matrix. match_rms_adamw: 0.2 √max(in, out), so that AdamW's learning rates
+    and weight decay fit (arXiv 2502.16982); original: √max(1, out / in). As adjust_lr_fn of torch.optim.Muon."""
     clip_norm: NotNegative = 1.0
     """Largest global L2 norm of the gradient; 0: no clipping."""

@@ -32,6 +32,7 @@ def validate(config: Config, name: str = "this config") -> None:
     config.model.check(config)
     _check_sequence_parallel(config)
     _check_schedules(config)
+    _check_muon(config)
     _check_data(config, name)
 
 
@@ -126,6 +127,18 @@ def _check_wsd(config: Config, decay_steps: int) -> None:
             f"--optimizer.wsd-decay-steps {optimizer.wsd_decay_steps} does not fit between the warm-up of "
             f"{optimizer.warmup_steps} steps and step {decay_steps}; use {room} or fewer"
         )
+
+
+def _check_muon(config: Config) -> None:
+    """Refuse settings of Muon in a run with another optimizer."""
+    optimizer, default = config.optimizer, type(config.optimizer)()
+    for field in ("muon_momentum", "muon_adjust_lr"):
+        value = getattr(optimizer, field)
+        if optimizer.name != "muon" and value != getattr(default, field):
+            raise UsageError(
+                f"--optimizer.{field.replace('_', '-')} {value} is for --optimizer.name muon, and this run has "
+                f"{optimizer.name}; add that, or leave it out"
+            )
 
 
 OF_PAIRS = ("mask_probability", "short_probability")

@@ -12,7 +12,7 @@ LAYER = "layer"
 HEAD = "head"  # final LayerNorm, logits, cross entropy
 WEIGHTS = "weights"  # gathered from their shards
 GRADIENT = "gradient"  # summed over replicas, and over stages
-OPTIMIZER = "optimizer"  # gradient norm, Adam
+OPTIMIZER = "optimizer"  # gradient norm, the update
 LOSS = "loss"  # reported metrics, and the number of labels
 PIPELINE = "pipeline"  # messages between stages
 

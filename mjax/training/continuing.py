@@ -2,7 +2,7 @@
 
 A run folder holds one experiment. Each config field is in one of three classes:
 
-    FIXED     the weights would not fit, or would mean something else: refused
+    FIXED     weights or moments would not fit, or would mean something else: refused
     LEARNED   changes what is learned: refused, unless --allow-change is given
     FREE      changes how long, on which devices or in which portions, and what is saved, shown or watched
 
@@ -39,7 +39,8 @@ def _every_field(section: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(section))
 
 
-# The fields of a model are FIXED except for the attention kernel and those marked `TUNING` in its config.
+# FIXED are the fields of a model, except for the attention kernel and those marked `TUNING` in its config; and the name
+# of the optimizer, whose moments another one cannot use.
 LEARNED = {
     "data": (
         "path", "split", "train_path", "valid_path", "mock", "own", "samples", "reset_positions", "reset_attention",
@@ -47,7 +48,8 @@ LEARNED = {
     ),
     "optimizer": (
         "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "warmup_from", "decay_steps",
-        "wsd_decay_steps", "wsd_decay", "weight_decay", "beta1", "beta2", "epsilon", "clip_norm",
+        "wsd_decay_steps", "wsd_decay", "weight_decay", "beta1", "beta2", "epsilon", "muon_momentum", "muon_adjust_lr",
+        "clip_norm",
     ),
     "precision": (
         "compute", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
@@ -70,6 +72,7 @@ SCHEDULE = (
     "wsd_decay",
 )  # fmt: skip
 """Fields of the optimizer that may change if the learning rates of the steps taken do not."""
+OPTIMIZER = "optimizer.name"
 PATHS = ("path", "train_path", "valid_path")
 DIGESTS = "data.json"
 
@@ -95,6 +98,11 @@ def changes_since(
     before = read_config(folder / "config.json")
     changed = differences(before, config)
     for name, (old, new) in changed.items():
+        if name == OPTIMIZER and steps != [0]:
+            raise UsageError(
+                f"{folder} was trained with {old}, whose moments {new} cannot use; type --{OPTIMIZER} {old} to "
+                f"continue it, or --init {folder} --name NEW for a new run from its weights"
+            )
         if _is_fixed(config, name):
             raise UsageError(
                 f"{folder} holds a run of another model ({name} {old}, now {new}); "

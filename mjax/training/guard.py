@@ -237,7 +237,7 @@ def not_finite(metrics: StepMetrics, names: list[str]) -> str | None:
     """
     if metrics.broken:
         first = f"{names[int(metrics.first_broken)]} first, {int(metrics.broken)} of {len(names)}"
-        return f"weights or Adam moments are not finite, or above 1e20 ({first})"
+        return f"weights or moments are not finite, or above 1e20 ({first})"
     finite_loss = math.isfinite(float(metrics.loss))
     where = "" if finite_loss else "; the loss was not finite before them"
     if metrics.nonfinite:

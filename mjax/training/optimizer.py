@@ -1,20 +1,24 @@
-"""AdamW, and the exact global norm of gradients that are split over devices."""
+"""AdamW, Muon for the matrices of a model, and the exact global norm of gradients that are split over devices."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from mjax.config import MeshConfig, OptimizerConfig
+from mjax.config import Config, MeshConfig, OptimizerConfig
 from mjax.names import leaf_name
 from mjax.parallel import scopes
 from mjax.parallel.axes import PIPE
 from mjax.parallel.mappings import rank, sum_over, varying_axes
 from mjax.parallel.zero import is_layer, layer_dims
+from mjax.state.layout import Layout
+from mjax.state.precision import COMPUTE_TYPES
+from mjax.training.muon import ITERATE_IN, matrices_of, scale_by_muon
 
 LARGEST = 1e20  # far above any weight or first moment of a sound run
 
@@ -27,16 +31,47 @@ def is_decayed(name: str) -> bool:
     return name.rsplit(".", 1)[-1] not in ("bias", "scale")
 
 
+def optimizer_of(config: Config, layout: Layout) -> optax.GradientTransformation:
+    """The optimizer of a run without the learning rate, which the step multiplies in from the schedule."""
+    if config.optimizer.name == "adamw":
+        return adamw(config.optimizer)
+    return muon(config.optimizer, COMPUTE_TYPES[ITERATE_IN[config.precision.compute]], layout, config.mesh)
+
+
 def adamw(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101) without the learning rate, which the step multiplies in from the schedule."""
+    """AdamW (arXiv 1711.05101) without the learning rate."""
+    return optax.chain(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), _weight_decay(config))
 
-    def decayed(model):
-        return jax.tree_util.tree_map_with_path(lambda path, _: is_decayed(leaf_name(path)), model)
 
+def muon(config: OptimizerConfig, dtype, layout: Layout, mesh: MeshConfig) -> optax.GradientTransformation:
+    """Muon for the matrices of a model and AdamW for all other weights (`muon.py`), without the learning rate.
+
+    Args:
+      dtype: of Muon's iteration.
+      layout: of the weights on the mesh.
+      mesh: its sizes.
+    """
+    matrices = matrices_of(layout, mesh)
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
     return optax.chain(
-        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
-        optax.add_decayed_weights(config.weight_decay, mask=decayed),
+        optax.masked(scale_by_muon(config, dtype, matrices), _where(lambda name: name in matrices)),
+        optax.masked(adam, _where(lambda name: name not in matrices)),
+        _weight_decay(config),
     )
+
+
+def _weight_decay(config: OptimizerConfig) -> optax.GradientTransformation:
+    return optax.add_decayed_weights(config.weight_decay, mask=_where(is_decayed))
+
+
+def _where(holds: Callable[[str], bool]) -> Callable:
+    """A mask for optax: for which weights it holds, by name."""
+    return lambda model: jax.tree_util.tree_map_with_path(lambda path, _: holds(leaf_name(path)), model)
+
+
+def has_none(node) -> bool:
+    """Whether a part of an optimizer has nothing for a weight, because another part has it."""
+    return isinstance(node, optax.MaskedNode)
 
 
 @jax.named_scope(scopes.OPTIMIZER)
@@ -63,20 +98,28 @@ def squares_and_broken(gradients, model, state: optax.OptState, mesh: MeshConfig
     def has_root(x):  # not x >= 0: XLA would share its zeros with a buffer of gradients, and keep them from the start
         return jnp.isfinite(jnp.sqrt(x))
 
-    is_adam = isinstance(state, tuple) and isinstance(state[0], optax.ScaleByAdamState)
     # Counted one by one. XLA fuses the check of the weights with their cast at the start of the step; a verdict on
     # weight and moments together would wait for Adam as an array of a byte an element.
     broken = [flags(model, bounded)]
-    for number, moments in enumerate(like_the_model(state, model)):
-        broken.append(flags(moments, has_root if is_adam and number == 1 else bounded))
+    for moments, has_squares in moments_of(state, model):
+        broken.append(flags(moments, has_root if has_squares else bounded))
     return sums_by_parameter([[jax.tree.map(squares, gradients)], broken], mesh)
 
 
-def like_the_model(state: optax.OptState, model) -> list:
-    """The parts of an optimizer's state that have an array for each weight, such as Adam's two moments."""
+def moments_of(state: optax.OptState, model) -> list[tuple]:
+    """The parts of an optimizer's state that have an array for each weight, or for some (`has_none`), such as Adam's
+    two moments; and whether it is the second one, a mean of squares."""
     structure = jax.tree.structure(model)
-    fits = lambda part: jax.tree.structure(part) == structure  # noqa: E731
-    return [part for part in jax.tree.leaves(state, is_leaf=fits) if fits(part)]
+
+    def fits(part) -> bool:
+        return jax.tree.structure(part, is_leaf=has_none) == structure
+
+    def is_adam(part) -> bool:
+        return isinstance(part, optax.ScaleByAdamState)
+
+    adams = [part for part in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(part)]
+    squares = {id(adam.nu) for adam in adams}
+    return [(part, id(part) in squares) for part in jax.tree.leaves(state, is_leaf=fits) if fits(part)]
 
 
 @jax.named_scope(scopes.OPTIMIZER)
@@ -88,11 +131,12 @@ def sums_by_parameter(groups: list[list], mesh: MeshConfig) -> list[Array]:
 
     Args:
       groups: of trees with the model's structure, whose elements are summed together; their leaves are sharded alike.
+        All but the first of a group may have none for some weights (`has_none`).
     """
 
     def on_device(path, *leaves):
         layers = layer_dims(mesh) if is_layer(leaf_name(path)) else 0
-        sums = sum(leaf.sum(range(layers, leaf.ndim)) for leaf in leaves)
+        sums = sum(leaf.sum(range(layers, leaf.ndim)) for leaf in leaves if not has_none(leaf))
         return _of_all_stages(sums, mesh) if layers and mesh.pipe > 1 else sums.reshape(-1)
 
     parts: dict[frozenset[str], list[tuple[int, Array]]] = {}

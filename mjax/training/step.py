@@ -6,7 +6,7 @@ the layers.
     scan over micro-batches, or over the ticks of a pipeline: loss and gradient, accumulated in float32
     one all-reduce, or reduce-scatter, over `data`
     unscale, global norm, clip; skip the update if the norm, a weight or a moment is not finite, or the loss is too
-    large Adam on the float32 masters
+    large the optimizer, on the float32 masters
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from mjax.training.losses import (
     shares,
     total_loss,
 )
-from mjax.training.optimizer import adamw, backward_order, gradient_names, squares_and_broken
+from mjax.training.optimizer import backward_order, gradient_names, has_none, optimizer_of, squares_and_broken
 from mjax.training.schedule import learning_rate
 from mjax.training.stages import pipeline_means_and_gradients, sum_over_stages
 
@@ -89,14 +89,15 @@ def build_program(
       mesh: of the shape `config.mesh`; an abstract one is enough for tracing.
       batch: global batch of a step; by default `config.train.global_batch`. The learning rate always follows the sizes
         of the whole run.
-      optimizer: gives the direction of a step, before multiplication by the learning rate; by default AdamW.
+      optimizer: gives the direction of a step, before multiplication by the learning rate; by default
+        that of the config.
       loss: (model, stream after the last layer, micro-batch, context) → sums by name, instead of `Model.loss`.
     """
     rate_after = partial(learning_rate, config, xp=jnp)
     config = at_batch(config, batch or config.train.global_batch)
     # --- Shapes, then shardings ---------------------------------------------------------------------------------------
-    transform = optimizer or adamw(config.optimizer)
     layout = lay_out(config, mesh)
+    transform = optimizer or optimizer_of(config, layout)
     shapes, specs = _state_shapes(config, transform, layout)
     abstract_state = sharded_shapes(shapes, specs, mesh)
 
@@ -145,7 +146,12 @@ def _state_shapes(config: Config, transform: optax.GradientTransformation, layou
     shapes = jax.eval_shape(partial(first_state, config, transform), layout.abstract_model)
     everywhere = jax.tree.map(lambda _: P(), shapes)
     moments = optax.tree.map_params(
-        transform, lambda _, spec: spec, shapes.optimizer, layout.specs, transform_non_params=lambda _: P()
+        transform,
+        lambda moment, spec: moment if has_none(moment) else spec,
+        shapes.optimizer,
+        layout.specs,
+        transform_non_params=lambda _: P(),
+        is_leaf=has_none,
     )
     return shapes, replace(everywhere, model=layout.specs, optimizer=moments)
 

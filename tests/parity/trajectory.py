@@ -1,4 +1,4 @@
-"""The same run of AdamW here and in torch, from the same weights over the same batches."""
+"""The same run of AdamW or Muon here and in torch, from the same weights over the same batches."""
 
 from dataclasses import replace
 
@@ -27,25 +27,33 @@ def losses_of_both(config, weights, peer, peer_loss, batch_at, steps=20, rate_at
     placed = jax.tree.map(lambda ours, there: jax.device_put(np.asarray(ours), there.sharding), weights, state.model)
     state = replace(state, model=placed)
 
-    # As Megatron: no decay of what has one dim, biases and LayerNorm.
-    decayed, spared = ([p for p in peer.parameters() if (p.ndim > 1) == matrices] for matrices in (True, False))
-    optimizer = config.optimizer
-    adamw = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": spared, "weight_decay": 0.0}],
-        betas=(optimizer.beta1, optimizer.beta2),
-        eps=optimizer.epsilon,
-    )
-    ours, theirs = [], []
+    optimizer, ours, theirs = config.optimizer, [], []
+    optimizers = _optimizers_of(peer, optimizer)
     for step in range(steps):
         batch = batch_at(step)
-        for group in adamw.param_groups:
+        for group in (group for each in optimizers for group in each.param_groups):
             group["lr"] = optimizer.learning_rate if rate_at is None else rate_at(step)
         state, metrics = program.train_step(state, jax.device_put(batch, program.batch_sharding))
         ours.append(float(metrics.loss))
         loss = peer_loss(peer, batch)
-        adamw.zero_grad()
+        peer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(peer.parameters(), optimizer.clip_norm)
-        adamw.step()
+        for each in optimizers:
+            each.step()
         theirs.append(loss.item())
     return ours, theirs
+
+
+def _optimizers_of(peer, optimizer):
+    """AdamW for all weights, or Muon for the matrices of the layers and AdamW for the others."""
+    weights, found = dict(peer.named_parameters()), []
+    if optimizer.name == "muon":
+        matrices = [weights.pop(name) for name in list(weights) if ".layers." in name and weights[name].ndim == 2]
+        options = {"momentum": optimizer.muon_momentum, "adjust_lr_fn": optimizer.muon_adjust_lr}
+        found.append(torch.optim.Muon(matrices, weight_decay=optimizer.weight_decay, **options))
+    # As Megatron: no decay of what has one dim, biases and LayerNorm.
+    decayed, spared = ([p for p in weights.values() if (p.ndim > 1) == many] for many in (True, False))
+    groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.epsilon)
+    return [*found, adamw]

@@ -19,6 +19,7 @@ FIXED = {
         "kind", "layers", "hidden", "heads", "feed_forward", "sequence", "positions", "vocabulary",
         "vocabulary_multiple", "embedding_layernorm",
     ),
+    "optimizer": ("name",),
 }  # fmt: skip
 LEARNED = continuing.LEARNED | {
     "model": ("activation", "window", "hidden_dropout", "attention_dropout", "layernorm_epsilon", "init_std"),
@@ -109,6 +110,13 @@ def test_another_model_is_refused_whatever_is_allowed(run_of, knob):
         changes_since(run_of(CONFIG), now, allow=True)
 
 
+def test_another_optimizer_is_refused_whatever_is_allowed_because_of_its_moments(run_of):
+    folder, now = run_of(CONFIG), _with(optimizer={"name": "muon"})
+    words = rf"trained with adamw, .* type --optimizer\.name adamw to continue it, or --init {folder} --name NEW"
+    with pytest.raises(UsageError, match=words):
+        changes_since(folder, now, allow=True)
+
+
 def test_a_run_named_by_its_folder_is_told_where_its_config_is(run_of):
     folder = run_of(CONFIG)
     with pytest.raises(UsageError, match=rf"type --config {folder}/config\.json --name NEW instead of --run"):
@@ -118,7 +126,7 @@ def test_a_run_named_by_its_folder_is_told_where_its_config_is(run_of):
 
 def test_a_run_without_steps_of_its_own_takes_any_setting_but_another_model(run_of):
     folder = run_of(CONFIG, step=0)  # as `mjax convert` writes it
-    changed = _with(optimizer={"learning_rate": 1.0}, data={"mock": False, "path": ("data/corpus",)})
+    changed = _with(optimizer={"learning_rate": 1.0, "name": "muon"}, data={"mock": False, "path": ("data/corpus",)})
     assert "changed optimizer.learning_rate: 0.00015 → 1.0" in changes_since(folder, changed)
     with pytest.raises(UsageError, match="another model"):
         changes_since(folder, _with(model={"layers": 3}))

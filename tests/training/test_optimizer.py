@@ -202,6 +202,31 @@ def test_a_weight_or_a_moment_that_cannot_be_right_skips_the_step_and_is_named()
     assert (bool(metrics.skipped), int(metrics.broken)) == (False, 0)
 
 
+def test_the_moments_of_muon_are_checked_too_and_a_second_one_must_have_a_root():
+    config = small_config(2, 2, micro_batch=4)
+    program = program_of(replace(config, optimizer=replace(config.optimizer, name="muon")))
+    batch = jax.device_put(batch_of(config), program.batch_sharding)
+
+    def poisoned(moment, name, value):
+        def change(path, leaf):
+            return leaf.at[1].set(value) if leaf_name(path).endswith(f"{moment}.{name}") else leaf
+
+        state = program.initialize()
+        shardings = jax.tree.map(lambda x: x.sharding, state.optimizer)
+        changed = jax.jit(lambda t: jax.tree_util.tree_map_with_path(change, t), out_shardings=shardings)
+        return replace(state, optimizer=changed(state.optimizer))
+
+    matrix, bias = "blocks.mlp.up.kernel", "blocks.mlp.up.bias"
+    for moment, name, value, broken in [
+        ("trace", matrix, math.nan, 1), ("trace", matrix, 1e30, 1), ("trace", matrix, -1e-9, 0),
+        ("mu", bias, math.inf, 1), ("mu", bias, -1e-9, 0), ("nu", bias, -1e-9, 1),
+    ]:  # fmt: skip
+        _, metrics = program.train_step(poisoned(moment, name, value), batch)
+        assert (bool(metrics.skipped), int(metrics.broken)) == (bool(broken), broken), (moment, value)
+        if broken:
+            assert program.gradient_names[int(metrics.first_broken)] == f"{name} of layer 2"
+
+
 @pytest.mark.parametrize("mesh", [{}, {"pipe": 2, "zero": 1}])
 def test_the_update_of_a_batch_whose_loss_is_above_the_limit_is_dropped(mesh):
     config = small_config(2, 2, micro_batch=2, mesh=mesh)

@@ -1,0 +1,96 @@
+"""Muon: momentum, orthogonalised matrix by matrix (Keller Jordan, https://kellerjordan.github.io/posts/muon/).
+
+    m ← μ m + (1 − μ) g              first moment; the only one that a matrix has
+    u = μ m + (1 − μ) g              Nesterov's look-ahead
+    O = U Vᵀ nearly, for u = U S Vᵀ    five Newton-Schulz iterations, products alone
+    w ← w − η (scale · O + λ w)      decoupled weight decay, as in AdamW
+
+Matrices are those that a module declares (`matrix=` of `layers.parameter`), each by itself: every layer of a stack; q,
+k and v; gate and up. Embeddings, heads, norms and biases have AdamW. The result is that of one device on every mesh,
+because `Matrices` brings each matrix to a rank as a whole.
+
+The iteration runs in the compute dtype: bf16 as in torch and in the author's code, fp32 or fp64; with fp16, whose small
+numbers underflow, in fp32. Its products accumulate in float32 at least. It does not converge: its coefficients raise
+small singular values as fast as possible, and leave those of O between about 0.7 and 1.2.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from mjax.config import MeshConfig, OptimizerConfig
+from mjax.names import leaf_name
+from mjax.parallel.layers import metadata_of
+from mjax.parallel.matrices import Matrices
+from mjax.parallel.sums import wide_type
+from mjax.state.layout import Layout
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+SMALLEST = 1e-7
+"""A matrix with a Frobenius norm below this counts as having this one: without gradient there is no update."""
+ITERATE_IN = {"bf16": "bf16", "fp16": "fp32", "fp32": "fp32", "fp64": "fp64"}
+"""By compute dtype, the dtype of the iteration."""
+
+
+def newton_schulz(x: Array) -> Array:
+    """Matrices with the singular vectors of `x` and singular values near 1. Shapes: [k, r, c] → the same.
+
+    Each is scaled to Frobenius norm 1 first, so that the iteration X ← aX + (bA + cA²)X, A = XXᵀ, is defined.
+    """
+    if x.shape[-2] > x.shape[-1]:  # A is the smaller of XXᵀ and XᵀX
+        return newton_schulz(x.mT).mT
+    a, b, c = COEFFICIENTS
+    wide = wide_type(x.dtype)
+    product = partial(jnp.matmul, preferred_element_type=wide)
+    norm = jnp.sqrt(jnp.square(x.astype(wide)).sum((-2, -1), keepdims=True))
+    x = (x / jnp.maximum(norm, SMALLEST)).astype(x.dtype)
+    for _ in range(ITERATIONS):
+        square = product(x, x.mT).astype(x.dtype)
+        polynomial = (b * square.astype(wide) + c * product(square, square)).astype(x.dtype)
+        x = (a * x.astype(wide) + product(polynomial, x)).astype(x.dtype)
+    return x
+
+
+def update_scale(matrices: Matrices, adjust: str) -> float:
+    """Factor of the update, by `OptimizerConfig.muon_adjust_lr`; a kernel has its inputs as rows and its outputs as
+    columns."""
+    into, out = matrices.size
+    return math.sqrt(max(1, out / into)) if adjust == "original" else 0.2 * math.sqrt(max(into, out))
+
+
+def matrices_of(layout: Layout, mesh: MeshConfig) -> dict[str, Matrices]:
+    """The weights that are matrices, by name."""
+    weights = jax.tree_util.tree_leaves_with_path(layout.abstract_model)
+    specs, dims = jax.tree.leaves(layout.specs), metadata_of(layout.abstract_model, "matrix")
+    return {
+        leaf_name(path): Matrices(weight.shape, spec, *matrix, mesh)
+        for (path, weight), spec, matrix in zip(weights, specs, dims, strict=True)
+        if matrix
+    }
+
+
+def scale_by_muon(config: OptimizerConfig, dtype, matrices: dict[str, Matrices]) -> optax.GradientTransformation:
+    """Muon's direction for the weights in `matrices`, without weight decay and learning rate, inside `shard_map`.
+
+    Args:
+      dtype: of the iteration.
+    """
+
+    def direction(path: tuple, update: Array) -> Array:
+        of = matrices[leaf_name(path)]
+        whole = of.map(newton_schulz, update.astype(dtype)).astype(update.dtype)
+        return update_scale(of, config.muon_adjust_lr) * whole
+
+    momentum = config.muon_momentum
+    return optax.chain(
+        optax.scale(1 - momentum),
+        optax.trace(momentum, nesterov=True),
+        optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(direction, updates)),
+    )
