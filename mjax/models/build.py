@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.model_config import ModelConfig
 from mjax.models.protocol import Model
 from mjax.names import leaf_name
+from mjax.parallel.layers import metadata_of
 
 
 def build_model(seed: int | Array, config: ModelConfig, dtype=jnp.float32) -> Model:
@@ -24,10 +25,22 @@ def build_model(seed: int | Array, config: ModelConfig, dtype=jnp.float32) -> Mo
 @lru_cache(maxsize=64)
 def abstract_weights(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], P]]:
     """Shape and PartitionSpec of every weight by name, from the traced model; nothing is allocated."""
-    shapes = jax.eval_shape(lambda: build_model(0, config))
+    shapes = _traced(config)
     specs = jax.tree.leaves(nnx.get_partition_spec(shapes), is_leaf=lambda spec: isinstance(spec, P))
     named = jax.tree_util.tree_leaves_with_path(shapes)
     return {leaf_name(path): (leaf.shape, spec) for (path, leaf), spec in zip(named, specs, strict=True)}
+
+
+@lru_cache(maxsize=64)
+def matrix_dims(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Rows and columns, as in `matrices.Matrices`, of every weight that is a matrix or a stack of them, by name."""
+    found = zip(abstract_weights(config), metadata_of(_traced(config), "matrix"), strict=True)
+    return {name: matrix for name, matrix in found if matrix}
+
+
+@lru_cache(maxsize=64)
+def _traced(config: ModelConfig) -> Model:
+    return jax.eval_shape(lambda: build_model(0, config))
 
 
 def has_several_stacks(config: ModelConfig) -> bool:

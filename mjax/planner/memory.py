@@ -1,6 +1,6 @@
 """Memory of a device, before anything is compiled: a sum in which every term names its arrays.
 
-    masters, moments       float32: 12 bytes per element, sharded by `parallel/zero.py`
+    masters, moments       float32: 12 bytes per element (8 of a matrix with Muon), sharded by `parallel/zero.py`
     weights to compute     a copy in the compute dtype, cast at the start of the step, gathered if sharded
     kept activations       kept for the backward pass, for every layer and micro-batch in flight
     gradients              of each weight in the compute dtype; float32 accumulators with several micro-batches
@@ -51,7 +51,7 @@ class Memory:
 
     Attributes:
       parameters: float32 masters, and the step's copy in the compute dtype.
-      optimizer: Adam's two moments.
+      optimizer: Adam's two moments; of a matrix with Muon one.
       gradients: of all layers in the compute dtype, and float32 sums over micro-batches.
       activations: kept for the backward pass.
       logits: vocabulary scores; 0 if the peak is at another point.
@@ -264,7 +264,9 @@ def _weights_in_hand(sizes: _Sizes) -> float:
 def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **others: float) -> Memory:
     """Adds masters and moments, which always exist; `computed` are the copies used in the computation."""
     masters = sizes.master * sizes.held.stored
-    return Memory(masters + computed, 2 * masters, gradients, **others, moment=moment)
+    muon = sizes.config.optimizer.name == "muon"
+    moments = 2 * masters - muon * sizes.master * sizes.held.matrices
+    return Memory(masters + computed, moments, gradients, **others, moment=moment)
 
 
 def _backward(sizes: _Sizes) -> Memory:

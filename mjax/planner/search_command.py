@@ -210,8 +210,8 @@ def enough_devices(
     Only candidates with one sequence per micro-batch, full recomputation and one chunk are tried: those that need least
     memory. So the answer is enough; that fewer would not be is likely, not certain.
     """
-    # The minimum on a device: float32 masters and two moments, divided over all.
-    needed = 12 * count_parameters(config.model) / capacity
+    # The minimum on a device: float32 masters and two moments, with Muon one, divided over all.
+    needed = (12 if config.optimizer.name == "adamw" else 8) * count_parameters(config.model) / capacity
     thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.chunks": 1}
     free = {name: value for name, value in thrifty.items() if name not in keep}
     small = with_values(config, free)

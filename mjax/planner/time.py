@@ -18,7 +18,7 @@ The parts of a step, and how each is modelled:
                       latency × log2(ranks). What a product hides counts only beyond the product's time
     pipeline          work of all micro-batches, then fill and drain as in the schedule (`schedules.py`), in lock-step;
                       the head is on the last stage, for which all others wait
-    once per step     sums over `data`, gathers of weights, the bytes of the optimizer
+    once per step     sums over `data`, gathers of weights, the bytes of the optimizer; Muon's products (`muon.py`)
 
 The products of a layer and of the head, their shapes, and the number of sums over `model` are read from the traced
 model (`training/trace.py`), once for each model and size of that axis; the rest is arithmetic. The pieces are those of
@@ -36,6 +36,8 @@ from mjax.config import Config, MeshConfig
 from mjax.hardware import Gpu
 from mjax.models.build import count_parameters
 from mjax.models.kernels import attention_on_gpu
+from mjax.parallel.axes import MODEL
+from mjax.planner import muon
 from mjax.planner.calibration import Calibration, Software, default_calibration
 from mjax.planner.rates import WIDTHS, Rates
 from mjax.planner.regions import activation_elements
@@ -58,11 +60,11 @@ class StepTime:
         attention: scores, softmax and weighted sums.
         elementwise: memory-bound kernels of the layers.
         head: embedding, logits and loss, without their collectives.
-        model: exposed collectives over `model`.
+        model: exposed collectives over `model`; with Muon also those of its matrices.
         pipe: messages between stages.
         bubble: idle time while the pipeline fills and drains.
-        data: sums and gathers over `data`, and of the embedding over `pipe`.
-        optimizer: accumulation of gradients, norm, Adam.
+        data: sums and gathers over `data`, and of the embedding over `pipe`; with Muon those of its matrices.
+        optimizer: accumulation of gradients, norm, update of the weights.
       model_tflops: TFLOP/s of one GPU, counted as in `model_flops` (nothing for recomputation, full attention).
       mfu: those over the peak.
       error: relative error bar of `total`.
@@ -180,6 +182,9 @@ class _Step:
         seconds = {part: m * each for part, each in self._micro_batch.items()}
         seconds["data"] += self._sums_over_data
         seconds["optimizer"] += self.optimizer(m)
+        if self.config.optimizer.name == "muon":
+            for axis, exchanged in muon.exchange_seconds(self.config, self.rates).items():
+                seconds["model" if axis == MODEL else "data"] += exchanged
         if mesh.pipe > 1:
             forward, inputs, weights = (self.layers / mesh.chunks * sum(p.values()) for p in self._passes)
             empty = _empty_messages(mesh, m, self.software) * self._message
@@ -350,4 +355,8 @@ class _Step:
         weights = self.held.layers + self.held.shared / mesh.pipe
         added = m * weights / (mesh.data if mesh.zero == 3 else 1) if m > 1 else 0.0
         moved = self.software.optimizer_bytes * self.held.stored + self.software.accumulate_bytes * added
-        return self.rates.traffic(moved, 20)
+        if self.config.optimizer.name == "adamw":
+            return self.rates.traffic(moved, 20)
+        # No second moment is read and written, 8 bytes; momentum and result are, before and after the products.
+        moved += (4 * muon.width(self.config) - 8) * self.held.matrices
+        return self.rates.traffic(moved, 20) + muon.iteration_seconds(self.config, self.rates)

@@ -21,7 +21,7 @@ NAMES = {
     "pipe": "messages between stages",
     "bubble": "bubble of the pipeline",
     "data": "sums and gathers over data",
-    "optimizer": "sums over micro-batches, Adam",
+    "optimizer": "gradient accumulation, update",
 }
 DAY = 86_400
 

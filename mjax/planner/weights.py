@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
 from mjax.model_config import ModelConfig
-from mjax.models.build import abstract_weights
+from mjax.models.build import abstract_weights, matrix_dims
+from mjax.parallel.matrices import Matrices
 from mjax.parallel.zero import computed_spec, is_layer, storage_of
 
 
@@ -23,7 +24,8 @@ class Held:
     """Elements that one device holds, on the pipeline stage with its share of the layers.
 
     Attributes:
-      stored: master weights between steps, of layers and everything else; as many moments and float32 gradients each.
+      stored: master weights between steps, of layers and everything else; as many float32 gradients.
+      matrices: of `stored`, those of which Muon keeps one moment rather than two.
       layers: weights of its layers, as used in the computation: split over `model` only.
       shared: all other weights, as used in the computation.
       gathered: of `layers`, those gathered layer by layer inside the loop (ZeRO-3) and never held as a whole.
@@ -33,6 +35,7 @@ class Held:
     """
 
     stored: int = 0
+    matrices: int = 0
     layers: int = 0
     shared: int = 0
     gathered: int = 0
@@ -43,7 +46,17 @@ class Held:
 
 def held_by(model: ModelConfig, mesh: MeshConfig) -> Held:
     """Elements of `model` that one device of `mesh` holds."""
-    return _held(model, MeshConfig(mesh.pipe, mesh.data, mesh.model, zero=mesh.zero))  # everything that it depends on
+    return _held(model, _sizes(mesh))
+
+
+def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
+    """The matrices of `model` on `mesh`, one entry a weight."""
+    return _matrices(model, _sizes(mesh))
+
+
+def _sizes(mesh: MeshConfig) -> MeshConfig:
+    """Everything of a mesh that the storage of weights depends on, but for the shape that chunks give them."""
+    return MeshConfig(mesh.pipe, mesh.data, mesh.model, zero=mesh.zero)
 
 
 @lru_cache(maxsize=4096)
@@ -53,6 +66,7 @@ def _held(model: ModelConfig, mesh: MeshConfig) -> Held:
         storage = storage_of(name, shape, spec, mesh)
         stored, computed = _local(shape, storage.spec, mesh), _local(shape, computed_spec(shape, spec, mesh), mesh)
         total["stored"] += stored
+        total["matrices"] += stored if name in matrix_dims(model) else 0
         if not is_layer(name):
             total["shared"] += computed
             total["table"] += computed if name == "embedding.table" else 0
@@ -64,6 +78,15 @@ def _held(model: ModelConfig, mesh: MeshConfig) -> Held:
             total["gathered"] += computed
             total["gathered_shards"] += stored
     return Held(**total)
+
+
+@lru_cache(maxsize=4096)
+def _matrices(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
+    return tuple(
+        Matrices(shape, storage_of(name, shape, spec, mesh).spec, *matrix_dims(model)[name], mesh)
+        for name, (shape, spec) in abstract_weights(model).items()
+        if name in matrix_dims(model)
+    )
 
 
 def _local(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> int:

@@ -13,18 +13,23 @@ from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.zero import is_layer
 from mjax.planner.weights import held_by
 from mjax.state.layout import lay_out
+from mjax.training.muon import matrices_of
 
 
 def counted(config):
     """What `held_by` says, counted on the layout of the arrays."""
     layout = lay_out(config, abstract_mesh(config.mesh))
     plan = [storage for _, storage in jax.tree_util.tree_leaves_with_path(layout.plan)]
-    found = dict.fromkeys(("stored", "layers", "shared", "gathered", "gathered_shards", "table", "largest"), 0)
+    matrices = matrices_of(layout, config.mesh)
+    found = dict.fromkeys(
+        ("stored", "matrices", "layers", "shared", "gathered", "gathered_shards", "table", "largest"), 0
+    )
     for (path, leaf), storage in zip(jax.tree_util.tree_leaves_with_path(layout.abstract_model), plan, strict=True):
         name = leaf_name(path)
         stored = math.prod(leaf.sharding.shard_shape(leaf.shape))
         computed = stored * math.prod(getattr(config.mesh, axis) for axis, _ in storage.gathers)
         found["stored"] += stored
+        found["matrices"] += stored * (name in matrices)
         found["layers" if is_layer(name) else "shared"] += computed
         found["largest"] = max(found["largest"], computed * is_layer(name))
         found["table"] += computed * (name == "embedding.table")
