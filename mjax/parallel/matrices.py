@@ -67,14 +67,18 @@ class Matrices:
         ranks = math.prod(axes.sizes(self.mesh)[axis] for dim in self.numbers for axis in self._splitting(dim))
         return math.prod(self.shape[dim] for dim in self.numbers) // ranks
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The axes that split the weight as it is stored."""
+        return tuple(axis for dim in range(-len(self.shape), 0) for axis in self._splitting(dim))
+
     @cached_property
     def moves(self) -> tuple[tuple[str, int | None], ...]:
         """The axes that divide the work, in order: with the dim of [count, *rows, *columns] that the axis splits, or
         None if its ranks hold the same."""
         sizes = axes.sizes(self.mesh)
-        used = {axis for dim in range(-len(self.shape), 0) for axis in self._splitting(dim)}
         # One matrix of which all ranks have a copy cannot be shared.
-        same = [axis for axis in axes.NAMES if axis not in used and sizes[axis] > 1 and self.count > 1]
+        same = [axis for axis in axes.NAMES if axis not in self.splits and sizes[axis] > 1 and self.count > 1]
         split = [
             (axis, place)
             for place, dim in enumerate(self.rows + self.columns, start=1)

@@ -8,12 +8,13 @@
     work                   temporaries of one layer's backward pass at its peak
 
 What a layer keeps, and the temporaries of its backward pass, are read from the traced layer (`training/trace.py`,
-`regions.py`) and multiplied by layers, micro-batches and stages. Memory can peak at three points in a step, and the
+`regions.py`) and multiplied by layers, micro-batches and stages. Memory can peak at four points in a step, and the
 largest of them determines the step:
 
     head        every kept activation, and the logits
     backward    every kept activation, the gradients of all layers, the temporaries of one layer
     reduction   no activation, but float32 copies of the gradients while they are summed over `data`
+    update      with Muon: the momentum of all weights in the dtype of its iteration, the temporaries of one weight
 
 `tests/planner/compiled_memory.json` has XLA's allocations for the same configs; `benchmarks/memory.py` compiles them
 again. The counting follows arXiv 2205.05198, section 4, with JAX's residuals instead of PyTorch's.
@@ -31,6 +32,7 @@ import numpy as np
 
 from mjax.config import Config
 from mjax.models.kernels import HOPPER, attention_on_gpu
+from mjax.planner import muon
 from mjax.planner.rates import WIDTHS
 from mjax.planner.regions import backward_work
 from mjax.planner.weights import held_by
@@ -56,7 +58,7 @@ class Memory:
       activations: kept for the backward pass.
       logits: vocabulary scores; 0 if the peak is at another point.
       workspace: everything else, mostly the temporaries of one layer.
-      moment: the point of the peak: `head`, `backward` or `reduction`.
+      moment: the point of the peak: `head`, `backward`, `reduction` or `update`.
     """
 
     parameters: float
@@ -94,7 +96,10 @@ def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memo
       UsageError: `model.attention` is cudnn, which does not support the config.
     """
     sizes = _Sizes(config, attention_on_gpu(config, capability))
-    return max(_head(sizes), _backward(sizes), _reduction(sizes), key=lambda memory: memory.total)
+    points = [_head(sizes), _backward(sizes), _reduction(sizes)]
+    if config.optimizer.name == "muon":
+        points.append(_update(sizes))
+    return max(points, key=lambda memory: memory.total)
 
 
 # --- Sizes of the arrays of one device --------------------------------------------------------------------------------
@@ -264,8 +269,8 @@ def _weights_in_hand(sizes: _Sizes) -> float:
 def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **others: float) -> Memory:
     """Adds masters and moments, which always exist; `computed` are the copies used in the computation."""
     masters = sizes.master * sizes.held.stored
-    muon = sizes.config.optimizer.name == "muon"
-    moments = 2 * masters - muon * sizes.master * sizes.held.matrices
+    with_one = sizes.held.matrices if sizes.config.optimizer.name == "muon" else 0
+    moments = 2 * masters - sizes.master * with_one
     return Memory(masters + computed, moments, gradients, **others, moment=moment)
 
 
@@ -304,3 +309,9 @@ def _reduction(sizes: _Sizes) -> Memory:
     both = not (held.gathered or sizes.accumulates or sizes.width == sizes.master)
     narrow = sizes.width * held.largest if both else 0.0
     return _memory(sizes, "reduction", 0.0, narrow + wide, workspace=sizes.batch)
+
+
+def _update(sizes: _Sizes) -> Memory:
+    """While Muon orthogonalises the matrices of the largest weight, and those of the others wait in the same dtype."""
+    waiting = muon.width(sizes.config) * sizes.held.stored
+    return _memory(sizes, "update", 0.0, waiting, workspace=muon.workspace(sizes.config) + sizes.batch)

@@ -16,6 +16,7 @@ WHEN = {
     "head": "with the logits of a micro-batch",
     "backward": "in the backward pass of the layers",
     "reduction": "when gradients are summed over data",
+    "update": "when Muon orthogonalises matrices",
 }
 
 

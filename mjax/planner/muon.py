@@ -60,10 +60,16 @@ def exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
 
 
 def workspace(config: Config) -> float:
-    """Bytes of the temporaries of the largest weight: its matrices, and products in float32 at least."""
-    wide = max(4, width(config))
-    found = (each.each * math.prod(each.size) for each in matrices_of(config.model, config.mesh))
-    return (2 * width(config) + wide) * max(found, default=0)
+    """Bytes of the temporaries of the largest weight."""
+    return width(config) * max(map(_temporaries, matrices_of(config.model, config.mesh)), default=0)
+
+
+def _temporaries(matrices: Matrices) -> int:
+    """Elements: of an iteration x, its product, the next x and a copy, and three squares; and if matrices move, of what
+    is sent and received."""
+    whole, squares = math.prod(matrices.size), min(matrices.size) ** 2
+    moved = math.prod(matrices.shape) // math.prod(axes.sizes(matrices.mesh)[axis] for axis in matrices.splits)
+    return matrices.each * (4 * whole + 3 * squares) + (2 * moved if matrices.moves else 0)
 
 
 def width(config: Config) -> int:

@@ -17,7 +17,6 @@ small singular values as fast as possible, and leave those of O between about 0.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -44,17 +43,19 @@ def newton_schulz(x: Array) -> Array:
 
     Each is scaled to Frobenius norm 1 first, so that the iteration X ← aX + (bA + cA²)X, A = XXᵀ, is defined.
     """
-    if x.shape[-2] > x.shape[-1]:  # A is the smaller of XXᵀ and XᵀX
-        return newton_schulz(x.mT).mT
     a, b, c = COEFFICIENTS
-    wide = wide_type(x.dtype)
-    product = partial(jnp.matmul, preferred_element_type=wide)
-    norm = jnp.sqrt(jnp.square(x.astype(wide)).sum((-2, -1), keepdims=True))
+    wide, tall = wide_type(x.dtype), x.shape[1] > x.shape[2]
+
+    def sum_of(first: float, x: Array, second: float, y: Array) -> Array:
+        return (first * x.astype(wide) + second * y.astype(wide)).astype(x.dtype)
+
+    norm = jnp.sqrt(jnp.square(x.astype(wide)).sum((1, 2), keepdims=True))
     x = (x / jnp.maximum(norm, SMALLEST)).astype(x.dtype)
     for _ in range(ITERATIONS):
-        square = product(x, x.mT).astype(x.dtype)
-        polynomial = (b * square.astype(wide) + c * product(square, square)).astype(x.dtype)
-        x = (a * x.astype(wide) + product(polynomial, x)).astype(x.dtype)
+        square = jnp.einsum("kji,kjl->kil" if tall else "kij,klj->kil", x, x)  # the smaller of XᵀX and XXᵀ
+        polynomial = sum_of(b, square, c, square @ square)
+        x = sum_of(a, x, 1.0, x @ polynomial if tall else polynomial @ x)
+        x = jax.lax.optimization_barrier(x)  # else XLA keeps every product to compute the next x from all of them
     return x
 
 
@@ -85,7 +86,9 @@ def scale_by_muon(config: OptimizerConfig, dtype, matrices: dict[str, Matrices])
 
     def direction(path: tuple, update: Array) -> Array:
         of = matrices[leaf_name(path)]
-        whole = of.map(newton_schulz, update.astype(dtype)).astype(update.dtype)
+        # Written once, beside the moment: for each use XLA would compute it again, from a copy of the old moment.
+        narrow = jax.lax.optimization_barrier(update.astype(dtype))
+        whole = of.map(newton_schulz, narrow).astype(update.dtype)
         return update_scale(of, config.muon_adjust_lr) * whole
 
     momentum = config.muon_momentum
