@@ -1,7 +1,7 @@
 """Storage of weights, moments and gradients: one layout for plain data parallelism, ZeRO-1, FSDP and pipelines.
 
 A weight of the model names the axes it is split over *during the computation*: `model` only. Between steps it may be
-split further, and its Adam moments with it:
+split further, and its moments with it:
 
     weights of the layers     their layer dim over `pipe`: a stage holds its own layers
     all other weights         also over `pipe`, if there is one: the embedding is used at both ends of the pipeline,

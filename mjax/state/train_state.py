@@ -19,7 +19,7 @@ class TrainState:
 
     Attributes:
       model: float32 master weights, sharded by their PartitionSpecs.
-      optimizer: Adam's count and moments, sharded like the weights.
+      optimizer: its count and moments, sharded like the weights.
       loss_scale: fp16's loss scale.
       step: int32 [], steps taken, including skipped ones; it numbers batches and dropout masks. Fine-tuning starts each
         seed at another number, for different masks.

@@ -1,17 +1,17 @@
 """Muon: momentum, orthogonalised matrix by matrix (Keller Jordan, https://kellerjordan.github.io/posts/muon/).
 
-    m ← μ m + (1 − μ) g              first moment; the only one that a matrix has
-    u = μ m + (1 − μ) g              Nesterov's look-ahead
-    O = U Vᵀ nearly, for u = U S Vᵀ    five Newton-Schulz iterations, products alone
-    w ← w − η (scale · O + λ w)      decoupled weight decay, as in AdamW
+    m ← μ m + (1 − μ) g                the first moment, the only one of a matrix
+    u = μ m + (1 − μ) g                Nesterov's look-ahead
+    O ≈ U Vᵀ, for u = U S Vᵀ           five Newton-Schulz iterations, which are matrix products
+    w ← w − η (scale · O + λ w)        decoupled weight decay, as in AdamW
 
 Matrices are those that a module declares (`matrix=` of `layers.parameter`), each by itself: every layer of a stack; q,
 k and v; gate and up. Embeddings, heads, norms and biases have AdamW. The result is that of one device on every mesh,
 because `Matrices` brings each matrix to a rank as a whole.
 
 The iteration runs in the compute dtype: bf16 as in torch and in the author's code, fp32 or fp64; with fp16, whose small
-numbers underflow, in fp32. Its products accumulate in float32 at least. It does not converge: its coefficients raise
-small singular values as fast as possible, and leave those of O between about 0.7 and 1.2.
+numbers underflow, in fp32. It does not converge: its coefficients raise small singular values as fast as possible, and
+leave those of O between about 0.7 and 1.2.
 """
 
 from __future__ import annotations

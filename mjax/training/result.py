@@ -41,7 +41,7 @@ class Options:
 
     Attributes:
       loss: instead of the model's (`Forward.objective`).
-      optimizer: instead of AdamW (`build_program`).
+      optimizer: instead of the config's (`build_program`).
       on_step: called with the record of each step; True ends the run.
       show: whether to print progress.
       profile: of some steps.

@@ -60,7 +60,7 @@ class Trainer:
           loss: (model, stream after the last layer [t, h], micro-batch, `Context`) → sums by name, instead of the
             model's `loss`; names and counts stay those of the model (`models/protocol.py`).
           optimizer: an optax transform that gives the direction of a step, such as `optax.scale_by_lion()`; the step
-            subtracts learning rate × direction, with the config's schedule. By default AdamW as configured.
+            subtracts learning rate × direction, with the config's schedule. By default that of the config.
           init: folder of a run from whose weights alone a new run starts, as with `train.py --init`.
           allow_change: continue a run even if a setting that changes what it learns is different.
           show: print progress, as `train.py` does.

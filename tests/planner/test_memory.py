@@ -16,6 +16,7 @@ from mjax.planner.memory import _in_flight, kept_by_layer, predict_memory
 from mjax.planner.memory_figure import draw_memory, variants
 from mjax.planner.memory_section import memory_section
 from mjax.planner.time import predict_time
+from mjax.planner.weights import held_by
 from tests.conftest import ROOT
 
 COMPILED = json.loads((ROOT / "tests" / "planner" / "compiled_memory.json").read_text())
@@ -79,7 +80,7 @@ def test_predictions_are_off_by_less_than_one_percent_on_average():
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
 def test_masters_and_moments_are_the_arguments_of_the_compiled_step(row):
     memory, config = predict_memory(config_of(row)), config_of(row)
-    masters = memory.optimizer / 2
+    masters = 4 * held_by(config.model, config.mesh).stored
     batch = sum(_elements(shape) * {"int32": 4, "bool": 1}[kind] for shape, kind in config.batch_arrays().values())
     expected = masters + memory.optimizer + batch * config.train.global_batch / config.mesh.data
     assert row["argument"] == pytest.approx(expected, rel=1e-5, abs=1e5)  # the counters of the loss scale, alignment
