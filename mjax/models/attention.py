@@ -32,7 +32,7 @@ from mjax.models.context import Context
 from mjax.models.positions import NO_POSITIONS, Positions, distance_penalty
 from mjax.parallel import mappings, random, scopes
 from mjax.parallel.axes import MODEL
-from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, columns
 from mjax.parallel.random import DropoutKey, dropout
 
 FLASH_STAND_IN = "cudnn, traced only"
@@ -255,9 +255,9 @@ class Attention(nnx.Module):
         if self.grouped:
             query, key_value = jax.random.split(qkv)
             self.query = linear(query, out=(heads, size), split=0)
-            self.key_value = linear(key_value, out=(2, kv_heads, size), split=1)
+            self.key_value = linear(key_value, out=(2, kv_heads, size), split=1, apart=True)
         else:
-            self.qkv = linear(qkv, out=(3, heads, size), split=1)
+            self.qkv = linear(qkv, out=(3, heads, size), split=1, apart=True)
         out_bias = bias if out_bias is None else out_bias
         self.out = RowParallelLinear(out, (heads, size), config.hidden, config.residual_std, dtype, out_bias)
         self.query_norm, self.key_norm = qk_norm(heads), qk_norm(kv_heads or heads)
@@ -284,14 +284,8 @@ class Attention(nnx.Module):
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
         """Queries [b, s, n / p, d] and keys and values of this rank's heads, at least one."""
         tokens = context.tokens
-        x = tokens.enter(x)
-        if self.grouped:
-            parts = self.query.within(x), self.key_value.within(x)
-            q, kv = (tokens.by_sequence(checkpoint_name(part, "qkv")) for part in parts)
-            k, v = kv[:, :, 0], kv[:, :, 1]
-        else:
-            qkv = tokens.by_sequence(checkpoint_name(self.qkv.within(x), "qkv"))  # [b, s, 3, n / p, d]
-            q, k, v = (qkv[:, :, i] for i in range(3))
+        parts = columns(x, tokens, *((self.query, self.key_value) if self.grouped else (self.qkv,)))
+        q, k, v = (tokens.by_sequence(checkpoint_name(part, "qkv")) for part in parts)
         if self.query_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         q, k = self.positions.turn(q, k, context)

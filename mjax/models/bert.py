@@ -35,11 +35,11 @@ from mjax.model_config import BERTConfig, EncoderConfig
 from mjax.models.block import Block, PostNormBlock, run_blocks, stack
 from mjax.models.context import Context
 from mjax.models.mlp import activate
+from mjax.models.norms import LayerNorm
 from mjax.models.transformer import transformer_layer
 from mjax.parallel import mappings, random
 from mjax.parallel.axes import MODEL
 from mjax.parallel.layers import (
-    LayerNorm,
     VocabParallelEmbedding,
     linear,
     normal,

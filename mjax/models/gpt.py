@@ -15,10 +15,11 @@ from mjax.model_config import GPTConfig
 from mjax.models.block import stack
 from mjax.models.causal import CausalModel
 from mjax.models.context import Context
+from mjax.models.norms import LayerNorm
 from mjax.models.positions import NO_POSITIONS, ALiBi
 from mjax.models.transformer import transformer_layer
 from mjax.parallel import random
-from mjax.parallel.layers import LayerNorm, VocabParallelEmbedding, normal, parameter
+from mjax.parallel.layers import VocabParallelEmbedding, normal, parameter
 from mjax.parallel.sums import lookup, tile_rows
 from mjax.parallel.tokens import Tokens
 

@@ -1,9 +1,10 @@
-"""RMSNorm (arXiv 1910.07467): x divided by its root mean square, times a weight.
+"""LayerNorm (arXiv 1607.06450) and RMSNorm (arXiv 1910.07467); statistics in float32.
 
-    y = w · cast(x / √(mean(x²) + ε))        statistics in float32, cast to the type of x before the product, as Llama
+    LayerNorm   y = (x − mean(x)) / √(var(x) + ε) · w + b
+    RMSNorm     y = w · cast(x / √(mean(x²) + ε))              cast to the dtype of x before the product, as in Llama
 
-Over the stream it has a weight [h]. Over queries or keys it comes in two forms: `RMSNorm` of each head by itself, with
-one weight [d] for all (Qwen 3); and `AllHeadsRMSNorm` of all heads together with a weight for each [n, d] (OLMo 2).
+RMSNorm also normalises queries or keys, in two forms: `RMSNorm` of each head by itself, with one weight [d] for all
+(Qwen 3); and `AllHeadsRMSNorm` of all heads together with a weight for each [n, d] (OLMo 2).
 """
 
 from __future__ import annotations
@@ -21,6 +22,19 @@ from mjax.parallel.layers import own_columns, recomputed
 from mjax.parallel.sums import wide_type
 
 
+class LayerNorm(nnx.Module):
+    """Normalise the last dim to mean 0 and variance 1, then scale and shift. Shapes: x […, h] → […, h]; the weights are
+    replicated."""
+
+    def __init__(self, width: int, epsilon: float, dtype):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones(width, dtype), out_sharding=(None,), eager_sharding=False)
+        self.bias = nnx.Param(jnp.zeros(width, dtype), out_sharding=(None,), eager_sharding=False)
+
+    def __call__(self, x: Array) -> Array:
+        return _norm(x, self.scale[...], self.bias[...], self.epsilon)
+
+
 class RMSNorm(nnx.Module):
     """Normalise the last dim. Shapes: x […, width] → the same; the weight is replicated.
 
@@ -32,7 +46,7 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(width, dtype), out_sharding=(None,), eager_sharding=False, partial=of_heads)
 
     def __call__(self, x: Array) -> Array:
-        return recomputed(partial(_rms_norm, epsilon=self.epsilon))(x, self.scale[...])
+        return _norm(x, self.scale[...], None, self.epsilon)
 
 
 class AllHeadsRMSNorm(nnx.Module):
@@ -54,11 +68,6 @@ class AllHeadsRMSNorm(nnx.Module):
         return recomputed(_scaled)(x, jax.lax.rsqrt(mean + self.epsilon), scale)
 
 
-def _rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
-    wide = x.astype(wide_type(x.dtype))
-    return _scaled(x, jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon), scale)
-
-
 def _sum_of_squares(x: Array) -> Array:
     return jnp.square(x.astype(wide_type(x.dtype))).sum((-2, -1), keepdims=True)
 
@@ -66,5 +75,68 @@ def _sum_of_squares(x: Array) -> Array:
 def _scaled(x: Array, inverse: Array, scale: Array) -> Array:
     """cast(x · inverse) · scale. The product is exact in float32 and rounded once; so is the gradient of the scale."""
     wide = wide_type(x.dtype)
-    normed = (x.astype(wide) * inverse).astype(x.dtype)
-    return (normed.astype(wide) * scale.astype(wide)).astype(x.dtype)
+    rows = (x.astype(wide) * inverse).astype(x.dtype)
+    return (rows.astype(wide) * scale.astype(wide)).astype(x.dtype)
+
+
+# --- Of one dim -------------------------------------------------------------------------------------------------------
+
+
+def _norm(x: Array, scale: Array, bias: Array | None, epsilon: float) -> Array:
+    """LayerNorm of the last dim, or without a bias RMSNorm."""
+    axes = mappings.varying_axes(x)
+    return _one_dim(x, *(None if weight is None else mappings.vary(weight, axes) for weight in (scale, bias)), epsilon)
+
+
+# The backward pass computes the statistics again from x, which the residual stream keeps anyway: autodiff would keep
+# several float32 arrays of x's shape, more than the rest of the layer together. It is written out for the memory
+# traffic of a GPU: the gradient of x needs sums along rows and those of the weights sums over rows, and no kernel of
+# XLA computes both. From one program it would write the normed rows in float32 for the second kernel. Behind a barrier
+# the second reads x and the statistics of each row.
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _one_dim(x: Array, scale: Array, bias: Array | None, epsilon: float) -> Array:
+    rows = _normed(x, _statistics(x, epsilon, bias is not None))
+    if bias is None:
+        return (rows.astype(x.dtype).astype(rows.dtype) * scale).astype(x.dtype)
+    return (rows * scale + bias).astype(x.dtype)
+
+
+def _one_dim_backward(epsilon: float, residuals, gradient: Array):
+    x, scale, bias = residuals
+    x, gradient = jax.lax.optimization_barrier((x, gradient))
+    statistics = _statistics(x, epsilon, bias is not None)
+    rows = _normed(x, statistics)
+    g = gradient.astype(rows.dtype)
+    along = g * scale
+    to_x = along - rows * (along * rows).mean(-1, keepdims=True)
+    if bias is not None:
+        to_x = to_x - along.mean(-1, keepdims=True)
+    to_x = (to_x * statistics[-1]).astype(x.dtype)
+
+    rows, over = _normed(x, jax.lax.optimization_barrier(statistics)), range(x.ndim - 1)
+    if bias is None:
+        return to_x, (g * rows.astype(x.dtype)).sum(over).astype(scale.dtype), None
+    return to_x, (g * rows).sum(over).astype(scale.dtype), g.sum(over).astype(bias.dtype)
+
+
+_one_dim.defvjp(
+    lambda x, scale, bias, epsilon: (_one_dim(x, scale, bias, epsilon), (x, scale, bias)), _one_dim_backward
+)
+
+
+def _statistics(x: Array, epsilon: float, centred: bool) -> tuple[Array, ...]:
+    """Mean of the last dim, if `centred`, and the inverse of the root of the mean square around it or around 0: […, 1]
+    each, float32 or wider."""
+    wide = x.astype(wide_type(x.dtype))
+    mean = [wide.mean(-1, keepdims=True)] if centred else []
+    return *mean, jax.lax.rsqrt(jnp.square(_around(wide, mean)).mean(-1, keepdims=True) + epsilon)
+
+
+def _normed(x: Array, statistics: tuple[Array, ...]) -> Array:
+    """x with mean 0, if that is among the statistics, and mean square 1: […, h], float32 or wider."""
+    *mean, inverse = statistics
+    return _around(x.astype(inverse.dtype), mean) * inverse
+
+
+def _around(x: Array, mean: list[Array]) -> Array:
+    return x - mean[0] if mean else x

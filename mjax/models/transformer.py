@@ -15,8 +15,8 @@ from mjax.model_config import TransformerConfig
 from mjax.models.attention import Attention
 from mjax.models.block import Block
 from mjax.models.mlp import MLP
+from mjax.models.norms import LayerNorm
 from mjax.models.positions import NO_POSITIONS, Positions
-from mjax.parallel.layers import LayerNorm
 
 
 def transformer_layer(

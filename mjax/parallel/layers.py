@@ -56,22 +56,6 @@ def normal(std: float):
     return jax.nn.initializers.normal(std)
 
 
-class LayerNorm(nnx.Module):
-    """Normalise the last dim to mean 0 and variance 1, then scale and shift; statistics in float32.
-
-    Shapes: x […, h] → […, h]; the weights are replicated.
-    """
-
-    def __init__(self, width: int, epsilon: float, dtype):
-        self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones(width, dtype), out_sharding=(None,), eager_sharding=False)
-        self.bias = nnx.Param(jnp.zeros(width, dtype), out_sharding=(None,), eager_sharding=False)
-
-    def __call__(self, x: Array) -> Array:
-        norm = recomputed(partial(_layer_norm, epsilon=self.epsilon))
-        return norm(x, self.scale[...], self.bias[...])
-
-
 def recomputed(function):
     """`function` of arrays that keeps only its arguments: the backward pass recomputes everything else.
 
@@ -79,20 +63,20 @@ def recomputed(function):
     inside an inner `jax.checkpoint`, and "keep what autodiff needs" would keep what is to be recomputed.
     """
     kept = jax.custom_vjp(function)
-    kept.defvjp(
-        lambda *arguments: (function(*arguments), arguments),
-        lambda arguments, gradient: jax.vjp(function, *arguments)[1](gradient),
-    )
-    return kept
+
+    def backward(arguments, gradient):
+        # Where layers are not in a loop, XLA would find that the forward pass computes the same, and keep its results.
+        arguments, gradient = jax.lax.optimization_barrier((arguments, gradient))
+        return jax.vjp(function, *arguments)[1](gradient)
+
+    kept.defvjp(lambda *arguments: (function(*arguments), arguments), backward)
+    return lambda *arguments: kept(*vary_alike(*arguments))
 
 
-# The backward pass recomputes the statistics from x, which the residual stream keeps anyway: plain autodiff would keep
-# several float32 tensors of x's shape per call, more than the rest of the layer together.
-def _layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    centred = wide - wide.mean(-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + epsilon)
-    return (normed * scale + bias).astype(x.dtype)
+def vary_alike(*arrays: Array) -> list[Array]:
+    """All arrays cast to vary over the axes that any of them varies over: a barrier gives its values one type."""
+    axes = frozenset().union(*map(mappings.varying_axes, arrays))
+    return [mappings.vary(array, axes) for array in arrays]
 
 
 @singledispatch
@@ -121,13 +105,13 @@ def linear_forward(x: Array, kernel: Array, dims: int):
 
 def _linear_backward(dims: int, residuals, gradient: Array):
     x, kernel = residuals
-    return input_gradient(gradient, x, kernel, dims), kernel_gradient(x, gradient)
+    return input_gradient(gradient, x.shape, kernel), kernel_gradient(x, gradient)
 
 
-def input_gradient(gradient: Array, x: Array, kernel: Array, dims: int) -> Array:
-    """g Aᵀ, the gradient of the input of `linear`, in the shape of `x`."""
-    out = kernel.ndim - dims
-    return (_matrix(gradient, out) @ _matrix(kernel, out).T).reshape(x.shape)
+def input_gradient(gradient: Array, shape: tuple[int, ...], kernel: Array) -> Array:
+    """g Aᵀ, the gradient of the input of `linear`: g [t, *out] → `shape` [t, *into]."""
+    out = gradient.ndim - 1
+    return (_matrix(gradient, out) @ _matrix(kernel, out).T).reshape(shape)
 
 
 def kernel_gradient(x: Array, gradient: Array) -> Array:
@@ -149,25 +133,112 @@ class ColumnParallelLinear(nnx.Module):
 
     The output may have several dims, such as (3, heads, head size) for a fused QKV; `split` says which of them is
     split; dims before it number separate matrices. If that has fewer columns than there are ranks, each rank computes
-    one, the same as its neighbours.
+    one, the same as its neighbours. `apart` says that the parts along the first dim are separate outputs (`columns`):
+    each is computed by a product of its own, so that nothing has to be copied out of the whole.
     Shapes: x [t, h], this rank's rows of the stream → y [b · s, *out] with out[split] / p, varying over `model`.
     """
 
-    def __init__(self, key: Array, width: int, out: tuple[int, ...], split: int, std: float, dtype, bias: bool = True):
+    def __init__(
+        self,
+        key: Array,
+        width: int,
+        out: tuple[int, ...],
+        split: int,
+        std: float,
+        dtype,
+        bias: bool = True,
+        apart: bool = False,
+    ):
         spec = tuple(MODEL if dim == split else None for dim in range(len(out)))
-        self.columns, self.split = out[split], split
+        self.columns, self.split, self.apart = out[split], split, apart
         # The dims before the one that is split number products that are computed as one: q, k, v; gate and up.
         matrix = (-1 - len(out),), tuple(range(split - len(out), 0))
         self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, contracted=1, matrix=matrix)
         self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype) if bias else None
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:
-        return self.within(tokens.enter(x))  # the gradient of x needs every rank's columns
+        (y,) = columns(x, tokens, self)
+        return y
 
-    def within(self, x: Array) -> Array:
-        """The same inside a region that is open: x [b · s, h], varying over `model`."""
-        y = linear(own_columns(self.kernel[...], self.columns, self.split + 1), x, 1)
-        return y if self.bias is None else add_bias(y, own_columns(self.bias[...], self.columns, self.split))
+    def weights(self) -> tuple[Array, Array | None]:
+        """The columns of kernel and bias that this rank computes with."""
+        bias = None if self.bias is None else own_columns(self.bias[...], self.columns, self.split)
+        return own_columns(self.kernel[...], self.columns, self.split + 1), bias
+
+
+def columns(x: Array, tokens: Tokens, *layers: ColumnParallelLinear) -> tuple[Array, ...]:
+    """The outputs of column-parallel layers with the same input, in one region: f is applied once.
+
+    Shapes: x [t, h], this rank's rows of the stream → for each layer [b · s, *out] with out[split] / p; for a layer
+    with `apart` each of its parts.
+    """
+    kernels, biases = zip(*(layer.weights() for layer in layers), strict=True)
+    return into_columns(kernels[0], x, kernels, biases, tokens, tuple(layer.apart for layer in layers))
+
+
+@singledispatch
+def into_columns(
+    _: Array, x: Array, kernels: tuple, biases: tuple[Array | None, ...], tokens: Tokens, apart: tuple[bool, ...]
+) -> tuple[Array, ...]:
+    """`columns` for these weights. The first argument is the first kernel: stand-ins for kernels register their own."""
+    axes = mappings.varying_axes(kernels[0]) | mappings.varying_axes(x)
+    biases = tuple(None if bias is None else mappings.vary(bias, axes) for bias in biases)
+    return _columns(x, kernels, biases, tokens, apart)
+
+
+# f and the products behind it are differentiated as one, for their order (`_summed_beside`).
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _columns(x: Array, kernels: tuple[Array, ...], biases: tuple, tokens: Tokens, apart: tuple) -> tuple[Array, ...]:
+    return _columns_forward(x, kernels, biases, tokens, apart)[0]
+
+
+def _columns_forward(x: Array, kernels: tuple[Array, ...], biases: tuple, tokens: Tokens, apart: tuple):
+    x, back = jax.vjp(tokens.enter, x)
+    outputs = []
+    for kernel, bias, cut in zip(kernels, biases, apart, strict=True):
+        for part in range(kernel.shape[1]) if cut else [...]:
+            y, _ = linear_forward(x, kernel[:, part], 1)
+            outputs.append(y if bias is None else add_bias(y, bias[part]))
+    return tuple(outputs), (x, back, kernels, biases)
+
+
+def _columns_backward(tokens: Tokens, apart: tuple, residuals, gradients: tuple[Array, ...]):
+    (x, back, kernels, biases), parts = residuals, iter(gradients)
+    wholes = [
+        _joined([next(parts) for _ in range(kernel.shape[1])]) if cut else next(parts)
+        for kernel, cut in zip(kernels, apart, strict=True)
+    ]
+    to_x = sum(input_gradient(gradient, x.shape, kernel) for gradient, kernel in zip(wholes, kernels, strict=True))
+    to_kernels = tuple(kernel_gradient(x, gradient) for gradient in wholes)
+    to_x, to_kernels = _summed_beside(back, to_x, to_kernels, tokens)
+    to_biases = (None if bias is None else sum_rows(whole) for whole, bias in zip(wholes, biases, strict=True))
+    return to_x, to_kernels, tuple(to_biases)
+
+
+_columns.defvjp(_columns_forward, _columns_backward)
+
+
+def _joined(parts: list[Array]) -> Array:
+    """Arrays [t, …] as one [t, parts, …]: a sum of them with zeros around, which XLA joins and sums over rows in one
+    kernel, as it does no concatenation."""
+    zero, last = jnp.zeros((), parts[0].dtype), len(parts) - 1
+    zero = mappings.vary(zero, mappings.varying_axes(parts[0]))
+    edges = [(0, 0, 0)] * (parts[0].ndim - 1)
+    return sum(
+        jax.lax.pad(part[:, None], zero, [(0, 0, 0), (place, last - place, 0), *edges])
+        for place, part in enumerate(parts)
+    )
+
+
+def _summed_beside(back, gradient: Array, products, tokens: Tokens):
+    """`gradient` summed over the ranks by `back`, the backward pass of f, and `products`, computed during that sum.
+
+    With sequence parallelism neither is used before both are there: left alone, XLA may compute the gradients of
+    weights at the end of a layer, and a sum has nothing beside it. Without, the sum is typed as replicated, and a
+    barrier with values that differ from rank to rank would not keep that type.
+    """
+    (summed,) = back(gradient)
+    return jax.lax.optimization_barrier((summed, products)) if tokens.split else (summed, products)
 
 
 @singledispatch
@@ -225,7 +296,9 @@ class VocabParallelEmbedding(nnx.Module):
 
         `bias` [v / p] is added to the scores if given.
         """
-        scores = _scores(tokens.enter(x), self.table[...], bias)
+        table = self.table[...]
+        bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
+        scores = _scores(x, table, bias, tokens)
         if self.vocabulary == self.rows:
             return scores
         first = mappings.rank(MODEL) * scores.shape[-1]
@@ -236,25 +309,29 @@ class VocabParallelEmbedding(nnx.Module):
 # The backward pass is written out for its order. By itself XLA computes the table's gradient only after the backward
 # pass of all layers, and the gradient of the logits, [t, v / p], stays in memory until then. With a bias it would
 # compute that gradient twice, and keep the logits for the second time.
-@jax.custom_vjp
-def _scores(x: Array, table: Array, bias: Array | None) -> Array:
-    """x Eᵀ + b: x [t, h], table [v / p, h], bias [v / p] → [t, v / p]."""
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _scores(x: Array, table: Array, bias: Array | None, tokens: Tokens) -> Array:
+    """f(x) Eᵀ + b: x [t, h], table [v / p, h], bias [v / p] → [b · s, v / p]."""
+    return _scores_forward(x, table, bias, tokens)[0]
+
+
+def _scores_forward(x: Array, table: Array, bias: Array | None, tokens: Tokens):
+    x, back = jax.vjp(tokens.enter, x)
     scores = x @ table.T
-    return scores if bias is None else scores + bias
+    return (scores, (x, back, table)) if bias is None else (scores + bias, (x, back, table, ()))
 
 
-def _scores_backward(residuals, gradient: Array):
-    x, table, *biased = residuals
-    if not biased:
-        return *jax.lax.optimization_barrier((gradient @ table, gradient.T @ x)), None
-    gradient = jax.lax.optimization_barrier(gradient)
-    return jax.lax.optimization_barrier((gradient @ table, gradient.T @ x, sum_rows(gradient)))
+def _scores_backward(tokens: Tokens, residuals, gradient: Array):
+    x, back, table, *biased = residuals
+    gradient = jax.lax.optimization_barrier(gradient) if biased else gradient
+    products = gradient @ table, (gradient.T @ x, sum_rows(gradient) if biased else None)
+    if not tokens.split:
+        products = jax.lax.optimization_barrier(products)
+    to_x, (to_table, to_bias) = _summed_beside(back, *products, tokens)
+    return to_x, to_table, to_bias
 
 
-_scores.defvjp(
-    lambda x, table, bias: (_scores(x, table, bias), (x, table) if bias is None else (x, table, ())),
-    _scores_backward,
-)
+_scores.defvjp(_scores_forward, _scores_backward)
 
 
 def owned_rows(ids: Array, rows: int) -> tuple[Array, Array]:

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from mjax.parallel import mappings
-from mjax.parallel.layers import input_gradient, linear, linear_forward, own_columns
+from mjax.parallel.layers import input_gradient, into_columns, linear, linear_forward, own_columns
+from mjax.parallel.sums import add_bias
+from mjax.parallel.tokens import Tokens
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +49,7 @@ def _linear_postponed(x: Array, kernel: Array, for_input: Array, for_gradient: A
 
 def _linear_postponed_backward(dims: int, residuals, gradient: Array):
     x, kernel = residuals
-    return input_gradient(gradient, x, kernel, dims), jnp.zeros_like(kernel), x, gradient
+    return input_gradient(gradient, x.shape, kernel), jnp.zeros_like(kernel), x, gradient
 
 
 _linear_postponed.defvjp(
@@ -58,6 +60,16 @@ _linear_postponed.defvjp(
 @linear.register
 def _(kernel: PostponedKernel, x: Array, dims: int) -> Array:
     return _linear_postponed(x, kernel.kernel, kernel.input, kernel.gradient, dims)
+
+
+@into_columns.register
+def _(_: PostponedKernel, x: Array, kernels: tuple, biases: tuple, tokens: Tokens, apart: tuple) -> tuple[Array, ...]:
+    x, outputs = tokens.enter(x), []
+    for kernel, bias, cut in zip(kernels, biases, apart, strict=True):
+        y = linear(kernel, x, 1)
+        y = y if bias is None else add_bias(y, bias)
+        outputs += [y[:, part] for part in range(y.shape[1])] if cut else [y]
+    return tuple(outputs)
 
 
 @own_columns.register

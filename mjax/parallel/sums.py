@@ -6,7 +6,7 @@ gradient of an embedding row used 400 times in a micro-batch is 2% off, of one u
 autocast accumulates these in float32, and so do the functions here; in float32 and float64 they equal autodiff.
 
     operation        forward          gradient of the weight
-    add_bias         y + b            sum over rows: 1ᵀ g, a product, which accumulates in float32
+    add_bias         y + b            sum over rows, accumulated in float32
     lookup           table[ids]       scatter-add of g into zeros of float32
     tile_rows        rows, b times    sum over the b copies
 """
@@ -47,12 +47,22 @@ _add_bias.defvjp(
 def sum_rows(x: Array) -> Array:
     """Sum over the first dim, accumulated in float32 or wider and rounded to the dtype of x. Shapes: [t, *out] →
     [*out]."""
+    return widened(x).sum(0).astype(x.dtype)
+
+
+def widened(x: Array) -> Array:
+    """`x` in float32, or as it is if that is wider; a bf16 is converted by its bits, the upper half of a float32.
+
+    XLA drops a conversion to bf16 whose result is converted back. A sum of float32 values would then read them before
+    the rounding, and XLA would write them to memory for it, beside the rounded ones: twice the bytes of x. This form
+    leaves it the rounded ones, which the kernel that computes them can sum as it writes them.
+    """
     if x.dtype == wide_type(x.dtype):
-        return x.sum(0)
-    # A product with a row of ones reads x once. For a sum of x cast to float32, XLA keeps float32 copies of x.
-    ones = mappings.vary(jnp.ones((1, x.shape[0]), x.dtype), mappings.varying_axes(x))
-    total = jnp.matmul(ones, x.reshape(x.shape[0], -1), preferred_element_type=jnp.float32)
-    return total.astype(x.dtype).reshape(x.shape[1:])
+        return x
+    if x.dtype != jnp.bfloat16:  # no such bits: what is behind a barrier is read again
+        return jax.lax.optimization_barrier(x).astype(wide_type(x.dtype))
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits << 16, jnp.float32)
 
 
 def lookup(table: Array, ids: Array) -> Array:

@@ -1,7 +1,7 @@
 """A traced program as one list of operations, and its matrix products.
 
-A jaxpr nests: calls within calls, and views of views. Here calls are inlined, views resolved and dead code removed, so
-that products, bytes and collectives can be counted on one list.
+A jaxpr nests: calls within calls, and views of views. Here calls are inlined, views and barriers resolved and dead code
+removed, so that products, bytes and collectives can be counted on one list.
 """
 
 from __future__ import annotations
@@ -100,6 +100,9 @@ class Program:
             if len(inner) == 1 and name not in KERNELS and len(inner[0].invars) == len(inputs):
                 results = self._inline(inner[0], inputs, found)
                 numbers |= dict(zip(equation.outvars, results, strict=True))
+                continue
+            if name == "optimization_barrier":
+                numbers |= dict(zip(equation.outvars, inputs, strict=True))
                 continue
             outputs = tuple(self._new(variable) for variable in equation.outvars)
             numbers |= dict(zip(equation.outvars, outputs, strict=True))

@@ -48,7 +48,8 @@ class Layer:
     Attributes:
       program: of it, with attention written out.
       elements: of the residual stream.
-      branches: the products with weights before each sum over `model`; the last of a branch is row-parallel.
+      branches: the products with weights before each sum over `model`, those of the same input as one; the last of a
+        branch is row-parallel.
       of_activations: products of two activations, as in attention.
     """
 
@@ -206,10 +207,13 @@ def _forward(forward: Forward, weights, micro_batch, x: Array) -> tuple[tuple[in
 
 
 def _layer(program: Program, x: Array) -> Layer:
-    branches = [[]]
+    branches, last = [[]], None
     for operation in program.operations:
         if operation.name == "dot_general" and (product := product_of(operation.equation)).of_weight:
+            if operation.inputs[0] == last:  # such as queries, keys and values: the backward pass has them as one
+                product = product._replace(n=product.n + branches[-1].pop().n)
             branches[-1].append(product)
+            last = operation.inputs[0]
         elif operation.is_collective and program.shape(operation.outputs[0]) == x.shape:
             branches.append([])
     return Layer(

@@ -10,11 +10,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
+from mjax.models.norms import LayerNorm
 from mjax.parallel import mappings
 from mjax.parallel.axes import MODEL
 from mjax.parallel.layers import (
     ColumnParallelLinear,
-    LayerNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
