@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mjax.config import Config
 from mjax.data.atomic import write_whole
 from mjax.errors import UnhealthyError, UsageError
@@ -118,8 +120,7 @@ class Guard:
         """Whether the step was skipped because fp16's dynamic loss scale is too large and can still fall."""
         precision = self.config.precision
         dynamic = precision.compute == "fp16" and precision.loss_scale is None
-        overflow = record.nonfinite is not None and not record.broken
-        return overflow and dynamic and record.loss_scale > precision.min_loss_scale
+        return record.nonfinite is not None and dynamic and record.loss_scale > precision.min_loss_scale
 
     def _follow(self, found: str) -> None:
         """Update the candidate checkpoint from a step."""
@@ -235,9 +236,6 @@ def not_finite(metrics: StepMetrics, names: list[str]) -> str | None:
     Args:
       names: `TrainProgram.gradient_names`.
     """
-    if metrics.broken:
-        first = f"{names[int(metrics.first_broken)]} first, {int(metrics.broken)} of {len(names)}"
-        return f"weights or moments are not finite, or above 1e20 ({first})"
     finite_loss = math.isfinite(float(metrics.loss))
     where = "" if finite_loss else "; the loss was not finite before them"
     if metrics.nonfinite:
@@ -246,6 +244,20 @@ def not_finite(metrics: StepMetrics, names: list[str]) -> str | None:
     if not math.isfinite(float(metrics.grad_norm)):
         return f"gradients are not finite (the norm of all together{where})"
     return None if finite_loss else "the loss is not finite"
+
+
+def broken_state(counts: np.ndarray, names: list[str]) -> str | None:
+    """Which weights and moments cannot be right; None if all can.
+
+    Args:
+      counts: result of `TrainProgram.broken`.
+      names: `TrainProgram.gradient_names`.
+    """
+    found = np.flatnonzero(counts)
+    if not found.size:
+        return None
+    first = f"{names[found[0]]} first, {found.size} of {len(names)}"
+    return f"weights or moments are not finite, or above 1e20 ({first})"
 
 
 def check_start(folder: Path, step: int | None) -> None:

@@ -34,7 +34,7 @@ from mjax.training.agreement import agree, check_shared, facts_of
 from mjax.training.beginning import first_state, write_folder, write_origin
 from mjax.training.display import Display, losses
 from mjax.training.flops import model_flops, peak_tflops
-from mjax.training.guard import Guard, check_start, continue_from, not_finite
+from mjax.training.guard import Guard, broken_state, check_start, continue_from, not_finite
 from mjax.training.losses import StepMetrics, mean_of
 from mjax.training.metrics import MetricsLog, Record, finite_or_none
 from mjax.training.origin import Origin
@@ -156,6 +156,7 @@ class Run:
         self.peak = peak_tflops(jax.devices()[0].device_kind, config.precision.compute)
         self.clock = 0.0
         self.guard = Guard(config, checkpoints, display.say if display else print)
+        self.nonfinite = False  # whether the last finished step had values that are not finite
         self.steps_before = 0  # of other runs in this process: processes agree to stop by a number that must only grow
         self.entropy: float | None = None  # of the masked tokens of an evaluation, the same every time
 
@@ -220,9 +221,7 @@ class Run:
                 ends = step == last or stop.requested
                 evaluates = validation is not None and (step == last or step % config.train.eval_interval == 0)
                 saves = ends or self.guard.saves(step)
-                every = config.health.replica_interval
-                if every and (saves or step % every == 0):
-                    self.replicas.check(step, state.model)
+                self._check(step, state, saves)
                 if evaluates or saves or self.profile.ends(step):
                     record = self._record(*waiting)
                     self.profile.pause(step, ends)
@@ -248,6 +247,21 @@ class Run:
             )
         exit_code = 0 if done == last else PREEMPTED
         return Result(exit_code, done, state, validation_loss, validation_metrics, bool(stop.requested))
+
+    def _check(self, step: int, state: TrainState, saves: bool) -> None:
+        """Check the state before it is saved, every so many steps, and after a step with values that are not finite.
+
+        Raises:
+          UnhealthyError: replicas differ, or weights or moments cannot be right: no step would mend that.
+        """
+        every = self.config.health.replica_interval
+        due = saves or (every and step % every == 0)
+        if every and due:
+            self.replicas.check(step, state.model)
+        if due or self.nonfinite:
+            counts = jax.device_get(self.program.broken(state))
+            if problem := broken_state(counts, self.program.gradient_names):
+                self.give_up(f"after step {step} {problem}")
 
     def _settle(self, waiting: tuple[int, StepMetrics] | None) -> None:
         """Write the record of the step in `waiting`, if any, once it is finished."""
@@ -331,7 +345,6 @@ class Run:
             learning_rate=float(metrics.learning_rate),
             loss_scale=float(metrics.loss_scale),
             skipped=bool(metrics.skipped),
-            broken=bool(metrics.broken),
             tokens=self.sizes.samples_before(step) * config.model.sequences * config.model.sequence,
             seconds=seconds,
             tokens_per_second=tokens / seconds,
@@ -351,7 +364,7 @@ class Run:
             return (jax.make_array_from_callback((), everywhere, lambda _: np.float32(limit)),)
 
     def _write(self, record: Record) -> None:
-        record.unhealthy = self.guard.observe(record)
+        record.unhealthy, self.nonfinite = self.guard.observe(record), record.nonfinite is not None
         due = record.step % self.config.log.interval == 0 or record.unhealthy or record.val_loss is not None
         if self.log and due:
             self.log.write(record)

@@ -56,10 +56,7 @@ class StepMetrics:
       grad_norm: float32 [], global L2 norm of the unscaled gradient before clipping.
       learning_rate: float32 [].
       loss_scale: float32 [], as used in this step.
-      skipped: bool [], whether nothing was updated: a gradient, weight or moment was not finite, or the loss was above
-        the limit.
-      broken: int32 [], number of parameters whose weights or moments were not finite, or too large, before the step.
-      first_broken: int32 [], index into `TrainProgram.gradient_names` of the first of them.
+      skipped: bool [], whether nothing was updated: a gradient was not finite, or the loss was above the limit.
       nonfinite: int32 [], number of gradients that are not finite.
       first_nonfinite: int32 [], index into `TrainProgram.gradient_names` of the one the backward pass reached first.
       metrics: the other means by name, float32 [] each: for a BERT its separate losses, and the accuracy of the order.
@@ -70,8 +67,6 @@ class StepMetrics:
     learning_rate: Array
     loss_scale: Array
     skipped: Array
-    broken: Array
-    first_broken: Array
     nonfinite: Array
     first_nonfinite: Array
     metrics: dict[str, Array] = field(default_factory=dict)

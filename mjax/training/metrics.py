@@ -43,7 +43,6 @@ class Record:
       mfu: tflops over the device's peak; null if the peak is unknown.
       nonfinite: which gradient, weight or moment was not finite, and how many; null if all were finite.
       unhealthy: what is wrong with the step, as on the screen; only if something is.
-      broken: whether a weight or a moment was not finite; not written.
       val_loss: mean cross entropy on the validation batches after this step, if it was measured; null in the record if
         it is not finite.
       metrics, val_metrics: for a BERT its two losses and the accuracy of the order; separate keys in the record, such
@@ -65,7 +64,6 @@ class Record:
     mfu: float | None
     nonfinite: str | None = None
     unhealthy: str | None = None
-    broken: bool = False
     val_loss: float | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
     val_metrics: dict[str, float] = field(default_factory=dict)
@@ -73,7 +71,6 @@ class Record:
     def as_dict(self) -> dict[str, Any]:
         """Plain values; `val_loss` and `unhealthy` only if set."""
         values = asdict(self)
-        del values["broken"]
         for name in ("val_loss", "unhealthy"):
             if values[name] is None:
                 del values[name]

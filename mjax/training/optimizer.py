@@ -75,19 +75,26 @@ def has_none(node) -> bool:
 
 
 @jax.named_scope(scopes.OPTIMIZER)
-def squares_and_broken(gradients, model, state: optax.OptState, mesh: MeshConfig) -> list[Array]:
-    """By parameter, layer by layer: the squared L2 norm of its gradient, and how many of its weights and moments
-    are not finite or far too large; float32 [parameters of `gradient_names`] each, replicated.
+def squared_norms(gradients, mesh: MeshConfig) -> Array:
+    """By parameter, layer by layer: the squared L2 norm of its gradient; float32 [parameters of `gradient_names`],
+    replicated.
 
-    The square root of the sum of squares is the global norm; `optax.global_norm` would give every rank its own.
-
-    Weights and moments are checked before Adam uses them rather than after, so that its results can overwrite them and
-    are known to be finite: a norm that is finite in float32 has no element above 2e19, so neither has a first moment,
-    and the second is finite.
+    The square root of their sum is the global norm; `optax.global_norm` would give every rank its own. A norm that is
+    finite in float32 has no element above 2e19, so Adam's first moment has none either, and the second is finite.
     """
 
     def squares(gradient):
         return jnp.square(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)))
+
+    return sums_by_parameter([[jax.tree.map(squares, gradients)]], mesh)[0]
+
+
+def broken_elements(model, state: optax.OptState, mesh: MeshConfig) -> Array:
+    """By parameter, layer by layer: how many of its weights and moments are not finite, or far too large; float32
+    [parameters of `gradient_names`], replicated.
+
+    Not part of the step, which would read all of them once more for it: 3% of the time of a small batch on a GPU.
+    """
 
     def flags(tree, sound):
         return jax.tree.map(lambda x: (~sound(x)).astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
@@ -95,15 +102,13 @@ def squares_and_broken(gradients, model, state: optax.OptState, mesh: MeshConfig
     def bounded(x):
         return jnp.abs(x) <= LARGEST
 
-    def has_root(x):  # not x >= 0: XLA would share its zeros with a buffer of gradients, and keep them from the start
+    def has_root(x):
         return jnp.isfinite(jnp.sqrt(x))
 
-    # Counted one by one. XLA fuses the check of the weights with their cast at the start of the step; a verdict on
-    # weight and moments together would wait for Adam as an array of a byte an element.
     broken = [flags(model, bounded)]
     for moments, has_squares in moments_of(state, model):
         broken.append(flags(moments, has_root if has_squares else bounded))
-    return sums_by_parameter([[jax.tree.map(squares, gradients)], broken], mesh)
+    return sums_by_parameter([broken], mesh)[0]
 
 
 def moments_of(state: optax.OptState, model) -> list[tuple]:
@@ -163,7 +168,7 @@ def _of_all_stages(squares: Array, mesh: MeshConfig) -> Array:
 
 
 def gradient_names(model, mesh: MeshConfig) -> list[str]:
-    """The names of the entries of `squares_and_broken`: 'embedding.table', …, 'blocks.mlp.up.kernel of layer 3', …"""
+    """The names of the entries of `squared_norms`: 'embedding.table', …, 'blocks.mlp.up.kernel of layer 3', …"""
     names = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(model)[0]:
         name = leaf_name(path)

@@ -5,8 +5,8 @@ the layers.
     count the labels of the global batch, if some do not count
     scan over micro-batches, or over the ticks of a pipeline: loss and gradient, accumulated in float32
     one all-reduce, or reduce-scatter, over `data`
-    unscale, global norm, clip; skip the update if the norm, a weight or a moment is not finite, or the loss is too
-    large the optimizer, on the float32 masters
+    unscale, global norm, clip; skip the update if the norm is not finite, or the loss is too large
+    the optimizer, on the float32 masters
 """
 
 from __future__ import annotations
@@ -44,7 +44,14 @@ from mjax.training.losses import (
     shares,
     total_loss,
 )
-from mjax.training.optimizer import backward_order, gradient_names, has_none, optimizer_of, squares_and_broken
+from mjax.training.optimizer import (
+    backward_order,
+    broken_elements,
+    gradient_names,
+    has_none,
+    optimizer_of,
+    squared_norms,
+)
 from mjax.training.schedule import learning_rate
 from mjax.training.stages import pipeline_means_and_gradients, sum_over_stages
 
@@ -61,8 +68,10 @@ class TrainProgram:
       begin: (model) → TrainState of step 0 with these master weights, which are donated; of any float dtype.
       train_step: (TrainState, batch[, limit]) → (TrainState, StepMetrics); the old state is donated. The update is
         skipped if the loss is above `limit`, float32 []; by default there is no limit.
+      broken: TrainState → how many weights and moments of each parameter are not finite or far too large; float32,
+        named by `gradient_names`.
       eval_step: (model, batch) → EvalMetrics; the batch may have a loss mask that training batches do not have.
-      gradient_names: names for the indices in `StepMetrics.first_nonfinite`.
+      gradient_names: names for the indices in `StepMetrics.first_nonfinite`, and for the results of `broken`.
     """
 
     abstract_state: TrainState
@@ -71,6 +80,7 @@ class TrainProgram:
     initialize: Callable[[], TrainState]
     begin: Callable[[Model], TrainState]
     train_step: Callable[..., tuple[TrainState, StepMetrics]]
+    broken: Callable[[TrainState], Array]
     eval_step: Callable[[Model, dict[str, Array]], EvalMetrics]
     gradient_names: list[str]
 
@@ -121,6 +131,9 @@ def build_program(
         out_specs=P(),
     )
 
+    def broken(state):
+        return broken_elements(state.model, state.optimizer, config.mesh)
+
     def begin(model):
         own = jax.tree.map(lambda weight, leaf: weight.astype(leaf.dtype), model, shapes.model)
         return first_state(config, transform, own)
@@ -136,6 +149,7 @@ def build_program(
         initialize=jax.jit(lambda: first_state(config, transform, initial_weights(config)), out_shardings=shardings),
         begin=jax.jit(begin, out_shardings=shardings, donate_argnums=0),
         train_step=jax.jit(train_step, donate_argnums=0),
+        broken=jax.jit(shard_map(broken, in_specs=(specs,), out_specs=P())),
         eval_step=jax.jit(eval_step),
         gradient_names=names,
     )
@@ -191,10 +205,10 @@ def _train_step(
     scale = state.loss_scale.scale
     means, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, objective)
     loss = total_loss(state.model.loss_weights, means)
-    squares, broken = squares_and_broken(gradients, state.model, state.optimizer, config.mesh)
+    squares = squared_norms(gradients, config.mesh)
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(norm)
-    applied = finite & (broken.sum() == 0) & (loss <= limit)  # the same values on every device, so all of them agree
+    applied = finite & (loss <= limit)  # the same values on every device, so all of them agree
 
     def keep_if_skipped(new, old):
         return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
@@ -221,8 +235,6 @@ def _train_step(
         learning_rate=rate,
         loss_scale=scale,
         skipped=~applied,
-        broken=(broken > 0).sum(dtype=jnp.int32),
-        first_broken=jnp.argmax(broken > 0).astype(jnp.int32),
         nonfinite=nonfinite.sum(dtype=jnp.int32),
         first_nonfinite=jnp.asarray(order)[jnp.argmax(nonfinite)].astype(jnp.int32),
     )

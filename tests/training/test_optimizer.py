@@ -175,10 +175,9 @@ def _changed(tree, name, value):
     return jax.jit(lambda t: jax.tree_util.tree_map_with_path(change, t), out_shardings=shardings)(tree)
 
 
-def test_a_weight_or_a_moment_that_cannot_be_right_skips_the_step_and_is_named():
+def test_a_weight_or_a_moment_that_cannot_be_right_is_named():
     config = small_config(2, 2, micro_batch=4)
     program = program_of(config)
-    batch = jax.device_put(batch_of(config), program.batch_sharding)
     name = "blocks.mlp.up.kernel"
 
     def poisoned(field, value):
@@ -188,18 +187,11 @@ def test_a_weight_or_a_moment_that_cannot_be_right_skips_the_step_and_is_named()
         adam, *rest = state.optimizer
         return replace(state, optimizer=(adam._replace(**{field: _changed(getattr(adam, field), name, value)}), *rest))
 
-    before = named(program.initialize().model)
-    for field, value in [("weight", 1e30), ("mu", math.nan), ("mu", 1e30), ("nu", math.nan), ("nu", -1e-9)]:
-        state, metrics = program.train_step(poisoned(field, value), batch)
-        assert bool(metrics.skipped), (field, value)
-        assert int(metrics.broken) == 1
-        assert program.gradient_names[int(metrics.first_broken)] == f"{name} of layer 2"
-        if field != "weight":
-            assert int(metrics.nonfinite) == 0
-            for key, weight in named(state.model).items():
-                np.testing.assert_array_equal(weight, before[key], err_msg=key)
-    _, metrics = program.train_step(program.initialize(), batch)
-    assert (bool(metrics.skipped), int(metrics.broken)) == (False, 0)
+    broken = [("weight", math.nan), ("weight", 1e30), ("mu", math.nan), ("mu", 1e30), ("nu", math.nan), ("nu", -1e-9)]
+    for field, value in broken:
+        counts = np.asarray(program.broken(poisoned(field, value)))
+        assert [program.gradient_names[index] for index in np.flatnonzero(counts)] == [f"{name} of layer 2"], field
+    assert not np.asarray(program.broken(program.initialize())).any()
 
 
 def test_the_moments_of_muon_are_checked_too_and_a_second_one_must_have_a_root():
@@ -236,7 +228,7 @@ def test_the_update_of_a_batch_whose_loss_is_above_the_limit_is_dropped(mesh):
     for limit, skipped in ((3.0, True), (np.inf, False), (-np.inf, True)):
         state, metrics = program.train_step(program.initialize(), batch, np.float32(limit))
         assert 3.5 < float(metrics.loss) < 5
-        assert (bool(metrics.skipped), int(metrics.broken), int(metrics.nonfinite)) == (skipped, 0, 0)
+        assert (bool(metrics.skipped), int(metrics.nonfinite)) == (skipped, 0)
         assert (int(state.step), int(state.samples)) == (1, 0 if skipped else config.train.global_batch)
         same = [np.array_equal(weight, before[key]) for key, weight in named(state.model).items()]
         assert all(same) if skipped else not all(same)

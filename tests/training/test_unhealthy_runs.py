@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -36,6 +37,12 @@ def moment(value):
         return replace(state, optimizer=(adam._replace(mu=set_in_second_layer(adam.mu, value)), *rest))
 
     return poison
+
+
+def gradients(value):
+    """Steps whose gradients are not finite, from weights and moments that are."""
+    scale = lambda old: replace(old, scale=old.scale * jnp.float32(value))  # noqa: E731
+    return lambda state: replace(state, loss_scale=scale(state.loss_scale))
 
 
 def weights(factor):
@@ -109,7 +116,7 @@ def healthy(build, tmp_path_factory):
         return launcher.losses()
 
 
-@pytest.mark.parametrize("poison", [moment(jnp.nan), weights(1e30), weights(1e12)], ids=["moment", "1e30", "1e12"])
+@pytest.mark.parametrize("poison", [gradients(jnp.inf), weights(1e12)], ids=["gradients", "weights"])
 def test_a_poisoned_run_ends_with_3_and_keeps_its_last_good_checkpoint(launcher, healthy, capfd, poison):
     launcher.poisons = {12: poison}
     assert launcher("--checkpoint.keep-last", "1") == 3
@@ -125,24 +132,37 @@ def test_a_poisoned_run_ends_with_3_and_keeps_its_last_good_checkpoint(launcher,
     assert launcher.losses() == healthy
 
 
-def test_steps_skipped_for_a_moment_name_it(launcher, capfd):
-    launcher.poisons = {2: moment(jnp.nan)}
+def test_steps_that_are_skipped_name_the_gradient(launcher, capfd):
+    launcher.poisons = {2: gradients(jnp.inf)}
     assert launcher() == 3
     captured = capfd.readouterr()
-    first = "blocks.mlp.up.kernel of layer 2 first, 1 of 28"
-    assert f"step 2 skipped: weights or moments are not finite, or above 1e20 ({first})" in captured.out
+    assert re.search(r"step 2 skipped: gradients are not finite \(final_norm.bias first, 28 of 28", captured.out)
     assert "5 steps in a row were skipped, and nothing is saved; start again with a lower" in captured.err
     assert launcher() == 0
 
 
+@pytest.mark.parametrize(("step", "found"), [(5, 7), (8, 8)], ids=["by the next step", "before it is saved"])
+@pytest.mark.parametrize("poison", [moment(jnp.nan), moment(1e30)], ids=["nan", "1e30"])
+def test_a_broken_moment_ends_the_run_at_once_and_is_not_saved(launcher, healthy, capfd, poison, step, found):
+    launcher.poisons = {step: poison}
+    assert launcher() == 3
+    error = capfd.readouterr().err
+    broken = "weights or moments are not finite, or above 1e20 (blocks.mlp.up.kernel of layer 2 first, 1 of 28)"
+    assert f"after step {found} {broken}" in error
+    assert f"--resume {launcher.run_folder} --step 4" in error
+    assert launcher.saved() == ["4"]
+    assert launcher.resume("--step", "4") == 0
+    assert launcher.losses() == healthy
+
+
 def test_a_run_that_skips_18_of_20_steps_does_not_end_with_0(launcher, capfd):
-    launcher.poisons = {3: moment(jnp.nan)}
+    launcher.poisons = {3: gradients(jnp.inf)}
     assert launcher("--health.skipped-in-a-row", "100", "--health.window", "100") == 3
     assert "18 of the last 20 steps were skipped" in capfd.readouterr().err
 
 
 def test_a_run_stopped_while_its_steps_are_skipped_says_so_and_ends_all_the_same(launcher, healthy, capfd):
-    launcher.poisons, launcher.stop_at = {10: moment(jnp.nan)}, 12
+    launcher.poisons, launcher.stop_at = {10: gradients(jnp.inf)}, 12
     assert launcher() == 75
     assert launcher.saved() == ["12", "4", "8"]
     assert launcher() == 3  # two more steps, which make five
