@@ -51,6 +51,11 @@ def _check_shapes(config: Config) -> None:
         possible = [ranks for ranks in _divisors(math.gcd(*columns.values())) if model.splits(ranks)]
         raise UsageError(f"--mesh.model {mesh.model} {fails} {what} {size}; use {_listed(possible)}")
 
+    if train.unroll and mesh.pipe > 1:
+        raise UsageError(
+            f"--train.unroll does not work with --mesh.pipe {mesh.pipe}, whose stages keep activations by slot; leave "
+            "it out"
+        )
     if train.global_batch % mesh.data:
         raise UsageError(
             f"--train.global-batch {train.global_batch} does not divide over --mesh.data {mesh.data}; "

@@ -56,6 +56,7 @@ def small_config(
     global_batch=8,
     mesh=None,
     samples=None,
+    unroll=None,
     **changes,
 ) -> Config:
     kind = "bert_task" if "head" in changes else changes.pop("kind", "gpt")
@@ -67,7 +68,7 @@ def small_config(
         optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
         precision=PrecisionConfig(compute=compute),
         train=TrainConfig(
-            steps=100, global_batch=global_batch, micro_batch=micro_batch, recompute=recompute, seed=1234
+            steps=100, global_batch=global_batch, micro_batch=micro_batch, recompute=recompute, unroll=unroll, seed=1234
         ),
     )
 

@@ -27,6 +27,7 @@ from mjax.hardware import gpu_named
 from mjax.models.kernels import resolved_on_gpu
 from mjax.packages import cuda_build, installed
 from mjax.planner.hlo import HloError, ScheduledProgram, read_program
+from mjax.planner.unrolling import with_unrolling
 
 SHEETS = Path(__file__).parent / "targets"
 
@@ -65,6 +66,10 @@ class Compilation:
       gpu_memory: bytes of a device, from the target file.
       servers: their number.
       attention: the compiled attention kernel.
+      unrolled: whether the layers are compiled one after the other, without a loop.
+      compute: dtype of the products.
+      devices: of the mesh.
+      flops: of a step on one device, counted as in `model_flops`.
       tracing, compiling: seconds.
       resident: peak memory of this process so far, in bytes.
       memory: allocated by XLA.
@@ -78,6 +83,10 @@ class Compilation:
     gpu_memory: int
     servers: int
     attention: str
+    unrolled: bool
+    compute: str
+    devices: int
+    flops: float
     tracing: float
     compiling: float
     resident: int
@@ -118,7 +127,11 @@ def check_compile(config: Config, gpu: str | None, per_server: int = 8) -> None:
 
 
 def compile_step(
-    config: Config, gpu: str, per_server: int = 8, announce: Callable[[str], None] = lambda _: None
+    config: Config,
+    gpu: str,
+    per_server: int = 8,
+    announce: Callable[[str], None] = lambda _: None,
+    options: dict[str, Any] | None = None,
 ) -> Compilation:
     """Compile the train step of `config` for its mesh of GPUs, which need not exist.
 
@@ -129,6 +142,7 @@ def compile_step(
       gpu: name of a target file.
       per_server: GPUs per server.
       announce: called with the name of each phase; they take seconds to minutes.
+      options: of XLA, by name, besides the flags of this process.
 
     Raises:
       UsageError: JAX or cuDNN does not support the config.
@@ -137,10 +151,12 @@ def compile_step(
     from jax.experimental.topologies import get_topology_desc
 
     from mjax.parallel.mesh import make_mesh
+    from mjax.training.flops import model_flops
     from mjax.training.step import build_program
 
     sizes = config.mesh
     config = resolved_on_gpu(config, gpu_named(gpu).compute_capability)
+    config = with_unrolling(config, gpu_named(gpu).usable_bytes)
     servers = max(1, sizes.devices // per_server)
     topology = get_topology_desc(
         platform="cuda",
@@ -155,7 +171,7 @@ def compile_step(
     lowered = _lower(program)
     traced = time.perf_counter()
     announce(f"compiling for {sizes.devices:,} × {device_kind}")
-    compiled = _compile(lowered, gpu)
+    compiled = _compile(lowered, gpu, options)
     done = time.perf_counter()
     announce("reading the compiled program")
     text, stats = compiled.as_text(), compiled.memory_analysis()
@@ -165,6 +181,10 @@ def compile_step(
         gpu_memory=memory_of(gpu),
         servers=servers,
         attention=config.model.attention,
+        unrolled=bool(config.train.unroll),
+        compute=config.precision.compute,
+        devices=sizes.devices,
+        flops=model_flops(config) / sizes.devices,
         tracing=traced - began,
         compiling=done - traced,
         resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -193,12 +213,12 @@ def _lower(program):
         ) from error
 
 
-def _compile(lowered, gpu: str):
+def _compile(lowered, gpu: str, options: dict[str, Any] | None):
     import jax
 
     try:
         with _without_compilation_cache():
-            return lowered.compile()
+            return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         raise RunError(f"XLA cannot compile this step for {gpu}: {str(error).splitlines()[0]}") from error
 

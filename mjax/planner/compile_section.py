@@ -16,6 +16,7 @@ from mjax.planner.comms import Collective, axes_name, human_bytes, ledger
 from mjax.planner.compile import Compilation, check_compile, compile_step, versions
 from mjax.planner.hlo import ScheduledCollective
 from mjax.planner.memory import predict_memory
+from mjax.planner.roofline import roofline
 from mjax.planner.saved_program import check_save, save_program
 from mjax.planner.section import Section, named_rows, table
 
@@ -76,6 +77,7 @@ def compile_section(compiled: Compilation, expected: Counts, formula: float) -> 
         "device_kind": compiled.device_kind,
         "servers": compiled.servers,
         "attention": compiled.attention,
+        "unrolled": compiled.unrolled,
         "seconds": {"tracing": compiled.tracing, "compiling": compiled.compiling},
         "resident_bytes": compiled.resident,
         "memory": asdict(memory) | {"total": memory.total, "formula": formula, "gpu": compiled.gpu_memory},
@@ -95,11 +97,20 @@ def compile_section(compiled: Compilation, expected: Counts, formula: float) -> 
         "versions": versions(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
+    modelled = roofline(compiled.text, gpu_named(compiled.gpu), compiled.devices, compiled.compute)
+    values["roofline"] = {
+        "seconds": modelled.seconds,
+        "mfu": modelled.mfu(compiled.flops, gpu_named(compiled.gpu), compiled.compute),
+        "collectives": modelled.collectives,
+        "copied_stacks": modelled.copied_stacks,
+        "kinds": {kind: asdict(row) for kind, row in modelled.rows.items()},
+    }
     parts = (
         _about(values),
         _memory(values["memory"], memory.outputs - memory.aliased),
         _collectives(rows),
         _kernels(values["kernels"]),
+        _roofline(values["roofline"]),
         _comparison(values["ledger"]),
     )
     lines = [line for part in parts for line in ("", *part)]
@@ -158,6 +169,7 @@ def _about(values: dict[str, Any]) -> list[str]:
         "compiled by": ", ".join(f"{package} {number}" for package, number in values["versions"].items()),
         "XLA flags": values["xla_flags"] or "none",
         "attention": values["attention"],
+        "layers": "one after the other, without a loop" if values["unrolled"] else "in a loop",
         "took": f"{seconds['tracing']:.1f} s tracing, {seconds['compiling']:.1f} s compiling; this process took at "
         f"most {values['resident_bytes'] / GIB:.1f} GiB",
     }
@@ -203,6 +215,19 @@ def _kernels(kernels: dict[str, dict[str, int]]) -> list[str]:
     most_launched = sorted(kernels.items(), key=lambda kernel: -kernel[1]["launches"])
     rows = [(kernel, counts["different"], f"{counts['launches']:,}") for kernel, counts in most_launched]
     return table(("kernels", "different", "launches a step"), rows)
+
+
+def _roofline(values: dict[str, Any]) -> list[str]:
+    """The modelled time of the compiled kernels, by kind."""
+    kinds = sorted(values["kinds"].items(), key=lambda kind: -kind[1]["seconds"])
+    cells = [
+        (kind, f"{row['kernels']:,}", f"{row['bytes'] / 1e9:.1f}", f"{1e3 * row['seconds']:.1f}",
+         f"{row['seconds'] / values['seconds']:.1%}")
+        for kind, row in kinds
+    ]  # fmt: skip
+    lines = table(("roofline of these kernels", "launches", "GB", "ms", "share"), cells)
+    step, mfu = f"{1e3 * values['seconds']:.1f} ms a step", f"{values['mfu']:.1%} MFU"
+    return [*lines, f"In all {step}, {mfu}: a model of the compiled program, not measured."]
 
 
 def _comparison(rows: Rows) -> list[str]:

@@ -142,7 +142,7 @@ def read_program(text: str, mesh: Mapping[str, int]) -> ScheduledProgram:
                 described = module.described(line)
                 if axes := _axes_of(described, operation, mesh):
                     beside, source = module.beside(computation, place), line.source or described.source
-                    arrays = [array for operand in line.operands for array in _arrays(shapes[operand])]
+                    arrays = [array for operand in line.operands for array in arrays_of(shapes[operand])]
                     for index, (dtype, size) in enumerate(arrays):
                         calls = times if index == 0 else 0
                         counts = size, times, calls, conditional, beside, source
@@ -192,7 +192,7 @@ def _read_line(text: str) -> Line | None:
     return match and Line(*match.groups(""))
 
 
-def _arrays(shape: str) -> list[tuple[str, int]]:
+def arrays_of(shape: str) -> list[tuple[str, int]]:
     """(dtype, bytes) of every array of a shape."""
     found = []
     for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape):
@@ -230,9 +230,10 @@ class Module:
             lines = self.computations[name]
             yield lines, times, conditional
             for line in lines:
-                waiting += [(inner, times * n, conditional or branch) for inner, n, branch in self._inner(line)]
+                waiting += [(inner, times * n, conditional or branch) for inner, n, branch in self.inner(line)]
 
-    def _inner(self, line: Line) -> list[tuple[str, int, bool]]:
+    def inner(self, line: Line) -> list[tuple[str, int, bool]]:
+        """(computation, times, True in a branch) of what a loop, a branch or a call runs."""
         if line.opcode == "while":
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line.attributes)
             body = line.attribute("body")
@@ -254,7 +255,7 @@ class Module:
         """These lines, each followed by those of the computations that it runs."""
         for line in lines:
             yield line
-            for name, _, _ in self._inner(line):
+            for name, _, _ in self.inner(line):
                 yield from self._all_lines(self.computations[name])
 
     # --- Collectives --------------------------------------------------------------------------------------------------
@@ -329,17 +330,26 @@ class Module:
 # --- Groups and axes --------------------------------------------------------------------------------------------------
 
 
+def members_of(line: Line, operation: str, devices: int) -> list[int]:
+    """The devices of the first group of a collective."""
+    return [int(member) for member in _all_groups(line, operation, devices)[0]]
+
+
+def _all_groups(line: Line, operation: str, devices: int) -> np.ndarray:
+    """The devices of each group of a collective, or each pair of a permutation: int [groups, members]."""
+    if operation != "permute":
+        return _groups(line.attributes, devices)
+    pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line.attributes)
+    return np.array(re.findall(r"\{(\d+),(\d+)\}", pairs[1]), dtype=np.int64)
+
+
 def _axes_of(line: Line, operation: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """The axes along which a collective communicates; empty if its groups have one device each.
 
     Raises:
       HloError: its groups are not those of any axes of `mesh`.
     """
-    if operation == "permute":
-        pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line.attributes)
-        groups = np.array(re.findall(r"\{(\d+),(\d+)\}", pairs[1]), dtype=np.int64)
-    else:
-        groups = _groups(line.attributes, math.prod(mesh.values()))
+    groups = _all_groups(line, operation, math.prod(mesh.values()))
     places = np.stack(np.unravel_index(groups, tuple(mesh.values())), axis=-1)  # [groups, members, axes]
     varies = (places != places[:, :1]).any(axis=(0, 1))
     axes = tuple(axis for axis, differs in zip(mesh, varies, strict=True) if differs)

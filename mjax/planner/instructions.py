@@ -43,11 +43,12 @@ def read_instructions(text: str) -> dict[str, Instruction]:
 def _instruction(module: Module, line: Line) -> Instruction:
     inner = module.computations[line.attribute("calls")][-1] if line.opcode == "async-start" else line
     source = line.source or inner.source
-    return Instruction(module.kernel_of(inner), module.operation_of(line), _moves(module, inner), source)
+    return Instruction(module.kernel_of(inner), module.operation_of(line), moves(module, inner), source)
 
 
-def _moves(module: Module, line: Line) -> bool:
+def moves(module: Module, line: Line) -> bool:
+    """Whether a line computes nothing but indices."""
     if line.opcode == "fusion":
         inside = module.computations[line.attribute("calls")]
-        return all(_moves(module, inner) or re.fullmatch(r"\w+\[\]", inner.shape) for inner in inside)
+        return all(moves(module, inner) or re.fullmatch(r"\w+\[\]", inner.shape) for inner in inside)
     return line.opcode in MOVES or line.opcode in FREE

@@ -63,8 +63,9 @@ class Forward:
         """The stream after some layers, the first of which has number `first`, and the parts of means that they add."""
         dtype = COMPUTE_TYPES[self.config.precision.compute]
         gathered = [gather_in_loop(stack, dtype) for stack in stacks_of(self.plan.blocks)]
-        recompute = "none" if self.step is None else self.config.train.recompute
-        x, sums = run_blocks(blocks, x, self.context(micro_batch), recompute, first, gathered)
+        trains, train = self.step is not None, self.config.train
+        recompute, unroll = (train.recompute, bool(train.unroll)) if trains else ("none", False)
+        x, sums = run_blocks(blocks, x, self.context(micro_batch), recompute, first, gathered, unroll)
         return x, {} if self.head else self._parts(sums)
 
     @jax.named_scope(scopes.HEAD)

@@ -191,7 +191,12 @@ def config_of_case(family, case):
         ),
         data=DataConfig(mock=True, **(PACKED if case.packed else {})),
         precision=PrecisionConfig(compute="fp64"),
-        train=TrainConfig(global_batch=8, micro_batch=1 if case.schedule else 4 // case.data, recompute=case.recompute),
+        train=TrainConfig(
+            global_batch=8,
+            micro_batch=1 if case.schedule else 4 // case.data,
+            recompute=case.recompute,
+            unroll=case.unroll,
+        ),
     )
 
 

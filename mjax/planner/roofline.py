@@ -1,0 +1,310 @@
+"""Seconds of a compiled step on a roofline, kernel by kernel: a model, to compare programs before a GPU is there.
+
+Each kernel takes the longer of two times: its FLOPs over the peak, and the bytes it reads and writes over the bandwidth
+of the memory. `SHARES` says how much of the data sheet is reached. A matrix product loses more where its tiles do not
+fill the multiprocessors or its inner dim is short. A slice inside a fusion counts with the bytes it takes, and an
+update in place with those it writes. The collectives run on a second stream, as a ring: the step waits for one only
+where the program needs its result before it has arrived (*exposed*).
+
+The kernels, their order and their bytes are those of the compiler. The times are not measured.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mjax.hardware import Gpu
+from mjax.parallel import scopes
+from mjax.planner.comms import source_of
+from mjax.planner.hlo import CONTROL, FREE, Line, Module, arrays_of, members_of
+from mjax.planner.instructions import MOVES, moves
+
+PRODUCTS, ATTENTION, COLLECTIVES = "products", "attention", "collectives, exposed"
+COPIES, FILLS, OPTIMIZER = "copies", "fills with zeros", "optimizer"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Reached shares of the data sheet.
+
+    Attributes:
+      product: of the peak, by a product without loss: 798 TFLOP/s of 8192³ on an H100 with random numbers.
+      attention, attention_backward: of the peak, by cuDNN's kernels at head size 128.
+      memory: of its bandwidth.
+      link: of the bandwidth between GPUs of a server, and between servers.
+      inner: an inner dim k is as fast as k / (k + inner).
+      launch: seconds between two kernels.
+      latency: seconds of a collective without bytes.
+    """
+
+    product: float = 0.832
+    attention: float = 0.425
+    attention_backward: float = 0.334
+    memory: float = 0.85
+    link: float = 0.8
+    inner: float = 180.0
+    launch: float = 1.2e-6
+    latency: float = 10e-6
+
+
+SHARES = Shares()
+# Tiles of cuBLAS's products on Hopper, rows × columns of the result, and the rate of each against the largest.
+TILES = (
+    (128, 256, 1.0), (256, 128, 1.0), (192, 128, 1.0), (128, 192, 1.0), (256, 192, 1.0), (192, 256, 1.0),
+    (128, 128, 0.92), (64, 256, 0.88), (64, 128, 0.75),
+)  # fmt: skip
+MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132, "b200": 148}
+SAME_ELEMENTS = {"bitcast", "convert", "copy", "negate", "reshape", "transpose"}  # each result uses one operand's
+LEAST = 1_000_000  # bytes of a fill or copy that is listed as one
+
+
+@dataclass
+class Row:
+    """The kernels of one kind in a step."""
+
+    kernels: int = 0
+    bytes: float = 0.0
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A modelled step.
+
+    Attributes:
+      rows: by kind of kernel.
+      collectives: seconds of all, hidden or not.
+      copied_stacks: kernels that copy a layer's part into or out of a stack of all layers.
+    """
+
+    rows: dict[str, Row]
+    collectives: float
+    copied_stacks: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return sum(row.seconds for row in self.rows.values())
+
+    def mfu(self, flops: float, gpu: Gpu, compute: str = "bf16") -> float:
+        """Share of the peak, with the FLOPs of the model on one device (`model_flops`)."""
+        return flops / self.seconds / gpu.peak(compute)
+
+
+def roofline(text: str, gpu: Gpu, devices: int = 1, compute: str = "bf16") -> Roofline:
+    """Model a compiled step.
+
+    Args:
+      text: `compiled.as_text()`, scheduled HLO.
+      gpu: the hardware.
+      devices: of the whole mesh, servers filled one after the other.
+      compute: dtype of the products, for their peak.
+    """
+    replay = _Replay(Module(text), gpu, devices, gpu.peak(compute))
+    replay.run(replay.module.entry)
+    return Roofline(dict(replay.rows), replay.communicating, replay.copied_stacks)
+
+
+class _Replay:
+    """Runs a program on two clocks: of the kernels, and of the collectives."""
+
+    def __init__(self, module: Module, gpu: Gpu, devices: int, peak: float):
+        self.module, self.gpu, self.devices, self.peak = module, gpu, devices, peak
+        self.rows: dict[str, Row] = defaultdict(Row)
+        self.now = self.link_free = self.communicating = 0.0
+        self.copied_stacks = 0
+        self.arrives: dict[str, float] = {}
+
+    def run(self, name: str) -> None:
+        lines = self.module.computations[name]
+        shapes = {line.name: line.shape for line in lines}
+        for line in lines:
+            if self.module.operation_of(line):
+                self._collective(line, shapes)
+            elif line.opcode.endswith("-done") and line.operands and line.operands[0] in self.arrives:
+                self._wait(self.arrives.pop(line.operands[0]))
+            elif line.opcode in CONTROL:
+                for inner, times, _ in self.module.inner(line):
+                    for _ in range(times):
+                        self.run(inner)
+            elif line.opcode not in FREE and not line.opcode.endswith(("-done", "async-update")):
+                self._kernel(line, shapes)
+
+    # --- Collectives --------------------------------------------------------------------------------------------------
+
+    def _collective(self, line: Line, shapes: dict[str, str]) -> None:
+        operand, operation = sum(_bytes(shapes[name]) for name in line.operands), self.module.operation_of(line)
+        members = members_of(self.module.described(line), operation, self.devices)
+        ranks, others = len(members), len(members) - 1
+        if others == 0:
+            return
+        share = {"all-reduce": 2 * others / ranks, "all-gather": others, "permute": 1.0}
+        sent = operand * share.get(operation, others / ranks)
+        seconds = SHARES.latency + sent / (SHARES.link * self._link(members))
+        self.communicating += seconds
+        self.link_free = max(self.now, self.link_free) + seconds
+        self.rows[COLLECTIVES].kernels += 1
+        self.rows[COLLECTIVES].bytes += sent
+        if line.opcode.endswith("-start"):
+            self.arrives[line.name] = self.link_free
+        else:
+            self._wait(self.link_free)
+
+    def _link(self, members: Sequence[int]) -> float:
+        """Bytes per second of a ring; those of neighbours in a server share its network cards."""
+        per_server = self.gpu.gpus_per_node
+        if len({member // per_server for member in members}) == 1:
+            return self.gpu.node_bandwidth
+        rings = min(abs(members[1] - members[0]), per_server)
+        return min(self.gpu.node_bandwidth, self.gpu.network_bandwidth_per_node / rings)
+
+    def _wait(self, until: float) -> None:
+        waited = max(0.0, until - self.now)
+        self.rows[COLLECTIVES].seconds += waited
+        self.now += waited
+
+    # --- Kernels ------------------------------------------------------------------------------------------------------
+
+    def _kernel(self, line: Line, shapes: dict[str, str]) -> None:
+        kind, flops, rate = self._kind(line, shapes), 0.0, 1.0
+        moved = self._moved(line, shapes)
+        if kind == PRODUCTS:
+            times, m, n, k = self._product(line, shapes)
+            flops = 2.0 * times * m * n * k
+            rate = self.peak * SHARES.product * _filled(times * m, n, MULTIPROCESSORS[self.gpu.name]) * k
+            rate /= k + SHARES.inner
+        elif kind == ATTENTION and "custom_call_target" in line.attributes:
+            flops, rate = self._flash(line, shapes)
+        seconds = max(flops / rate, moved / (SHARES.memory * self.gpu.memory_bandwidth)) + SHARES.launch
+        row = self.rows[kind]
+        row.kernels, row.bytes, row.flops = row.kernels + 1, row.bytes + moved, row.flops + flops
+        row.seconds += seconds
+        self.now += seconds
+
+    def _kind(self, line: Line, shapes: dict[str, str]) -> str:
+        kernel = self.module.kernel_of(line) or ""
+        source = self._source(line)
+        part, phase = source_of(source)
+        if kernel.startswith("matrix product"):
+            return PRODUCTS
+        if kernel.startswith("attention"):
+            return ATTENTION
+        if _bytes(line.shape) > LEAST and (moves(self.module, line) or kernel == "copy" or line.opcode in MOVES):
+            if all(_bytes(shapes.get(name, "")) < 64 for name in line.operands):
+                return FILLS
+            self.copied_stacks += "/while/body/" in source and "dynamic_" in source
+            return COPIES
+        return OPTIMIZER if part == scopes.OPTIMIZER else f"{part} {phase}".strip() or "other"
+
+    def _source(self, line: Line) -> str:
+        inside = self.module.computations.get(line.attribute("calls") or "", [])
+        return line.source or next((inner.source for inner in reversed(inside) if inner.source), "")
+
+    def _product(self, line: Line, shapes: dict[str, str]) -> tuple[int, int, int, int]:
+        """(batch, m, n, k) of a product."""
+        if line.opcode == "fusion":
+            return next(self._dots(line))
+        (_, left), (_, out) = _dims(shapes[line.operands[0]])[0], _dims(line.shape)[0]
+        contracted = re.findall(r'"lhs_contracting_dimensions":\["([\d",]+)"\]', line.attributes)[0]
+        k = math.prod(left[int(dim)] for dim in contracted.replace('"', "").split(","))
+        m, n = out[-2:] if len(out) > 1 else (1, *out)
+        return math.prod(out[:-2]), m, n, k
+
+    def _dots(self, line: Line) -> Iterator[tuple[int, int, int, int]]:
+        inside = self.module.computations[line.attribute("calls")]
+        shapes = {inner.name: inner.shape for inner in inside}
+        for inner in inside:
+            if inner.opcode == "fusion":
+                yield from self._dots(inner)
+            elif inner.opcode == "dot":
+                (_, left), (_, out) = _dims(shapes[inner.operands[0]])[0], _dims(inner.shape)[0]
+                dims = {
+                    name: [int(dim) for dim in found[1].split(",")]
+                    for name in ("lhs_contracting_dims", "lhs_batch_dims")
+                    if (found := re.search(rf"{name}=\{{([\d,]+)\}}", inner.attributes))
+                }
+                batch = len(dims.get("lhs_batch_dims", ()))
+                rows = len(left) - batch - len(dims["lhs_contracting_dims"])
+                k = math.prod(left[dim] for dim in dims["lhs_contracting_dims"])
+                m, n = math.prod(out[batch : batch + rows]), math.prod(out[batch + rows :])
+                yield math.prod(out[:batch]), m, n, k
+
+    def _flash(self, line: Line, shapes: dict[str, str]) -> tuple[float, float]:
+        """FLOPs of cuDNN's kernel, whose causal half is skipped, and their rate: other head sizes run as the next
+        multiple of 64."""
+        _, (b, s, n, d) = _dims(shapes[line.operands[0]])[0]
+        backward = "Backward" in line.attributes
+        keys = _dims(shapes[line.operands[1]])[0][1][1]
+        causal = 2 if re.search(r'"mask_type": *"[A-Z_]*CAUSAL"', line.attributes) else 1
+        flops = 4.0 * b * n * s * keys * d / causal * (2.5 if backward else 1.0)
+        share = SHARES.attention_backward if backward else SHARES.attention
+        return flops, self.peak * share * d / (64 * math.ceil(d / 64))
+
+    # --- Bytes --------------------------------------------------------------------------------------------------------
+
+    def _moved(self, line: Line, shapes: dict[str, str]) -> float:
+        """Bytes that a kernel reads and writes."""
+        if line.opcode == "async-start":
+            inside = self.module.computations[line.attribute("calls")]
+            shapes = {inner.name: inner.shape for inner in inside}
+            return sum(self._moved(inner, shapes) for inner in inside if inner.opcode not in FREE)
+        if line.opcode in ("dynamic-slice", "slice"):
+            return 2 * _bytes(line.shape)
+        if line.opcode == "dynamic-update-slice":
+            return 2 * _bytes(shapes[line.operands[1]])
+        if line.opcode != "fusion":
+            return sum(_bytes(shapes.get(name, "")) for name in line.operands) + _bytes(line.shape)
+        inside = self.module.computations[line.attribute("calls")]
+        names, users = {inner.name: inner for inner in inside}, defaultdict(list)
+        for inner in inside:
+            for name in inner.operands:
+                users[name].append(inner)
+        given = [inner for inner in inside if inner.opcode == "parameter"]
+        read = sum(_share_read(each.name, names, users) * _bytes(each.shape) for each in given)
+        written = _bytes(line.shape)
+        for inner in inside:
+            if inner.opcode == "dynamic-update-slice":  # in place
+                written += _bytes(names[inner.operands[1]].shape) - _bytes(inner.shape)
+        return read + max(0, written)
+
+
+def _share_read(name: str, names: dict[str, Line], users: dict[str, list[Line]]) -> float:
+    """The share of a value in a fusion that is read: elements that only slices would use are not computed."""
+
+    def by(user: Line) -> float:
+        if user.opcode in SAME_ELEMENTS:
+            return _share_read(user.name, names, users)
+        if user.operands[0] == name and user.opcode in ("dynamic-slice", "slice"):
+            return _elements(user.shape) / _elements(names[name].shape)
+        return float(user.operands[0] != name or user.opcode != "dynamic-update-slice")
+
+    return min(1.0, sum(map(by, users[name]))) if users[name] else 1.0
+
+
+def _filled(m: int, n: int, multiprocessors: int) -> float:
+    """The share of the multiprocessors' time that a product's tiles fill, with the best tile."""
+
+    def share(rows: int, columns: int, rate: float) -> float:
+        waves = math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / multiprocessors)
+        return rate * m * n / (waves * multiprocessors * rows * columns)
+
+    return min(1.0, max(share(*tile) for tile in TILES))
+
+
+def _elements(shape: str) -> int:
+    return math.prod(_dims(shape)[0][1])
+
+
+def _bytes(shape: str) -> int:
+    return sum(size for _, size in arrays_of(shape))
+
+
+def _dims(shape: str) -> list[tuple[str, list[int]]]:
+    """(dtype, dims) of every array of a shape."""
+    found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
+    return [(dtype, [int(dim) for dim in dims.split(",") if dim]) for dtype, dims in found]

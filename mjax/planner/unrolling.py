@@ -1,0 +1,44 @@
+"""The choice between a loop over the layers and layers compiled one after the other (`train.unroll`).
+
+A loop keeps what the backward pass needs in stacked arrays: XLA fills them with zeros, copies every layer's part in and
+out, and slices the weights of each layer from theirs. Written out, layers leave their results where they are. The
+compiled program is larger and takes longer to compile; its memory is at most that of the loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mjax.config import Config
+from mjax.planner.fit import memory_of
+from mjax.planner.memory import HEADROOM, free_share, predict_memory
+
+MOST_LAYERS = 64
+"""Of a device: compiling takes about a second for each."""
+
+
+def with_unrolling(config: Config, usable: float | None) -> Config:
+    """`config` with `train.unroll` decided: as it says, or by default on a GPU whose memory the step leaves HEADROOM
+    of.
+
+    A pipeline keeps its loop, since its stages keep activations in slots, and so does FSDP, whose weights are gathered
+    layer by layer: without a loop XLA may gather those of many layers early.
+
+    Args:
+      config: validated; `model.attention` is a kernel's name, or `auto`, resolved as on a GPU.
+      usable: bytes that XLA may allocate on each GPU; None on other devices.
+    """
+    if config.train.unroll is not None:
+        return config
+    mesh = config.mesh
+    loops = usable is None or mesh.pipe > 1 or mesh.zero == 3 or config.model.layers > MOST_LAYERS
+    unroll = not loops and free_share(predict_memory(config).total, usable) >= HEADROOM
+    return replace(config, train=replace(config.train, unroll=unroll))
+
+
+def unrolled_here(config: Config) -> Config:
+    """`with_unrolling` for the GPUs of this process."""
+    import jax  # a plan does not need it
+
+    found = memory_of(jax.local_devices()[0])
+    return with_unrolling(config, None if found is None else found[0])

@@ -1,0 +1,112 @@
+"""The modelled time of a compiled program: kernels whose bytes, FLOPs and waits one can count by hand."""
+
+import pytest
+
+from mjax.hardware import gpu_named
+from mjax.planner.roofline import COLLECTIVES, COPIES, FILLS, PRODUCTS, SHARES, roofline
+from tests.planner.test_hlo import PROGRAM
+
+H100 = gpu_named("h100")
+BANDWIDTH = SHARES.memory * H100.memory_bandwidth
+HEAD = "HloModule jit_step, is_scheduled=true\n\n"
+
+
+def program(*lines, inside=""):
+    return (
+        HEAD + inside + "\nENTRY %main (p: f32[8]) -> f32[8] {\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
+    )
+
+
+def cublas(name, shape, left, right):
+    config = 'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+    return (
+        f'%{name} = ({shape}, s8[4]{{0}}) custom-call(%{left}, %{right}), custom_call_target="__cublas$gemm", {config}'
+    )
+
+
+def test_a_product_takes_its_flops_over_the_reached_peak():
+    text = program(
+        "%x = bf16[8192,8192]{1,0} parameter(0)",
+        "%w = bf16[8192,8192]{1,0} parameter(1)",
+        cublas("y", "bf16[8192,8192]{1,0}", "x", "w"),
+    )
+    row = roofline(text, H100).rows[PRODUCTS]
+    assert (row.kernels, row.flops) == (1, 2 * 8192**3)
+    assert row.flops / row.seconds == pytest.approx(793e12, rel=0.01)  # 798 on an H100
+
+
+def test_tiles_that_do_not_fill_the_gpu_and_a_short_inner_dim_cost_time():
+    def rate(m, n, k):
+        lines = f"%x = bf16[{m},{k}]{{1,0}} parameter(0)", f"%w = bf16[{k},{n}]{{1,0}} parameter(1)"
+        row = roofline(program(*lines, cublas("y", f"bf16[{m},{n}]{{1,0}}", "x", "w")), H100).rows[PRODUCTS]
+        return row.flops / row.seconds
+
+    assert rate(1536, 1536, 8192) < 0.8 * rate(1536, 6144, 8192) < 0.8 * rate(8192, 8192, 8192)
+    assert rate(8192, 8192, 1024) < 0.9 * rate(8192, 8192, 8192)
+
+
+INSIDE = """%sliced (stack: bf16[40,1024,1024], i: s32[]) -> f32[1,1024,1024] {
+  %stack = bf16[40,1024,1024]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %layer = bf16[1,1024,1024]{2,1,0} dynamic-slice(%stack, %i, %zero, %zero), dynamic_slice_sizes={1,1024,1024}
+  ROOT %wide = f32[1,1024,1024]{2,1,0} convert(%layer), metadata={op_name="jit(step)/jvp(layer)/convert_element_type"}
+}
+
+%written (stack: bf16[40,1024,1024], one: bf16[1,1024,1024], i: s32[]) -> bf16[40,1024,1024] {
+  %stack = bf16[40,1024,1024]{2,1,0} parameter(0)
+  %one = bf16[1,1024,1024]{2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %new = bf16[40,1024,1024]{2,1,0} dynamic-update-slice(%stack, %one, %i, %zero, %zero), metadata={op_name="jit(step)/jvp(layer)/while/body/dynamic_update_slice"}
+}
+
+%zeros () -> bf16[40,1024,1024] {
+  %nothing = bf16[] constant(0)
+  ROOT %fill = bf16[40,1024,1024]{2,1,0} broadcast(%nothing), dimensions={}
+}
+"""  # noqa: E501
+
+
+def test_a_slice_and_an_update_in_place_count_with_the_bytes_they_touch():
+    layer = 2 * 1024**2
+    text = program(
+        "%stack = bf16[40,1024,1024]{2,1,0} parameter(0)",
+        "%i = s32[] parameter(1)",
+        "%one = bf16[1,1024,1024]{2,1,0} parameter(2)",
+        "%a = f32[1,1024,1024]{2,1,0} fusion(%stack, %i), kind=kLoop, calls=%sliced",
+        "%b = bf16[40,1024,1024]{2,1,0} fusion(%stack, %one, %i), kind=kLoop, calls=%written",
+        "%c = bf16[40,1024,1024]{2,1,0} fusion(), kind=kLoop, calls=%zeros",
+        inside=INSIDE,
+    )
+    found = roofline(text, H100)
+    assert {kind: row.bytes for kind, row in found.rows.items()} == pytest.approx(
+        {"layer forward": 3 * layer, COPIES: 2 * layer, FILLS: 40 * layer}, rel=1e-5
+    )
+    assert found.rows[FILLS].seconds == pytest.approx(40 * layer / BANDWIDTH + SHARES.launch)
+    assert found.copied_stacks == 1
+
+
+def test_the_step_waits_for_a_collective_only_as_long_as_nothing_hides_it():
+    sums = "replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true, to_apply=%sum"
+    lines = [
+        "%x = bf16[8192,8192]{1,0} parameter(0)",
+        "%w = bf16[8192,8192]{1,0} parameter(1)",
+        f"%start = bf16[8192,8192]{{1,0}} all-reduce-start(%x), {sums}",
+        cublas("y", "bf16[8192,8192]{1,0}", "x", "w"),
+        "%done = bf16[8192,8192]{1,0} all-reduce-done(%start)",
+    ]
+    hidden, alone = roofline(program(*lines), H100, 8), roofline(program(*lines[:3], lines[4]), H100, 8)
+    sent = 2 * 7 / 8 * 2 * 8192**2
+    assert alone.collectives == pytest.approx(SHARES.latency + sent / (SHARES.link * H100.node_bandwidth))
+    assert alone.seconds == alone.rows[COLLECTIVES].seconds == alone.collectives
+    assert hidden.rows[COLLECTIVES].seconds == 0.0
+    assert hidden.seconds == hidden.rows[PRODUCTS].seconds > hidden.collectives
+    across = program(*lines[:3], lines[4]).replace("{0,1,2,3,4,5,6,7}", "{0,8,16,24,32,40,48,56}")
+    assert roofline(across, H100, 64).collectives > 5 * alone.collectives  # eight rings share the network cards
+
+
+def test_a_loop_runs_as_often_as_it_says():
+    found = roofline("\n".join(line for line in PROGRAM.split("\n") if "__cudnn" not in line), H100, 8)
+    assert found.rows[PRODUCTS].kernels == 5
+    assert found.rows[COLLECTIVES].kernels == 5 * 2 + 2  # a group of one sends nothing

@@ -1,0 +1,116 @@
+"""The compiled step for a GPU has no kernel that only moves what another has just written.
+
+What compiles needs the CUDA wheels, as in test_compile.py. Products are cuBLAS's, as on a GPU that has timed them.
+"""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from mjax.config import load_config
+from mjax.hardware import GIB, gpu_named
+from mjax.packages import cuda_build
+from mjax.planner.compile import compile_step
+from mjax.planner.roofline import COPIES, FILLS, roofline
+from mjax.planner.unrolling import MOST_LAYERS, with_unrolling
+
+needs_compiler = pytest.mark.skipif(
+    cuda_build() is None, reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
+)
+H100 = gpu_named("h100")
+
+
+def gpt_1b(layers, unroll=None, recompute="none", micro_batch=16, **mesh):
+    """Its width, and the micro-batch of one GPU."""
+    config = load_config("gpt_1b")
+    ranks = mesh.get("model", 1)
+    return replace(
+        config,
+        model=replace(config.model, layers=layers, hidden_dropout=0.0, attention_dropout=0.0),
+        mesh=replace(config.mesh, data=1, **mesh),
+        data=replace(config.data, mock=True),
+        train=replace(
+            config.train, global_batch=micro_batch, micro_batch=micro_batch, recompute=recompute, unroll=unroll
+        ),
+    ), ranks
+
+
+@pytest.fixture(scope="module")
+def compiled(request):
+    """Steps by what they are, compiled once."""
+    done = {}
+
+    def step(name, *arguments, **options):
+        if name not in done:
+            config, devices = gpt_1b(*arguments, **options)
+            done[name] = compile_step(config, "h100", options={"xla_gpu_enable_triton_gemm": False}), devices
+        found, devices = done[name]
+        return found, roofline(found.text, H100, devices)
+
+    return step
+
+
+@needs_compiler
+def test_without_a_loop_no_layer_is_copied_into_a_stack_and_no_stack_is_filled(compiled):
+    (loop, in_loop), (written_out, apart) = compiled("loop", 3, False), compiled("layers", 3)
+    assert (loop.unrolled, written_out.unrolled) == (False, True)
+    assert in_loop.copied_stacks > 3 * 10
+    assert apart.copied_stacks == 0
+    table = 4 * 50304 * 1536  # the gradient of the embedding is a sum over tokens, which begins at zero
+    assert in_loop.rows[FILLS].bytes > 5 * table
+    assert apart.rows[FILLS].bytes <= 1.1 * table
+    assert apart.seconds < 0.9 * in_loop.seconds
+    assert written_out.memory.total <= 1.02 * loop.memory.total
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["loop", "layers"])
+def test_sums_over_tokens_write_no_float32_copy_of_what_they_add(compiled, name):
+    found, _ = compiled(name, 3, name == "layers")
+    tokens = 16 * 1024
+    entry = "\n".join(line for line in found.text.split("\n") if "calls=" in line or "custom-call(" in line)
+    written = re.findall(
+        rf"^\s+(?:ROOT )?%[\w.\-]+ = \(?(?:[^=]*, )?(f32\[{tokens},(?:1536|4608|6144|7680)\])", entry, re.M
+    )
+    assert written == []
+
+
+@needs_compiler
+def test_queries_keys_and_values_are_not_cut_out_of_one_array(compiled):
+    found, table = compiled("layers", 3)
+    assert not re.findall(r"= \(?bf16\[16,1024,1,16,96\]", found.text)
+    # What is left of copies are the weights of queries, keys and values, which the backward pass has as one.
+    assert COPIES not in table.rows or table.rows[COPIES].bytes < 3 * 8 * 3 * 1536 * 1536
+
+
+@needs_compiler
+def test_a_sum_over_ranks_in_the_backward_pass_is_beside_a_product(compiled):
+    found, _ = compiled("split", 2, recompute="selective", micro_batch=16, model=4, sequence_parallel=True)
+    sums = [c for c in found.program.collectives if c.operation == "reduce-scatter" and "transpose" in c.source]
+    assert len(sums) >= 4
+    assert {c.overlap for c in sums} == {"products"}
+
+
+# --- Which steps have a loop ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("usable", "layers", "mesh", "unroll"),
+    [
+        (70 * GIB, 40, {}, True),
+        (None, 40, {}, False),  # a CPU
+        (35 * GIB, 40, {}, False),  # leaves too little
+        (70 * GIB, MOST_LAYERS + 8, {}, False),
+        (70 * GIB, 40, {"pipe": 2}, False),
+        (70 * GIB, 40, {"data": 8, "zero": 3}, False),
+        (70 * GIB, 40, {"data": 8, "zero": 1}, True),
+    ],
+)
+def test_layers_are_unrolled_where_the_step_fits_and_no_loop_is_needed(usable, layers, mesh, unroll):
+    config, _ = gpt_1b(layers, micro_batch=8)
+    config = replace(config, mesh=replace(config.mesh, **mesh))
+    assert with_unrolling(config, usable).train.unroll is unroll
+    for asked in (False, True):
+        told = replace(config, train=replace(config.train, unroll=asked))
+        assert with_unrolling(told, usable).train.unroll is asked
