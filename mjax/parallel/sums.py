@@ -22,6 +22,9 @@ from jax import Array
 from mjax.parallel import mappings
 
 
+BLOCK = 128  # rows
+
+
 def wide_type(dtype):
     """float32, or `dtype` if that is wider."""
     return jnp.promote_types(dtype, jnp.float32)
@@ -47,7 +50,19 @@ _add_bias.defvjp(
 def sum_rows(x: Array) -> Array:
     """Sum over the first dim, accumulated in float32 or wider and rounded to the dtype of x. Shapes: [t, *out] →
     [*out]."""
-    return widened(x).sum(0).astype(x.dtype)
+    return in_two_stages(widened(x)).astype(x.dtype)
+
+
+def in_two_stages(x: Array) -> Array:
+    """Sum over the first dim: of blocks of rows, and then of their sums. Shapes: [t, *out] → [*out].
+
+    On a GPU the kernel that computes x can add up blocks as it writes, or instead of writing; over all rows it cannot,
+    and XLA does not always cut the sum by itself.
+    """
+    if x.shape[0] % BLOCK or x.shape[0] == BLOCK:
+        return x.sum(0)
+    blocks = x.reshape(-1, BLOCK, *x.shape[1:]).sum(1)
+    return jax.lax.optimization_barrier(blocks).sum(0)
 
 
 def widened(x: Array) -> Array:
