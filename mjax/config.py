@@ -165,7 +165,7 @@ class TrainConfig:
     """Recomputation in the backward pass: none; the attention core and cheap element-wise work; or whole layers."""
     unroll: bool | None = None
     """Compile the layers one after the other instead of a loop over them: faster on a GPU, and compiles longer. By
-    default on GPUs if the step fits into their memory; not in a pipeline, with FSDP or beyond 64 layers."""
+    default on GPUs if the step fits into their memory; not in a pipeline, with FSDP or beyond 80 layers."""
     seed: Seed = 1234
     """Determines initial weights, sample order and dropout, on any mesh."""
     eval_interval: CountOrZero = 1000

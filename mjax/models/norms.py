@@ -114,13 +114,12 @@ def _one_dim_backward(epsilon: float, residuals, gradient: Array):
     to_x = (to_x * statistics[-1]).astype(x.dtype)
 
     rows = _normed(x, jax.lax.optimization_barrier(statistics))
-    if bias is None:
-        return to_x, in_two_stages((g * rows.astype(x.dtype)).reshape(-1, x.shape[-1])).astype(scale.dtype), None
-    return (
-        to_x,
-        in_two_stages((g * rows).reshape(-1, x.shape[-1])).astype(scale.dtype),
-        in_two_stages(g.reshape(-1, x.shape[-1])).astype(bias.dtype),
-    )
+    rows = rows.astype(x.dtype) if bias is None else rows
+
+    def to_weight(each, weight):
+        return in_two_stages(each.reshape(-1, each.shape[-1])).astype(weight.dtype)
+
+    return to_x, to_weight(g * rows, scale), None if bias is None else to_weight(g, bias)
 
 
 _one_dim.defvjp(

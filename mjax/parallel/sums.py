@@ -21,7 +21,6 @@ from jax import Array
 
 from mjax.parallel import mappings
 
-
 BLOCK = 128  # rows
 
 

@@ -2,7 +2,8 @@
 
 A loop keeps what the backward pass needs in stacked arrays: XLA fills them with zeros, copies every layer's part in and
 out, and slices the weights of each layer from theirs. Written out, layers leave their results where they are. The
-compiled program is larger and takes longer to compile; its memory is at most that of the loop.
+compiled program is larger and takes longer to compile. Its memory is at most that of the loop, except where the
+backward pass gathers tokens again (sequence parallelism with recomputation).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from mjax.config import Config
 from mjax.planner.fit import memory_of
 from mjax.planner.memory import HEADROOM, free_share, predict_memory
 
-MOST_LAYERS = 64
-"""Of a device: compiling takes about a second for each."""
+MOST_LAYERS = 80
+"""Compiling takes one to two seconds for each."""
 
 
 def with_unrolling(config: Config, usable: float | None) -> Config:
@@ -32,8 +33,10 @@ def with_unrolling(config: Config, usable: float | None) -> Config:
         return config
     mesh = config.mesh
     loops = usable is None or mesh.pipe > 1 or mesh.zero == 3 or config.model.layers > MOST_LAYERS
-    unroll = not loops and free_share(predict_memory(config).total, usable) >= HEADROOM
-    return replace(config, train=replace(config.train, unroll=unroll))
+    unrolled = replace(config, train=replace(config.train, unroll=True))
+    if not loops and free_share(predict_memory(unrolled).total, usable) >= HEADROOM:
+        return unrolled
+    return replace(config, train=replace(config.train, unroll=False))
 
 
 def unrolled_here(config: Config) -> Config:
