@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from mjax.data.atomic import make_folder, put
+from mjax.places import cache_home
 
 VERSION = 1  # of the way indices are built; a new one makes every old cache unused
 WORTH_KEEPING = 2**20  # bytes; fewer are built as fast as they are read
@@ -41,9 +42,8 @@ def cache_folders(prefix: str | Path, chosen: str | None = None) -> list[Path]:
     """Folders for the indices of a dataset, best first: `chosen`, or beside the data and at home."""
     if chosen is not None:
         return [Path(chosen)]
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    at_home = [] if home.startswith("~") else [Path(home) / "mjax" / "indices"]  # not everybody has a home
-    return [Path(f"{prefix}.cache"), *at_home]
+    home = cache_home()
+    return [Path(f"{prefix}.cache"), *([] if home is None else [home / "indices"])]
 
 
 class IndexCache:

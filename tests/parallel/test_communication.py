@@ -62,6 +62,7 @@ MODULES_BELOW = {
         "json_files",
         "model_config",
         "names",
+        "places",
         "plain_values",
         "progress",
     },
