@@ -2,9 +2,10 @@
 
 import sys
 
-from mjax import cli, launch
+from mjax import cli, launch, xla_flags
 
 if __name__ == "__main__":
     launch.restart_with_huge_pages()
     launch.claim_gpu_memory()
+    xla_flags.be_fast()
     sys.exit(cli.main(["train", *sys.argv[1:]]))

@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Run the command line, after setting up the process for this machine."""
     try:
-        from mjax import cli, launch
+        from mjax import cli, launch, xla_flags
     except ModuleNotFoundError as error:
         if error.name.split(".")[0] == "mjax":
             raise
@@ -14,6 +14,7 @@ def main() -> None:
 
     launch.restart_with_huge_pages()
     launch.claim_gpu_memory()
+    xla_flags.be_fast()
     sys.exit(cli.main())
 
 

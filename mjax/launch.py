@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, MutableMapping
@@ -15,6 +16,8 @@ from mjax.errors import UsageError
 from mjax.hardware import USABLE_FRACTION
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
+SET_BY_MJAX: dict[str, str] = {}
+"""Environment variables that mjax has set in this process, for environment.json."""
 # Two names of one setting; JAX refuses to start with both.
 MEMORY_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 # Environment variables in which launchers give the number of processes: Slurm's srun, Open MPI's mpirun.
@@ -28,12 +31,27 @@ def has_nvidia_gpu() -> bool:
     )
 
 
+def nvidia_driver(root: Path = Path("/")) -> str | None:
+    """Version of NVIDIA's driver; None if none is loaded, or the container hides it. `root` holds /proc."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    loaded = re.search(r"Module\s+(?:for\s+\S+\s+)?(\d+(?:\.\d+)+)", text)
+    return loaded[1] if loaded else None
+
+
 def launched_by(environment: Mapping[str, str] = os.environ) -> tuple[str, int | None] | None:
     """The launcher that started several processes, and how many if it says so; None for a single process."""
     for variable, launcher in PROCESS_COUNTS.items():
         if int(environment.get(variable, "1")) > 1:
             return launcher, int(environment[variable])
     return ("Kubernetes", None) if "JOB_COMPLETION_INDEX" in environment else None
+
+
+def set_variable(name: str, value: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set an environment variable, and remember it."""
+    SET_BY_MJAX[name] = environment[name] = value
 
 
 def claim_gpu_memory(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -43,7 +61,7 @@ def claim_gpu_memory(environment: MutableMapping[str, str] = os.environ) -> None
     (`hardware.USABLE_FRACTION`).
     """
     if not any(name in environment for name in MEMORY_FRACTIONS):
-        environment[MEMORY_FRACTIONS[0]] = str(USABLE_FRACTION)
+        set_variable(MEMORY_FRACTIONS[0], str(USABLE_FRACTION), environment)
 
 
 def restart_with_huge_pages() -> None:
@@ -53,6 +71,8 @@ def restart_with_huge_pages() -> None:
     page faults, an eighth of its time. The C library reads the setting before `main`, so it cannot be set from inside.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if tunables.endswith(HUGE_PAGES):  # this is the restarted process
+        SET_BY_MJAX["GLIBC_TUNABLES"] = tunables
     if sys.platform != "linux" or has_nvidia_gpu() or "glibc.malloc.hugetlb" in tunables:
         return
     os.environ["GLIBC_TUNABLES"] = f"{tunables}:{HUGE_PAGES}".lstrip(":")
@@ -72,10 +92,9 @@ def simulate_devices(count: int) -> None:
 
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}".strip()
-    )
+    set_variable("JAX_PLATFORMS", "cpu")
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    set_variable("XLA_FLAGS", flags.strip())
 
 
 @dataclass(frozen=True)
@@ -107,4 +126,4 @@ class Distributed:
 
 def leave_accelerators_alone() -> None:
     """Show JAX the CPU only: work that needs no accelerator must not take the memory of one in use."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    set_variable("JAX_PLATFORMS", "cpu")

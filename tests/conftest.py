@@ -21,6 +21,7 @@ flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_coun
 if os.environ["JAX_PLATFORMS"] == "cpu":
     flags.append(COMPILE_QUICKLY)
 os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".jax_cache")  # also of what tests start; nothing goes home
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -32,7 +33,6 @@ gc.set_threshold(50_000)
 hypothesis.settings.register_profile("patient", deadline=None)  # the machine may be busy
 hypothesis.settings.load_profile("patient")
 
-jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 

@@ -28,7 +28,7 @@ from mjax.doctor import driver as nvidia
 from mjax.doctor import flags, host, software
 from mjax.doctor.child import run_in_child
 from mjax.doctor.finding import RED, Finding, guarded
-from mjax.doctor.probe import ON_DEVICES
+from mjax.doctor.probe import ON_DEVICES, ON_DISK
 from mjax.doctor.report import Report
 
 
@@ -127,7 +127,7 @@ def examine(config: Config | None, arguments: DoctorArguments, report: Report) -
     gpus = nvidia.visible_gpus(driver)
     yield from guarded("shared memory", lambda: host.check_shared_memory(gpus))
     yield from guarded("open files", host.check_open_files)
-    yield from run_in_child(("storage",), settings, environment, limit, report.begin)
+    yield from run_in_child(ON_DISK, settings, environment, limit, report.begin)
 
 
 def _or(otherwise, ask: Callable):

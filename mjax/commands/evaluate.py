@@ -20,6 +20,7 @@ from rich.progress import MofNCompleteColumn, TextColumn
 
 from mjax import launch
 from mjax.bounds import Count
+from mjax.compiled_programs import keep_programs
 from mjax.config import Config, MeshConfig, read_config
 from mjax.data.outputs import facts
 from mjax.errors import UsageError, either
@@ -92,6 +93,7 @@ def evaluate(arguments: EvaluateArguments) -> int:
         launch.simulate_devices(arguments.simulate)
     from mjax.parallel import processes
 
+    keep_programs(arguments.distributed.several)
     processes.start(arguments.distributed)
     step, metrics = _measure(arguments)
     if processes.is_first():

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mjax import launch
+from mjax.compiled_programs import keep_programs
 from mjax.errors import explain
 from mjax.finetuning import recipe as recipes
 from mjax.finetuning.recipe import FinetuneArguments
@@ -43,6 +44,7 @@ def finetune(arguments: FinetuneArguments) -> int:
     from mjax.parallel import processes
     from mjax.training.watchdog import watching
 
+    keep_programs(arguments.distributed.several)
     processes.start(arguments.distributed)
     with watching(arguments.distributed, explain) as watchdog:
         return _tune(arguments, watchdog)

@@ -14,6 +14,7 @@ import tyro
 from rich.console import Console
 
 from mjax.bounds import Count, check_bounds
+from mjax.compiled_programs import keep_programs
 from mjax.config import MeshConfig
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
@@ -71,6 +72,7 @@ def generate(arguments: GenerateArguments) -> int:
         )
     if arguments.system is not None and not arguments.chat:
         raise UsageError("--system is for a conversation; add --chat, or leave it out")
+    keep_programs()
     if arguments.chat:
         return _chat(arguments)
     prompts = _prompts(arguments)

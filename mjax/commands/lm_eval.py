@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from mjax import launch
+from mjax.compiled_programs import keep_programs
 from mjax.errors import UsageError
 
 NAME, TARGET = "mjax", "mjax.tasks.harness:HarnessModel"
@@ -49,6 +50,7 @@ def lm_eval(argv: Sequence[str]) -> int:
         rest = _with_run(arguments.run, rest)
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
+    keep_programs()
     try:
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.registry import model_registry

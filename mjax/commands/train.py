@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from mjax import launch
+from mjax.compiled_programs import keep_programs
 from mjax.config import Config, load_config, read_config
 from mjax.errors import UsageError, either, exit_code, explain
 from mjax.flags import parse, typed_flags
@@ -20,6 +21,7 @@ from mjax.model_config import KIND_FLAG, as_kind, kind_of
 from mjax.profiling.steps import profiled_steps
 from mjax.resolve import resolve, resolve_steps
 from mjax.validation import validate
+from mjax.xla_flags import be_repeatable
 
 if TYPE_CHECKING:
     from mjax.training.origin import Origin
@@ -50,6 +52,9 @@ class TrainArguments:
     precision, model). Steps, mesh, intervals and logging may change without it."""
     force: bool = False
     """Train even if the run is predicted not to fit into GPU memory."""
+    deterministic: bool = False
+    """On GPUs: use only kernels that repeat to the last bit, and the same ones at every start, so that a run can be
+    repeated, or killed and continued, with the same losses; slower. CPUs do so without it."""
     profile: str | None = None
     """START:END: profile the steps from START up to END - 1, as in a Python slice. Prints where their time went and
     writes a trace into RUN/profile (docs/runs.md)."""
@@ -74,6 +79,7 @@ def train(argv: Sequence[str]) -> int:
     from mjax.training.watchdog import watching
 
     config, options = arguments.settings, Options()
+    keep_programs(arguments.distributed.several)
     processes.start(arguments.distributed)
     with watching(arguments.distributed, explain) as watchdog:
         if processes.is_first():
@@ -120,6 +126,8 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
     changes = changes_since(folder, arguments.settings, arguments.allow_change, resumed, step)
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
+    if arguments.deterministic:
+        be_repeatable()
     from mjax.training.metrics import check_wandb
 
     check_wandb(arguments.settings.log.wandb)

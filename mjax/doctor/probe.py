@@ -27,9 +27,11 @@ CHECKS = {
     "copy": ("rates:check_copy",),
     "all-reduce": ("rates:check_all_reduce",),
     "storage": ("storage:check_storage", "runs", "config", "name"),
+    "programs": ("storage:check_programs",),
 }
 """By check: MODULE:FUNCTION in mjax/doctor, imported when it runs, and the settings it takes."""
-ON_DEVICES = tuple(name for name in CHECKS if name != "storage")
+ON_DISK = ("storage", "programs")
+ON_DEVICES = tuple(name for name in CHECKS if name not in ON_DISK)
 
 
 class _Complaints(logging.Handler):

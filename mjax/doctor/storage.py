@@ -1,4 +1,4 @@
-"""The folder of checkpoints: write access, room and speed.
+"""The folder of checkpoints: write access, room and speed; and that of compiled programs.
 
 A file system that hangs cannot be interrupted, so this runs in a child process (`child.py`).
 """
@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from mjax import compiled_programs
 from mjax.config import Config
 from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, Found, check, gibibytes
 from mjax.doctor.host import state_bytes
@@ -103,3 +104,23 @@ def judge_storage(where: str, free: int, write: float, read: float, config: Conf
         advice = "choose a faster folder with --runs; while a checkpoint is written, the next one has to wait"
         return YELLOW, f"{found}: slow", advice, figures
     return GREEN, found, None, figures
+
+
+@check("programs")
+def check_programs() -> Found:
+    """Check that compiled programs can be kept, and say where."""
+    variable = compiled_programs.FOLDER
+    chosen, place = os.environ.get(variable), compiled_programs.folder()
+    if chosen == "":
+        return GREEN, f"compiled at every start: {variable} is empty"
+    if chosen is None and place is None:
+        problem = "there is no home folder"
+    else:
+        place = Path(chosen or place)
+        problem = compiled_programs.problem_with(place)
+    if problem is not None:
+        advice = f"name a folder: export {variable}=/path/to/folder"
+        return YELLOW, f"{problem}: programs are compiled at every start", advice
+    there = sum(file.stat().st_size for file in place.glob("*-cache"))
+    limit = f" of at most {gibibytes(compiled_programs.MOST)}" if chosen is None else f", by {variable}"
+    return GREEN, f"compiled ones are kept in {place}: {gibibytes(there)}{limit}"

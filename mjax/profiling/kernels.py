@@ -164,14 +164,14 @@ class _Classifier:
             kind, name = ELSEWHERE, f"{module}: {name}"
         elif instruction is None:
             kind = next((kind for kind, words in BY_NAME if re.search(words, event.name, re.IGNORECASE)), OTHER)
-        elif (kind := _kind_of(instruction, part)) is None:
+        elif (kind := kind_of(instruction, part)) is None:
             return
         words = f"{part} {phase}".strip()
         source = instruction.source if instruction else ""
         yield Kernel(device, line, event.start_ns, event.end_ns, kind, words, name, source)
 
 
-def _kind_of(instruction: Instruction, part: str) -> str | None:
+def kind_of(instruction: Instruction, part: str) -> str | None:
     """The kind of an instruction; None if it runs no kernel of its own."""
     kernel = instruction.kernel
     if instruction.collective:

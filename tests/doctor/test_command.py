@@ -47,7 +47,8 @@ def test_on_this_machine_nothing_is_red_and_two_devices_are_called_simulated(tmp
     assert (result.returncode, report["ok"], red) == (0, True, []), result.stderr
     found = {finding["check"]: finding for finding in report["findings"]}
     assert {"python", "packages", "jax", "driver", "flags", "processes", "devices", "attention", "numerics", "matmul",
-            "copy", "all-reduce", "memory", "shared memory", "open files", "storage"} <= set(found)  # fmt: skip
+            "copy", "all-reduce", "memory", "shared memory", "open files", "storage",
+            "programs"} <= set(found)  # fmt: skip
     assert found["devices"]["found"].startswith("2 simulated devices")
     assert found["matmul"]["figures"]["matmul_tflops"] > 0
 

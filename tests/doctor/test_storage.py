@@ -121,3 +121,24 @@ def test_a_folder_that_may_not_be_entered_is_red(tmp_path, monkeypatch):
     (finding,) = check_storage(tmp_path / "closed" / "runs")
     assert finding.status == RED
     assert finding.found.endswith("closed/runs will be created) cannot be written: Permission denied")
+
+
+def test_compiled_programs_have_a_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    (finding,) = storage.check_programs()
+    assert finding.status == GREEN
+    assert finding.found.startswith(f"compiled ones are kept in {tmp_path}/mjax/programs/")
+    assert finding.found.endswith(": 0 MiB of at most 2.0 GiB")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    (finding,) = storage.check_programs()
+    assert finding.status == YELLOW
+    assert finding.advice == "name a folder: export JAX_COMPILATION_CACHE_DIR=/path/to/folder"
+
+    (tmp_path / "jit_step-1-cache").write_bytes(bytes(3 * 2**20))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    (finding,) = storage.check_programs()
+    assert finding.found == f"compiled ones are kept in {tmp_path}: 3 MiB, by JAX_COMPILATION_CACHE_DIR"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+    assert storage.check_programs()[0].found == "compiled at every start: JAX_COMPILATION_CACHE_DIR is empty"

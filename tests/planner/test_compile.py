@@ -6,7 +6,10 @@ What compiles needs JAX's CUDA wheels, which weigh gigabytes and are not among t
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -18,10 +21,13 @@ from mjax.hardware import gpu_named
 from mjax.models.build import count_parameters
 from mjax.packages import cuda_build
 from mjax.planner import compile as ahead
-from mjax.planner.comms import ledger
+from mjax.planner.comms import ledger, source_of
 from mjax.planner.compile import check_compile, compile_step, sheet_names
 from mjax.planner.compile_section import compile_section, totals
+from mjax.planner.instructions import read_instructions
 from mjax.planner.saved_program import open_program, save_program
+from mjax.profiling.kernels import ELSEWHERE, KINDS, kind_of
+from tests.conftest import ROOT
 from tests.small import small_config
 
 needs_compiler = pytest.mark.skipif(
@@ -82,6 +88,8 @@ def test_the_ledger_counts_the_bytes_that_the_compiled_step_sends(mode, tmp_path
         assert 1 <= found <= calls, key
     if mode == "tensor parallel":
         check_report(config, compiled, expected, tmp_path)
+        instructions = read_instructions(texts[0]).values()  # a profile finds something of every kind
+        assert {kind_of(each, source_of(each.source)[0]) for each in instructions} == {*KINDS, None} - {ELSEWHERE}
 
 
 def check_report(config, compiled, expected, folder):
@@ -161,8 +169,6 @@ def test_every_sheet_names_its_gpu_its_sources_and_its_memory():
 
 
 def test_the_sheets_are_part_of_the_package():
-    from tests.conftest import ROOT
-
     assert '"mjax.planner" = ["targets/*.txtpb"]' in (ROOT / "pyproject.toml").read_text()
 
 
@@ -171,3 +177,28 @@ def test_a_mesh_within_one_server_and_one_of_many_can_be_compiled_for(monkeypatc
     config = load_config("gpt_8b")
     for devices in (1, 3, 8, 16, 512):
         check_compile(replace(config, mesh=replace(config.mesh, data=devices, model=1)), "h100")
+
+
+COMPILE_REPEATABLE = """
+import re
+from mjax import xla_flags
+if {deterministic}:
+    xla_flags.be_repeatable()
+from mjax.planner.compile import compile_step
+from tests.planner.test_compile import config_of
+text = compile_step(config_of({{"data": 1, "model": 1}}, layers=1), "h100").text
+print(*re.findall(r" scatter\\(.*?(?=, to_apply)", text), sep="\\n")
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_step_adds_no_two_gradients_of_a_token_by_atomics(deterministic):
+    code = COMPILE_REPEATABLE.format(deterministic=deterministic)
+    variables = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr[-2000:]
+    scatters = result.stdout.splitlines()
+    assert len(scatters) == 1  # of the embedding
+    # Without this promise XLA writes each addition as an atomic one, in the order in which threads arrive.
+    assert ("unique_indices=true" in scatters[0]) == deterministic
