@@ -23,7 +23,7 @@ CHECK = data test_bad_inputs.py test_batch_size.py test_config.py test_flags.py 
     interop/test_refusals.py tasks/test_labelled_refusals.py tasks/test_sentence_tasks.py tasks/test_squad.py \
     tasks/test_squad_scores.py tasks/test_tasks.py tasks/test_windows.py planner/test_calibration.py \
     planner/test_config_file.py planner/test_fit.py planner/test_hlo.py planner/test_search.py \
-    planner/test_search_report.py
+    planner/test_search_report.py profiling/test_gpu_trace.py training/test_environment.py
 
 .PHONY: train llama bert lint check test test-parity format clean
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mjax.doctor.finding import GREEN, RED, YELLOW, Found, check, gibibytes
+from mjax.launch import nvidia_driver
 
 # The oldest Linux driver that runs programs built for a major version of CUDA (NVIDIA's "CUDA Compatibility", minor
 # version compatibility).
@@ -42,8 +43,7 @@ class Driver:
 
 def read_driver(root: Path = Path("/"), ask: Callable[[list[str]], str] | None = None) -> Driver:
     """Examine this machine; `root` holds /proc and /sys, `ask` runs a command and returns its output."""
-    loaded = re.search(r"Module\s+(?:for\s+\S+\s+)?(\d+(?:\.\d+)+)", _text(root / "proc/driver/nvidia/version"))
-    known = Driver(loaded[1] if loaded else None, on_bus=_on_bus(root))
+    known = Driver(nvidia_driver(root), on_bus=_on_bus(root))
     if ask is None and shutil.which("nvidia-smi") is None:
         information = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
         models = [re.search(r"Model:\s+(.+)", _text(file)) for file in information]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,15 +16,22 @@ from pathlib import Path
 import jax
 
 import mjax
+from mjax import launch, packages
 from mjax.config import Config
 from mjax.data.atomic import set_aside, write_whole
 from mjax.parallel import axes
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
+# NVIDIA's libraries by the name of their wheel, without the version of CUDA at its end.
+LIBRARIES = {
+    "nvidia-cuda-runtime": "CUDA", "nvidia-cublas": "cuBLAS", "nvidia-cudnn": "cuDNN", "nvidia-nccl": "NCCL",
+}  # fmt: skip
+FLAGS = re.compile(r"(XLA|JAX|NCCL|CUDA|CUDNN|NVIDIA_TF32)_\w+|GLIBC_TUNABLES|TF_CUDNN_DETERMINISTIC")
 
 
 def describe(config: Config, say: Callable[[str], None]) -> dict:
-    """Versions, devices, mesh, the attention kernel in use, flags, and the git commit."""
+    """Versions, devices, mesh, the attention kernel in use, flags (also which of them mjax has set), and the git
+    commit."""
     devices = jax.devices()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -39,10 +47,25 @@ def describe(config: Config, say: Callable[[str], None]) -> dict:
         "host": platform.node(),
         "mesh": axes.sizes(config.mesh),
         "attention": config.model.attention,
-        "flags": {
-            name: os.environ[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS", "GLIBC_TUNABLES") if name in os.environ
-        },
+        "nvidia": nvidia(),
+        "memory_fraction": next((os.environ[name] for name in launch.MEMORY_FRACTIONS if name in os.environ), None),
+        "flags": {name: value for name, value in sorted(os.environ.items()) if FLAGS.fullmatch(name)},
+        "set_by_mjax": dict(launch.SET_BY_MJAX),
     }
+
+
+def nvidia() -> dict[str, str]:
+    """Versions of NVIDIA's driver and of the libraries that JAX's wheels bring along; empty without a GPU.
+
+    The libraries are those of package metadata: another one that LD_LIBRARY_PATH puts first is not seen.
+    """
+    if jax.devices()[0].platform != "gpu":
+        return {}
+    found = {"driver": version} if (version := launch.nvidia_driver()) else {}
+    for name, version in sorted(packages.installed().items()):
+        library = LIBRARIES.get(re.sub(r"-cu\d+$", "", name))
+        found |= {library: version} if library else {}
+    return found
 
 
 def write(config: Config, folder: Path, say: Callable[[str], None]) -> None:
