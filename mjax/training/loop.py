@@ -209,13 +209,9 @@ class Run:
                     size, program = due, self._program_of(due, step)
                 else:
                     self.watchdog.at(step)
-                limit = self._limit(step)
                 if self.profile.begins(step):
                     waiting = self._settle(waiting)
-                    self.profile.begin(step, program.train_step, (state, batch, *limit))
-                    self.clock = time.perf_counter()
-                with self.profile.step(step):
-                    state, metrics = program.train_step(state, batch, *limit)
+                state, metrics = self._dispatch(program, step, state, batch)
                 self.watchdog.at(step)
                 self._settle(waiting)  # while the devices work on `step`
                 waiting = step, metrics
@@ -264,6 +260,16 @@ class Run:
             counts = jax.device_get(self.program.broken(state))
             if problem := broken_state(counts, self.program.gradient_names):
                 self.give_up(f"after step {step} {problem}")
+
+    def _dispatch(self, program: TrainProgram, step: int, state: TrainState, batch: dict[str, jax.Array]):
+        """The state and the metrics after `step`, which runs when this returns; starts a profile that begins with
+        it."""
+        arguments = state, batch, *self._limit(step)
+        if self.profile.begins(step):
+            self.profile.begin(step, program.train_step, arguments)
+            self.clock = time.perf_counter()
+        with self.profile.step(step):
+            return program.train_step(*arguments)
 
     def _settle(self, waiting: tuple[int, StepMetrics] | None) -> None:
         """Write the record of the step in `waiting`, if any, once it is finished."""
