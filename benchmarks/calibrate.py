@@ -4,9 +4,9 @@
     python -m mjax plan --config gpt_1b --gpu h100 --calibration calibration.json
 
 Every kernel runs many times inside one compiled loop, so that launching it from Python does not count; the fastest of
-several rounds is taken. Flash attention is measured if a training run would use it here. Collectives are measured over
-all devices if there are several, which are assumed to be in one server. The rate between servers is not measured and
-stays that of published runs.
+several rounds is taken. All arrays are random, and arguments of the loop. Flash attention is measured if a training run
+would use it here. Collectives are measured over all devices if there are several, which are assumed to be in one
+server. The rate between servers is not measured and stays that of published runs.
 
 The table compares each measurement with the value that the fitted rates predict.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -78,32 +78,77 @@ class Arguments:
     """Divide every size by this, to try the command on a small machine. The rates are then of no use."""
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel to time.
+
+    Attributes:
+      kind, sizes: as in `Measurement`.
+      function: x → x, whose next call has to wait for this one. It must hold no array of its own: XLA folds a constant
+        into the kernel that reads it, which then reads nothing.
+      shapes: of x, a tree of `jax.ShapeDtypeStruct`.
+    """
+
+    kind: str
+    sizes: tuple[float, ...]
+    function: Callable
+    shapes: object
+
+
 def measure(arguments: Arguments, compute: str) -> Iterator[Measurement]:
     """All measurements in turn; products and attention in the type `compute`."""
+    import jax
+
+    flash = "attention" in arguments.kinds and _flash_runs(compute)
+    for kernel in kernels(arguments, compute, flash, jax.devices()):
+        seconds = seconds_of(kernel.function, drawn(kernel.shapes), arguments.rounds)
+        yield Measurement(kernel.kind, kernel.sizes, seconds)
+
+
+def kernels(arguments: Arguments, compute: str, flash: bool, devices: Sequence) -> Iterator[Kernel]:
+    """What `measure` times; `flash` says whether there is attention, and `devices` are those of the all-reduces."""
     import jax
     import jax.numpy as jnp
 
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}[compute]
-    small, timed = arguments.shrink, partial(seconds_of, rounds=arguments.rounds)
+    small, shape = arguments.shrink, jax.ShapeDtypeStruct
 
     if "launch" in arguments.kinds:
-        yield Measurement("launch", (KERNELS,), timed(_small_kernels, jnp.ones((), jnp.float32)))
+        yield Kernel("launch", (KERNELS,), _small_kernels, shape((), jnp.float32))
     for size in COPIES if "copy" in arguments.kinds else ():
-        x = jnp.ones(size // small // 4, jnp.float32)
-        yield Measurement("copy", (2.0 * x.nbytes,), timed(lambda x: x * 1.000001, x))
+        x = shape((size // small // 4,), jnp.float32)
+        yield Kernel("copy", (2.0 * 4 * x.size,), lambda x: x * 1.000001, x)
     for sizes in PRODUCTS if "product" in arguments.kinds else ():
         m, n, k = (max(size // small, 8) for size in sizes)
-        x, kernel = jnp.ones((m, k), dtype), jnp.full((k, n), 1.0 / k, dtype)
-        yield Measurement("product", (m, n, k), timed(partial(_product, kernel=kernel), x))
-    for b, s, n, d in ATTENTIONS if "attention" in arguments.kinds and _flash_runs(compute) else ():
+        yield Kernel("product", (m, n, k), _product, (shape((m, k), dtype), shape((k, n), dtype)))
+    for b, s, n, d in ATTENTIONS if flash and "attention" in arguments.kinds else ():
         s = max(s // small, 64)
-        qkv = tuple(jnp.full((b, s, n, d), 0.01, dtype) for _ in range(3))
         forward = 4.0 * b * n * s * s * d / 2
-        yield Measurement("attention", (3.5 * forward,), timed(_attention_and_gradient, qkv))
-    devices = jax.device_count()
-    for size in SUMS if devices > 1 and "sum" in arguments.kinds else ():
+        yield Kernel("attention", (3.5 * forward,), _attention_and_gradient, (shape((b, s, n, d), dtype),) * 3)
+    for size in SUMS if len(devices) > 1 and "sum" in arguments.kinds else ():
         width = max(size // small // 4, 1)
-        yield Measurement("sum", (devices, 4.0 * width), timed(*_sum_over_all(width)))
+        yield Kernel("sum", (len(devices), 4.0 * width), *_sum_over_all(width, devices))
+
+
+def drawn(shapes):
+    """Random arrays of these shapes and shardings: normal, with the variance of weights of this many rows.
+
+    A GPU multiplies constants with less power than numbers, and so faster.
+    """
+    import jax
+
+    leaves, tree = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+
+    def draw(key, leaf):
+        scale = leaf.shape[0] ** -0.5 if leaf.shape else 1.0
+        return (scale * jax.random.normal(key, leaf.shape, leaf.dtype)).astype(leaf.dtype)
+
+    arrays = [
+        jax.jit(partial(draw, leaf=leaf), out_shardings=leaf.sharding)(key)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, arrays)
 
 
 def _small_kernels(x):
@@ -115,12 +160,13 @@ def _small_kernels(x):
     return x
 
 
-def _product(x, kernel):
-    """x, changed by one element of x A, so that the next product depends on this one."""
+def _product(x_and_kernel):
+    """x and A, with one element of x changed by x A, so that the next product depends on this one."""
     import jax
 
+    x, kernel = x_and_kernel
     y = jax.lax.optimization_barrier(x @ kernel)
-    return x.at[0, 0].set(y[0, 0])
+    return x.at[0, 0].set(y[0, 0]), kernel
 
 
 def _flash_runs(compute: str) -> bool:
@@ -153,8 +199,8 @@ def _attention_and_gradient(qkv):
     return q.at[0, 0, 0, 0].set(gradients[0][0, 0, 0, 0]), k, v
 
 
-def _sum_over_all(width: int) -> tuple[Callable, object]:
-    """A mean over all devices of an array that each of them has, and that array."""
+def _sum_over_all(width: int, devices: Sequence) -> tuple[Callable, object]:
+    """A mean over all devices of an array that each of them has, and the shape of that array."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding
@@ -165,15 +211,15 @@ def _sum_over_all(width: int) -> tuple[Callable, object]:
     from mjax.parallel.axes import DATA
     from mjax.parallel.mesh import make_mesh
 
-    devices = jax.device_count()
-    mesh = make_mesh(MeshConfig(data=devices))
+    ranks = len(devices)
+    mesh = make_mesh(MeshConfig(data=ranks), devices)
 
     def mean(x):
-        summed = mappings.sum_over(x, frozenset({DATA})) / devices
+        summed = mappings.sum_over(x, frozenset({DATA})) / ranks
         return mappings.vary(summed, frozenset({DATA}))
 
     summed = jax.shard_map(mean, mesh=mesh, in_specs=P(DATA), out_specs=P(DATA), check_vma=True)
-    return summed, jax.device_put(jnp.ones(devices * width, jnp.float32), NamedSharding(mesh, P(DATA)))
+    return summed, jax.ShapeDtypeStruct((ranks * width,), jnp.float32, sharding=NamedSharding(mesh, P(DATA)))
 
 
 def seconds_of(function: Callable, x, rounds: int, least: int = 4, enough: float = 0.05) -> float:
@@ -185,9 +231,7 @@ def seconds_of(function: Callable, x, rounds: int, least: int = 4, enough: float
     """
     import jax
 
-    @partial(jax.jit, static_argnums=1)
-    def repeated(x, times: int):
-        return jax.lax.fori_loop(0, times, lambda _, x: function(x), x)
+    repeated = loop_of(function)
 
     def timed(times: int) -> float:
         start = time.perf_counter()
@@ -199,6 +243,17 @@ def seconds_of(function: Callable, x, rounds: int, least: int = 4, enough: float
     times = max(least, min(int(enough / once), 1000 * least))
     timed(times)  # compiles
     return min(timed(times) for _ in range(rounds)) / times
+
+
+def loop_of(function: Callable) -> Callable:
+    """The compiled loop of x, times → the result of so many calls of `function`, x → x."""
+    import jax
+
+    @partial(jax.jit, static_argnums=1)
+    def repeated(x, times: int):
+        return jax.lax.fori_loop(0, times, lambda _, x: function(x), x)
+
+    return repeated
 
 
 def described(measurement: Measurement) -> str:
