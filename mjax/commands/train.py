@@ -73,12 +73,13 @@ def train(argv: Sequence[str]) -> int:
     from mjax.generation import print_sample
     from mjax.parallel import processes
     from mjax.planner.fit import check_gpu_at_hand
+    from mjax.planner.unrolling import unrolled_here
     from mjax.profiling.recorder import Recorder
     from mjax.training import loop
     from mjax.training.result import Options
     from mjax.training.watchdog import watching
 
-    config, options = arguments.settings, Options()
+    config, options = arguments.settings, Options(resolve=unrolled_here)
     keep_programs(arguments.distributed.several)
     processes.start(arguments.distributed)
     with watching(arguments.distributed, explain) as watchdog:
@@ -88,7 +89,7 @@ def train(argv: Sequence[str]) -> int:
         check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
         step = None if arguments.init else arguments.step
         if arguments.profile is not None and processes.is_first():
-            options = Options(profile=Recorder(_profiled(arguments), arguments.resume))
+            options = replace(options, profile=Recorder(_profiled(arguments), arguments.resume))
         given = {"on_end": print_sample, "options": options, "origin": origin}
         result = loop.train(config, arguments.resume, label, watchdog, step, **given)
     return result.exit_code

@@ -75,14 +75,12 @@ def train(
       RunError: the run cannot continue; what was saved is intact.
       UnhealthyError: too many of its steps were unhealthy, now or when it last ended.
     """
-    from mjax.planner.unrolling import unrolled_here  # the planner traces programs of this package
-
     # --- Data: file errors are found before a device is used ----------------------------------------------------------
     data, options = data or open_data(config), options or Options()
 
     # --- Devices, and the attention kernel to use ---------------------------------------------------------------------
     check_devices(config, jax.device_count(), name)
-    resolved = unrolled_here(with_kernel(config))
+    resolved = options.resolve(with_kernel(config))
     mesh = make_mesh(config.mesh)
 
     # --- Processes: all of them run this program on this data ---------------------------------------------------------
