@@ -11,6 +11,7 @@ from mjax.models.kernels import HOPPER, resolved_on_gpu
 from mjax.planner.fit import changes_that_fit
 from mjax.planner.memory import HEADROOM, free_share, predict_memory
 from mjax.planner.section import Section, named_rows
+from mjax.planner.unrolling import with_unrolling
 
 WHEN = {
     "head": "with the logits of a micro-batch",
@@ -28,17 +29,21 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
       figure: output file of the plot.
     """
     config = resolved_on_gpu(config, HOPPER if gpu is None else gpu.compute_capability)
+    config = with_unrolling(config, None if gpu is None else gpu.usable_bytes)
     memory = predict_memory(config)
     values: dict[str, Any] = {
         "total": memory.total,
         **memory.parts,
         "moment": memory.moment,
         "attention": config.model.attention,
+        "unrolled": config.train.unroll,
         "figure": None if figure is None else str(figure),
     }
     rows = {kind: f"{size / GIB:8.2f} GiB" for kind, size in memory.parts.items()}
     rows["total"] = f"{memory.total / GIB:8.2f} GiB on each device, {WHEN[memory.moment]}"
     rows["attention"] = f"by {values['attention']}"
+    if gpu is not None:
+        rows["layers"] = "one after the other, without a loop" if config.train.unroll else "in a loop"
     lines = []
     if gpu is not None:
         free = free_share(memory.total, gpu.usable_bytes)
