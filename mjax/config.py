@@ -163,9 +163,9 @@ class TrainConfig:
     """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recomputation in the backward pass: none; the attention core and cheap element-wise work; or whole layers."""
-    unroll: bool | None = None
-    """Compile the layers one after the other instead of a loop over them: faster on a GPU, and compiles longer. By
-    default on GPUs if the step fits into their memory; not in a pipeline, with FSDP or beyond 80 layers."""
+    unroll: Literal["auto", "on", "off"] = "auto"
+    """Compile the layers one after the other instead of a loop over them: faster on a GPU, and compiles longer. auto:
+    on GPUs if the step fits into their memory; not in a pipeline, with FSDP or beyond 80 layers."""
     seed: Seed = 1234
     """Determines initial weights, sample order and dropout, on any mesh."""
     eval_interval: CountOrZero = 1000

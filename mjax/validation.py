@@ -51,10 +51,10 @@ def _check_shapes(config: Config) -> None:
         possible = [ranks for ranks in _divisors(math.gcd(*columns.values())) if model.splits(ranks)]
         raise UsageError(f"--mesh.model {mesh.model} {fails} {what} {size}; use {_listed(possible)}")
 
-    if train.unroll and mesh.pipe > 1:
+    if train.unroll == "on" and mesh.pipe > 1:
         raise UsageError(
-            f"--train.unroll does not work with --mesh.pipe {mesh.pipe}, whose stages keep activations by slot; leave "
-            "it out"
+            f"--train.unroll on does not work with --mesh.pipe {mesh.pipe}, whose stages keep activations by slot; "
+            "leave it out"
         )
     if train.global_batch % mesh.data:
         raise UsageError(

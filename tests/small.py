@@ -56,7 +56,7 @@ def small_config(
     global_batch=8,
     mesh=None,
     samples=None,
-    unroll=None,
+    unroll="auto",
     **changes,
 ) -> Config:
     kind = "bert_task" if "head" in changes else changes.pop("kind", "gpt")

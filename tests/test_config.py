@@ -268,6 +268,10 @@ def _with(**sections):
         (_with(model={"vocabulary_multiple": 1}, mesh={"model": 2}), "does not divide padded vocabulary 50257"),
         (_with(model={"heads": 7}), "--model.heads 7 does not divide hidden size 1024; use 1, 2, 4, 8"),
         (_with(mesh={"data": 3}), "--train.global-batch 512 does not divide over --mesh.data 3"),
+        (
+            _with(mesh={"pipe": 2}, train={"unroll": "on"}),
+            "--train.unroll on does not work with --mesh.pipe 2, whose stages keep activations by slot; leave it out",
+        ),
         (_with(train={"micro_batch": 3}), "--train.micro-batch 3 does not divide the 512 sequences"),
         (_with(train={"batch_rampup": (0, 8, 100)}), "must each be at least 1; type --train.batch-rampup 8 8 100"),
         (

@@ -181,7 +181,7 @@ def compile_step(
         gpu_memory=memory_of(gpu),
         servers=servers,
         attention=config.model.attention,
-        unrolled=bool(config.train.unroll),
+        unrolled=config.train.unroll == "on",
         compute=config.precision.compute,
         devices=sizes.devices,
         flops=model_flops(config) / sizes.devices,

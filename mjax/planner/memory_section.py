@@ -36,14 +36,14 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         **memory.parts,
         "moment": memory.moment,
         "attention": config.model.attention,
-        "unrolled": config.train.unroll,
+        "unrolled": config.train.unroll == "on",
         "figure": None if figure is None else str(figure),
     }
     rows = {kind: f"{size / GIB:8.2f} GiB" for kind, size in memory.parts.items()}
     rows["total"] = f"{memory.total / GIB:8.2f} GiB on each device, {WHEN[memory.moment]}"
     rows["attention"] = f"by {values['attention']}"
     if gpu is not None:
-        rows["layers"] = "one after the other, without a loop" if config.train.unroll else "in a loop"
+        rows["layers"] = "one after the other, without a loop" if values["unrolled"] else "in a loop"
     lines = []
     if gpu is not None:
         free = free_share(memory.total, gpu.usable_bytes)

@@ -19,7 +19,7 @@ MOST_LAYERS = 80
 
 
 def with_unrolling(config: Config, usable: float | None) -> Config:
-    """`config` with `train.unroll` decided: as it says, or by default on a GPU whose memory the step leaves HEADROOM
+    """`config` with `train.unroll` decided: as it says, or with `auto` on a GPU whose memory the step leaves HEADROOM
     of.
 
     A pipeline keeps its loop, since its stages keep activations in slots, and so does FSDP, whose weights are gathered
@@ -29,14 +29,14 @@ def with_unrolling(config: Config, usable: float | None) -> Config:
       config: validated; `model.attention` is a kernel's name, or `auto`, resolved as on a GPU.
       usable: bytes that XLA may allocate on each GPU; None on other devices.
     """
-    if config.train.unroll is not None:
+    if config.train.unroll != "auto":
         return config
     mesh = config.mesh
     loops = usable is None or mesh.pipe > 1 or mesh.zero == 3 or config.model.layers > MOST_LAYERS
-    unrolled = replace(config, train=replace(config.train, unroll=True))
+    unrolled = replace(config, train=replace(config.train, unroll="on"))
     if not loops and free_share(predict_memory(unrolled).total, usable) >= HEADROOM:
         return unrolled
-    return replace(config, train=replace(config.train, unroll=False))
+    return replace(config, train=replace(config.train, unroll="off"))
 
 
 def unrolled_here(config: Config) -> Config:

@@ -29,7 +29,7 @@ def what_runs(
     sizes = [size for first_step, _, size in batches.pieces if first_step < train.steps]
     size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
     parameters, compute = count_parameters(model), config.precision.compute
-    unrolled = ", layers without a loop" if train.unroll else ""
+    unrolled = ", layers without a loop" if train.unroll == "on" else ""
     display.say(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}{unrolled}")
     display.say(f"mesh    {describe_mesh(config)} on {mesh.devices} × {kind}")
     display.say(f"data    {data.summary}")

@@ -64,7 +64,7 @@ class Forward:
         dtype = COMPUTE_TYPES[self.config.precision.compute]
         gathered = [gather_in_loop(stack, dtype) for stack in stacks_of(self.plan.blocks)]
         trains, train = self.step is not None, self.config.train
-        recompute, unroll = (train.recompute, bool(train.unroll)) if trains else ("none", False)
+        recompute, unroll = (train.recompute, train.unroll == "on") if trains else ("none", False)
         x, sums = run_blocks(blocks, x, self.context(micro_batch), recompute, first, gathered, unroll)
         return x, {} if self.head else self._parts(sums)
 

@@ -195,7 +195,7 @@ def config_of_case(family, case):
             global_batch=8,
             micro_batch=1 if case.schedule else 4 // case.data,
             recompute=case.recompute,
-            unroll=case.unroll,
+            unroll="on" if case.unroll else "off",
         ),
     )
 

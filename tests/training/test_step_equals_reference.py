@@ -98,7 +98,7 @@ def _config(case):
         samples=PACKED if case.packed else {},
         layers=4,
         attention=case.kernel,
-        unroll=case.unroll,
+        unroll="on" if case.unroll else "off",
         **MODELS[case.model],
     )
 
