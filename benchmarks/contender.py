@@ -62,6 +62,7 @@ class Mjax:
 
         from mjax.models.kernel_trial import resolve_attention
         from mjax.parallel.mesh import make_mesh
+        from mjax.planner.unrolling import unrolled_here
         from mjax.training.step import build_program
 
         if jax.default_backend() != platform:
@@ -69,13 +70,14 @@ class Mjax:
         check_devices(config, jax.device_count(), "this benchmark")
         documents = config.data.reset_attention
         kernel = resolve_attention(config.model, config.precision.compute, platform, documents=documents)
-        config = replace(config, model=replace(config.model, attention=kernel))
+        config = unrolled_here(replace(config, model=replace(config.model, attention=kernel)))
         self.jax = jax
         self.program = build_program(config, make_mesh(config.mesh))
         self.state = self.program.initialize()
         self.batches = draw_batches(config)
         self.device = jax.devices()[0].device_kind
         self.versions = {name: metadata.version(name) for name in ("jax", "flax", "optax")} | {"attention": kernel}
+        self.versions["layers"] = "without a loop" if config.train.unroll == "on" else "in a loop"
 
     def step(self, index: int) -> Callable[[], float]:
         batch = self.jax.device_put(self.batches[index % DISTINCT_BATCHES], self.program.batch_sharding)

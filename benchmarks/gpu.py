@@ -1,0 +1,490 @@
+"""A day with one GPU in one command: does mjax run there, is it right, how fast is it, and what does it wait for.
+
+    python benchmarks/gpu.py --output gpu_day                                    all parts, within an hour
+    python benchmarks/gpu.py --output gpu_day --parts about first checks         some of them, in this order
+    python benchmarks/gpu.py --output dry_run --tiny --parts first resume        toy sizes on a CPU, to try the command
+
+**It has not been run on a GPU yet**, only with --tiny. Every part is one or more commands with a limit of their own, in
+processes of their own. One that fails or runs over its limit is ended and named, and the others go on; what --seconds
+leaves no time for is named as left out. Everything is in OUTPUT, after every command:
+
+    results.md      the tables, for docs/benchmarks.md
+    results.json    the same, with commands, limits and seconds
+    day.log         all that was printed
+    clocks.csv      clock, power, heat and memory of the GPU every half second, from nvidia-smi
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import tyro
+
+from benchmarks.command import in_one_sentence
+from benchmarks.train_step import Row
+from benchmarks.train_step import table as table_of_steps
+from mjax import launch
+from mjax.errors import UsageError, check_folder
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = sys.executable
+NO_DROPOUT = ("--model.attention-dropout", "0", "--model.hidden-dropout", "0")
+TINY = (
+    *("--model.layers", "2", "--model.hidden", "32", "--model.heads", "4", "--model.sequence", "16"),
+    *("--model.vocabulary", "250", "--train.global-batch", "4", "--train.micro-batch", "2"),
+    *("--precision.compute", "fp32", "--model.attention", "auto"),
+)
+LEAST = 5.0  # seconds that a command is worth being started with
+CLOCKS = "timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu,memory.used,clocks_throttle_reasons.active"
+
+PartName = Literal[
+    "about", "doctor", "first", "tests", "checks", "step", "profile", "variants", "resume", "bits", "fp16", "kernels",
+    "calibrate", "predicted", "larger",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Measure mjax on the GPU of this machine, part by part, whatever fails on the way."""
+
+    output: Path
+    """Folder for the results; it is made, and what an earlier command left in it continues."""
+    parts: tuple[PartName, ...] = PartName.__args__
+    """about: the machine. doctor: `mjax doctor`. first: MFU of gpt_1b. tests: those of the suite that need a GPU.
+    checks: attention, a step against float64, fp16, bits (tests/test_gpu.py). step: gpt_1b beside PyTorch. profile:
+    where its time goes. variants: one change at a time. resume: a run killed and continued. bits: a run twice. fp16: a
+    run. kernels: products, attention and memory alone. calibrate: rates for `mjax plan`. predicted: steps beside the
+    plan's. larger: gpt_2b beside PyTorch."""
+    seconds: float = 3600.0
+    """Limit of the whole command; a part that no time is left for is named."""
+    tiny: bool = False
+    """Toy sizes, on a CPU: to try the command. The figures are of no use."""
+
+
+@dataclass
+class Ended:
+    """A command that has run, or has not.
+
+    Attributes:
+      verdict: ok, left out, over its limit, killed as planned, or what ended it.
+      seconds: it ran.
+      output: what it printed; not kept in results.json.
+    """
+
+    part: str
+    name: str
+    command: str
+    limit: float
+    verdict: str
+    seconds: float = 0.0
+    output: str = field(default="", repr=False)
+
+    @property
+    def fine(self) -> bool:
+        """Whether it did what it was started for."""
+        return self.verdict in ("ok", "killed as planned")
+
+
+class Day:
+    """The results so far, and the commands that add to them."""
+
+    def __init__(self, arguments: Arguments):
+        self.arguments, self.folder, self.tiny = arguments, arguments.output.resolve(), arguments.tiny
+        self.begun, self.part = time.monotonic(), ""
+        self.ended: list[Ended] = []
+        self.tables: list[tuple[str, str, list[dict]]] = []  # title, text in Markdown, values
+        self.folder.mkdir(exist_ok=True)
+
+    def say(self, line: str) -> None:
+        """On the screen and in day.log."""
+        print(line, flush=True)
+        with (self.folder / "day.log").open("a") as log:
+            log.write(line + "\n")
+
+    def run(
+        self,
+        name: str,
+        command: list[str],
+        limit: float,
+        environment: dict[str, str] | None = None,
+        kill_when: Callable[[], bool] | None = None,
+    ) -> Ended:
+        """Run a command in the repository; never raises.
+
+        Args:
+          limit: seconds; also ended when the day's are over.
+          environment: variables besides those of this process.
+          kill_when: the command is killed, as by a crash, once this is true.
+        """
+        limit = min(limit, self.arguments.seconds - (time.monotonic() - self.begun))
+        ended = Ended(self.part, name, shlex.join(command), round(limit, 1), "left out: no time")
+        self.ended.append(ended)
+        if limit < LEAST:
+            self.say(f"-- {name}: {ended.verdict}")
+        else:
+            self.say(f"-- {name}, at most {limit:.0f} s: {ended.command}")
+            begun = time.monotonic()
+            try:
+                self._run(ended, command, limit, environment or {}, kill_when)
+            except OSError as error:
+                ended.verdict = f"{type(error).__name__}: {error}"
+            ended.seconds = round(time.monotonic() - begun, 1)
+            self.say(f"-- {name}: {ended.verdict}, {ended.seconds:.0f} s")
+        self.write()
+        return ended
+
+    def _run(self, ended: Ended, command: list[str], limit: float, environment, kill_when) -> None:
+        variables = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "160", **environment}
+        if self.tiny:
+            variables.setdefault("JAX_PLATFORMS", "cpu")
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+        )  # fmt: skip
+        reason, finish = [], time.monotonic() + limit
+
+        def watch() -> None:
+            while process.poll() is None:
+                over = time.monotonic() > finish
+                if over or (kill_when is not None and kill_when()):
+                    reason.append("over its limit" if over else "killed as planned")
+                    os.killpg(process.pid, signal.SIGKILL)
+                    return
+                time.sleep(0.05)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            self.say("   " + line.rstrip()[:400])
+        code = process.wait()
+        watcher.join()
+        ended.output = "".join(lines)
+        ended.verdict = reason[0] if reason else "ok" if code == 0 else f"exit code {code}"
+
+    def table(self, title: str, rows: list[dict], text: str | None = None) -> None:
+        """Add a table; `text` is Markdown, made of `rows` by default."""
+        text = markdown(rows) if text is None else text
+        self.tables.append((title, text, rows))
+        self.say(f"\n{title}\n\n{text}\n")
+        self.write()
+
+    def write(self) -> None:
+        """results.md and results.json, as they are now."""
+        when, where = datetime.now(UTC).isoformat(timespec="seconds"), _device()
+        verdicts = [
+            {"part": e.part, "command": e.name, "result": e.verdict, "seconds": e.seconds, "limit": e.limit}
+            for e in self.ended
+        ]
+        lines = [f"### {when[:10]}: {where}", ""]
+        if self.tiny:
+            lines += ["A dry run at toy size: the figures are of no use.", ""]
+        lines += [markdown(verdicts), ""]
+        for title, text, _ in self.tables:
+            lines += [f"#### {title}", "", text, ""]
+        (self.folder / "results.md").write_text("\n".join(lines))
+        commands = [{key: value for key, value in asdict(e).items() if key != "output"} for e in self.ended]
+        tables = [{"title": title, "rows": rows} for title, _, rows in self.tables]
+        record = {"date": when, "machine": where, "tiny": self.tiny, "command": shlex.join(sys.argv)}
+        (self.folder / "results.json").write_text(
+            json.dumps(record | {"commands": commands, "tables": tables}, indent=1)
+        )
+
+
+def markdown(rows: list[dict]) -> str:
+    """Rows as a table in Markdown; a column for every key."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [
+        columns,
+        ["---"] * len(columns),
+        *(["–" if row.get(c) is None else str(row[c]) for c in columns] for row in rows),
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _device() -> str:
+    asked = shutil.which("nvidia-smi") and subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    )
+    return asked.stdout.strip().replace("\n", "; ") if asked and asked.returncode == 0 else "no GPU"
+
+
+# --- Parts: the machine -----------------------------------------------------------------------------------------------
+
+
+def about(day: Day) -> None:
+    """What machine this is."""
+    if shutil.which("nvidia-smi"):
+        day.run("nvidia-smi", ["nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE,MEMORY"], 30)
+    day.run("packages", [PYTHON, "-c", "from mjax.packages import installed; print(installed())"], 60)
+
+
+def doctor(day: Day) -> None:
+    """`mjax doctor`."""
+    config, limit = ("gpt_demo", "20") if day.tiny else ("gpt_1b", "200")
+    day.run("doctor", [PYTHON, "-m", "mjax", "doctor", "--config", config, "--limit", limit], 300)
+
+
+def _pytest(day: Day, name: str, limit: float, *chosen: str) -> None:
+    platform = {"MJAX_TEST_PLATFORM": "cpu" if day.tiny else "cuda,cpu"}
+    day.run(name, [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen], limit, platform)
+
+
+def tests(day: Day) -> None:
+    """What the suite skips without a GPU."""
+    _pytest(day, "tests", 240, "-m", "gpu", *(() if day.tiny else ("tests/doctor",)), "tests/models/test_attention.py")
+
+
+def checks(day: Day) -> None:
+    """Attention with gradients, a step against float64, fp16, bits."""
+    _pytest(day, "checks", 400, "tests/test_gpu.py")
+
+
+# --- Parts: steps -----------------------------------------------------------------------------------------------------
+
+
+def _step(day: Day, name: str, config: str, limit: float, *flags: str, peers: str = "none", xla: str = "") -> list[Row]:
+    """The rows of benchmarks/train_step.py, none if it did not end well."""
+    command = [PYTHON, "benchmarks/train_step.py", "--config", config, "--mesh.model", "1", *NO_DROPOUT, "--json"]
+    command += ["--peers", peers, "--rounds", "3", "--steps", "10", "--train.recompute", "none", *flags]
+    if day.tiny:
+        command += [*TINY, "--rounds", "1", "--steps", "1", "--threads", "1"]
+    given = f"{os.environ.get('XLA_FLAGS', '')} {xla}".strip()
+    ended = day.run(name, command, limit, {"XLA_FLAGS": given} if xla else None)
+    begin = ended.output.find("\n{\n") + 1 if not ended.output.startswith("{\n") else 0
+    try:
+        found, _ = json.JSONDecoder().raw_decode(ended.output[begin:])
+        return [Row(**row) for row in found["rows"]]
+    except (ValueError, KeyError, TypeError):  # it printed no record: its verdict says why
+        return []
+
+
+def _sequences(batch: int, micro_batch: int) -> tuple[str, ...]:
+    return "--train.global-batch", str(batch), "--train.micro-batch", str(micro_batch)
+
+
+def _beside(day: Day, config: str, limit: float, batch: int, micro_batch: int, peers: str) -> None:
+    title = f"{config}, {batch} sequences in micro-batches of {micro_batch}"
+    rows = _step(day, title, config, limit, *_sequences(batch, micro_batch), peers=peers)
+    if rows:
+        day.table(title, [asdict(row) for row in rows], table_of_steps(rows, markdown=True))
+
+
+def first(day: Day) -> None:
+    """The one number."""
+    _beside(day, "gpt_1b", 300, 8, 8, "none")
+
+
+def step(day: Day) -> None:
+    """Beside PyTorch, which a dry run leaves out."""
+    peers = "none" if day.tiny else "eager,compile"
+    _beside(day, "gpt_1b", 500, 8, 8, peers)
+    if not day.tiny:
+        _beside(day, "gpt_345m", 400, 16, 16, peers)
+
+
+def larger(day: Day) -> None:
+    """Beside PyTorch."""
+    _beside(day, "gpt_2b", 500, 8, 4, "none" if day.tiny else "eager,compile")
+
+
+# Name, flags, XLA's options; in order of what is to be learned.
+VARIANTS = (
+    ("as it is", (), ""),
+    ("layers in a loop", ("--train.unroll", "off"), ""),
+    ("layers without a loop", ("--train.unroll", "on"), ""),
+    ("micro-batch 16", _sequences(16, 16), ""),
+    ("micro-batch 16, 4 a step", _sequences(64, 16), ""),
+    ("recompute selective", ("--train.recompute", "selective"), ""),
+    ("micro-batch 24, selective", (*_sequences(24, 24), "--train.recompute", "selective"), ""),
+    ("no Triton products", (), "--xla_gpu_enable_triton_gemm=false"),
+    ("no CUDA graphs", (), "--xla_gpu_enable_command_buffer="),
+    ("hidden dropout 0.1", ("--model.hidden-dropout", "0.1"), ""),
+    ("fp16", ("--precision.compute", "fp16"), ""),
+)
+
+
+def variants(day: Day) -> None:
+    """One change at a time, each compiled in a process of its own."""
+    rows = []
+    for name, flags, xla in VARIANTS[1:3] if day.tiny else VARIANTS:
+        found = _step(day, f"variant: {name}", "gpt_1b", 200, *_sequences(8, 8), *flags, xla=xla)
+        rows.append({"variant": name, "result": day.ended[-1].verdict})
+        for row in found:
+            mfu = None if row.mfu is None else f"{row.mfu:.1%}"
+            rows[-1] |= {"ms": row.ms and round(row.ms, 1), "TFLOP/s": row.tflops and round(row.tflops, 3), "MFU": mfu}
+            rows[-1] |= {"GiB": row.memory_gib and round(row.memory_gib, 2), "failed": row.failed}
+    day.table("Variants of gpt_1b", rows)
+
+
+# --- Parts: runs ------------------------------------------------------------------------------------------------------
+
+
+def _train(day: Day, name: str, steps: int, limit: float, *flags: str, config: str = "gpt_345m", **options) -> Ended:
+    command = [PYTHON, "train.py", "--config", config, "--name", name, "--runs", str(day.folder / "runs")]
+    command += ["--data.mock", "--mesh.data", "1", "--mesh.model", "1", *NO_DROPOUT, *_sequences(16, 16)]
+    command += ["--train.steps", str(steps), "--optimizer.warmup-steps", str(steps // 10), "--train.eval-interval", "0"]
+    command += ["--log.sample-tokens", "0", "--train.recompute", "none", *(TINY if day.tiny else ())]
+    return day.run(name, [*command, *flags], limit, **options)
+
+
+def _records(day: Day, name: str) -> dict[int, dict]:
+    """The records of a run by step; the last of each."""
+    file = day.folder / "runs" / name / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {record["step"]: record for record in map(json.loads, filter(lambda line: line.endswith("}"), lines))}
+
+
+def _compared(day: Day, title: str, one: str, other: str) -> None:
+    """A table of two runs that should be equal: the first step whose loss or gradient differs."""
+    a, b = ({n: (r["loss"], r["grad_norm"]) for n, r in _records(day, run).items()} for run in (one, other))
+    both = sorted(a.keys() & b.keys())
+    differs = next((n for n in both if a[n] != b[n]), None)
+    words = (
+        "no step in both" if not both else "equal bit for bit" if differs is None else f"differ from step {differs} on"
+    )
+    day.table(title, [{"runs": f"{one}, {other}", "steps in both": len(both), "losses": words}])
+
+
+def resume(day: Day) -> None:
+    """A run that is killed and continued has the losses of one that is not."""
+    steps = 12 if day.tiny else 200
+    flags = ("--checkpoint.interval", str(steps // 4), *(() if day.tiny else ("--deterministic",)))
+    saved = day.folder / "runs" / "killed" / "checkpoints" / str(steps // 4)
+    for old in ("whole", "killed"):
+        shutil.rmtree(day.folder / "runs" / old, ignore_errors=True)
+    _train(day, "whole", steps, 240, *flags)
+    _train(day, "killed", steps, 240, *flags, kill_when=saved.exists)
+    _train(day, "killed", steps, 240, *flags)
+    _compared(day, "A run killed and continued", "whole", "killed")
+
+
+def bits(day: Day) -> None:
+    """The same run twice, without --deterministic."""
+    for name in ("once", "again"):
+        shutil.rmtree(day.folder / "runs" / name, ignore_errors=True)
+        _train(day, name, 8 if day.tiny else 100, 240, "--checkpoint.interval", "0")
+    _compared(day, "The same run twice", "once", "again")
+
+
+def fp16(day: Day) -> None:
+    """Skipped steps and the loss scale of a run in fp16."""
+    shutil.rmtree(day.folder / "runs" / "half", ignore_errors=True)
+    _train(day, "half", 8 if day.tiny else 200, 240, "--checkpoint.interval", "0", "--precision.compute", "fp16")
+    found = list(_records(day, "half").values())
+    if found:
+        a, b = found[0], found[-1]
+        row = {"steps": len(found), "skipped": sum(r["skipped"] for r in found), "scale": b["loss_scale"]}
+        day.table("A run in fp16", [row | {"first loss": a["loss"], "last loss": b["loss"]}])
+
+
+def profile(day: Day) -> None:
+    """Where the time of a step goes: the table that `--profile` prints."""
+    shutil.rmtree(day.folder / "runs" / "profiled", ignore_errors=True)
+    chosen = () if day.tiny else _sequences(8, 8)
+    flags = ("--profile", "6:9", "--checkpoint.interval", "0", *chosen)
+    _train(day, "profiled", 10, 300, *flags, config="gpt_1b")
+    for file in sorted((day.folder / "runs" / "profiled" / "profile").glob("*/table.txt")):
+        day.table("Three steps of gpt_1b", [{"file": str(file)}], f"```text\n{file.read_text().strip()}\n```")
+
+
+# --- Parts: rates -----------------------------------------------------------------------------------------------------
+
+
+def kernels(day: Day) -> None:
+    """The roof: what no change outside these kernels can beat."""
+    file = day.folder / "kernels.json"
+    file.unlink(missing_ok=True)
+    command = [PYTHON, "benchmarks/gpu_kernels.py", "--output", str(file), *(("--tiny",) if day.tiny else ())]
+    day.run("kernels", command, 300)
+    if file.exists():
+        found = json.loads(file.read_text())
+        day.table(found["title"], found["rows"], f"{markdown(found['rows'])}\n\n{found['roof']}")
+
+
+def calibrate(day: Day) -> None:
+    """Rates for `mjax plan --calibration`."""
+    sizes = ["--shrink", "512", "--rounds", "1", "--gpu", "h100", "--kinds", "launch", "copy"] if day.tiny else []
+    output = str(day.folder / "calibration.json")
+    day.run("calibrate", [PYTHON, "benchmarks/calibrate.py", "--output", output, *sizes], 300)
+
+
+def predicted(day: Day) -> None:
+    """Five steps beside the plan's."""
+    rates = day.folder / "calibration.json"
+    flags = ["--calibration", str(rates)] if rates.exists() and not day.tiny else []
+    if day.tiny:
+        flags = ["--gpu", "h100", "--configs", "tests/tiny_config.py", "--rounds", "1", "--steps", "1"]
+    day.run("predicted", [PYTHON, "benchmarks/predicted.py", *flags], 600)
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+FUNCTIONS = (
+    about, doctor, first, tests, checks, step, profile, variants, resume, bits, fp16, kernels, calibrate, predicted,
+    larger,
+)  # fmt: skip
+PARTS: dict[str, Callable[[Day], None]] = {function.__name__: function for function in FUNCTIONS}
+
+
+@contextmanager
+def _watched(folder: Path, tiny: bool) -> Iterator[None]:
+    """clocks.csv while the parts run; only asks, and sets nothing."""
+    if tiny or shutil.which("nvidia-smi") is None:
+        yield
+        return
+    with (folder / "clocks.csv").open("a") as file:
+        command = ["nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv", "-lms", "500"]
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@in_one_sentence
+def main() -> int:
+    """Run the parts; 1 if a command did not do what it was started for."""
+    arguments = tyro.cli(Arguments, prog="gpu.py")
+    if not arguments.seconds > 0:
+        raise UsageError(f"--seconds is {arguments.seconds:g}; it must be above 0")
+    if arguments.output.is_file():
+        raise UsageError(f"--output {arguments.output} is a file; name a folder")
+    check_folder("--output", arguments.output)
+    if not arguments.tiny and not launch.has_nvidia_gpu():
+        raise UsageError("there is no NVIDIA GPU here; add --tiny to try the command on a CPU")
+    day = Day(arguments)
+    with _watched(day.folder, arguments.tiny):
+        for part in arguments.parts:
+            day.part = part
+            try:
+                PARTS[part](day)
+            except Exception as error:  # a part never ends the day
+                day.ended.append(Ended(part, part, "", 0.0, f"{type(error).__name__}: {error}"))
+                day.say(f"-- {part}: {day.ended[-1].verdict}")
+    day.write()
+    day.say(markdown([{"command": e.name, "result": e.verdict, "seconds": e.seconds} for e in day.ended]))
+    day.say(f"written to {arguments.output / 'results.md'} and {arguments.output / 'results.json'}")
+    return int(not all(ended.fine for ended in day.ended))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

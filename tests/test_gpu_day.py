@@ -1,0 +1,128 @@
+"""benchmarks/gpu.py at toy sizes: its parts end, fail, and run out of time without ending the others."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from benchmarks import gpu, gpu_kernels
+from tests.conftest import ROOT
+from tests.test_train_command import environment
+
+
+def day(tmp_path, seconds=60.0):
+    found = gpu.Day(gpu.Arguments(tmp_path / "day", seconds=seconds, tiny=True))
+    found.part = "about"
+    return found
+
+
+def python(code):
+    return [sys.executable, "-c", code]
+
+
+def test_a_dry_run_leaves_its_tables(tmp_path):
+    command = [sys.executable, "benchmarks/gpu.py", "--output", str(tmp_path / "day"), "--tiny", "--parts"]
+    parts = ["about", "first", "calibrate"]
+    result = subprocess.run(
+        [*command, *parts], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    found = json.loads((tmp_path / "day" / "results.json").read_text())
+    assert [each["part"] for each in found["commands"] if each["part"] in parts[1:]] == parts[1:]
+    assert {each["verdict"] for each in found["commands"]} == {"ok"}
+    (table,) = found["tables"]
+    assert table["rows"][0]["ms"] > 0
+    text = (tmp_path / "day" / "results.md").read_text()
+    assert "A dry run at toy size" in text
+    assert "| mjax |" in text
+    assert (tmp_path / "day" / "calibration.json").exists()
+
+
+def test_a_command_that_fails_hangs_or_crashes_is_named_and_the_next_one_runs(tmp_path, capsys):
+    found = day(tmp_path)
+    found.run("failing", python("import sys; print('why'); sys.exit(3)"), 30)
+    found.run("missing", [str(tmp_path / "nothing")], 30)
+    found.run("hanging", python("import time; print('begun', flush=True); time.sleep(60)"), gpu.LEAST)
+    ready = tmp_path / "ready"
+    found.run("killed", python(f"import time; open({str(ready)!r}, 'w'); time.sleep(60)"), 30, kill_when=ready.exists)
+    found.run("fine", python("print('hello')"), 30)
+    verdicts = [each.verdict for each in found.ended]
+    assert verdicts[0] == "exit code 3"
+    assert verdicts[1].startswith("FileNotFoundError")
+    assert verdicts[2:] == ["over its limit", "killed as planned", "ok"]
+    assert [each.fine for each in found.ended] == [False, False, False, True, True]
+    assert found.ended[2].output == "begun\n"
+    assert "hello" in capsys.readouterr().out
+    assert "| about | hanging | over its limit |" in (tmp_path / "day" / "results.md").read_text()
+
+
+def test_what_no_time_is_left_for_is_left_out(tmp_path):
+    found = day(tmp_path, seconds=gpu.LEAST / 2)
+    found.run("late", python("raise SystemExit"), 30)
+    assert [each.verdict for each in found.ended] == ["left out: no time"]
+
+
+def test_a_part_that_raises_is_named_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
+    def broken(_):
+        raise KeyError("rows")
+
+    ran = []
+    monkeypatch.setattr(gpu, "PARTS", {"about": broken, "doctor": ran.append})
+    flags = ["--output", str(tmp_path / "day"), "--tiny", "--parts", "about", "doctor"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *flags])
+    assert gpu.main() == 1
+    assert len(ran) == 1
+    assert "-- about: KeyError: 'rows'" in capsys.readouterr().out
+
+
+def test_losses_that_differ_are_named_by_their_step(tmp_path):
+    found = day(tmp_path)
+    for name, third in (("one", 2.0), ("same", 2.0), ("other", 2.5)):
+        file = tmp_path / "day" / "runs" / name / "metrics.jsonl"
+        file.parent.mkdir(parents=True)
+        losses = {1: 4.0, 2: 3.0, 3: third}
+        file.write_text("".join(json.dumps({"step": n, "loss": x, "grad_norm": 1.0}) + "\n" for n, x in losses.items()))
+    for other in ("same", "other", "none"):
+        gpu._compared(found, "title", "one", other)
+    words = [rows[0]["losses"] for _, _, rows in found.tables]
+    assert words == ["equal bit for bit", "differ from step 3 on", "no step in both"]
+
+
+def test_every_part_has_a_name_and_every_name_a_part():
+    assert set(gpu.PARTS) == set(gpu.PartName.__args__)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--output", "x"], "there is no NVIDIA GPU here; add --tiny to try the command on a CPU"),
+        (["--output", "x", "--seconds", "0"], "--seconds is 0; it must be above 0"),
+        (["--output", "none/x"], "--output none/x: there is no folder none; create it"),
+        (["--output", str(ROOT / "README.md")], "README.md is a file; name a folder"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_sentence(flags, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(gpu.launch, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *flags])
+    assert gpu.main() == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert sentence in shown.err
+
+
+def test_the_kernels_of_a_layer_read_arguments_only_and_wait_for_each_other():
+    config = gpu_kernels.one_micro_batch(gpu_kernels.Arguments(tiny=True))
+    found = list(gpu_kernels.all_kernels(config, "xla"))
+    products = sum(timed.times * timed.flops for timed in found)
+    assert len(found) == 22
+    for timed in found:
+        traced = jax.make_jaxpr(gpu_kernels.chained(timed.function))(timed.shapes)
+        assert not traced.consts
+        assert [x.shape for x in traced.out_avals] == [x.shape for x in timed.shapes]
+    # Attention is counted over what the mask lets through, which is half of what `model_flops` counts, and 3.5 times
+    # its forward pass.
+    model = config.model
+    scores = 4.0 * config.train.micro_batch * model.sequence**2 * model.hidden * model.layers
+    assert products == pytest.approx(gpu_kernels.model_flops(config) - 3 * scores + 3.5 * scores / 2)
