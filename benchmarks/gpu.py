@@ -64,7 +64,7 @@ class Arguments:
     """Measure mjax on the GPU of this machine, part by part, whatever fails on the way."""
 
     output: Path
-    """Folder for the results; it is made, and what an earlier command left in it continues."""
+    """Folder for the results; it is made. A second command in it writes results-2.md and results-2.json."""
     parts: tuple[PartName, ...] = PartName.__args__
     """about: the machine. doctor: `mjax doctor`. first: MFU of gpt_1b. tests: those of the suite that need a GPU.
     checks: attention, a step against float64, fp16, bits (tests/test_gpu.py). step: gpt_1b beside PyTorch. profile:
@@ -110,6 +110,8 @@ class Day:
         self.ended: list[Ended] = []
         self.tables: list[tuple[str, str, list[dict]]] = []  # title, text in Markdown, values
         self.folder.mkdir(exist_ok=True)
+        earlier = len(list(self.folder.glob("results*.json")))
+        self.results = f"results-{earlier + 1}" if earlier else "results"
 
     def say(self, line: str) -> None:
         """On the screen and in day.log."""
@@ -187,7 +189,7 @@ class Day:
         self.write()
 
     def write(self) -> None:
-        """results.md and results.json, as they are now."""
+        """The tables and commands, as they are now."""
         when, where = datetime.now(UTC).isoformat(timespec="seconds"), _device()
         verdicts = [
             {"part": e.part, "command": e.name, "result": e.verdict, "seconds": e.seconds, "limit": e.limit}
@@ -199,11 +201,11 @@ class Day:
         lines += [markdown(verdicts), ""]
         for title, text, _ in self.tables:
             lines += [f"#### {title}", "", text, ""]
-        (self.folder / "results.md").write_text("\n".join(lines))
+        (self.folder / f"{self.results}.md").write_text("\n".join(lines))
         commands = [{key: value for key, value in asdict(e).items() if key != "output"} for e in self.ended]
         tables = [{"title": title, "rows": rows} for title, _, rows in self.tables]
         record = {"date": when, "machine": where, "tiny": self.tiny, "command": shlex.join(sys.argv)}
-        (self.folder / "results.json").write_text(
+        (self.folder / f"{self.results}.json").write_text(
             json.dumps(record | {"commands": commands, "tables": tables}, indent=1)
         )
 
@@ -482,7 +484,7 @@ def main() -> int:
                 day.say(f"-- {part}: {day.ended[-1].verdict}")
     day.write()
     day.say(markdown([{"command": e.name, "result": e.verdict, "seconds": e.seconds} for e in day.ended]))
-    day.say(f"written to {arguments.output / 'results.md'} and {arguments.output / 'results.json'}")
+    day.say(f"written to {arguments.output / day.results}.md and .json")
     return int(not all(ended.fine for ended in day.ended))
 
 

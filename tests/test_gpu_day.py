@@ -64,6 +64,13 @@ def test_what_no_time_is_left_for_is_left_out(tmp_path):
     assert [each.verdict for each in found.ended] == ["left out: no time"]
 
 
+def test_a_second_command_keeps_the_results_of_the_first(tmp_path):
+    for _ in range(3):
+        day(tmp_path).write()
+    names = {file.stem for file in (tmp_path / "day").glob("results*.md")}
+    assert names == {"results", "results-2", "results-3"}
+
+
 def test_a_part_that_raises_is_named_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
     def broken(_):
         raise KeyError("rows")
