@@ -157,7 +157,9 @@ class ColumnParallelLinear(nnx.Module):
         self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype) if bias else None
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:
-        (y,) = columns(x, tokens, self)
+        """The whole output, also of a layer whose parts are `apart`."""
+        kernel, bias = self.weights()
+        (y,) = into_columns(kernel, x, (kernel,), (bias,), tokens, (False,))
         return y
 
     def weights(self) -> tuple[Array, Array | None]:
