@@ -32,7 +32,7 @@ def validate(config: Config, name: str = "this config") -> None:
     config.model.check(config)
     _check_sequence_parallel(config)
     _check_schedules(config)
-    _check_muon(config)
+    _check_for_one(config, "name", "muon", "muon_momentum", "muon_adjust_lr")
     _check_data(config, name)
 
 
@@ -118,14 +118,8 @@ def _check_schedules(config: Config) -> None:
 
 def _check_wsd(config: Config, decay_steps: int) -> None:
     """Check that the final decay is asked for, and begins after the warm-up."""
-    optimizer, default = config.optimizer, type(config.optimizer)()
-    for field in ("wsd_decay_steps", "wsd_decay"):
-        value = getattr(optimizer, field)
-        if optimizer.schedule != "wsd" and value != getattr(default, field):
-            raise UsageError(
-                f"--optimizer.{field.replace('_', '-')} {value} is for --optimizer.schedule wsd, and this run has "
-                f"{optimizer.schedule}; add that, or leave it out"
-            )
+    _check_for_one(config, "schedule", "wsd", "wsd_decay_steps", "wsd_decay")
+    optimizer = config.optimizer
     room = decay_steps - optimizer.warmup_steps
     if optimizer.wsd_decay_steps is not None and optimizer.wsd_decay_steps > room:
         raise UsageError(
@@ -134,15 +128,15 @@ def _check_wsd(config: Config, decay_steps: int) -> None:
         )
 
 
-def _check_muon(config: Config) -> None:
-    """Refuse settings of Muon in a run with another optimizer."""
+def _check_for_one(config: Config, choice: str, value: str, *fields: str) -> None:
+    """Refuse settings of the optimizer that are only for one value of a choice."""
     optimizer, default = config.optimizer, type(config.optimizer)()
-    for field in ("muon_momentum", "muon_adjust_lr"):
-        value = getattr(optimizer, field)
-        if optimizer.name != "muon" and value != getattr(default, field):
+    for field in fields:
+        given, chosen = getattr(optimizer, field), getattr(optimizer, choice)
+        if chosen != value and given != getattr(default, field):
             raise UsageError(
-                f"--optimizer.{field.replace('_', '-')} {value} is for --optimizer.name muon, and this run has "
-                f"{optimizer.name}; add that, or leave it out"
+                f"--optimizer.{field.replace('_', '-')} {given} is for --optimizer.{choice} {value}, and this run has "
+                f"{chosen}; add that, or leave it out"
             )
 
 
