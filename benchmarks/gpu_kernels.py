@@ -24,6 +24,7 @@ from mjax.config import Config, MeshConfig, load_config
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.planner.section import table
+from mjax.state.precision import COMPUTE_TYPES
 from mjax.training.flops import model_flops
 from mjax.validation import validate
 
@@ -84,9 +85,8 @@ def all_kernels(config: Config, kernel: str) -> Iterator[Timed]:
 
 def _sizes(config: Config):
     import jax
-    import jax.numpy as jnp
 
-    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}[config.precision.compute]
+    dtype = COMPUTE_TYPES[config.precision.compute]
     model, tokens = config.model, config.train.micro_batch * config.model.sequence
 
     def array(*shape, dtype=dtype):

@@ -95,10 +95,10 @@ def _norm(x: Array, scale: Array, bias: Array | None, epsilon: float) -> Array:
 # the second reads x and the statistics of each row.
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _one_dim(x: Array, scale: Array, bias: Array | None, epsilon: float) -> Array:
-    rows = _normed(x, _statistics(x, epsilon, bias is not None))
+    statistics = _statistics(x, epsilon, bias is not None)
     if bias is None:
-        return (rows.astype(x.dtype).astype(rows.dtype) * scale).astype(x.dtype)
-    return (rows * scale + bias).astype(x.dtype)
+        return _scaled(x, *statistics, scale)
+    return (_normed(x, statistics) * scale + bias).astype(x.dtype)
 
 
 def _one_dim_backward(epsilon: float, residuals, gradient: Array):

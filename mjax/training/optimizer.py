@@ -15,6 +15,7 @@ from mjax.names import leaf_name
 from mjax.parallel import scopes
 from mjax.parallel.axes import PIPE
 from mjax.parallel.mappings import rank, sum_over, varying_axes
+from mjax.parallel.sums import wide_type
 from mjax.parallel.zero import is_layer, layer_dims
 from mjax.state.layout import Layout
 from mjax.state.precision import COMPUTE_TYPES
@@ -84,7 +85,7 @@ def squared_norms(gradients, mesh: MeshConfig) -> Array:
     """
 
     def squares(gradient):
-        return jnp.square(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)))
+        return jnp.square(gradient.astype(wide_type(gradient.dtype)))
 
     return sums_by_parameter([[jax.tree.map(squares, gradients)]], mesh)[0]
 
@@ -97,7 +98,7 @@ def broken_elements(model, state: optax.OptState, mesh: MeshConfig) -> Array:
     """
 
     def flags(tree, sound):
-        return jax.tree.map(lambda x: (~sound(x)).astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
+        return jax.tree.map(lambda x: (~sound(x)).astype(wide_type(x.dtype)), tree)
 
     def bounded(x):
         return jnp.abs(x) <= LARGEST

@@ -37,7 +37,7 @@ def gpt_1b(layers, unroll="auto", recompute="none", micro_batch=16, **mesh):
 
 
 @pytest.fixture(scope="module")
-def compiled(request):
+def compiled():
     """Steps by what they are, compiled once."""
     done = {}
 
