@@ -65,11 +65,7 @@ class Compilation:
       device_kind: JAX's name for this GPU.
       gpu_memory: bytes of a device, from the target file.
       servers: their number.
-      attention: the compiled attention kernel.
-      unrolled: whether the layers are compiled one after the other, without a loop.
-      compute: dtype of the products.
-      devices: of the mesh.
-      flops: of a step on one device, counted as in `model_flops`.
+      config: with the compiled attention kernel, and with or without a loop over the layers.
       tracing, compiling: seconds.
       resident: peak memory of this process so far, in bytes.
       memory: allocated by XLA.
@@ -82,11 +78,7 @@ class Compilation:
     device_kind: str
     gpu_memory: int
     servers: int
-    attention: str
-    unrolled: bool
-    compute: str
-    devices: int
-    flops: float
+    config: Config
     tracing: float
     compiling: float
     resident: int
@@ -94,6 +86,16 @@ class Compilation:
     program: ScheduledProgram
     text: str
     step: Any
+
+    @property
+    def attention(self) -> str:
+        """The compiled attention kernel."""
+        return self.config.model.attention
+
+    @property
+    def unrolled(self) -> bool:
+        """Whether the layers are compiled one after the other, without a loop."""
+        return self.config.train.unroll == "on"
 
 
 def sheet_names() -> list[str]:
@@ -151,7 +153,6 @@ def compile_step(
     from jax.experimental.topologies import get_topology_desc
 
     from mjax.parallel.mesh import make_mesh
-    from mjax.training.flops import model_flops
     from mjax.training.step import build_program
 
     sizes = config.mesh
@@ -180,11 +181,7 @@ def compile_step(
         device_kind=device_kind,
         gpu_memory=memory_of(gpu),
         servers=servers,
-        attention=config.model.attention,
-        unrolled=config.train.unroll == "on",
-        compute=config.precision.compute,
-        devices=sizes.devices,
-        flops=model_flops(config) / sizes.devices,
+        config=config,
         tracing=traced - began,
         compiling=done - traced,
         resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -19,6 +19,8 @@ from mjax.planner.memory import predict_memory
 from mjax.planner.roofline import roofline
 from mjax.planner.saved_program import check_save, save_program
 from mjax.planner.section import Section, named_rows, table
+from mjax.planner.unrolling import layers_in_words
+from mjax.training.flops import model_flops
 
 Key = tuple[tuple[str, ...], str, str]
 """Axes, operation and dtype of collectives."""
@@ -97,10 +99,12 @@ def compile_section(compiled: Compilation, expected: Counts, formula: float) -> 
         "versions": versions(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
-    modelled = roofline(compiled.text, gpu_named(compiled.gpu), compiled.devices, compiled.compute)
+    config, gpu = compiled.config, gpu_named(compiled.gpu)
+    devices, compute = config.mesh.devices, config.precision.compute
+    modelled = roofline(compiled.text, gpu, devices, compute)
     values["roofline"] = {
         "seconds": modelled.seconds,
-        "mfu": modelled.mfu(compiled.flops, gpu_named(compiled.gpu), compiled.compute),
+        "mfu": modelled.mfu(model_flops(config) / devices, gpu, compute),
         "collectives": modelled.collectives,
         "copied_stacks": modelled.copied_stacks,
         "kinds": {kind: asdict(row) for kind, row in modelled.rows.items()},
@@ -169,7 +173,7 @@ def _about(values: dict[str, Any]) -> list[str]:
         "compiled by": ", ".join(f"{package} {number}" for package, number in values["versions"].items()),
         "XLA flags": values["xla_flags"] or "none",
         "attention": values["attention"],
-        "layers": "one after the other, without a loop" if values["unrolled"] else "in a loop",
+        "layers": layers_in_words(values["unrolled"]),
         "took": f"{seconds['tracing']:.1f} s tracing, {seconds['compiling']:.1f} s compiling; this process took at "
         f"most {values['resident_bytes'] / GIB:.1f} GiB",
     }

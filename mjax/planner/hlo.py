@@ -195,11 +195,17 @@ def _read_line(text: str) -> Line | None:
 def arrays_of(shape: str) -> list[tuple[str, int]]:
     """(dtype, bytes) of every array of a shape."""
     found = []
-    for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape):
+    for dtype, dims in dims_of(shape):
         if dtype not in BITS:
             raise HloError(f"dtype {dtype} is not known: {shape[:100]}")
-        found.append((dtype, BITS[dtype] * math.prod(int(dim) for dim in dims.split(",") if dim) // 8))
+        found.append((dtype, BITS[dtype] * math.prod(dims) // 8))
     return found
+
+
+def dims_of(shape: str) -> list[tuple[str, list[int]]]:
+    """(dtype, dims) of every array of a shape."""
+    found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
+    return [(dtype, [int(dim) for dim in dims.split(",") if dim]) for dtype, dims in found]
 
 
 class Module:

@@ -11,7 +11,7 @@ from mjax.models.kernels import HOPPER, resolved_on_gpu
 from mjax.planner.fit import changes_that_fit
 from mjax.planner.memory import HEADROOM, free_share, predict_memory
 from mjax.planner.section import Section, named_rows
-from mjax.planner.unrolling import with_unrolling
+from mjax.planner.unrolling import layers_in_words, with_unrolling
 
 WHEN = {
     "head": "with the logits of a micro-batch",
@@ -42,10 +42,9 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     rows = {kind: f"{size / GIB:8.2f} GiB" for kind, size in memory.parts.items()}
     rows["total"] = f"{memory.total / GIB:8.2f} GiB on each device, {WHEN[memory.moment]}"
     rows["attention"] = f"by {values['attention']}"
-    if gpu is not None:
-        rows["layers"] = "one after the other, without a loop" if values["unrolled"] else "in a loop"
     lines = []
     if gpu is not None:
+        rows["layers"] = layers_in_words(values["unrolled"])
         free = free_share(memory.total, gpu.usable_bytes)
         changes = [] if free >= HEADROOM else changes_that_fit(config, gpu.usable_bytes)
         values |= {

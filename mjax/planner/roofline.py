@@ -16,11 +16,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mjax.hardware import Gpu
 from mjax.parallel import scopes
 from mjax.planner.comms import source_of
-from mjax.planner.hlo import CONTROL, FREE, Line, Module, arrays_of, members_of
+from mjax.planner.hlo import CONTROL, FREE, Line, Module, arrays_of, dims_of, members_of
 from mjax.planner.instructions import MOVES, moves
 
 PRODUCTS, ATTENTION, COLLECTIVES = "products", "attention", "collectives, exposed"
@@ -110,6 +111,16 @@ def roofline(text: str, gpu: Gpu, devices: int = 1, compute: str = "bf16") -> Ro
     return Roofline(dict(replay.rows), replay.communicating, replay.copied_stacks)
 
 
+class _Cost(NamedTuple):
+    """A kernel, or a collective, each time that it runs; `copies_stack` as in `Roofline.copied_stacks`."""
+
+    kind: str
+    seconds: float
+    bytes: float
+    flops: float = 0.0
+    copies_stack: bool = False
+
+
 class _Replay:
     """Runs a program on two clocks: of the kernels, and of the collectives."""
 
@@ -118,42 +129,63 @@ class _Replay:
         self.rows: dict[str, Row] = defaultdict(Row)
         self.now = self.link_free = self.communicating = 0.0
         self.copied_stacks = 0
+        self.costs: dict[str, list[_Cost | None]] = {}  # of the kernels of a computation, which may run many times
         self.arrives: dict[str, float] = {}
 
     def run(self, name: str) -> None:
         lines = self.module.computations[name]
-        shapes = {line.name: line.shape for line in lines}
-        for line in lines:
-            if self.module.operation_of(line):
-                self._collective(line, shapes)
+        if name not in self.costs:
+            shapes = {line.name: line.shape for line in lines}
+            self.costs[name] = [self._cost(line, shapes) for line in lines]
+        for line, cost in zip(lines, self.costs[name], strict=True):
+            if cost is not None:
+                self._run(line, cost)
             elif line.opcode.endswith("-done") and line.operands and line.operands[0] in self.arrives:
                 self._wait(self.arrives.pop(line.operands[0]))
             elif line.opcode in CONTROL:
                 for inner, times, _ in self.module.inner(line):
                     for _ in range(times):
                         self.run(inner)
-            elif line.opcode not in FREE and not line.opcode.endswith(("-done", "async-update")):
-                self._kernel(line, shapes)
 
-    # --- Collectives --------------------------------------------------------------------------------------------------
-
-    def _collective(self, line: Line, shapes: dict[str, str]) -> None:
-        operand, operation = sum(_bytes(shapes[name]) for name in line.operands), self.module.operation_of(line)
-        members = members_of(self.module.described(line), operation, self.devices)
-        ranks, others = len(members), len(members) - 1
-        if others == 0:
+    def _run(self, line: Line, cost: _Cost) -> None:
+        row = self.rows[cost.kind]
+        row.kernels, row.bytes, row.flops = row.kernels + 1, row.bytes + cost.bytes, row.flops + cost.flops
+        if cost.kind != COLLECTIVES:
+            row.seconds += cost.seconds
+            self.now += cost.seconds
+            self.copied_stacks += cost.copies_stack
             return
-        share = {"all-reduce": 2 * others / ranks, "all-gather": others, "permute": 1.0}
-        sent = operand * share.get(operation, others / ranks)
-        seconds = SHARES.latency + sent / (SHARES.link * self._link(members))
-        self.communicating += seconds
-        self.link_free = max(self.now, self.link_free) + seconds
-        self.rows[COLLECTIVES].kernels += 1
-        self.rows[COLLECTIVES].bytes += sent
+        self.communicating += cost.seconds
+        self.link_free = max(self.now, self.link_free) + cost.seconds
         if line.opcode.endswith("-start"):
             self.arrives[line.name] = self.link_free
         else:
             self._wait(self.link_free)
+
+    def _wait(self, until: float) -> None:
+        waited = max(0.0, until - self.now)
+        self.rows[COLLECTIVES].seconds += waited
+        self.now += waited
+
+    def _cost(self, line: Line, shapes: dict[str, str]) -> _Cost | None:
+        """What a line costs when it runs; None if it is neither a kernel nor a collective between devices."""
+        if self.module.operation_of(line):
+            return self._collective(line, shapes)
+        if line.opcode in (*FREE, *CONTROL) or line.opcode.endswith(("-done", "async-update")):
+            return None
+        return self._kernel(line, shapes)
+
+    # --- Collectives --------------------------------------------------------------------------------------------------
+
+    def _collective(self, line: Line, shapes: dict[str, str]) -> _Cost | None:
+        operand, operation = sum(_bytes(shapes[name]) for name in line.operands), self.module.operation_of(line)
+        members = members_of(self.module.described(line), operation, self.devices)
+        ranks, others = len(members), len(members) - 1
+        if others == 0:
+            return None
+        share = {"all-reduce": 2 * others / ranks, "all-gather": others, "permute": 1.0}
+        sent = operand * share.get(operation, others / ranks)
+        return _Cost(COLLECTIVES, SHARES.latency + sent / (SHARES.link * self._link(members)), sent)
 
     def _link(self, members: Sequence[int]) -> float:
         """Bytes per second of a ring; those of neighbours in a server share its network cards."""
@@ -163,14 +195,9 @@ class _Replay:
         rings = min(abs(members[1] - members[0]), per_server)
         return min(self.gpu.node_bandwidth, self.gpu.network_bandwidth_per_node / rings)
 
-    def _wait(self, until: float) -> None:
-        waited = max(0.0, until - self.now)
-        self.rows[COLLECTIVES].seconds += waited
-        self.now += waited
-
     # --- Kernels ------------------------------------------------------------------------------------------------------
 
-    def _kernel(self, line: Line, shapes: dict[str, str]) -> None:
+    def _kernel(self, line: Line, shapes: dict[str, str]) -> _Cost:
         kind, flops, rate = self._kind(line, shapes), 0.0, 1.0
         moved = self._moved(line, shapes)
         if kind == PRODUCTS:
@@ -181,15 +208,12 @@ class _Replay:
         elif kind == ATTENTION and "custom_call_target" in line.attributes:
             flops, rate = self._flash(line, shapes)
         seconds = max(flops / rate, moved / (SHARES.memory * self.gpu.memory_bandwidth)) + SHARES.launch
-        row = self.rows[kind]
-        row.kernels, row.bytes, row.flops = row.kernels + 1, row.bytes + moved, row.flops + flops
-        row.seconds += seconds
-        self.now += seconds
+        source = self._source(line)
+        return _Cost(kind, seconds, moved, flops, kind == COPIES and "/while/body/" in source and "dynamic_" in source)
 
     def _kind(self, line: Line, shapes: dict[str, str]) -> str:
         kernel = self.module.kernel_of(line) or ""
-        source = self._source(line)
-        part, phase = source_of(source)
+        part, phase = source_of(self._source(line))
         if kernel.startswith("matrix product"):
             return PRODUCTS
         if kernel.startswith("attention"):
@@ -197,7 +221,6 @@ class _Replay:
         if _bytes(line.shape) > LEAST and (moves(self.module, line) or kernel == "copy" or line.opcode in MOVES):
             if all(_bytes(shapes.get(name, "")) < 64 for name in line.operands):
                 return FILLS
-            self.copied_stacks += "/while/body/" in source and "dynamic_" in source
             return COPIES
         return OPTIMIZER if part == scopes.OPTIMIZER else f"{part} {phase}".strip() or "other"
 
@@ -209,7 +232,7 @@ class _Replay:
         """(batch, m, n, k) of a product."""
         if line.opcode == "fusion":
             return next(self._dots(line))
-        (_, left), (_, out) = _dims(shapes[line.operands[0]])[0], _dims(line.shape)[0]
+        (_, left), (_, out) = dims_of(shapes[line.operands[0]])[0], dims_of(line.shape)[0]
         contracted = re.findall(r'"lhs_contracting_dimensions":\["([\d",]+)"\]', line.attributes)[0]
         k = math.prod(left[int(dim)] for dim in contracted.replace('"', "").split(","))
         m, n = out[-2:] if len(out) > 1 else (1, *out)
@@ -222,7 +245,7 @@ class _Replay:
             if inner.opcode == "fusion":
                 yield from self._dots(inner)
             elif inner.opcode == "dot":
-                (_, left), (_, out) = _dims(shapes[inner.operands[0]])[0], _dims(inner.shape)[0]
+                (_, left), (_, out) = dims_of(shapes[inner.operands[0]])[0], dims_of(inner.shape)[0]
                 dims = {
                     name: [int(dim) for dim in found[1].split(",")]
                     for name in ("lhs_contracting_dims", "lhs_batch_dims")
@@ -237,9 +260,9 @@ class _Replay:
     def _flash(self, line: Line, shapes: dict[str, str]) -> tuple[float, float]:
         """FLOPs of cuDNN's kernel, whose causal half is skipped, and their rate: other head sizes run as the next
         multiple of 64."""
-        _, (b, s, n, d) = _dims(shapes[line.operands[0]])[0]
+        _, (b, s, n, d) = dims_of(shapes[line.operands[0]])[0]
         backward = "Backward" in line.attributes
-        keys = _dims(shapes[line.operands[1]])[0][1][1]
+        keys = dims_of(shapes[line.operands[1]])[0][1][1]
         causal = 2 if re.search(r'"mask_type": *"[A-Z_]*CAUSAL"', line.attributes) else 1
         flops = 4.0 * b * n * s * keys * d / causal * (2.5 if backward else 1.0)
         share = SHARES.attention_backward if backward else SHARES.attention
@@ -297,14 +320,8 @@ def _filled(m: int, n: int, multiprocessors: int) -> float:
 
 
 def _elements(shape: str) -> int:
-    return math.prod(_dims(shape)[0][1])
+    return math.prod(dims_of(shape)[0][1])
 
 
 def _bytes(shape: str) -> int:
     return sum(size for _, size in arrays_of(shape))
-
-
-def _dims(shape: str) -> list[tuple[str, list[int]]]:
-    """(dtype, dims) of every array of a shape."""
-    found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
-    return [(dtype, [int(dim) for dim in dims.split(",") if dim]) for dtype, dims in found]

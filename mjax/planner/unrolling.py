@@ -39,6 +39,11 @@ def with_unrolling(config: Config, usable: float | None) -> Config:
     return replace(config, train=replace(config.train, unroll="off"))
 
 
+def layers_in_words(unrolled: bool) -> str:
+    """The row of a plan that says how the layers are compiled."""
+    return "one after the other, without a loop" if unrolled else "in a loop"
+
+
 def unrolled_here(config: Config) -> Config:
     """`with_unrolling` for the GPUs of this process."""
     import jax  # a plan does not need it
