@@ -8,12 +8,13 @@ import jax
 import pytest
 
 from benchmarks import gpu, gpu_kernels
+from benchmarks.day import LEAST, Day
 from tests.conftest import ROOT
 from tests.test_train_command import environment
 
 
 def day(tmp_path, seconds=60.0):
-    found = gpu.Day(gpu.Arguments(tmp_path / "day", seconds=seconds, tiny=True))
+    found = Day(tmp_path / "day", seconds, tiny=True)
     found.part = "about"
     return found
 
@@ -44,7 +45,7 @@ def test_a_command_that_fails_hangs_or_crashes_is_named_and_the_next_one_runs(tm
     found = day(tmp_path)
     found.run("failing", python("import sys; print('why'); sys.exit(3)"), 30)
     found.run("missing", [str(tmp_path / "nothing")], 30)
-    found.run("hanging", python("import time; print('begun', flush=True); time.sleep(60)"), gpu.LEAST)
+    found.run("hanging", python("import time; print('begun', flush=True); time.sleep(60)"), LEAST)
     ready = tmp_path / "ready"
     found.run("killed", python(f"import time; open({str(ready)!r}, 'w'); time.sleep(60)"), 30, kill_when=ready.exists)
     found.run("fine", python("print('hello')"), 30)
@@ -59,7 +60,7 @@ def test_a_command_that_fails_hangs_or_crashes_is_named_and_the_next_one_runs(tm
 
 
 def test_what_no_time_is_left_for_is_left_out(tmp_path):
-    found = day(tmp_path, seconds=gpu.LEAST / 2)
+    found = day(tmp_path, seconds=LEAST / 2)
     found.run("late", python("raise SystemExit"), 30)
     assert [each.verdict for each in found.ended] == ["left out: no time"]
 
