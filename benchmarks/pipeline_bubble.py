@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -99,7 +98,7 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
     from jax.sharding import PartitionSpec
 
     from mjax.config import MeshConfig
-    from mjax.parallel import layers, mappings, pipeline
+    from mjax.parallel import mappings, pipeline, products
     from mjax.parallel.mesh import make_mesh
 
     # --- What sleeps --------------------------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
 
     def layer(chunk, x, micro_batch, virtual_stage):
         kernel = jax.tree.map(lambda one: one[0], chunk)["kernel"]  # a chunk is one layer
-        return pause(layers.linear(kernel[...], x, 1)), {}
+        return pause(products.linear(kernel[...], x, 1)), {}
 
     # --- The model, with and without a pipeline -----------------------------------------------------------------------
 
@@ -141,6 +140,8 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
         loss_weights={"loss": 1.0},
         rows=ROWS,
         shards=[()],
+        # F and B run `layer`; W runs only this product of what B has left.
+        kernel_gradient=lambda x, gradient: products.kernel_gradient(x, sleep_weight(gradient)),
     )
 
     def step(shared, blocks, micro_batches):
@@ -170,11 +171,7 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
         in_specs=(everywhere, split, everywhere),
         out_specs=(everywhere, everywhere, split),
     )
-    # F and B run the program's layers. W runs nothing of the program's, only the product of what B has left, so that is
-    # the one place where the sleep has to be put into the pipeline from outside.
-    slow = lambda x, gradient: layers.kernel_gradient(x, sleep_weight(gradient))  # noqa: E731
-    with mock.patch.object(pipeline, "kernel_gradient", slow):
-        compiled = jax.jit(stages).lower(shared, blocks, micro_batches).compile()
+    compiled = jax.jit(stages).lower(shared, blocks, micro_batches).compile()
 
     # --- Run ----------------------------------------------------------------------------------------------------------
 

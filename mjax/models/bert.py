@@ -41,13 +41,13 @@ from mjax.parallel import mappings, random
 from mjax.parallel.axes import MODEL
 from mjax.parallel.layers import (
     VocabParallelEmbedding,
-    linear,
     normal,
     owned_rows,
     parameter,
     recomputed,
     vocab_parallel_cross_entropy,
 )
+from mjax.parallel.products import linear
 from mjax.parallel.sums import add_bias, lookup, tile_rows
 from mjax.parallel.tokens import Tokens
 

@@ -13,8 +13,8 @@ sequence parallelism, an all-gather and a reduce-scatter of the tokens each way.
 
 from __future__ import annotations
 
-import math
-from functools import partial, singledispatch
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jax import Array
 
 from mjax.parallel import mappings
 from mjax.parallel.axes import MODEL
+from mjax.parallel.postponed import PostponedKernel
+from mjax.parallel.products import into_columns, linear, summed_beside
 from mjax.parallel.sums import add_bias, lookup, sum_rows
 from mjax.parallel.tokens import Tokens
 
@@ -79,55 +81,6 @@ def vary_alike(*arrays: Array) -> list[Array]:
     return [mappings.vary(array, axes) for array in arrays]
 
 
-@singledispatch
-def linear(kernel: Array, x: Array, dims: int) -> Array:
-    """y = x A, contracting the last `dims` dims of x with the first of the kernel; both vary over the same mesh axes.
-
-    Shapes: kernel [*into, *out], x [t, *into] → y [t, *out]. Stand-ins for a kernel in other passes register their
-    product here (`postponed.py`).
-    """
-    return _linear(x, kernel, dims)
-
-
-# The backward pass is written out for the order of dims in the weight's gradient: autodiff computes the transpose of
-# gᵀ x, for which XLA copies g on a CPU (a sixth of the step); xᵀ g needs no copy.
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _linear(x: Array, kernel: Array, dims: int) -> Array:
-    return linear_forward(x, kernel, dims)[0]
-
-
-def linear_forward(x: Array, kernel: Array, dims: int):
-    """y, and the residuals for the backward pass."""
-    out = kernel.shape[dims:]
-    y = _matrix(x, dims) @ _matrix(kernel, len(out))
-    return y.reshape(*x.shape[: x.ndim - dims], *out), (x, kernel)
-
-
-def _linear_backward(dims: int, residuals, gradient: Array):
-    x, kernel = residuals
-    return input_gradient(gradient, x.shape, kernel), kernel_gradient(x, gradient)
-
-
-def input_gradient(gradient: Array, shape: tuple[int, ...], kernel: Array) -> Array:
-    """g Aᵀ, the gradient of the input of `linear`: g [t, *out] → `shape` [t, *into]."""
-    out = gradient.ndim - 1
-    return (_matrix(gradient, out) @ _matrix(kernel, out).T).reshape(shape)
-
-
-def kernel_gradient(x: Array, gradient: Array) -> Array:
-    """xᵀ g, the gradient of the kernel of `linear`: x [t, *into], g [t, *out] → [*into, *out]."""
-    product = _matrix(x, x.ndim - 1).T @ _matrix(gradient, gradient.ndim - 1)
-    return product.reshape(*x.shape[1:], *gradient.shape[1:])
-
-
-def _matrix(x: Array, columns: int) -> Array:
-    """`x` as a matrix: its last `columns` dims in one dim and the others in another."""
-    return x.reshape(math.prod(x.shape[: x.ndim - columns]), -1)
-
-
-_linear.defvjp(linear_forward, _linear_backward)
-
-
 class ColumnParallelLinear(nnx.Module):
     """y = x A + b with A split by columns: A = [A_1 … A_p], so rank i computes its own columns y_i.
 
@@ -159,7 +112,7 @@ class ColumnParallelLinear(nnx.Module):
     def __call__(self, x: Array, tokens: Tokens) -> Array:
         """The whole output, also of a layer whose parts are `apart`."""
         kernel, bias = self.weights()
-        (y,) = into_columns(kernel, x, (kernel,), (bias,), tokens, (False,))
+        (y,) = into_columns(x, (kernel,), (bias,), tokens, (False,))
         return y
 
     def weights(self) -> tuple[Array, Array | None]:
@@ -175,78 +128,15 @@ def columns(x: Array, tokens: Tokens, *layers: ColumnParallelLinear) -> tuple[Ar
     with `apart` each of its parts.
     """
     kernels, biases = zip(*(layer.weights() for layer in layers), strict=True)
-    return into_columns(kernels[0], x, kernels, biases, tokens, tuple(layer.apart for layer in layers))
+    return into_columns(x, kernels, biases, tokens, tuple(layer.apart for layer in layers))
 
 
-@singledispatch
-def into_columns(
-    _: Array, x: Array, kernels: tuple, biases: tuple[Array | None, ...], tokens: Tokens, apart: tuple[bool, ...]
-) -> tuple[Array, ...]:
-    """`columns` for these weights. The first argument is the first kernel: stand-ins for kernels register their own."""
-    axes = mappings.varying_axes(kernels[0]) | mappings.varying_axes(x)
-    biases = tuple(None if bias is None else mappings.vary(bias, axes) for bias in biases)
-    return _columns(x, kernels, biases, tokens, apart)
-
-
-# f and the products behind it are differentiated as one, for their order (`_summed_beside`).
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _columns(x: Array, kernels: tuple[Array, ...], biases: tuple, tokens: Tokens, apart: tuple) -> tuple[Array, ...]:
-    return _columns_forward(x, kernels, biases, tokens, apart)[0]
-
-
-def _columns_forward(x: Array, kernels: tuple[Array, ...], biases: tuple, tokens: Tokens, apart: tuple):
-    x, back = jax.vjp(tokens.enter, x)
-    outputs = []
-    for kernel, bias, cut in zip(kernels, biases, apart, strict=True):
-        for part in range(kernel.shape[1]) if cut else [...]:
-            y, _ = linear_forward(x, kernel[:, part], 1)
-            outputs.append(y if bias is None else add_bias(y, bias[part]))
-    return tuple(outputs), (x, back, kernels, biases)
-
-
-def _columns_backward(tokens: Tokens, apart: tuple, residuals, gradients: tuple[Array, ...]):
-    (x, back, kernels, biases), parts = residuals, iter(gradients)
-    wholes = [
-        _joined([next(parts) for _ in range(kernel.shape[1])]) if cut else next(parts)
-        for kernel, cut in zip(kernels, apart, strict=True)
-    ]
-    to_x = sum(input_gradient(gradient, x.shape, kernel) for gradient, kernel in zip(wholes, kernels, strict=True))
-    to_kernels = tuple(kernel_gradient(x, gradient) for gradient in wholes)
-    to_x, to_kernels = _summed_beside(back, to_x, to_kernels, tokens)
-    to_biases = (None if bias is None else sum_rows(whole) for whole, bias in zip(wholes, biases, strict=True))
-    return to_x, to_kernels, tuple(to_biases)
-
-
-_columns.defvjp(_columns_forward, _columns_backward)
-
-
-def _joined(parts: list[Array]) -> Array:
-    """Arrays [t, …] as one [t, parts, …]: a sum of them with zeros around, which XLA joins and sums over rows in one
-    kernel, as it does no concatenation."""
-    zero, last = jnp.zeros((), parts[0].dtype), len(parts) - 1
-    zero = mappings.vary(zero, mappings.varying_axes(parts[0]))
-    edges = [(0, 0, 0)] * (parts[0].ndim - 1)
-    return sum(
-        jax.lax.pad(part[:, None], zero, [(0, 0, 0), (place, last - place, 0), *edges])
-        for place, part in enumerate(parts)
-    )
-
-
-def _summed_beside(back, gradient: Array, products, tokens: Tokens):
-    """`gradient` summed over the ranks by `back`, the backward pass of f, and `products`, computed during that sum.
-
-    With sequence parallelism neither is used before both are there: left alone, XLA may compute the gradients of
-    weights at the end of a layer, and a sum has nothing beside it. Without, the sum is typed as replicated, and a
-    barrier with values that differ from rank to rank would not keep that type.
-    """
-    (summed,) = back(gradient)
-    return jax.lax.optimization_barrier((summed, products)) if tokens.split else (summed, products)
-
-
-@singledispatch
-def own_columns(weight: Array, columns: int, dim: int) -> Array:
+def own_columns(weight: Array | PostponedKernel, columns: int, dim: int) -> Array | PostponedKernel:
     """The columns of a weight that this rank computes with: those that it holds, or one of them where there are fewer
     `columns` than ranks and each rank holds them all."""
+    if isinstance(weight, PostponedKernel):
+        kernel, gradient = (own_columns(part, columns, dim) for part in (weight.kernel, weight.gradient))
+        return replace(weight, kernel=kernel, gradient=gradient)
     ranks = mappings.size(MODEL)
     if weight.shape[dim] * ranks == columns:
         return weight
@@ -329,7 +219,7 @@ def _scores_backward(tokens: Tokens, residuals, gradient: Array):
     products = gradient @ table, (gradient.T @ x, sum_rows(gradient) if biased else None)
     if not tokens.split:
         products = jax.lax.optimization_barrier(products)
-    to_x, (to_table, to_bias) = _summed_beside(back, *products, tokens)
+    to_x, (to_table, to_bias) = summed_beside(back, *products, tokens)
     return to_x, to_table, to_bias
 
 

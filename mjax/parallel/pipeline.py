@@ -34,9 +34,10 @@ from jax import Array, lax
 
 from mjax.parallel import mappings, scopes
 from mjax.parallel.axes import PIPE
-from mjax.parallel.layers import kernel_gradient, metadata_of
+from mjax.parallel.layers import metadata_of
 from mjax.parallel.means import Means, means_and_gradients, weights_in_loss
 from mjax.parallel.postponed import PostponedKernel, zero_factors
+from mjax.parallel.products import kernel_gradient
 from mjax.parallel.schedules import Schedule
 from mjax.parallel.slots import add, at, branch, buffer, put, vary_over_pipe, zeros_like
 
@@ -56,6 +57,7 @@ class StageProgram:
       rows: tokens of a micro-batch, b · s.
       shards: for each leaf of the layers, the (axis, dim) along which `layers` gathers it, and along which its gradient
         has to be scattered.
+      kernel_gradient: (input, gradient of the output) of a layer → the gradient of its kernel.
     """
 
     embed: Callable[[Weights, Any], Array]
@@ -64,6 +66,7 @@ class StageProgram:
     loss_weights: dict[str, float]
     rows: int
     shards: list[tuple[tuple[str, int], ...]]
+    kernel_gradient: Callable[[Array, Array], Array] = kernel_gradient
 
 
 def pipeline_gradients(
@@ -310,7 +313,7 @@ class _Stage:
         shards = [shards for shards, dims in zip(self.program.shards, self.contracted, strict=True) if dims]
         products = []
         for x, gradient, gathered in zip(factors[::2], factors[1::2], shards, strict=True):
-            product = jax.vmap(kernel_gradient)(x, gradient)  # [layers, *into, *out]
+            product = jax.vmap(self.program.kernel_gradient)(x, gradient)  # [layers, *into, *out]
             with jax.named_scope(scopes.GRADIENT):
                 for axis, dim in reversed(gathered):
                     product = mappings.scatter_sum(product.astype(self.accumulator), axis, dim)

@@ -8,16 +8,12 @@ and returns the two factors of the second.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from mjax.parallel import mappings
-from mjax.parallel.layers import input_gradient, into_columns, linear, linear_forward, own_columns
-from mjax.parallel.sums import add_bias
-from mjax.parallel.tokens import Tokens
 
 
 @jax.tree_util.register_dataclass
@@ -42,40 +38,14 @@ class PostponedKernel:
         return self
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _linear_postponed(x: Array, kernel: Array, for_input: Array, for_gradient: Array, dims: int) -> Array:
-    return linear_forward(x, kernel, dims)[0]
+def array_of(kernel: Array | PostponedKernel) -> Array:
+    """The kernel itself, also of one that is postponed."""
+    return kernel.kernel if isinstance(kernel, PostponedKernel) else kernel
 
 
-def _linear_postponed_backward(dims: int, residuals, gradient: Array):
-    x, kernel = residuals
-    return input_gradient(gradient, x.shape, kernel), jnp.zeros_like(kernel), x, gradient
-
-
-_linear_postponed.defvjp(
-    lambda x, kernel, for_input, for_gradient, dims: linear_forward(x, kernel, dims), _linear_postponed_backward
-)
-
-
-@linear.register
-def _(kernel: PostponedKernel, x: Array, dims: int) -> Array:
-    return _linear_postponed(x, kernel.kernel, kernel.input, kernel.gradient, dims)
-
-
-@into_columns.register
-def _(_: PostponedKernel, x: Array, kernels: tuple, biases: tuple, tokens: Tokens, apart: tuple) -> tuple[Array, ...]:
-    x, outputs = tokens.enter(x), []
-    for kernel, bias, cut in zip(kernels, biases, apart, strict=True):
-        y = linear(kernel, x, 1)
-        y = y if bias is None else add_bias(y, bias)
-        outputs += [y[:, part] for part in range(y.shape[1])] if cut else [y]
-    return tuple(outputs)
-
-
-@own_columns.register
-def _(weight: PostponedKernel, columns: int, dim: int) -> PostponedKernel:
-    kernel, gradient = (own_columns(part, columns, dim) for part in (weight.kernel, weight.gradient))
-    return replace(weight, kernel=kernel, gradient=gradient)
+def without_factors(kernel: Array | PostponedKernel) -> Array | PostponedKernel:
+    """The part of a kernel that its backward pass needs: the zeros of a postponed one would be kept for nothing."""
+    return replace(kernel, input=None, gradient=None) if isinstance(kernel, PostponedKernel) else kernel
 
 
 def zero_factors(
