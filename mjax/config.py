@@ -127,9 +127,10 @@ class PrecisionConfig:
     """Dtypes of the computation. Parameters and moments are always float32, as are the sums in LayerNorm, softmax,
     cross entropy and gradients."""
 
-    compute: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
-    """Dtype of activations and matrix products. fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs
-    JAX_ENABLE_X64=1 in the environment."""
+    compute: Literal["bf16", "fp8", "fp16", "fp32", "fp64"] = "bf16"
+    """Dtype of activations and matrix products. fp8 is bf16 with the products of the layers' linear layers in float8,
+    in training; fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs JAX_ENABLE_X64=1 in the
+    environment."""
     loss_scale: Annotated[float, Bounds(ge=1)] | None = None
     """fp16 only: a constant loss scale instead of the dynamic one."""
     initial_loss_scale: Annotated[float, Bounds(ge=1)] = 2.0**32

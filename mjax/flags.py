@@ -88,6 +88,7 @@ ELSEWHERE = {
     "val-check-interval": "train.eval-interval",
     # --- precision
     "fp16": "precision.compute", "bf16": "precision.compute", "dtype": "precision.compute",
+    "fp8": "precision.compute", "fp8-format": "precision.compute", "fp8-recipe": "precision.compute",
     "mixed-precision": "precision.compute", "initial-loss-scale": "precision.initial-loss-scale",
     # --- data
     "data": "data.path", "dataset": "data.path data", "data-dir": "data.path data", "data-file": "data.path data",

@@ -33,7 +33,7 @@ class Gpu:
         Ampere, 9.0 Hopper, 10.0 Blackwell.
       memory_bytes: memory as reported by the driver.
       peak_tflops: dense peak of matrix products in TFLOP/s by compute dtype. fp32 is TF32 if the GPU has it, which XLA
-        uses for float32 products there.
+        uses for float32 products there; fp8 is there if the GPU has it.
       memory_bandwidth: bytes per second, to and from its memory.
       gpus_per_node: GPUs per server.
       node_bandwidth: bytes per second, in one direction, between one GPU and the others of its server.
@@ -83,10 +83,11 @@ class Gpu:
         return "bf16" if "bf16" in self.peak_tflops else "fp16"
 
 
-def _peaks(sixteen_bit: float | None, fp32: float, bf16: bool = True) -> dict[str, float]:
-    """Peaks by compute dtype; V100 has no bf16."""
+def _peaks(sixteen_bit: float, fp32: float, bf16: bool = True, fp8: float | None = None) -> dict[str, float]:
+    """Peaks by compute dtype; V100 has no bf16, and GPUs before Ada and Hopper have no float8."""
     peaks = {"fp16": sixteen_bit, "fp32": fp32}
-    return {"bf16": sixteen_bit, **peaks} if bf16 else peaks
+    peaks = {"bf16": sixteen_bit, **peaks} if bf16 else peaks
+    return peaks if fp8 is None else {**peaks, "fp8": fp8}
 
 
 GB, MIB, GIB = 1e9, 2**20, 2**30
@@ -94,7 +95,10 @@ GB, MIB, GIB = 1e9, 2**20, 2**30
 _V100 = "NVIDIA V100 data sheet, January 2020: 125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways"
 _A100 = "NVIDIA A100 data sheet, June 2021: 312 TFLOP/s of 16 bits, 156 of TF32"
 _DGX_A100 = "DGX A100 data sheet: NVLink 600 GB/s both ways, eight 200 Gb/s network cards for compute"
-_H100 = "NVIDIA H100 data sheet, 2023 (with sparsity twice): 989.4 TFLOP/s of 16 bits, 494.7 of TF32, 3.35 TB/s"
+_H100 = (
+    "NVIDIA H100 data sheet, 2023 (with sparsity twice): 1,978.9 TFLOP/s of FP8, 989.4 of 16 bits, 494.7 of TF32, "
+    "3.35 TB/s"
+)
 _DGX_H100 = "DGX H100 data sheet: NVLink 900 GB/s both ways, eight 400 Gb/s network cards"
 _PCIE = (
     "no reference server: eight GPUs on PCIe and one 200 Gb/s network card are assumed; PCIe's own bandwidth, 32 GB/s "
@@ -210,7 +214,7 @@ GPUS: tuple[Gpu, ...] = (
         device_kinds=("NVIDIA H100 80GB HBM3",),
         compute_capability=(9, 0),
         memory_bytes=81_559 * MIB,
-        peak_tflops=_peaks(989.4, 494.7),
+        peak_tflops=_peaks(989.4, 494.7, fp8=1978.9),
         memory_bandwidth=3352 * GB,
         gpus_per_node=8,
         node_bandwidth=450 * GB,
@@ -222,19 +226,23 @@ GPUS: tuple[Gpu, ...] = (
         device_kinds=("NVIDIA H100 PCIe",),
         compute_capability=(9, 0),
         memory_bytes=81_559 * MIB,
-        peak_tflops=_peaks(756.5, 378.0),
+        peak_tflops=_peaks(756.5, 378.0, fp8=1513.0),
         memory_bandwidth=2039 * GB,
         gpus_per_node=8,
         node_bandwidth=64 * GB,
         network_bandwidth_per_node=25 * GB,
-        sources=("NVIDIA H100 PCIe data sheet, 2022: 756.5 TFLOP/s of 16 bits, 378 of TF32, 2 TB/s", _PCIE, _SMI),
+        sources=(
+            "NVIDIA H100 PCIe data sheet, 2022: 1,513 TFLOP/s of FP8, 756.5 of 16 bits, 378 of TF32, 2 TB/s",
+            _PCIE,
+            _SMI,
+        ),
     ),
     Gpu(
         name="h200",
         device_kinds=("NVIDIA H200",),
         compute_capability=(9, 0),
         memory_bytes=143_771 * MIB,
-        peak_tflops=_peaks(989.4, 494.7),
+        peak_tflops=_peaks(989.4, 494.7, fp8=1978.9),
         memory_bandwidth=4800 * GB,
         gpus_per_node=8,
         node_bandwidth=450 * GB,
@@ -246,13 +254,13 @@ GPUS: tuple[Gpu, ...] = (
         device_kinds=("NVIDIA B200",),
         compute_capability=(10, 0),
         memory_bytes=183_359 * MIB,
-        peak_tflops=_peaks(2250.0, 1125.0),
+        peak_tflops=_peaks(2250.0, 1125.0, fp8=4500.0),
         memory_bandwidth=8000 * GB,
         gpus_per_node=8,
         node_bandwidth=900 * GB,
         network_bandwidth_per_node=400 * GB,
         sources=(
-            "HGX B200 data sheet, 2024, for eight and with sparsity: 36 PFLOP/s of 16 bits, 18 of TF32",
+            "HGX B200 data sheet, 2024, for eight and with sparsity: 72 PFLOP/s of FP8, 36 of 16 bits, 18 of TF32",
             "DGX B200 data sheet: 64 TB/s on eight GPUs, NVLink 14.4 TB/s both ways, eight 400 Gb/s network cards",
             _SMI,
         ),

@@ -172,6 +172,10 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
 
         check_arguments(config, gpu and gpu.name, planned.per_server, arguments.save_program)
     attention_on_gpu(config) if gpu is None else attention_on_gpu(config, gpu.compute_capability)
+    if gpu is not None:
+        from mjax.planner.float8 import check_float8
+
+        check_float8(config, gpu.name, gpu.compute_capability)
     if arguments.search.write is not None:  # after all checks
         write_config(config, arguments.search.write, about)
 

@@ -73,7 +73,7 @@ def _cudnn_obstacle(
         return f"it needs compute capability 8.0 or more, as an A100 has, and the GPU has {number}"
     if model.attention_dropout > 0:
         return f"it has no dropout and --model.attention-dropout is {model.attention_dropout}"
-    if compute not in ("bf16", "fp16"):
+    if compute not in ("bf16", "fp16", "fp8"):
         return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
     largest, where = (256, "") if capability >= HOPPER else (128, " on GPUs before H100")
     if model.head_size % 8 or model.head_size > largest:

@@ -24,7 +24,7 @@ from jax import Array
 from mjax.parallel import mappings
 from mjax.parallel.axes import MODEL
 from mjax.parallel.postponed import PostponedKernel
-from mjax.parallel.products import into_columns, linear, summed_beside
+from mjax.parallel.products import from_rows, into_columns, summed_beside
 from mjax.parallel.sums import add_bias, lookup, sum_rows
 from mjax.parallel.tokens import Tokens
 
@@ -159,7 +159,7 @@ class RowParallelLinear(nnx.Module):
         self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (None,), dtype) if bias else None
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:
-        y = tokens.leave(linear(self.kernel[...], x, x.ndim - 1))
+        y = from_rows(self.kernel[...], x, tokens)
         # After the sum: before it, the bias would be added p times.
         return y if self.bias is None else add_bias(y, self.bias[...])
 

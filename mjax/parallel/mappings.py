@@ -100,9 +100,9 @@ def leave(partial: Array, axis: str = MODEL) -> Array:
     return lax.psum(partial, axis)
 
 
-def maximum(x: Array, axis: str = MODEL) -> Array:
-    """Maximum over the ranks of `axis`; carries no gradient."""
-    return lax.pmax(lax.stop_gradient(x), axis)
+def maximum(x: Array, axis: str | tuple[str, ...] = MODEL) -> Array:
+    """Maximum over the ranks of an axis, or of several; carries no gradient."""
+    return lax.pmax(lax.stop_gradient(x), axis) if axis else x
 
 
 # --- Over the model axis, with tokens split over it -------------------------------------------------------------------

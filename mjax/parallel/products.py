@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mjax.parallel import mappings
+from mjax.parallel import float8, mappings
+from mjax.parallel.axes import MODEL
+from mjax.parallel.float8 import Float8
 from mjax.parallel.postponed import PostponedKernel, array_of, without_factors
 from mjax.parallel.sums import add_bias, sum_rows
 from mjax.parallel.tokens import Tokens
@@ -76,6 +78,32 @@ def _matrix(x: Array, columns: int) -> Array:
     return x.reshape(math.prod(x.shape[: x.ndim - columns]), -1)
 
 
+# --- Operands, which may be in float8 ---------------------------------------------------------------------------------
+
+
+def _entered(x: Array, tokens: Tokens):
+    """f(x), and the backward pass of f. In float8 f gathers bytes, and its backward pass is not known here."""
+    if not tokens.float8:
+        return jax.vjp(tokens.enter, x)
+    narrow = float8.rounded(x, float8.FORWARD)
+    return Float8.of(tokens.enter(narrow.values), narrow.scale), None
+
+
+def _restored(x: Array | Float8, dtype) -> Array:
+    return float8.restored(x, dtype) if isinstance(x, Float8) else x
+
+
+def _scale(kernel: Kernel, tokens: Tokens) -> Array | None:
+    """The scale of a kernel; None if it is not multiplied in float8."""
+    return float8.scale_of(array_of(kernel), float8.FORWARD, (MODEL,)) if tokens.float8 else None
+
+
+def _operand(kernel: Kernel, scale: Array | None) -> Array:
+    """A kernel as it is multiplied."""
+    array = array_of(kernel)
+    return array if scale is None else float8.on_grid(array, float8.FORWARD, scale)
+
+
 # --- f, and the products of the same input ----------------------------------------------------------------------------
 
 
@@ -98,29 +126,35 @@ def _columns(x: Array, kernels: tuple[Kernel, ...], biases: tuple, tokens: Token
 
 
 def _columns_forward(x: Array, kernels: tuple[Kernel, ...], biases: tuple, tokens: Tokens, apart: tuple):
-    x, back = jax.vjp(tokens.enter, x)
-    outputs = []
-    for kernel, bias, cut in zip(map(array_of, kernels), biases, apart, strict=True):
-        for part in range(kernel.shape[1]) if cut else [...]:
-            y = _product(x, kernel[:, part], 1)
+    kept, back = _entered(x, tokens)
+    entered, scales, outputs = kept, [_scale(kernel, tokens) for kernel in kernels], []
+    for kernel, scale, bias, cut in zip(kernels, scales, biases, apart, strict=True):
+        operand = _operand(kernel, scale)
+        for part in range(operand.shape[1]) if cut else [...]:
+            if tokens.float8:  # XLA joins small products of the same x, and would then not see that they are in float8
+                entered = jax.lax.optimization_barrier(entered)
+            y = _product(_restored(entered, x.dtype), operand[:, part], 1)
             outputs.append(y if bias is None else add_bias(y, bias[part]))
-    return tuple(outputs), (x, back, tuple(map(without_factors, kernels)), biases)
+    return tuple(outputs), (kept, back, tuple(map(without_factors, kernels)), scales, biases)
 
 
 def _columns_backward(tokens: Tokens, apart: tuple, residuals, gradients: tuple[Array, ...]):
-    (x, back, kernels, biases), parts = residuals, iter(gradients)
-    arrays = tuple(map(array_of, kernels))
+    (x, back, kernels, scales, biases), parts = residuals, iter(gradients)
+    operands = [_operand(kernel, scale) for kernel, scale in zip(kernels, scales, strict=True)]
     wholes = [
-        _joined([next(parts) for _ in range(kernel.shape[1])]) if cut else next(parts)
-        for kernel, cut in zip(arrays, apart, strict=True)
+        _joined([next(parts) for _ in range(operand.shape[1])]) if cut else next(parts)
+        for operand, cut in zip(operands, apart, strict=True)
     ]
-    to_x = sum(input_gradient(gradient, x.shape, kernel) for gradient, kernel in zip(wholes, arrays, strict=True))
+    to_biases = (None if bias is None else sum_rows(whole) for whole, bias in zip(wholes, biases, strict=True))
+    if tokens.float8:
+        x, back = _restored(x, wholes[0].dtype), lambda gradient: (tokens.leave(gradient),)
+        wholes = [float8.on_grid(whole, float8.BACKWARD) for whole in wholes]
+    to_x = sum(input_gradient(gradient, x.shape, operand) for gradient, operand in zip(wholes, operands, strict=True))
     to_kernels = tuple(_to_kernel(kernel, x, gradient) for kernel, gradient in zip(kernels, wholes, strict=True))
     if isinstance(kernels[0], PostponedKernel):  # nothing is computed beside the sum
         (to_x,) = back(to_x)
     else:
         to_x, to_kernels = summed_beside(back, to_x, to_kernels, tokens)
-    to_biases = (None if bias is None else sum_rows(whole) for whole, bias in zip(wholes, biases, strict=True))
     return to_x, to_kernels, tuple(to_biases)
 
 
@@ -148,3 +182,40 @@ def summed_beside(back, gradient: Array, products, tokens: Tokens):
     """
     (summed,) = back(gradient)
     return jax.lax.optimization_barrier((summed, products)) if tokens.split else (summed, products)
+
+
+# --- Products, and g --------------------------------------------------------------------------------------------------
+
+
+def from_rows(kernel: Kernel, x: Array, tokens: Tokens) -> Array:
+    """y = g(x A): x [b · s, *into], kernel [*into, h] → y [t, h], this rank's rows of the stream."""
+    return _rows(x, kernel, tokens) if tokens.float8 else tokens.leave(linear(kernel, x, x.ndim - 1))
+
+
+# The product and g are differentiated as one, because the gradient is rounded to float8 before it is gathered.
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rows(x: Array, kernel: Kernel, tokens: Tokens) -> Array:
+    return _rows_forward(x, kernel, tokens)[0]
+
+
+def _rows_forward(x: Array, kernel: Kernel, tokens: Tokens):
+    kept, scale = float8.rounded(x, float8.FORWARD), _scale(kernel, tokens)
+    partial = _product(float8.restored(kept, x.dtype), _operand(kernel, scale), x.ndim - 1)
+    return tokens.leave(partial), (kept, without_factors(kernel), scale)
+
+
+def _rows_backward(tokens: Tokens, residuals, gradient: Array):
+    kept, kernel, scale = residuals
+    x, narrow = float8.restored(kept, gradient.dtype), float8.rounded(gradient, float8.BACKWARD)
+    gradient = float8.restored(Float8.of(tokens.enter(narrow.values), narrow.scale), gradient.dtype)
+    return input_gradient(gradient, x.shape, _operand(kernel, scale)), _to_kernel(kernel, x, gradient)
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
+
+
+def kernel_gradient_in_float8(x: Array, gradient: Array) -> Array:
+    """`kernel_gradient` of the factors that a backward pass in float8 has left: they are in float8 already, and no
+    scale has to be agreed on."""
+    x = float8.on_grid(x, float8.FORWARD, float8.scale_of(x, float8.FORWARD))
+    return kernel_gradient(x, float8.on_grid(gradient, float8.BACKWARD, float8.scale_of(gradient, float8.BACKWARD)))

@@ -25,11 +25,13 @@ class Tokens:
       sequences: b, of this replica's micro-batch.
       positions: s, tokens per sequence.
       split: whether the rows are split over `model` (sequence parallelism).
+      float8: whether column- and row-parallel layers multiply these rows in float8 (`float8.py`).
     """
 
     sequences: int
     positions: int
     split: bool = False
+    float8: bool = False
 
     @property
     def count(self) -> int:

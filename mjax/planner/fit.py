@@ -28,6 +28,7 @@ from mjax.errors import UsageError
 from mjax.hardware import GIB, USABLE_FRACTION
 from mjax.launch import MEMORY_FRACTIONS
 from mjax.models.kernels import capability_of, resolved_on_gpu
+from mjax.planner.float8 import check_float8
 from mjax.planner.memory import HEADROOM, Memory, free_share, predict_memory
 from mjax.planner.search import value_of, with_values
 from mjax.validation import validate
@@ -96,7 +97,7 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
       say: called with that sentence, or the warning.
 
     Raises:
-      UsageError: the config does not fit, or needs an attention kernel that is not available.
+      UsageError: the config does not fit, or needs an attention kernel or float8 products that are not available.
     """
     import jax  # a plan does not need it
 
@@ -104,6 +105,7 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
     found = memory_of(device)
     if found is None or config.mesh.devices != jax.device_count():
         return
+    check_float8(config, device.device_kind, capability_of(device))
     config = resolved_on_gpu(config, capability_of(device))
     try:
         if warning := check_memory(config, *found, name):

@@ -12,6 +12,7 @@ from mjax.planner.fit import changes_that_fit
 from mjax.planner.memory import HEADROOM, free_share, predict_memory
 from mjax.planner.section import Section, named_rows
 from mjax.planner.unrolling import layers_in_words, with_unrolling
+from mjax.state.precision import in_float8
 
 WHEN = {
     "head": "with the logits of a micro-batch",
@@ -37,11 +38,14 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         "moment": memory.moment,
         "attention": config.model.attention,
         "unrolled": config.train.unroll == "on",
+        "float8": in_float8(config.precision),
         "figure": None if figure is None else str(figure),
     }
     rows = {kind: f"{size / GIB:8.2f} GiB" for kind, size in memory.parts.items()}
     rows["total"] = f"{memory.total / GIB:8.2f} GiB on each device, {WHEN[memory.moment]}"
     rows["attention"] = f"by {values['attention']}"
+    if values["float8"]:
+        rows["products"] = "with the layers' weights in float8: e4m3, gradients e5m2; all others in bf16"
     lines = []
     if gpu is not None:
         rows["layers"] = layers_in_words(values["unrolled"])

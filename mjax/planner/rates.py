@@ -9,7 +9,7 @@ from mjax.hardware import Gpu
 from mjax.planner.calibration import Calibration
 
 # Bytes per element of each dtype.
-WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+WIDTHS = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 class Rates:
@@ -25,9 +25,14 @@ class Rates:
     """
 
     def __init__(self, gpu: Gpu, calibration: Calibration, compute: str):
+        if compute == "fp8":
+            raise UsageError(
+                "the time of --precision.compute fp8 cannot be predicted; use --precision.compute bf16, or --compile "
+                "for a roofline"
+            )
         self.gpu, self.calibration, self.compute, self.peak = gpu, calibration, compute, gpu.peak(compute)
         if self.peak is None:
-            known = either(gpu.peak_tflops)
+            known = either([dtype for dtype in gpu.peak_tflops if dtype != "fp8"])
             raise UsageError(
                 f"no {compute} peak is known for {gpu.name}, so its time cannot be predicted; "
                 f"use --precision.compute {known}, or add the peak in mjax/hardware.py"

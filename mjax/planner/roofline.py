@@ -34,6 +34,7 @@ class Shares:
 
     Attributes:
       product: of the peak, by a product without loss: 798 TFLOP/s of 8192³ on an H100 with random numbers.
+      float8_product: of the float8 peak: assumed, below the published 1,170 to 1,610 TFLOP/s of 8192³ on Hopper.
       attention, attention_backward: of the peak, by cuDNN's kernels at head size 128.
       memory: of its bandwidth.
       link: of the bandwidth between GPUs of a server, and between servers.
@@ -43,6 +44,7 @@ class Shares:
     """
 
     product: float = 0.832
+    float8_product: float = 0.65
     attention: float = 0.425
     attention_backward: float = 0.334
     memory: float = 0.85
@@ -59,7 +61,8 @@ TILES = (
     (128, 128, 0.92), (64, 256, 0.88), (64, 128, 0.75),
 )  # fmt: skip
 MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132, "b200": 148}
-SAME_ELEMENTS = {"bitcast", "convert", "copy", "negate", "reshape", "transpose"}  # each result uses one operand's
+# Each result uses one of the operand's.
+SAME_ELEMENTS = {"abs", "bitcast", "convert", "copy", "negate", "reshape", "transpose"}
 LEAST = 1_000_000  # bytes of a fill or copy that is listed as one
 
 
@@ -106,7 +109,8 @@ def roofline(text: str, gpu: Gpu, devices: int = 1, compute: str = "bf16") -> Ro
       devices: of the whole mesh, servers filled one after the other.
       compute: dtype of the products, for their peak.
     """
-    replay = _Replay(Module(text), gpu, devices, gpu.peak(compute))
+    # The products of fp8 name themselves; all others are in bf16.
+    replay = _Replay(Module(text), gpu, devices, gpu.peak("bf16" if compute == "fp8" else compute))
     replay.run(replay.module.entry)
     return Roofline(dict(replay.rows), replay.communicating, replay.copied_stacks)
 
@@ -203,13 +207,19 @@ class _Replay:
         if kind == PRODUCTS:
             times, m, n, k = self._product(line, shapes)
             flops = 2.0 * times * m * n * k
-            rate = self.peak * SHARES.product * _filled(times * m, n, MULTIPROCESSORS[self.gpu.name]) * k
+            rate = self._rate_of_products(line) * _filled(times * m, n, MULTIPROCESSORS[self.gpu.name]) * k
             rate /= k + SHARES.inner
         elif kind == ATTENTION and "custom_call_target" in line.attributes:
             flops, rate = self._flash(line, shapes)
         seconds = max(flops / rate, moved / (SHARES.memory * self.gpu.memory_bandwidth)) + SHARES.launch
         source = self._source(line)
         return _Cost(kind, seconds, moved, flops, kind == COPIES and "/while/body/" in source and "dynamic_" in source)
+
+    def _rate_of_products(self, line: Line) -> float:
+        """FLOP/s of a product without loss."""
+        if '$f8"' in line.attributes:
+            return self.gpu.peak("fp8") * SHARES.float8_product
+        return self.peak * SHARES.product
 
     def _kind(self, line: Line, shapes: dict[str, str]) -> str:
         kernel = self.module.kernel_of(line) or ""

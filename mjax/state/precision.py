@@ -17,7 +17,13 @@ from jax import Array
 from mjax.config import PrecisionConfig
 from mjax.errors import UsageError
 
-COMPUTE_TYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp64": jnp.float64}
+COMPUTE_TYPES = {
+    "fp8": jnp.bfloat16,  # of everything but the products of linear layers (`parallel/float8.py`)
+    "bf16": jnp.bfloat16,
+    "fp16": jnp.float16,
+    "fp32": jnp.float32,
+    "fp64": jnp.float64,
+}
 
 
 def parameter_type(compute: str):
@@ -31,6 +37,11 @@ def parameter_type(compute: str):
             "--precision.compute fp64: JAX would compute in float32; set JAX_ENABLE_X64=1 before the command"
         )
     return jnp.float64 if compute == "fp64" else jnp.float32
+
+
+def in_float8(config: PrecisionConfig) -> bool:
+    """Whether the linear layers of the layers multiply in float8, in training."""
+    return config.compute == "fp8"
 
 
 @jax.tree_util.register_dataclass

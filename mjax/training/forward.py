@@ -7,7 +7,7 @@ ticks (`stages.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from mjax.parallel import scopes
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.tokens import Tokens
 from mjax.parallel.zero import gather_in_loop
-from mjax.state.precision import COMPUTE_TYPES
+from mjax.state.precision import COMPUTE_TYPES, in_float8
 
 MicroBatch = dict[str, Array]
 
@@ -65,7 +65,10 @@ class Forward:
         gathered = [gather_in_loop(stack, dtype) for stack in stacks_of(self.plan.blocks)]
         trains, train = self.step is not None, self.config.train
         recompute, unroll = (train.recompute, train.unroll == "on") if trains else ("none", False)
-        x, sums = run_blocks(blocks, x, self.context(micro_batch), recompute, first, gathered, unroll)
+        context = self.context(micro_batch)
+        if trains and in_float8(self.config.precision):
+            context = replace(context, tokens=replace(context.tokens, float8=True))
+        x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll)
         return x, {} if self.head else self._parts(sums)
 
     @jax.named_scope(scopes.HEAD)

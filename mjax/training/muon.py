@@ -34,7 +34,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 SMALLEST = 1e-7
 """A matrix with a Frobenius norm below this counts as having this one: without gradient there is no update."""
-ITERATE_IN = {"bf16": "bf16", "fp16": "fp32", "fp32": "fp32", "fp64": "fp64"}
+ITERATE_IN = {"fp8": "bf16", "bf16": "bf16", "fp16": "fp32", "fp32": "fp32", "fp64": "fp64"}
 """By compute dtype, the dtype of the iteration."""
 
 

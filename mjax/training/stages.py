@@ -8,9 +8,10 @@ from jax import Array
 from mjax.models.protocol import Model
 from mjax.names import leaf_name
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums
+from mjax.parallel.products import kernel_gradient, kernel_gradient_in_float8
 from mjax.parallel.schedules import forward_only, schedule_of
 from mjax.parallel.zero import is_layer
-from mjax.state.precision import parameter_type
+from mjax.state.precision import in_float8, parameter_type
 from mjax.training.forward import Forward, tokens_of
 
 
@@ -29,6 +30,7 @@ def stage_program(forward: Forward, weights: dict[str, float]) -> StageProgram:
         loss_weights=weights,
         rows=tokens_of(config).count,
         shards=[storage.gathers if storage.in_loop else () for storage in jax.tree.leaves(forward.plan.blocks)],
+        kernel_gradient=kernel_gradient_in_float8 if in_float8(config.precision) else kernel_gradient,
     )
 
 

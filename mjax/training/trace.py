@@ -145,8 +145,11 @@ def _undisturbed(model: ModelConfig) -> ModelConfig:
 
 @lru_cache(maxsize=1024)
 def stacks_forward(of: Traced) -> tuple[tuple[int, Layer], ...]:
-    """For each stack the number of layers, and the forward pass of one; a single stack is traced with one layer."""
-    return _trace(replace(of, sequence_parallel=False).config(), _forward)
+    """For each stack the number of layers, and the forward pass of one; a single stack is traced with one layer.
+
+    Float8 has the products of bf16, and those are traced, without what rounds their operands."""
+    compute = "bf16" if of.compute == "fp8" else of.compute
+    return _trace(replace(of, sequence_parallel=False, compute=compute).config(), _forward)
 
 
 def layer_forward(of: Traced) -> Layer:

@@ -85,7 +85,7 @@ MODELS = {
 PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
 
 
-def _config(case):
+def config_of(case):
     mesh = {"pipe": case.pipe, "chunks": case.chunks, "sequence_parallel": case.sequence_parallel, "zero": case.zero}
     return small_config(
         case.data,
@@ -105,7 +105,7 @@ def _config(case):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_loss_and_every_gradient_equal_the_serial_reference(case):
-    errors = largest_error(_config(case), scale=2.0**20)  # the loss scale is divided out
+    errors = largest_error(config_of(case), scale=2.0**20)  # the loss scale is divided out
     assert max(errors.values()) < 1e-12, errors
 
 

@@ -1,0 +1,108 @@
+"""Matrices in float8: values of one byte, and one scale for all of them ("per-tensor current scaling").
+
+    x ≈ scale · values        values    e4m3 (activations, weights) or e5m2 (gradients), rounded to nearest
+                              scale     a power of two: the smallest for which no value overflows
+
+The scale follows from the largest magnitude in the array as it is, not in earlier steps, and all ranks that hold a part
+of the array agree on it. As a power of two it changes no digit of a value, only which of the very small ones are
+rounded to fewer digits or to zero: below 2^-14 of the largest in e4m3, below 2^-30 in e5m2. So another scale, because
+another mesh or micro-batch puts other tokens together, hardly changes a product. It also makes `rounded` exact for
+arrays that are in float8 already, so that they may travel as such.
+
+Products multiply what `restored` gives. On a GPU XLA compiles that to a product of the float8 values (cuBLASLt), with
+float32 sums; elsewhere the product has the dtype of the stream, in which the same values are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mjax.parallel import mappings
+from mjax.parallel.axes import MODEL, splitting
+from mjax.parallel.sums import BLOCK, widened
+
+FORWARD = jnp.float8_e4m3fn
+"""Of activations and weights: 4 significant bits, up to 448."""
+BACKWARD = jnp.float8_e5m2
+"""Of gradients: 3 significant bits, up to 57,344."""
+EXPONENTS = (-60, 60)
+"""Of a scale: the product of two is a float32."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Float8:
+    """An array in float8.
+
+    Attributes:
+      bits: uint8, the values. (What `jax.checkpoint` keeps for the backward pass, it rounds to the dtype that it has;
+        in e4m3 that turns all values above 240, which an IEEE type of 4 exponent bits would not have, into NaN.)
+      scale: float32 [], a power of two; the same on every rank that holds a part of the array.
+      dtype: of the values.
+    """
+
+    bits: Array
+    scale: Array
+    dtype: Any = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, values: Array, scale: Array) -> Float8:
+        """The array scale · values."""
+        return cls(jax.lax.bitcast_convert_type(values, jnp.uint8), scale, values.dtype)
+
+    @property
+    def values(self) -> Array:
+        """In float8."""
+        return jax.lax.bitcast_convert_type(self.bits, self.dtype)
+
+
+def rounded(x: Array, dtype, scale: Array | None = None) -> Float8:
+    """`x` in float8; NaN and infinities stay visible, as NaN or infinity.
+
+    Args:
+      scale: from `scale_of`; by default that of this array, agreed between the ranks that hold its parts.
+    """
+    scale = scale_of(x, dtype, (MODEL, *splitting("batch"))) if scale is None else scale
+    wide = widened(x)
+    return Float8.of((wide * (1 / scale).astype(wide.dtype)).astype(dtype), scale)
+
+
+def restored(x: Float8, dtype) -> Array:
+    """The array that `x` stands for, exactly."""
+    return x.values.astype(dtype) * x.scale.astype(dtype)
+
+
+def on_grid(x: Array, dtype, scale: Array | None = None) -> Array:
+    """`x` with its values rounded to those of float8."""
+    return restored(rounded(x, dtype, scale), x.dtype)
+
+
+def scale_of(x: Array, dtype, axes: tuple[str, ...] = ()) -> Array:
+    """The scale of `x` in a float8 dtype: float32 [].
+
+    Args:
+      axes: mesh axes whose ranks hold parts of the array, if it varies over them.
+    """
+    axes = tuple(axis for axis in axes if axis in mappings.varying_axes(x))
+    largest = mappings.maximum(_largest(x).astype(jnp.float32), axes)
+    # With largest = m · 2^e and the dtype's limit = M · 2^E: the smallest k with largest ≤ limit · 2^k. No division is
+    # rounded. For zero and for what is not finite e is 0.
+    most, limit = math.frexp(float(jnp.finfo(dtype).max))
+    fraction, exponent = jnp.frexp(largest)
+    exponent = jnp.where(fraction == 0, limit, exponent)
+    return jnp.ldexp(jnp.float32(1), jnp.clip(exponent - limit + (fraction > most), *EXPONENTS))
+
+
+def _largest(x: Array) -> Array:
+    """max|x|, over blocks of rows and then over these: on a GPU the kernel that computes x can do the first part, also
+    beside its sums over the same blocks (`sums.in_two_stages`)."""
+    x = jnp.abs(x)
+    if x.shape[0] % BLOCK == 0:
+        x = jax.lax.optimization_barrier(x.reshape(-1, BLOCK, *x.shape[1:]).max(1))
+    return x.max()

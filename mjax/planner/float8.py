@@ -1,0 +1,48 @@
+"""The GPUs and the sizes for which `precision.compute fp8` is refused."""
+
+from __future__ import annotations
+
+from mjax.config import Config
+from mjax.errors import UsageError
+from mjax.state.precision import in_float8
+from mjax.training.trace import Traced, stacks_forward
+
+ADA = (8, 9)
+"""Compute capability of the first GPUs with float8 products; Hopper's is 9.0."""
+MULTIPLE = 16
+"""cuBLAS multiplies float8 matrices whose sizes are multiples of this."""
+
+
+def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:
+    """Refuse float8 on a GPU without it, and sizes that its products do not take.
+
+    Args:
+      config: validated.
+      gpu: its name, for the message.
+      capability: its compute capability.
+
+    Raises:
+      UsageError: one sentence, with what to change.
+    """
+    if not in_float8(config.precision):
+        return
+    if capability < ADA:
+        raise UsageError(
+            f"--precision.compute fp8 needs a GPU with compute capability 8.9 or more, such as an H100, and {gpu} has "
+            f"{'.'.join(map(str, capability))}; use --precision.compute bf16"
+        )
+    model, train = config.model, config.train
+    tokens = train.micro_batch * model.sequences * model.sequence
+    if tokens % MULTIPLE:
+        raise UsageError(
+            f"--precision.compute fp8 multiplies micro-batches of a multiple of {MULTIPLE} tokens, and --train.micro-"
+            f"batch {train.micro_batch} has {tokens}; use a --train.micro-batch that is a multiple of {MULTIPLE}"
+        )
+    for _, layer in stacks_forward(Traced.of(config)):
+        for product in layer.program.products:
+            if product.of_weight and (product.k % MULTIPLE or product.n % MULTIPLE):
+                raise UsageError(
+                    f"--precision.compute fp8 multiplies matrices whose sizes are multiples of {MULTIPLE}, and a rank "
+                    f"of --mesh.model {config.mesh.model} has a weight of {product.k} × {product.n}; change the mesh "
+                    "or the model, or use --precision.compute bf16"
+                )

@@ -1,0 +1,142 @@
+"""A training step in float8: the same on every mesh, in bf16 where nothing is trained, and skipped if not finite.
+
+In float64 a step with operands rounded to float8 is as exact as one without, if all ranks round alike.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.config import MeshConfig
+from mjax.planner.comms import ledger
+from mjax.training import forward, stages, trace
+from tests.against_reference import STEP, in_layer_order
+from tests.small import batch_of, gradient_program, initial_state, program_of, small_config
+from tests.training.test_step_equals_reference import CASES, config_of
+
+FEW = ("gpt-", "bloom-zb-h1", "pre-LN-gpipe", "post-LN--1-1-4")  # of each kind of mesh one; all others with --long
+
+
+@pytest.fixture
+def in_float8(monkeypatch):
+    """Float8 operands in a step of another compute dtype."""
+    for module in (forward, stages):
+        monkeypatch.setattr(module, "in_float8", lambda precision: True)
+
+
+def _without_mesh(config):
+    """The config of one device with as many sequences in a micro-batch as all replicas have, and the order of the
+    batch in which they are the same ones."""
+    train, data = config.train, config.mesh.data
+    rows = train.global_batch // data
+    starts = range(0, rows, train.micro_batch)
+    order = [r * rows + start + row for start in starts for r in range(data) for row in range(train.micro_batch)]
+    train = replace(train, micro_batch=data * train.micro_batch, recompute="none", unroll="auto")
+    return replace(config, mesh=MeshConfig(), train=train, model=replace(config.model, attention="xla")), tuple(order)
+
+
+@cache
+def _loss_and_gradients(config, order=None):
+    program, place = gradient_program(config)
+    batch = batch_of(config)
+    if order is not None:
+        batch = {name: rows[list(order)] for name, rows in batch.items()}
+    loss, gradients = program(place(), batch, jnp.int32(STEP), jnp.float64(1.0))
+    return np.asarray(loss), in_layer_order(gradients, config)
+
+
+def _marked(case):
+    name = "-".join(map(str, case))
+    return pytest.param(case, id=name, marks=() if name.startswith(FEW) else pytest.mark.long)
+
+
+@pytest.mark.parametrize("case", list(map(_marked, CASES)))
+def test_loss_and_every_gradient_are_those_of_one_device(case, in_float8):
+    config = config_of(case._replace(dropout=0.0))  # masks follow the sample, which is at another place here
+    with jax.enable_x64(True):
+        loss, gradients = _loss_and_gradients(config)
+        expected_loss, expected = _loss_and_gradients(*_without_mesh(config))
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
+        for name, gradient in gradients.items():
+            np.testing.assert_allclose(gradient, expected[name], atol=1e-11, err_msg=name)
+
+
+# --- In bf16 ----------------------------------------------------------------------------------------------------------
+
+
+def _run(steps=3, **changes):
+    config = small_config(**{"data": 1, "model": 2, "micro_batch": 4, "compute": "fp8", "dropout": 0.0, **changes})
+    program = program_of(config)
+    state, losses = initial_state(program), []
+    for step in range(steps):
+        batch = jax.device_put(batch_of(config, seed=step), program.batch_sharding)
+        state, metrics = program.train_step(state, batch)
+        losses.append(float(metrics.loss))
+    return program, state, losses
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return _run()
+
+
+def test_losses_are_near_those_of_bf16_and_not_the_same(trained):
+    losses, wide = np.array(trained[2]), np.array(_run(compute="bf16")[2])
+    np.testing.assert_allclose(losses, wide, rtol=2e-3)
+    assert np.abs(losses - wide).max() > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "mesh"),
+    [
+        (2, 2, {"sequence_parallel": True, "zero": 3}),
+        (1, 2, {"pipe": 2, "schedule": "zb-h1"}),
+        pytest.param(4, 1, {"zero": 1}, marks=pytest.mark.long),
+    ],
+)
+def test_another_mesh_has_the_same_losses_up_to_rounding(trained, data, model, mesh):
+    losses = _run(data=data, model=model, micro_batch=4 // data, mesh=mesh)[2]
+    np.testing.assert_allclose(losses, trained[2], rtol=1e-3)
+
+
+def test_evaluation_is_in_bf16(trained):
+    program, state, _ = trained
+    wide = program_of(small_config(1, 2, 4, compute="bf16", dropout=0.0))
+    batch = jax.device_put(batch_of(small_config(), seed=9), program.batch_sharding)
+    assert float(program.eval_step(state.model, batch).loss) == float(wide.eval_step(state.model, batch).loss)
+
+
+def test_a_step_that_is_not_finite_is_skipped(trained):
+    program, state, _ = trained
+    state = jax.tree.map(jnp.copy, state)
+    state.model.blocks.mlp.up.kernel[...] = state.model.blocks.mlp.up.kernel[...].at[0, 3, 5].set(jnp.inf)
+    batch = jax.device_put(batch_of(small_config(), seed=9), program.batch_sharding)
+    assert bool(program.train_step(state, batch)[1].skipped)
+
+
+# --- What is kept and sent --------------------------------------------------------------------------------------------
+
+
+def test_a_layer_keeps_the_inputs_of_its_products_in_one_byte():
+    kept = {}
+    for compute in ("bf16", "fp8"):
+        of = trace.Traced.of(small_config(compute=compute, dropout=0.0))
+        kept[compute] = trace.layer_backward(of, "cudnn", "none").kept
+    elements = 16 * 32  # of the stream of one sample
+    inputs = (1 + 1 + 1 + 4) * elements  # of qkv, projection, up and down
+    scales = 4 * (4 + 4)  # of these, and of the weights
+    assert kept["bf16"] - kept["fp8"] == inputs - scales
+
+
+def test_gathers_of_tokens_in_the_layers_are_in_float8():
+    config = small_config(1, 2, 4, compute="fp8", mesh={"sequence_parallel": True})
+    found = {
+        (record.source, record.dtype)
+        for record in ledger(config).records
+        if record.operation == "all-gather" and "layer" in record.source
+    }
+    assert found == {("layer forward", "float8_e4m3fn"), ("layer backward", "float8_e5m2")}
