@@ -167,6 +167,9 @@ class TrainConfig:
     unroll: Literal["auto", "on", "off"] = "auto"
     """Compile the layers one after the other instead of a loop over them: faster on a GPU, and compiles longer. auto:
     on GPUs if the step fits into their memory; not in a pipeline, with FSDP or beyond 80 layers."""
+    streams: Literal[1, 2] = 1
+    """2: compute the halves of a micro-batch in turn, each while the other communicates over mesh.model, in layers
+    without a loop; not in a pipeline, nor with FSDP."""
     seed: Seed = 1234
     """Determines initial weights, sample order and dropout, on any mesh."""
     eval_interval: CountOrZero = 1000

@@ -31,6 +31,7 @@ def validate(config: Config, name: str = "this config") -> None:
     _check_samples(config)
     config.model.check(config)
     _check_sequence_parallel(config)
+    _check_streams(config)
     _check_schedules(config)
     _check_for_one(config, "name", "muon", "muon_momentum", "muon_adjust_lr")
     _check_data(config, name)
@@ -76,6 +77,34 @@ def _check_sequence_parallel(config: Config) -> None:
         raise UsageError(
             f"--mesh.sequence-parallel cannot split the {tokens} tokens of a micro-batch over --mesh.model "
             f"{mesh.model}; use a --train.micro-batch that is a multiple of {mesh.model}"
+        )
+
+
+def _check_streams(config: Config) -> None:
+    model, mesh, train = config.model, config.mesh, config.train
+    if train.streams == 1:
+        return
+    if mesh.model == 1:
+        raise UsageError("--train.streams 2 hides the communication of --mesh.model, which is 1 here; leave it out")
+    if mesh.pipe > 1:
+        raise UsageError(
+            f"--train.streams 2 does not work with --mesh.pipe {mesh.pipe}, whose stages take turns with whole "
+            "micro-batches; leave it out"
+        )
+    if mesh.zero == 3:
+        raise UsageError(
+            "--train.streams 2 does not work with --mesh.zero 3, which gathers weights layer by layer; "
+            "use --mesh.zero 1"
+        )
+    if train.unroll == "off":
+        raise UsageError("--train.streams 2 needs layers without a loop; leave out --train.unroll off")
+    if config.precision.compute == "fp8":
+        raise UsageError("--train.streams 2 does not work with --precision.compute fp8; use bf16")
+    parts = 2 * mesh.model if mesh.sequence_parallel else 2
+    if train.micro_batch % 2 or train.micro_batch * model.sequences * model.sequence % parts:
+        raise UsageError(
+            f"--train.streams 2 cannot cut a --train.micro-batch of {train.micro_batch} in two halves; "
+            f"use a multiple of {parts}"
         )
 
 

@@ -57,6 +57,7 @@ def small_config(
     mesh=None,
     samples=None,
     unroll="auto",
+    streams=1,
     **changes,
 ) -> Config:
     kind = "bert_task" if "head" in changes else changes.pop("kind", "gpt")
@@ -68,7 +69,13 @@ def small_config(
         optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
         precision=PrecisionConfig(compute=compute),
         train=TrainConfig(
-            steps=100, global_batch=global_batch, micro_batch=micro_batch, recompute=recompute, unroll=unroll, seed=1234
+            steps=100,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            recompute=recompute,
+            unroll=unroll,
+            streams=streams,
+            seed=1234,
         ),
     )
 

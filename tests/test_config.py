@@ -272,6 +272,27 @@ def _with(**sections):
             _with(mesh={"pipe": 2}, train={"unroll": "on"}),
             "--train.unroll on does not work with --mesh.pipe 2, whose stages keep activations by slot; leave it out",
         ),
+        (_with(train={"streams": 2}), "--train.streams 2 hides the communication of --mesh.model, which is 1 here"),
+        (
+            _with(mesh={"model": 2, "pipe": 2}, train={"streams": 2}),
+            "--train.streams 2 does not work with --mesh.pipe 2",
+        ),
+        (
+            _with(mesh={"model": 2, "data": 2, "zero": 3}, train={"streams": 2}),
+            "--train.streams 2 does not work with --mesh.zero 3, which gathers weights layer by layer; use --mesh.zero",
+        ),
+        (
+            _with(mesh={"model": 2}, train={"streams": 2, "unroll": "off"}),
+            "--train.streams 2 needs layers without a loop; leave out --train.unroll off",
+        ),
+        (
+            _with(mesh={"model": 2}, precision={"compute": "fp8"}, train={"streams": 2}),
+            "--train.streams 2 does not work with --precision.compute fp8; use bf16",
+        ),
+        (
+            _with(mesh={"model": 2}, train={"streams": 2, "micro_batch": 1}),
+            "--train.streams 2 cannot cut a --train.micro-batch of 1 in two halves; use a multiple of 2",
+        ),
         (_with(train={"micro_batch": 3}), "--train.micro-batch 3 does not divide the 512 sequences"),
         (_with(train={"batch_rampup": (0, 8, 100)}), "must each be at least 1; type --train.batch-rampup 8 8 100"),
         (

@@ -32,8 +32,9 @@ from mjax.models.context import Context
 from mjax.models.positions import NO_POSITIONS, Positions, distance_penalty
 from mjax.parallel import mappings, random, scopes
 from mjax.parallel.axes import MODEL
-from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, columns
+from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mjax.parallel.random import DropoutKey, dropout
+from mjax.parallel.streams import Enter, Leave, Phases, alone
 
 FLASH_STAND_IN = "cudnn, traced only"
 """Kernel name for a program that is only traced: inputs, outputs and residuals of cuDNN's, on a machine without it."""
@@ -263,17 +264,21 @@ class Attention(nnx.Module):
         self.query_norm, self.key_norm = qk_norm(heads), qk_norm(kv_heads or heads)
 
     def __call__(self, x: Array, context: Context) -> Array:
-        q, k, v = self._project(x, context)
+        return alone(self.phases(x, context), context.tokens)
+
+    def phases(self, x: Array, context: Context) -> Phases:
+        """The attention in phases."""
+        q, k, v = yield from self._project(x, context)
         config, key = self.config, context.key_of(random.ATTENTION)
         seen = {"documents": context.documents, "causal": config.causal, "slopes": self.positions.slopes()}
         seen["window"] = config.window_at(context.place)
         attended = attend(q, k, v, config.attention, config.attention_dropout, key, **seen)
         attended = attended.reshape(context.tokens.count, *attended.shape[2:])
-        return self.out(checkpoint_name(attended, "context"), context.tokens)
+        return (yield Leave(checkpoint_name(attended, "context"), self.out))
 
     def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
         """Like `Block.decode`, for attention alone."""
-        (q, k, v), slopes = self._project(x, context), self.positions.slopes()
+        (q, k, v), slopes = alone(self._project(x, context), context.tokens), self.positions.slopes()
         window = self.config.window_at(context.place)
         if cached is None:
             attended = attend(q, k, v, self.config.attention, slopes=slopes, window=window)
@@ -281,11 +286,10 @@ class Attention(nnx.Module):
             attended = attend_cached(q, k, v, cached, lengths, slopes, window)
         return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), KeyValues(k, v)
 
-    def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
-        """Queries [b, s, n / p, d] and keys and values of this rank's heads, at least one."""
-        tokens = context.tokens
-        parts = columns(x, tokens, *((self.query, self.key_value) if self.grouped else (self.qkv,)))
-        q, k, v = (tokens.by_sequence(checkpoint_name(part, "qkv")) for part in parts)
+    def _project(self, x: Array, context: Context) -> Phases:
+        """Queries [b, s, n / p, d] and keys and values of this rank's heads, at least one; in phases."""
+        parts = yield Enter(x, (self.query, self.key_value) if self.grouped else (self.qkv,))
+        q, k, v = (context.tokens.by_sequence(checkpoint_name(part, "qkv")) for part in parts)
         if self.query_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         q, k = self.positions.turn(q, k, context)

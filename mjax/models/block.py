@@ -42,9 +42,11 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from mjax.errors import UsageError
 from mjax.models.attention import Attention, KeyValues
 from mjax.models.context import Context
 from mjax.parallel import random
+from mjax.parallel.streams import Phases, alone, phases_of, together
 from mjax.parallel.zero import all_but_gathered_weights
 
 # Residuals to keep, by `train.recompute`; None leaves the choice to autodiff.
@@ -55,6 +57,7 @@ KEPT: dict[str, tuple[str, ...] | None] = {
 }
 
 Sums = dict[str, Array]
+Halves = tuple[Array, Array]
 
 
 class Block(nnx.Module):
@@ -83,9 +86,13 @@ class Block(nnx.Module):
         self.dropout, self.period = dropout, period
 
     def __call__(self, x: Array, context: Context) -> Array:
-        y = self.attention(self.attention_norm(x), context)
+        return alone(self.phases(x, context), context.tokens)
+
+    def phases(self, x: Array, context: Context) -> Phases:
+        """The layer, stopping at its regions (`parallel/streams.py`)."""
+        y = yield from phases_of(self.attention, self.attention_norm(x), context)
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
-        y = self.mlp(self.mlp_norm(x), context)
+        y = yield from phases_of(self.mlp, self.mlp_norm(x), context)
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
 
     def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
@@ -104,11 +111,12 @@ class Block(nnx.Module):
 class PostNormBlock(Block):
     """One transformer layer of the original BERT, with a norm after each residual sum."""
 
-    def __call__(self, x: Array, context: Context) -> Array:
-        y = self.attention(x, context)
+    def phases(self, x: Array, context: Context) -> Phases:
+        y = yield from phases_of(self.attention, x, context)
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
         x = self.attention_norm(x)
-        x = x + context.dropout(self.mlp(x, context), self.dropout, random.MLP_OUTPUT)
+        y = yield from phases_of(self.mlp, x, context)
+        x = x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
         # The input of a norm is kept for its backward pass; in the pre-LN layer it is the next layer's input.
         return self.mlp_norm(checkpoint_name(x, "residual"))
 
@@ -116,10 +124,12 @@ class PostNormBlock(Block):
 class OutputNormBlock(Block):
     """One transformer layer whose attention and MLP are normed before they are added to the stream."""
 
-    def __call__(self, x: Array, context: Context) -> Array:
-        y = self.attention_norm(checkpoint_name(self.attention(x, context), "residual"))
+    def phases(self, x: Array, context: Context) -> Phases:
+        y = yield from phases_of(self.attention, x, context)
+        y = self.attention_norm(checkpoint_name(y, "residual"))
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
-        y = self.mlp_norm(checkpoint_name(self.mlp(x, context), "residual"))
+        y = yield from phases_of(self.mlp, x, context)
+        y = self.mlp_norm(checkpoint_name(y, "residual"))
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
 
     def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
@@ -169,9 +179,13 @@ def run_blocks(
     sums: Sums = {}
     for layers, (one, count) in zip(stacks_of(blocks), _with_weights(blocks, weights_of), strict=True):
         x, found = _run_stack(layers, x, context, recompute, first_layer, one, count, unroll)
-        sums = {name: sums.get(name, 0) + found.get(name, 0) for name in {**sums, **found}}
+        sums = _added(sums, found)
         first_layer = first_layer + count
     return x, sums
+
+
+def _added(sums: Sums, others: Sums) -> Sums:
+    return {name: sums.get(name, 0) + others.get(name, 0) for name in {**sums, **others}}
 
 
 def _with_weights(blocks, weights_of: Sequence[Callable | None] | None) -> Iterator[tuple[Callable | None, int]]:
@@ -181,13 +195,17 @@ def _with_weights(blocks, weights_of: Sequence[Callable | None] | None) -> Itera
         yield one, jax.tree.leaves(layers)[0].shape[0]
 
 
+def _with_sums(found: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
+    """The result of a layer as the stream and its sums."""
+    return found if isinstance(found, tuple) else (found, {})
+
+
 def _run_stack(layers, x: Array, context: Context, recompute: str, first_layer, weights_of, count: int, unroll: bool):
     def layer(place, x, layer_and_number):
         block, number = layer_and_number
         if weights_of is not None:
             block = weights_of(block)
-        found = block(x, context.of_layer(number, place))
-        return found if isinstance(found, tuple) else (found, {})
+        return _with_sums(block(x, context.of_layer(number, place)))
 
     kept = KEPT[recompute]
     if kept is not None:
@@ -216,6 +234,57 @@ def _scan(layer: Callable, x: Array, stack: nnx.Module, beside, unroll: bool = F
     groups = jax.tree.map(lambda leaf: leaf.reshape(-1, period, *leaf.shape[1:]), layers)
     x, found = jax.lax.scan(group, x, groups, unroll=unroll)
     return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
+
+
+def run_halves(
+    blocks, xs: Halves, contexts: tuple[Context, Context], recompute: str = "none", first_layer: int = 1
+) -> tuple[Halves, Sums]:
+    """As `run_blocks` without a loop, for the two halves of a micro-batch: each computes while the other communicates.
+
+    Args:
+      blocks, recompute, first_layer: as for `run_blocks`.
+      xs: [t, h] of each half.
+      contexts: of the tokens of each.
+
+    Raises:
+      UsageError: the layers are not written in phases.
+    """
+
+    layers, places = [], []
+    for stack in stacks_of(blocks):
+        if not hasattr(stack, "phases"):
+            raise UsageError(
+                f"--train.streams 2 needs layers that stop at their regions, and {type(stack).__name__} has no "
+                "`phases` (mjax/parallel/streams.py); leave it out"
+            )
+        own = _unstacked(stack)
+        layers += own
+        places += [place % getattr(stack, "period", 1) for place in range(len(own))]
+
+    def phases(layers: list, x: Array, context: Context) -> Phases:
+        sums: Sums = {}
+        for number, (layer, place) in enumerate(zip(layers, places, strict=True), first_layer):
+            x = checkpoint_name(x, "layer")
+            x, found = _with_sums((yield from phases_of(layer, x, context.of_layer(number, place))))
+            sums = _added(sums, found)
+        return x, sums
+
+    def run(layers: list, xs: Halves):
+        halves = (phases(layers, *half) for half in zip(xs, contexts, strict=True))
+        (x, sums), (y, others) = together(*halves, contexts[0].tokens, again=recompute != "none")
+        return (x, y), _added(sums, others)
+
+    kept = KEPT[recompute]
+    if kept is not None:
+        run = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names("layer", *kept))
+    return run(layers, xs)
+
+
+def _unstacked(stack: nnx.Module) -> list[nnx.Module]:
+    """The layers of a stack. Their gradients are joined once: those of slices would be added up layer by layer."""
+    leaves, tree = jax.tree.flatten(stack)
+    parts = [jax.lax.split(leaf, [1] * leaf.shape[0]) for leaf in leaves]
+    return [jax.tree.unflatten(tree, [part[0] for part in layer]) for layer in zip(*parts, strict=True)]
 
 
 def decode_blocks(

@@ -14,6 +14,7 @@ from mjax.llama_config import LlamaConfig
 from mjax.model_config import TransformerConfig
 from mjax.models.context import Context
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, recomputed
+from mjax.parallel.streams import Enter, Leave, Phases, alone
 from mjax.parallel.sums import wide_type
 
 
@@ -27,9 +28,14 @@ class MLP(nnx.Module):
         self.down = RowParallelLinear(down, (config.mlp_width,), config.hidden, config.residual_std, dtype)
 
     def __call__(self, x: Array, context: Context) -> Array:
+        return alone(self.phases(x, context), context.tokens)
+
+    def phases(self, x: Array, _: Context) -> Phases:
+        """The MLP in phases."""
+        (up,) = yield Enter(x, (self.up,))
         # Recomputed in the backward pass: autodiff would keep several tensors of width f for it.
         activation = recomputed(partial(activate, name=self.activation))
-        return self.down(activation(checkpoint_name(self.up(x, context.tokens), "mlp_up")), context.tokens)
+        return (yield Leave(activation(checkpoint_name(up, "mlp_up")), self.down))
 
 
 class GatedMLP(nnx.Module):
@@ -46,8 +52,13 @@ class GatedMLP(nnx.Module):
         self.down = RowParallelLinear(down, (width,), config.hidden, config.residual_std, dtype, bias=False)
 
     def __call__(self, x: Array, context: Context) -> Array:
-        both = checkpoint_name(self.up(x, context.tokens), "mlp_up")  # [b s, 2, f / p]
-        return self.down(recomputed(partial(_gated, activation=self.activation))(both), context.tokens)
+        return alone(self.phases(x, context), context.tokens)
+
+    def phases(self, x: Array, _: Context) -> Phases:
+        """The MLP in phases."""
+        (both,) = yield Enter(x, (self.up,))  # [b s, 2, f / p]
+        gated = recomputed(partial(_gated, activation=self.activation))(checkpoint_name(both, "mlp_up"))
+        return (yield Leave(gated, self.down))
 
 
 def _gated(both: Array, activation: str) -> Array:

@@ -127,8 +127,15 @@ def columns(x: Array, tokens: Tokens, *layers: ColumnParallelLinear) -> tuple[Ar
     Shapes: x [t, h], this rank's rows of the stream → for each layer [b · s, *out] with out[split] / p; for a layer
     with `apart` each of its parts.
     """
+    return columns_of(x, None, tokens, layers)
+
+
+def columns_of(
+    x: Array, entered: Array | None, tokens: Tokens, layers: tuple[ColumnParallelLinear, ...], again: bool = False
+) -> tuple[Array, ...]:
+    """As `columns`, with f(x) computed before or `again`, as for `into_columns`."""
     kernels, biases = zip(*(layer.weights() for layer in layers), strict=True)
-    return into_columns(x, kernels, biases, tokens, tuple(layer.apart for layer in layers))
+    return into_columns(x, kernels, biases, tokens, tuple(layer.apart for layer in layers), entered, again)
 
 
 def own_columns(weight: Array | PostponedKernel, columns: int, dim: int) -> Array | PostponedKernel:
@@ -159,8 +166,10 @@ class RowParallelLinear(nnx.Module):
         self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (None,), dtype) if bias else None
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:
-        y = from_rows(self.kernel[...], x, tokens)
-        # After the sum: before it, the bias would be added p times.
+        return self.biased(from_rows(self.kernel[...], x, tokens))
+
+    def biased(self, y: Array) -> Array:
+        """The sum of the products [t, h], plus b. Before the sum, the bias would be added p times."""
         return y if self.bias is None else add_bias(y, self.bias[...])
 
 
@@ -208,18 +217,18 @@ def _scores(x: Array, table: Array, bias: Array | None, tokens: Tokens) -> Array
 
 
 def _scores_forward(x: Array, table: Array, bias: Array | None, tokens: Tokens):
-    x, back = jax.vjp(tokens.enter, x)
+    x = tokens.enter(x)
     scores = x @ table.T
-    return (scores, (x, back, table)) if bias is None else (scores + bias, (x, back, table, ()))
+    return (scores, (x, table)) if bias is None else (scores + bias, (x, table, ()))
 
 
 def _scores_backward(tokens: Tokens, residuals, gradient: Array):
-    x, back, table, *biased = residuals
+    x, table, *biased = residuals
     gradient = jax.lax.optimization_barrier(gradient) if biased else gradient
     products = gradient @ table, (gradient.T @ x, sum_rows(gradient) if biased else None)
     if not tokens.split:
         products = jax.lax.optimization_barrier(products)
-    to_x, (to_table, to_bias) = summed_beside(back, *products, tokens)
+    to_x, (to_table, to_bias) = summed_beside(*products, tokens)
     return to_x, to_table, to_bias
 
 

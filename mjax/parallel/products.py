@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,12 +82,12 @@ def _matrix(x: Array, columns: int) -> Array:
 # --- Operands, which may be in float8 ---------------------------------------------------------------------------------
 
 
-def _entered(x: Array, tokens: Tokens):
-    """f(x), and the backward pass of f. In float8 f gathers bytes, and its backward pass is not known here."""
+def _entered(x: Array, tokens: Tokens) -> Array | Float8:
+    """f(x), which in float8 gathers bytes."""
     if not tokens.float8:
-        return jax.vjp(tokens.enter, x)
+        return tokens.enter(x)
     narrow = float8.rounded(x, float8.FORWARD)
-    return Float8.of(tokens.enter(narrow.values), narrow.scale), None
+    return Float8.of(tokens.enter(narrow.values), narrow.scale)
 
 
 def _restored(x: Array | Float8, dtype) -> Array:
@@ -108,54 +109,81 @@ def _operand(kernel: Kernel, scale: Array | None) -> Array:
 
 
 def into_columns(
-    x: Array, kernels: tuple[Kernel, ...], biases: tuple[Array | None, ...], tokens: Tokens, apart: tuple[bool, ...]
+    x: Array,
+    kernels: tuple[Kernel, ...],
+    biases: tuple[Array | None, ...],
+    tokens: Tokens,
+    apart: tuple[bool, ...],
+    entered: Array | None = None,
+    again: bool = False,
 ) -> tuple[Array, ...]:
     """y = f(x) A + b for each kernel; for one that is `apart` each of the parts along its first dim of columns.
 
     Shapes: x [t, h], this rank's rows of the stream; kernels [h, *out], biases [*out] → [b · s, *out] each.
+
+    Args:
+      entered: f(x) [b · s, h], if it was computed before; it gets no gradient beside that of x.
+      again: keep x, and gather f(x) again in the backward pass, beside the gradient of x.
     """
     axes = mappings.varying_axes(array_of(kernels[0])) | mappings.varying_axes(x)
     biases = tuple(None if bias is None else mappings.vary(bias, axes) for bias in biases)
-    return _columns(x, kernels, biases, tokens, apart)
+    how = _How(tokens, apart, entered is not None, again and tokens.split)
+    return _columns(x, entered, kernels, biases, how)
+
+
+class _How(NamedTuple):
+    """The static arguments of `into_columns`; `halves`: f(x) was computed before, as with two streams."""
+
+    tokens: Tokens
+    apart: tuple[bool, ...]
+    halves: bool
+    again: bool
 
 
 # f and the products behind it are differentiated as one, for their order (`summed_beside`).
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _columns(x: Array, kernels: tuple[Kernel, ...], biases: tuple, tokens: Tokens, apart: tuple) -> tuple[Array, ...]:
-    return _columns_forward(x, kernels, biases, tokens, apart)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _columns(x: Array, entered: Array | None, kernels: tuple[Kernel, ...], biases: tuple, how: _How):
+    return _columns_forward(x, entered, kernels, biases, how)[0]
 
 
-def _columns_forward(x: Array, kernels: tuple[Kernel, ...], biases: tuple, tokens: Tokens, apart: tuple):
-    kept, back = _entered(x, tokens)
-    entered, scales, outputs = kept, [_scale(kernel, tokens) for kernel in kernels], []
-    for kernel, scale, bias, cut in zip(kernels, scales, biases, apart, strict=True):
+def _columns_forward(x: Array, entered: Array | None, kernels: tuple[Kernel, ...], biases: tuple, how: _How):
+    tokens, outputs = how.tokens, []
+    kept = entered = _entered(x, tokens) if entered is None else entered
+    scales = [_scale(kernel, tokens) for kernel in kernels]
+    for kernel, scale, bias, cut in zip(kernels, scales, biases, how.apart, strict=True):
         operand = _operand(kernel, scale)
         for part in range(operand.shape[1]) if cut else [...]:
             if tokens.float8:  # XLA joins small products of the same x, and would then not see that they are in float8
                 entered = jax.lax.optimization_barrier(entered)
             y = _product(_restored(entered, x.dtype), operand[:, part], 1)
             outputs.append(y if bias is None else add_bias(y, bias[part]))
-    return tuple(outputs), (kept, back, tuple(map(without_factors, kernels)), scales, biases)
+    return tuple(outputs), (x if how.again else kept, tuple(map(without_factors, kernels)), scales, biases)
 
 
-def _columns_backward(tokens: Tokens, apart: tuple, residuals, gradients: tuple[Array, ...]):
-    (x, back, kernels, scales, biases), parts = residuals, iter(gradients)
+def _columns_backward(how: _How, residuals, gradients: tuple[Array, ...]):
+    (x, kernels, scales, biases), tokens = residuals, how.tokens
+    if how.again:
+        x, gradients = jax.lax.optimization_barrier((x, gradients))  # no earlier: then it is beside other products
+        x = tokens.enter(x)
+    parts = iter(gradients)
     operands = [_operand(kernel, scale) for kernel, scale in zip(kernels, scales, strict=True)]
     wholes = [
         _joined([next(parts) for _ in range(operand.shape[1])]) if cut else next(parts)
-        for operand, cut in zip(operands, apart, strict=True)
+        for operand, cut in zip(operands, how.apart, strict=True)
     ]
     to_biases = (None if bias is None else sum_rows(whole) for whole, bias in zip(wholes, biases, strict=True))
     if tokens.float8:
-        x, back = _restored(x, wholes[0].dtype), lambda gradient: (tokens.leave(gradient),)
+        x = _restored(x, wholes[0].dtype)
         wholes = [float8.on_grid(whole, float8.BACKWARD) for whole in wholes]
     to_x = sum(input_gradient(gradient, x.shape, operand) for gradient, operand in zip(wholes, operands, strict=True))
     to_kernels = tuple(_to_kernel(kernel, x, gradient) for kernel, gradient in zip(kernels, wholes, strict=True))
     if isinstance(kernels[0], PostponedKernel):  # nothing is computed beside the sum
-        (to_x,) = back(to_x)
+        to_x = tokens.leave(to_x)
     else:
-        to_x, to_kernels = summed_beside(back, to_x, to_kernels, tokens)
-    return to_x, to_kernels, tuple(to_biases)
+        if how.halves and not tokens.split:  # the sum is beside the products of the other half
+            to_x, to_kernels = jax.lax.optimization_barrier((to_x, to_kernels))
+        to_x, to_kernels = summed_beside(to_x, to_kernels, tokens)
+    return to_x, None, to_kernels, tuple(to_biases)
 
 
 _columns.defvjp(_columns_forward, _columns_backward)
@@ -173,14 +201,14 @@ def _joined(parts: list[Array]) -> Array:
     )
 
 
-def summed_beside(back, gradient: Array, products, tokens: Tokens):
-    """`gradient` summed over the ranks by `back`, the backward pass of f, and `products`, computed during that sum.
+def summed_beside(gradient: Array, products, tokens: Tokens):
+    """`gradient` summed over the ranks, as the backward pass of f does, and `products`, computed during that sum.
 
     With sequence parallelism neither is used before both are there: left alone, XLA may compute the gradients of
     weights at the end of a layer, and a sum has nothing beside it. Without, the sum is typed as replicated, and a
     barrier with values that differ from rank to rank would not keep that type.
     """
-    (summed,) = back(gradient)
+    summed = tokens.leave(gradient)
     return jax.lax.optimization_barrier((summed, products)) if tokens.split else (summed, products)
 
 

@@ -80,6 +80,7 @@ def compile_section(compiled: Compilation, expected: Counts, formula: float) -> 
         "servers": compiled.servers,
         "attention": compiled.attention,
         "unrolled": compiled.unrolled,
+        "streams": compiled.config.train.streams,
         "seconds": {"tracing": compiled.tracing, "compiling": compiled.compiling},
         "resident_bytes": compiled.resident,
         "memory": asdict(memory) | {"total": memory.total, "formula": formula, "gpu": compiled.gpu_memory},
@@ -173,7 +174,7 @@ def _about(values: dict[str, Any]) -> list[str]:
         "compiled by": ", ".join(f"{package} {number}" for package, number in values["versions"].items()),
         "XLA flags": values["xla_flags"] or "none",
         "attention": values["attention"],
-        "layers": layers_in_words(values["unrolled"]),
+        "layers": layers_in_words(values["unrolled"], values["streams"]),
         "took": f"{seconds['tracing']:.1f} s tracing, {seconds['compiling']:.1f} s compiling; this process took at "
         f"most {values['resident_bytes'] / GIB:.1f} GiB",
     }

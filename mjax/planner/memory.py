@@ -134,7 +134,8 @@ class _Sizes:
         early = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and mesh.data > 1))
         scores = sample.scores * ((config.model.attention_dropout > 0) + self.width * early)
         self.stream, self.kept, self.factors = sample.stream * b, sample.kept * b, sample.factors * b
-        if config.train.unroll == "on" and mesh.sequence_parallel and recompute != "none":
+        train = config.train
+        if train.unroll == "on" and train.streams == 1 and mesh.sequence_parallel and recompute != "none":
             self.kept += self.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
         self.work = (sample.work + scores) * b
         self.biases = sample.biases * (b if "documents" in config.batch_arrays() else 1)

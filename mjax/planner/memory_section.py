@@ -39,6 +39,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         "attention": config.model.attention,
         "unrolled": config.train.unroll == "on",
         "float8": in_float8(config.precision),
+        "streams": config.train.streams,
         "figure": None if figure is None else str(figure),
     }
     rows = {kind: f"{size / GIB:8.2f} GiB" for kind, size in memory.parts.items()}
@@ -48,7 +49,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         rows["products"] = "with the layers' weights in float8: e4m3, gradients e5m2; all others in bf16"
     lines = []
     if gpu is not None:
-        rows["layers"] = layers_in_words(values["unrolled"])
+        rows["layers"] = layers_in_words(values["unrolled"], values["streams"])
         free = free_share(memory.total, gpu.usable_bytes)
         changes = [] if free >= HEADROOM else changes_that_fit(config, gpu.usable_bytes)
         values |= {

@@ -20,7 +20,7 @@ MOST_LAYERS = 80
 
 def with_unrolling(config: Config, usable: float | None) -> Config:
     """`config` with `train.unroll` decided: as it says, or with `auto` on a GPU whose memory the step leaves HEADROOM
-    of.
+    of. Two streams need layers without a loop.
 
     A pipeline keeps its loop, since its stages keep activations in slots, and so does FSDP, whose weights are gathered
     layer by layer: without a loop XLA may gather those of many layers early.
@@ -31,17 +31,20 @@ def with_unrolling(config: Config, usable: float | None) -> Config:
     """
     if config.train.unroll != "auto":
         return config
+    unrolled = replace(config, train=replace(config.train, unroll="on"))
+    if config.train.streams == 2:
+        return unrolled
     mesh = config.mesh
     loops = usable is None or mesh.pipe > 1 or mesh.zero == 3 or config.model.layers > MOST_LAYERS
-    unrolled = replace(config, train=replace(config.train, unroll="on"))
     if not loops and free_share(predict_memory(unrolled).total, usable) >= HEADROOM:
         return unrolled
     return replace(config, train=replace(config.train, unroll="off"))
 
 
-def layers_in_words(unrolled: bool) -> str:
+def layers_in_words(unrolled: bool, streams: int) -> str:
     """The row of a plan that says how the layers are compiled."""
-    return "one after the other, without a loop" if unrolled else "in a loop"
+    halves = ", the halves of a micro-batch in turn" if streams == 2 else ""
+    return f"one after the other, without a loop{halves}" if unrolled else "in a loop"
 
 
 def unrolled_here(config: Config) -> Config:

@@ -30,6 +30,7 @@ def what_runs(
     size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
     parameters, compute = count_parameters(model), config.precision.compute
     unrolled = ", layers without a loop" if train.unroll == "on" else ""
+    unrolled += ", two streams" if train.streams == 2 else ""
     display.say(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}{unrolled}")
     display.say(f"mesh    {describe_mesh(config)} on {mesh.devices} × {kind}")
     display.say(f"data    {data.summary}")

@@ -195,7 +195,8 @@ def config_of_case(family, case):
             global_batch=8,
             micro_batch=1 if case.schedule else 4 // case.data,
             recompute=case.recompute,
-            unroll="on" if case.unroll else "off",
+            unroll="off" if case.layers == "loop" else "on",
+            streams=2 if case.layers == "halves" else 1,
         ),
     )
 

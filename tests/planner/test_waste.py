@@ -12,7 +12,7 @@ from mjax.config import load_config
 from mjax.hardware import GIB, gpu_named
 from mjax.packages import cuda_build
 from mjax.planner.compile import compile_step
-from mjax.planner.roofline import COPIES, FILLS, roofline
+from mjax.planner.roofline import COLLECTIVES, COPIES, FILLS, PRODUCTS, roofline
 from mjax.planner.unrolling import MOST_LAYERS, with_unrolling
 
 needs_compiler = pytest.mark.skipif(
@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(
 H100 = gpu_named("h100")
 
 
-def gpt_1b(layers, unroll="auto", recompute="none", micro_batch=16, **mesh):
+def gpt_1b(layers, unroll="auto", recompute="none", micro_batch=16, streams=1, **mesh):
     """Its width, and the micro-batch of one GPU."""
     config = load_config("gpt_1b")
     ranks = mesh.get("model", 1)
@@ -31,7 +31,12 @@ def gpt_1b(layers, unroll="auto", recompute="none", micro_batch=16, **mesh):
         mesh=replace(config.mesh, data=1, **mesh),
         data=replace(config.data, mock=True),
         train=replace(
-            config.train, global_batch=micro_batch, micro_batch=micro_batch, recompute=recompute, unroll=unroll
+            config.train,
+            global_batch=micro_batch,
+            micro_batch=micro_batch,
+            recompute=recompute,
+            unroll=unroll,
+            streams=streams,
         ),
     ), ranks
 
@@ -92,6 +97,18 @@ def test_a_sum_over_ranks_in_the_backward_pass_is_beside_a_product(compiled):
     assert {c.overlap for c in sums} == {"products"}
 
 
+@needs_compiler
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_two_streams_wait_less_than_half_as_long_for_the_same_bytes(compiled, recompute):
+    split = {"micro_batch": 16, "model": 4, "sequence_parallel": True, "recompute": recompute}
+    _, one = compiled(f"one stream, {recompute}", 4, "on", **split)
+    _, two = compiled(f"two streams, {recompute}", 4, "on", streams=2, **split)
+    assert two.rows[COLLECTIVES].seconds < 0.5 * one.rows[COLLECTIVES].seconds
+    assert two.rows[COLLECTIVES].bytes < 1.2 * one.rows[COLLECTIVES].bytes
+    assert two.rows[PRODUCTS].flops == one.rows[PRODUCTS].flops  # nothing is computed twice
+    assert two.seconds < 0.95 * one.seconds
+
+
 # --- Which steps have a loop ------------------------------------------------------------------------------------------
 
 
@@ -114,3 +131,8 @@ def test_layers_are_unrolled_where_the_step_fits_and_no_loop_is_needed(usable, l
     for asked in ("off", "on"):
         told = replace(config, train=replace(config.train, unroll=asked))
         assert with_unrolling(told, usable).train.unroll == asked
+
+
+def test_two_streams_need_no_loop():
+    config, _ = gpt_1b(2, streams=2, model=2)
+    assert with_unrolling(config, None).train.unroll == "on"

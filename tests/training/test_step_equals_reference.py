@@ -30,7 +30,7 @@ class Case(NamedTuple):
     dropout: float
     packed: bool
     kernel: str
-    unroll: bool
+    layers: str
 
 
 CHOICES = Case(
@@ -46,33 +46,37 @@ CHOICES = Case(
     dropout=(0.0, 0.1),
     packed=(False, True),
     kernel=("xla", "xla_blocks"),
-    unroll=(False, True),
+    layers=("loop", "apart", "halves"),
 )
 
 # Of all choices that go together, every two stand in one row at least. The products are run by `pytest --long`: here,
 # in test_pipeline, test_packed_samples, test_bloom and test_bert_step.
 # fmt: off
 CASES = [
-    #    model      schedule pp cp dp tp SP     ZeRO recompute   drop packed attention     unroll
-    Case("gpt",     "",      1, 1, 1, 1, False, 0, "none",      0.0, True,  "xla_blocks", True),
-    Case("gpt",     "",      1, 1, 2, 2, False, 0, "selective", 0.1, True,  "xla",        False),
-    Case("gpt",     "gpipe", 2, 2, 2, 4, True,  1, "none",      0.1, True,  "xla_blocks", False),
-    Case("gpt",     "1f1b",  4, 1, 1, 1, False, 0, "selective", 0.0, False, "xla",        False),
-    Case("gpt",     "zb-h1", 2, 2, 4, 2, True,  3, "full",      0.0, True,  "xla",        False),
-    Case("bloom",   "",      1, 1, 4, 4, True,  3, "selective", 0.1, False, "xla",        True),
-    Case("bloom",   "gpipe", 2, 2, 4, 2, True,  1, "selective", 0.1, False, "xla",        False),
-    Case("bloom",   "1f1b",  2, 2, 2, 1, False, 1, "selective", 0.0, True,  "xla",        False),
-    Case("bloom",   "1f1b",  4, 1, 2, 2, True,  0, "full",      0.1, True,  "xla_blocks", False),
-    Case("bloom",   "zb-h1", 4, 1, 1, 1, False, 0, "none",      0.1, False, "xla_blocks", False),
-    Case("pre-LN",  "",      1, 1, 2, 4, True,  1, "full",      0.0, False, "xla",        True),
-    Case("pre-LN",  "gpipe", 4, 1, 4, 1, False, 3, "none",      0.1, False, "xla",        False),
-    Case("pre-LN",  "1f1b",  2, 1, 2, 4, False, 3, "none",      0.0, False, "xla_blocks", False),
-    Case("pre-LN",  "zb-h1", 2, 2, 1, 2, False, 0, "selective", 0.1, False, "xla_blocks", False),
-    Case("post-LN", "",      1, 1, 4, 2, True,  3, "selective", 0.1, False, "xla_blocks", True),
-    Case("post-LN", "gpipe", 2, 1, 1, 2, True,  0, "full",      0.0, False, "xla_blocks", False),
-    Case("post-LN", "1f1b",  2, 2, 4, 1, False, 0, "full",      0.1, False, "xla",        False),
-    Case("post-LN", "zb-h1", 4, 1, 1, 4, False, 0, "full",      0.0, False, "xla",        False),
-    Case("post-LN", "zb-h1", 4, 1, 2, 2, False, 1, "none",      0.1, False, "xla_blocks", False),
+    #    model      schedule pp cp dp tp SP     ZeRO recompute   drop packed attention     layers
+    Case("gpt",     "",      1, 1, 1, 1, False, 0, "none",      0.0, True,  "xla_blocks", "apart"),
+    Case("gpt",     "",      1, 1, 2, 2, False, 0, "selective", 0.1, True,  "xla",        "loop"),
+    Case("gpt",     "gpipe", 2, 2, 2, 4, True,  1, "none",      0.1, True,  "xla_blocks", "loop"),
+    Case("gpt",     "1f1b",  4, 1, 1, 1, False, 0, "selective", 0.0, False, "xla",        "loop"),
+    Case("gpt",     "zb-h1", 2, 2, 4, 2, True,  3, "full",      0.0, True,  "xla",        "loop"),
+    Case("gpt",     "",      1, 1, 2, 2, False, 1, "none",      0.1, True,  "xla",        "halves"),
+    Case("bloom",   "",      1, 1, 1, 4, True,  0, "selective", 0.0, False, "xla_blocks", "halves"),
+    Case("pre-LN",  "",      1, 1, 1, 2, True,  0, "full",      0.1, False, "xla",        "halves"),
+    Case("post-LN", "",      1, 1, 2, 4, False, 1, "full",      0.0, False, "xla_blocks", "halves"),
+    Case("bloom",   "",      1, 1, 4, 4, True,  3, "selective", 0.1, False, "xla",        "apart"),
+    Case("bloom",   "gpipe", 2, 2, 4, 2, True,  1, "selective", 0.1, False, "xla",        "loop"),
+    Case("bloom",   "1f1b",  2, 2, 2, 1, False, 1, "selective", 0.0, True,  "xla",        "loop"),
+    Case("bloom",   "1f1b",  4, 1, 2, 2, True,  0, "full",      0.1, True,  "xla_blocks", "loop"),
+    Case("bloom",   "zb-h1", 4, 1, 1, 1, False, 0, "none",      0.1, False, "xla_blocks", "loop"),
+    Case("pre-LN",  "",      1, 1, 2, 4, True,  1, "full",      0.0, False, "xla",        "apart"),
+    Case("pre-LN",  "gpipe", 4, 1, 4, 1, False, 3, "none",      0.1, False, "xla",        "loop"),
+    Case("pre-LN",  "1f1b",  2, 1, 2, 4, False, 3, "none",      0.0, False, "xla_blocks", "loop"),
+    Case("pre-LN",  "zb-h1", 2, 2, 1, 2, False, 0, "selective", 0.1, False, "xla_blocks", "loop"),
+    Case("post-LN", "",      1, 1, 4, 2, True,  3, "selective", 0.1, False, "xla_blocks", "apart"),
+    Case("post-LN", "gpipe", 2, 1, 1, 2, True,  0, "full",      0.0, False, "xla_blocks", "loop"),
+    Case("post-LN", "1f1b",  2, 2, 4, 1, False, 0, "full",      0.1, False, "xla",        "loop"),
+    Case("post-LN", "zb-h1", 4, 1, 1, 4, False, 0, "full",      0.0, False, "xla",        "loop"),
+    Case("post-LN", "zb-h1", 4, 1, 2, 2, False, 1, "none",      0.1, False, "xla_blocks", "loop"),
 ]
 # fmt: on
 
@@ -98,7 +102,8 @@ def config_of(case):
         samples=PACKED if case.packed else {},
         layers=4,
         attention=case.kernel,
-        unroll="on" if case.unroll else "off",
+        unroll="off" if case.layers == "loop" else "on",
+        streams=2 if case.layers == "halves" else 1,
         **MODELS[case.model],
     )
 
@@ -116,7 +121,8 @@ def _goes_together(case):
         and (case.tensor > 1 or not case.sequence_parallel)
         and (case.data > 1 or not case.zero)
         and not (case.packed and case.model.endswith("LN"))
-        and not (case.unroll and case.schedule)
+        and not (case.layers != "loop" and case.schedule)
+        and (case.layers != "halves" or (case.tensor > 1 and case.data < 4 and case.zero < 3))
         and case.pipe * case.data * case.tensor <= 16
     )
 
