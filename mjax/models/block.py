@@ -46,7 +46,7 @@ from mjax.errors import UsageError
 from mjax.models.attention import Attention, KeyValues
 from mjax.models.context import Context
 from mjax.parallel import random
-from mjax.parallel.streams import Phases, alone, phases_of, together
+from mjax.parallel.streams import Phases, alone, in_phases, phases_of, together
 from mjax.parallel.zero import all_but_gathered_weights
 
 # Residuals to keep, by `train.recompute`; None leaves the choice to autodiff.
@@ -252,10 +252,10 @@ def run_halves(
 
     layers, places = [], []
     for stack in stacks_of(blocks):
-        if not hasattr(stack, "phases"):
+        if not in_phases(stack):
             raise UsageError(
                 f"--train.streams 2 needs layers that stop at their regions, and {type(stack).__name__} has no "
-                "`phases` (mjax/parallel/streams.py); leave it out"
+                "`phases` of its own (mjax/parallel/streams.py); leave it out"
             )
         own = _unstacked(stack)
         layers += own

@@ -45,9 +45,16 @@ Phases = Generator[Enter | Leave, Any, Any]
 result."""
 
 
+def in_phases(part) -> bool:
+    """Whether a layer, or a part of one, is written in phases: it has `phases`, and no `__call__` that overrides what
+    they do."""
+    own = next((kind for kind in type(part).__mro__ if {"phases", "__call__"} & vars(kind).keys()), object)
+    return "phases" in vars(own)
+
+
 def phases_of(part, x: Array, context) -> Phases:
     """`part(x, context)` in phases; a part that is not written in phases is a single one."""
-    if hasattr(part, "phases"):
+    if in_phases(part):
         return (yield from part.phases(x, context))
     return part(x, context)
 

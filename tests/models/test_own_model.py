@@ -41,10 +41,11 @@ MESHES = {
     "pipe 2": {"pipe": 2, "data": 2, "model": 2},
     "pipe 2, split backward passes": {"pipe": 2, "schedule": "zb-h1"},
     "pipe 2, two chunks": {"pipe": 2, "chunks": 2},
+    "two streams": {"data": 2, "model": 2, "streams": 2},
 }
 
 
-def config_of(architecture=MODEL, recompute="none", packed=True, **mesh):
+def config_of(architecture=MODEL, recompute="none", packed=True, streams=1, **mesh):
     config = toy_model.config
     return replace(
         config,
@@ -52,7 +53,7 @@ def config_of(architecture=MODEL, recompute="none", packed=True, **mesh):
         mesh=MeshConfig(**mesh),
         data=replace(config.data, mock=True, **(PACKED if packed else {})),
         precision=replace(config.precision, compute="fp64"),
-        train=replace(config.train, global_batch=8, micro_batch=1, recompute=recompute),
+        train=replace(config.train, global_batch=8, micro_batch=streams, recompute=recompute, streams=streams),
     )
 
 
@@ -141,14 +142,23 @@ class BalancedBlock(Block):
         return x, {"balance_loss": jnp.square(x).sum()}
 
 
+class BalancedInPhases(Block):
+    """The same for two streams."""
+
+    def phases(self, x, context):
+        x = yield from super().phases(x, context)
+        return x, {"balance_loss": jnp.square(x).sum()}
+
+
 class Balanced(toy_model.Toy):
     loss_weights: ClassVar = {"loss": 1.0, "balance_loss": 0.25}
+    block: ClassVar = BalancedBlock
 
     def __init__(self, key, config, dtype):
         super().__init__(key, config, dtype)
         parts = lambda key: vars(toy_model.toy_layer(key, config, dtype))  # noqa: E731
         names = ("attention_norm", "attention", "mlp_norm", "mlp")
-        layer = lambda key: BalancedBlock(**{name: parts(key)[name] for name in names})  # noqa: E731
+        layer = lambda key: self.block(**{name: parts(key)[name] for name in names})  # noqa: E731
         self.blocks = stack(key, config.layers, layer)
 
     def counts(self, batch):
@@ -157,6 +167,14 @@ class Balanced(toy_model.Toy):
 
 class BalancedConfig(toy_model.ToyConfig):
     module = f"{__name__}:Balanced"
+
+
+class InPhases(Balanced):
+    block: ClassVar = BalancedInPhases
+
+
+class InPhasesConfig(toy_model.ToyConfig):
+    module = f"{__name__}:InPhases"
 
 
 class Stacked(toy_model.Toy):
@@ -175,10 +193,20 @@ class StackedConfig(toy_model.ToyConfig):
     module = f"{__name__}:Stacked"
 
 
-@pytest.mark.parametrize("mesh", ["1 × 1", "2 × 4", "pipe 2", "pipe 2, two chunks", "pipe 2, split backward passes"])
-def test_a_sum_of_the_layers_is_part_of_the_loss_on_every_mesh(mesh):
+@pytest.mark.parametrize(
+    ("mesh", "kind"),
+    [
+        ("1 × 1", BalancedConfig),
+        ("2 × 4", BalancedConfig),
+        ("pipe 2", BalancedConfig),
+        ("pipe 2, two chunks", BalancedConfig),
+        ("pipe 2, split backward passes", BalancedConfig),
+        ("two streams", InPhasesConfig),  # and an MLP that is not written in phases
+    ],
+)
+def test_a_sum_of_the_layers_is_part_of_the_loss_on_every_mesh(mesh, kind):
     with jax.enable_x64(True):
-        model = BalancedConfig(**vars(MODEL))
+        model = kind(**vars(MODEL))
         config = config_of(model, **MESHES[mesh])
         weights = named(weights_of(config_of(model)))
         program, place = gradient_program(config, names=("loss", "balance_loss"))
@@ -196,6 +224,12 @@ def test_a_sum_of_the_layers_is_part_of_the_loss_on_every_mesh(mesh):
         for name, gradient in named(gradients).items():
             wanted = expected_gradients[name]
             np.testing.assert_allclose(gradient.reshape(wanted.shape), wanted, rtol=0, atol=1e-12, err_msg=name)
+
+
+def test_layers_that_two_streams_would_run_without_what_they_add_are_refused():
+    config = config_of(BalancedConfig(**vars(MODEL)), **MESHES["two streams"])
+    with pytest.raises(UsageError, match=r"--train.streams 2 needs .* BalancedBlock has no `phases` of its own"):
+        ledger(config)
 
 
 @pytest.mark.parametrize("mesh", ["1 × 1", "2 × 4", "2 × 4, sequence parallel, FSDP"])
