@@ -53,8 +53,11 @@ PRODUCTS = (
     (8192, 51200, 2048),
     (16384, 16384, 8192),
 )
-# Sequences, positions, heads, head size.
-ATTENTIONS = ((8, 1024, 16, 64), (4, 2048, 16, 128), (8, 1024, 4, 96))
+# Sequences, positions, heads, head size: each is measured forward and backward.
+ATTENTIONS = (
+    (8, 1024, 16, 64), (8, 1024, 16, 96), (8, 1024, 16, 128), (4, 2048, 16, 128), (2, 4096, 16, 128),
+    (1, 8192, 16, 128),
+)  # fmt: skip
 COPIES = (2**28, 2**30)  # bytes of the array
 KERNELS = 10  # of next to no work, in a row
 SUMS = (2**16, 2**20, 2**24, 2**28)  # bytes of the array on each device
@@ -100,8 +103,15 @@ def measure(arguments: Arguments, compute: str) -> Iterator[Measurement]:
     import jax
 
     flash = "attention" in arguments.kinds and _flash_runs(compute)
+    forward: dict[tuple[float, ...], float] = {}  # seconds of attention's forward pass, by head size and length
     for kernel in kernels(arguments, compute, flash, jax.devices()):
         seconds = seconds_of(kernel.function, drawn(kernel.shapes), arguments.rounds)
+        if kernel.kind == "attention":
+            _, *sizes, backward = kernel.sizes
+            if backward:  # its loop runs the forward pass too
+                seconds -= forward[tuple(sizes)]
+            else:
+                forward[tuple(sizes)] = seconds
         yield Measurement(kernel.kind, kernel.sizes, seconds)
 
 
@@ -123,8 +133,9 @@ def kernels(arguments: Arguments, compute: str, flash: bool, devices: Sequence) 
         yield Kernel("product", (m, n, k), _product, (shape((m, k), dtype), shape((k, n), dtype)))
     for b, s, n, d in ATTENTIONS if flash and "attention" in arguments.kinds else ():
         s = max(s // small, 64)
-        forward = 4.0 * b * n * s * s * d / 2
-        yield Kernel("attention", (3.5 * forward,), _attention_and_gradient, (shape((b, s, n, d), dtype),) * 3)
+        flops, qkv = 4.0 * b * n * s * s * d / 2, (shape((b, s, n, d), dtype),) * 3
+        yield Kernel("attention", (flops, d, s, 0), _attention, qkv)
+        yield Kernel("attention", (2.5 * flops, d, s, 1), _attention_and_gradient, qkv)
     for size in SUMS if len(devices) > 1 and "sum" in arguments.kinds else ():
         width = max(size // small // 4, 1)
         yield Kernel("sum", (len(devices), 4.0 * width), *_sum_over_all(width, devices))
@@ -186,14 +197,26 @@ def _flash_runs(compute: str) -> bool:
         return False
 
 
+def _causal(q, k, v):
+    import jax
+
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def _attention(qkv):
+    """q, k and v, with one element of q changed by the result."""
+    import jax
+
+    q, k, v = qkv
+    out = jax.lax.optimization_barrier(_causal(q, k, v))
+    return q.at[0, 0, 0, 0].set(out[0, 0, 0, 0]), k, v
+
+
 def _attention_and_gradient(qkv):
     """q, k and v, with one element of q changed by the gradients."""
     import jax
 
-    def attention(*qkv):
-        return jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="cudnn")
-
-    out, pullback = jax.vjp(attention, *qkv)
+    out, pullback = jax.vjp(_causal, *qkv)
     gradients = jax.lax.optimization_barrier(pullback(out))
     q, k, v = qkv
     return q.at[0, 0, 0, 0].set(gradients[0][0, 0, 0, 0]), k, v
@@ -263,7 +286,11 @@ def described(measurement: Measurement) -> str:
         return "product " + " × ".join(f"{size:,.0f}" for size in sizes)
     if measurement.kind == "sum":
         return f"all-reduce of {sizes[1] / 1e6:,.2f} MB over {sizes[0]:.0f}"
-    unit = {"copy": (1e6, "MB"), "attention": (1e9, "GFLOP"), "launch": (1, "kernel")}[measurement.kind]
+    if measurement.kind == "attention":
+        flops, head, positions, backward = sizes
+        direction = "backward" if backward else "forward"
+        return f"attention {direction}, heads of {head}, {positions:,} positions, {flops / 1e9:,.6g} GFLOP"
+    unit = {"copy": (1e6, "MB"), "launch": (1, "kernel")}[measurement.kind]
     return f"{measurement.kind} {sizes[0] / unit[0]:,.6g} {unit[1]}"
 
 
@@ -275,13 +302,14 @@ def fitted(measurements: list[Measurement], gpu: Gpu, compute: str) -> tuple[Cal
     if unsettled:
         print(f"not settled by what was measured, and left as published: {', '.join(unsettled)}")
     rates = Rates(gpu, found, compute)
-    kinds = ", ".join(dict.fromkeys(m.kind for m in measurements))
+    settled = [name for names in SETTLES.values() for name in names if name not in unsettled]
+    today = datetime.now(UTC).date().isoformat()
+    source = f"measured on {jax.device_count()} × {jax.devices()[0].device_kind}, {today}"
     found = replace(
         found,
-        fitted_on=f"{kinds} measured on {jax.device_count()} × {jax.devices()[0].device_kind}; no step was measured",
-        parameters=(1e6, 1e13),
-        devices=(1, max(jax.device_count(), gpu.gpus_per_node)),
-        date=datetime.now(UTC).date().isoformat(),
+        sources=found.sources | dict.fromkeys(settled, source),
+        measured=tuple(settled),
+        date=today,
         versions={name: metadata.version(name) for name in ("jax", "jaxlib")},
     )
     return found, np.array([m.predicted(rates) / m.seconds - 1 for m in measurements])
@@ -311,7 +339,7 @@ def main() -> int:
     found, off = fitted(measurements, gpu, compute)
     rows = [(described(m), f"{1e6 * m.seconds:,.1f}", f"{o:+.1%}") for m, o in zip(measurements, off, strict=True)]
     print(*table(("", "µs", "model"), rows), sep="\n")
-    names = ("matmul", "half", "attention", "memory", "launch", "node", "collective")
+    names = ("matmul", "inner", "memory", "launch", "node", "collective")
     print(f"{gpu.name}: " + ", ".join(f"{name} {getattr(found, name):.3g}" for name in names))
     write_calibration(found, arguments.output)
     print(f"written to {arguments.output}; python -m mjax plan --gpu {gpu.name} --calibration {arguments.output}")

@@ -1,12 +1,14 @@
 """Fits rates to measured times: for the published calibrations and for one measured on the user's machine.
 
+Rates of a machine come from kernels, never from whole steps.
+
 `benchmarks/calibrate.py` times kernels and collectives and passes them on as `Measurement`s. Each kind determines the
 rates that it alone depends on, in this order:
 
     launch      a chain of tiny kernels                       launch
     copy        x → 2 x, far larger than the caches           memory
-    attention   flash attention, forward and backward         attention
-    product     matrix products from small to large           matmul, half
+    attention   flash attention, each direction alone         attention, a row for each head size and length
+    product     matrix products from small to large           matmul, inner
     sum         all-reduces from small to large               node, collective
 """
 
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mjax.hardware import Gpu
-from mjax.planner.calibration import FRACTIONS, LARGEST, MJAX_FROM_PAPERS, Calibration
+from mjax.planner.calibration import FRACTIONS, LARGEST, Calibration, default_calibration
 from mjax.planner.rates import Rates
 
 # Rates determined by each kind of measurement.
@@ -28,7 +30,7 @@ SETTLES = {
     "launch": ("launch",),
     "copy": ("memory",),
     "attention": ("attention",),
-    "product": ("matmul", "half"),
+    "product": ("matmul", "inner"),
     "sum": ("node", "collective"),
 }
 
@@ -39,8 +41,8 @@ class Measurement:
 
     Attributes:
       kind: one of SETTLES.
-      sizes: launch: kernels. copy: bytes read and written. attention: FLOPs of a forward and a backward pass inside the
-        mask, 3.5 times those of the forward pass. product: m, n, k. sum: ranks, bytes.
+      sizes: launch: kernels. copy: bytes read and written. attention: FLOPs inside the mask, head size, positions, and
+        1 for the backward pass, 0 for the forward. product: m, n, k. sum: ranks, bytes.
       seconds: measured time.
     """
 
@@ -55,7 +57,8 @@ class Measurement:
         if self.kind == "copy":
             return rates.traffic(*self.sizes)
         if self.kind == "attention":
-            return rates.flash(*self.sizes)
+            flops, head, positions, backward = self.sizes
+            return rates.flash(flops, int(head), int(positions), bool(backward))
         if self.kind == "product":
             return rates.product(*self.sizes)
         ranks, whole = self.sizes
@@ -63,7 +66,7 @@ class Measurement:
 
 
 def calibrate(
-    measurements: Sequence[Measurement], gpu: Gpu, compute: str, start: Calibration = MJAX_FROM_PAPERS
+    measurements: Sequence[Measurement], gpu: Gpu, compute: str, start: Calibration | None = None
 ) -> tuple[Calibration, list[str]]:
     """The fitted calibration, and the rates that the measurements do not determine, which stay as in `start`.
 
@@ -75,9 +78,14 @@ def calibrate(
 
     No machine is much faster than its data sheet: if the times say so, the arrays were too small to determine a rate.
     """
-    found, unsettled = dataclasses.replace(start, gpu=gpu.name), []
+    found, unsettled = dataclasses.replace(start or default_calibration(gpu), gpu=gpu.name), []
     for kind, names in SETTLES.items():
         chosen = [m for m in measurements if m.kind == kind]
+        if kind == "attention":
+            rows = _attention(chosen, Rates(gpu, found, compute))
+            found = dataclasses.replace(found, attention=rows or found.attention)
+            unsettled += [] if rows else names
+            continue
         if not chosen:
             unsettled += names
             continue
@@ -93,6 +101,17 @@ def calibrate(
         unsettled += [name for name in names if math.isclose(getattr(found, name), getattr(fitted, name), rel_tol=1e-9)]
         found = fitted
     return found, unsettled
+
+
+def _attention(measurements: Sequence[Measurement], rates: Rates) -> tuple[tuple[int, int, float, float], ...]:
+    """A row for each head size and length that was measured in both directions; none if one cannot be."""
+    shares: dict[tuple[int, int], dict[bool, float]] = {}
+    for each in measurements:
+        flops, head, positions, backward = each.sizes
+        working = max(each.seconds - rates.calibration.launch, 1e-3 * each.seconds)
+        shares.setdefault((int(head), int(positions)), {})[bool(backward)] = flops / working / rates.peak
+    rows = tuple((*sizes, both[False], both[True]) for sizes, both in sorted(shares.items()) if len(both) == 2)
+    return rows if all(0 < share <= LARGEST for row in rows for share in row[2:]) else ()
 
 
 def fit_rates(

@@ -44,7 +44,7 @@ from mjax.data.metadata import DatasetMetadata, read_metadata, write_metadata
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.finetuning.recipe import Request
 from mjax.finetuning.seed import read_epochs
-from mjax.planner.calibration import MJAX_FROM_PAPERS, read_calibration, write_calibration
+from mjax.planner.calibration import H100, read_calibration, write_calibration
 from mjax.planner.saved_program import open_program
 from mjax.state.manifest import check_files, read_manifest, write_manifest
 from mjax.tasks.labelled import DEFAULTS, open_task
@@ -332,7 +332,7 @@ READERS = [
     Reader("checkpoint", _write_checkpoint, _read_checkpoint, checked=("*",)),
     Reader(
         "calibration",
-        lambda folder: write_calibration(MJAX_FROM_PAPERS, folder / "c.json"),
+        lambda folder: write_calibration(H100, folder / "c.json"),
         lambda folder: dataclasses.asdict(read_calibration(folder / "c.json")),
     ),
     Reader(

@@ -2,11 +2,11 @@
 
     python benchmarks/calibrate.py --output calibration.json
     python benchmarks/predicted.py --calibration calibration.json
-    python benchmarks/predicted.py --calibration calibration.json --fit matmul memory --write calibration.json
+    python benchmarks/predicted.py --calibration calibration.json --write calibration.json
 
-Five models run in turn, each in a process of its own, with the step that `mjax train` compiles. With --fit the given
-rates are fitted again, to these steps: a kernel measured alone does not show how the kernels around it affect the
-clock. With --write the calibration is saved, with the largest error of the table as its error bar.
+Five models run in turn, each in a process of its own, with the step that `mjax train` compiles. With --write the
+calibration is saved with the largest error of the table as its error bar, and with the lengths that it was found on.
+Its rates stay: they come from kernels, and a step would hide errors of the model in them.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tyro
 
 from benchmarks.command import check_counts, check_output, in_one_sentence
-from benchmarks.published import Run, errors, fit
+from benchmarks.published import Run, as_mjax
 from benchmarks.train_step import Process
 from mjax import launch
 from mjax.config import Config, MeshConfig, load_config
-from mjax.errors import RunError, UsageError, either
+from mjax.errors import RunError, UsageError
 from mjax.hardware import Gpu, gpu_named, gpu_of
 from mjax.models.build import count_parameters
 from mjax.planner.calibration import (
     Calibration,
-    Software,
     default_calibration,
     read_calibration,
     write_calibration,
 )
 from mjax.planner.memory import predict_memory
 from mjax.planner.section import table
+from mjax.planner.software import MJAX
 from mjax.planner.time import PARTS, predict_time
 from mjax.validation import validate
 
@@ -51,9 +51,6 @@ CASES = (
     ("gpt_1_7b", 8, 4, "full"),
 )
 
-# Rates that steps on one GPU determine: no links are used.
-RATES = ("matmul", "half", "attention", "memory", "launch")
-
 
 @dataclass(frozen=True)
 class Arguments:
@@ -62,12 +59,10 @@ class Arguments:
     configs: tuple[str, ...] = ()
     """Configs to run instead of the five: names, or paths of .py files; each on one device as it is."""
     calibration: Path | None = None
-    """Rates to predict with, from benchmarks/calibrate.py; those of published runs when not given."""
+    """Rates to predict with, from benchmarks/calibrate.py; the planner's own when not given."""
     gpu: str | None = None
     """Take the data sheet of this GPU (mjax/hardware.py); that of the device when not given. Name one that has no bf16,
     such as v100: the five then compute in fp16."""
-    fit: tuple[str, ...] = ()
-    """Rates to fit to the steps: matmul, half, attention, memory, launch; fewer than there are configs."""
     write: Path | None = None
     """Write the calibration to this file, with the largest error here as its error bar."""
     rounds: int = 3
@@ -119,7 +114,7 @@ def measure(name: str, config: Config, arguments: Arguments, platform: str) -> t
     return median(process.seconds), process.row.memory_gib * 2**30, process.about["device"]
 
 
-def measured_runs(arguments: Arguments, software: Software) -> tuple[list[Run], list[float], Gpu]:
+def measured_runs(arguments: Arguments) -> tuple[list[Run], list[float], Gpu]:
     """The measured runs, their peak bytes, and the GPU."""
     platform = "gpu" if launch.has_nvidia_gpu() and os.environ.get("JAX_PLATFORMS", "") != "cpu" else "cpu"
     if platform == "cpu" and arguments.gpu is None:
@@ -132,21 +127,25 @@ def measured_runs(arguments: Arguments, software: Software) -> tuple[list[Run], 
         gpu = gpu or gpu_of(device)
         if gpu is None:
             raise UsageError(f"no data sheet of {device} is known; add it to mjax/hardware.py")
-        runs.append(Run(name, config, gpu.name, software, seconds, device))
+        runs.append(Run(name, config, gpu.name, MJAX, seconds, device))
         peaks.append(peak)
     return runs, peaks, gpu
 
 
-def kept(calibration: Calibration, runs: list[Run], arguments: Arguments) -> Calibration:
+def kept(calibration: Calibration, runs: list[Run]) -> Calibration:
     """The calibration with the range and the error of these steps."""
     sizes = [count_parameters(run.config.model) for run in runs]
-    fitted = f", {' and '.join(arguments.fit)} fitted to them" if arguments.fit else ""
+    lengths = [run.config.model.sequence for run in runs]
+    on = runs[0].gpu
     return replace(
         calibration,
-        error=float(abs(errors(calibration, runs)).max()),
-        fitted_on=f"{calibration.fitted_on}; {len(runs)} training steps on one {runs[0].source}{fitted}",
+        gpu=on,
+        measured=calibration.measured if calibration.gpu == on else (),
+        error=float(abs(as_mjax(runs, calibration)).max()),
+        sequences=(min(lengths), max(lengths)),
         parameters=(float(min(sizes)), float(max(sizes))),
         devices=(1, 1),
+        sources=calibration.sources | {"error": f"{len(runs)} training steps of mjax on one {runs[0].source}"},
         date=datetime.now(UTC).date().isoformat(),
     )
 
@@ -158,18 +157,9 @@ def main() -> int:
     check_counts(arguments, "rounds", "steps")
     if arguments.write is not None:
         check_output("--write", arguments.write)
-    calibration = default_calibration() if arguments.calibration is None else read_calibration(arguments.calibration)
-    count = len(arguments.configs or CASES)
-    if arguments.fit and len(arguments.fit) >= count:
-        raise UsageError(f"--fit {' '.join(arguments.fit)} needs more than {len(arguments.fit)} configs, not {count}")
-    for name in arguments.fit:
-        if name not in RATES:
-            raise UsageError(f"--fit {name} is no rate that steps on one GPU show; use {either(RATES)}")
-    runs, peaks, gpu = measured_runs(arguments, calibration.software)
-    calibration = replace(calibration, gpu=gpu.name)
-    if arguments.fit:
-        calibration = fit(calibration, runs, arguments.fit)
-        print("fitted: " + ", ".join(f"{name} {getattr(calibration, name):.3g}" for name in arguments.fit))
+    given = None if arguments.calibration is None else read_calibration(arguments.calibration)
+    runs, peaks, gpu = measured_runs(arguments)
+    calibration = given or default_calibration(gpu)
     rows = []
     for run, peak in zip(runs, peaks, strict=True):
         step = predict_time(run.config, gpu, calibration)
@@ -202,9 +192,9 @@ def main() -> int:
         "parts of the step",
     )
     print(*table(header, rows), sep="\n")
-    print(f"{gpu.name} as {runs[0].source}; {calibration.fitted_on}")
+    print(f"{gpu.name} as {runs[0].source}; rates of {calibration.gpu}, {calibration.date or 'not measured'}")
     if arguments.write is not None:
-        write_calibration(kept(calibration, runs, arguments), arguments.write)
+        write_calibration(kept(calibration, runs), arguments.write)
         print(f"written to {arguments.write}")
     return 0
 

@@ -1,29 +1,28 @@
-"""Published step times of Megatron-LM, as configs: the time model was fitted to them and is checked against them.
+"""Published step times, as configs: the time model was fitted to some of them and is checked against all.
 
 arXiv 2104.04473, table 1      ten models on 32 to 3,072 A100s, full recomputation
 arXiv 2205.05198, table 5      four models on 8 to 512 A100s, sequence parallelism and selective recomputation, and
                                the same with full recomputation and without sequence parallelism
 arXiv 1909.08053, figure 5     weak scaling on 1 to 512 V100s of DGX-2H servers; appendix D: heads, strong scaling
+mosaicml/llm-foundry           GPTs of 125M to 70B parameters on 8 to 64 A100s and H100s with PyTorch's FSDP, 512 to
+                               65,536 positions: published_steps.csv, from scripts/train/benchmarking/README.md
 """
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from benchmarks.fitting import fit_rates
-from mjax.config import Config, load_config
-from mjax.hardware import gpu_named
-from mjax.planner.calibration import (
-    MEGATRON_2019,
-    MEGATRON_2021,
-    MEGATRON_2022,
-    Calibration,
-    Software,
-)
+from mjax.config import Config, GPTConfig, MeshConfig, TrainConfig, load_config
+from mjax.hardware import Gpu, gpu_named
+from mjax.planner.calibration import Calibration
+from mjax.planner.software import MEGATRON_2019, MEGATRON_2021, MEGATRON_2022, MJAX, Overlap, Software
 from mjax.planner.time import predict_time
 from mjax.training.flops import hardware_flops
 
@@ -36,9 +35,10 @@ class Run:
       name: of the config, with the run's settings.
       config: as the paper ran it.
       gpu: name in `mjax/hardware.py`.
-      software: the program.
+      software: the program, or mjax's own where that of the run is not modelled.
       seconds: of a step.
       source: paper and table.
+      network: gigabits per second of a server's network cards, if not the usual.
     """
 
     name: str
@@ -47,6 +47,12 @@ class Run:
     software: Software
     seconds: float
     source: str
+    network: float | None = None
+
+    @property
+    def hardware(self) -> Gpu:
+        """The GPU in its server."""
+        return gpu_named(self.gpu).in_server(network=self.network)
 
 
 @lru_cache
@@ -71,7 +77,7 @@ def table_1() -> tuple[Run, ...]:
     runs = []
     for name, tflops in rows:
         config = _fp16(load_config(name))
-        software = replace(MEGATRON_2021, hides_gradient_sums=config.mesh.pipe == 1)
+        software = replace(MEGATRON_2021, overlap=Overlap(backward=0.0, gradients=config.mesh.pipe == 1))
         seconds = hardware_flops(config) / config.mesh.devices / tflops / 1e12
         runs.append(Run(name, config, "a100", software, seconds, "arXiv 2104.04473, table 1"))
     return tuple(runs)
@@ -96,7 +102,8 @@ def table_5() -> tuple[Run, ...]:
             mesh=replace(config.mesh, sequence_parallel=False),
             train=replace(config.train, recompute="full"),
         )
-        runs.append(Run(f"{name}, full recomputation", config, "a100", MEGATRON_2022, full, source))
+        alone = replace(MEGATRON_2022, overlap=Overlap(backward=1.0))
+        runs.append(Run(f"{name}, full recomputation", config, "a100", alone, full, source))
     return tuple(runs)
 
 
@@ -125,6 +132,35 @@ def v100_scaling() -> tuple[Run, ...]:
     return tuple(runs)
 
 
+# Width, heads and layers of the models of llm-foundry.
+FOUNDRY = {
+    "125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24), "3b": (2560, 20, 32),
+    "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48), "70b": (8192, 64, 80),
+}  # fmt: skip
+
+
+@lru_cache
+def fsdp_steps() -> tuple[Run, ...]:
+    """Steps of llm-foundry in bf16, fully sharded, with or without full recomputation, as mjax would run them."""
+    runs, source = [], "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
+    with (Path(__file__).parent / "published_steps.csv").open() as file:
+        for row in csv.DictReader(file):
+            hidden, heads, layers = FOUNDRY[row["model"]]
+            gpus, sequence, micro_batch = (int(row[name]) for name in ("gpus", "sequence", "micro_batch"))
+            samples = micro_batch * int(row["micro_batches"])  # on each GPU
+            model = GPTConfig(
+                layers=layers, hidden=hidden, heads=heads, sequence=sequence, vocabulary=50368,
+                attention_dropout=0.0, hidden_dropout=0.0,
+            )  # fmt: skip
+            train = TrainConfig(global_batch=gpus * samples, micro_batch=micro_batch, recompute=row["recompute"])
+            config = Config(model=model, mesh=MeshConfig(data=gpus, zero=3), train=train)
+            seconds = samples * sequence / float(row["tokens_per_second"])
+            name = f"{row['model']}, {sequence:,} positions, {gpus} GPUs"
+            network = 1600.0 if row["gpu"] == "a100" else None
+            runs.append(Run(name, config, row["gpu"], MJAX, seconds, source, network))
+    return tuple(runs)
+
+
 def _v100(name: str, model: int, data: int) -> Config:
     config = _fp16(load_config(name))
     return replace(
@@ -143,10 +179,14 @@ def _fp16(config: Config) -> Config:
 
 def errors(calibration: Calibration, runs: Sequence[Run]) -> np.ndarray:
     """The relative error of the predicted speed of each run with its own software."""
-    predicted = [
-        predict_time(run.config, gpu_named(run.gpu), replace(calibration, software=run.software)).total for run in runs
-    ]
+    predicted = [predict_time(run.config, run.hardware, calibration, run.software).total for run in runs]
     return np.array([run.seconds for run in runs]) / np.array(predicted) - 1.0
+
+
+def as_mjax(runs: Sequence[Run], calibration: Calibration | None = None) -> np.ndarray:
+    """The relative error of the predicted time of each run, as mjax would run it: what an error bar has to cover."""
+    predicted = [predict_time(run.config, run.hardware, calibration).total for run in runs]
+    return np.array(predicted) / np.array([run.seconds for run in runs]) - 1.0
 
 
 def fit(calibration: Calibration, runs: Sequence[Run], names: Sequence[str]) -> Calibration:

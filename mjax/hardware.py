@@ -31,6 +31,7 @@ class Gpu:
       device_kinds: its names in JAX, `jax.devices()[0].device_kind`.
       compute_capability: NVIDIA's number for its instruction set (developer.nvidia.com/cuda-gpus): 7.0 Volta, 8.0
         Ampere, 9.0 Hopper, 10.0 Blackwell.
+      multiprocessors: of the GPU; the tiles of a matrix product are dealt out among them.
       memory_bytes: memory as reported by the driver.
       peak_tflops: dense peak of matrix products in TFLOP/s by compute dtype. fp32 is TF32 if the GPU has it, which XLA
         uses for float32 products there; fp8 is there if the GPU has it.
@@ -45,6 +46,7 @@ class Gpu:
     name: str
     device_kinds: tuple[str, ...]
     compute_capability: tuple[int, int]
+    multiprocessors: int
     memory_bytes: float
     peak_tflops: dict[str, float]
     memory_bandwidth: float
@@ -112,6 +114,7 @@ GPUS: tuple[Gpu, ...] = (
         name="v100-16gb",
         device_kinds=("Tesla V100-SXM2-16GB",),
         compute_capability=(7, 0),
+        multiprocessors=80,
         memory_bytes=16_160 * MIB,
         peak_tflops=_peaks(125.0, 15.7, bf16=False),
         memory_bandwidth=900 * GB,
@@ -124,6 +127,7 @@ GPUS: tuple[Gpu, ...] = (
         name="v100",
         device_kinds=("Tesla V100-SXM2-32GB",),
         compute_capability=(7, 0),
+        multiprocessors=80,
         memory_bytes=32_510 * MIB,
         peak_tflops=_peaks(125.0, 15.7, bf16=False),
         memory_bandwidth=900 * GB,
@@ -136,6 +140,7 @@ GPUS: tuple[Gpu, ...] = (
         name="v100-dgx2h",
         device_kinds=("Tesla V100-SXM3-32GB-H",),
         compute_capability=(7, 0),
+        multiprocessors=80,
         memory_bytes=32_510 * MIB,
         peak_tflops=_peaks(130.0, 16.3, bf16=False),
         memory_bandwidth=981 * GB,
@@ -153,6 +158,7 @@ GPUS: tuple[Gpu, ...] = (
         name="v100-dgx2",
         device_kinds=("Tesla V100-SXM3-32GB",),
         compute_capability=(7, 0),
+        multiprocessors=80,
         memory_bytes=32_510 * MIB,
         peak_tflops=_peaks(125.0, 15.7, bf16=False),
         memory_bandwidth=981 * GB,
@@ -165,6 +171,7 @@ GPUS: tuple[Gpu, ...] = (
         name="a100-40gb",
         device_kinds=("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
         compute_capability=(8, 0),
+        multiprocessors=108,
         memory_bytes=40_536 * MIB,
         peak_tflops=_peaks(312.0, 156.0),
         memory_bandwidth=1555 * GB,
@@ -177,6 +184,7 @@ GPUS: tuple[Gpu, ...] = (
         name="a100",
         device_kinds=("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
         compute_capability=(8, 0),
+        multiprocessors=108,
         memory_bytes=81_251 * MIB,
         peak_tflops=_peaks(312.0, 156.0),
         memory_bandwidth=2039 * GB,
@@ -189,6 +197,7 @@ GPUS: tuple[Gpu, ...] = (
         name="a100-40gb-pcie",
         device_kinds=("NVIDIA A100-PCIE-40GB", "A100-PCIE-40GB"),
         compute_capability=(8, 0),
+        multiprocessors=108,
         memory_bytes=40_536 * MIB,
         peak_tflops=_peaks(312.0, 156.0),
         memory_bandwidth=1555 * GB,
@@ -201,6 +210,7 @@ GPUS: tuple[Gpu, ...] = (
         name="a100-pcie",
         device_kinds=("NVIDIA A100 80GB PCIe",),
         compute_capability=(8, 0),
+        multiprocessors=108,
         memory_bytes=81_251 * MIB,
         peak_tflops=_peaks(312.0, 156.0),
         memory_bandwidth=1935 * GB,
@@ -213,6 +223,7 @@ GPUS: tuple[Gpu, ...] = (
         name="h100",
         device_kinds=("NVIDIA H100 80GB HBM3",),
         compute_capability=(9, 0),
+        multiprocessors=132,
         memory_bytes=81_559 * MIB,
         peak_tflops=_peaks(989.4, 494.7, fp8=1978.9),
         memory_bandwidth=3352 * GB,
@@ -225,6 +236,7 @@ GPUS: tuple[Gpu, ...] = (
         name="h100-pcie",
         device_kinds=("NVIDIA H100 PCIe",),
         compute_capability=(9, 0),
+        multiprocessors=114,
         memory_bytes=81_559 * MIB,
         peak_tflops=_peaks(756.5, 378.0, fp8=1513.0),
         memory_bandwidth=2039 * GB,
@@ -241,6 +253,7 @@ GPUS: tuple[Gpu, ...] = (
         name="h200",
         device_kinds=("NVIDIA H200",),
         compute_capability=(9, 0),
+        multiprocessors=132,
         memory_bytes=143_771 * MIB,
         peak_tflops=_peaks(989.4, 494.7, fp8=1978.9),
         memory_bandwidth=4800 * GB,
@@ -253,6 +266,7 @@ GPUS: tuple[Gpu, ...] = (
         name="b200",
         device_kinds=("NVIDIA B200",),
         compute_capability=(10, 0),
+        multiprocessors=148,
         memory_bytes=183_359 * MIB,
         peak_tflops=_peaks(2250.0, 1125.0, fp8=4500.0),
         memory_bandwidth=8000 * GB,

@@ -17,7 +17,7 @@ from benchmarks.fitting import Measurement
 from mjax.config import DataConfig, load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
-from mjax.planner.calibration import default_calibration, read_calibration
+from mjax.planner.calibration import H100, read_calibration
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
 from mjax.state.manifest import write_manifest
@@ -174,38 +174,35 @@ def predicted(monkeypatch):
     return run
 
 
-def test_measured_steps_stand_beside_their_predictions_and_a_rate_is_fitted_to_them(predicted, tmp_path, capsys):
+def test_measured_steps_stand_beside_their_predictions_and_give_the_error_bar_but_no_rate(predicted, tmp_path, capsys):
     file = tmp_path / "rates.json"
-    flags = ["--configs", CONFIG, CONFIG, "--fit", "launch", "--write", str(file)]
-    assert predicted(*flags, seconds=[0.9, 1.1]) == 0
-    fitted, header, *rows = capsys.readouterr().out.splitlines()[:4]
-    assert fitted.startswith("fitted: launch ")
+    assert predicted("--configs", CONFIG, CONFIG, "--write", str(file), seconds=[0.9, 1.1]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()[:3]
     assert "predicted ms" in header
     cells = [row.split() for row in rows]
     assert [row[2] for row in cells] == ["900.0", "1,100.0"]
     memory = predict_memory(replace(load_config(CONFIG), data=DataConfig(mock=True))).total / 2**30
     assert [row[6:9] for row in cells] == [[f"{memory:.2f}", "3.00", f"{memory / 3 - 1:+.1%}"]] * 2
-    # One rate for two times of one step: the fit makes the relative errors 0.9 / x − 1 and 1.1 / x − 1 smallest.
-    assert float(cells[0][1].replace(",", "")) == pytest.approx(1000 * (0.9**2 + 1.1**2) / 2.0, rel=1e-3)
     found = read_calibration(file)
-    assert found.error == pytest.approx(1 - 0.9 / 1.01, abs=1e-3)
-    assert found.launch > 100 * default_calibration().launch
-    assert "2 training steps on one a slow device, launch fitted to them" in found.fitted_on
+    predicted_seconds = float(cells[0][1].replace(",", "")) / 1000
+    assert found.error == pytest.approx(1 - predicted_seconds / 1.1, abs=1e-3)
+    length = load_config(CONFIG).model.sequence
+    assert (found.sequences, found.devices) == ((length, length), (1, 1))
+    assert found.sources["error"] == "2 training steps of mjax on one a slow device"
+    compared = ("error", "sequences", "parameters", "devices", "date", "sources")
+    assert found == replace(H100, **{name: getattr(found, name) for name in compared})
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--fit", "speed"], "--fit speed is no rate that steps on one GPU show; use matmul, half, attention"),
-        (["--fit", "node"], "--fit node is no rate that steps on one GPU show; use matmul, half, attention"),
-        (["--fit", "matmul", "memory"], "--fit matmul memory needs more than 2 configs, not 2"),
         (["--calibration", "none.json"], "none.json does not exist; write one with"),
         (["--write", "none/rates.json"], "--write none/rates.json: there is no folder none; create it"),
         (["--rounds", "0"], "--rounds is 0; it must be at least 1"),
         (["--configs", "gpt_345m", "--gpu", "v100"], "no bf16 peak is known for v100"),
     ],
 )
-def test_what_could_not_be_fitted_kept_or_predicted_is_refused_before_a_step_runs(predicted, capsys, flags, sentence):
+def test_what_could_not_be_kept_or_predicted_is_refused_before_a_step_runs(predicted, capsys, flags, sentence):
     assert predicted("--configs", CONFIG, CONFIG, *flags) == 2
     assert sentence in capsys.readouterr().err
 

@@ -114,7 +114,7 @@ class _Planned:
     arguments: PlanArguments
     config: Config
     gpu: Gpu | None
-    calibration: Calibration
+    calibration: Calibration | None
     budget: Section | None = None
     searched: Section | None = None
 
@@ -182,7 +182,7 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
     return {key: build(planned) for key, build in SECTIONS.items()}
 
 
-def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration]:
+def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration | None]:
     """The given GPU with the described server, and its rates; refuses flags that cannot work."""
     for name in ("schedule_figure", "memory_figure", "communication_figure"):
         if (file := getattr(arguments, name)) is not None:
@@ -193,13 +193,13 @@ def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration]:
     per_server, network, file = arguments.devices_per_node, arguments.network, arguments.calibration
     if arguments.gpu is not None:
         gpu = gpu_named(arguments.gpu).in_server(per_server, network)
-        return gpu, default_calibration() if file is None else read_calibration(file)
+        return gpu, default_calibration(gpu) if file is None else read_calibration(file)
     for flag, value in (("--devices-per-node", per_server), ("--network", network)):
         if value is not None:
             raise UsageError(f"{flag} {value:g} describes the server of a GPU; add --gpu, such as --gpu h100")
     if file is not None:
         raise UsageError(f"--calibration {file} is for a GPU; add --gpu, such as --gpu h100")
-    return None, default_calibration()
+    return None, None
 
 
 def _with_the_largest(planned: _Planned) -> _Planned:

@@ -25,6 +25,7 @@ from mjax.planner.search import Candidate, Found, candidates
 from mjax.planner.search_command import check_searchable, find, with_batch
 from mjax.planner.search_flags import SearchArguments
 from mjax.planner.section import Section, table
+from mjax.planner.time import good_to
 from mjax.resolve import shorter_warmup
 from mjax.training.flops import model_flops
 
@@ -278,11 +279,11 @@ def _row(trial: Trial, arguments: SearchArguments, is_best: bool) -> list[str]:
 
 
 def _remarks(best: Trial, tried: list[Trial], base: Config, arguments: SearchArguments) -> list[str]:
-    error = best.best.time.error
-    remarks = [
-        f"* fits into {arguments.days:g} days by the prediction, which is good to ±{error:.0%}: between "
-        f"{best.days * (1 - error):.3g} and {best.days * (1 + error):.3g} days"
-    ]
+    time = best.best.time
+    between = time.between(best.days)
+    good = "has no error bar" if time.error is None else f"is good to {good_to(time.error)}"
+    days = "" if between is None else f": between {between[0]:.3g} and {between[1]:.3g} days"
+    remarks = [f"* fits into {arguments.days:g} days by the prediction, which {good}{days}", *time.caveats]
     if arguments.price is not None:
         remarks.append(f"{24 * best.days * arguments.devices * arguments.price:,.0f} at {arguments.price:g} a GPU-hour")
     if best.config.model != base.model:

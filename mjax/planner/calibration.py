@@ -1,9 +1,9 @@
-"""Fractions of a GPU's data-sheet rates that a program reaches, and properties of the program, for the time model.
+"""Fractions of a GPU's data-sheet rates that its kernels reach, for the model of time.
 
-A `Calibration` is a handful of rates, each a fraction of the data-sheet values in `mjax/hardware.py`, and the
-`Software` they apply to. There are three in this file, fitted to published runs of Megatron-LM
-(`benchmarks/published.py`; a test repeats the fit and compares). `benchmarks/calibrate.py` measures one on the user's
-machine and stores it in a file.
+A `Calibration` is a handful of rates of one GPU, each a fraction of the data-sheet values in `mjax/hardware.py`, with
+the source of each and the error of predictions with them. `benchmarks/calibrate.py` measures one, kernel by kernel, on
+the user's machine and stores it in a file. Those in this module come from published runs (`benchmarks/published.py`; a
+test repeats the fit) and from the roofline of compiled programs; none has been measured with mjax on a GPU.
 """
 
 from __future__ import annotations
@@ -22,123 +22,43 @@ from mjax.hardware import GPUS, Gpu
 from mjax.json_files import read_json
 from mjax.plain_values import build
 
-FORMAT = "mjax calibration 1"
+FORMAT = "mjax calibration 2"
+RATES = ("matmul", "inner", "attention", "memory", "launch", "node", "network", "collective")
 # Rates that are fractions of a data sheet, and their upper limits: some GPUs run slightly above their data sheet.
-FRACTIONS, LARGEST = ("matmul", "attention", "memory", "node", "network"), 1.2
+FRACTIONS, LARGEST = ("matmul", "memory", "node", "network"), 1.2
 MOST = 1e15  # above any number in a calibration
 Fraction = Annotated[float, Bounds(gt=0, le=LARGEST)]
-Rate = Annotated[float, Bounds(gt=0, le=MOST)]
 RateOrZero = Annotated[float, Bounds(ge=0, le=MOST)]
-Whole = Annotated[int, Bounds(ge=1, le=MOST)]
-WholeOrZero = Annotated[int, Bounds(ge=0, le=MOST)]
-
-
-@dataclass(frozen=True)
-class Software:
-    """Properties of a training program that no config contains. Read from its code, never fitted.
-
-    Bytes are those of 16-bit activations: read and written by the kernels of one layer's forward pass, per element of
-    the given tensor.
-
-    Attributes:
-      name: of the program.
-      stream_bytes: per element of [tokens, h]: LayerNorms, dropout, residual sums.
-      mlp_bytes: per element of [tokens, f / p]: GELU.
-      score_bytes: per element of the scores [b, n / p, s, s] if attention stores them: scale, mask, softmax, dropout;
-        not reads and writes of the two products.
-      kernels: kernel launches of a layer's forward pass, except its products.
-      backward_traffic: bytes of a backward pass divided by those of the forward.
-      flash: it has a flash attention kernel.
-      repeated_sums: all-reduces of a layer that full recomputation repeats. The last one of a layer is dead code, which
-        XLA removes.
-      gradient_bytes: per element when gradients are summed over `data`.
-      accumulate_bytes: read and written per weight when the gradients of a micro-batch are accumulated.
-      optimizer_bytes: read and written per weight by norm, clipping, Adam and the cast to the compute dtype.
-      splits_messages: each rank of `model` sends its part of an activation to the next stage, which gathers it (arXiv
-        2104.04473, section 4.1), with sequence parallelism or without.
-      sends_every_tick: stages synchronise after every tick of the schedule and send both ways, even without a receiver.
-      hides_backward_sums: the collective after a column-parallel layer's backward pass overlaps with the product for
-        its weight gradient.
-      hides_gradient_sums: sums over `data` overlap with the backward pass.
-    """
-
-    name: str
-    stream_bytes: Rate
-    mlp_bytes: Rate
-    score_bytes: RateOrZero
-    kernels: WholeOrZero
-    backward_traffic: Rate
-    flash: bool
-    repeated_sums: WholeOrZero
-    gradient_bytes: Whole
-    accumulate_bytes: WholeOrZero
-    optimizer_bytes: Whole
-    splits_messages: bool
-    sends_every_tick: bool
-    hides_backward_sums: bool
-    hides_gradient_sums: bool
-
-
-# LayerNorm reads twice and writes, twice per layer: 12. Residual sum with dropout, twice: 12. The GELU kernel: 4, and
-# the split of q, k, v: 12 h / p, which is 3 for each of the 4 h / p elements of the MLP. Scores are float32: 4 read, 2
-# written as probabilities, and 2 for the other half of a product's float32 result. Which collectives are hidden, and
-# the 26 bytes of Adam, 4 of the norm and 6 of the cast, were read from programs compiled for H100s
-# (docs/benchmarks.md).
-MJAX = Software(
-    name="mjax",
-    stream_bytes=24, mlp_bytes=7, score_bytes=8, kernels=8, backward_traffic=1.6, flash=True, repeated_sums=1,
-    gradient_bytes=4, accumulate_bytes=12, optimizer_bytes=36,
-    splits_messages=False, sends_every_tick=True, hides_backward_sums=True, hides_gradient_sums=False,
-)  # fmt: skip
-
-# The program of arXiv 2104.04473 (Megatron-LM v2): GELU, dropout with residual, and softmax are fused kernels;
-# attention stores its scores and a dropout mask; gradients are fp16.
-MEGATRON_2021 = Software(
-    name="Megatron-LM of 2021",
-    stream_bytes=26, mlp_bytes=6, score_bytes=10, kernels=11, backward_traffic=1.6, flash=False, repeated_sums=2,
-    gradient_bytes=2, accumulate_bytes=6, optimizer_bytes=52,
-    splits_messages=True, sends_every_tick=False, hides_backward_sums=False, hides_gradient_sums=False,
-)  # fmt: skip
-
-# The program of arXiv 2205.05198: the same, but the gather for a weight's gradient overlaps with another product
-# (section 4.2.2).
-MEGATRON_2022 = dataclasses.replace(MEGATRON_2021, name="Megatron-LM of 2022", hides_backward_sums=True)
-
-# The program of arXiv 1909.08053: only LayerNorm and the optimizer are fused, so bias, GELU, dropout, residual, scale,
-# mask and softmax each read and write.
-MEGATRON_2019 = dataclasses.replace(
-    MEGATRON_2021, name="Megatron-LM of 2019", stream_bytes=34, mlp_bytes=12, score_bytes=21, splits_messages=False
-)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Rates that are reached, and the error of predictions with them.
+    """Rates that kernels of a GPU reach, and the error of a step that is predicted with them.
 
     Attributes:
-      software: the program.
       gpu: name of the GPU they apply to (`mjax/hardware.py`).
-      matmul: fraction of the peak that a large matrix product reaches.
-      half: the size of a dim at which a product reaches half of that: dims m, n and k give
-        m / (m + half) × n / (n + half) × k / (k + half). Small products leave multiprocessors idle.
-      attention: fraction of the peak that flash attention reaches, counting only unmasked scores of a causal model.
+      matmul: fraction of the peak that a matrix product reaches whose tiles fill the GPU.
+      inner: a product's inner dim k costs a factor of k / (k + inner).
+      attention: flash attention, a row for each measured head size and length: head size, positions, and the fractions
+        of the peak that the forward and the backward pass reach, counting only unmasked scores.
       memory: fraction of the memory bandwidth that memory-bound kernels reach.
       launch: seconds that a kernel takes in addition to its work.
       node: fraction of the bandwidth within a server that collectives reach.
       network: the same between servers.
       collective: seconds that a collective takes in addition to messages and bytes.
-      error: relative error bar of a step's time, for this program on this GPU.
+      error: relative error bar of the time of a step on this GPU.
       error_elsewhere: the same on any other GPU.
-      fitted_on: source of the numbers, for people.
-      parameters, devices: smallest and largest of the runs it was fitted to.
-      date, versions: when it was measured and with which packages; empty if it comes from papers.
+      sequences: shortest and longest of the runs that the error was found on; beyond them there is no error bar.
+      parameters, devices: smallest and largest of them.
+      sources: where each rate comes from, for people; and under `error`, what the error bar was found on.
+      measured: rates that were measured on this GPU, as kernels.
+      date, versions: when it was measured and with which packages; empty if it was not.
     """
 
-    software: Software
     gpu: str
     matmul: Fraction
-    half: RateOrZero
-    attention: Fraction
+    inner: RateOrZero
+    attention: tuple[tuple[int, int, float, float], ...]
     memory: Fraction
     launch: RateOrZero
     node: Fraction
@@ -146,60 +66,98 @@ class Calibration:
     collective: RateOrZero
     error: RateOrZero
     error_elsewhere: RateOrZero
-    fitted_on: str
+    sequences: tuple[int, int]
     parameters: tuple[float, float]
     devices: tuple[int, int]
+    sources: dict[str, str] = field(default_factory=dict)
+    measured: tuple[str, ...] = ()
     date: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
-    def error_of(self, config: Config, parameters: int, gpu: Gpu) -> tuple[float, tuple[str, ...]]:
-        """The error bar of a prediction for a model with that many parameters, and what is outside the calibration."""
+    def error_of(self, config: Config, parameters: int, gpu: Gpu) -> tuple[float | None, tuple[str, ...]]:
+        """The error bar of a prediction for a model with that many parameters, and what is outside the calibration.
+
+        Beyond the lengths that the error bar was found on it is None.
+        """
         caveats = []
         if gpu.name != self.gpu:
             caveats.append(f"calibrated on {self.gpu}, not on {gpu.name}")
+        low, high = self.sequences
+        length = config.model.sequence
+        if not low <= length <= high:
+            caveats.append(f"no error bar at {length:,} positions: it was found on runs of {low:,} to {high:,}")
         low, high = self.parameters
         if not 0.9 * low <= parameters <= 1.1 * high:
-            caveats.append(f"calibrated on models of {low / 1e9:.3g} to {high / 1e9:.4g} billion parameters")
+            caveats.append(f"compared with models of {low / 1e9:.3g} to {high / 1e9:.4g} billion parameters")
         low, high = self.devices
         if not low <= config.mesh.devices <= high:
-            caveats.append(f"calibrated on {low} to {high} GPUs" if low < high else f"calibrated on {low} GPUs")
-        return (self.error if gpu.name == self.gpu else self.error_elsewhere), tuple(caveats)
+            caveats.append(f"compared with runs on {low} to {high} GPUs" if low < high else f"compared on {low} GPUs")
+        bar = self.error if gpu.name == self.gpu else self.error_elsewhere
+        return bar if self.sequences[0] <= length <= self.sequences[1] else None, tuple(caveats)
+
+    def not_measured(self, gpu: Gpu) -> list[str]:
+        """The rates that were not measured on `gpu`."""
+        return [name for name in RATES if gpu.name != self.gpu or name not in self.measured]
 
 
-# `matmul` and `half` are fitted to the ten rows of arXiv 2104.04473, table 1. The other rates are from other sources or
-# assumed, and their errors have gone into these two: 80% of the memory bandwidth and 5 µs per launch; 77% of NVLink,
-# which is about 230 GB/s on an A100, and 85% of the network cards; NCCL's own base latency of a ring, 8.4 µs
-# (NVIDIA/nccl, src/graph/tuning.cc). Flash attention reaches 50 to 73% of the peak of an A100 (arXiv 2307.08691).
+FITTED = "fitted to 18 runs of Megatron-LM, arXiv 2104.04473, table 1, and 2205.05198, table 5"
+_NCCL = "the base latency of NCCL's ring, protocol Simple (NVIDIA/nccl, src/graph/tuning.cc)"
+_LINKS = "77% of NVLink, about 230 GB/s on an A100, and 85% of the network cards: assumed"
+_FOUNDRY = "the README of mosaicml/llm-foundry, scripts/train/benchmarking"
+_COMPARED = f"steps of other programs, {_FOUNDRY}, up to 2,048 positions; mjax itself has not been measured on a GPU"
+
+# `matmul` and `inner` are fitted to 18 published runs. The other rates are from other sources or assumed, and their
+# errors have gone into these two.
 MEGATRON_A100 = Calibration(
-    software=MEGATRON_2021, gpu="a100",
-    matmul=0.782, half=109.3, attention=0.5, memory=0.8, launch=5e-6, node=0.77, network=0.85, collective=8.4e-6,
-    error=0.05, error_elsewhere=0.33, fitted_on="ten runs of Megatron-LM, arXiv 2104.04473, table 1",
-    parameters=(1.7e9, 1008e9), devices=(32, 3072),
+    gpu="a100",
+    matmul=0.8036, inner=219.0, attention=((128, 2048, 0.5, 0.5),), memory=0.8, launch=5e-6, node=0.77, network=0.85,
+    collective=8.4e-6,
+    error=0.06, error_elsewhere=0.45, sequences=(2048, 2048), parameters=(1.7e9, 1008e9), devices=(8, 3072),
+    sources={
+        "matmul": FITTED, "inner": FITTED,
+        "attention": "50 to 73% of the peak of an A100, arXiv 2307.08691: its lower end",
+        "memory": "assumed", "launch": "assumed", "node": _LINKS, "network": _LINKS, "collective": _NCCL,
+        "error": FITTED,
+    },
 )  # fmt: skip
 
 # Fitted to the fourteen scaling results of arXiv 1909.08053: `matmul` and `launch`, the cost of starting each kernel
 # from Python; the other rates as on A100.
 MEGATRON_V100 = dataclasses.replace(
-    MEGATRON_A100, software=MEGATRON_2019, gpu="v100-dgx2h",
-    matmul=0.735, launch=96.8e-6,
-    error=0.12, fitted_on="fourteen scaling results of Megatron-LM, arXiv 1909.08053, figure 5 and appendix D",
-    parameters=(1.2e9, 8.3e9), devices=(1, 512),
+    MEGATRON_A100, gpu="v100-dgx2h",
+    matmul=0.7205, launch=91.1e-6,
+    error=0.12, sequences=(1024, 1024), parameters=(1.2e9, 8.3e9), devices=(1, 512),
+    sources=MEGATRON_A100.sources | dict.fromkeys(
+        ("matmul", "launch", "error"),
+        "fitted to 14 scaling results of Megatron-LM, arXiv 1909.08053, figure 5 and appendix D",
+    ),
 )  # fmt: skip
 
-# The rates of a large matrix product and of a collective are properties of the hardware and its libraries, so mjax
-# starts from those of Megatron-LM on A100s. Its error bar is the largest error of these rates on runs they were not
-# fitted to: on the same GPU those of arXiv 2205.05198, table 5; on another one a V100 in arXiv 1909.08053.
-MJAX_FROM_PAPERS = dataclasses.replace(
+# The rates of kernels are properties of the hardware and its libraries, so mjax starts from those of Megatron-LM.
+A100 = dataclasses.replace(
     MEGATRON_A100,
-    software=MJAX,
-    error=0.12,
-    fitted_on=MEGATRON_A100.fitted_on + "; mjax itself has not been measured on a GPU",
-)
+    error=0.3, sequences=(512, 2048), parameters=(1.2e8, 1008e9),
+    sources=MEGATRON_A100.sources | {"error": f"18 runs of Megatron-LM and 25 {_COMPARED}"},
+)  # fmt: skip
+
+# What the roofline of compiled programs assumes (`roofline.py`).
+H100 = Calibration(
+    gpu="h100",
+    matmul=0.832, inner=180.0, attention=((128, 1024, 0.425, 0.334),), memory=0.85, launch=1.2e-6, node=0.8,
+    network=0.8, collective=8.4e-6,
+    error=0.4, error_elsewhere=0.45, sequences=(512, 2048), parameters=(7.5e8, 6.5e10), devices=(8, 64),
+    sources={
+        "matmul": "798 TFLOP/s in a product of 8192³ random numbers on one H100",
+        "inner": "assumed", "attention": "cuDNN's kernels with heads of 128: assumed", "memory": "assumed",
+        "launch": "assumed", "node": "assumed", "network": "assumed", "collective": _NCCL,
+        "error": f"29 {_COMPARED}",
+    },
+)  # fmt: skip
 
 
-def default_calibration() -> Calibration:
-    """The default calibration of `predict_time`."""
-    return MJAX_FROM_PAPERS
+def default_calibration(gpu: Gpu) -> Calibration:
+    """The rates that `predict_time` takes for a GPU: those of the H100 from Hopper on, and of the A100 before."""
+    return H100 if gpu.compute_capability >= (9, 0) else A100
 
 
 # --- In a file --------------------------------------------------------------------------------------------------------
@@ -222,13 +180,27 @@ def read_calibration(file: Path) -> Calibration:
         raise UsageError(f"--calibration {file} is not a calibration of this version of mjax; {again}")
     try:
         calibration = build(Calibration, values, str(file))
+        calibration = dataclasses.replace(calibration, attention=tuple(map(tuple, calibration.attention)))
         check_bounds(calibration, f"{file}: ")
     except UsageError as error:
         raise UsageError(f"{error}; {again}") from None
-    for name in ("parameters", "devices"):
+    _check_attention(calibration, file)
+    for name in ("sequences", "parameters", "devices"):
         low, high = getattr(calibration, name)
         if not 0 < low <= high <= MOST:
             raise UsageError(f"{file}: {name} is [{low}, {high}]; give the smallest and the largest, both above 0")
     if calibration.gpu not in [gpu.name for gpu in GPUS]:
         raise UsageError(f"{file}: gpu {calibration.gpu!r} is not known; mjax/hardware.py describes how to add it")
     return calibration
+
+
+def _check_attention(calibration: Calibration, file: Path) -> None:
+    if not calibration.attention:
+        raise UsageError(f"{file}: attention has no rows; give at least [head size, positions, forward, backward]")
+    for row in calibration.attention:
+        head, positions, *fractions = row
+        if head < 1 or positions < 1 or not all(0 < fraction <= LARGEST for fraction in fractions):
+            raise UsageError(
+                f"{file}: attention has the row {list(row)}; give a head size and positions above 0, and two fractions "
+                f"of the peak above 0 and at most {LARGEST}"
+            )

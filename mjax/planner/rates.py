@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+
+import numpy as np
 
 from mjax.errors import UsageError, either
 from mjax.hardware import Gpu
@@ -10,6 +13,12 @@ from mjax.planner.calibration import Calibration
 
 # Bytes per element of each dtype.
 WIDTHS = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+# Tiles of cuBLAS's products, rows × columns of the result, and the rate of each against the largest.
+TILES = (
+    (128, 256, 1.0), (256, 128, 1.0), (192, 128, 1.0), (128, 192, 1.0), (256, 192, 1.0), (192, 256, 1.0),
+    (128, 128, 0.92), (64, 256, 0.88), (64, 128, 0.75),
+)  # fmt: skip
+HEADS = 64  # attention runs on heads that are multiples of this
 
 
 class Rates:
@@ -40,26 +49,38 @@ class Rates:
 
     def product(self, m: float, n: float, k: float, batch: float = 1.0) -> float:
         """[m, k] × [k, n], `batch` times in one kernel."""
-        half = self.calibration.half
-        rate = self.peak * self.calibration.matmul * (m / (m + half)) * (n / (n + half)) * (k / (k + half))
         moved = batch * WIDTHS[self.compute] * (m * k + k * n + m * n)
-        return max(2 * batch * m * n * k / rate, self._bytes(moved)) + self.calibration.launch
+        return (
+            max(2 * batch * m * n * k / self.product_rate(batch * m, n, k), self.bytes(moved)) + self.calibration.launch
+        )
 
-    def flash(self, flops: float) -> float:
-        """A kernel of flash attention."""
-        return flops / (self.peak * self.calibration.attention) + self.calibration.launch
+    def product_rate(self, m: float, n: float, k: float) -> float:
+        """FLOP/s of a product with m rows in all that is not bound by memory: less if its tiles leave multiprocessors
+        idle, or its inner dim is short."""
+        filled = filled_share(m, n, self.gpu.multiprocessors)
+        return self.peak * self.calibration.matmul * filled * k / (k + self.calibration.inner)
+
+    def flash(self, flops: float, head: int, positions: int, backward: bool = False) -> float:
+        """A kernel of flash attention: `flops` inside the mask, heads of this size, a sequence of so many positions."""
+        return flops / self.flash_rate(head, positions, backward) + self.calibration.launch
+
+    def flash_rate(self, head: int, positions: int, backward: bool = False) -> float:
+        """FLOP/s of flash attention: of the nearest measured head size, between the nearest measured lengths.
+
+        A head that is no multiple of 64 runs as the next one and wastes the rest.
+        """
+        return self.peak * flash_share(self.calibration.attention, head, positions, backward)
 
     def traffic(self, moved: float, kernels: float = 1) -> float:
         """Memory-bound kernels that read and write `moved` bytes in total."""
-        return self._bytes(moved) + kernels * self.calibration.launch
+        return self.bytes(moved) + kernels * self.calibration.launch
 
     def gather(self, ranks: int, stride: int, whole: float) -> float:
         """All-gather or reduce-scatter of `whole` bytes on a ring of `ranks` devices, `stride` apart."""
         if ranks == 1:
             return 0.0
-        bandwidth, latency = self._link(ranks, stride)
         sent = (ranks - 1) / ranks * whole
-        return sent / bandwidth + latency * math.log2(ranks) + self.calibration.collective
+        return sent / self._bandwidth(ranks, stride) + self._steps(ranks, stride) + self.calibration.collective
 
     def sum(self, ranks: int, stride: int, whole: float) -> float:
         """All-reduce of `whole` bytes: a reduce-scatter and an all-gather in one kernel."""
@@ -69,21 +90,52 @@ class Rates:
 
     def send(self, ranks: int, stride: int, sent: float) -> float:
         """Every device sends `sent` bytes to the one `stride` away, on an axis of `ranks`."""
-        bandwidth, latency = self._link(ranks, stride)
-        return sent / bandwidth + latency + self.calibration.collective
+        latency = self.gpu.node_latency if self._inside(ranks, stride) else self.gpu.network_latency
+        return sent / self._bandwidth(ranks, stride) + latency + self.calibration.collective
 
-    def _bytes(self, moved: float) -> float:
+    def bytes(self, moved: float) -> float:
+        """Bytes that a kernel reads and writes."""
         return moved / (self.gpu.memory_bandwidth * self.calibration.memory)
 
-    def _link(self, ranks: int, stride: int) -> tuple[float, float]:
-        """Bytes per second and latency of the slowest link of a ring.
+    def _inside(self, ranks: int, stride: int) -> bool:
+        return ranks * stride <= self.gpu.gpus_per_node
+
+    def _bandwidth(self, ranks: int, stride: int) -> float:
+        """Bytes per second of the slowest link of a ring.
 
         A ring that leaves its server does so once in each direction, and `stride` parallel rings in a server share its
         network cards.
         """
         gpu, inside = self.gpu, self.gpu.node_bandwidth * self.calibration.node
-        if ranks * stride <= gpu.gpus_per_node:
-            return inside, gpu.node_latency
+        if self._inside(ranks, stride):
+            return inside
         rings = min(stride, gpu.gpus_per_node)
-        network = gpu.network_bandwidth_per_node * self.calibration.network / rings
-        return min(inside, network), gpu.network_latency
+        return min(inside, gpu.network_bandwidth_per_node * self.calibration.network / rings)
+
+    def _steps(self, ranks: int, stride: int) -> float:
+        """Latency of the ranks - 1 messages of a ring one after the other, those between servers apart (NVIDIA/nccl,
+        src/graph/tuning.cc)."""
+        in_server = max(1, min(ranks, self.gpu.gpus_per_node // stride))
+        between = math.ceil(ranks / in_server) - 1
+        return between * self.gpu.network_latency + (ranks - 1 - between) * self.gpu.node_latency
+
+
+@lru_cache(maxsize=65536)
+def filled_share(m: float, n: float, multiprocessors: int) -> float:
+    """The share of the multiprocessors' time that the tiles of a product fill, with the best tile."""
+
+    def share(rows: int, columns: int, rate: float) -> float:
+        waves = math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / multiprocessors)
+        return rate * m * n / (waves * multiprocessors * rows * columns)
+
+    return min(1.0, max(share(*tile) for tile in TILES))
+
+
+@lru_cache(maxsize=65536)
+def flash_share(rows: tuple[tuple[int, int, float, float], ...], head: int, positions: int, backward: bool) -> float:
+    """The fraction of the peak that flash attention reaches; rows as in `Calibration.attention`."""
+    padded, sizes = HEADS * math.ceil(head / HEADS), {row[0] for row in rows}
+    nearest = head if head in sizes else min(sizes, key=lambda size: abs(size - padded))
+    lengths = sorted((math.log(row[1]), row[3 if backward else 2]) for row in rows if row[0] == nearest)
+    share = float(np.interp(math.log(positions), *zip(*lengths, strict=True)))
+    return share * (1.0 if nearest == head else head / padded)

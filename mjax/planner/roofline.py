@@ -1,10 +1,9 @@
 """Seconds of a compiled step on a roofline, kernel by kernel: a model, to compare programs before a GPU is there.
 
 Each kernel takes the longer of two times: its FLOPs over the peak, and the bytes it reads and writes over the bandwidth
-of the memory. `SHARES` says how much of the data sheet is reached. A matrix product loses more where its tiles do not
-fill the multiprocessors or its inner dim is short. A slice inside a fusion counts with the bytes it takes, and an
-update in place with those it writes. The collectives run on a second stream, as a ring: the step waits for one only
-where the program needs its result before it has arrived (*exposed*).
+of the memory, at the rates of the model of time (`rates.py`). A slice inside a fusion counts with the bytes it takes,
+and an update in place with those it writes. The collectives run on a second stream, as a ring: the step waits for one
+only where the program needs its result before it has arrived (*exposed*).
 
 The kernels, their order and their bytes are those of the compiler. The times are not measured.
 """
@@ -20,47 +19,18 @@ from typing import NamedTuple
 
 from mjax.hardware import Gpu
 from mjax.parallel import scopes
+from mjax.planner.calibration import default_calibration
 from mjax.planner.comms import source_of
 from mjax.planner.hlo import CONTROL, FREE, Line, Module, arrays_of, dims_of, members_of
 from mjax.planner.instructions import MOVES, moves
+from mjax.planner.rates import Rates
 
 PRODUCTS, ATTENTION, COLLECTIVES = "products", "attention", "collectives, exposed"
 COPIES, FILLS, OPTIMIZER = "copies", "fills with zeros", "optimizer"
 
-
-@dataclass(frozen=True)
-class Shares:
-    """Reached shares of the data sheet.
-
-    Attributes:
-      product: of the peak, by a product without loss: 798 TFLOP/s of 8192³ on an H100 with random numbers.
-      float8_product: of the float8 peak: assumed, below the published 1,170 to 1,610 TFLOP/s of 8192³ on Hopper.
-      attention, attention_backward: of the peak, by cuDNN's kernels at head size 128.
-      memory: of its bandwidth.
-      link: of the bandwidth between GPUs of a server, and between servers.
-      inner: an inner dim k is as fast as k / (k + inner).
-      launch: seconds between two kernels.
-      latency: seconds of a collective without bytes.
-    """
-
-    product: float = 0.832
-    float8_product: float = 0.65
-    attention: float = 0.425
-    attention_backward: float = 0.334
-    memory: float = 0.85
-    link: float = 0.8
-    inner: float = 180.0
-    launch: float = 1.2e-6
-    latency: float = 10e-6
-
-
-SHARES = Shares()
-# Tiles of cuBLAS's products on Hopper, rows × columns of the result, and the rate of each against the largest.
-TILES = (
-    (128, 256, 1.0), (256, 128, 1.0), (192, 128, 1.0), (128, 192, 1.0), (256, 192, 1.0), (192, 256, 1.0),
-    (128, 128, 0.92), (64, 256, 0.88), (64, 128, 0.75),
-)  # fmt: skip
-MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132, "b200": 148}
+LATENCY = 10e-6  # seconds of a collective without bytes
+# Of the float8 peak, by a product without loss: assumed, below the published 1,170 to 1,610 TFLOP/s of 8192³ on Hopper.
+FLOAT8 = 0.65
 # Each result uses one of the operand's.
 SAME_ELEMENTS = {"abs", "bitcast", "convert", "copy", "negate", "reshape", "transpose"}
 LEAST = 1_000_000  # bytes of a fill or copy that is listed as one
@@ -110,7 +80,8 @@ def roofline(text: str, gpu: Gpu, devices: int = 1, compute: str = "bf16") -> Ro
       compute: dtype of the products, for their peak.
     """
     # The products of fp8 name themselves; all others are in bf16.
-    replay = _Replay(Module(text), gpu, devices, gpu.peak("bf16" if compute == "fp8" else compute))
+    rates = Rates(gpu, default_calibration(gpu), "bf16" if compute == "fp8" else compute)
+    replay = _Replay(Module(text), rates, devices)
     replay.run(replay.module.entry)
     return Roofline(dict(replay.rows), replay.communicating, replay.copied_stacks)
 
@@ -128,8 +99,8 @@ class _Cost(NamedTuple):
 class _Replay:
     """Runs a program on two clocks: of the kernels, and of the collectives."""
 
-    def __init__(self, module: Module, gpu: Gpu, devices: int, peak: float):
-        self.module, self.gpu, self.devices, self.peak = module, gpu, devices, peak
+    def __init__(self, module: Module, rates: Rates, devices: int):
+        self.module, self.gpu, self.rates, self.devices = module, rates.gpu, rates, devices
         self.rows: dict[str, Row] = defaultdict(Row)
         self.now = self.link_free = self.communicating = 0.0
         self.copied_stacks = 0
@@ -189,15 +160,16 @@ class _Replay:
             return None
         share = {"all-reduce": 2 * others / ranks, "all-gather": others, "permute": 1.0}
         sent = operand * share.get(operation, others / ranks)
-        return _Cost(COLLECTIVES, SHARES.latency + sent / (SHARES.link * self._link(members)), sent)
+        return _Cost(COLLECTIVES, LATENCY + sent / self._link(members), sent)
 
     def _link(self, members: Sequence[int]) -> float:
         """Bytes per second of a ring; those of neighbours in a server share its network cards."""
-        per_server = self.gpu.gpus_per_node
+        per_server, calibration = self.gpu.gpus_per_node, self.rates.calibration
+        inside = calibration.node * self.gpu.node_bandwidth
         if len({member // per_server for member in members}) == 1:
-            return self.gpu.node_bandwidth
+            return inside
         rings = min(abs(members[1] - members[0]), per_server)
-        return min(self.gpu.node_bandwidth, self.gpu.network_bandwidth_per_node / rings)
+        return min(inside, calibration.network * self.gpu.network_bandwidth_per_node / rings)
 
     # --- Kernels ------------------------------------------------------------------------------------------------------
 
@@ -207,19 +179,18 @@ class _Replay:
         if kind == PRODUCTS:
             times, m, n, k = self._product(line, shapes)
             flops = 2.0 * times * m * n * k
-            rate = self._rate_of_products(line) * _filled(times * m, n, MULTIPROCESSORS[self.gpu.name]) * k
-            rate /= k + SHARES.inner
+            rate = self.rates.product_rate(times * m, n, k) * self._float8(line)
         elif kind == ATTENTION and "custom_call_target" in line.attributes:
             flops, rate = self._flash(line, shapes)
-        seconds = max(flops / rate, moved / (SHARES.memory * self.gpu.memory_bandwidth)) + SHARES.launch
+        seconds = max(flops / rate, self.rates.bytes(moved)) + self.rates.calibration.launch
         source = self._source(line)
         return _Cost(kind, seconds, moved, flops, kind == COPIES and "/while/body/" in source and "dynamic_" in source)
 
-    def _rate_of_products(self, line: Line) -> float:
-        """FLOP/s of a product without loss."""
-        if '$f8"' in line.attributes:
-            return self.gpu.peak("fp8") * SHARES.float8_product
-        return self.peak * SHARES.product
+    def _float8(self, line: Line) -> float:
+        """Rate of a product against one of the compute dtype: more than 1 if it is in float8."""
+        if '$f8"' not in line.attributes:
+            return 1.0
+        return self.gpu.peak("fp8") * FLOAT8 / (self.rates.peak * self.rates.calibration.matmul)
 
     def _kind(self, line: Line, shapes: dict[str, str]) -> str:
         kernel = self.module.kernel_of(line) or ""
@@ -268,15 +239,13 @@ class _Replay:
                 yield math.prod(out[:batch]), m, n, k
 
     def _flash(self, line: Line, shapes: dict[str, str]) -> tuple[float, float]:
-        """FLOPs of cuDNN's kernel, whose causal half is skipped, and their rate: other head sizes run as the next
-        multiple of 64."""
+        """FLOPs of cuDNN's kernel, whose causal half is skipped, and their rate."""
         _, (b, s, n, d) = dims_of(shapes[line.operands[0]])[0]
         backward = "Backward" in line.attributes
         keys = dims_of(shapes[line.operands[1]])[0][1][1]
         causal = 2 if re.search(r'"mask_type": *"[A-Z_]*CAUSAL"', line.attributes) else 1
         flops = 4.0 * b * n * s * keys * d / causal * (2.5 if backward else 1.0)
-        share = SHARES.attention_backward if backward else SHARES.attention
-        return flops, self.peak * share * d / (64 * math.ceil(d / 64))
+        return flops, self.rates.flash_rate(d, keys, backward)
 
     # --- Bytes --------------------------------------------------------------------------------------------------------
 
@@ -317,16 +286,6 @@ def _share_read(name: str, names: dict[str, Line], users: dict[str, list[Line]])
         return float(user.operands[0] != name or user.opcode != "dynamic-update-slice")
 
     return min(1.0, sum(map(by, users[name]))) if users[name] else 1.0
-
-
-def _filled(m: int, n: int, multiprocessors: int) -> float:
-    """The share of the multiprocessors' time that a product's tiles fill, with the best tile."""
-
-    def share(rows: int, columns: int, rate: float) -> float:
-        waves = math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / multiprocessors)
-        return rate * m * n / (waves * multiprocessors * rows * columns)
-
-    return min(1.0, max(share(*tile) for tile in TILES))
 
 
 def _elements(shape: str) -> int:

@@ -36,7 +36,7 @@ from mjax.planner.search import (
 from mjax.planner.search_flags import SearchArguments
 from mjax.planner.search_report import LeftOut, Question, cost, report, tight_warning
 from mjax.planner.section import Section
-from mjax.planner.time import predict_time
+from mjax.planner.time import good_to, predict_time
 from mjax.planner.time_section import run_tokens
 from mjax.validation import validate
 
@@ -120,7 +120,7 @@ def _about(found: Found, question: Question) -> str:
     rows = {
         "parameters": f"{count_parameters(config.model):,}",
         "hardware": f"{found.devices:,} × {question.hardware}: {describe(best.config)}",
-        "predicted": f"{best.time.total:.3g} s a step (±{best.time.error:.0%}), {best.time.model_tflops:.0f} model "
+        "predicted": f"{best.time.total:.3g} s a step ({good_to(best.time.error)}), {best.time.model_tflops:.0f} model "
         f"TFLOP/s a GPU{mfu}; {best.memory.total / GIB:.1f} of {found.capacity / GIB:.1f} GiB a GPU",
         "cost": f"{run_tokens(config):,} tokens in {spent.days:.3g} days, {spent.gpu_hours:,.0f} GPU-hours",
         "chosen": f"by `mjax plan`: the fastest of {len(found.ranked):,} ways that fit, of {found.tried:,} to run "

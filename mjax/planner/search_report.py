@@ -11,6 +11,7 @@ from mjax.hardware import GIB, Gpu, gpu_named
 from mjax.planner.memory import HEADROOM
 from mjax.planner.search import SEARCHED, Alternative, Candidate, Found, TimeOf, alternatives, describe, value_of, word
 from mjax.planner.section import Section, table
+from mjax.planner.time import good_to
 from mjax.planner.time_section import run_tokens
 
 
@@ -185,7 +186,8 @@ def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
     money = "" if spent.money is None else f", {spent.money:,.0f} at {question.price:g} a GPU-hour"
     lines = [
         f"{run_tokens(config):,} tokens in {config.train.steps:,} steps: {spent.days:.3g} days, "
-        f"{spent.gpu_hours:,.0f} GPU-hours{money}; the prediction is good to ±{best.time.error:.0%}",
+        f"{spent.gpu_hours:,.0f} GPU-hours{money}; the prediction "
+        + ("has no error bar" if best.time.error is None else f"is good to {good_to(best.time.error)}"),
         *best.time.caveats,
     ]
     if best.time.mean != best.time.total:

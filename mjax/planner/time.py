@@ -3,19 +3,22 @@
 Three things are kept apart:
 
     hardware     `Gpu`: data-sheet values (`mjax/hardware.py`).
-    software     `Software`: properties of the program that no config contains: which tensors its kernels read and
-                 write, what it sends in addition, in which dtype. Read from the code, never fitted.
-    calibration  `Calibration`: the share of the data-sheet rates that is reached: a few numbers, fitted to published
-                 runs or measured on the user's machine, with their remaining error (`calibration.py` has both).
+    software     `Software`: properties of the program that no config contains: what it sends in addition, in which
+                 dtype, and what it hides (`software.py`). Read from the code, never fitted.
+    calibration  `Calibration`: the share of the data-sheet rates that kernels reach: a few numbers of one GPU, measured
+                 there kernel by kernel, or taken from published runs (`calibration.py`).
 
 The parts of a step, and how each is modelled:
 
-    matrix products   a roofline: the FLOPs at `matmul` × peak, less if a dim is small; or the bytes, if those take
-      longer
-    attention         flash: the FLOPs of unmasked scores. Else: two products over s × s, and the scores' bytes
-    memory-bound      LayerNorm, dropout, residual sums, GELU: bytes over `memory` × bandwidth, and launches
+    matrix products   a roofline: the FLOPs at `matmul` × peak, less if tiles leave multiprocessors idle or the inner
+                      dim is short; or the bytes, if those take longer
+    attention         flash: the FLOPs of unmasked scores, by head size, length and direction. Else: two products over
+                      s × s, and the scores' bytes
+    memory-bound      LayerNorm, residual sums, GELU: bytes of the traced kernels (`kernel_bytes.py`) over `memory` ×
+                      bandwidth, and launches; with a loop over layers also what it fills and copies
     collectives       a ring: bytes sent over its slowest link, which the rings that leave a server together share, and
-                      latency × log2(ranks). What a product hides counts only beyond the product's time
+                      a message's latency for each rank. What a product hides (`software.Overlap`) counts only beyond
+                      the product's time
     pipeline          work of all micro-batches, then fill and drain as in the schedule (`schedules.py`), in lock-step;
                       the head is on the last stage, for which all others wait
     once per step     sums over `data`, gathers of weights, the bytes of the optimizer; Muon's products (`muon.py`)
@@ -29,18 +32,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from mjax.batch_size import BatchSizes
-from mjax.config import Config, MeshConfig
+from mjax.config import Config
 from mjax.hardware import Gpu
 from mjax.models.build import count_parameters
 from mjax.models.kernels import attention_on_gpu
 from mjax.parallel.axes import MODEL
-from mjax.planner import muon
-from mjax.planner.calibration import Calibration, Software, default_calibration
+from mjax.planner import kernel_bytes, muon
+from mjax.planner.bubble import bubble, empty_messages
+from mjax.planner.calibration import Calibration, default_calibration
+from mjax.planner.kernel_bytes import Kernels, Moved, kernels_of
 from mjax.planner.rates import WIDTHS, Rates
-from mjax.planner.regions import activation_elements
+from mjax.planner.software import MJAX, Software
+from mjax.planner.unrolling import is_looped
 from mjax.planner.weights import held_by
 from mjax.training import trace
 from mjax.training.flops import model_flops
@@ -48,6 +54,9 @@ from mjax.training.program import Product
 
 # Parts of a step, in display order.
 PARTS = ("matmul", "attention", "elementwise", "head", "model", "pipe", "bubble", "data", "optimizer")
+# Products of the same input are one kernel, and its result is cut apart, if each writes at most so many bytes: XLA's
+# xla_gpu_dot_merger_threshold_mb.
+JOINED_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,7 @@ class StepTime:
         optimizer: accumulation of gradients, norm, update of the weights.
       model_tflops: TFLOP/s of one GPU, counted as in `model_flops` (nothing for recomputation, full attention).
       mfu: those over the peak.
-      error: relative error bar of `total`.
+      error: error bar of `total`, relative to the time that is measured; None if there is none for this config.
       mean: seconds per step, mean over the run: less than `total` with a batch ramp-up.
       caveats: what is outside the range of the calibration.
     """
@@ -75,7 +84,7 @@ class StepTime:
     parts: dict[str, float]
     model_tflops: float
     mfu: float
-    error: float
+    error: float | None
     mean: float
     caveats: tuple[str, ...] = ()
 
@@ -84,21 +93,35 @@ class StepTime:
         """Seconds of the step."""
         return sum(self.parts.values())
 
+    def between(self, predicted: float) -> tuple[float, float] | None:
+        """The range of a measured time by the error bar, for a prediction such as `total`; None if it has no end."""
+        if self.error is None or self.error >= 1:
+            return None
+        return predicted / (1 + self.error), predicted / (1 - self.error)
 
-def predict_time(config: Config, gpu: Gpu, calibration: Calibration | None = None) -> StepTime:
+
+def good_to(error: float | None) -> str:
+    """An error bar in words: '±30%'."""
+    return "no error bar" if error is None else f"±{error:.0%}"
+
+
+def predict_time(
+    config: Config, gpu: Gpu, calibration: Calibration | None = None, software: Software = MJAX
+) -> StepTime:
     """Predict the time of a step.
 
     Args:
       config: validated; `model.attention` is a kernel's name, or `auto`, resolved as on this GPU.
       gpu: the hardware. Neighbours in a server are ranks of `model`, then of `data`, then of `pipe`.
-      calibration: program and rates; by default mjax with the rates of published runs.
+      calibration: rates; by default the planner's own for this GPU.
+      software: the program.
 
     Raises:
       UsageError: the GPU has no peak for the config's compute dtype, or does not support its attention kernel.
     """
-    calibration = calibration or default_calibration()
+    calibration = calibration or default_calibration(gpu)
     rates = Rates(gpu, calibration, config.precision.compute)
-    step = _Step(config, rates)
+    step = _Step(config, rates, software)
     seconds = step.seconds(config.micro_batches)
     total = sum(seconds.values())
     tflops = model_flops(config) / total / config.mesh.devices / 1e12
@@ -118,60 +141,21 @@ def _mean(config: Config, step: _Step, total: float) -> float:
     return seconds / steps
 
 
-def _bubble(mesh: MeshConfig, m: int, forward: float, inputs: float, weights: float) -> float:
-    """Idle seconds of the last stage in a step of `m` micro-batches.
-
-    Closed forms of `Schedule.makespan`, since a table of thousands of micro-batches is too slow for a search.
-
-    Args:
-      mesh, m: the pipeline.
-      forward, inputs, weights: seconds of F, and of the halves of a backward pass, of one chunk.
-    """
-    fill = mesh.pipe - 1
-    if mesh.schedule != "zb-h1":
-        return fill * (forward + inputs + weights)
-    # A tick has one operation on each stage and takes as long as the longest of them.
-    work = m * mesh.chunks
-    return _ticks(mesh, m) * max(forward, inputs, weights) - work * (forward + inputs + weights)
-
-
-def _ticks(mesh: MeshConfig, m: int) -> int:
-    """Length of the schedule's table for `m` micro-batches."""
-    work, stages = m * mesh.chunks, mesh.pipe
-    if mesh.schedule == "zb-h1":
-        return 3 * work + stages - 1 + max(0, stages - m)
-    if mesh.schedule == "gpipe":
-        return 2 * (work + stages) - 3
-    return work + stages * mesh.chunks + stages - 2
-
-
-def _empty_messages(mesh: MeshConfig, m: int, software: Software) -> int:
-    """Messages beyond two per micro-batch and chunk: two per stage to fill, or those of all ticks."""
-    if software.sends_every_tick:
-        return 2 * (_ticks(mesh, m) - m * mesh.chunks)
-    return 2 * (mesh.pipe - 1)
-
-
-@lru_cache(maxsize=1024)
-def _activation_elements(of: trace.Traced) -> float:
-    return activation_elements(trace.layer_forward(of).program)
-
-
 class _Step:
     """The work of one device in a step, part by part; every method returns seconds."""
 
-    def __init__(self, config: Config, rates: Rates):
-        self.config, self.rates, self.software = config, rates, rates.calibration.software
+    def __init__(self, config: Config, rates: Rates, software: Software):
+        self.config, self.rates, self.software = config, rates, software
+        self.overlap = software.overlap_of(config)
         model, mesh = config.model, config.mesh
         self.element = WIDTHS[config.precision.compute]
         self.tokens = config.train.micro_batch * model.sequences * model.sequence
         self.samples = config.train.micro_batch
         capability = rates.gpu.compute_capability
         self.flash = self.software.flash and attention_on_gpu(config, capability) == "cudnn"
-        of = trace.Traced.of(config)
+        self.of = of = trace.Traced.of(config)
         self.layer, self.end = trace.layer_forward(of), trace.head(of)
         self.stream = self.samples * self.layer.elements  # elements, on all ranks of `model`
-        self.activations = _activation_elements(of)
         self.held = held_by(model, mesh)
         self.layer_weights = self.held.layers * mesh.pipe / model.layers  # per layer
         self.layers = model.layers // mesh.pipe  # per stage
@@ -187,8 +171,8 @@ class _Step:
                 seconds["model" if axis == MODEL else "data"] += exchanged
         if mesh.pipe > 1:
             forward, inputs, weights = (self.layers / mesh.chunks * sum(p.values()) for p in self._passes)
-            empty = _empty_messages(mesh, m, self.software) * self._message
-            seconds["bubble"] += _bubble(mesh, m, forward, inputs, weights) + empty
+            empty = empty_messages(mesh, m, self.software.sends_every_tick) * self._message
+            seconds["bubble"] += bubble(mesh, m, forward, inputs, weights) + empty
         return seconds
 
     @cached_property
@@ -214,86 +198,134 @@ class _Step:
         return {
             "matmul": self._forward_products,
             "attention": self._attention,
-            "elementwise": self._elementwise,
-            "model": len(self.layer.branches) * self._layer_sum,
+            "elementwise": self._kernels[0],
+            "model": self._exposed_forward(len(self.layer.branches) * self._layer_sum),
             "data": self._over_data(self.element),
         }
 
     def _backward_inputs(self) -> dict[str, float]:
         """A layer's backward pass without its weight gradients, including recomputation."""
         again, software = self.config.train.recompute, self.software
-        to_inputs = sum(self.rates.product(self.tokens, each.k, each.n) for each in self.layer.of_weights)
+        to_inputs = sum(self._product(each.k, each.n) for each in self.layer.of_weights)
         whole, attention = again == "full", again != "none"
-        sums = len(self.layer.branches) * self._layer_sum - self._hidden()
-        split = self.config.mesh.sequence_parallel
+        repeated, split = 0.0, self.config.mesh.sequence_parallel
         if whole:  # of a layer's gathers and scatters only the last scatter can be dead code
-            sums += (1 + software.repeated_sums / 2 if split else software.repeated_sums) * self._layer_sum
-        elif attention and split:
-            sums += self._layer_sum  # the two gathers are repeated: the bytes of one all-reduce
+            repeated = (1 + software.repeated_sums / 2 if split else software.repeated_sums) * self._layer_sum
+            repeated = self._exposed_forward(repeated) - split * self.overlap.repeated * self._layer_sum / 2
+        elif attention and split:  # the two gathers are repeated: the bytes of one all-reduce
+            repeated = self._layer_sum - min(self.overlap.repeated * self._layer_sum, to_inputs)
         return {
             "matmul": to_inputs + whole * self._forward_products,
-            "attention": self._attention_backward() + attention * self._attention,
-            "elementwise": (software.backward_traffic + (whole or attention)) * self._elementwise,
-            "model": sums,
+            "attention": self._attention_backward + attention * self._attention,
+            "elementwise": self._kernels[1] + self._loop,
+            "model": self._exposed_backward + repeated,
             "data": self._over_data(self.element) + self._over_data(software.gradient_bytes),
         }
 
     @cached_property
     def _forward_products(self) -> float:
-        return sum(self.rates.product(self.tokens, each.n, each.k) for each in self.layer.of_weights)
+        return sum(
+            self._product(n, each.k)
+            for each, columns in zip(self.layer.of_weights, self.layer.joined, strict=True)
+            for n in ((each.n,) if self._is_joined(columns) else columns)
+        )
+
+    def _is_joined(self, columns: tuple[int, ...]) -> bool:
+        """Whether products of the same input run as one."""
+        written = self.element * self.tokens * max(columns)
+        return len(columns) > 1 and (self.software.written is not None or written <= JOINED_BYTES)
 
     def _weight_gradients(self, products: Iterable[Product]) -> float:
-        return sum(self.rates.product(each.k, each.n, self.tokens) for each in products)
+        streams = self.config.train.streams
+        return sum(streams * self.rates.product(each.k, each.n, self.tokens / streams) for each in products)
+
+    def _product(self, n: int, k: int) -> float:
+        """[tokens, k] × [k, n], in two halves with two streams."""
+        streams = self.config.train.streams
+        return streams * self.rates.product(self.tokens / streams, n, k)
 
     @cached_property
     def _attention(self) -> float:
-        products = self.layer.of_activations
         if self.flash:
-            flops = self.samples * sum(each.flops for each in products)
-            return self.rates.flash(flops / (2 if self.config.model.causal else 1))
-        return (
-            sum(self.rates.product(each.m, each.n, each.k, each.batch * self.samples) for each in products)
-            + self._scores
-        )
+            return self._flash(backward=False)
+        return self._score_products + self._scores[0]
 
+    @cached_property
     def _attention_backward(self) -> float:
-        if self.flash:
-            return 2.5 * self._attention  # five products for two: it recomputes the scores (arXiv 2307.08691)
-        return 2 * (self._attention - self._scores) + self.software.backward_traffic * self._scores
+        if self.flash:  # five products for two: it recomputes the scores (arXiv 2307.08691)
+            return self._flash(backward=True)
+        return 2 * self._score_products + self._scores[1]
+
+    def _flash(self, backward: bool) -> float:
+        products, model = self.layer.of_activations, self.config.model
+        flops = self.samples * sum(each.flops for each in products) / (2 if model.causal else 1)
+        return self.rates.flash((2.5 if backward else 1) * flops, products[0].k, model.sequence, backward)
 
     @cached_property
-    def _scores(self) -> float:
+    def _score_products(self) -> float:
+        products = self.layer.of_activations
+        return sum(self.rates.product(each.m, each.n, each.k, each.batch * self.samples) for each in products)
+
+    @cached_property
+    def _scores(self) -> tuple[float, float]:
+        """Passes over stored scores, in the forward and in the backward pass."""
+        written = self.software.written
+        if written is None:
+            return tuple(self.rates.traffic(self.samples * each.scores, 3) for each in self._traced[:2])
         elements = self.samples * max(each.batch * each.m * each.n for each in self.layer.of_activations)
-        return self.rates.traffic(self.software.score_bytes * elements * self.element / 2, 3)
+        forward = self.rates.traffic(written.scores * elements * self.element / 2, 3)
+        return forward, written.backward * forward
 
     @cached_property
-    def _elementwise(self) -> float:
-        mesh, software = self.config.mesh, self.software
-        stream = software.stream_bytes * self.stream / (mesh.model if mesh.sequence_parallel else 1)
-        mlp = software.mlp_bytes * self.samples * self.activations
-        return self.rates.traffic((stream + mlp) * self.element / 2, software.kernels)
+    def _traced(self) -> Kernels:
+        """What the traced kernels move."""
+        return kernels_of(self.of, "cudnn" if self.flash else "xla", self.config.train.recompute)
+
+    @cached_property
+    def _kernels(self) -> tuple[float, float]:
+        """Memory-bound kernels of a layer, forward, and backward with what is computed again."""
+        mesh, written = self.config.mesh, self.software.written
+        if written is None:
+            cut = [2 * self.element * self.tokens * sum(each) for each in self.layer.joined if self._is_joined(each)]
+            forward, backward = map(self._seconds_of, self._traced[:2])
+            return forward + self.rates.traffic(sum(cut), len(cut)), backward
+        stream = written.stream * self.stream / (mesh.model if mesh.sequence_parallel else 1)
+        mlp = written.mlp * self.samples * kernel_bytes.activations(self.of)
+        forward = self.rates.traffic((stream + mlp) * self.element / 2, written.kernels)
+        return forward, (written.backward + (self.config.train.recompute != "none")) * forward
+
+    def _seconds_of(self, moved: Moved) -> float:
+        return self.rates.traffic(self.samples * moved.bytes, moved.kernels)
+
+    @cached_property
+    def _loop(self) -> float:
+        """What a loop over layers costs for each: filling stacks and copying, where its layers are not unrolled."""
+        if self.software.written is not None or not is_looped(self.config, self.rates.gpu.usable_bytes):
+            return 0.0
+        kept = self.samples * self._traced.kept
+        return self.rates.traffic(*kernel_bytes.looped(kept, self.element * self.layer_weights, self.overlap.copies))
 
     # --- Collectives --------------------------------------------------------------------------------------------------
 
     @cached_property
     def _layer_sum(self) -> float:
         """One sum of a stream over `model`; with sequence parallelism a reduce-scatter and an all-gather."""
-        whole = self.element * self.stream
-        ranks = self.config.mesh.model
+        ranks, streams = self.config.mesh.model, self.config.train.streams
+        whole = self.element * self.stream / streams
         if self.config.mesh.sequence_parallel:
-            return 2 * self.rates.gather(ranks, 1, whole)
-        return self.rates.sum(ranks, 1, whole)
+            return 2 * streams * self.rates.gather(ranks, 1, whole)
+        return streams * self.rates.sum(ranks, 1, whole)
 
-    def _hidden(self) -> float:
-        """The part of a layer's backward sums that overlaps with weight gradients of the column-parallel layers before
-        them.
+    def _exposed_forward(self, seconds: float) -> float:
+        """What a layer waits for of so many seconds of collectives in a forward pass."""
+        return seconds - min(self.overlap.forward * seconds, self._forward_products)
 
-        With sequence parallelism that is the reduce-scatter; the all-gather before it is needed at once.
-        """
-        if not self.software.hides_backward_sums:
-            return 0.0
-        part = self._layer_sum / (2 if self.config.mesh.sequence_parallel else 1)
-        return sum(min(part, self._weight_gradients(branch[:-1])) for branch in self.layer.branches)
+    @cached_property
+    def _exposed_backward(self) -> float:
+        """What a layer waits for of its backward collectives: those beside the weight gradients of the column-parallel
+        layers before them cost nothing up to the time that these take."""
+        hidden = self.overlap.backward * self._layer_sum
+        return sum(self._layer_sum - min(hidden, self._weight_gradients(branch[:-1])) for branch in self.layer.branches)
 
     def _over_data(self, width: float) -> float:
         """ZeRO-3: a gather of a layer's weights, or a scatter of their gradients, of `width` bytes per element."""
@@ -318,11 +350,13 @@ class _Step:
         embedding = self.rates.traffic(9 * self.element * self.stream, 3)
         if not self.end.products:
             return embedding
-        # Logits are written, read by the loss and its gradient, written again: in float32, 16 bytes in total.
-        logits = self.rates.traffic(16 * self.samples * self.end.logits, 6)
-        return (
-            embedding + logits + 3 * sum(self.rates.product(self.tokens, each.n, each.k) for each in self.end.products)
-        )
+        written = self.software.written
+        if written is None:
+            moved = self._seconds_of(self._traced.head)
+        else:
+            moved = self.rates.traffic(written.logits * self.samples * self.end.logits, 6)
+        products = sum(self.rates.product(self.tokens, each.n, each.k) for each in self.end.products)
+        return embedding + moved + 3 * products
 
     def head_sums(self) -> float:
         """Collectives over `model` of embedding and head: the embedding's sum, and that of the logits' gradient.
@@ -344,7 +378,7 @@ class _Step:
         if mesh.zero:
             return seconds + rates.gather(mesh.data, mesh.model, across * weights)
         summed = rates.sum(mesh.data, mesh.model, software.gradient_bytes * weights)
-        if software.hides_gradient_sums:  # beside the backward pass of the last micro-batch
+        if self.overlap.gradients:  # beside the backward pass of the last micro-batch
             beside = self.layers * sum(sum(each.values()) for each in self._passes[1:])
             summed = max(0.0, summed - beside)
         return seconds + summed

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from mjax.batch_size import BatchSizes
 from mjax.config import Config
 from mjax.hardware import Gpu
-from mjax.planner.calibration import Calibration, default_calibration
+from mjax.planner.calibration import RATES, Calibration, default_calibration
 from mjax.planner.section import Section, named_rows, table
-from mjax.planner.time import PARTS, predict_time
+from mjax.planner.time import PARTS, StepTime, good_to, predict_time
 from mjax.training.flops import hardware_flops, model_flops
 
 NAMES = {
@@ -37,7 +37,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     Raises:
       UsageError: the GPU has no peak for the config's compute dtype.
     """
-    calibration = calibration or default_calibration()
+    calibration = calibration or default_calibration(gpu)
     step = predict_time(config, gpu, calibration)
     devices, compute = config.mesh.devices, config.precision.compute
     step_tokens = config.train.global_batch * config.model.sequences * config.model.sequence
@@ -49,6 +49,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "gpu": gpu.name,
         "seconds": step.total,
         "error": step.error,
+        "between": step.between(step.total),
         "caveats": list(step.caveats),
         "parts": step.parts,
         "model_flops": model_flops(config),
@@ -61,6 +62,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "tokens_per_second": step_tokens / step.total,
         "run": {"tokens": tokens, "seconds": run_seconds},
         "calibration": asdict(calibration),
+        "not_measured": calibration.not_measured(gpu),
     }
     parts = [
         (NAMES[name], f"{1e3 * step.parts[name]:,.1f}", f"{step.parts[name] / step.total:.1%}")
@@ -68,7 +70,8 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         if step.parts[name] > 0
     ]
     rows = {
-        "error bar": f"±{step.error:.0%}: {calibration.software.name}, {calibration.fitted_on}",
+        "error bar": _error_bar(step, calibration),
+        "rates": _rates(calibration, gpu),
         "a GPU": f"{step.model_tflops:,.1f} model TFLOP/s, {hardware:,.1f} with what is recomputed",
         "MFU": f"{step.mfu:.1%} of {gpu.peak_tflops[compute]:,g} TFLOP/s: nothing recomputed counts, attention over "
         f"s × s" + (f" ({causal:.1%} if its masked half is left out)" if config.model.causal else ""),
@@ -81,6 +84,27 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     total = ("a step", f"{1e3 * step.total:,.1f}", "100.0%")
     lines = [*table(("", "ms", "share"), [*parts, total]), *named_rows(rows)]
     return Section(f"Time on {gpu.name}, predicted", values, lines)
+
+
+def _error_bar(step: StepTime, calibration: Calibration) -> str:
+    found = calibration.sources.get("error", "its source is not known")
+    if step.error is None:
+        return f"none for sequences of this length; others were compared with {found}"
+    between = step.between(step.total)
+    if between is None:
+        return f"{good_to(step.error)} of the measured time: {found}"
+    low, high = (f"{1e3 * seconds:,.1f}" for seconds in between)
+    return f"{good_to(step.error)} of the measured time, so {low} to {high} ms: {found}"
+
+
+def _rates(calibration: Calibration, gpu: Gpu) -> str:
+    """Where the rates come from, those of the same source together."""
+    unknown, sources = calibration.not_measured(gpu), {}
+    for name in RATES:
+        sources.setdefault(calibration.sources.get(name, "its source is not known"), []).append(name)
+    measured = [name for name in RATES if name not in unknown]
+    found = f"{', '.join(measured)} measured on {gpu.name}" if measured else f"none measured on {gpu.name}"
+    return "; ".join([found, *(f"{', '.join(names)}: {source}" for source, names in sources.items())])
 
 
 def run_tokens(config: Config) -> int:

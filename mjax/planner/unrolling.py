@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mjax.config import Config
-from mjax.planner.fit import memory_of
 from mjax.planner.memory import HEADROOM, free_share, predict_memory
 
 MOST_LAYERS = 80
@@ -31,14 +30,20 @@ def with_unrolling(config: Config, usable: float | None) -> Config:
     """
     if config.train.unroll != "auto":
         return config
-    unrolled = replace(config, train=replace(config.train, unroll="on"))
+    return replace(config, train=replace(config.train, unroll="off" if is_looped(config, usable) else "on"))
+
+
+def is_looped(config: Config, usable: float | None) -> bool:
+    """Whether the layers run in a loop; arguments as for `with_unrolling`."""
+    if config.train.unroll != "auto":
+        return config.train.unroll == "off"
     if config.train.streams == 2:
-        return unrolled
+        return False
     mesh = config.mesh
-    loops = usable is None or mesh.pipe > 1 or mesh.zero == 3 or config.model.layers > MOST_LAYERS
-    if not loops and free_share(predict_memory(unrolled).total, usable) >= HEADROOM:
-        return unrolled
-    return replace(config, train=replace(config.train, unroll="off"))
+    if usable is None or mesh.pipe > 1 or mesh.zero == 3 or config.model.layers > MOST_LAYERS:
+        return True
+    unrolled = replace(config, train=replace(config.train, unroll="on"))
+    return free_share(predict_memory(unrolled).total, usable) < HEADROOM
 
 
 def layers_in_words(unrolled: bool, streams: int) -> str:
@@ -50,6 +55,8 @@ def layers_in_words(unrolled: bool, streams: int) -> str:
 def unrolled_here(config: Config) -> Config:
     """`with_unrolling` for the GPUs of this process."""
     import jax  # a plan does not need it
+
+    from mjax.planner.fit import memory_of  # which imports the model of time
 
     found = memory_of(jax.local_devices()[0])
     return with_unrolling(config, None if found is None else found[0])

@@ -9,6 +9,7 @@ and all layers are alike. Dropout is left out, since its masks are recomputed an
 
     stacks_forward   the number of layers of each stack, and products and sums of one of them
     layer_forward    the same of a layer, for a model with one stack
+    layer_program    a layer's forward pass as it runs, with sequence parallelism
     layer_backward   what a layer keeps, and what its backward pass does
     head             products of the head, and what it keeps
 """
@@ -46,17 +47,22 @@ class Layer:
     """The forward pass of a layer, for one sample on one rank of `model`, without sequence parallelism.
 
     Attributes:
-      program: of it, with attention written out.
+      program: of it, with attention written out; first come `constants` inputs, then the stream, then weights.
+      constants: inputs that are the same in every layer.
       elements: of the residual stream.
       branches: the products with weights before each sum over `model`, those of the same input as one; the last of a
         branch is row-parallel.
       of_activations: products of two activations, as in attention.
+      joined: for each of `of_weights` the columns of the products that it stands for: one, or those of queries, keys
+        and values.
     """
 
     program: Program
+    constants: int
     elements: int
     branches: tuple[tuple[Product, ...], ...]
     of_activations: tuple[Product, ...]
+    joined: tuple[tuple[int, ...], ...]
 
     @property
     def of_weights(self) -> list[Product]:
@@ -70,6 +76,7 @@ class Backward:
 
     Attributes:
       program: of it; first come `constants` inputs, then `carried` ones, passed from layer to layer.
+      weights: inputs that are weights; the others after the constants depend on the tokens.
       kept: bytes that the forward pass keeps for it, without weights.
       stream: bytes of this rank's rows of the residual stream.
     """
@@ -77,6 +84,7 @@ class Backward:
     program: Program
     constants: int
     carried: int
+    weights: frozenset[int]
     kept: int
     stream: int
 
@@ -86,11 +94,13 @@ class Head:
     """Everything after the last layer, including the loss, for one sample on one rank of `model`.
 
     Attributes:
+      program: of its forward and backward pass; the stream is its last input, and all others are weights.
       products: of all tokens with a weight, in order; those of a few tokens, such as a pooler's, are in `flops` only.
       kept: elements and bytes of each array that its forward pass keeps for its backward pass.
       flops: of its forward pass.
     """
 
+    program: Program
     products: tuple[Product, ...]
     kept: tuple[tuple[int, int], ...]
     flops: float
@@ -204,26 +214,41 @@ def _trace(config: Config, part: Callable) -> Any:
     return found[0]
 
 
+@lru_cache(maxsize=1024)
+def layer_program(of: Traced) -> tuple[Program, int]:
+    """The forward pass of a layer with the rows of the stream that this rank has, and its number of constant inputs."""
+    layer = _trace(of.config(), _forward)[0][1] if of.sequence_parallel else layer_forward(of)
+    return layer.program, layer.constants
+
+
 def _forward(forward: Forward, weights, micro_batch, x: Array) -> tuple[tuple[int, Layer], ...]:
     jaxpr = jax.make_jaxpr(lambda blocks, x: forward.layers(blocks, x, micro_batch))(weights.blocks, x).jaxpr
-    return tuple((scan.params["length"], _layer(Program(scan.params["jaxpr"]), x)) for scan in _scans(jaxpr))
+    return tuple(
+        (scan.params["length"], _layer(Program(scan.params["jaxpr"]), scan.params["num_consts"], x))
+        for scan in _scans(jaxpr)
+    )
 
 
-def _layer(program: Program, x: Array) -> Layer:
-    branches, last = [[]], None
+def _layer(program: Program, constants: int, x: Array) -> Layer:
+    branches, joined, last = [[]], [], None
     for operation in program.operations:
         if operation.name == "dot_general" and (product := product_of(operation.equation)).of_weight:
             if operation.inputs[0] == last:  # such as queries, keys and values: the backward pass has them as one
+                joined[-1] += (product.n,)
                 product = product._replace(n=product.n + branches[-1].pop().n)
+            else:
+                joined.append((product.n,))
             branches[-1].append(product)
             last = operation.inputs[0]
         elif operation.is_collective and program.shape(operation.outputs[0]) == x.shape:
             branches.append([])
     return Layer(
         program=program,
+        constants=constants,
         elements=x.size,
         branches=tuple(tuple(branch) for branch in branches if branch),
         of_activations=tuple(product for product in program.products if not product.of_weight),
+        joined=tuple(joined),
     )
 
 
@@ -234,26 +259,30 @@ def _backward(forward: Forward, weights, micro_batch, x: Array) -> Backward:
         y, backward = jax.vjp(lambda blocks, x: forward.layers(blocks, x, micro_batch)[0], blocks, x)
         return y, backward(gradient)
 
-    first, backward = _scans(jax.make_jaxpr(gradients)(weights.blocks, x, x).jaxpr)
+    jaxpr = jax.make_jaxpr(gradients)(weights.blocks, x, x).jaxpr
+    first, backward = _scans(jaxpr)
+    stacks = set(jaxpr.invars[:-2])
     return Backward(
         program=Program(backward.params["jaxpr"]),
         constants=backward.params["num_consts"],
         carried=backward.params["num_carry"],
+        weights=frozenset(i for i, v in enumerate(backward.invars) if not isinstance(v, Literal) and v in stacks),
         kept=sum(bytes_of(variable.aval) for variable in first.outvars[first.params["num_carry"] :]),
         stream=bytes_of(x),
     )
 
 
 def _head(forward: Forward, weights, micro_batch, x: Array) -> Head:
-    def loss_and_backward(weights, x):
-        return jax.vjp(lambda weights, x: sum(forward.loss(weights, x, micro_batch).values()), weights, x)
+    def loss(weights, x):
+        return sum(forward.loss(weights, x, micro_batch).values())
 
-    jaxpr = jax.make_jaxpr(loss_and_backward)(weights, x).jaxpr
+    jaxpr = jax.make_jaxpr(lambda weights, x: jax.vjp(loss, weights, x))(weights, x).jaxpr
     # One array may be kept for several backward passes; inputs are kept by whoever made them.
     kept = [v for v in dict.fromkeys(jaxpr.outvars[1:]) if not isinstance(v, Literal) and v not in jaxpr.invars]
     products = Program(jaxpr).products
     tokens = micro_batch["tokens"].size
     return Head(
+        program=Program(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(weights, x)),
         products=tuple(product for product in products if product.of_weight and product.m == tokens),
         kept=tuple((variable.aval.size, bytes_of(variable.aval)) for variable in kept),
         flops=sum(product.flops for product in products),

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.fitting import Measurement, calibrate
 from mjax.hardware import gpu_named
-from mjax.planner.calibration import MJAX_FROM_PAPERS, read_calibration
+from mjax.planner.calibration import H100 as H100_RATES
+from mjax.planner.calibration import read_calibration
 from mjax.planner.rates import Rates
 from tests.conftest import ROOT
 
@@ -17,20 +18,20 @@ H100 = gpu_named("h100")
 TRUE = {
     "launch": 3e-6,
     "memory": 0.9,
-    "attention": 0.62,
+    "attention": ((96, 1024, 0.41, 0.33), (128, 1024, 0.5, 0.4), (128, 4096, 0.62, 0.55)),
     "matmul": 0.71,
-    "half": 160.0,
+    "inner": 160.0,
     "node": 0.81,
     "collective": 2e-5,
 }
 
 
 def _measurements(true=TRUE):
-    rates = Rates(H100, replace(MJAX_FROM_PAPERS, **true), "bf16")
+    rates = Rates(H100, replace(H100_RATES, **true), "bf16")
     sizes = [
         ("launch", (10,)),
         ("copy", (2e9,)),
-        ("attention", (5e11,)),
+        *(("attention", (5e11, *row[:2], backward)) for row in true["attention"] for backward in (0, 1)),
         *(
             ("product", shape)
             for shape in ((8192, 8192, 8192), (2048, 2048, 2048), (8192, 384, 3072), (512, 512, 4096))
@@ -45,30 +46,33 @@ def test_the_rates_behind_the_times_are_found_again():
     assert unsettled == []
     assert found.gpu == "h100"
     for name, value in TRUE.items():
-        assert getattr(found, name) == pytest.approx(value, rel=1e-3), name
-    assert found.network == MJAX_FROM_PAPERS.network
+        expected = (
+            [pytest.approx(row, rel=1e-3) for row in value] if name == "attention" else pytest.approx(value, 1e-3)
+        )
+        assert (list(found.attention) if name == "attention" else getattr(found, name)) == expected, name
+    assert found.network == H100_RATES.network
 
 
 def test_what_was_not_measured_is_named_and_stays():
     some = [m for m in _measurements() if m.kind in ("copy", "product")]
     found, unsettled = calibrate(some, H100, "bf16")
     assert unsettled == ["launch", "attention", "node", "collective"]
-    assert found.launch == MJAX_FROM_PAPERS.launch
+    assert found.launch == H100_RATES.launch
     assert found.memory == pytest.approx(0.9, rel=0.02)  # a launch is taken off with the published rate
 
 
 def test_products_that_are_bound_by_memory_settle_nothing_about_the_peak():
-    crawling = replace(MJAX_FROM_PAPERS, memory=1e-4)
+    crawling = replace(H100_RATES, memory=1e-4)
     measured = [Measurement("product", (8192, 1024, size), 1.0) for size in (1024, 4096)]
     _, unsettled = calibrate(measured, H100, "bf16", crawling)
-    assert {"matmul", "half"} <= set(unsettled)
+    assert {"matmul", "inner"} <= set(unsettled)
 
 
 def test_times_that_would_beat_the_data_sheet_settle_nothing():
     small = [Measurement("sum", (2, size), 1e-4) for size in (64.0, 4096.0, 65536.0)]  # a hundredfold, for nothing more
     found, unsettled = calibrate(small, H100, "bf16")
     assert {"node", "collective"} <= set(unsettled)
-    assert found.node == MJAX_FROM_PAPERS.node
+    assert found.node == H100_RATES.node
 
 
 def test_the_command_measures_what_there_is_and_writes_a_file_that_is_read(tmp_path):
@@ -82,9 +86,11 @@ def test_the_command_measures_what_there_is_and_writes_a_file_that_is_read(tmp_p
     assert found.gpu == "h100"
     assert found.date
     assert found.versions.keys() == {"jax", "jaxlib"}
-    assert "copy, sum measured on 2 × cpu" in found.fitted_on
+    assert found.measured == ("memory", "node", "collective")
+    assert found.sources["memory"].startswith("measured on 2 × cpu, 20")
+    assert found.sources["matmul"] == H100_RATES.sources["matmul"]
     assert found.memory < 0.1, "no CPU copies as fast as an H100"
-    assert found.matmul == MJAX_FROM_PAPERS.matmul
+    assert found.matmul == H100_RATES.matmul
     assert "not settled by what was measured, and left as published: launch, attention, matmul" in result.stdout
     assert result.stdout.count("all-reduce") == 4
 

@@ -3,11 +3,12 @@
 import pytest
 
 from mjax.hardware import gpu_named
-from mjax.planner.roofline import COLLECTIVES, COPIES, FILLS, PRODUCTS, SHARES, roofline
+from mjax.planner.calibration import H100 as RATES
+from mjax.planner.roofline import COLLECTIVES, COPIES, FILLS, LATENCY, PRODUCTS, roofline
 from tests.planner.test_hlo import PROGRAM
 
 H100 = gpu_named("h100")
-BANDWIDTH = SHARES.memory * H100.memory_bandwidth
+BANDWIDTH = RATES.memory * H100.memory_bandwidth
 HEAD = "HloModule jit_step, is_scheduled=true\n\n"
 
 
@@ -83,7 +84,7 @@ def test_a_slice_and_an_update_in_place_count_with_the_bytes_they_touch():
     assert {kind: row.bytes for kind, row in found.rows.items()} == pytest.approx(
         {"layer forward": 3 * layer, COPIES: 2 * layer, FILLS: 40 * layer}, rel=1e-5
     )
-    assert found.rows[FILLS].seconds == pytest.approx(40 * layer / BANDWIDTH + SHARES.launch)
+    assert found.rows[FILLS].seconds == pytest.approx(40 * layer / BANDWIDTH + RATES.launch)
     assert found.copied_stacks == 1
 
 
@@ -98,7 +99,7 @@ def test_the_step_waits_for_a_collective_only_as_long_as_nothing_hides_it():
     ]
     hidden, alone = roofline(program(*lines), H100, 8), roofline(program(*lines[:3], lines[4]), H100, 8)
     sent = 2 * 7 / 8 * 2 * 8192**2
-    assert alone.collectives == pytest.approx(SHARES.latency + sent / (SHARES.link * H100.node_bandwidth))
+    assert alone.collectives == pytest.approx(LATENCY + sent / (RATES.node * H100.node_bandwidth))
     assert alone.seconds == alone.rows[COLLECTIVES].seconds == alone.collectives
     assert hidden.rows[COLLECTIVES].seconds == 0.0
     assert hidden.seconds == hidden.rows[PRODUCTS].seconds > hidden.collectives

@@ -8,9 +8,11 @@ import pytest
 from mjax import cli
 from mjax.config import load_config
 from mjax.hardware import gpu_named
-from mjax.planner.calibration import MJAX_FROM_PAPERS, write_calibration
+from mjax.planner.calibration import H100, MEGATRON_A100, write_calibration
+from mjax.planner.software import MEGATRON_2021
 from mjax.planner.time import predict_time
-from mjax.planner.time_section import time_section
+from mjax.planner.time_section import run_tokens, time_section
+from mjax.training.flops import hardware_flops
 
 A100 = gpu_named("a100")
 
@@ -32,10 +34,12 @@ def test_the_json_holds_the_prediction_and_says_how_mfu_was_counted():
 def test_gpt_3_takes_the_34_days_on_1024_a100s_that_2104_04473_estimates():
     # Section 5.1 and equation 4: 300 billion tokens at 140 TFLOP/s a GPU, recomputation counted. The estimate counts
     # 8 T P FLOPs, fewer than the products of the model.
-    found = time_section(load_config("gpt_175b"), A100).values
-    assert found["run"]["tokens"] == pytest.approx(300e9, rel=1e-4)
-    assert found["hardware_tflops"] == pytest.approx(140, rel=0.06)
-    assert found["run"]["seconds"] / 86_400 == pytest.approx(34, rel=0.06)
+    config = load_config("gpt_175b")
+    config = replace(config, precision=replace(config.precision, compute="fp16"))
+    step = predict_time(config, A100, MEGATRON_A100, MEGATRON_2021)
+    assert run_tokens(config) == pytest.approx(300e9, rel=1e-4)
+    assert hardware_flops(config) / step.total / 1024 / 1e12 == pytest.approx(140, rel=0.06)
+    assert step.mean * config.train.steps / 86_400 == pytest.approx(34, rel=0.06)
 
 
 def test_a_run_whose_batch_grows_takes_each_step_at_its_own_batch():
@@ -54,7 +58,8 @@ def test_the_plan_has_a_section_on_time_where_a_gpu_is_named(capsys):
     assert cli.main(flags) == 0
     printed = capsys.readouterr().out
     assert "--- Time on a100, predicted ---" in printed
-    assert "error bar  ±12%" in printed
+    assert "error bar  ±30% of the measured time, so 1" in printed
+    assert "rates      none measured on a100; matmul, inner: fitted to 18 runs of Megatron-LM" in printed
     assert "beyond" not in printed
     assert cli.main([*flags, "--json"]) == 0
     step = predict_time(load_config("gpt_145b"), A100)
@@ -63,13 +68,30 @@ def test_the_plan_has_a_section_on_time_where_a_gpu_is_named(capsys):
     assert "Time on" not in capsys.readouterr().out
 
 
+def test_longer_sequences_than_were_compared_have_no_error_bar(capsys):
+    assert cli.main(["plan", "--config", "llama3_8b", "--gpu", "h100"]) == 0
+    printed = capsys.readouterr().out
+    assert "beyond     no error bar at 8,192 positions: it was found on runs of 512 to 2,048" in printed
+    assert "error bar  none for sequences of this length; others were compared with 29 steps" in printed
+    found = time_section(load_config("llama3_8b"), gpu_named("h100")).values
+    assert (found["error"], found["between"]) == (None, None)
+
+
 def test_a_calibration_of_the_users_own_is_used(capsys, tmp_path):
     file = tmp_path / "mine.json"
-    write_calibration(replace(MJAX_FROM_PAPERS, gpu="h100", matmul=0.3, error=0.07), file)
-    assert cli.main(["plan", "--config", "gpt_145b", "--gpu", "h100", "--calibration", str(file), "--json"]) == 0
+    measured = {"measured": ("matmul", "memory"), "sources": {"matmul": "measured on one H100", "error": "five steps"}}
+    write_calibration(replace(H100, matmul=0.3, error=0.07, **measured), file)
+    flags = ["plan", "--config", "gpt_145b", "--gpu", "h100", "--calibration", str(file)]
+    assert cli.main([*flags, "--json"]) == 0
     slow = json.loads(capsys.readouterr().out)["time"]
     assert slow["error"] == 0.07
+    assert slow["between"] == pytest.approx([slow["seconds"] / 1.07, slow["seconds"] / 0.93])
     assert slow["seconds"] > 1.5 * predict_time(load_config("gpt_145b"), gpu_named("h100")).total
+    assert slow["not_measured"] == ["inner", "attention", "launch", "node", "network", "collective"]
+    assert cli.main(flags) == 0
+    printed = capsys.readouterr().out
+    assert "ms: five steps" in printed
+    assert "rates      matmul, memory measured on h100; matmul: measured on one H100; inner, " in printed
 
 
 @pytest.mark.parametrize(("gpu", "compute"), [("v100", "bf16"), ("h100", "fp64")])

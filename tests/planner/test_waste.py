@@ -13,6 +13,7 @@ from mjax.hardware import GIB, gpu_named
 from mjax.packages import cuda_build
 from mjax.planner.compile import compile_step
 from mjax.planner.roofline import COLLECTIVES, COPIES, FILLS, PRODUCTS, roofline
+from mjax.planner.time import predict_time
 from mjax.planner.unrolling import MOST_LAYERS, with_unrolling
 
 needs_compiler = pytest.mark.skipif(
@@ -107,6 +108,14 @@ def test_two_streams_wait_less_than_half_as_long_for_the_same_bytes(compiled, re
     assert two.rows[COLLECTIVES].bytes < 1.2 * one.rows[COLLECTIVES].bytes
     assert two.rows[PRODUCTS].flops == one.rows[PRODUCTS].flops  # nothing is computed twice
     assert two.seconds < 0.95 * one.seconds
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "unroll"), [("loop", "off"), ("layers", "on")])
+def test_the_plan_predicts_the_time_of_the_compiled_step_from_its_trace(compiled, name, unroll):
+    _, table = compiled(name, 3, unroll)
+    config, _ = gpt_1b(3, unroll)
+    assert predict_time(config, H100).total == pytest.approx(table.seconds, rel=0.05)
 
 
 # --- Which steps have a loop ------------------------------------------------------------------------------------------

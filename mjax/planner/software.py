@@ -1,0 +1,142 @@
+"""Properties of a training program that no config contains, for the model of time: what it sends and what it hides.
+
+mjax's own program is traced: its products, the bytes of its kernels and its collectives are read from the trace of a
+layer. The programs of the papers cannot be traced; what their kernels read and write was read from their code
+(`Written`). Nothing here is fitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+
+from mjax.config import Config
+
+
+@dataclass(frozen=True)
+class Written:
+    """Bytes of the kernels of a program that cannot be traced: of 16-bit activations, read and written by one layer's
+    forward pass, per element of the given tensor.
+
+    Attributes:
+      stream: per element of [tokens, h]: LayerNorms, dropout, residual sums.
+      mlp: per element of [tokens, f / p]: GELU.
+      scores: per element of the scores [b, n / p, s, s]: scale, mask, softmax, dropout; not reads and writes of the two
+        products.
+      logits: per element of the vocabulary scores, forward and backward.
+      kernels: launches of a layer's forward pass, except its products.
+      backward: bytes of a backward pass divided by those of the forward.
+    """
+
+    stream: float
+    mlp: float
+    scores: float
+    logits: float
+    kernels: int
+    backward: float
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The collectives that run beside products: the one place that says so.
+
+    Attributes:
+      backward: share of a layer's backward collectives over `model` that stands beside the products of its weights'
+        gradients, at most as long as these take.
+      repeated: with sequence parallelism the same of the gathers of kept tokens that recomputation repeats, beside the
+        products of gradients: both of a layer with selective recomputation, the first with full.
+      forward: the same of the forward pass and of full recomputation, beside the products of the other half of the
+        micro-batch (`train.streams 2`): 0 with one stream.
+      gradients: sums over `data` run beside the backward pass of the last micro-batch.
+      copies: the copies into and out of the stacks of a loop over layers run beside the products.
+    """
+
+    backward: float
+    repeated: float = 0.0
+    forward: float = 0.0
+    gradients: bool = False
+    copies: bool = False
+
+
+@dataclass(frozen=True)
+class Software:
+    """A training program.
+
+    Attributes:
+      name: of the program.
+      written: bytes of its kernels; None if its layers are traced.
+      flash: it has a flash attention kernel.
+      overlap: what it hides; None if that depends on the config (`overlap_of`).
+      repeated_sums: all-reduces of a layer that full recomputation repeats. The last one of a layer is dead code, which
+        XLA removes.
+      gradient_bytes: per element when gradients are summed over `data`.
+      accumulate_bytes: read and written per weight when the gradients of a micro-batch are accumulated.
+      optimizer_bytes: read and written per weight by norm, clipping, Adam and the cast to the compute dtype.
+      splits_messages: each rank of `model` sends its part of an activation to the next stage, which gathers it (arXiv
+        2104.04473, section 4.1), with sequence parallelism or without.
+      sends_every_tick: stages synchronise after every tick of the schedule and send both ways, even without a receiver.
+    """
+
+    name: str
+    written: Written | None
+    flash: bool
+    overlap: Overlap | None
+    repeated_sums: int
+    gradient_bytes: int
+    accumulate_bytes: int
+    optimizer_bytes: int
+    splits_messages: bool
+    sends_every_tick: bool
+
+    def overlap_of(self, config: Config) -> Overlap:
+        """What the program hides with this config."""
+        return self.overlap or mjax_overlap(config, jax.__version_info__)
+
+
+def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
+    """What mjax's step hides when compiled by a version of jax, read from programs compiled for H100s.
+
+    With sequence parallelism a barrier ties each reduce-scatter of the backward pass to the product beside it, in every
+    version; the all-gather before it is needed at once, and one that is repeated needs only what was kept. Without
+    sequence parallelism XLA decides: jax 0.10 puts the all-reduce beside the product, 0.11 behind it; and 0.11 copies
+    into the stacks of a loop beside the products. With two streams barriers put most collectives beside the other
+    half's work (docs/benchmarks.md).
+    """
+    newer = version >= (0, 11)
+    if config.train.streams == 2:  # 81% of all in gpt_8b's compiled program
+        return Overlap(backward=0.8, repeated=1.0, forward=0.8, copies=newer)
+    if config.mesh.sequence_parallel:
+        return Overlap(backward=0.5, repeated=1.0, copies=newer)
+    return Overlap(backward=0.0 if newer else 1.0, copies=newer)
+
+
+# The 26 bytes of Adam, 2 of the norm and 6 of the cast were read from programs compiled for H100s (docs/benchmarks.md).
+MJAX = Software(
+    name="mjax", written=None, flash=True, overlap=None,
+    repeated_sums=1, gradient_bytes=4, accumulate_bytes=12, optimizer_bytes=34,
+    splits_messages=False, sends_every_tick=True,
+)  # fmt: skip
+
+# The program of arXiv 2104.04473 (Megatron-LM v2): GELU, dropout with residual, and softmax are fused kernels;
+# attention stores its scores and a dropout mask; gradients are fp16.
+MEGATRON_2021 = Software(
+    name="Megatron-LM of 2021",
+    written=Written(stream=26, mlp=6, scores=10, logits=16, kernels=11, backward=1.6),
+    flash=False, overlap=Overlap(backward=0.0),
+    repeated_sums=2, gradient_bytes=2, accumulate_bytes=6, optimizer_bytes=52,
+    splits_messages=True, sends_every_tick=False,
+)  # fmt: skip
+
+# The program of arXiv 2205.05198: the same, but the gather for a weight's gradient overlaps with another product
+# (section 4.2.2), and that product adds to the gradient itself (Megatron-LM, fused since February 2022).
+MEGATRON_2022 = replace(MEGATRON_2021, name="Megatron-LM of 2022", overlap=Overlap(backward=0.5), accumulate_bytes=0)
+
+# The program of arXiv 1909.08053: only LayerNorm and the optimizer are fused, so bias, GELU, dropout, residual, scale,
+# mask and softmax each read and write.
+MEGATRON_2019 = replace(
+    MEGATRON_2021,
+    name="Megatron-LM of 2019",
+    written=Written(stream=34, mlp=12, scores=21, logits=16, kernels=11, backward=1.6),
+    splits_messages=False,
+)
