@@ -24,8 +24,7 @@ from mjax.planner.calibration import Calibration
 from mjax.planner.search import Candidate, Found, candidates
 from mjax.planner.search_command import check_searchable, find, with_batch
 from mjax.planner.search_flags import SearchArguments
-from mjax.planner.section import Section, table
-from mjax.planner.time import good_to
+from mjax.planner.section import Section, good_to, table
 from mjax.resolve import shorter_warmup
 from mjax.training.flops import model_flops
 

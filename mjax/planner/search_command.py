@@ -35,8 +35,8 @@ from mjax.planner.search import (
 )
 from mjax.planner.search_flags import SearchArguments
 from mjax.planner.search_report import LeftOut, Question, cost, report, tight_warning
-from mjax.planner.section import Section
-from mjax.planner.time import good_to, predict_time
+from mjax.planner.section import Section, good_to
+from mjax.planner.time import predict_time
 from mjax.planner.time_section import run_tokens
 from mjax.validation import validate
 

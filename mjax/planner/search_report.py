@@ -10,8 +10,7 @@ from mjax.config import Config
 from mjax.hardware import GIB, Gpu, gpu_named
 from mjax.planner.memory import HEADROOM
 from mjax.planner.search import SEARCHED, Alternative, Candidate, Found, TimeOf, alternatives, describe, value_of, word
-from mjax.planner.section import Section, table
-from mjax.planner.time import good_to
+from mjax.planner.section import Section, good_to, table
 from mjax.planner.time_section import run_tokens
 
 

@@ -48,3 +48,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -
         for each in (zip(row, widths, strict=True) for row in cells)
     ]
     return ["  ".join(row).rstrip() for row in placed]
+
+
+def good_to(error: float | None) -> str:
+    """An error bar in words: '±30%'."""
+    return "no error bar" if error is None else f"±{error:.0%}"

@@ -10,8 +10,8 @@ Three things are kept apart:
 
 The parts of a step, and how each is modelled:
 
-    matrix products   a roofline: the FLOPs at `matmul` × peak, less if tiles leave multiprocessors idle or the inner
-                      dim is short; or the bytes, if those take longer
+    matrix products   the FLOPs at `matmul` × peak, less if tiles leave multiprocessors idle or the inner dim is short;
+                      or the bytes, if those take longer
     attention         flash: the FLOPs of unmasked scores, by head size, length and direction. Else: two products over
                       s × s, and the scores' bytes
     memory-bound      LayerNorm, residual sums, GELU: bytes of the traced kernels (`kernel_bytes.py`) over `memory` ×
@@ -98,11 +98,6 @@ class StepTime:
         if self.error is None or self.error >= 1:
             return None
         return predicted / (1 + self.error), predicted / (1 - self.error)
-
-
-def good_to(error: float | None) -> str:
-    """An error bar in words: '±30%'."""
-    return "no error bar" if error is None else f"±{error:.0%}"
 
 
 def predict_time(
@@ -236,13 +231,12 @@ class _Step:
         return len(columns) > 1 and (self.software.written is not None or written <= JOINED_BYTES)
 
     def _weight_gradients(self, products: Iterable[Product]) -> float:
-        streams = self.config.train.streams
-        return sum(streams * self.rates.product(each.k, each.n, self.tokens / streams) for each in products)
+        s = self.config.train.streams
+        return sum(s * self.rates.product(each.k, each.n, self.tokens / s) for each in products)
 
     def _product(self, n: int, k: int) -> float:
         """[tokens, k] × [k, n], in two halves with two streams."""
-        streams = self.config.train.streams
-        return streams * self.rates.product(self.tokens / streams, n, k)
+        return self.config.train.streams * self.rates.product(self.tokens / self.config.train.streams, n, k)
 
     @cached_property
     def _attention(self) -> float:
@@ -323,9 +317,14 @@ class _Step:
     @cached_property
     def _exposed_backward(self) -> float:
         """What a layer waits for of its backward collectives: those beside the weight gradients of the column-parallel
-        layers before them cost nothing up to the time that these take."""
-        hidden = self.overlap.backward * self._layer_sum
-        return sum(self._layer_sum - min(hidden, self._weight_gradients(branch[:-1])) for branch in self.layer.branches)
+        layers before them, or with two streams beside all products, cost nothing up to the time that these take."""
+        hidden, two = self.overlap.backward * self._layer_sum, self.config.train.streams == 2
+        sums = 0.0
+        for branch in self.layer.branches:
+            beside = self._weight_gradients(branch if two else branch[:-1])
+            beside += two * sum(self._product(each.k, each.n) for each in branch)
+            sums += self._layer_sum - min(hidden, beside)
+        return sums
 
     def _over_data(self, width: float) -> float:
         """ZeRO-3: a gather of a layer's weights, or a scatter of their gradients, of `width` bytes per element."""

@@ -8,8 +8,8 @@ from mjax.batch_size import BatchSizes
 from mjax.config import Config
 from mjax.hardware import Gpu
 from mjax.planner.calibration import RATES, Calibration, default_calibration
-from mjax.planner.section import Section, named_rows, table
-from mjax.planner.time import PARTS, StepTime, good_to, predict_time
+from mjax.planner.section import Section, good_to, named_rows, table
+from mjax.planner.time import PARTS, StepTime, predict_time
 from mjax.training.flops import hardware_flops, model_flops
 
 NAMES = {

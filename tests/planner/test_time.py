@@ -24,8 +24,9 @@ from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.comms import ledger
 from mjax.planner.rates import Rates
 from mjax.planner.roofline import LATENCY
+from mjax.planner.section import good_to
 from mjax.planner.software import MEGATRON_2021, MEGATRON_2022, MJAX, Overlap, mjax_overlap
-from mjax.planner.time import PARTS, good_to, predict_time
+from mjax.planner.time import PARTS, predict_time
 from tests.conftest import ROOT
 
 H100 = gpu_named("h100")
