@@ -2,8 +2,9 @@
 
 Each kernel takes the longer of two times: its FLOPs over the peak, and the bytes it reads and writes over the bandwidth
 of the memory, at the rates of the model of time (`rates.py`). A slice inside a fusion counts with the bytes it takes,
-and an update in place with those it writes. The collectives run on a second stream, as a ring: the step waits for one
-only where the program needs its result before it has arrived (*exposed*).
+and an update in place with those it writes. The collectives run beside the kernels as rings, one after the other within
+a server, and beside these one after the other between servers: the step waits for one only where the program needs its
+result before it has arrived (*exposed*).
 
 The kernels, their order and their bytes are those of the compiler. The times are not measured.
 """
@@ -94,6 +95,7 @@ class _Cost(NamedTuple):
     bytes: float
     flops: float = 0.0
     copies_stack: bool = False
+    between: bool = False
 
 
 class _Replay:
@@ -102,7 +104,8 @@ class _Replay:
     def __init__(self, module: Module, rates: Rates, devices: int):
         self.module, self.gpu, self.rates, self.devices = module, rates.gpu, rates, devices
         self.rows: dict[str, Row] = defaultdict(Row)
-        self.now = self.link_free = self.communicating = 0.0
+        self.now = self.communicating = 0.0
+        self.link_free: dict[bool, float] = defaultdict(float)  # when the ring ends: between servers, within one
         self.copied_stacks = 0
         self.costs: dict[str, list[_Cost | None]] = {}  # of the kernels of a computation, which may run many times
         self.arrives: dict[str, float] = {}
@@ -131,11 +134,12 @@ class _Replay:
             self.copied_stacks += cost.copies_stack
             return
         self.communicating += cost.seconds
-        self.link_free = max(self.now, self.link_free) + cost.seconds
+        arrives = max(self.now, self.link_free[cost.between]) + cost.seconds
+        self.link_free[cost.between] = arrives
         if line.opcode.endswith("-start"):
-            self.arrives[line.name] = self.link_free
+            self.arrives[line.name] = arrives
         else:
-            self._wait(self.link_free)
+            self._wait(arrives)
 
     def _wait(self, until: float) -> None:
         waited = max(0.0, until - self.now)
@@ -160,16 +164,19 @@ class _Replay:
             return None
         share = {"all-reduce": 2 * others / ranks, "all-gather": others, "permute": 1.0}
         sent = operand * share.get(operation, others / ranks)
-        return _Cost(COLLECTIVES, LATENCY + sent / self._link(members), sent)
+        return _Cost(COLLECTIVES, LATENCY + sent / self._link(members), sent, between=not self._in_a_server(members))
 
     def _link(self, members: Sequence[int]) -> float:
         """Bytes per second of a ring; those of neighbours in a server share its network cards."""
         per_server, calibration = self.gpu.gpus_per_node, self.rates.calibration
         inside = calibration.node * self.gpu.node_bandwidth
-        if len({member // per_server for member in members}) == 1:
+        if self._in_a_server(members):
             return inside
         rings = min(abs(members[1] - members[0]), per_server)
         return min(inside, calibration.network * self.gpu.network_bandwidth_per_node / rings)
+
+    def _in_a_server(self, members: Sequence[int]) -> bool:
+        return len({member // self.gpu.gpus_per_node for member in members}) == 1
 
     # --- Kernels ------------------------------------------------------------------------------------------------------
 

@@ -100,15 +100,17 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     With sequence parallelism a barrier ties each reduce-scatter of the backward pass to the product beside it, in every
     version; the all-gather before it is needed at once, and one that is repeated needs only what was kept. Without
     sequence parallelism XLA decides: jax 0.10 puts the all-reduce beside the product, 0.11 behind it; and 0.11 copies
-    into the stacks of a loop beside the products. With two streams barriers put most collectives beside the other
-    half's work (docs/benchmarks.md).
+    into the stacks of a loop beside the products. If there is one micro-batch, gradients of layers without a loop are
+    summed over `data` as they are computed; XLA has one collective in flight, so not beside those over `model`. With
+    two streams barriers put most collectives beside the other half's work (docs/benchmarks.md).
     """
-    newer = version >= (0, 11)
-    if config.train.streams == 2:  # 81% of all in gpt_8b's compiled program
+    newer, train = version >= (0, 11), config.train
+    if train.streams == 2:  # 81% of all in gpt_8b's compiled program
         return Overlap(backward=0.8, repeated=1.0, forward=0.8, copies=newer)
     if config.mesh.sequence_parallel:
         return Overlap(backward=0.5, repeated=1.0, copies=newer)
-    return Overlap(backward=0.0 if newer else 1.0, copies=newer)
+    early = train.unroll == "on" and config.micro_batches == 1 and config.mesh.model == 1
+    return Overlap(backward=0.0 if newer else 1.0, gradients=early, copies=newer)
 
 
 # The 26 bytes of Adam, 2 of the norm and 6 of the cast were read from programs compiled for H100s (docs/benchmarks.md).

@@ -107,6 +107,23 @@ def test_the_step_waits_for_a_collective_only_as_long_as_nothing_hides_it():
     assert roofline(across, H100, 64).collectives > 5 * alone.collectives  # eight rings share the network cards
 
 
+def test_a_ring_within_a_server_does_not_wait_for_one_between_servers():
+    within = "{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}"
+    between = "{0,8},{1,9},{2,10},{3,11},{4,12},{5,13},{6,14},{7,15}"
+
+    def both(first, second):
+        lines = ["%x = bf16[8192,8192]{1,0} parameter(0)"]
+        for name, groups in (("a", first), ("b", second)):
+            sums = f"channel_id=1, replica_groups={{{groups}}}, use_global_device_ids=true, to_apply=%add"
+            lines.append(f"%{name} = bf16[8192,8192]{{1,0}} all-reduce-start(%x), {sums}")
+        lines += [f"%done_{name} = bf16[8192,8192]{{1,0}} all-reduce-done(%{name})" for name in "ab"]
+        return roofline(program(*lines), H100, 16)
+
+    apart, after = both(within, between), both(within, within)
+    assert after.seconds == pytest.approx(after.collectives)
+    assert apart.seconds < 0.95 * apart.collectives
+
+
 def test_a_loop_runs_as_often_as_it_says():
     found = roofline("\n".join(line for line in PROGRAM.split("\n") if "__cudnn" not in line), H100, 8)
     assert found.rows[PRODUCTS].kernels == 5

@@ -25,21 +25,21 @@ H100 = gpu_named("h100")
 def gpt_1b(layers, unroll="auto", recompute="none", micro_batch=16, streams=1, **mesh):
     """Its width, and the micro-batch of one GPU."""
     config = load_config("gpt_1b")
-    ranks = mesh.get("model", 1)
+    data, ranks = mesh.pop("data", 1), mesh.get("model", 1)
     return replace(
         config,
         model=replace(config.model, layers=layers, hidden_dropout=0.0, attention_dropout=0.0),
-        mesh=replace(config.mesh, data=1, **mesh),
+        mesh=replace(config.mesh, data=data, **mesh),
         data=replace(config.data, mock=True),
         train=replace(
             config.train,
-            global_batch=micro_batch,
+            global_batch=data * micro_batch,
             micro_batch=micro_batch,
             recompute=recompute,
             unroll=unroll,
             streams=streams,
         ),
-    ), ranks
+    ), data * ranks
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +116,14 @@ def test_the_plan_predicts_the_time_of_the_compiled_step_from_its_trace(compiled
     _, table = compiled(name, 3, unroll)
     config, _ = gpt_1b(3, unroll)
     assert predict_time(config, H100).total == pytest.approx(table.seconds, rel=0.05)
+
+
+@needs_compiler
+def test_without_a_loop_gradients_are_summed_over_data_beside_the_backward_pass(compiled):
+    """XLA does it by itself: nothing but a loop would make the first sum wait for the last layer."""
+    (_, loop), (_, apart) = (compiled(f"data, {unroll}", 4, unroll, data=16) for unroll in ("off", "on"))
+    assert loop.rows[COLLECTIVES].seconds > 0.7 * loop.collectives
+    assert apart.rows[COLLECTIVES].seconds < 0.5 * apart.collectives
 
 
 # --- Which steps have a loop ------------------------------------------------------------------------------------------
