@@ -272,9 +272,9 @@ def calibrate(day: Day) -> None:
 
 
 def predicted(day: Day) -> None:
-    """Five steps beside the plan's."""
+    """Five steps beside the plan's, whose error the file of rates then has."""
     rates = day.folder / "calibration.json"
-    flags = ["--calibration", str(rates)] if rates.exists() and not day.tiny else []
+    flags = ["--calibration", str(rates), "--write", str(rates)] if rates.exists() and not day.tiny else []
     if day.tiny:
         flags = ["--gpu", "h100", "--configs", "tests/tiny_config.py", "--rounds", "1", "--steps", "1"]
     day.run("predicted", [PYTHON, "benchmarks/predicted.py", *flags], 600)

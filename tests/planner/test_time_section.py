@@ -71,6 +71,7 @@ def test_the_plan_has_a_section_on_time_where_a_gpu_is_named(capsys):
 def test_longer_sequences_than_were_compared_have_no_error_bar(capsys):
     assert cli.main(["plan", "--config", "llama3_8b", "--gpu", "h100"]) == 0
     printed = capsys.readouterr().out
+    assert "rates      matmul measured on h100; matmul: 798 TFLOP/s in a product of 8192³" in printed
     assert "beyond     no error bar at 8,192 positions: it was found on runs of 512 to 2,048" in printed
     assert "error bar  none for sequences of this length; others were compared with 29 steps" in printed
     found = time_section(load_config("llama3_8b"), gpu_named("h100")).values
