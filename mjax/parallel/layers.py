@@ -40,7 +40,7 @@ def parameter(
         contracted: how many of its first dims `linear` contracts.
         matrix: (rows, columns), the dims of a matrix counted from the end, if it is one or a stack of several
           (`matrices.py`); a weight without it is no matrix for an optimizer such as Muon.
-        partial: as in `zero.Storage`.
+        partial, float8: as in `zero.Storage`.
     """
     assert len(spec) == len(shape), f"spec {spec} does not name every dim of {shape}"
     return nnx.Param(initializer(key, shape, dtype), out_sharding=spec, eager_sharding=False, **metadata)
@@ -106,7 +106,8 @@ class ColumnParallelLinear(nnx.Module):
         self.columns, self.split, self.apart = out[split], split, apart
         # The dims before the one that is split number products that are computed as one: q, k, v; gate and up.
         matrix = (-1 - len(out),), tuple(range(split - len(out), 0))
-        self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, contracted=1, matrix=matrix)
+        about = {"contracted": 1, "matrix": matrix, "float8": True}
+        self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, **about)
         self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype) if bias else None
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:
@@ -162,7 +163,8 @@ class RowParallelLinear(nnx.Module):
     def __init__(self, key: Array, into: tuple[int, ...], width: int, std: float, dtype, bias: bool = True):
         spec = (MODEL, *(None,) * len(into))
         matrix = tuple(range(-1 - len(into), -1)), (-1,)
-        self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, contracted=len(into), matrix=matrix)
+        about = {"contracted": len(into), "matrix": matrix, "float8": True}
+        self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, **about)
         self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (None,), dtype) if bias else None
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:

@@ -31,8 +31,9 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
 from mjax.names import leaf_name
-from mjax.parallel import axes, mappings, scopes
+from mjax.parallel import axes, float8, mappings, scopes
 from mjax.parallel.axes import DATA, MODEL, PIPE
+from mjax.parallel.float8 import Float8
 from mjax.parallel.layers import metadata_of
 from mjax.parallel.postponed import PostponedKernel
 
@@ -47,12 +48,14 @@ class Storage:
         layer dims.
       in_loop: cast, and gathered over `data`, layer by layer inside the loop over layers rather than at the start.
       partial: whether every rank of `model` holds the whole weight and computes another part of its gradient.
+      float8: whether its products are in float8 where those of the run are: then it may be gathered so.
     """
 
     spec: P
     gathers: tuple[tuple[str, int], ...] = ()
     in_loop: bool = False
     partial: bool = False
+    float8: bool = False
 
 
 def plan_storage(shapes, specs, mesh: MeshConfig):
@@ -66,12 +69,13 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
     Returns:
       A tree like `shapes` of `Storage`.
     """
-    partial = [bool(said) for said in metadata_of(shapes, "partial")]
-    partial = jax.tree.unflatten(jax.tree.structure(shapes), partial)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, spec, partial: storage_of(leaf_name(path), leaf.shape, spec, mesh, partial),
-        shapes, specs, partial,
-    )  # fmt: skip
+    said = zip(metadata_of(shapes, "partial"), metadata_of(shapes, "float8"), strict=True)
+
+    def one(path: tuple, leaf, spec: P) -> Storage:
+        partial, float8 = map(bool, next(said))
+        return replace(storage_of(leaf_name(path), leaf.shape, spec, mesh, partial), float8=float8)
+
+    return jax.tree_util.tree_map_with_path(one, shapes, specs)
 
 
 def cut_into_chunks(model, mesh: MeshConfig):
@@ -166,13 +170,14 @@ def gather_for_inference(model, plan, dtype):
     return jax.tree.map(one, model, plan)
 
 
-def gather_in_loop(plan, dtype, inference: bool = False) -> Callable | None:
+def gather_in_loop(plan, dtype, inference: bool = False, in_float8: bool = False) -> Callable | None:
     """The function that turns the stored shards of one layer into its weights, or None if `gather_weights` did that.
 
     Args:
       plan: `Storage` of the stacked layers.
       dtype: compute dtype.
       inference: for weights of `gather_for_inference`.
+      in_float8: gather the weights of linear layers in float8, which round them to it.
     """
     if not any(storage.in_loop for storage in jax.tree.leaves(plan)):
         return None
@@ -183,26 +188,31 @@ def gather_in_loop(plan, dtype, inference: bool = False) -> Callable | None:
         if not storage.in_loop:
             return shard
         ((axis, dim),) = storage.gathers  # a stage holds its layers, so they are not gathered over `pipe`
-        return mappings.gather_whole(shard, axis, dim) if inference else _gather_layer(shard, axis, dim, dtype)
+        if inference:
+            return mappings.gather_whole(shard, axis, dim)
+        return _gather_layer(shard, axis, dim, dtype, in_float8 and storage.float8)
 
     return lambda layer: jax.tree.map(one, plan, layer)
 
 
 # Written out for the dtype of the backward pass: the transpose of a bf16 gather would sum the gradients in bf16.
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 @jax.named_scope(scopes.WEIGHTS)
-def _gather_layer(shard: Array, axis: str, dim: int, dtype) -> Array:
-    return mappings.gather_shards(shard.astype(dtype), axis, dim)
+def _gather_layer(shard: Array, axis: str, dim: int, dtype, in_float8: bool) -> Array:
+    shard = shard.astype(dtype)
+    if not in_float8:
+        return mappings.gather_shards(shard, axis, dim)
+    scale = float8.scale_of(shard, float8.FORWARD, (MODEL, axis))
+    values = mappings.gather_shards(float8.rounded(shard, float8.FORWARD, scale).values, axis, dim)
+    return float8.restored(Float8.of(values, scale), dtype)
 
 
 @jax.named_scope(scopes.GRADIENT)
-def _gather_layer_backward(axis: str, dim: int, dtype, _, gradient: Array):
+def _gather_layer_backward(axis: str, dim: int, dtype, in_float8: bool, _, gradient: Array):
     return (mappings.scatter_sum(gradient.astype(jnp.promote_types(dtype, jnp.float32)), axis, dim),)
 
 
-_gather_layer.defvjp(
-    lambda shard, axis, dim, dtype: (_gather_layer(shard, axis, dim, dtype), None), _gather_layer_backward
-)
+_gather_layer.defvjp(lambda shard, *how: (_gather_layer(shard, *how), None), _gather_layer_backward)
 
 
 def all_but_gathered_weights(primitive, *_, **parameters) -> bool:

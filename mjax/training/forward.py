@@ -79,12 +79,12 @@ class Forward:
     def layers(self, blocks, x: Array, micro_batch: MicroBatch, first: Array | int = 1) -> tuple[Array, Sums]:
         """The stream after some layers, the first of which has number `first`, and the parts of means that they add."""
         dtype = COMPUTE_TYPES[self.config.precision.compute]
-        gathered = [gather_in_loop(stack, dtype) for stack in stacks_of(self.plan.blocks)]
         trains, train = self.step is not None, self.config.train
+        float8 = trains and in_float8(self.config.precision)
+        gathered = [gather_in_loop(stack, dtype, in_float8=float8) for stack in stacks_of(self.plan.blocks)]
         recompute, unroll = (train.recompute, train.unroll == "on") if trains else ("none", False)
         context = self.context(micro_batch)
-        if trains and in_float8(self.config.precision):
-            context = replace(context, tokens=replace(context.tokens, float8=True))
+        context = replace(context, tokens=replace(context.tokens, float8=float8))
         x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll)
         return x, {} if self.head else self._parts(sums)
 

@@ -140,3 +140,12 @@ def test_gathers_of_tokens_in_the_layers_are_in_float8():
         if record.operation == "all-gather" and "layer" in record.source
     }
     assert found == {("layer forward", "float8_e4m3fn"), ("layer backward", "float8_e5m2")}
+
+
+def test_weights_that_are_gathered_layer_by_layer_are_in_float8():
+    records = ledger(small_config(2, 1, 4, compute="fp8", mesh={"zero": 3})).records
+    gathers = [each for each in records if each.operation == "all-gather" and each.operand_bytes > 128]
+    found = {each.dtype for each in gathers if each.source in ("weights forward", "weights recomputation")}
+    assert found == {"float8_e4m3fn"}
+    before_the_loop = {each.dtype for each in gathers if each.source == "weights"}
+    assert before_the_loop == {"bfloat16"}
