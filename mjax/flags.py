@@ -124,7 +124,7 @@ NOTES = {
     "gradient-accumulation-steps": "it is global batch / (data replicas × micro-batch)",
     "num-layers-per-virtual-pipeline-stage": "it is the number of virtual stages per device",
     "eval-steps": "the number of steps between validations; --train.eval-batches is the length of one",
-    "fp16": "with the value fp16", "bf16": "with the value bf16, which is the default",
+    "fp8": "with the value fp8", "fp16": "with the value fp16", "bf16": "with the value bf16, which is the default",
     "recompute-activations": "with the value selective", "gradient-checkpointing": "with the value full",
     "checkpoint-activations": "with the value full", "activation-checkpointing": "with the value full",
     "use-distributed-optimizer": "with the value 1", "fsdp": "with the value 3",

@@ -94,15 +94,15 @@ def _restored(x: Array | Float8, dtype) -> Array:
     return float8.restored(x, dtype) if isinstance(x, Float8) else x
 
 
-def _scale(kernel: Kernel, tokens: Tokens) -> Array | None:
-    """The scale of a kernel; None if it is not multiplied in float8."""
-    return float8.scale_of(array_of(kernel), float8.FORWARD, (MODEL,)) if tokens.float8 else None
-
-
-def _operand(kernel: Kernel, scale: Array | None) -> Array:
-    """A kernel as it is multiplied."""
+def _operand(kernel: Kernel, tokens: Tokens, scale: Array | None = None) -> tuple[Array, Array | None]:
+    """A kernel as it is multiplied, and its scale if that is in float8; in the backward pass with the same scale."""
     array = array_of(kernel)
-    return array if scale is None else float8.on_grid(array, float8.FORWARD, scale)
+    if not tokens.float8:
+        return array, None
+    # XLA would round the weights of all layers together, and compile three times as long.
+    array = jax.lax.optimization_barrier(array)
+    scale = float8.scale_of(array, float8.FORWARD, (MODEL,)) if scale is None else scale
+    return float8.on_grid(array, float8.FORWARD, scale), scale
 
 
 # --- f, and the products of the same input ----------------------------------------------------------------------------
@@ -149,9 +149,8 @@ def _columns(x: Array, entered: Array | None, kernels: tuple[Kernel, ...], biase
 def _columns_forward(x: Array, entered: Array | None, kernels: tuple[Kernel, ...], biases: tuple, how: _How):
     tokens, outputs = how.tokens, []
     kept = entered = _entered(x, tokens) if entered is None else entered
-    scales = [_scale(kernel, tokens) for kernel in kernels]
-    for kernel, scale, bias, cut in zip(kernels, scales, biases, how.apart, strict=True):
-        operand = _operand(kernel, scale)
+    operands, scales = zip(*(_operand(kernel, tokens) for kernel in kernels), strict=True)
+    for operand, bias, cut in zip(operands, biases, how.apart, strict=True):
         for part in range(operand.shape[1]) if cut else [...]:
             if tokens.float8:  # XLA joins small products of the same x, and would then not see that they are in float8
                 entered = jax.lax.optimization_barrier(entered)
@@ -166,7 +165,7 @@ def _columns_backward(how: _How, residuals, gradients: tuple[Array, ...]):
         x, gradients = jax.lax.optimization_barrier((x, gradients))  # no earlier: then it is beside other products
         x = tokens.enter(x)
     parts = iter(gradients)
-    operands = [_operand(kernel, scale) for kernel, scale in zip(kernels, scales, strict=True)]
+    operands = [_operand(kernel, tokens, scale)[0] for kernel, scale in zip(kernels, scales, strict=True)]
     wholes = [
         _joined([next(parts) for _ in range(operand.shape[1])]) if cut else next(parts)
         for operand, cut in zip(operands, how.apart, strict=True)
@@ -227,8 +226,8 @@ def _rows(x: Array, kernel: Kernel, tokens: Tokens) -> Array:
 
 
 def _rows_forward(x: Array, kernel: Kernel, tokens: Tokens):
-    kept, scale = float8.rounded(x, float8.FORWARD), _scale(kernel, tokens)
-    partial = _product(float8.restored(kept, x.dtype), _operand(kernel, scale), x.ndim - 1)
+    kept, (operand, scale) = float8.rounded(x, float8.FORWARD), _operand(kernel, tokens)
+    partial = _product(float8.restored(kept, x.dtype), operand, x.ndim - 1)
     return tokens.leave(partial), (kept, without_factors(kernel), scale)
 
 
@@ -236,7 +235,8 @@ def _rows_backward(tokens: Tokens, residuals, gradient: Array):
     kept, kernel, scale = residuals
     x, narrow = float8.restored(kept, gradient.dtype), float8.rounded(gradient, float8.BACKWARD)
     gradient = float8.restored(Float8.of(tokens.enter(narrow.values), narrow.scale), gradient.dtype)
-    return input_gradient(gradient, x.shape, _operand(kernel, scale)), _to_kernel(kernel, x, gradient)
+    operand, _ = _operand(kernel, tokens, scale)
+    return input_gradient(gradient, x.shape, operand), _to_kernel(kernel, x, gradient)
 
 
 _rows.defvjp(_rows_forward, _rows_backward)
