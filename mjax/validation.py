@@ -31,7 +31,7 @@ def validate(config: Config, name: str = "this config") -> None:
     _check_samples(config)
     config.model.check(config)
     _check_sequence_parallel(config)
-    _check_streams(config)
+    check_streams(config)
     _check_schedules(config)
     _check_for_one(config, "name", "muon", "muon_momentum", "muon_adjust_lr")
     _check_data(config, name)
@@ -80,7 +80,8 @@ def _check_sequence_parallel(config: Config) -> None:
         )
 
 
-def _check_streams(config: Config) -> None:
+def check_streams(config: Config) -> None:
+    """Refuse two streams where they cannot run."""
     model, mesh, train = config.model, config.mesh, config.train
     if train.streams == 1:
         return

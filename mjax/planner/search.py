@@ -1,6 +1,6 @@
 """The planner's search for the mesh, micro-batch and recomputation that run a config fastest on a number of GPUs.
 
-A candidate is the config with another mesh, micro-batch and recomputation, never another model: all of them have the
+A candidate is the config with another mesh, micro-batch, recomputation and streams, never another model: all have the
 same loss curve. Candidates that `mjax.validation` would refuse are never made, because sizes are taken from divisors:
 
     model         divides devices, heads, feed-forward width and padded vocabulary
@@ -13,9 +13,8 @@ With a ramp-up or a schedule of the batch, each of these holds for each of its s
 divisor.
 
 Of settings that do the same, only the simplest is a candidate: no schedule and no chunks without a pipeline, no
-  sequence
-parallelism on one rank of `model`, no ZeRO on one rank of `data`. The schedule gpipe is left out: it has the bubble of
-1f1b and at least its memory.
+sequence parallelism on one rank of `model`, no ZeRO on one rank of `data`. The schedule gpipe is left out: it has the
+bubble of 1f1b and at least its memory.
 
 The memory of every candidate is predicted; those that do not fit are dropped, and the others ranked by the predicted
 time of the whole run: with a batch ramp-up, its small batches count too. No rule says what goes where: that `model`
@@ -36,18 +35,21 @@ from typing import Any
 
 from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig
+from mjax.errors import UsageError
 from mjax.planner.memory import HEADROOM, Memory, free_share
 from mjax.planner.time import StepTime
+from mjax.validation import check_streams
 
 SEARCHED = (
     "mesh.pipe", "mesh.data", "mesh.model", "mesh.sequence_parallel", "mesh.schedule", "mesh.chunks", "mesh.zero",
-    "train.micro_batch", "train.recompute",
+    "train.micro_batch", "train.recompute", "train.streams",
 )  # fmt: skip
 """Fields in which candidates differ."""
 
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "zb-h1")
 ZERO = (0, 1, 3)
+STREAMS = (1, 2)
 MemoryOf = Callable[[Config], Memory]
 TimeOf = Callable[[Config], StepTime]
 
@@ -84,11 +86,22 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
                 "mesh.zero": or_kept("mesh.zero", ZERO if data > 1 else ZERO[:1]),
                 "train.micro_batch": [micro_batch],
                 "train.recompute": RECOMPUTE,
+                "train.streams": STREAMS if pipe == 1 and model > 1 else STREAMS[:1],
             }
             options = [[value for value in possible[name] if fixed.get(name, value) == value] for name in SEARCHED]
-            for *mesh, _, recompute in product(*options):
-                portions = replace(train, micro_batch=micro_batch, recompute=recompute)
-                yield replace(config, mesh=MeshConfig(*mesh), train=portions)
+            for *mesh, _, recompute, streams in product(*options):
+                portions = replace(train, micro_batch=micro_batch, recompute=recompute, streams=streams)
+                candidate = replace(config, mesh=MeshConfig(*mesh), train=portions)
+                if streams == 1 or _has_streams(candidate):
+                    yield candidate
+
+
+def _has_streams(config: Config) -> bool:
+    try:
+        check_streams(config)
+    except UsageError:
+        return False
+    return True
 
 
 def meshes(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
@@ -199,7 +212,8 @@ def complexity(config: Config) -> tuple[int, ...]:
     mesh, train = config.mesh, config.train
     schedule = SCHEDULES.index(mesh.schedule) if mesh.schedule in SCHEDULES else len(SCHEDULES)
     recompute = RECOMPUTE.index(train.recompute)
-    return mesh.pipe, mesh.model, mesh.chunks, schedule, mesh.zero, recompute, mesh.sequence_parallel, train.micro_batch
+    first = mesh.pipe, mesh.model, mesh.chunks, schedule, mesh.zero
+    return *first, recompute, mesh.sequence_parallel, train.streams, train.micro_batch
 
 
 # --- Why it is the fastest --------------------------------------------------------------------------------------------
@@ -293,6 +307,8 @@ def describe(config: Config) -> str:
     words.append(f"{'no' if train.recompute == 'none' else train.recompute} recomputation")
     if mesh.sequence_parallel:
         words.append("sequence parallelism")
+    if train.streams == 2:
+        words.append("two streams")
     if mesh.zero:
         words.append(f"ZeRO-{mesh.zero}")
     return ", ".join(words)

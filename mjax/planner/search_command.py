@@ -40,7 +40,14 @@ from mjax.planner.time import predict_time
 from mjax.planner.time_section import run_tokens
 from mjax.validation import validate
 
-LIKE_THE_BEST = ("mesh.model", "mesh.sequence_parallel", "mesh.schedule", "mesh.zero", "train.recompute")
+LIKE_THE_BEST = (
+    "mesh.model",
+    "mesh.sequence_parallel",
+    "mesh.schedule",
+    "mesh.zero",
+    "train.recompute",
+    "train.streams",
+)
 """Fields that do not depend on divisors of the batch. They are kept: all ways at the full batch take minutes."""
 LARGEST = 16_384
 """The largest number of GPUs tried when looking for how many are enough."""

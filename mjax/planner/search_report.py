@@ -119,7 +119,7 @@ def cost(candidate: Candidate, devices: int, question: Question) -> Cost:
 
 
 def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float | None) -> list[str]:
-    header = ["", "pipe", "data", "model", "schedule", "micro-batch", "recompute", "seq. par.", "ZeRO"]
+    header = ["", "pipe", "data", "model", "schedule", "micro-batch", "recompute", "seq. par.", "streams", "ZeRO"]
     header += ["s/step", "TFLOP/s", "MFU", "GiB", "days", "GPU-hours", *(["cost"] if price else []), "held back by"]
     rows = []
     for number, (candidate, spent) in enumerate(zip(shown, costs, strict=True), 1):
@@ -128,7 +128,8 @@ def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float
         rows.append(
             [
                 number, mesh.pipe, mesh.data, mesh.model, f"{mesh.schedule}{chunks}" if mesh.pipe > 1 else "-",
-                train.micro_batch, train.recompute, "yes" if mesh.sequence_parallel else "-", mesh.zero or "-",
+                train.micro_batch, train.recompute, "yes" if mesh.sequence_parallel else "-", train.streams,
+                mesh.zero or "-",
                 f"{time.mean:.3g}", f"{time.model_tflops:.0f}", "-" if time.mfu is None else f"{time.mfu:.1%}",
                 f"{candidate.memory.total / GIB:.1f}", f"{spent.days:.3g}", f"{spent.gpu_hours:,.0f}",
                 *([f"{spent.money:,.0f}"] if price else []), held_back_by(candidate, found),

@@ -48,7 +48,8 @@ class Overlap:
         products of gradients: both of a layer with selective recomputation, the first with full.
       forward: the same of the forward pass and of full recomputation, beside the products of the other half of the
         micro-batch (`train.streams 2`): 0 with one stream.
-      gradients: sums over `data` run beside the backward pass of the last micro-batch.
+      gradients: sums over `data` run beside the backward pass of the last micro-batch, if its layers are not in a
+        loop.
       copies: the copies into and out of the stacks of a loop over layers run beside the products.
     """
 
@@ -104,12 +105,12 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     summed over `data` as they are computed; XLA has one collective in flight, so not beside those over `model`. With
     two streams barriers put most collectives beside the other half's work (docs/benchmarks.md).
     """
-    newer, train = version >= (0, 11), config.train
-    if train.streams == 2:  # 81% of all in gpt_8b's compiled program
+    newer = version >= (0, 11)
+    if config.train.streams == 2:  # 81% of all in gpt_8b's compiled program
         return Overlap(backward=0.8, repeated=1.0, forward=0.8, copies=newer)
     if config.mesh.sequence_parallel:
         return Overlap(backward=0.5, repeated=1.0, copies=newer)
-    early = train.unroll == "on" and config.micro_batches == 1 and config.mesh.model == 1
+    early = config.micro_batches == 1 and config.mesh.model == 1
     return Overlap(backward=0.0 if newer else 1.0, gradients=early, copies=newer)
 
 

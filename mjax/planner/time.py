@@ -292,9 +292,14 @@ class _Step:
         return self.rates.traffic(self.samples * moved.bytes, moved.kernels)
 
     @cached_property
+    def _looped(self) -> bool:
+        """Whether the layers of a traced program run in a loop."""
+        return self.software.written is None and is_looped(self.config, self.rates.gpu.usable_bytes)
+
+    @cached_property
     def _loop(self) -> float:
-        """What a loop over layers costs for each: filling stacks and copying, where its layers are not unrolled."""
-        if self.software.written is not None or not is_looped(self.config, self.rates.gpu.usable_bytes):
+        """What a loop over layers costs for each: filling stacks and copying."""
+        if not self._looped:
             return 0.0
         kept = self.samples * self._traced.kept
         return self.rates.traffic(*kernel_bytes.looped(kept, self.element * self.layer_weights, self.overlap.copies))
@@ -377,7 +382,7 @@ class _Step:
         if mesh.zero:
             return seconds + rates.gather(mesh.data, mesh.model, across * weights)
         summed = rates.sum(mesh.data, mesh.model, software.gradient_bytes * weights)
-        if self.overlap.gradients:  # beside the backward pass of the last micro-batch
+        if self.overlap.gradients and not self._looped:  # beside the backward pass of the last micro-batch
             beside = self.layers * sum(sum(each.values()) for each in self._passes[1:])
             summed = max(0.0, summed - beside)
         return seconds + summed

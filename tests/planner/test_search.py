@@ -41,14 +41,14 @@ def changed(config, **sections):
     return replace(config, **{name: replace(getattr(config, name), **fields) for name, fields in sections.items()})
 
 
-def everything(config, devices, zeros=(0, 1, 3), recomputes=("none", "selective", "full")):
+def everything(config, devices, zeros=(0, 1, 3), recomputes=("none", "selective", "full"), streams=(1, 2)):
     """Every combination, also of settings that cannot run."""
     shapes = [shape for shape in product(range(1, devices + 1), repeat=3) if math.prod(shape) == devices]
     others = product((False, True), ("1f1b", "zb-h1"), range(1, config.model.layers + 1), zeros)
-    for (shape, other), micro_batch, recompute in product(
-        product(shapes, list(others)), range(1, config.train.global_batch + 1), recomputes
+    for (shape, other), micro_batch, recompute, number in product(
+        product(shapes, list(others)), range(1, config.train.global_batch + 1), recomputes, streams
     ):
-        train = replace(config.train, micro_batch=micro_batch, recompute=recompute)
+        train = replace(config.train, micro_batch=micro_batch, recompute=recompute, streams=number)
         yield replace(config, mesh=MeshConfig(*shape, *other), train=train)
 
 
@@ -187,7 +187,8 @@ def test_an_alternative_is_the_fastest_with_another_value_or_says_what_it_would_
     assert (others["train.recompute"].value, others["train.recompute"].candidate.time.total) == ("full", 2.25)
     assert others["mesh.zero"].value == 1  # as fast, and less simple
     assert set(others) == {"mesh.pipe", "mesh.model", "mesh.sequence_parallel", "mesh.zero", "train.recompute"} | {
-        "train.micro_batch"
+        "train.micro_batch",
+        "train.streams",
     }
     assert slower.others(best) == [f"data {slower.candidate.config.mesh.data}"]
 
@@ -269,6 +270,9 @@ def test_where_nothing_fits_the_refusal_names_the_smallest_and_how_many_gpus_are
 
 
 def test_a_candidate_is_described_by_what_it_has():
+    assert describe(changed(SMALL, mesh={"model": 2}, train={"micro_batch": 2, "streams": 2})) == (
+        "pipe 1 × data 1 × model 2, micro-batches of 2, no recomputation, two streams"
+    )
     assert describe(SMALL) == "pipe 1 × data 1 × model 1, micro-batches of 1, no recomputation"
     mesh = MeshConfig(2, 2, 2, sequence_parallel=True, chunks=2, zero=3)
     train = replace(SMALL.train, recompute="full")
