@@ -11,6 +11,7 @@ mosaicml/llm-foundry           GPTs of 125M to 70B parameters on 8 to 64 A100s a
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -77,7 +78,8 @@ def table_1() -> tuple[Run, ...]:
     runs = []
     for name, tflops in rows:
         config = _fp16(load_config(name))
-        software = replace(MEGATRON_2021, overlap=Overlap(backward=0.0, gradients=config.mesh.pipe == 1))
+        overlap = Overlap(backward=0.0, gradients=math.inf if config.mesh.pipe == 1 else 0)
+        software = replace(MEGATRON_2021, overlap=overlap)
         seconds = hardware_flops(config) / config.mesh.devices / tflops / 1e12
         runs.append(Run(name, config, "a100", software, seconds, "arXiv 2104.04473, table 1"))
     return tuple(runs)

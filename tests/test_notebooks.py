@@ -15,7 +15,10 @@ from tests.conftest import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # Compile or train for a minute and more; 04 fetches 90 MB, 08 5 MB.
-LONG = ("02_pipeline", "03_data", "04_from_and_to_hugging_face", "05_bert_depth", "08_from_gpt2_to_llama")
+LONG = (
+    "02_pipeline", "03_data", "04_from_and_to_hugging_face", "05_bert_depth", "07_train_from_python",
+    "08_from_gpt2_to_llama",
+)  # fmt: skip
 LARGEST = 400_000  # bytes of a notebook, pictures included
 
 

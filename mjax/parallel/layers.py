@@ -219,18 +219,18 @@ def _scores(x: Array, table: Array, bias: Array | None, tokens: Tokens) -> Array
 
 
 def _scores_forward(x: Array, table: Array, bias: Array | None, tokens: Tokens):
-    x = tokens.enter(x)
+    x, back = jax.vjp(tokens.enter, x)
     scores = x @ table.T
-    return (scores, (x, table)) if bias is None else (scores + bias, (x, table, ()))
+    return (scores, (x, back, table)) if bias is None else (scores + bias, (x, back, table, ()))
 
 
 def _scores_backward(tokens: Tokens, residuals, gradient: Array):
-    x, table, *biased = residuals
+    x, back, table, *biased = residuals
     gradient = jax.lax.optimization_barrier(gradient) if biased else gradient
     products = gradient @ table, (gradient.T @ x, sum_rows(gradient) if biased else None)
     if not tokens.split:
         products = jax.lax.optimization_barrier(products)
-    to_x, (to_table, to_bias) = summed_beside(*products, tokens)
+    to_x, (to_table, to_bias) = summed_beside(back, *products, tokens)
     return to_x, to_table, to_bias
 
 

@@ -7,6 +7,7 @@ pass is beside the gradients of the weights. A kernel may be a `PostponedKernel`
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -82,12 +83,12 @@ def _matrix(x: Array, columns: int) -> Array:
 # --- Operands, which may be in float8 ---------------------------------------------------------------------------------
 
 
-def _entered(x: Array, tokens: Tokens) -> Array | Float8:
-    """f(x), which in float8 gathers bytes."""
+def _entered(x: Array, tokens: Tokens) -> tuple[Array | Float8, Callable | None]:
+    """f(x), and the backward pass of f. In float8 f gathers bytes, and its backward pass is not known here."""
     if not tokens.float8:
-        return tokens.enter(x)
+        return jax.vjp(tokens.enter, x)
     narrow = float8.rounded(x, float8.FORWARD)
-    return Float8.of(tokens.enter(narrow.values), narrow.scale)
+    return Float8.of(tokens.enter(narrow.values), narrow.scale), None
 
 
 def _restored(x: Array | Float8, dtype) -> Array:
@@ -148,7 +149,8 @@ def _columns(x: Array, entered: Array | None, kernels: tuple[Kernel, ...], biase
 
 def _columns_forward(x: Array, entered: Array | None, kernels: tuple[Kernel, ...], biases: tuple, how: _How):
     tokens, outputs = how.tokens, []
-    kept = entered = _entered(x, tokens) if entered is None else entered
+    entered, back = _entered(x, tokens) if entered is None else (entered, None)
+    kept = entered
     operands, scales = zip(*(_operand(kernel, tokens) for kernel in kernels), strict=True)
     for operand, bias, cut in zip(operands, biases, how.apart, strict=True):
         for part in range(operand.shape[1]) if cut else [...]:
@@ -156,11 +158,12 @@ def _columns_forward(x: Array, entered: Array | None, kernels: tuple[Kernel, ...
                 entered = jax.lax.optimization_barrier(entered)
             y = _product(_restored(entered, x.dtype), operand[:, part], 1)
             outputs.append(y if bias is None else add_bias(y, bias[part]))
-    return tuple(outputs), (x if how.again else kept, tuple(map(without_factors, kernels)), scales, biases)
+    return tuple(outputs), (x if how.again else kept, back, tuple(map(without_factors, kernels)), scales, biases)
 
 
 def _columns_backward(how: _How, residuals, gradients: tuple[Array, ...]):
-    (x, kernels, scales, biases), tokens = residuals, how.tokens
+    (x, back, kernels, scales, biases), tokens = residuals, how.tokens
+    back = back or (lambda gradient: (tokens.leave(gradient),))
     if how.again:
         x, gradients = jax.lax.optimization_barrier((x, gradients))  # no earlier: then it is beside other products
         x = tokens.enter(x)
@@ -177,11 +180,11 @@ def _columns_backward(how: _How, residuals, gradients: tuple[Array, ...]):
     to_x = sum(input_gradient(gradient, x.shape, operand) for gradient, operand in zip(wholes, operands, strict=True))
     to_kernels = tuple(_to_kernel(kernel, x, gradient) for kernel, gradient in zip(kernels, wholes, strict=True))
     if isinstance(kernels[0], PostponedKernel):  # nothing is computed beside the sum
-        to_x = tokens.leave(to_x)
+        (to_x,) = back(to_x)
     else:
         if how.halves and not tokens.split:  # the sum is beside the products of the other half
             to_x, to_kernels = jax.lax.optimization_barrier((to_x, to_kernels))
-        to_x, to_kernels = summed_beside(to_x, to_kernels, tokens)
+        to_x, to_kernels = summed_beside(back, to_x, to_kernels, tokens)
     return to_x, None, to_kernels, tuple(to_biases)
 
 
@@ -200,14 +203,14 @@ def _joined(parts: list[Array]) -> Array:
     )
 
 
-def summed_beside(gradient: Array, products, tokens: Tokens):
-    """`gradient` summed over the ranks, as the backward pass of f does, and `products`, computed during that sum.
+def summed_beside(back: Callable, gradient: Array, products, tokens: Tokens):
+    """`gradient` summed over the ranks by `back`, the backward pass of f, and `products`, computed during that sum.
 
     With sequence parallelism neither is used before both are there: left alone, XLA may compute the gradients of
     weights at the end of a layer, and a sum has nothing beside it. Without, the sum is typed as replicated, and a
     barrier with values that differ from rank to rank would not keep that type.
     """
-    summed = tokens.leave(gradient)
+    (summed,) = back(gradient)
     return jax.lax.optimization_barrier((summed, products)) if tokens.split else (summed, products)
 
 

@@ -29,7 +29,7 @@ from mjax.hardware import GIB, USABLE_FRACTION
 from mjax.launch import MEMORY_FRACTIONS
 from mjax.models.kernels import capability_of, resolved_on_gpu
 from mjax.planner.float8 import check_float8
-from mjax.planner.memory import HEADROOM, Memory, free_share, predict_memory
+from mjax.planner.memory import HEADROOM, Memory, free_share, memory_of, predict_memory
 from mjax.planner.search import value_of, with_values
 from mjax.validation import validate
 
@@ -148,12 +148,6 @@ def check_memory(config: Config, usable: float, gpu: str, name: str = "this conf
         f"{name} needs {memory.total / GIB:.1f} GiB on each GPU ({describe_kinds(memory)}) and {usable / GIB:.1f} GiB "
         f"of {gpu} are usable{_larger_fraction(memory.total, usable)}; {advice}"
     )
-
-
-def memory_of(device) -> tuple[float, str] | None:
-    """Bytes that XLA may allocate on a JAX device, and its name; None if it is not a GPU or does not say."""
-    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform == "gpu" else None
-    return (float(limit), device.device_kind) if limit else None
 
 
 def describe_kinds(memory: Memory) -> str:

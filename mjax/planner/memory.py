@@ -85,6 +85,12 @@ def free_share(needed: float, usable: float) -> float:
     return 1 - needed / usable
 
 
+def memory_of(device) -> tuple[float, str] | None:
+    """Bytes that XLA may allocate on a JAX device, and its name; None if it is not a GPU or does not say."""
+    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform == "gpu" else None
+    return (float(limit), device.device_kind) if limit else None
+
+
 def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memory:
     """Predict the memory of a training step of `config`, on the device that needs most; no device is used.
 

@@ -48,15 +48,15 @@ class Overlap:
         products of gradients: both of a layer with selective recomputation, the first with full.
       forward: the same of the forward pass and of full recomputation, beside the products of the other half of the
         micro-batch (`train.streams 2`): 0 with one stream.
-      gradients: sums over `data` run beside the backward pass of the last micro-batch, if its layers are not in a
-        loop.
+      gradients: the most micro-batches with which sums over `data` run beside the backward pass of the last one, if its
+        layers are not in a loop: 0 never, 1 where a loop over micro-batches would end before them.
       copies: the copies into and out of the stacks of a loop over layers run beside the products.
     """
 
     backward: float
     repeated: float = 0.0
     forward: float = 0.0
-    gradients: bool = False
+    gradients: float = 0
     copies: bool = False
 
 
@@ -110,8 +110,7 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
         return Overlap(backward=0.8, repeated=1.0, forward=0.8, copies=newer)
     if config.mesh.sequence_parallel:
         return Overlap(backward=0.5, repeated=1.0, copies=newer)
-    early = config.micro_batches == 1 and config.mesh.model == 1
-    return Overlap(backward=0.0 if newer else 1.0, gradients=early, copies=newer)
+    return Overlap(backward=0.0 if newer else 1.0, gradients=int(config.mesh.model == 1), copies=newer)
 
 
 # The 26 bytes of Adam, 2 of the norm and 6 of the cast were read from programs compiled for H100s (docs/benchmarks.md).

@@ -159,7 +159,7 @@ class _Step:
         """The parts of a step of `m` micro-batches on each replica."""
         mesh = self.config.mesh
         seconds = {part: m * each for part, each in self._micro_batch.items()}
-        seconds["data"] += self._sums_over_data
+        seconds["data"] += self._sums_over_data(m)
         seconds["optimizer"] += self.optimizer(m)
         if self.config.optimizer.name == "muon":
             for axis, exchanged in muon.exchange_seconds(self.config, self.rates).items():
@@ -371,8 +371,7 @@ class _Step:
 
     # --- Once a step --------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _sums_over_data(self) -> float:
+    def _sums_over_data(self, m: int) -> float:
         """Gradients over `data`, and ZeRO-1's gathers; for the embedding also over `pipe`."""
         mesh, rates, software = self.config.mesh, self.rates, self.software
         stage, across = mesh.model * mesh.data, software.gradient_bytes + self.element
@@ -382,7 +381,7 @@ class _Step:
         if mesh.zero:
             return seconds + rates.gather(mesh.data, mesh.model, across * weights)
         summed = rates.sum(mesh.data, mesh.model, software.gradient_bytes * weights)
-        if self.overlap.gradients and not self._looped:  # beside the backward pass of the last micro-batch
+        if m <= self.overlap.gradients and not self._looped:
             beside = self.layers * sum(sum(each.values()) for each in self._passes[1:])
             summed = max(0.0, summed - beside)
         return seconds + summed

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mjax.config import Config
-from mjax.planner.memory import HEADROOM, free_share, predict_memory
+from mjax.planner.memory import HEADROOM, free_share, memory_of, predict_memory
 
 MOST_LAYERS = 80
 """Compiling takes one to two seconds for each."""
@@ -55,8 +55,6 @@ def layers_in_words(unrolled: bool, streams: int) -> str:
 def unrolled_here(config: Config) -> Config:
     """`with_unrolling` for the GPUs of this process."""
     import jax  # a plan does not need it
-
-    from mjax.planner.fit import memory_of  # which imports the model of time
 
     found = memory_of(jax.local_devices()[0])
     return with_unrolling(config, None if found is None else found[0])

@@ -12,8 +12,8 @@ from mjax.errors import UsageError
 from mjax.hardware import GIB, USABLE_FRACTION, gpu_named
 from mjax.launch import MEMORY_FRACTIONS, claim_gpu_memory
 from mjax.planner import fit
-from mjax.planner.fit import changes_that_fit, check_gpu_at_hand, check_memory, memory_of
-from mjax.planner.memory import predict_memory
+from mjax.planner.fit import changes_that_fit, check_gpu_at_hand, check_memory
+from mjax.planner.memory import memory_of, predict_memory
 from mjax.planner.memory_section import memory_section
 from mjax.validation import validate
 from tests.conftest import ROOT
