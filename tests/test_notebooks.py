@@ -11,13 +11,13 @@ from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
 
-from tests.conftest import ROOT
+from tests.conftest import COMPILE_QUICKLY, ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-# Compile or train for a minute and more; 04 fetches 90 MB, 08 5 MB.
+# Compile, search or train for half a minute and more; 04 fetches 90 MB, 08 5 MB.
 LONG = (
-    "02_pipeline", "03_data", "04_from_and_to_hugging_face", "05_bert_depth", "07_train_from_python",
-    "08_from_gpt2_to_llama",
+    "02_pipeline", "03_data", "04_from_and_to_hugging_face", "05_bert_depth", "06_before_the_run",
+    "07_train_from_python", "08_from_gpt2_to_llama",
 )  # fmt: skip
 LARGEST = 400_000  # bytes of a notebook, pictures included
 
@@ -31,12 +31,14 @@ def _kernel(folder: Path) -> AsyncKernelManager:
     return manager
 
 
-def _environment() -> dict[str, str]:
-    """As in a fresh shell, without the devices that the tests simulate; with their cache of compiled programs."""
+def _environment(trains: bool) -> dict[str, str]:
+    """As in a fresh shell, without the devices that the tests simulate; with their cache of compiled programs. What
+    trains for long is compiled well rather than quickly."""
     kept = {
         name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS", "MPLBACKEND")
     }
     return kept | {
+        "XLA_FLAGS": "" if trains else COMPILE_QUICKLY,
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
     }
@@ -66,8 +68,8 @@ def test_a_notebook_runs_and_shows_what_is_committed(file, tmp_path):
     for cell in fresh.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-    resources = {"metadata": {"path": str(file.parent)}}
-    NotebookClient(fresh, km=_kernel(tmp_path), timeout=900, resources=resources).execute(env=_environment())
+    environment, resources = _environment(file.stem in LONG), {"metadata": {"path": str(file.parent)}}
+    NotebookClient(fresh, km=_kernel(tmp_path), timeout=900, resources=resources).execute(env=environment)
     assert _shown(committed) == _shown(fresh)
 
 

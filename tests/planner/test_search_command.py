@@ -226,6 +226,7 @@ def test_a_batch_that_stays_narrows_nothing():
     assert "nothing like the best would be faster without it" in section.text
 
 
+@pytest.mark.long
 def test_how_many_gpus_are_enough_is_true(capsys):
     assert cli.main(["plan", "--config", "gpt_39b", "--devices", "8", "--gpu", "h100"]) == 2
     enough = int(capsys.readouterr().err.split("use --devices ")[1].split(",")[0])

@@ -141,7 +141,13 @@ def test_an_error_within_the_steps_leaves_no_profiler_running(tmp_path, capsys):
         jax.profiler.stop_trace()
 
 
-@pytest.mark.parametrize("breaks", ["jax.profiler.start_trace", "jax.profiler.stop_trace", "write_perfetto"])
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        *(pytest.param(f"jax.profiler.{name}_trace", marks=pytest.mark.long) for name in ("start", "stop")),
+        "write_perfetto",
+    ],
+)
 def test_a_profile_that_fails_is_one_line_and_the_run_goes_on(breaks, tmp_path, unprofiled, monkeypatch, capsys):
     def full(*_, **__):
         raise OSError(28, "No space left on device")

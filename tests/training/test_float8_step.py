@@ -18,7 +18,7 @@ from tests.against_reference import STEP, in_layer_order
 from tests.small import batch_of, gradient_program, initial_state, program_of, small_config
 from tests.training.test_step_equals_reference import CASES, config_of
 
-FEW = ("gpt-", "bloom-zb-h1", "pre-LN-gpipe", "post-LN--1-1-4")  # of each kind of mesh one; all others with --long
+FEW = ("gpt--1-1-2", "gpt-zb-h1", "pre-LN-gpipe", "post-LN--1-1-4")  # of each kind of mesh one; all others with --long
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def _marked(case):
     return pytest.param(case, id=name, marks=() if name.startswith(FEW) else pytest.mark.long)
 
 
-@pytest.mark.parametrize("case", list(map(_marked, CASES)))
+@pytest.mark.parametrize("case", [_marked(case) for case in CASES if case.layers != "halves"])
 def test_loss_and_every_gradient_are_those_of_one_device(case, in_float8):
     config = config_of(case._replace(dropout=0.0))  # masks follow the sample, which is at another place here
     with jax.enable_x64(True):
