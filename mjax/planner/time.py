@@ -31,7 +31,7 @@ arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198, section 4.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mjax.batch_size import BatchSizes
@@ -141,8 +141,12 @@ class _Step:
 
     def __init__(self, config: Config, rates: Rates, software: Software):
         self.config, self.rates, self.software = config, rates, software
-        self.overlap = software.overlap_of(config)
         model, mesh = config.model, config.mesh
+        # What two streams hide was read from programs within a server; between servers it is what one stream hides.
+        beyond = mesh.model > rates.gpu.gpus_per_node
+        self.overlap = software.overlap_of(
+            replace(config, train=replace(config.train, streams=1)) if beyond else config
+        )
         self.element = WIDTHS[config.precision.compute]
         self.tokens = config.train.micro_batch * model.sequences * model.sequence
         self.samples = config.train.micro_batch
