@@ -117,7 +117,7 @@ def _rows(x: Array, kernel: Kernel) -> Array:
 
 _rows.defvjp(
     lambda x, kernel: jax.vjp(lambda x, kernel: linear(kernel, x, x.ndim - 1), x, kernel),
-    lambda back, gradient: _tied(back(gradient)),
+    lambda back, gradient: jax.lax.optimization_barrier(back(gradient)),
 )
 
 
@@ -125,7 +125,8 @@ _rows.defvjp(
 def _beside(collected: Array, computed):
     """Both, neither to be used before both are there: so a collective runs during a computation. A sum that is typed as
     replicated keeps this type, and no order."""
-    return _tied((collected, computed)) if MODEL in mappings.varying_axes(collected) else (collected, computed)
+    both = collected, computed
+    return jax.lax.optimization_barrier(both) if MODEL in mappings.varying_axes(collected) else both
 
 
 _beside.defvjp(lambda *both: (_beside(*both), None), lambda _, gradients: gradients)
@@ -137,9 +138,4 @@ def _backward_beside(collected: Array, computed):
     return collected, computed
 
 
-_backward_beside.defvjp(lambda *both: (both, None), lambda _, gradients: _tied(gradients))
-
-
-def _tied(arrays):
-    leaves, tree = jax.tree.flatten(arrays)
-    return jax.tree.unflatten(tree, jax.lax.optimization_barrier(leaves))
+_backward_beside.defvjp(lambda *both: (both, None), lambda _, gradients: jax.lax.optimization_barrier(gradients))
