@@ -79,6 +79,13 @@ class Gpu:
         tflops = self.peak_tflops.get(compute)
         return None if tflops is None else tflops * 1e12
 
+    def mfu_peak(self, compute: str) -> float | None:
+        """Peak in FLOP/s that an MFU is a share of; for fp8 that of bf16, in which attention and head multiply.
+
+        So a step that is twice as fast has twice the MFU, in either.
+        """
+        return self.peak("bf16" if compute == "fp8" else compute)
+
     @property
     def sixteen_bits(self) -> str:
         """The 16-bit compute dtype for this GPU: bf16, or fp16 without bf16."""

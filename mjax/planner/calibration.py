@@ -46,6 +46,7 @@ class Calibration:
       node: fraction of the bandwidth within a server that collectives reach.
       network: the same between servers.
       collective: seconds that a collective takes in addition to messages and bytes.
+      float8: fraction of the float8 peak that such a product reaches; read with `precision.compute fp8` only.
       error: relative error bar of the time of a step on this GPU.
       error_elsewhere: the same on any other GPU.
       sequences: shortest and longest of the runs that the error was found on; beyond them there is no error bar.
@@ -69,6 +70,7 @@ class Calibration:
     sequences: tuple[int, int]
     parameters: tuple[float, float]
     devices: tuple[int, int]
+    float8: Fraction = 0.65  # 8192³ on Hopper: 1,170 (torch._scaled_mm) to 1,610 TFLOP/s (cuBLASLt), 59 to 81%
     sources: dict[str, str] = field(default_factory=dict)
     measured: tuple[str, ...] = ()
     date: str = ""
@@ -77,7 +79,7 @@ class Calibration:
     def error_of(self, config: Config, parameters: int, gpu: Gpu) -> tuple[float | None, tuple[str, ...]]:
         """The error bar of a prediction for a model with that many parameters, and what is outside the calibration.
 
-        Beyond the lengths that the error bar was found on it is None.
+        Beyond the lengths that the error bar was found on it is None, and so it is for float8.
         """
         caveats = []
         if gpu.name != self.gpu:
@@ -93,11 +95,26 @@ class Calibration:
         if not low <= config.mesh.devices <= high:
             caveats.append(f"compared with runs on {low} to {high} GPUs" if low < high else f"compared on {low} GPUs")
         bar = self.error if gpu.name == self.gpu else self.error_elsewhere
+        if config.precision.compute == "fp8":
+            caveats.insert(
+                0,
+                f"no error bar for fp8: ±{bar:.0%} was found on runs in bf16; the rate of products in float8, "
+                f"{self.float8:.0%} of their peak, is {self.source_of('float8')}",
+            )
+            return None, tuple(caveats)
         return bar if self.sequences[0] <= length <= self.sequences[1] else None, tuple(caveats)
 
-    def not_measured(self, gpu: Gpu) -> list[str]:
-        """The rates that were not measured on `gpu`."""
-        return [name for name in RATES if gpu.name != self.gpu or name not in self.measured]
+    def rates(self, compute: str) -> tuple[str, ...]:
+        """The names of the rates that a prediction depends on."""
+        return (*RATES, "float8") if compute == "fp8" else RATES
+
+    def source_of(self, name: str) -> str:
+        """Where a rate comes from."""
+        return self.sources.get(name, "assumed" if name == "float8" else "its source is not known")
+
+    def not_measured(self, gpu: Gpu, compute: str = "bf16") -> list[str]:
+        """The rates of a prediction that were not measured on `gpu`."""
+        return [name for name in self.rates(compute) if gpu.name != self.gpu or name not in self.measured]
 
 
 FITTED = "fitted to 18 runs of Megatron-LM, arXiv 2104.04473, table 1, and 2205.05198, table 5"

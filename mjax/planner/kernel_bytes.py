@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
+from mjax.planner.float8 import SCALE_KERNELS, agreed, of_weights, transposed
 from mjax.planner.regions import Region, Regions, activation_elements
 from mjax.training import trace
 from mjax.training.program import Program
@@ -36,11 +37,15 @@ class Moved(NamedTuple):
       bytes: read and written, without `scores`.
       scores: of regions with arrays [..., s, s].
       kernels: launches, whatever the number of samples.
+      weights: bytes that are read and written to round weights to float8, whatever the number of samples.
+      agreed: of scales of arrays in float8, the mesh axes of each all-reduce.
     """
 
     bytes: float
     scores: float
     kernels: int
+    weights: float = 0.0
+    agreed: tuple[tuple[str, ...], ...] = ()
 
 
 class Kernels(NamedTuple):
@@ -60,9 +65,10 @@ def kernels_of(of: trace.Traced, kernel: str, recompute: str) -> Kernels:
     layer, constants = trace.layer_program(of)
     backward, head = trace.layer_backward(of, kernel, recompute), trace.head(of).program
     inputs = enumerate(backward.program.inputs[backward.constants :], backward.constants)
-    tokens = [value for number, value in inputs if number not in backward.weights]
+    # A scale is a number, which weights have as well.
+    tokens = [value for number, value in inputs if number not in backward.weights and backward.program.shape(value)]
     return Kernels(
-        moved(layer, layer.inputs[constants : constants + 1], sequence, ranks),
+        moved(layer, layer.inputs[constants : constants + 1], sequence, ranks, recompute == "none"),
         moved(backward.program, tokens, sequence, ranks),
         moved(head, head.inputs[-1:], sequence, ranks),
         backward.kept,
@@ -87,18 +93,16 @@ def looped(kept: float, weights: float, beside: bool) -> tuple[float, int]:
     return (fills, 0) if beside else (fills + COPIES_OF_KEPT * kept + COPIES_OF_WEIGHTS * weights, COPY_KERNELS)
 
 
-def moved(program: Program, tokens: Iterable[int], sequence: int, ranks: int) -> Moved:
+def moved(program: Program, tokens: Iterable[int], sequence: int, ranks: int, kept: bool = False) -> Moved:
     """What the regions of a program move.
 
     Args:
       tokens: inputs that depend on the tokens.
       sequence: positions; arrays of [..., s, s] are attention's scores.
       ranks: of `model`; on one, a sum over it is no kernel.
+      kept: inputs of products in float8 are kept for the backward pass.
     """
-    regions, size, depends = Regions(program), program.bytes, set(tokens)
-    for operation in program.operations:
-        if depends.intersection(operation.inputs):
-            depends.update(operation.outputs)
+    regions, size, depends = Regions(program), program.bytes, depending(program, tokens)
     producers = {value: each for each in program.operations for value in each.outputs}
 
     def maker(value: int) -> str:
@@ -124,7 +128,18 @@ def moved(program: Program, tokens: Iterable[int], sequence: int, ranks: int) ->
             continue
         amount, launches = _moved(region, regions, read, written, maker)
         total, kernels = total + amount, kernels + launches
-    return Moved(total, scores, kernels)
+    copies, weights = transposed(program, depends, kept), of_weights(program, depends, kept)
+    kernels += copies[1] + weights[1]
+    return Moved(total + copies[0], scores, kernels, weights[0], agreed(program, depends))
+
+
+def depending(program: Program, inputs: Iterable[int]) -> set[int]:
+    """The values of a program that depend on some of its inputs, and these."""
+    depends = set(inputs)
+    for operation in program.operations:
+        if depends.intersection(operation.inputs):
+            depends.update(operation.outputs)
+    return depends
 
 
 def _moved(
@@ -135,13 +150,14 @@ def _moved(
     largest = max(map(size, (*read, *written)))
     sums = [value for value in written if size(value) < SMALL * largest]
     if len(sums) == len(written):  # sums over tokens, in two stages
-        outside = [value for value in read if regions.of(value) is None]
-        return sum(map(size, outside)), bool(outside) + len(sums)
+        alone = regions.read_for_scale(region)
+        outside = [value for value in read if (regions.of(value) is None if alone is None else value in alone)]
+        return sum(map(size, outside)), bool(outside) + len(sums) + SCALE_KERNELS * (alone is not None)
     if len(read) == len(written) == 1 and size(read[0]) == size(written[0]) and not _computes(region):
         return 0.0, 0
     times = _rounds(region, regions.program) or int(region.reduces and bool(sums))
     total, launches = sum(map(size, (*read * (1 + times), *written))), 1 + len(sums) + 3 * times
-    if len(read) > 1 and not region.has_function:
+    if len(read) > 1 and not region.has_function and not region.rounds:
         total -= sum(size(value) for value in read if maker(value) == PRODUCT)
         if sent := [size(value) for value in read if maker(value) == COLLECTIVE and not times]:
             total, launches = total + sum(sent) + max(sent), launches + len(sent)

@@ -18,6 +18,9 @@ TILES = (
     (128, 256, 1.0), (256, 128, 1.0), (192, 128, 1.0), (128, 192, 1.0), (256, 192, 1.0), (192, 256, 1.0),
     (128, 128, 0.92), (64, 256, 0.88), (64, 128, 0.75),
 )  # fmt: skip
+# Latency of a message of NCCL's tree with protocol LL against one of its ring with protocol Simple, within a server and
+# between servers (NVIDIA/nccl, src/graph/tuning.cc).
+LOW_LATENCY = (0.6 / 3.4, 5.0 / 14.0)
 HEADS = 64  # attention runs on heads that are multiples of this
 
 
@@ -26,39 +29,38 @@ class Rates:
 
     Attributes:
       gpu, calibration: the two factors.
-      compute: dtype of the products.
-      peak: FLOP/s.
+      compute: dtype of the products, but of those in float8.
+      peak: FLOP/s in this dtype.
+      float8_peak: the same of products in float8; None if the GPU has none.
 
     Raises:
       UsageError: no peak is known for this dtype.
     """
 
     def __init__(self, gpu: Gpu, calibration: Calibration, compute: str):
-        if compute == "fp8":
-            raise UsageError(
-                "the time of --precision.compute fp8 cannot be predicted; use --precision.compute bf16, or --compile "
-                "for a roofline"
-            )
-        self.gpu, self.calibration, self.compute, self.peak = gpu, calibration, compute, gpu.peak(compute)
-        if self.peak is None:
+        self.gpu, self.calibration = gpu, calibration
+        self.compute = "bf16" if compute == "fp8" else compute
+        self.peak, self.float8_peak = gpu.peak(self.compute), gpu.peak("fp8")
+        if gpu.peak(compute) is None:
             known = either([dtype for dtype in gpu.peak_tflops if dtype != "fp8"])
             raise UsageError(
                 f"no {compute} peak is known for {gpu.name}, so its time cannot be predicted; "
                 f"use --precision.compute {known}, or add the peak in mjax/hardware.py"
             )
 
-    def product(self, m: float, n: float, k: float, batch: float = 1.0) -> float:
-        """[m, k] × [k, n], `batch` times in one kernel."""
-        moved = batch * WIDTHS[self.compute] * (m * k + k * n + m * n)
-        return (
-            max(2 * batch * m * n * k / self.product_rate(batch * m, n, k), self.bytes(moved)) + self.calibration.launch
-        )
+    def product(self, m: float, n: float, k: float, batch: float = 1.0, float8: bool = False) -> float:
+        """[m, k] × [k, n], `batch` times in one kernel; in float8 or not, the result has the compute dtype."""
+        width = WIDTHS[self.compute]
+        moved = batch * ((1 if float8 else width) * (m * k + k * n) + width * m * n)
+        seconds = 2 * batch * m * n * k / self.product_rate(batch * m, n, k, float8)
+        return max(seconds, self.bytes(moved)) + self.calibration.launch
 
-    def product_rate(self, m: float, n: float, k: float) -> float:
+    def product_rate(self, m: float, n: float, k: float, float8: bool = False) -> float:
         """FLOP/s of a product with m rows in all that is not bound by memory: less if its tiles leave multiprocessors
         idle, or its inner dim is short."""
-        filled = filled_share(m, n, self.gpu.multiprocessors)
-        return self.peak * self.calibration.matmul * filled * k / (k + self.calibration.inner)
+        filled, calibration = filled_share(m, n, self.gpu.multiprocessors), self.calibration
+        largest = self.float8_peak * calibration.float8 if float8 else self.peak * calibration.matmul
+        return largest * filled * k / (k + calibration.inner)
 
     def flash(self, flops: float, head: int, positions: int, backward: bool = False) -> float:
         """A kernel of flash attention: `flops` inside the mask, heads of this size, a sequence of so many positions."""
@@ -87,6 +89,16 @@ class Rates:
         if ranks == 1:
             return 0.0
         return 2 * self.gather(ranks, stride, whole) - self.calibration.collective
+
+    def agree(self, ranks: int, stride: int) -> float:
+        """All-reduce of one number: NCCL's tree with its low-latency protocol, whose messages take less time than those
+        of a ring."""
+        if ranks == 1:
+            return 0.0
+        in_server = max(1, min(ranks, self.gpu.gpus_per_node // stride))
+        levels = math.ceil(math.log2(math.ceil(ranks / in_server)))
+        within = (in_server - 1) * LOW_LATENCY[0] * self.gpu.node_latency
+        return 2 * (within + levels * LOW_LATENCY[1] * self.gpu.network_latency) + self.calibration.collective
 
     def send(self, ranks: int, stride: int, sent: float) -> float:
         """Every device sends `sent` bytes to the one `stride` away, on an axis of `ranks`."""

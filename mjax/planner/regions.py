@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mjax.training.program import REDUCTIONS, Operation, Program
+from mjax.parallel.float8 import BACKWARD
+from mjax.planner.float8 import roundings
+from mjax.training.program import REDUCTIONS, Operation, Program, is_float8
 from mjax.training.trace import Backward
 
 STAND_IN = "pure_callback"  # for a kernel that exists only on a GPU (`models/attention.py`)
@@ -31,6 +33,7 @@ class Region:
       wide: bytes of its largest array in float32 or wider.
       reduces: it sums over a dim of an array of that size.
       has_function: it computes an exponential, a tanh or a similar function.
+      rounds: it rounds an array to float8.
     """
 
     inputs: frozenset[int]
@@ -38,6 +41,7 @@ class Region:
     wide: int
     reduces: bool
     has_function: bool
+    rounds: bool = False
 
     @property
     def inside(self) -> int:
@@ -59,6 +63,9 @@ class Regions:
         for operation in program.operations:
             if operation.is_kernel:
                 self.written |= {*operation.outputs, *_read(operation)}
+        self.roundings = roundings(program)
+        for rounding in self.roundings:
+            self.written |= rounding.sources
         self.producer = {value: each for each in program.operations for value in each.outputs}
         self._region: dict[int, Region] = {}
         for region in self._cut():
@@ -70,6 +77,24 @@ class Regions:
     def of(self, value: int) -> Region | None:
         """The region that writes `value`; None if a kernel does, or if it is an input."""
         return self._region.get(value)
+
+    def read_for_scale(self, region: Region) -> set[int] | None:
+        """What a region reads that finds the largest magnitude of an array for its float8 scale; None for any other.
+
+        A kernel that sums over tokens, or computes an activation function, finds it as it writes the array.
+        """
+        found = next((each for each in self.roundings if each.largest in region.outputs), None)
+        if found is None:
+            return None
+
+        def writes_it(made: Region | None) -> bool:
+            if made is None:
+                return False
+            if made.reduces:  # a norm: its backward pass has sums over tokens
+                return len(made.outputs) > 1
+            return not (made.has_function and self.program.values[found.value].dtype == BACKWARD)
+
+        return {value for value in found.sources if not writes_it(self.of(value))}
 
     def _cut(self) -> Iterator[Region]:
         leader: dict[int, int] = {}
@@ -101,6 +126,7 @@ class Regions:
             max((size(value) for value in made if self.is_wide(value)), default=0),
             any(each.name in REDUCTIONS and size(each.inputs[0]) >= largest for each in operations),
             any(each.name in FUNCTIONS for each in operations),
+            any(is_float8(self.program.values[value]) for value in made),
         )
 
     def is_wide(self, value: int) -> bool:

@@ -30,8 +30,6 @@ PRODUCTS, ATTENTION, COLLECTIVES = "products", "attention", "collectives, expose
 COPIES, FILLS, OPTIMIZER = "copies", "fills with zeros", "optimizer"
 
 LATENCY = 10e-6  # seconds of a collective without bytes
-# Of the float8 peak, by a product without loss: assumed, below the published 1,170 to 1,610 TFLOP/s of 8192³ on Hopper.
-FLOAT8 = 0.65
 # Each result uses one of the operand's.
 SAME_ELEMENTS = {"abs", "bitcast", "convert", "copy", "negate", "reshape", "transpose"}
 LEAST = 1_000_000  # bytes of a fill or copy that is listed as one
@@ -68,7 +66,7 @@ class Roofline:
 
     def mfu(self, flops: float, gpu: Gpu, compute: str = "bf16") -> float:
         """Share of the peak, with the FLOPs of the model on one device (`model_flops`)."""
-        return flops / self.seconds / gpu.peak(compute)
+        return flops / self.seconds / gpu.mfu_peak(compute)
 
 
 def roofline(text: str, gpu: Gpu, devices: int = 1, compute: str = "bf16") -> Roofline:
@@ -80,8 +78,7 @@ def roofline(text: str, gpu: Gpu, devices: int = 1, compute: str = "bf16") -> Ro
       devices: of the whole mesh, servers filled one after the other.
       compute: dtype of the products, for their peak.
     """
-    # The products of fp8 name themselves; all others are in bf16.
-    rates = Rates(gpu, default_calibration(gpu), "bf16" if compute == "fp8" else compute)
+    rates = Rates(gpu, default_calibration(gpu), compute)  # products in float8 name themselves
     replay = _Replay(Module(text), rates, devices)
     replay.run(replay.module.entry)
     return Roofline(dict(replay.rows), replay.communicating, replay.copied_stacks)
@@ -186,18 +183,12 @@ class _Replay:
         if kind == PRODUCTS:
             times, m, n, k = self._product(line, shapes)
             flops = 2.0 * times * m * n * k
-            rate = self.rates.product_rate(times * m, n, k) * self._float8(line)
+            rate = self.rates.product_rate(times * m, n, k, '$f8"' in line.attributes)
         elif kind == ATTENTION and "custom_call_target" in line.attributes:
             flops, rate = self._flash(line, shapes)
         seconds = max(flops / rate, self.rates.bytes(moved)) + self.rates.calibration.launch
         source = self._source(line)
         return _Cost(kind, seconds, moved, flops, kind == COPIES and "/while/body/" in source and "dynamic_" in source)
-
-    def _float8(self, line: Line) -> float:
-        """Rate of a product against one of the compute dtype: more than 1 if it is in float8."""
-        if '$f8"' not in line.attributes:
-            return 1.0
-        return self.gpu.peak("fp8") * FLOAT8 / (self.rates.peak * self.rates.calibration.matmul)
 
     def _kind(self, line: Line, shapes: dict[str, str]) -> str:
         kernel = self.module.kernel_of(line) or ""

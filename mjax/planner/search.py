@@ -37,7 +37,7 @@ from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig
 from mjax.errors import UsageError
 from mjax.planner.memory import HEADROOM, Memory, free_share
-from mjax.planner.time import StepTime
+from mjax.planner.step_time import StepTime
 from mjax.validation import check_streams
 
 SEARCHED = (

@@ -16,6 +16,8 @@ The parts of a step, and how each is modelled:
                       s × s, and the scores' bytes
     memory-bound      LayerNorm, residual sums, GELU: bytes of the traced kernels (`kernel_bytes.py`) over `memory` ×
                       bandwidth, and launches; with a loop over layers also what it fills and copies
+    float8            the layers' products at `float8` × its peak. Scales and rounding are memory-bound kernels of the
+                      trace; ranks agree on a scale in an all-reduce of one number (`float8.py`)
     collectives       a ring: bytes sent over its slowest link, which the rings that leave a server together share, and
                       a message's latency for each rank. What a product hides (`software.Overlap`) counts only beyond
                       the product's time
@@ -31,7 +33,7 @@ arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198, section 4.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from mjax.batch_size import BatchSizes
@@ -43,61 +45,21 @@ from mjax.parallel.axes import MODEL
 from mjax.planner import kernel_bytes, muon
 from mjax.planner.bubble import bubble, empty_messages
 from mjax.planner.calibration import Calibration, default_calibration
+from mjax.planner.float8 import agreement_seconds
 from mjax.planner.kernel_bytes import Kernels, Moved, kernels_of
 from mjax.planner.rates import WIDTHS, Rates
 from mjax.planner.software import MJAX, Software
+from mjax.planner.step_time import PARTS, StepTime
 from mjax.planner.unrolling import is_looped
 from mjax.planner.weights import held_by
+from mjax.state.precision import in_float8
 from mjax.training import trace
 from mjax.training.flops import model_flops
 from mjax.training.program import Product
 
-# Parts of a step, in display order.
-PARTS = ("matmul", "attention", "elementwise", "head", "model", "pipe", "bubble", "data", "optimizer")
 # Products of the same input are one kernel, and its result is cut apart, if each writes at most so many bytes: XLA's
 # xla_gpu_dot_merger_threshold_mb.
 JOINED_BYTES = 32 * 2**20
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one optimizer step, by part.
-
-    Attributes:
-      parts: seconds by name; they add up to `total`.
-        matmul: matrix products of the layers, including recomputed ones.
-        attention: scores, softmax and weighted sums.
-        elementwise: memory-bound kernels of the layers.
-        head: embedding, logits and loss, without their collectives.
-        model: exposed collectives over `model`; with Muon also those of its matrices.
-        pipe: messages between stages.
-        bubble: idle time while the pipeline fills and drains.
-        data: sums and gathers over `data`, and of the embedding over `pipe`; with Muon those of its matrices.
-        optimizer: accumulation of gradients, norm, update of the weights.
-      model_tflops: TFLOP/s of one GPU, counted as in `model_flops` (nothing for recomputation, full attention).
-      mfu: those over the peak.
-      error: error bar of `total`, relative to the time that is measured; None if there is none for this config.
-      mean: seconds per step, mean over the run: less than `total` with a batch ramp-up.
-      caveats: what is outside the range of the calibration.
-    """
-
-    parts: dict[str, float]
-    model_tflops: float
-    mfu: float
-    error: float | None
-    mean: float
-    caveats: tuple[str, ...] = ()
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return sum(self.parts.values())
-
-    def between(self, predicted: float) -> tuple[float, float] | None:
-        """The range of a measured time by the error bar, for a prediction such as `total`; None if it has no end."""
-        if self.error is None or self.error >= 1:
-            return None
-        return predicted / (1 + self.error), predicted / (1 - self.error)
 
 
 def predict_time(
@@ -147,7 +109,8 @@ class _Step:
         self.overlap = software.overlap_of(
             replace(config, train=replace(config.train, streams=1)) if beyond else config
         )
-        self.element = WIDTHS[config.precision.compute]
+        self.element, self.float8 = WIDTHS[config.precision.compute], in_float8(config.precision)
+        self.gathered = 1 if self.float8 else self.element  # bytes per element of what products are gathered for
         self.tokens = config.train.micro_batch * model.sequences * model.sequence
         self.samples = config.train.micro_batch
         capability = rates.gpu.compute_capability
@@ -194,31 +157,35 @@ class _Step:
 
     def _forward(self) -> dict[str, float]:
         """A layer's forward pass."""
+        over_model, over_data = self._agreed(0)
         return {
             "matmul": self._forward_products,
             "attention": self._attention,
             "elementwise": self._kernels[0],
-            "model": self._exposed_forward(len(self.layer.branches) * self._layer_sum),
-            "data": self._over_data(self.element),
+            "model": self._exposed_forward(len(self.layer.branches) * self._layer_sum) + over_model,
+            "data": self._over_data(self.gathered) + over_data,
         }
 
     def _backward_inputs(self) -> dict[str, float]:
         """A layer's backward pass without its weight gradients, including recomputation."""
         again, software = self.config.train.recompute, self.software
         to_inputs = sum(self._product(each.k, each.n) for each in self.layer.of_weights)
+        over_model, over_data = self._agreed(1)
         whole, attention = again == "full", again != "none"
         repeated, split = 0.0, self.config.mesh.sequence_parallel
-        if whole:  # of a layer's gathers and scatters only the last scatter can be dead code
-            repeated = (1 + software.repeated_sums / 2 if split else software.repeated_sums) * self._layer_sum
-            repeated = self._exposed_forward(repeated) - split * self.overlap.repeated * self._layer_sum / 2
-        elif attention and split:  # the two gathers are repeated: the bytes of one all-reduce
-            repeated = self._layer_sum - min(self.overlap.repeated * self._layer_sum, to_inputs)
+        if whole and split:  # of a layer's gathers and scatters only the last scatter can be dead code
+            repeated = self._exposed_forward(2 * self._layer_gather + software.repeated_sums * self._layer_scatter)
+            repeated -= self.overlap.repeated * self._layer_gather
+        elif whole:
+            repeated = self._exposed_forward(software.repeated_sums * self._layer_sum)
+        elif attention and split:  # the two gathers are repeated
+            repeated = 2 * self._layer_gather - min(2 * self.overlap.repeated * self._layer_gather, to_inputs)
         return {
             "matmul": to_inputs + whole * self._forward_products,
             "attention": self._attention_backward + attention * self._attention,
             "elementwise": self._kernels[1] + self._loop,
-            "model": self._exposed_backward + repeated,
-            "data": self._over_data(self.element) + self._over_data(software.gradient_bytes),
+            "model": self._exposed_backward + repeated + over_model,
+            "data": self._over_data(self.gathered) + self._over_data(software.gradient_bytes) + over_data,
         }
 
     @cached_property
@@ -232,15 +199,16 @@ class _Step:
     def _is_joined(self, columns: tuple[int, ...]) -> bool:
         """Whether products of the same input run as one."""
         written = self.element * self.tokens * max(columns)
-        return len(columns) > 1 and (self.software.written is not None or written <= JOINED_BYTES)
+        return len(columns) > 1 and not self.float8 and (self.software.written is not None or written <= JOINED_BYTES)
 
     def _weight_gradients(self, products: Iterable[Product]) -> float:
         s = self.config.train.streams
-        return sum(s * self.rates.product(each.k, each.n, self.tokens / s) for each in products)
+        return sum(s * self.rates.product(each.k, each.n, self.tokens / s, float8=self.float8) for each in products)
 
     def _product(self, n: int, k: int) -> float:
         """[tokens, k] × [k, n], in two halves with two streams."""
-        return self.config.train.streams * self.rates.product(self.tokens / self.config.train.streams, n, k)
+        streams = self.config.train.streams
+        return streams * self.rates.product(self.tokens / streams, n, k, float8=self.float8)
 
     @cached_property
     def _attention(self) -> float:
@@ -293,7 +261,7 @@ class _Step:
         return forward, (written.backward + (self.config.train.recompute != "none")) * forward
 
     def _seconds_of(self, moved: Moved) -> float:
-        return self.rates.traffic(self.samples * moved.bytes, moved.kernels)
+        return self.rates.traffic(self.samples * moved.bytes + moved.weights, moved.kernels)
 
     @cached_property
     def _looped(self) -> bool:
@@ -313,11 +281,29 @@ class _Step:
     @cached_property
     def _layer_sum(self) -> float:
         """One sum of a stream over `model`; with sequence parallelism a reduce-scatter and an all-gather."""
-        ranks, streams = self.config.mesh.model, self.config.train.streams
-        whole = self.element * self.stream / streams
         if self.config.mesh.sequence_parallel:
-            return 2 * streams * self.rates.gather(ranks, 1, whole)
-        return streams * self.rates.sum(ranks, 1, whole)
+            return self._layer_scatter + self._layer_gather
+        streams = self.config.train.streams
+        return streams * self.rates.sum(self.config.mesh.model, 1, self.element * self.stream / streams)
+
+    @cached_property
+    def _layer_scatter(self) -> float:
+        return self._split(self.element)
+
+    @cached_property
+    def _layer_gather(self) -> float:
+        return self._split(self.gathered)
+
+    def _split(self, width: float) -> float:
+        """A gather or a reduce-scatter of a stream over `model`, of `width` bytes per element."""
+        streams = self.config.train.streams
+        return streams * self.rates.gather(self.config.mesh.model, 1, width * self.stream / streams)
+
+    def _agreed(self, backward: int) -> tuple[float, float]:
+        """The all-reduces of the scales of arrays in float8, over `model` only and over `data`."""
+        if not self.float8:
+            return 0.0, 0.0
+        return agreement_seconds(self._traced[backward].agreed, self.config.mesh, self.rates)
 
     def _exposed_forward(self, seconds: float) -> float:
         """What a layer waits for of so many seconds of collectives in a forward pass."""
@@ -327,7 +313,8 @@ class _Step:
     def _exposed_backward(self) -> float:
         """What a layer waits for of its backward collectives: those beside the weight gradients of the column-parallel
         layers before them, or with two streams beside all products, cost nothing up to the time that these take."""
-        hidden, two = self.overlap.backward * self._layer_sum, self.config.train.streams == 2
+        split, two = self.config.mesh.sequence_parallel, self.config.train.streams == 2
+        hidden = self.overlap.backward * (2 * self._layer_scatter if split else self._layer_sum)
         sums = 0.0
         for branch in self.layer.branches:
             beside = self._weight_gradients(branch if two else branch[:-1])
@@ -371,7 +358,8 @@ class _Step:
 
         With a pipeline they are on different stages, and the embedding's is hidden by the others' work.
         """
-        return self._layer_sum * (2 if self.config.mesh.pipe == 1 else 1)
+        each = 2 * self._layer_scatter if self.config.mesh.sequence_parallel else self._layer_sum
+        return each * (2 if self.config.mesh.pipe == 1 else 1)
 
     # --- Once a step --------------------------------------------------------------------------------------------------
 

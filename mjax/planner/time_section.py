@@ -7,9 +7,11 @@ from dataclasses import asdict
 from mjax.batch_size import BatchSizes
 from mjax.config import Config
 from mjax.hardware import Gpu
-from mjax.planner.calibration import RATES, Calibration, default_calibration
+from mjax.planner.calibration import Calibration, default_calibration
 from mjax.planner.section import Section, good_to, named_rows, table
-from mjax.planner.time import PARTS, StepTime, predict_time
+from mjax.planner.step_time import PARTS, StepTime
+from mjax.planner.time import predict_time
+from mjax.state.precision import in_float8
 from mjax.training.flops import hardware_flops, model_flops
 
 NAMES = {
@@ -41,9 +43,10 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     step = predict_time(config, gpu, calibration)
     devices, compute = config.mesh.devices, config.precision.compute
     step_tokens = config.train.global_batch * config.model.sequences * config.model.sequence
-    peak = gpu.peak(compute) * devices * step.total
+    float8 = in_float8(config.precision)
+    peak, of_bf16 = gpu.mfu_peak(compute), " of bf16" if float8 else ""
     hardware = hardware_flops(config) / step.total / devices / 1e12
-    causal = model_flops(config, causal=True) / peak
+    causal = model_flops(config, causal=True) / (peak * devices * step.total)
     run_seconds, tokens = config.train.steps * step.mean, run_tokens(config)
     values = {
         "gpu": gpu.name,
@@ -56,13 +59,13 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "hardware_flops": hardware_flops(config),
         "model_tflops": step.model_tflops,
         "hardware_tflops": hardware,
-        "peak_tflops": gpu.peak_tflops[compute],
+        "peak_tflops": peak / 1e12,
         "mfu": step.mfu,
         "mfu_causal": causal,
         "tokens_per_second": step_tokens / step.total,
         "run": {"tokens": tokens, "seconds": run_seconds},
         "calibration": asdict(calibration),
-        "not_measured": calibration.not_measured(gpu),
+        "not_measured": calibration.not_measured(gpu, compute),
     }
     parts = [
         (NAMES[name], f"{1e3 * step.parts[name]:,.1f}", f"{step.parts[name] / step.total:.1%}")
@@ -70,10 +73,10 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         if step.parts[name] > 0
     ]
     rows = {
-        "error bar": _error_bar(step, calibration),
-        "rates": _rates(calibration, gpu),
+        "error bar": _error_bar(step, calibration, float8),
+        "rates": _rates(calibration, gpu, compute),
         "a GPU": f"{step.model_tflops:,.1f} model TFLOP/s, {hardware:,.1f} with what is recomputed",
-        "MFU": f"{step.mfu:.1%} of {gpu.peak_tflops[compute]:,g} TFLOP/s: nothing recomputed counts, attention over "
+        "MFU": f"{step.mfu:.1%} of {peak / 1e12:,g} TFLOP/s{of_bf16}: nothing recomputed counts, attention over "
         f"s × s" + (f" ({causal:.1%} if its masked half is left out)" if config.model.causal else ""),
         "tokens/s": f"{step_tokens / step.total:,.0f}",
         "the run": f"{_duration(run_seconds)} for {tokens:,} tokens in {config.train.steps:,} steps, "
@@ -86,10 +89,11 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     return Section(f"Time on {gpu.name}, predicted", values, lines)
 
 
-def _error_bar(step: StepTime, calibration: Calibration) -> str:
-    found = calibration.sources.get("error", "its source is not known")
+def _error_bar(step: StepTime, calibration: Calibration, float8: bool) -> str:
+    found = calibration.source_of("error")
     if step.error is None:
-        return f"none for sequences of this length; others were compared with {found}"
+        missing = "fp8; bf16 was" if float8 else "sequences of this length; others were"
+        return f"none for {missing} compared with {found}"
     between = step.between(step.total)
     if between is None:
         return f"{good_to(step.error)} of the measured time: {found}"
@@ -97,12 +101,12 @@ def _error_bar(step: StepTime, calibration: Calibration) -> str:
     return f"{good_to(step.error)} of the measured time, so {low} to {high} ms: {found}"
 
 
-def _rates(calibration: Calibration, gpu: Gpu) -> str:
+def _rates(calibration: Calibration, gpu: Gpu, compute: str) -> str:
     """Where the rates come from, those of the same source together."""
-    unknown, sources = calibration.not_measured(gpu), {}
-    for name in RATES:
-        sources.setdefault(calibration.sources.get(name, "its source is not known"), []).append(name)
-    measured = [name for name in RATES if name not in unknown]
+    unknown, sources, rates = calibration.not_measured(gpu, compute), {}, calibration.rates(compute)
+    for name in rates:
+        sources.setdefault(calibration.source_of(name), []).append(name)
+    measured = [name for name in rates if name not in unknown]
     found = f"{', '.join(measured)} measured on {gpu.name}" if measured else f"none measured on {gpu.name}"
     return "; ".join([found, *(f"{', '.join(names)}: {source}" for source, names in sources.items())])
 

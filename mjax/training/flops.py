@@ -73,11 +73,12 @@ def _whole(config: Config) -> Traced:
 
 
 def peak_tflops(device_kind: str, compute: str) -> float | None:
-    """Dense peak of one device in TFLOP/s, or None if it is unknown: then no MFU is printed.
+    """Dense peak of one device that an MFU is a share of, in TFLOP/s, or None if it is unknown: then no MFU is printed.
 
     Args:
       device_kind: as named by JAX. `mjax/hardware.py` has the table, and describes how to add a device.
-      compute: compute dtype of the config.
+      compute: compute dtype of the config; fp8 has the peak of bf16 (`Gpu.mfu_peak`).
     """
     gpu = gpu_of(device_kind)
-    return None if gpu is None else gpu.peak_tflops.get(compute)
+    peak = None if gpu is None else gpu.mfu_peak(compute)
+    return None if peak is None else peak / 1e12

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.extend.core import Literal
 
 # The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next product.
@@ -18,6 +19,8 @@ REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or
 SILENT = {"pvary", "axis_index"}  # they name a mesh axis but send nothing
 # Besides products and collectives, these read and write whole arrays; all other operations fuse.
 KERNELS = {"dot_general", "pure_callback", "scatter", "scatter-add", "sort", "cumsum", "scan", "while", "cond"}
+# With float8 values a product on a GPU does these by itself (`parallel/float8.py`).
+RESTORING = {"bitcast_convert_type", "convert_element_type", "mul"}
 
 
 class Operation(NamedTuple):
@@ -106,11 +109,23 @@ class Program:
                 continue
             outputs = tuple(self._new(variable) for variable in equation.outvars)
             numbers |= dict(zip(equation.outvars, outputs, strict=True))
-            if name in VIEWS and inputs[0] is not None:
+            if (name in VIEWS and inputs[0] is not None) or self._restores(name, inputs):
                 self._views[outputs[0]] = inputs[0]
             else:
                 found.append(Operation(name, tuple(map(self._viewed, inputs)), outputs, equation))
         return [number(variable) for variable in jaxpr.outvars]
+
+    def _restores(self, name: str, inputs: Sequence[int | None]) -> bool:
+        """Whether an operation on float8 values, or on their bits, gives what they stand for."""
+        if name not in RESTORING or inputs[0] is None:
+            return False
+        value = self.values[self._viewed(inputs[0])]
+        return value.dtype == np.uint8 or is_float8(value)
+
+
+def is_float8(value) -> bool:
+    """Whether an abstract value is in float8."""
+    return value.dtype.name.startswith("float8")
 
 
 def inner_jaxprs(equation) -> Iterator[Any]:

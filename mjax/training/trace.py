@@ -216,8 +216,10 @@ def _trace(config: Config, part: Callable) -> Any:
 
 @lru_cache(maxsize=1024)
 def layer_program(of: Traced) -> tuple[Program, int]:
-    """The forward pass of a layer with the rows of the stream that this rank has, and its number of constant inputs."""
-    layer = _trace(of.config(), _forward)[0][1] if of.sequence_parallel else layer_forward(of)
+    """The forward pass of a layer as it runs, and its number of constant inputs: with the rows of the stream that this
+    rank has, and with the rounding of operands to float8."""
+    apart = of.sequence_parallel or of.compute == "fp8"
+    layer = _trace(of.config(), _forward)[0][1] if apart else layer_forward(of)
     return layer.program, layer.constants
 
 

@@ -38,6 +38,7 @@ def test_a_wider_mlp_costs_its_products():
 def test_an_unknown_device_or_type_has_no_peak():
     assert peak_tflops("NVIDIA H200", "bf16") == 989.4
     assert peak_tflops("NVIDIA H200", "fp32") == 494.7  # TF32, which XLA uses for float32 products
+    assert peak_tflops("NVIDIA H200", "fp8") == 989.4  # of bf16, in which attention and head multiply
     assert peak_tflops("NVIDIA H200", "fp64") is None
     assert peak_tflops("Tesla V100-SXM2-32GB", "bf16") is None
     assert peak_tflops("cpu", "bf16") is None
