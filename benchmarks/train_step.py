@@ -35,7 +35,7 @@ import tyro
 
 from benchmarks.command import check_counts, in_one_sentence
 from mjax import launch
-from mjax.config import Config, MeshConfig, load_config, to_dict
+from mjax.config import Config, load_config, to_dict
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.training.flops import model_flops, peak_tflops
@@ -224,7 +224,9 @@ def notes(arguments: Arguments, processes: list[Process], platform: str, threads
         f"{compute}"
         + (f" over float32 weights ({autocast[compute]})" if compute in autocast and len(processes) > 1 else "")
         + f"; clipping {config.optimizer.clip_norm:g}, AdamW (PyTorch: fused), sdpa attention in PyTorch",
-        f"data {config.mesh.data} × model {config.mesh.model} on {device}"
+        f"data {config.mesh.data} × model {config.mesh.model}"
+        + (", sequence parallel" if config.mesh.splits_tokens else "")
+        + f" on {device}"
         + (f", {threads} threads" if platform == "cpu" else ""),
         f"{arguments.rounds} rounds of {arguments.steps} steps; {turns}; memory is the peak of "
         + ("the process" if platform == "cpu" else "the allocator")
@@ -314,7 +316,7 @@ def _one_replica(name: str) -> Config:
     share = config.train.global_batch // config.mesh.data
     return replace(
         config,
-        mesh=MeshConfig(pipe=config.mesh.pipe, data=1, model=config.mesh.model),
+        mesh=replace(config.mesh, data=1, schedule="1f1b", chunks=1, zero=0),
         data=replace(config.data, mock=True),
         train=replace(config.train, global_batch=share),
     )

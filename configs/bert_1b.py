@@ -10,7 +10,7 @@ from mjax.config import BERTConfig, CheckpointConfig, Config, MeshConfig, Optimi
 
 config = Config(
     model=BERTConfig(layers=24, hidden=2048, heads=32, sequence=512, vocabulary=30522),
-    mesh=MeshConfig(data=128, model=2),
+    mesh=MeshConfig(data=128, model=2, sequence_parallel=True),
     optimizer=OptimizerConfig(
         learning_rate=1e-4, min_learning_rate=1e-5, schedule="linear", warmup_steps=10_000, weight_decay=0.01
     ),

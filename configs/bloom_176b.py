@@ -25,7 +25,7 @@ config = Config(
         vocabulary=250_880,
         init_std=0.0048,
     ),
-    mesh=MeshConfig(pipe=10, data=8, model=4, zero=1),
+    mesh=MeshConfig(pipe=10, data=8, model=4, sequence_parallel=True, zero=1),
     optimizer=OptimizerConfig(
         learning_rate=6e-5,
         min_learning_rate=6e-6,

@@ -25,7 +25,7 @@ config = Config(
         vocabulary=250_880,
         init_std=0.0048,
     ),
-    mesh=MeshConfig(pipe=2, data=16, model=2),
+    mesh=MeshConfig(pipe=2, data=16, model=2, sequence_parallel=True),
     optimizer=OptimizerConfig(
         learning_rate=2e-4,
         min_learning_rate=1e-5,

@@ -26,7 +26,7 @@ config = Config(
         vocabulary=250_880,
         init_std=0.0048,
     ),
-    mesh=MeshConfig(pipe=2, data=16, model=4, zero=1),
+    mesh=MeshConfig(pipe=2, data=16, model=4, sequence_parallel=True, zero=1),
     optimizer=OptimizerConfig(
         learning_rate=1.6e-4,
         min_learning_rate=1e-5,

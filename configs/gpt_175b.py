@@ -17,7 +17,7 @@ from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, Optimiz
 
 config = Config(
     model=GPTConfig(layers=96, hidden=12288, heads=96, sequence=2048, init_std=0.006),
-    mesh=MeshConfig(pipe=16, data=8, model=8),
+    mesh=MeshConfig(pipe=16, data=8, model=8, sequence_parallel=True),
     optimizer=OptimizerConfig(
         learning_rate=6e-5, min_learning_rate=6e-6, warmup_steps=7_028, decay_steps=98_640, weight_decay=0.1, beta2=0.95
     ),

@@ -14,7 +14,7 @@ from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, Optimiz
 
 config = Config(
     model=GPTConfig(layers=40, hidden=6144, heads=48, sequence=2048),
-    mesh=MeshConfig(data=32, model=8),
+    mesh=MeshConfig(data=32, model=8, sequence_parallel=True),
     optimizer=OptimizerConfig(
         learning_rate=1e-4, min_learning_rate=1e-5, warmup_steps=179, decay_steps=123_978, weight_decay=0.1, beta2=0.95
     ),

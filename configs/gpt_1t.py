@@ -16,7 +16,7 @@ from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, Optimiz
 
 config = Config(
     model=GPTConfig(layers=128, hidden=25600, heads=160, sequence=2048, init_std=0.006),
-    mesh=MeshConfig(pipe=64, data=6, model=8),
+    mesh=MeshConfig(pipe=64, data=6, model=8, sequence_parallel=True),
     optimizer=OptimizerConfig(
         learning_rate=6e-5, min_learning_rate=6e-6, warmup_steps=60, decay_steps=41_326, weight_decay=0.1, beta2=0.95
     ),

@@ -15,7 +15,7 @@ from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, Optimiz
 
 config = Config(
     model=GPTConfig(layers=48, hidden=8192, heads=64, sequence=2048),
-    mesh=MeshConfig(pipe=2, data=32, model=8),
+    mesh=MeshConfig(pipe=2, data=32, model=8, sequence_parallel=True),
     optimizer=OptimizerConfig(
         learning_rate=1e-4, min_learning_rate=1e-5, warmup_steps=119, decay_steps=82_652, weight_decay=0.1, beta2=0.95
     ),

@@ -14,7 +14,7 @@ from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, Optimiz
 
 config = Config(
     model=GPTConfig(layers=30, hidden=3072, heads=32, sequence=2048),
-    mesh=MeshConfig(data=32, model=2),
+    mesh=MeshConfig(data=32, model=2, sequence_parallel=True),
     optimizer=OptimizerConfig(
         learning_rate=1.6e-4,
         min_learning_rate=1.6e-5,

@@ -14,7 +14,7 @@ from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, Optimiz
 
 config = Config(
     model=GPTConfig(layers=36, hidden=4096, heads=32, sequence=2048),
-    mesh=MeshConfig(data=32, model=4),
+    mesh=MeshConfig(data=32, model=4, sequence_parallel=True),
     optimizer=OptimizerConfig(
         learning_rate=1.2e-4,
         min_learning_rate=1.2e-5,

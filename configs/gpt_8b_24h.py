@@ -10,7 +10,7 @@ from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, Optimiz
 
 config = Config(
     model=GPTConfig(layers=72, hidden=3072, heads=24),
-    mesh=MeshConfig(data=64, model=8),
+    mesh=MeshConfig(data=64, model=8, sequence_parallel=True),
     optimizer=OptimizerConfig(learning_rate=1.5e-4, min_learning_rate=1e-5, warmup_steps=3_000, weight_decay=0.01),
     train=TrainConfig(steps=300_000, global_batch=512, micro_batch=8, recompute="selective"),
     checkpoint=CheckpointConfig(interval=1_000, keep_last=2, keep_every=50_000),

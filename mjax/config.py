@@ -41,7 +41,7 @@ class MeshConfig:
     """Devices that share every layer's matrices (Megatron's tensor parallelism)."""
     sequence_parallel: bool = False
     """Also split LayerNorm, dropout and the residual stream over `model`, by tokens (arXiv 2205.05198): less memory for
-    the same communication."""
+    the same communication. It has no effect with `model` 1."""
     schedule: Literal["gpipe", "1f1b", "zb-h1"] = "1f1b"
     """Order of forward and backward passes in the pipeline; with chunks above 1, 1f1b is interleaved."""
     chunks: Count = 1
@@ -54,6 +54,11 @@ class MeshConfig:
     def devices(self) -> int:
         """Devices the mesh needs."""
         return axes.devices(self)
+
+    @property
+    def splits_tokens(self) -> bool:
+        """True if the residual stream is split: sequence parallelism, and more than one rank of `model`."""
+        return self.sequence_parallel and self.model > 1
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ def _check_sequence_parallel(config: Config) -> None:
     if mesh.sequence_parallel and tokens % mesh.model:
         raise UsageError(
             f"--mesh.sequence-parallel cannot split the {tokens} tokens of a micro-batch over --mesh.model "
-            f"{mesh.model}; use a --train.micro-batch that is a multiple of {mesh.model}"
+            f"{mesh.model}; use a --train.micro-batch that is a multiple of {mesh.model}, or "
+            "--mesh.no-sequence-parallel"
         )
 
 

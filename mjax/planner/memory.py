@@ -141,7 +141,7 @@ class _Sizes:
         scores = sample.scores * ((config.model.attention_dropout > 0) + self.width * early)
         self.stream, self.kept, self.factors = sample.stream * b, sample.kept * b, sample.factors * b
         train = config.train
-        if train.unroll == "on" and train.streams == 1 and mesh.sequence_parallel and recompute != "none":
+        if train.unroll == "on" and train.streams == 1 and mesh.splits_tokens and recompute != "none":
             self.kept += self.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
         self.work = (sample.work + scores) * b
         self.biases = sample.biases * (b if "documents" in config.batch_arrays() else 1)

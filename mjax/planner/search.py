@@ -305,7 +305,7 @@ def describe(config: Config) -> str:
         words.append(f"{mesh.schedule} with {mesh.chunks} chunks" if mesh.chunks > 1 else mesh.schedule)
     words.append(f"micro-batches of {train.micro_batch}")
     words.append(f"{'no' if train.recompute == 'none' else train.recompute} recomputation")
-    if mesh.sequence_parallel:
+    if mesh.splits_tokens:
         words.append("sequence parallelism")
     if train.streams == 2:
         words.append("two streams")

@@ -128,7 +128,7 @@ def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float
         rows.append(
             [
                 number, mesh.pipe, mesh.data, mesh.model, f"{mesh.schedule}{chunks}" if mesh.pipe > 1 else "-",
-                train.micro_batch, train.recompute, "yes" if mesh.sequence_parallel else "-", train.streams,
+                train.micro_batch, train.recompute, "yes" if mesh.splits_tokens else "-", train.streams,
                 mesh.zero or "-",
                 f"{time.mean:.3g}", f"{time.model_tflops:.0f}", "-" if time.mfu is None else f"{time.mfu:.1%}",
                 f"{candidate.memory.total / GIB:.1f}", f"{spent.days:.3g}", f"{spent.gpu_hours:,.0f}",
@@ -231,16 +231,22 @@ def _own_verdict(found: Found, config: Config) -> str:
     if rank is not None:
         return f"{_beside(found.ranked[rank - 1], best)}, rank {rank:,}"
     for tight in found.tight:
-        if tight.config == config:
+        if _is_own(tight.config, config):
             return f"{_beside(tight, best)}, not ranked: it leaves {found.free(tight):.1%} of the memory free"
-    sizes = [size for each, size in found.too_big if each == config]
+    sizes = [size for each, size in found.too_big if _is_own(each, config)]
     return f"{sizes[0] / GIB:.1f} GiB, which is too big" if sizes else "is not among those that were tried"
 
 
 def _own_rank(found: Found, config: Config) -> int | None:
     """The rank of the config itself among those that fit, counted from 1."""
-    ranks = (rank for rank, each in enumerate(found.ranked, 1) if each.config == config)
+    ranks = (rank for rank, each in enumerate(found.ranked, 1) if _is_own(each.config, config))
     return next(ranks, None)
+
+
+def _is_own(each: Config, config: Config) -> bool:
+    """True if a candidate is the config itself; the flag of sequence parallelism means nothing with `model` 1."""
+    flag = config.mesh.sequence_parallel if config.mesh.model == 1 else each.mesh.sequence_parallel
+    return replace(each, mesh=replace(each.mesh, sequence_parallel=flag)) == config
 
 
 # --- Plain values -----------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     newer = version >= (0, 11)
     if config.train.streams == 2:  # 81% of all in gpt_8b's compiled program
         return Overlap(backward=0.8, repeated=1.0, forward=0.8, copies=newer)
-    if config.mesh.sequence_parallel:
+    if config.mesh.splits_tokens:
         return Overlap(backward=0.5, repeated=1.0, copies=newer)
     return Overlap(backward=0.0 if newer else 1.0, gradients=int(config.mesh.model == 1), copies=newer)
 

@@ -172,7 +172,7 @@ class _Step:
         to_inputs = sum(self._product(each.k, each.n) for each in self.layer.of_weights)
         over_model, over_data = self._agreed(1)
         whole, attention = again == "full", again != "none"
-        repeated, split = 0.0, self.config.mesh.sequence_parallel
+        repeated, split = 0.0, self.config.mesh.splits_tokens
         if whole and split:  # of a layer's gathers and scatters only the last scatter can be dead code
             repeated = self._exposed_forward(2 * self._layer_gather + software.repeated_sums * self._layer_scatter)
             repeated -= self.overlap.repeated * self._layer_gather
@@ -255,7 +255,7 @@ class _Step:
             cut = [2 * self.element * self.tokens * sum(each) for each in self.layer.joined if self._is_joined(each)]
             forward, backward = map(self._seconds_of, self._traced[:2])
             return forward + self.rates.traffic(sum(cut), len(cut)), backward
-        stream = written.stream * self.stream / (mesh.model if mesh.sequence_parallel else 1)
+        stream = written.stream * self.stream / (mesh.model if mesh.splits_tokens else 1)
         mlp = written.mlp * self.samples * kernel_bytes.activations(self.of)
         forward = self.rates.traffic((stream + mlp) * self.element / 2, written.kernels)
         return forward, (written.backward + (self.config.train.recompute != "none")) * forward
@@ -281,7 +281,7 @@ class _Step:
     @cached_property
     def _layer_sum(self) -> float:
         """One sum of a stream over `model`; with sequence parallelism a reduce-scatter and an all-gather."""
-        if self.config.mesh.sequence_parallel:
+        if self.config.mesh.splits_tokens:
             return self._layer_scatter + self._layer_gather
         streams = self.config.train.streams
         return streams * self.rates.sum(self.config.mesh.model, 1, self.element * self.stream / streams)
@@ -313,7 +313,7 @@ class _Step:
     def _exposed_backward(self) -> float:
         """What a layer waits for of its backward collectives: those beside the weight gradients of the column-parallel
         layers before them, or with two streams beside all products, cost nothing up to the time that these take."""
-        split, two = self.config.mesh.sequence_parallel, self.config.train.streams == 2
+        split, two = self.config.mesh.splits_tokens, self.config.train.streams == 2
         hidden = self.overlap.backward * (2 * self._layer_scatter if split else self._layer_sum)
         sums = 0.0
         for branch in self.layer.branches:
@@ -332,9 +332,9 @@ class _Step:
         """An activation, or its gradient, to the next stage; all ranks of a server send at once."""
         mesh = self.config.mesh
         whole = self.element * self.stream
-        split = mesh.sequence_parallel or self.software.splits_messages
+        split = mesh.splits_tokens or self.software.splits_messages
         sent = self.rates.send(mesh.pipe, mesh.model * mesh.data, whole / (mesh.model if split else 1))
-        if split and not mesh.sequence_parallel:
+        if split and not mesh.splits_tokens:
             sent += self.rates.gather(mesh.model, 1, whole)
         return sent
 
@@ -358,7 +358,7 @@ class _Step:
 
         With a pipeline they are on different stages, and the embedding's is hidden by the others' work.
         """
-        each = 2 * self._layer_scatter if self.config.mesh.sequence_parallel else self._layer_sum
+        each = 2 * self._layer_scatter if self.config.mesh.splits_tokens else self._layer_sum
         return each * (2 if self.config.mesh.pipe == 1 else 1)
 
     # --- Once a step --------------------------------------------------------------------------------------------------

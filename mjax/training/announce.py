@@ -57,7 +57,7 @@ def describe_mesh(config: Config) -> str:
         chunks = f", {mesh.chunks} chunks" if mesh.chunks > 1 else ""
         words = f"pipe {mesh.pipe} ({mesh.schedule}{chunks}, bubble {bubble:.1%}) × "
     words += f"data {mesh.data} × model {mesh.model}"
-    words += ", sequence parallel" if mesh.sequence_parallel else ""
+    words += ", sequence parallel" if mesh.splits_tokens else ""
     return words + (f", ZeRO-{mesh.zero}" if mesh.zero else "")
 
 

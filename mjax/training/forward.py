@@ -111,4 +111,4 @@ class Forward:
 def tokens_of(config: Config) -> Tokens:
     """The tokens in the rows of the stream of one micro-batch."""
     model, mesh = config.model, config.mesh
-    return Tokens(config.train.micro_batch * model.sequences, model.sequence, mesh.sequence_parallel)
+    return Tokens(config.train.micro_batch * model.sequences, model.sequence, mesh.splits_tokens)

@@ -133,7 +133,7 @@ class Traced:
     def of(cls, config: Config) -> Traced:
         """The traced part of a config."""
         model = _undisturbed(config.model)
-        return cls(model, config.data, config.precision.compute, config.mesh.model, config.mesh.sequence_parallel)
+        return cls(model, config.data, config.precision.compute, config.mesh.model, config.mesh.splits_tokens)
 
     def config(self, kernel: str = "xla", recompute: str = "none") -> Config:
         """A config for one sample on one rank."""

@@ -3,14 +3,23 @@
 import ast
 import collections
 import graphlib
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from mjax.config import load_config
+from mjax.hardware import gpu_named
 from mjax.models.build import count_parameters
+from mjax.planner.memory import predict_memory
+from mjax.planner.search import describe
+from mjax.planner.time import predict_time
+from mjax.training.announce import describe_mesh
 from tests.conftest import COMPILE_QUICKLY, ROOT
+from tests.small import small_config
+from tests.traced import traced_step
 
 
 def test_every_collective_of_jax_is_named_in_mappings_only():
@@ -125,6 +134,19 @@ def test_no_imports_run_in_a_circle():
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(" → ".join(map(str, error.args[1])))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_with_one_rank_of_model_sequence_parallelism_has_no_effect(recompute):
+    plain = small_config(2, 1, 4, recompute=recompute, unroll="on", compute="bf16")
+    asked = replace(plain, mesh=replace(plain.mesh, sequence_parallel=True))
+
+    def answers(config):
+        program = re.sub(r" at 0x\w+", "", str(traced_step(config)[1]))
+        step = predict_time(config, gpu_named("h100"))
+        return program, predict_memory(config), step, describe_mesh(config), describe(config)
+
+    assert answers(asked) == answers(plain)
 
 
 COMPILE_512 = """

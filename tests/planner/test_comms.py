@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.published import whole_rows
 from mjax.config import load_config
 from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh
@@ -27,7 +28,8 @@ ledger = cache(comms.ledger)  # several tests read the same one
 
 
 def gpt_8b(mesh=None, **train):
-    config = load_config("gpt_8b")
+    """Without sequence parallelism, unless `mesh` has it."""
+    config = whole_rows(load_config("gpt_8b"))
     return replace(config, mesh=replace(config.mesh, **(mesh or {})), train=replace(config.train, **train))
 
 

@@ -64,7 +64,7 @@ def test_only_what_differs_from_the_defaults_is_written():
         "from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, OptimizerConfig, TrainConfig\n\n"
         "config = Config(\n"
         "    model=GPTConfig(layers=72, hidden=3072, heads=32),\n"
-        "    mesh=MeshConfig(data=64, model=8),\n"
+        "    mesh=MeshConfig(data=64, model=8, sequence_parallel=True),\n"
         "    optimizer=OptimizerConfig(warmup_steps=3000),\n"
         '    train=TrainConfig(recompute="selective"),\n'
         "    checkpoint=CheckpointConfig(keep_every=50_000),\n"

@@ -129,6 +129,14 @@ def test_the_config_itself_is_placed_among_the_candidates(found):
     assert f"{size / GIB:.1f} GiB, which is too big" in report(found, question(config=big), 1.5).text
 
 
+def test_with_one_rank_of_model_the_config_itself_is_found_whether_it_asks_for_sequence_parallelism_or_not(found):
+    own = next(each.config for each in found.ranked if each.config.mesh.model == 1)
+    flipped = replace(own, mesh=replace(own.mesh, sequence_parallel=not own.mesh.sequence_parallel))
+    reports = [report(found, question(config=config), 1.5) for config in (own, flipped)]
+    assert reports[0].values["own"] == reports[1].values["own"] is not None
+    assert reports[0].text == reports[1].text
+
+
 def test_what_leaves_little_memory_free_is_never_first_without_a_warning(found):
     other, _ = found.too_big[0]
     fast = Candidate(other, Bytes(0, 0.98 * found.capacity), Seconds(0.1, 0, 0))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.published import as_mjax, errors, fit, fsdp_steps, table_1, table_5, v100_scaling
+from benchmarks.published import as_mjax, errors, fit, fsdp_steps, table_1, table_5, v100_scaling, whole_rows
 from mjax.batch_size import BatchSizes, at_batch
 from mjax.config import Config, GPTConfig, MeshConfig, PrecisionConfig, TrainConfig, load_config
 from mjax.errors import UsageError
@@ -314,7 +314,7 @@ def _sent(config):
     ids=str,
 )
 def test_the_bytes_on_the_wire_are_those_of_the_traced_step(mesh, train):
-    config, compute = load_config("gpt_8b"), train.get("compute", "bf16")
+    config, compute = whole_rows(load_config("gpt_8b")), train.get("compute", "bf16")
     train = {name: value for name, value in train.items() if name != "compute"}
     config = replace(
         config,
