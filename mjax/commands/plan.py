@@ -249,6 +249,7 @@ def _run(planned: _Planned) -> Section:
         "config": name,
         "parameters": parameters,
         "mesh": axes.sizes(mesh),
+        "sequence_parallel": mesh.splits_tokens,
         "devices": mesh.devices,
         "global_batch": train.global_batch,
         "micro_batch": train.micro_batch,
@@ -256,7 +257,8 @@ def _run(planned: _Planned) -> Section:
     }
     rows = {
         "parameters": f"{parameters:,}",
-        "devices": f"{mesh.devices:,} = pipe {mesh.pipe} × data {mesh.data} × model {mesh.model}",
+        "devices": f"{mesh.devices:,} = pipe {mesh.pipe} × data {mesh.data} × model {mesh.model}"
+        + ", sequence parallel" * mesh.splits_tokens,
         "global batch": f"{train.global_batch:,} = {mesh.data} replicas × {config.micro_batches} micro-batches "
         f"of {train.micro_batch}",
         "recomputation": train.recompute,

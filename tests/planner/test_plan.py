@@ -51,7 +51,7 @@ def test_any_config_can_be_planned_a_pipeline_or_not(capsys):
     assert "Schedule" not in sections
     assert sections["gpt_8b"] == {
         "parameters": "8,317,040,640",
-        "devices": "512 = pipe 1 × data 64 × model 8",
+        "devices": "512 = pipe 1 × data 64 × model 8, sequence parallel",
         "global batch": "512 = 64 replicas × 1 micro-batches of 8",
         "recomputation": "selective",
         "ZeRO": "0",
@@ -59,7 +59,7 @@ def test_any_config_can_be_planned_a_pipeline_or_not(capsys):
     assert cli.main(["plan", "--config", "gpt_8b", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["schedule"] is None
-    assert printed["run"]["devices"] == 512
+    assert (printed["run"]["devices"], printed["run"]["sequence_parallel"]) == (512, True)
 
 
 def test_the_table_says_what_the_schedule_is_and_costs(capsys, tmp_path):
