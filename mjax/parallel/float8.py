@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,7 +44,8 @@ class Float8:
     Attributes:
       bits: uint8, the values. (What `jax.checkpoint` keeps for the backward pass, it rounds to the dtype that it has;
         in e4m3 that turns all values above 240, which an IEEE type of 4 exponent bits would not have, into NaN.)
-      scale: float32 [], a power of two; the same on every rank that holds a part of the array.
+      scale: float32, a power of two; the same on every rank that holds a part of the array: [], or for stacked arrays
+        one for each (`scales_of`), with as many dims as the values.
       dtype: of the values.
     """
 
@@ -71,6 +73,14 @@ def rounded(x: Array, dtype, scale: Array | None = None) -> Float8:
     scale = scale_of(x, dtype, (MODEL, *splitting("batch"))) if scale is None else scale
     wide = widened(x)
     return Float8.of((wide * (1 / scale).astype(wide.dtype)).astype(dtype), scale)
+
+
+def scales_of(x: Array, dtype, axes: tuple[str, ...], stacked: int) -> Array:
+    """The scale of each of the arrays that are stacked along the first `stacked` dims of `x`: float32 [those dims]."""
+    one = partial(scale_of, dtype=dtype, axes=axes)
+    for _ in range(stacked):
+        one = jax.vmap(one)
+    return one(x)
 
 
 def restored(x: Float8, dtype) -> Array:

@@ -11,7 +11,8 @@ split further, and its moments with it:
 Shards become weights at one of two points. ZeRO-1 gathers everything at the start of the step, in the compute dtype.
 ZeRO-3, or FSDP, gathers a layer's weights inside the loop over layers, and again in the backward pass, so that no
 device ever holds more than one layer; it treats embeddings, the final LayerNorm and weights that `data` does not divide
-like ZeRO-1. Either way the gradient of a shard is reduce-scattered in float32.
+like ZeRO-1. Weights that are multiplied in float8 travel in float8. Either way the gradient of a shard is
+reduce-scattered in float32.
 
       float32 shards ── cast ── all-gather ──▶ weights ──▶ loss
       float32 shards ◀── reduce-scatter ◀──── gradients ◀──┘
@@ -20,7 +21,7 @@ like ZeRO-1. Either way the gradient of a shard is reduce-scattered in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -140,8 +141,11 @@ def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig, par
 
 
 @jax.named_scope(scopes.WEIGHTS)
-def gather_weights(model, plan, dtype, mesh: MeshConfig):
+def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False):
     """The weights of the computation in `dtype`, inside `shard_map`; those gathered in the loop stay shards.
+
+    With `in_float8` those of linear layers are gathered in float8, and have the values that these layers would round
+    them to.
 
     They vary over every axis over which their gradients are summed after the backward pass (`axes.summed`), and over
     `model` where its ranks have parts of the gradient: else the backward pass would sum these layer by layer.
@@ -151,11 +155,32 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig):
     def one(shard: Array, storage: Storage) -> Array:
         if not storage.in_loop:
             shard = shard.astype(dtype)
-            for axis, dim in storage.gathers:
-                shard = mappings.gather_shards(shard, axis, dim)
+            if in_float8 and storage.float8 and storage.gathers:
+                shard = _gather_in_float8(shard, storage.gathers, layer_dims(mesh))
+            else:
+                shard = _gathered(shard, storage.gathers)
         return mappings.vary(shard, summed | {MODEL} if storage.partial else summed)
 
     return jax.tree.map(one, model, plan)
+
+
+def _gathered(shard: Array, gathers: Iterable[tuple[str, int]]) -> Array:
+    for axis, dim in gathers:
+        shard = mappings.gather_shards(shard, axis, dim)
+    return shard
+
+
+def _gather_in_float8(shard: Array, gathers: tuple[tuple[str, int], ...], stacked: int) -> Array:
+    """The gathered weight, rounded to float8 before it is sent: half the bytes. Linear layers round it to the same
+    values, which a second time changes nothing.
+
+    Args:
+      stacked: leading dims, along which every layer's weight has its own scale.
+    """
+    scale = float8.scales_of(shard, float8.FORWARD, (MODEL, *(axis for axis, _ in gathers)), stacked)
+    scale = scale.reshape(*scale.shape, *[1] * (shard.ndim - stacked))
+    values = _gathered(float8.rounded(shard, float8.FORWARD, scale).values, gathers)
+    return float8.restored(Float8.of(values, scale), shard.dtype)
 
 
 def gather_for_inference(model, plan, dtype):
@@ -202,9 +227,7 @@ def _gather_layer(shard: Array, axis: str, dim: int, dtype, in_float8: bool) -> 
     shard = shard.astype(dtype)
     if not in_float8:
         return mappings.gather_shards(shard, axis, dim)
-    scale = float8.scale_of(shard, float8.FORWARD, (MODEL, axis))
-    values = mappings.gather_shards(float8.rounded(shard, float8.FORWARD, scale).values, axis, dim)
-    return float8.restored(Float8.of(values, scale), dtype)
+    return _gather_in_float8(shard, ((axis, dim),), 0)
 
 
 @jax.named_scope(scopes.GRADIENT)

@@ -371,7 +371,8 @@ class _Step:
         shared = self.held.shared / mesh.pipe
         weights = shared if mesh.zero == 3 else self.held.layers + shared
         if mesh.zero:
-            return seconds + rates.gather(mesh.data, mesh.model, across * weights)
+            narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
+            return seconds + rates.gather(mesh.data, mesh.model, across * weights - narrow)
         summed = rates.sum(mesh.data, mesh.model, software.gradient_bytes * weights)
         if m <= self.overlap.gradients and not self._looped:
             beside = self.layers * sum(sum(each.values()) for each in self._passes[1:])

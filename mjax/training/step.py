@@ -33,7 +33,7 @@ from mjax.parallel.means import means_and_gradients
 from mjax.parallel.mesh import BATCH, sharded_shapes
 from mjax.parallel.zero import gather_weights, reduce_gradients
 from mjax.state.layout import initial_weights, lay_out
-from mjax.state.precision import COMPUTE_TYPES, LossScale, parameter_type
+from mjax.state.precision import COMPUTE_TYPES, LossScale, in_float8, parameter_type
 from mjax.state.train_state import TrainState
 from mjax.training.forward import Forward
 from mjax.training.losses import (
@@ -268,7 +268,8 @@ def loss_and_gradients(
     Returns:
       Means by name, [] each; and a gradient in float32 for each shard of `model`, sharded like it.
     """
-    weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
+    compute = COMPUTE_TYPES[config.precision.compute]
+    weights = gather_weights(model, plan, compute, config.mesh, in_float8(config.precision))
     scale = jnp.asarray(scale, parameter_type(config.precision.compute))  # 1 / count is as exact as the weights
     factors = shares(global_counts(model, batch), scale)
     forward = Forward(config, plan, factors, step, objective=objective)

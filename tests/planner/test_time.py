@@ -307,6 +307,7 @@ def _sent(config):
         ({"zero": 3}, {"recompute": "full", "micro_batch": 2}),
         ({"sequence_parallel": True}, {"recompute": "selective", "compute": "fp8"}),
         ({"sequence_parallel": True}, {"recompute": "full", "compute": "fp8"}),
+        ({"zero": 1}, {"compute": "fp8"}),
         ({"zero": 3}, {"recompute": "full", "micro_batch": 2, "compute": "fp8"}),
         ({"pipe": 4, "data": 2, "model": 1}, {}),
         ({"pipe": 2, "data": 1, "model": 4, "chunks": 2, "sequence_parallel": True}, {}),

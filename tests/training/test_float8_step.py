@@ -3,6 +3,7 @@
 In float64 a step with operands rounded to float8 is as exact as one without, if all ranks round alike.
 """
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -14,6 +15,7 @@ import pytest
 from mjax.config import MeshConfig
 from mjax.planner.comms import ledger
 from mjax.training import forward, stages, trace
+from mjax.training import step as one_step
 from tests.against_reference import STEP, in_layer_order
 from tests.small import batch_of, gradient_program, initial_state, program_of, small_config
 from tests.training.test_step_equals_reference import CASES, config_of
@@ -24,7 +26,7 @@ FEW = ("gpt--1-1-2", "gpt-zb-h1", "pre-LN-gpipe", "post-LN--1-1-4")  # of each k
 @pytest.fixture
 def in_float8(monkeypatch):
     """Float8 operands in a step of another compute dtype."""
-    for module in (forward, stages):
+    for module in (forward, stages, one_step):
         monkeypatch.setattr(module, "in_float8", lambda precision: True)
 
 
@@ -149,3 +151,37 @@ def test_weights_that_are_gathered_layer_by_layer_are_in_float8():
     assert found == {"float8_e4m3fn"}
     before_the_loop = {each.dtype for each in gathers if each.source == "weights"}
     assert before_the_loop == {"bfloat16"}
+
+
+def _gathered(compute):
+    """Bytes of the shards that ZeRO-1 gathers at the start of a step, by dtype."""
+    found = Counter()
+    for each in ledger(small_config(2, 2, 4, compute=compute, mesh={"zero": 1})).records:
+        if each.operation == "all-gather" and each.source == "weights":
+            found[each.dtype] += each.operand_bytes * each.count
+    return found
+
+
+def test_weights_that_are_gathered_once_a_step_are_in_float8_where_they_are_multiplied_so():
+    wide, narrow = _gathered("bf16"), _gathered("fp8")
+    matrices = 2 * 12 * 32**2 // (2 * 2)  # of two layers on a rank of data and model
+    assert (set(wide), set(narrow)) == ({"bfloat16"}, {"bfloat16", "float8_e4m3fn"})
+    assert narrow["float8_e4m3fn"] == matrices
+    assert wide["bfloat16"] - narrow["bfloat16"] == 2 * matrices  # embedding, norms and biases stay
+
+
+@pytest.mark.parametrize("mesh", [{"zero": 1}, {"zero": 1, "pipe": 2}], ids=str)
+def test_weights_gathered_in_float8_give_the_same_bits_as_in_bf16_and_rounded_by_the_layers(mesh, monkeypatch):
+    config = small_config(2, 2, 2, compute="fp8", dropout=0.0, mesh=mesh)
+    found = []
+    for narrow in (True, False):
+        monkeypatch.setattr(one_step, "in_float8", lambda precision, narrow=narrow: narrow)
+        program, place = gradient_program(config)
+        weights = place()
+        kernel = weights.blocks.mlp.up.kernel[...]
+        row = (0,) * (kernel.ndim - 3) + (0, 3)  # the largest is in the shard of one rank, and in one layer
+        weights.blocks.mlp.up.kernel[...] = kernel.at[row].multiply(100)
+        found.append(program(weights, batch_of(config), jnp.int32(STEP), jnp.float32(1.0)))
+    (loss, gradients), (expected_loss, expected) = found
+    assert float(loss) == float(expected_loss)
+    jax.tree.map(np.testing.assert_array_equal, gradients, expected)
