@@ -66,7 +66,7 @@ class Forward:
         ]
         xs = tuple(half.embed(weights, each) for each in halves)
         with jax.named_scope(scopes.LAYER):
-            xs, sums = run_halves(weights.blocks, xs, tuple(map(half.context, halves)), train.recompute)
+            xs, sums = run_halves(weights.blocks, xs, tuple(map(half.layer_context, halves)), train.recompute)
         found = [half.loss(weights, x, each) for x, each in zip(xs, halves, strict=True)]
         return jax.tree.map(jnp.add, *found) | self._parts(sums)
 
@@ -79,12 +79,10 @@ class Forward:
     def layers(self, blocks, x: Array, micro_batch: MicroBatch, first: Array | int = 1) -> tuple[Array, Sums]:
         """The stream after some layers, the first of which has number `first`, and the parts of means that they add."""
         dtype = COMPUTE_TYPES[self.config.precision.compute]
-        trains, train = self.step is not None, self.config.train
-        float8 = trains and in_float8(self.config.precision)
-        gathered = [gather_in_loop(stack, dtype, in_float8=float8) for stack in stacks_of(self.plan.blocks)]
+        trains, train, context = self.step is not None, self.config.train, self.layer_context(micro_batch)
+        float8, stacks = context.tokens.float8, stacks_of(self.plan.blocks)
+        gathered = [gather_in_loop(stack, dtype, in_float8=float8) for stack in stacks]
         recompute, unroll = (train.recompute, train.unroll == "on") if trains else ("none", False)
-        context = self.context(micro_batch)
-        context = replace(context, tokens=replace(context.tokens, float8=float8))
         x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll)
         return x, {} if self.head else self._parts(sums)
 
@@ -103,6 +101,12 @@ class Forward:
         if self.step is not None and self.config.model.without_dropout() != self.config.model:
             key = DropoutKey.of(self.config.train.seed, self.step, micro_batch["samples"])
         return Context(tokens_of(self.config), key, micro_batch.get("positions"), micro_batch.get("documents"))
+
+    def layer_context(self, micro_batch: MicroBatch) -> Context:
+        """The context of a micro-batch inside the layers, which train in float8 where the config says so."""
+        context = self.context(micro_batch)
+        float8 = self.step is not None and in_float8(self.config.precision)
+        return replace(context, tokens=replace(context.tokens, float8=float8))
 
     def _parts(self, sums: Sums) -> dict[str, Array]:
         return {name: total * self.factors[name] for name, total in sums.items()}
