@@ -226,7 +226,7 @@ def layer_program(of: Traced) -> tuple[Program, int]:
 def _forward(forward: Forward, weights, micro_batch, x: Array) -> tuple[tuple[int, Layer], ...]:
     jaxpr = jax.make_jaxpr(lambda blocks, x: forward.layers(blocks, x, micro_batch))(weights.blocks, x).jaxpr
     return tuple(
-        (scan.params["length"], _layer(Program(scan.params["jaxpr"]), scan.params["num_consts"], x))
+        (scan.params["length"], _layer(Program(scan.params["jaxpr"]), _constants_and_carried(scan)[0], x))
         for scan in _scans(jaxpr)
     )
 
@@ -263,13 +263,14 @@ def _backward(forward: Forward, weights, micro_batch, x: Array) -> Backward:
 
     jaxpr = jax.make_jaxpr(gradients)(weights.blocks, x, x).jaxpr
     first, backward = _scans(jaxpr)
+    (_, kept), (constants, carried) = map(_constants_and_carried, (first, backward))
     stacks = set(jaxpr.invars[:-2])
     return Backward(
         program=Program(backward.params["jaxpr"]),
-        constants=backward.params["num_consts"],
-        carried=backward.params["num_carry"],
+        constants=constants,
+        carried=carried,
         weights=frozenset(i for i, v in enumerate(backward.invars) if not isinstance(v, Literal) and v in stacks),
-        kept=sum(bytes_of(variable.aval) for variable in first.outvars[first.params["num_carry"] :]),
+        kept=sum(bytes_of(variable.aval) for variable in first.outvars[kept:]),
         stream=bytes_of(x),
     )
 
@@ -289,6 +290,20 @@ def _head(forward: Forward, weights, micro_batch, x: Array) -> Head:
         kept=tuple((variable.aval.size, bytes_of(variable.aval)) for variable in kept),
         flops=sum(product.flops for product in products),
     )
+
+
+def _constants_and_carried(scan) -> tuple[int, int]:
+    """The numbers of inputs of a scan that are the same in every turn, and that are passed from turn to turn.
+
+    The others are stacks, whose arrays have one more dim outside. (No two versions of jax name these numbers alike.)
+    """
+    body = getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"])
+
+    def stacks(outside, inside) -> int:
+        return sum(one.aval.ndim != other.aval.ndim for one, other in zip(outside, inside, strict=True))
+
+    carried = len(scan.outvars) - stacks(scan.outvars, body.outvars)
+    return len(scan.invars) - stacks(scan.invars, body.invars) - carried, carried
 
 
 def _scans(jaxpr) -> Iterator[Any]:
