@@ -45,7 +45,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mjax.errors import UsageError
 from mjax.models.attention import Attention, KeyValues
 from mjax.models.context import Context
-from mjax.parallel import random
+from mjax.parallel import mappings, random
 from mjax.parallel.streams import Phases, alone, in_phases, phases_of, together
 from mjax.parallel.zero import all_but_gathered_weights
 
@@ -159,6 +159,7 @@ def run_blocks(
     first_layer: Array | int = 1,
     weights_of: Sequence[Callable | None] | None = None,
     unroll: bool = False,
+    gather_again: bool = True,
 ) -> tuple[Array, Sums]:
     """Apply stacked layers one after the other: a scan, so that compile time does not grow with depth.
 
@@ -169,7 +170,8 @@ def run_blocks(
       recompute: `none`, `selective` or `full`.
       first_layer: number of the first of these layers in the model, from 1; it selects the dropout masks.
       weights_of: for each stack the function that turns the stored shards of a layer into its weights, if they are
-        gathered layer by layer (FSDP). They are gathered again in the backward pass, never kept.
+        gathered layer by layer.
+      gather_again: gather them again in the backward pass and never keep them (FSDP).
       unroll: write the layers out, without a loop. A loop keeps what the backward pass needs in stacked arrays, which a
         GPU has to fill and to read layer by layer: a sixth of a step of `gpt_1b`.
 
@@ -178,7 +180,7 @@ def run_blocks(
     """
     sums: Sums = {}
     for layers, (one, count) in zip(stacks_of(blocks), _with_weights(blocks, weights_of), strict=True):
-        x, found = _run_stack(layers, x, context, recompute, first_layer, one, count, unroll)
+        x, found = _run_stack(layers, x, context, recompute, first_layer, one, count, unroll, gather_again)
         sums = _added(sums, found)
         first_layer = first_layer + count
     return x, sums
@@ -200,10 +202,12 @@ def _with_sums(found: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
     return found if isinstance(found, tuple) else (found, {})
 
 
-def _run_stack(layers, x: Array, context: Context, recompute: str, first_layer, weights_of, count: int, unroll: bool):
+def _run_stack(
+    layers, x: Array, context: Context, recompute: str, first_layer, weights_of, count: int, unroll: bool, again: bool
+):
     def layer(place, x, layer_and_number):
         block, number = layer_and_number
-        if weights_of is not None:
+        if weights_of is not None and again:
             block = weights_of(block)
         return _with_sums(block(x, context.of_layer(number, place)))
 
@@ -211,10 +215,51 @@ def _run_stack(layers, x: Array, context: Context, recompute: str, first_layer, 
     if kept is not None:
         policy = jax.checkpoint_policies.save_only_these_names(*kept)
         layer = jax.checkpoint(layer, prevent_cse=unroll, policy=policy, static_argnums=0)
-    elif weights_of is not None:
+    elif weights_of is not None and again:
         layer = jax.checkpoint(layer, prevent_cse=unroll, policy=all_but_gathered_weights, static_argnums=0)
+    if unroll and weights_of is not None:
+        layer = jax.jit(layer, static_argnums=0, inline=True)  # traced once
+        return _in_turn(layer, x, layers, first_layer, weights_of, again)
     x, sums = _scan(layer, x, layers, first_layer + jnp.arange(count), unroll)
     return x, jax.tree.map(lambda each: each.sum(0), sums)
+
+
+def _in_turn(layer: Callable, x: Array, stack: nnx.Module, first: Array | int, weights_of: Callable, again: bool):
+    """As `_scan`, without a loop, where weights are gathered layer by layer; the sums are those of all layers."""
+    layers, sums = _unstacked(stack), {}
+    for i in range(len(layers)):
+        if i + 1 < len(layers):
+            layers[i + 1], x = _next_and_input(layers[i + 1], x)
+        block = layers[i] if again else weights_of(layers[i])
+        x, found = layer(i % getattr(stack, "period", 1), x, (block, jnp.int32(first + i)))
+        sums = _added(sums, found)
+    return x, sums
+
+
+@jax.custom_vjp
+def _next_and_input(following: nnx.Module, x: Array) -> tuple[nnx.Module, Array]:
+    """The stored shards of the layer after the one with input `x`, and `x`, neither to be used before both are there.
+
+    So that layer's weights are gathered beside this one's forward pass, and its gradients are summed beside this one's
+    backward pass. By itself XLA would gather those of many layers early, join the sums of all layers, and keep for
+    these what their gradients are computed from.
+    """
+    return _together(following, x)
+
+
+def _together(following: nnx.Module, x: Array) -> tuple[nnx.Module, Array]:
+    leaves, tree = jax.tree.flatten(following)
+    axes = mappings.varying_axes(x)
+    every = axes.union(*map(mappings.varying_axes, leaves))
+    if any(mappings.size(axis) > 1 for axis in every - axes):
+        return following, x  # `x` is the same on these ranks, and a barrier would type it as if it were not
+    waiting = {i: leaf for i, leaf in enumerate(leaves) if mappings.varying_axes(leaf) == every}
+    waiting, x = jax.lax.optimization_barrier((waiting, mappings.vary(x, every)))
+    following = jax.tree.unflatten(tree, [waiting.get(i, leaf) for i, leaf in enumerate(leaves)])
+    return following, mappings.sum_over(x, every - axes)
+
+
+_next_and_input.defvjp(lambda *both: (_next_and_input(*both), None), lambda _, gradients: _together(*gradients))
 
 
 def _scan(layer: Callable, x: Array, stack: nnx.Module, beside, unroll: bool = False) -> tuple[Array, Any]:

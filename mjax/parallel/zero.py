@@ -12,7 +12,8 @@ Shards become weights at one of two points. ZeRO-1 gathers everything at the sta
 ZeRO-3, or FSDP, gathers a layer's weights inside the loop over layers, and again in the backward pass, so that no
 device ever holds more than one layer; it treats embeddings, the final LayerNorm and weights that `data` does not divide
 like ZeRO-1. Weights that are multiplied in float8 travel in float8. Either way the gradient of a shard is
-reduce-scattered in float32.
+reduce-scattered in float32. Without a loop over layers (`train.unroll`) ZeRO-1 gathers layer by layer too, and keeps
+the weights, so that it communicates beside the layers (`sums_by_layer`).
 
       float32 shards ── cast ── all-gather ──▶ weights ──▶ loss
       float32 shards ◀── reduce-scatter ◀──── gradients ◀──┘
@@ -30,7 +31,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import MeshConfig
+from mjax.config import Config, MeshConfig
 from mjax.names import leaf_name
 from mjax.parallel import axes, float8, mappings, scopes
 from mjax.parallel.axes import DATA, MODEL, PIPE
@@ -47,7 +48,8 @@ class Storage:
       spec: PartitionSpec of the master weight and its moments.
       gathers: (axis, dim) to gather, in this order; dims are counted from the end, so they apply with and without the
         layer dims.
-      in_loop: cast, and gathered over `data`, layer by layer inside the loop over layers rather than at the start.
+      in_loop: cast and gathered, and its gradient summed over `data`, layer by layer rather than at the start of the
+        step and at its end.
       partial: whether every rank of `model` holds the whole weight and computes another part of its gradient.
       float8: whether its products are in float8 where those of the run are: then it may be gathered so.
     """
@@ -153,13 +155,15 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False
     summed = axes.summed(mesh)
 
     def one(shard: Array, storage: Storage) -> Array:
-        if not storage.in_loop:
-            shard = shard.astype(dtype)
-            if in_float8 and storage.float8 and storage.gathers:
-                shard = _gather_in_float8(shard, storage.gathers, layer_dims(mesh))
-            else:
-                shard = _gathered(shard, storage.gathers)
-        return mappings.vary(shard, summed | {MODEL} if storage.partial else summed)
+        later = summed | {MODEL} if storage.partial else summed
+        if storage.in_loop:
+            return mappings.vary(shard, later - {DATA})
+        shard = shard.astype(dtype)
+        if in_float8 and storage.float8 and storage.gathers:
+            shard = _gather_in_float8(shard, storage.gathers, layer_dims(mesh))
+        else:
+            shard = _gathered(shard, storage.gathers)
+        return mappings.vary(shard, later)
 
     return jax.tree.map(one, model, plan)
 
@@ -181,6 +185,29 @@ def _gather_in_float8(shard: Array, gathers: tuple[tuple[str, int], ...], stacke
     scale = scale.reshape(*scale.shape, *[1] * (shard.ndim - stacked))
     values = _gathered(float8.rounded(shard, float8.FORWARD, scale).values, gathers)
     return float8.restored(Float8.of(values, scale), shard.dtype)
+
+
+def layer_by_layer(plan, config: Config):
+    """`plan` for a training step of `config`: where gradients are summed layer by layer, the weights of layers are
+    gathered so too."""
+    if not sums_by_layer(config):
+        return plan
+
+    def one(path: tuple, storage: Storage) -> Storage:
+        return replace(storage, in_loop=True) if is_layer(leaf_name(path)) else storage
+
+    return jax.tree_util.tree_map_with_path(one, plan)
+
+
+def sums_by_layer(config: Config) -> bool:
+    """Whether ZeRO-1 gathers weights and sums gradients over `data` layer by layer, beside the layer before or after.
+
+    Without a loop over layers, and with one micro-batch: the gradients of others would have to be added before. XLA has
+    one collective in flight, so with several ranks of `model` these would wait for it.
+    """
+    mesh = config.mesh
+    alone = mesh.pipe == mesh.model == config.micro_batches == 1
+    return alone and mesh.zero == 1 and mesh.data > 1 and config.train.unroll == "on"
 
 
 def gather_for_inference(model, plan, dtype):
@@ -212,27 +239,34 @@ def gather_in_loop(plan, dtype, inference: bool = False, in_float8: bool = False
             return replace(shard, kernel=one(storage, shard.kernel))
         if not storage.in_loop:
             return shard
-        ((axis, dim),) = storage.gathers  # a stage holds its layers, so they are not gathered over `pipe`
         if inference:
+            ((axis, dim),) = storage.gathers  # a stage holds its layers, so they are not gathered over `pipe`
             return mappings.gather_whole(shard, axis, dim)
-        return _gather_layer(shard, axis, dim, dtype, in_float8 and storage.float8)
+        return _gather_layer(shard, storage.gathers, dtype, in_float8 and storage.float8)
 
     return lambda layer: jax.tree.map(one, plan, layer)
 
 
 # Written out for the dtype of the backward pass: the transpose of a bf16 gather would sum the gradients in bf16.
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 @jax.named_scope(scopes.WEIGHTS)
-def _gather_layer(shard: Array, axis: str, dim: int, dtype, in_float8: bool) -> Array:
+def _gather_layer(shard: Array, gathers: tuple[tuple[str, int], ...], dtype, in_float8: bool) -> Array:
     shard = shard.astype(dtype)
+    if not gathers:
+        return mappings.vary(shard, frozenset({DATA}))
+    ((axis, dim),) = gathers  # a stage holds its layers, so they are not gathered over `pipe`
     if not in_float8:
         return mappings.gather_shards(shard, axis, dim)
     return _gather_in_float8(shard, ((axis, dim),), 0)
 
 
 @jax.named_scope(scopes.GRADIENT)
-def _gather_layer_backward(axis: str, dim: int, dtype, in_float8: bool, _, gradient: Array):
-    return (mappings.scatter_sum(gradient.astype(jnp.promote_types(dtype, jnp.float32)), axis, dim),)
+def _gather_layer_backward(gathers: tuple[tuple[str, int], ...], dtype, in_float8: bool, _, gradient: Array):
+    gradient = gradient.astype(jnp.promote_types(dtype, jnp.float32))
+    if not gathers:
+        return (mappings.sum_over(gradient, frozenset({DATA})),)
+    ((axis, dim),) = gathers
+    return (mappings.scatter_sum(gradient, axis, dim),)
 
 
 _gather_layer.defvjp(lambda shard, *how: (_gather_layer(shard, *how), None), _gather_layer_backward)

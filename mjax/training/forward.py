@@ -83,7 +83,8 @@ class Forward:
         float8, stacks = context.tokens.float8, stacks_of(self.plan.blocks)
         gathered = [gather_in_loop(stack, dtype, in_float8=float8) for stack in stacks]
         recompute, unroll = (train.recompute, train.unroll == "on") if trains else ("none", False)
-        x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll)
+        again = self.config.mesh.zero == 3
+        x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll, again)
         return x, {} if self.head else self._parts(sums)
 
     @jax.named_scope(scopes.HEAD)

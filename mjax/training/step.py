@@ -31,7 +31,7 @@ from mjax.models.protocol import Model
 from mjax.parallel import axes, mappings, scopes
 from mjax.parallel.means import means_and_gradients
 from mjax.parallel.mesh import BATCH, sharded_shapes
-from mjax.parallel.zero import gather_weights, reduce_gradients
+from mjax.parallel.zero import gather_weights, layer_by_layer, reduce_gradients
 from mjax.state.layout import initial_weights, lay_out
 from mjax.state.precision import COMPUTE_TYPES, LossScale, in_float8, parameter_type
 from mjax.state.train_state import TrainState
@@ -268,7 +268,7 @@ def loss_and_gradients(
     Returns:
       Means by name, [] each; and a gradient in float32 for each shard of `model`, sharded like it.
     """
-    compute = COMPUTE_TYPES[config.precision.compute]
+    plan, compute = layer_by_layer(plan, config), COMPUTE_TYPES[config.precision.compute]
     weights = gather_weights(model, plan, compute, config.mesh, in_float8(config.precision))
     scale = jnp.asarray(scale, parameter_type(config.precision.compute))  # 1 / count is as exact as the weights
     factors = shares(global_counts(model, batch), scale)

@@ -77,6 +77,10 @@ CASES = [
     Case("post-LN", "1f1b",  2, 2, 4, 1, False, 0, "full",      0.1, False, "xla",        "loop"),
     Case("post-LN", "zb-h1", 4, 1, 1, 4, False, 0, "full",      0.0, False, "xla",        "loop"),
     Case("post-LN", "zb-h1", 4, 1, 2, 2, False, 1, "none",      0.1, False, "xla_blocks", "loop"),
+    # Without a loop and with one micro-batch ZeRO gathers and sums layer by layer.
+    Case("gpt",     "",      1, 1, 4, 1, False, 1, "selective", 0.1, True,  "xla",        "apart"),
+    Case("post-LN", "",      1, 1, 4, 1, False, 1, "none",      0.0, False, "xla_blocks", "apart"),
+    Case("bloom",   "",      1, 1, 4, 1, False, 3, "full",      0.1, False, "xla",        "apart"),
 ]
 # fmt: on
 
