@@ -32,6 +32,7 @@ import numpy as np
 
 from mjax.config import Config
 from mjax.models.kernels import HOPPER, attention_on_gpu
+from mjax.parallel.zero import sums_by_layer
 from mjax.planner import muon
 from mjax.planner.rates import WIDTHS
 from mjax.planner.regions import backward_work
@@ -143,6 +144,12 @@ class _Sizes:
         train = config.train
         if train.unroll == "on" and train.streams == 1 and mesh.splits_tokens and recompute != "none":
             self.kept += self.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
+        if train.unroll == "on":
+            # Without a loop the shards of a layer that are gathered again are kept from the forward pass.
+            self.kept += self.master * self.held.gathered_shards / config.model.layers
+            if mesh.data > 1 and mesh.zero == 0 and mesh.model == 1 and not self.accumulates:
+                # XLA computes the gradients of weights after those of all streams, beside the sums over `data`.
+                self.kept = max(self.kept, self.factors)
         self.work = (sample.work + scores) * b
         self.biases = sample.biases * (b if "documents" in config.batch_arrays() else 1)
         self.logits, self.heads = sample.logits * b, sample.heads * b
@@ -243,9 +250,13 @@ def _sums(sizes: _Sizes) -> float:
 
 def _layer_gradients(sizes: _Sizes) -> float:
     """Bytes of the gradients that one backward pass through a chunk's layers stacks."""
-    held, chunks = sizes.held, sizes.config.mesh.chunks
-    if sizes.config.mesh.pipe > 1 and sizes.config.mesh.schedule == "zb-h1":
+    held, mesh, chunks = sizes.held, sizes.config.mesh, sizes.config.mesh.chunks
+    if mesh.pipe > 1 and mesh.schedule == "zb-h1":
         return 0.0  # W computes them one by one, after B
+    if sizes.config.train.unroll == "on" and held.gathered:  # those of the last layer
+        return sizes.master * held.gathered_shards / sizes.layers
+    if sums_by_layer(sizes.config):
+        return (sizes.width + sizes.master) * sizes.of_layer
     return (sizes.width * (held.layers - held.gathered) + sizes.master * held.gathered_shards) / chunks
 
 
@@ -303,7 +314,9 @@ def _head(sizes: _Sizes) -> Memory:
     # The gradient of the embedding overwrites its copy, unless another micro-batch needs that.
     gradients = _sums(sizes) + (sizes.width * sizes.held.table if sizes.accumulates else 0.0)
     work = sizes.heads + _messages(sizes) + sizes.biases / 2 + sizes.batch
-    kept = {"activations": _activations(sizes), "logits": sizes.logits}
+    # It does so where their product is Triton's, as in the loops compiled for the table; not where it is cuBLAS's.
+    logits = sizes.logits * (2 if sizes.config.train.unroll == "on" else 1)
+    kept = {"activations": _activations(sizes), "logits": logits}
     return _memory(sizes, "head", layers + shared, gradients, **kept, workspace=work)
 
 
@@ -312,10 +325,12 @@ def _reduction(sizes: _Sizes) -> Memory:
     held, mesh = sizes.held, sizes.config.mesh
     whole = held.layers - held.gathered + held.shared
     wide = sizes.master * (whole + held.gathered_shards)
+    if sums_by_layer(sizes.config):
+        wide = sizes.master * (held.shared + held.stored)
     if mesh.data == 1 and not sizes.accumulates:
         return _memory(sizes, "reduction", 0.0, sizes.width * whole, workspace=sizes.batch)  # nothing is summed
     # They are converted one by one, so the last one that exists in both dtypes is the largest.
-    both = not (held.gathered or sizes.accumulates or sizes.width == sizes.master)
+    both = not (sums_by_layer(sizes.config) or held.gathered or sizes.accumulates or sizes.width == sizes.master)
     narrow = sizes.width * held.largest if both else 0.0
     return _memory(sizes, "reduction", 0.0, narrow + wide, workspace=sizes.batch)
 

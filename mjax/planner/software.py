@@ -50,6 +50,8 @@ class Overlap:
         micro-batch (`train.streams 2`): 0 with one stream.
       gradients: the most micro-batches with which sums over `data` run beside the backward pass of the last one, if its
         layers are not in a loop: 0 never, 1 where a loop over micro-batches would end before them.
+      weights: share of ZeRO's gathers of weights and sums of gradients that runs beside the layers' own kernels, where
+        they are gathered and summed layer by layer.
       copies: the copies into and out of the stacks of a loop over layers run beside the products.
     """
 
@@ -57,6 +59,7 @@ class Overlap:
     repeated: float = 0.0
     forward: float = 0.0
     gradients: float = 0
+    weights: float = 0.0
     copies: bool = False
 
 
@@ -101,16 +104,18 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     With sequence parallelism a barrier ties each reduce-scatter of the backward pass to the product beside it, in every
     version; the all-gather before it is needed at once, and one that is repeated needs only what was kept. Without
     sequence parallelism XLA decides: jax 0.10 puts the all-reduce beside the product, 0.11 behind it; and 0.11 copies
-    into the stacks of a loop beside the products. If there is one micro-batch, gradients of layers without a loop are
-    summed over `data` as they are computed; XLA has one collective in flight, so not beside those over `model`. With
-    two streams barriers put most collectives beside the other half's work (docs/benchmarks.md).
+    into the stacks of a loop beside the products. FSDP gathers weights and sums gradients beside the layers. If layers
+    are not in a loop and there is one micro-batch, so does ZeRO-1; without ZeRO the sums run beside the gradients of
+    the weights. XLA has one collective in flight, so none of these runs beside those over `model`. With two streams
+    barriers put most collectives beside the other half's work (docs/benchmarks.md).
     """
     newer = version >= (0, 11)
     if config.train.streams == 2:  # 81% of all in gpt_8b's compiled program
         return Overlap(backward=0.8, repeated=1.0, forward=0.8, copies=newer)
     if config.mesh.splits_tokens:
         return Overlap(backward=0.5, repeated=1.0, copies=newer)
-    return Overlap(backward=0.0 if newer else 1.0, gradients=int(config.mesh.model == 1), copies=newer)
+    alone = config.mesh.model == 1
+    return Overlap(backward=0.0 if newer else 1.0, gradients=int(alone), weights=0.85 * alone, copies=newer)
 
 
 # The 26 bytes of Adam, 2 of the norm and 6 of the cast were read from programs compiled for H100s (docs/benchmarks.md).

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from mjax.batch_size import BatchSizes
+from mjax.config import Config
 
 # Parts of a step, in display order.
 PARTS = ("matmul", "attention", "elementwise", "head", "model", "pipe", "bubble", "data", "optimizer")
@@ -47,3 +51,21 @@ class StepTime:
         if self.error is None or self.error >= 1:
             return None
         return predicted / (1 + self.error), predicted / (1 - self.error)
+
+
+def mean_over_run(config: Config, seconds_of: Callable[[int], dict[str, float]], total: float) -> float:
+    """Seconds per step, mean over the run.
+
+    Args:
+      config: of the run.
+      seconds_of: the parts of a step of so many micro-batches.
+      total: of a step with the global batch.
+    """
+    train, steps = config.train, config.train.steps
+    if (train.batch_rampup is None and train.batch_schedule is None) or steps < 1:
+        return total
+    seconds, sequences = 0.0, config.mesh.data * train.micro_batch
+    for count, size in BatchSizes.of(config).stretches(steps):
+        each = total if size == train.global_batch else sum(seconds_of(size // sequences).values())
+        seconds += count * each
+    return seconds / steps

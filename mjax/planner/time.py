@@ -36,7 +36,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 
-from mjax.batch_size import BatchSizes
 from mjax.config import Config
 from mjax.hardware import Gpu
 from mjax.models.build import count_parameters
@@ -49,7 +48,7 @@ from mjax.planner.float8 import agreement_seconds
 from mjax.planner.kernel_bytes import Kernels, Moved, kernels_of
 from mjax.planner.rates import WIDTHS, Rates
 from mjax.planner.software import MJAX, Software
-from mjax.planner.step_time import PARTS, StepTime
+from mjax.planner.step_time import PARTS, StepTime, mean_over_run
 from mjax.planner.unrolling import is_looped
 from mjax.planner.weights import held_by
 from mjax.state.precision import in_float8
@@ -83,19 +82,8 @@ def predict_time(
     total = sum(seconds.values())
     tflops = model_flops(config) / total / config.mesh.devices / 1e12
     error, caveats = calibration.error_of(config, count_parameters(config.model), gpu)
-    return StepTime(seconds, tflops, tflops * 1e12 / rates.peak, error, _mean(config, step, total), caveats)
-
-
-def _mean(config: Config, step: _Step, total: float) -> float:
-    """Seconds per step, mean over the run; `total` is that of a step with the global batch."""
-    train, steps = config.train, config.train.steps
-    if (train.batch_rampup is None and train.batch_schedule is None) or steps < 1:
-        return total
-    seconds, sequences = 0.0, config.mesh.data * train.micro_batch
-    for count, size in BatchSizes.of(config).stretches(steps):
-        each = total if size == train.global_batch else sum(step.seconds(size // sequences).values())
-        seconds += count * each
-    return seconds / steps
+    mean = mean_over_run(config, step.seconds, total)
+    return StepTime(seconds, tflops, tflops * 1e12 / rates.peak, error, mean, caveats)
 
 
 class _Step:
@@ -163,8 +151,17 @@ class _Step:
             "attention": self._attention,
             "elementwise": self._kernels[0],
             "model": self._exposed_forward(len(self.layer.branches) * self._layer_sum) + over_model,
-            "data": self._over_data(self.gathered) + over_data,
+            "data": self._waits(self._over_data(self.gathered), self._forward_work) + over_data,
         }
+
+    @property
+    def _forward_work(self) -> float:
+        """What a layer computes in its forward pass."""
+        return self._forward_products + self._attention + self._kernels[0]
+
+    def _waits(self, seconds: float, work: float) -> float:
+        """What layers wait for of so many seconds of ZeRO's collectives beside so much work."""
+        return seconds - min(self.overlap.weights * seconds, work)
 
     def _backward_inputs(self) -> dict[str, float]:
         """A layer's backward pass without its weight gradients, including recomputation."""
@@ -180,12 +177,17 @@ class _Step:
             repeated = self._exposed_forward(software.repeated_sums * self._layer_sum)
         elif attention and split:  # the two gathers are repeated
             repeated = 2 * self._layer_gather - min(2 * self.overlap.repeated * self._layer_gather, to_inputs)
-        return {
+        work = {
             "matmul": to_inputs + whole * self._forward_products,
             "attention": self._attention_backward + attention * self._attention,
             "elementwise": self._kernels[1] + self._loop,
+        }
+        stored = self._over_data(self.gathered) + self._over_data(software.gradient_bytes)
+        beside = sum(work.values()) + self._weight_gradients(self.layer.of_weights)
+        return {
+            **work,
             "model": self._exposed_backward + repeated + over_model,
-            "data": self._over_data(self.gathered) + self._over_data(software.gradient_bytes) + over_data,
+            "data": self._waits(stored, beside) + over_data,
         }
 
     @cached_property
@@ -370,14 +372,19 @@ class _Step:
         seconds = rates.gather(mesh.pipe, stage, across * self.held.shared)
         shared = self.held.shared / mesh.pipe
         weights = shared if mesh.zero == 3 else self.held.layers + shared
-        if mesh.zero:
-            narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
+        hidden = m <= self.overlap.gradients and not self._looped
+        beside = hidden * self.layers * sum(sum(each.values()) for each in self._passes[1:])
+        if not mesh.zero:
+            return seconds + max(0.0, rates.sum(mesh.data, mesh.model, software.gradient_bytes * weights) - beside)
+        of_layers = weights - shared
+        if mesh.zero == 3 or not hidden:
+            narrow = (self.element - self.gathered) * of_layers  # fewer bytes
             return seconds + rates.gather(mesh.data, mesh.model, across * weights - narrow)
-        summed = rates.sum(mesh.data, mesh.model, software.gradient_bytes * weights)
-        if m <= self.overlap.gradients and not self._looped:
-            beside = self.layers * sum(sum(each.values()) for each in self._passes[1:])
-            summed = max(0.0, summed - beside)
-        return seconds + summed
+        # The embedding has no layer beside it, before the first and after the last.
+        seconds += rates.gather(mesh.data, mesh.model, across * shared)
+        gathered = rates.gather(mesh.data, mesh.model, self.gathered * of_layers)
+        summed = rates.gather(mesh.data, mesh.model, software.gradient_bytes * of_layers)
+        return seconds + self._waits(gathered, self.layers * self._forward_work) + self._waits(summed, beside)
 
     def optimizer(self, m: int) -> float:
         """Accumulation of the gradients of `m` micro-batches, and the update of this device's shards."""

@@ -15,14 +15,17 @@ from mjax.planner.memory import HEADROOM, free_share, memory_of, predict_memory
 
 MOST_LAYERS = 80
 """Compiling takes one to two seconds for each."""
+MOST_GPUS = 8
+"""Of FSDP without a loop: a server."""
 
 
 def with_unrolling(config: Config, usable: float | None) -> Config:
     """`config` with `train.unroll` decided: as it says, or with `auto` on a GPU whose memory the step leaves HEADROOM
     of. Two streams need layers without a loop.
 
-    A pipeline keeps its loop, since its stages keep activations in slots, and so does FSDP, whose weights are gathered
-    layer by layer: without a loop XLA may gather those of many layers early.
+    A pipeline keeps its loop, since its stages keep activations in slots. So does FSDP over several servers, where the
+    loop is as fast, and over `model` without sequence parallelism, where nothing keeps XLA from gathering the weights
+    of many layers early (`models/block.py`).
 
     Args:
       config: validated; `model.attention` is a kernel's name, or `auto`, resolved as on a GPU.
@@ -40,7 +43,9 @@ def is_looped(config: Config, usable: float | None) -> bool:
     if config.train.streams == 2:
         return False
     mesh = config.mesh
-    if usable is None or mesh.pipe > 1 or mesh.zero == 3 or config.model.layers > MOST_LAYERS:
+    if usable is None or mesh.pipe > 1 or config.model.layers > MOST_LAYERS:
+        return True
+    if mesh.zero == 3 and (mesh.devices > MOST_GPUS or (mesh.model > 1 and not mesh.splits_tokens)):
         return True
     unrolled = replace(config, train=replace(config.train, unroll="on"))
     return free_share(predict_memory(unrolled).total, usable) < HEADROOM
