@@ -311,6 +311,9 @@ class Module:
         return opcode.removesuffix("-start")
 
     def _fusion(self, line: Line) -> str:
+        inside = self.computations[line.attribute("calls")]
+        if called := [each for each in inside if each.opcode == "custom-call"]:
+            return self.kernel_of(called[0])  # with a slice of a buffer, or written into one (jax 0.11)
         config = re.search(r'"fusion_backend_config":\{"kind":"([^"]*)"', line.attributes)
         emitter = config[1] if config else ""
         if self._has_product(line.attribute("calls")):
@@ -375,6 +378,13 @@ def _groups(attributes: str, devices: int) -> np.ndarray:
         if len({len(group) for group in groups}) != 1:
             raise HloError(f"groups of different sizes: {attributes[:200]}")
         return np.stack(groups)
+    named = re.search(r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',? ?)+)\}", attributes)  # jax 0.11
+    if named:
+        mesh = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        axes = re.findall(r"'(\w+)'", named[2])
+        order = [list(mesh).index(axis) for axis in (*(name for name in mesh if name not in axes), *axes)]
+        numbers = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values())).transpose(order)
+        return numbers.reshape(-1, math.prod(mesh[axis] for axis in axes))
     counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if counted is None:
         raise HloError(f"replica groups have an unknown form: {attributes[:200]}")

@@ -183,7 +183,9 @@ class _Replay:
         if kind == PRODUCTS:
             times, m, n, k = self._product(line, shapes)
             flops = 2.0 * times * m * n * k
-            rate = self.rates.product_rate(times * m, n, k, '$f8"' in line.attributes)
+            inside = self.module.computations.get(line.attribute("calls") or "", [])
+            float8 = any('$f8"' in each.attributes for each in (line, *inside))
+            rate = self.rates.product_rate(times * m, n, k, float8)
         elif kind == ATTENTION and "custom_call_target" in line.attributes:
             flops, rate = self._flash(line, shapes)
         seconds = max(flops / rate, self.rates.bytes(moved)) + self.rates.calibration.launch
@@ -211,6 +213,10 @@ class _Replay:
         """(batch, m, n, k) of a product."""
         if line.opcode == "fusion":
             return next(self._dots(line))
+        return self._called(line, shapes)
+
+    def _called(self, line: Line, shapes: dict[str, str]) -> tuple[int, int, int, int]:
+        """(batch, m, n, k) of a product of a library."""
         (_, left), (_, out) = dims_of(shapes[line.operands[0]])[0], dims_of(line.shape)[0]
         contracted = re.findall(r'"lhs_contracting_dimensions":\["([\d",]+)"\]', line.attributes)[0]
         k = math.prod(left[int(dim)] for dim in contracted.replace('"', "").split(","))
@@ -223,6 +229,8 @@ class _Replay:
         for inner in inside:
             if inner.opcode == "fusion":
                 yield from self._dots(inner)
+            elif inner.opcode == "custom-call":
+                yield self._called(inner, shapes)
             elif inner.opcode == "dot":
                 (_, left), (_, out) = dims_of(shapes[inner.operands[0]])[0], dims_of(inner.shape)[0]
                 dims = {

@@ -138,6 +138,10 @@ def test_kernels_are_counted_by_kind_and_loops_multiply_their_launches():
         ("[4,2]<=[2,2,2]T(0,2,1)", ("data",)),
         ("[1,8]<=[8]", ("pipe", "data", "model")),
         ("{}", ("pipe", "data", "model")),
+        ("mesh['pipe'=2,'data'=2,'model'=2] {'model'}", ("model",)),
+        ("mesh['pipe'=2,'data'=2,'model'=2] {'pipe'}", ("pipe",)),
+        ("mesh['pipe'=2,'data'=2,'model'=2] {'data','model'}", ("data", "model")),
+        ("mesh['pipe'=2,'data'=2,'model'=2] {'pipe', 'model'}", ("pipe", "model")),
     ],
 )
 def test_groups_in_every_form_lie_along_axes(groups, axes):
