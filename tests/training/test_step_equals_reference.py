@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from mjax.parallel import layers, mappings
+from mjax.parallel.zero import sums_by_layer
 from tests.against_reference import largest_error
 from tests.small import BLOOM, small_config
 
@@ -77,10 +78,13 @@ CASES = [
     Case("post-LN", "1f1b",  2, 2, 4, 1, False, 0, "full",      0.1, False, "xla",        "loop"),
     Case("post-LN", "zb-h1", 4, 1, 1, 4, False, 0, "full",      0.0, False, "xla",        "loop"),
     Case("post-LN", "zb-h1", 4, 1, 2, 2, False, 1, "none",      0.1, False, "xla_blocks", "loop"),
-    # Without a loop and with one micro-batch ZeRO gathers and sums layer by layer.
+]
+# With one micro-batch ZeRO-1 also gathers and sums layer by layer.
+AT_ONCE = [
     Case("gpt",     "",      1, 1, 4, 1, False, 1, "selective", 0.1, True,  "xla",        "apart"),
     Case("post-LN", "",      1, 1, 4, 1, False, 1, "none",      0.0, False, "xla_blocks", "apart"),
-    Case("bloom",   "",      1, 1, 4, 1, False, 3, "full",      0.1, False, "xla",        "apart"),
+    Case("bloom",   "",      1, 1, 2, 1, False, 1, "full",      0.1, False, "xla",        "apart"),
+    Case("gpt",     "",      1, 1, 4, 1, False, 3, "none",      0.1, False, "xla",        "apart"),
 ]
 # fmt: on
 
@@ -93,12 +97,12 @@ MODELS = {
 PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
 
 
-def config_of(case):
+def config_of(case, at_once=False):
     mesh = {"pipe": case.pipe, "chunks": case.chunks, "sequence_parallel": case.sequence_parallel, "zero": case.zero}
     return small_config(
         case.data,
         case.tensor,
-        1 if case.schedule else 4 // case.data,
+        8 // case.data if at_once else 1 if case.schedule else 4 // case.data,
         case.recompute,
         "fp64",
         case.dropout,
@@ -115,6 +119,15 @@ def config_of(case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_loss_and_every_gradient_equal_the_serial_reference(case):
     errors = largest_error(config_of(case), scale=2.0**20)  # the loss scale is divided out
+    assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.parametrize("case", AT_ONCE, ids=lambda case: "-".join(map(str, case)))
+def test_with_one_micro_batch_they_equal_the_serial_reference_too(case):
+    config = config_of(case, at_once=True)
+    assert config.micro_batches == 1
+    assert sums_by_layer(config) == (case.zero == 1)
+    errors = largest_error(config, scale=2.0**20)
     assert max(errors.values()) < 1e-12, errors
 
 
