@@ -131,6 +131,14 @@ def test_with_one_micro_batch_they_equal_the_serial_reference_too(case):
     assert max(errors.values()) < 1e-12, errors
 
 
+def test_weights_that_data_does_not_divide_are_summed_layer_by_layer_too():
+    config = small_config(3, 1, 2, "selective", "fp64", 0.1, 6, {"zero": 1}, layers=4, unroll="on")
+    assert config.model.hidden % 3
+    assert sums_by_layer(config)
+    errors = largest_error(config, scale=2.0**20)
+    assert max(errors.values()) < 1e-12, errors
+
+
 def _goes_together(case):
     return (
         bool(case.schedule) == (case.pipe > 1)
