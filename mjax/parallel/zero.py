@@ -254,10 +254,7 @@ def _gather_layer(shard: Array, gathers: tuple[tuple[str, int], ...], dtype, in_
     shard = shard.astype(dtype)
     if not gathers:
         return mappings.vary(shard, frozenset({DATA}))
-    ((axis, dim),) = gathers  # a stage holds its layers, so they are not gathered over `pipe`
-    if not in_float8:
-        return mappings.gather_shards(shard, axis, dim)
-    return _gather_in_float8(shard, ((axis, dim),), 0)
+    return _gather_in_float8(shard, gathers, 0) if in_float8 else _gathered(shard, gathers)
 
 
 @jax.named_scope(scopes.GRADIENT)
@@ -265,7 +262,7 @@ def _gather_layer_backward(gathers: tuple[tuple[str, int], ...], dtype, in_float
     gradient = gradient.astype(jnp.promote_types(dtype, jnp.float32))
     if not gathers:
         return (mappings.sum_over(gradient, frozenset({DATA})),)
-    ((axis, dim),) = gathers
+    ((axis, dim),) = gathers  # a stage holds its layers, so they are not gathered over `pipe`
     return (mappings.scatter_sum(gradient, axis, dim),)
 
 
