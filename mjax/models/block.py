@@ -46,6 +46,7 @@ from mjax.errors import UsageError
 from mjax.models.attention import Attention, KeyValues
 from mjax.models.context import Context
 from mjax.parallel import mappings, random
+from mjax.parallel.stacks import depth, layers_of, shards_of, with_shards
 from mjax.parallel.streams import Phases, alone, in_phases, phases_of, together
 from mjax.parallel.zero import all_but_gathered_weights
 
@@ -194,7 +195,7 @@ def _with_weights(blocks, weights_of: Sequence[Callable | None] | None) -> Itera
     """For each stack its entry of `weights_of` and its number of layers on this device."""
     stacks = stacks_of(blocks)
     for layers, one in zip(stacks, weights_of or [None] * len(stacks), strict=True):
-        yield one, jax.tree.leaves(layers)[0].shape[0]
+        yield one, depth(layers)
 
 
 def _with_sums(found: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
@@ -217,57 +218,67 @@ def _run_stack(
         layer = jax.checkpoint(layer, prevent_cse=unroll, policy=policy, static_argnums=0)
     elif weights_of is not None and again:
         layer = jax.checkpoint(layer, prevent_cse=unroll, policy=all_but_gathered_weights, static_argnums=0)
-    if unroll and weights_of is not None:
+    if unroll:
         layer = jax.jit(layer, static_argnums=0, inline=True)  # traced once
         return _in_turn(layer, x, layers, first_layer, weights_of, again)
-    x, sums = _scan(layer, x, layers, first_layer + jnp.arange(count), unroll)
+    x, sums = _scan(layer, x, layers, first_layer + jnp.arange(count))
     return x, jax.tree.map(lambda each: each.sum(0), sums)
 
 
-def _in_turn(layer: Callable, x: Array, stack: nnx.Module, first: Array | int, weights_of: Callable, again: bool):
-    """As `_scan`, without a loop, where weights are gathered layer by layer; the sums are those of all layers."""
-    layers, sums = _unstacked(stack), {}
-    for i in range(len(layers)):
-        if i + 1 < len(layers):
-            layers[i + 1], x = _next_and_input(layers[i + 1], x)
-        block = layers[i] if again else weights_of(layers[i])
+def _in_turn(
+    layer: Callable, x: Array, stack: nnx.Module, first: Array | int, weights_of: Callable | None, again: bool
+):
+    """As `_scan`, without a loop; the sums are those of all layers."""
+    layers, sums = layers_of(stack), {}
+    for i, block in enumerate(layers):
+        if weights_of is not None and not again:
+            block = weights_of(block)
+        if weights_of is not None and i + 1 < len(layers):
+            own = None if again else block  # gathered inside the layer they are not there yet
+            (following, own), x = _in_order((shards_of(layers[i + 1]), own), x)
+            layers[i + 1] = with_shards(layers[i + 1], following)
+            block = block if again else own
         x, found = layer(i % getattr(stack, "period", 1), x, (block, jnp.int32(first + i)))
         sums = _added(sums, found)
     return x, sums
 
 
+Weights = tuple[nnx.Module, nnx.Module | None]
+
+
 @jax.custom_vjp
-def _next_and_input(following: nnx.Module, x: Array) -> tuple[nnx.Module, Array]:
-    """The stored shards of the layer after the one with input `x`, and `x`, neither to be used before both are there.
+def _in_order(weights: Weights, x: Array) -> tuple[Weights, Array]:
+    """The stored shards of the layer after the one with input `x`, that one's weights if they are there, and `x`, none
+    to be used before all are there.
 
-    So that layer's weights are gathered beside this one's forward pass, and its gradients are summed beside this one's
-    backward pass. By itself XLA would gather those of many layers early, join the sums of all layers, and keep for
-    these what their gradients are computed from.
+    So the next layer's weights are gathered beside this one's forward pass, and its gradients are summed beside this
+    one's backward pass. By itself XLA would gather those of many layers early, join the collectives of small weights of
+    neighbouring layers, join the sums of all layers, and keep for these what their gradients are computed from.
     """
-    return _together(following, x)
+    return _together(weights, x)
 
 
-def _together(following: nnx.Module, x: Array) -> tuple[nnx.Module, Array]:
-    leaves, tree = jax.tree.flatten(following)
+def _together(weights: Weights, x: Array) -> tuple[Weights, Array]:
+    leaves, tree = jax.tree.flatten(weights)
     axes = mappings.varying_axes(x)
     every = axes.union(*map(mappings.varying_axes, leaves))
     if any(mappings.size(axis) > 1 for axis in every - axes):
-        return following, x  # `x` is the same on these ranks, and a barrier would type it as if it were not
+        return weights, x  # `x` is the same on these ranks, and a barrier would type it as if it were not
     waiting = {i: leaf for i, leaf in enumerate(leaves) if mappings.varying_axes(leaf) == every}
     waiting, x = jax.lax.optimization_barrier((waiting, mappings.vary(x, every)))
-    following = jax.tree.unflatten(tree, [waiting.get(i, leaf) for i, leaf in enumerate(leaves)])
-    return following, mappings.sum_over(x, every - axes)
+    weights = jax.tree.unflatten(tree, [waiting.get(i, leaf) for i, leaf in enumerate(leaves)])
+    return weights, mappings.sum_over(x, every - axes)
 
 
-_next_and_input.defvjp(lambda *both: (_next_and_input(*both), None), lambda _, gradients: _together(*gradients))
+_in_order.defvjp(lambda *both: (_in_order(*both), None), lambda _, gradients: _together(*gradients))
 
 
-def _scan(layer: Callable, x: Array, stack: nnx.Module, beside, unroll: bool = False) -> tuple[Array, Any]:
+def _scan(layer: Callable, x: Array, stack: nnx.Module, beside) -> tuple[Array, Any]:
     """`jax.lax.scan` of `layer(place, x, (one of the stack, one of beside))`, in groups of its period: places are
     static."""
     layers, period = (stack, beside), getattr(stack, "period", 1)
     if period == 1:
-        return jax.lax.scan(partial(layer, 0), x, layers, unroll=unroll)
+        return jax.lax.scan(partial(layer, 0), x, layers)
 
     def group(x, layers):
         found = []
@@ -277,7 +288,7 @@ def _scan(layer: Callable, x: Array, stack: nnx.Module, beside, unroll: bool = F
         return x, jax.tree.map(lambda *each: jnp.stack(each), *found)
 
     groups = jax.tree.map(lambda leaf: leaf.reshape(-1, period, *leaf.shape[1:]), layers)
-    x, found = jax.lax.scan(group, x, groups, unroll=unroll)
+    x, found = jax.lax.scan(group, x, groups)
     return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
 
 
@@ -302,7 +313,7 @@ def run_halves(
                 f"--train.streams 2 needs layers that stop at their regions, and {type(stack).__name__} has no "
                 "`phases` of its own (mjax/parallel/streams.py); leave it out"
             )
-        own = _unstacked(stack)
+        own = layers_of(stack)
         layers += own
         places += [place % getattr(stack, "period", 1) for place in range(len(own))]
 
@@ -323,13 +334,6 @@ def run_halves(
     if kept is not None:
         run = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names("layer", *kept))
     return run(layers, xs)
-
-
-def _unstacked(stack: nnx.Module) -> list[nnx.Module]:
-    """The layers of a stack. Their gradients are joined once: those of slices would be added up layer by layer."""
-    leaves, tree = jax.tree.flatten(stack)
-    parts = [jax.lax.split(leaf, [1] * leaf.shape[0]) for leaf in leaves]
-    return [jax.tree.unflatten(tree, [part[0] for part in layer]) for layer in zip(*parts, strict=True)]
 
 
 def decode_blocks(

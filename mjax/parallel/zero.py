@@ -13,7 +13,8 @@ ZeRO-3, or FSDP, gathers a layer's weights inside the loop over layers, and agai
 device ever holds more than one layer; it treats embeddings, the final LayerNorm and weights that `data` does not divide
 like ZeRO-1. Weights that are multiplied in float8 travel in float8. Either way the gradient of a shard is
 reduce-scattered in float32. Without a loop over layers (`train.unroll`) ZeRO-1 gathers layer by layer too, and keeps
-the weights, so that it communicates beside the layers (`sums_by_layer`).
+the weights, so that it communicates beside the layers (`sums_by_layer`); with several micro-batches it gathers first,
+and sums layer by layer in the backward pass of the last one (`Accumulated`).
 
       float32 shards ── cast ── all-gather ──▶ weights ──▶ loss
       float32 shards ◀── reduce-scatter ◀──── gradients ◀──┘
@@ -38,6 +39,7 @@ from mjax.parallel.axes import DATA, MODEL, PIPE
 from mjax.parallel.float8 import Float8
 from mjax.parallel.layers import metadata_of
 from mjax.parallel.postponed import PostponedKernel
+from mjax.parallel.stacks import Accumulated
 
 
 @dataclass(frozen=True)
@@ -152,20 +154,28 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False
     They vary over every axis over which their gradients are summed after the backward pass (`axes.summed`), and over
     `model` where its ranks have parts of the gradient: else the backward pass would sum these layer by layer.
     """
-    summed = axes.summed(mesh)
 
-    def one(shard: Array, storage: Storage) -> Array:
-        later = summed | {MODEL} if storage.partial else summed
+    def one(shard: Array, storage: Storage, varying: Array) -> Array:
         if storage.in_loop:
-            return mappings.vary(shard, later - {DATA})
+            return varying
         shard = shard.astype(dtype)
         if in_float8 and storage.float8 and storage.gathers:
             shard = _gather_in_float8(shard, storage.gathers, layer_dims(mesh))
         else:
             shard = _gathered(shard, storage.gathers)
-        return mappings.vary(shard, later)
+        return mappings.vary(shard, _summed_later(storage, mesh))
 
-    return jax.tree.map(one, model, plan)
+    return jax.tree.map(one, model, plan, shards_to_sum(model, plan, mesh))
+
+
+def shards_to_sum(model, plan, mesh: MeshConfig):
+    """The stored shards, varying over every axis over which their gradients are summed after the backward pass, but not
+    over `data`, over which that is done layer by layer."""
+    return jax.tree.map(lambda shard, how: mappings.vary(shard, _summed_later(how, mesh) - {DATA}), model, plan)
+
+
+def _summed_later(storage: Storage, mesh: MeshConfig) -> frozenset[str]:
+    return axes.summed(mesh) | ({MODEL} if storage.partial else frozenset())
 
 
 def _gathered(shard: Array, gathers: Iterable[tuple[str, int]]) -> Array:
@@ -188,8 +198,8 @@ def _gather_in_float8(shard: Array, gathers: tuple[tuple[str, int], ...], stacke
 
 
 def layer_by_layer(plan, config: Config):
-    """`plan` for a training step of `config`: where gradients are summed layer by layer, the weights of layers are
-    gathered so too."""
+    """`plan` for the micro-batch of a training step in which gradients are summed over `data`: the last one. Where that
+    is done layer by layer, the weights of layers are taken so too."""
     if not sums_by_layer(config):
         return plan
 
@@ -200,14 +210,15 @@ def layer_by_layer(plan, config: Config):
 
 
 def sums_by_layer(config: Config) -> bool:
-    """Whether ZeRO-1 gathers weights and sums gradients over `data` layer by layer, beside the layer before or after.
+    """Whether ZeRO-1 sums gradients over `data` layer by layer, beside the layer before; and with one micro-batch
+    gathers weights so too.
 
-    Without a loop over layers, and with one micro-batch: the gradients of others would have to be added before. XLA has
-    one collective in flight, so with several ranks of `model` these would wait for it.
+    Without a loop over layers, and where the stream varies over `model`, as the weights do: a barrier of both would
+    give it that type (`models/block.py`).
     """
-    mesh = config.mesh
-    alone = mesh.pipe == mesh.model == config.micro_batches == 1
-    return alone and mesh.zero == 1 and mesh.data > 1 and config.train.unroll == "on"
+    mesh, train = config.mesh, config.train
+    ordered = mesh.pipe == 1 and (mesh.model == 1 or mesh.splits_tokens)
+    return ordered and mesh.zero == 1 and mesh.data > 1 and train.unroll == "on" and train.streams == 1
 
 
 def gather_for_inference(model, plan, dtype):
@@ -234,9 +245,11 @@ def gather_in_loop(plan, dtype, inference: bool = False, in_float8: bool = False
     if not any(storage.in_loop for storage in jax.tree.leaves(plan)):
         return None
 
-    def one(storage: Storage, shard: Array | PostponedKernel) -> Array | PostponedKernel:
+    def one(storage: Storage, shard: Array | PostponedKernel | Accumulated) -> Array | PostponedKernel:
         if isinstance(shard, PostponedKernel):
             return replace(shard, kernel=one(storage, shard.kernel))
+        if isinstance(shard, Accumulated):
+            return _gathered_before(shard.shard, shard.weight, shard.gradient, storage.gathers)
         if not storage.in_loop:
             return shard
         if inference:
@@ -257,16 +270,31 @@ def _gather_layer(shard: Array, gathers: tuple[tuple[str, int], ...], dtype, in_
     return _gather_in_float8(shard, gathers, 0) if in_float8 else _gathered(shard, gathers)
 
 
-@jax.named_scope(scopes.GRADIENT)
 def _gather_layer_backward(gathers: tuple[tuple[str, int], ...], dtype, in_float8: bool, _, gradient: Array):
-    gradient = gradient.astype(jnp.promote_types(dtype, jnp.float32))
+    return (_sum_layer(gradient.astype(jnp.promote_types(dtype, jnp.float32)), gathers),)
+
+
+@jax.named_scope(scopes.GRADIENT)
+def _sum_layer(gradient: Array, gathers: tuple[tuple[str, int], ...]) -> Array:
     if not gathers:
-        return (mappings.sum_over(gradient, frozenset({DATA})),)
+        return mappings.sum_over(gradient, frozenset({DATA}))
     ((axis, dim),) = gathers  # a stage holds its layers, so they are not gathered over `pipe`
-    return (mappings.scatter_sum(gradient, axis, dim),)
+    return mappings.scatter_sum(gradient, axis, dim)
 
 
 _gather_layer.defvjp(lambda shard, *how: (_gather_layer(shard, *how), None), _gather_layer_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gathered_before(shard: Array, weight: Array, gradient: Array, gathers: tuple[tuple[str, int], ...]) -> Array:
+    """`weight`, whose gradient becomes that of `shard`, added to `gradient` and summed."""
+    return weight
+
+
+_gathered_before.defvjp(
+    lambda shard, weight, before, gathers: (weight, before),
+    lambda gathers, before, gradient: (_sum_layer(before + gradient.astype(before.dtype), gathers), None, None),
+)
 
 
 def all_but_gathered_weights(primitive, *_, **parameters) -> bool:

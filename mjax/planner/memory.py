@@ -138,11 +138,12 @@ class _Sizes:
         sample = _of_sample(trace.Traced.of(config), kernel, recompute)
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it beside one of them, so its probabilities exist twice.
-        early = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and mesh.data > 1))
-        scores = sample.scores * ((config.model.attention_dropout > 0) + self.width * early)
+        beside = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and mesh.data > 1))
+        scores = sample.scores * ((config.model.attention_dropout > 0) + self.width * beside)
         self.stream, self.kept, self.factors = sample.stream * b, sample.kept * b, sample.factors * b
         train = config.train
-        if train.unroll == "on" and train.streams == 1 and mesh.splits_tokens and recompute != "none":
+        early = train.unroll == "on" and train.streams == 1 and not self.by_layer
+        if early and mesh.splits_tokens and recompute != "none":
             self.kept += self.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
         if train.unroll == "on":
             # Without a loop the shards of a layer that are gathered again are kept from the forward pass.
@@ -158,6 +159,11 @@ class _Sizes:
     def accumulates(self) -> bool:
         """True if gradients are accumulated over micro-batches, in float32."""
         return self.config.mesh.pipe > 1 or self.config.micro_batches > 1
+
+    @property
+    def by_layer(self) -> bool:
+        """True if ZeRO-1 gathers weights and sums gradients layer by layer in the only micro-batch."""
+        return sums_by_layer(self.config) and not self.accumulates
 
     @property
     def of_layer(self) -> float:
@@ -255,7 +261,7 @@ def _layer_gradients(sizes: _Sizes) -> float:
         return 0.0  # W computes them one by one, after B
     if sizes.config.train.unroll == "on" and held.gathered:  # those of the last layer
         return sizes.master * held.gathered_shards / sizes.layers
-    if sums_by_layer(sizes.config):
+    if sizes.by_layer:
         return (sizes.width + sizes.master) * sizes.of_layer
     return (sizes.width * (held.layers - held.gathered) + sizes.master * held.gathered_shards) / chunks
 

@@ -7,6 +7,7 @@ layer. The programs of the papers cannot be traced; what their kernels read and 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -105,9 +106,10 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     version; the all-gather before it is needed at once, and one that is repeated needs only what was kept. Without
     sequence parallelism XLA decides: jax 0.10 puts the all-reduce beside the product, 0.11 behind it; and 0.11 copies
     into the stacks of a loop beside the products. FSDP gathers weights and sums gradients beside the layers. If layers
-    are not in a loop and there is one micro-batch, so does ZeRO-1; without ZeRO the sums run beside the gradients of
-    the weights. XLA has one collective in flight, so none of these runs beside those over `model`. With two streams
-    barriers put most collectives beside the other half's work (docs/benchmarks.md).
+    are not in a loop, so does ZeRO-1, the sums in the last micro-batch and the gathers if it is the only one; without
+    ZeRO the sums run beside the gradients of the weights, if it is the only one. XLA has one collective in flight, so
+    none of these runs beside those over `model`. With two streams barriers put most collectives beside the other half's
+    work (docs/benchmarks.md).
     """
     newer = version >= (0, 11)
     if config.train.streams == 2:  # 81% of all in gpt_8b's compiled program
@@ -115,7 +117,8 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     if config.mesh.splits_tokens:
         return Overlap(backward=0.5, repeated=1.0, copies=newer)
     alone = config.mesh.model == 1
-    return Overlap(backward=0.0 if newer else 1.0, gradients=int(alone), weights=0.85 * alone, copies=newer)
+    gradients = (math.inf if config.mesh.zero == 1 else 1) if alone else 0
+    return Overlap(backward=0.0 if newer else 1.0, gradients=gradients, weights=0.85 * alone, copies=newer)
 
 
 # The 26 bytes of Adam, 2 of the norm and 6 of the cast were read from programs compiled for H100s (docs/benchmarks.md).

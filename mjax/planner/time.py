@@ -384,7 +384,8 @@ class _Step:
         seconds += rates.gather(mesh.data, mesh.model, across * shared)
         gathered = rates.gather(mesh.data, mesh.model, self.gathered * of_layers)
         summed = rates.gather(mesh.data, mesh.model, software.gradient_bytes * of_layers)
-        return seconds + self._waits(gathered, self.layers * self._forward_work) + self._waits(summed, beside)
+        at_once = self.layers * self._forward_work * (m == 1)  # of several micro-batches all weights are gathered first
+        return seconds + self._waits(gathered, at_once) + self._waits(summed, beside)
 
     def optimizer(self, m: int) -> float:
         """Accumulation of the gradients of `m` micro-batches, and the update of this device's shards."""

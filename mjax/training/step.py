@@ -29,12 +29,12 @@ from mjax.batch_size import at_batch
 from mjax.config import Config
 from mjax.models.protocol import Model
 from mjax.parallel import axes, mappings, scopes
-from mjax.parallel.means import means_and_gradients
 from mjax.parallel.mesh import BATCH, sharded_shapes
 from mjax.parallel.zero import gather_weights, layer_by_layer, reduce_gradients
 from mjax.state.layout import initial_weights, lay_out
 from mjax.state.precision import COMPUTE_TYPES, LossScale, in_float8, parameter_type
 from mjax.state.train_state import TrainState
+from mjax.training.accumulation import accumulate
 from mjax.training.forward import Forward
 from mjax.training.losses import (
     EvalMetrics,
@@ -268,43 +268,22 @@ def loss_and_gradients(
     Returns:
       Means by name, [] each; and a gradient in float32 for each shard of `model`, sharded like it.
     """
-    plan, compute = layer_by_layer(plan, config), COMPUTE_TYPES[config.precision.compute]
+    last, compute = layer_by_layer(plan, config), COMPUTE_TYPES[config.precision.compute]
+    plan = last if config.micro_batches == 1 else plan
     weights = gather_weights(model, plan, compute, config.mesh, in_float8(config.precision))
     scale = jnp.asarray(scale, parameter_type(config.precision.compute))  # 1 / count is as exact as the weights
     factors = shares(global_counts(model, batch), scale)
     forward = Forward(config, plan, factors, step, objective=objective)
     micro_batches = micro_batches_of(config, batch)
     if config.mesh.pipe == 1:
-        means, gradients = accumulate(forward, weights, micro_batches)
+        means, gradients = accumulate(forward, model, weights, micro_batches, last)
     else:
         means, gradients = pipeline_means_and_gradients(forward, weights, micro_batches)
     # The only data-parallel reduction: float32, outside every loop.
-    gradients = reduce_gradients(gradients, model, plan)
+    gradients = reduce_gradients(gradients, model, last)
     with jax.named_scope(scopes.LOSS):
         means = {name: mappings.sum_over(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
     return jax.tree.map(lambda x: x / scale, (means, gradients))
-
-
-def accumulate(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
-    """This replica's parts of the means, and the gradient of its part of the loss, varying over `data`: accumulated in
-    float32 over micro-batches."""
-    accumulator = parameter_type(forward.config.precision.compute)
-
-    def differentiate(micro_batch):
-        run = lambda weights: forward(weights, micro_batch)  # noqa: E731
-        means, (gradients,) = means_and_gradients(weights.loss_weights, run, weights)
-        return means, gradients
-
-    def add(total, micro_batch):
-        found = differentiate(micro_batch)
-        return jax.tree.map(lambda t, f: t + f.astype(t.dtype), total, found), None
-
-    if forward.config.micro_batches == 1:  # nothing to accumulate: avoid a second copy of the gradients
-        means, gradients = differentiate(jax.tree.map(lambda x: x[0], micro_batches))
-        return means, jax.tree.map(lambda g: g.astype(accumulator), gradients)
-    nothing = mappings.vary(jnp.zeros((), accumulator), frozenset(axes.splitting("batch")))
-    zeros = jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), weights)
-    return jax.lax.scan(add, (dict.fromkeys(forward.factors, nothing), zeros), micro_batches)[0]
 
 
 def _eval_step(config: Config, plan, objective: Callable | None, model: Model, batch: dict[str, Array]) -> EvalMetrics:

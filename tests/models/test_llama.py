@@ -11,6 +11,7 @@ import pytest
 
 from mjax.config import Config, DataConfig, LlamaConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.models.llama import rotary_of
+from mjax.parallel.zero import sums_by_layer
 from tests.reference import QUICKLY
 from tests.small import batch_of, gradient_program, named, weights_of
 from tests.training.test_step_equals_reference import CASES
@@ -158,8 +159,20 @@ SELDOM = [pytest.param(*case, marks=pytest.mark.long) for case in PRODUCT if cas
 
 @pytest.mark.parametrize(("family", "mesh", "recompute"), OFTEN + SELDOM)
 def test_loss_and_gradients_equal_the_serial_reference_in_float64(family, mesh, recompute):
+    assert_equals_reference(family, config_of(FAMILIES[family], recompute, **MESHES[mesh]))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_they_do_where_gradients_are_summed_layer_by_layer_and_ranks_share_heads(micro_batch):
+    family = "two key-value heads with a bias"
+    config = config_of(FAMILIES[family], data=2, model=4, sequence_parallel=True, zero=1)
+    config = replace(config, train=replace(config.train, unroll="on", micro_batch=micro_batch))
+    assert sums_by_layer(config)
+    assert_equals_reference(family, config)
+
+
+def assert_equals_reference(family, config):
     with jax.enable_x64(True):
-        config = config_of(FAMILIES[family], recompute, **MESHES[mesh])
         program, place = gradient_program(config)
         loss, gradients = program(place(), batch_of(config), jnp.int32(0), jnp.float64(1.0))
         expected_loss, expected = expected_of(family)

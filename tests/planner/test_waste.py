@@ -28,7 +28,7 @@ NEWER = jax.__version_info__ >= (0, 11)
 def gpt_1b(layers, unroll="auto", recompute="none", micro_batch=16, streams=1, **mesh):
     """Its width, and the micro-batch of one GPU."""
     config = load_config("gpt_1b")
-    data, ranks = mesh.pop("data", 1), mesh.get("model", 1)
+    data, ranks, micro_batches = mesh.pop("data", 1), mesh.get("model", 1), mesh.pop("micro_batches", 1)
     return replace(
         config,
         model=replace(config.model, layers=layers, hidden_dropout=0.0, attention_dropout=0.0),
@@ -36,7 +36,7 @@ def gpt_1b(layers, unroll="auto", recompute="none", micro_batch=16, streams=1, *
         data=replace(config.data, mock=True),
         train=replace(
             config.train,
-            global_batch=data * micro_batch,
+            global_batch=data * micro_batch * micro_batches,
             micro_batch=micro_batch,
             recompute=recompute,
             unroll=unroll,
@@ -152,6 +152,28 @@ def test_without_a_loop_zero_communicates_beside_the_layers_and_holds_two_of_the
     # The embedding is gathered before the first layer, and its gradient comes after the last.
     assert shown["on"].rows[COLLECTIVES].seconds < 0.5 * shown["on"].collectives
     assert shown["on"].seconds < shown["off"].seconds
+
+
+@needs_compiler
+def test_the_last_of_several_micro_batches_has_the_sums_beside_its_layers_and_none_copies_their_weights(compiled):
+    how = {"data": 16, "zero": 1, "micro_batch": 4, "micro_batches": 3}
+    found, table = compiled("several micro-batches", 12, "on", **how)
+    config, _ = gpt_1b(12, "on", **how)
+    # The embedding and all gathers have nothing beside them.
+    assert table.rows[COLLECTIVES].seconds < 0.65 * table.collectives
+    assert predict_time(config, H100).total == pytest.approx(table.seconds, rel=0.05)
+    assert found.memory.total == pytest.approx(predict_memory(config).total, rel=0.05)
+    weights = 2 * 12 * 12 * 1536 * 1536
+    assert table.rows[COPIES].bytes < 4 * weights  # gathered and laid out once, not in each micro-batch
+
+
+@needs_compiler
+def test_with_tensor_parallelism_zero_holds_two_layers_at_most_too(compiled):
+    """It waits less only where XLA has more than one collective in flight (docs/benchmarks.md)."""
+    how = {"data": 16, "model": 4, "zero": 1, "sequence_parallel": True, "recompute": "selective", "micro_batch": 8}
+    found, table = compiled("split, layer by layer", 6, "on", **how)
+    assert found.memory.total == pytest.approx(predict_memory(gpt_1b(6, "on", **how)[0]).total, rel=0.05)
+    assert table.rows[COLLECTIVES].seconds < 0.95 * table.collectives
 
 
 # --- Which steps have a loop ------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Loss and every gradient of the parallel step against a serial GPT or BERT in float64 that shares no code with it."""
 
+from dataclasses import replace
 from itertools import combinations, product
 from typing import NamedTuple
 
@@ -79,12 +80,13 @@ CASES = [
     Case("post-LN", "zb-h1", 4, 1, 1, 4, False, 0, "full",      0.0, False, "xla",        "loop"),
     Case("post-LN", "zb-h1", 4, 1, 2, 2, False, 1, "none",      0.1, False, "xla_blocks", "loop"),
 ]
-# With one micro-batch ZeRO-1 also gathers and sums layer by layer.
-AT_ONCE = [
+# ZeRO-1 sums layer by layer, in the last micro-batch; with one it also gathers so.
+BY_LAYER = [
     Case("gpt",     "",      1, 1, 4, 1, False, 1, "selective", 0.1, True,  "xla",        "apart"),
     Case("post-LN", "",      1, 1, 4, 1, False, 1, "none",      0.0, False, "xla_blocks", "apart"),
     Case("bloom",   "",      1, 1, 2, 1, False, 1, "full",      0.1, False, "xla",        "apart"),
-    Case("gpt",     "",      1, 1, 4, 1, False, 3, "none",      0.1, False, "xla",        "apart"),
+    Case("bloom",   "",      1, 1, 2, 2, True,  1, "selective", 0.1, False, "xla",        "apart"),
+    Case("gpt",     "",      1, 1, 2, 1, False, 3, "none",      0.1, False, "xla",        "apart"),
 ]
 # fmt: on
 
@@ -97,12 +99,12 @@ MODELS = {
 PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
 
 
-def config_of(case, at_once=False):
+def config_of(case):
     mesh = {"pipe": case.pipe, "chunks": case.chunks, "sequence_parallel": case.sequence_parallel, "zero": case.zero}
     return small_config(
         case.data,
         case.tensor,
-        8 // case.data if at_once else 1 if case.schedule else 4 // case.data,
+        1 if case.schedule else 4 // case.data,
         case.recompute,
         "fp64",
         case.dropout,
@@ -122,17 +124,21 @@ def test_loss_and_every_gradient_equal_the_serial_reference(case):
     assert max(errors.values()) < 1e-12, errors
 
 
-@pytest.mark.parametrize("case", AT_ONCE, ids=lambda case: "-".join(map(str, case)))
-def test_with_one_micro_batch_they_equal_the_serial_reference_too(case):
-    config = config_of(case, at_once=True)
-    assert config.micro_batches == 1
+@pytest.mark.parametrize("micro_batches", [1, 4])  # and two, in CASES
+@pytest.mark.parametrize("case", BY_LAYER, ids=lambda case: "-".join(map(str, case)))
+def test_sums_of_one_and_of_several_micro_batches_layer_by_layer_equal_it_too(case, micro_batches):
+    config = config_of(case)
+    samples = 16 // case.data // micro_batches
+    config = replace(config, train=replace(config.train, global_batch=16, micro_batch=samples))
+    assert config.micro_batches == micro_batches
     assert sums_by_layer(config) == (case.zero == 1)
     errors = largest_error(config, scale=2.0**20)
     assert max(errors.values()) < 1e-12, errors
 
 
-def test_weights_that_data_does_not_divide_are_summed_layer_by_layer_too():
-    config = small_config(3, 1, 2, "selective", "fp64", 0.1, 6, {"zero": 1}, layers=4, unroll="on")
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_weights_that_data_does_not_divide_are_summed_layer_by_layer_too(micro_batch):
+    config = small_config(3, 1, micro_batch, "selective", "fp64", 0.1, 6, {"zero": 1}, layers=4, unroll="on")
     assert config.model.hidden % 3
     assert sums_by_layer(config)
     errors = largest_error(config, scale=2.0**20)

@@ -1,0 +1,91 @@
+"""Weights of stacked layers in other forms, where layers are written out one after the other (`train.unroll`).
+
+The model keeps its structure; a stacked weight [l, …] is replaced by
+
+    Apart          an array for each layer: a loop over micro-batches would cut them out of the stack in each of them
+    Accumulated    what the last micro-batch needs to sum the gradients of all micro-batches layer by layer
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+from jax import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Apart:
+    """A weight of stacked layers as one array for each.
+
+    Attributes:
+      layers: […] each.
+    """
+
+    layers: tuple[Array, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Accumulated:
+    """A weight in the last micro-batch of a step whose gradient is summed over `data` with those of the others.
+
+    Attributes:
+      shard: as stored; its gradient is this rank's part of the sum. Its values are not used.
+      weight: gathered, in the compute dtype.
+      gradient: sum of the gradients of the micro-batches before, in float32 or wider.
+    """
+
+    shard: Array
+    weight: Array | Apart
+    gradient: Array
+
+
+def apart(stacked: Array) -> Apart:
+    """A stacked weight, cut into its layers."""
+    return Apart(tuple(layer[0] for layer in jax.lax.split(stacked, [1] * stacked.shape[0])))
+
+
+def joined(tree):
+    """`tree` with each `Apart` as one stacked array."""
+
+    def one(leaf: Array | Apart) -> Array:
+        return jax.lax.concatenate([layer[None] for layer in leaf.layers], 0) if _is_apart(leaf) else leaf
+
+    return jax.tree.map(one, tree, is_leaf=_is_apart)
+
+
+def layers_of(stack) -> list:
+    """The layers of a stack. Their gradients are joined once: those of slices would be added up layer by layer."""
+    leaves, tree = jax.tree.flatten(stack, is_leaf=_is_apart)
+    parts = [(leaf if _is_apart(leaf) else apart(leaf)).layers for leaf in leaves]
+    return [jax.tree.unflatten(tree, layer) for layer in zip(*parts, strict=True)]
+
+
+def depth(stack) -> int:
+    """The number of layers of a stack."""
+    first = jax.tree.leaves(stack, is_leaf=_is_apart)[0]
+    return len(first.layers) if _is_apart(first) else first.shape[0]
+
+
+def shards_of(layer):
+    """The stored shards of a layer's weights."""
+    return jax.tree.map(lambda leaf: leaf.shard if _is_accumulated(leaf) else leaf, layer, is_leaf=_is_accumulated)
+
+
+def with_shards(layer, shards):
+    """The reverse of `shards_of`: `layer` with these instead of its own."""
+
+    def one(leaf, shard: Array):
+        return replace(leaf, shard=shard) if _is_accumulated(leaf) else shard
+
+    return jax.tree.map(one, layer, shards, is_leaf=_is_accumulated)
+
+
+def _is_apart(leaf) -> bool:
+    return isinstance(leaf, Apart)
+
+
+def _is_accumulated(leaf) -> bool:
+    return isinstance(leaf, Accumulated)
