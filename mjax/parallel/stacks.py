@@ -11,7 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 from jax import Array
+
+from mjax.parallel import mappings
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +55,18 @@ def joined(tree):
 
     def one(leaf: Array | Apart) -> Array:
         return jax.lax.concatenate([layer[None] for layer in leaf.layers], 0) if _is_apart(leaf) else leaf
+
+    return jax.tree.map(one, tree, is_leaf=_is_apart)
+
+
+def zeros_like(tree, dtype):
+    """Zeros of the shapes in `joined(tree)`."""
+
+    def one(leaf: Array | Apart) -> Array:
+        if not _is_apart(leaf):
+            return jnp.zeros_like(leaf, dtype=dtype)
+        first = leaf.layers[0]
+        return mappings.vary(jnp.zeros((len(leaf.layers), *first.shape), dtype), mappings.varying_axes(first))
 
     return jax.tree.map(one, tree, is_leaf=_is_apart)
 

@@ -39,7 +39,7 @@ from mjax.parallel.axes import DATA, MODEL, PIPE
 from mjax.parallel.float8 import Float8
 from mjax.parallel.layers import metadata_of
 from mjax.parallel.postponed import PostponedKernel
-from mjax.parallel.stacks import Accumulated
+from mjax.parallel.stacks import Accumulated, Apart, apart
 
 
 @dataclass(frozen=True)
@@ -145,27 +145,28 @@ def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig, par
 
 
 @jax.named_scope(scopes.WEIGHTS)
-def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False):
+def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False, layers_apart: bool = False):
     """The weights of the computation in `dtype`, inside `shard_map`; those gathered in the loop stay shards.
 
     With `in_float8` those of linear layers are gathered in float8, and have the values that these layers would round
-    them to.
+    them to. With `layers_apart` those of stacked layers are cut apart (`Apart`), once for all micro-batches.
 
     They vary over every axis over which their gradients are summed after the backward pass (`axes.summed`), and over
     `model` where its ranks have parts of the gradient: else the backward pass would sum these layer by layer.
     """
 
-    def one(shard: Array, storage: Storage, varying: Array) -> Array:
+    def one(path: tuple, storage: Storage, shard: Array, varying: Array) -> Array | Apart:
+        as_used = apart if layers_apart and is_layer(leaf_name(path)) else lambda weight: weight
         if storage.in_loop:
-            return varying
+            return as_used(varying)
         shard = shard.astype(dtype)
         if in_float8 and storage.float8 and storage.gathers:
             shard = _gather_in_float8(shard, storage.gathers, layer_dims(mesh))
         else:
             shard = _gathered(shard, storage.gathers)
-        return mappings.vary(shard, _summed_later(storage, mesh))
+        return as_used(mappings.vary(shard, _summed_later(storage, mesh)))
 
-    return jax.tree.map(one, model, plan, shards_to_sum(model, plan, mesh))
+    return jax.tree_util.tree_map_with_path(one, plan, model, shards_to_sum(model, plan, mesh))
 
 
 def shards_to_sum(model, plan, mesh: MeshConfig):

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from mjax.models.protocol import Model
-from mjax.names import leaf_name
 from mjax.parallel import axes, mappings
 from mjax.parallel.means import Means, means_and_gradients
-from mjax.parallel.stacks import Accumulated, apart, joined
-from mjax.parallel.zero import Storage, is_layer, shards_to_sum, sums_by_layer
+from mjax.parallel.stacks import Accumulated, Apart, joined, zeros_like
+from mjax.parallel.zero import Storage, shards_to_sum, sums_by_layer
 from mjax.state.precision import parameter_type
 from mjax.training.forward import Forward, MicroBatch
 
@@ -35,12 +34,9 @@ def accumulate(forward: Forward, model: Model, weights: Model, micro_batches: Mi
     wide = parameter_type(config.precision.compute)
     if config.micro_batches == 1:  # nothing to accumulate: avoid a second copy of the gradients
         means, gradients = _differentiate(forward, weights, _at(0, micro_batches))
-        return means, jax.tree.map(lambda g: g.astype(wide), gradients)
+        return means, jax.tree.map(lambda g: g.astype(wide), joined(gradients))
     nothing = mappings.vary(jnp.zeros((), wide), frozenset(axes.splitting("batch")))
-    zeros = jax.tree.map(lambda w: jnp.zeros_like(w, dtype=wide), weights)
-    start = dict.fromkeys(forward.factors, nothing), zeros
-    if config.train.unroll == "on":
-        weights = _with_layers_apart(weights)
+    start = dict.fromkeys(forward.factors, nothing), zeros_like(weights, wide)
 
     def add(total: Found, micro_batch: MicroBatch) -> tuple[Found, None]:
         means, gradients = _differentiate(forward, weights, micro_batch)
@@ -57,7 +53,7 @@ def _with_last(forward: Forward, model: Model, weights: Model, micro_batch: Micr
     summed over `data`, one layer beside the other's work."""
     means, gradients = so_far
 
-    def accumulated(storage: Storage, weight: Array, before: Array, gradient: Array):
+    def accumulated(storage: Storage, weight: Array, before: Array | Apart, gradient: Array):
         if not storage.in_loop:
             return weight
         # Else XLA would compute this micro-batch beside the one before, and keep the activations of both.
@@ -80,12 +76,3 @@ def _differentiate(forward: Callable[[Model, MicroBatch], Means], weights: Model
 
 def _at(number: int, micro_batches: MicroBatch) -> MicroBatch:
     return {name: array[number] for name, array in micro_batches.items()}
-
-
-def _with_layers_apart(weights: Model) -> Model:
-    """In a loop over micro-batches XLA would else cut the layers out of their stack in each of them."""
-
-    def one(path: tuple, weight: Array):
-        return apart(weight) if is_layer(leaf_name(path)) else weight
-
-    return jax.tree_util.tree_map_with_path(one, weights)

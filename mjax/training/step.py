@@ -270,7 +270,8 @@ def loss_and_gradients(
     """
     last, compute = layer_by_layer(plan, config), COMPUTE_TYPES[config.precision.compute]
     plan = last if config.micro_batches == 1 else plan
-    weights = gather_weights(model, plan, compute, config.mesh, in_float8(config.precision))
+    layers_apart = config.train.unroll == "on" and config.mesh.pipe == 1
+    weights = gather_weights(model, plan, compute, config.mesh, in_float8(config.precision), layers_apart)
     scale = jnp.asarray(scale, parameter_type(config.precision.compute))  # 1 / count is as exact as the weights
     factors = shares(global_counts(model, batch), scale)
     forward = Forward(config, plan, factors, step, objective=objective)
