@@ -175,6 +175,9 @@ class TrainConfig:
     streams: Literal[1, 2] = 1
     """2: compute the halves of a micro-batch in turn, each while the other communicates over mesh.model, in layers
     without a loop; not in a pipeline, nor with FSDP."""
+    loss_chunks: Annotated[int, Bounds(ge=1, le=64)] = 1
+    """Parts of the vocabulary, one after the other, in which logits and loss are computed: above 1 the logits of all
+    tokens are never in memory, for one more product of the output layer in the backward pass."""
     seed: Seed = 1234
     """Determines initial weights, sample order and dropout, on any mesh."""
     eval_interval: CountOrZero = 1000

@@ -41,7 +41,10 @@ def _serial(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 def reference_of(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Loss and gradients of the serial reference, computed once for all meshes, kernels and kinds of recomputation."""
-    model, train = replace(config.model, attention="xla"), replace(config.train, micro_batch=1, recompute="none")
+    model, train = (
+        replace(config.model, attention="xla"),
+        replace(config.train, micro_batch=1, recompute="none", loss_chunks=1),
+    )
     return _serial(replace(config, model=model, mesh=MeshConfig(), train=train))
 
 

@@ -58,6 +58,7 @@ def small_config(
     samples=None,
     unroll="auto",
     streams=1,
+    loss_chunks=1,
     **changes,
 ) -> Config:
     kind = "bert_task" if "head" in changes else changes.pop("kind", "gpt")
@@ -75,6 +76,7 @@ def small_config(
             recompute=recompute,
             unroll=unroll,
             streams=streams,
+            loss_chunks=loss_chunks,
             seed=1234,
         ),
     )

@@ -273,6 +273,8 @@ def _with(**sections):
             _with(mesh={"pipe": 2}, train={"unroll": "on"}),
             "--train.unroll on does not work with --mesh.pipe 2, whose stages keep activations by slot; leave it out",
         ),
+        (_with(train={"loss_chunks": 0}), "--train.loss-chunks is 0; it must be at least 1 and at most 64"),
+        (_with(train={"loss_chunks": 65}), "--train.loss-chunks is 65; it must be at least 1 and at most 64"),
         (_with(train={"streams": 2}), "--train.streams 2 hides the communication of --mesh.model, which is 1 here"),
         (
             _with(mesh={"model": 2, "pipe": 2}, train={"streams": 2}),

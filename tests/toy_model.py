@@ -20,6 +20,7 @@ from mjax.model_config import ModelConfig, register
 from mjax.models.attention import Attention
 from mjax.models.block import Block, stack
 from mjax.models.causal import CausalModel
+from mjax.models.output import Output
 from mjax.models.positions import Positions
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, recomputed
 
@@ -107,8 +108,8 @@ class Toy(CausalModel):
     def embed(self, batch, context):
         return self.embedding(batch["tokens"], context.tokens)
 
-    def logits(self, x, tokens):
-        return self.head.logits(self.final_norm(x), tokens)
+    def output(self, x):
+        return Output(self.head, self.final_norm(x))
 
 
 config = Config(

@@ -20,7 +20,7 @@ from mjax.doctor.devices import by_kind, called
 from mjax.doctor.finding import GREEN, RED, Found, check, listed
 from mjax.models.norms import LayerNorm
 from mjax.parallel.axes import MODEL
-from mjax.parallel.layers import vocab_parallel_cross_entropy
+from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.mesh import make_mesh
 
 # Relative error of products in full float32; TF32 rounds inputs to 11 bits, with errors of 1e-4 and more.

@@ -36,6 +36,7 @@ from mjax.models.block import Block, PostNormBlock, run_blocks, stack
 from mjax.models.context import Context
 from mjax.models.mlp import activate
 from mjax.models.norms import LayerNorm
+from mjax.models.output import Output
 from mjax.models.transformer import transformer_layer
 from mjax.parallel import mappings, random
 from mjax.parallel.axes import MODEL
@@ -45,7 +46,6 @@ from mjax.parallel.layers import (
     owned_rows,
     parameter,
     recomputed,
-    vocab_parallel_cross_entropy,
 )
 from mjax.parallel.products import linear
 from mjax.parallel.sums import add_bias, lookup, tile_rows
@@ -66,7 +66,7 @@ class Linear(nnx.Module):
 
 
 class MLMHead(nnx.Module):
-    """Scores for the original token at each position. Shapes: x [t, h] → [b · s, v / p], varying over `model`."""
+    """What scores the original token at each position, from the stream after the last norm, x [t, h]."""
 
     def __init__(self, key: Array, config: BERTConfig, dtype):
         self.activation = config.mlm_activation or config.activation
@@ -74,9 +74,9 @@ class MLMHead(nnx.Module):
         self.norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
         self.bias = parameter(key, jax.nn.initializers.zeros, (config.padded_vocabulary,), (MODEL,), dtype)
 
-    def __call__(self, x: Array, tokens: Tokens, embedding: VocabParallelEmbedding) -> Array:
+    def __call__(self, x: Array, embedding: VocabParallelEmbedding) -> Output:
         activation = recomputed(partial(activate, name=self.activation))
-        return embedding.logits(self.norm(activation(self.transform(x))), tokens, self.bias[...])
+        return Output(embedding, self.norm(activation(self.transform(x))), self.bias[...])
 
 
 class Encoder(nnx.Module):
@@ -162,7 +162,11 @@ class BERT(Encoder):
         context = Context(tokens, documents=documents)
         x = self.embed({"tokens": ids, "token_types": token_types}, context)
         x = self.normed(run_blocks(self.blocks, x, context)[0])
-        return tokens.by_sequence(self.mlm(x, tokens, self.embedding)), self.order(self.pooled(x, tokens)[0])
+        return tokens.by_sequence(self.output(x).logits(tokens)), self.order(self.pooled(x, tokens)[0])
+
+    def output(self, x: Array) -> Output:
+        """What scores the original token at each position; x [t, h] is the result of `normed`."""
+        return self.mlm(x, self.embedding)
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         """The number of masked tokens, and of sequences."""
@@ -177,7 +181,7 @@ class BERT(Encoder):
         """
         tokens = context.tokens
         x = self.normed(x)
-        losses = vocab_parallel_cross_entropy(self.mlm(x, tokens, self.embedding), batch["labels"].reshape(-1))
+        losses = self.output(x).cross_entropy(batch["labels"], context)
         masked = losses.sum(where=batch["loss_mask"].reshape(-1))
 
         pooled, owned = self.pooled(x, tokens)

@@ -12,6 +12,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mjax.model_config import ModelConfig
+from mjax.models.output import not_from_output
 from mjax.models.protocol import Model
 from mjax.names import leaf_name
 from mjax.parallel.layers import metadata_of
@@ -46,6 +47,11 @@ def _traced(config: ModelConfig) -> Model:
 def has_several_stacks(config: ModelConfig) -> bool:
     """Whether the model's layers are an `nnx.List` of stacks rather than one."""
     return any(name.startswith("blocks.0.") for name in abstract_weights(config))
+
+
+def scores_in_chunks(config: ModelConfig) -> bool:
+    """Whether the model has a loss in chunks (`train.loss_chunks`)."""
+    return not_from_output(type(_traced(config))) is None
 
 
 def count_parameters(config: ModelConfig) -> int:

@@ -1,6 +1,6 @@
 """The common part of all models that predict the next token: the loss, and generation with a cache.
 
-A model derives from `CausalModel` and defines `embed` and `logits`.
+A model derives from `CausalModel` and defines `embed` and `output`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from jax import Array
 from mjax.models.attention import KeyValues
 from mjax.models.block import decode_blocks, run_blocks
 from mjax.models.context import Context
+from mjax.models.output import Output
 from mjax.parallel import mappings
 from mjax.parallel.axes import MODEL
-from mjax.parallel.layers import vocab_parallel_cross_entropy
+from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.tokens import Tokens
 
@@ -35,9 +36,13 @@ class CausalModel(nnx.Module):
         """The stream before the first layer: `batch["tokens"]` int [b, s] → [t, h]."""
         raise NotImplementedError
 
+    def output(self, x: Array) -> Output:
+        """What scores the next token after the last layer, x [t, h]."""
+        raise NotImplementedError
+
     def logits(self, x: Array, tokens: Tokens) -> Array:
         """Scores of the next token after the last layer: x [t, h] → [b · s, v / p], varying over `model`."""
-        raise NotImplementedError
+        return self.output(x).logits(tokens)
 
     def __call__(
         self,
@@ -71,7 +76,12 @@ class CausalModel(nnx.Module):
 
     def loss(self, x: Array, batch: dict[str, Array], context: Context) -> dict[str, Array]:
         """The cross entropy of the labels that count. The head has no dropout."""
-        losses = vocab_parallel_cross_entropy(self.logits(x, context.tokens), batch["labels"].reshape(-1))  # [b · s]
+        if context.loss_chunks == 1:
+            losses = vocab_parallel_cross_entropy(
+                self.logits(x, context.tokens), batch["labels"].reshape(-1)
+            )  # [b · s]
+        else:
+            losses = self.output(x).cross_entropy(batch["labels"], context)
         if "loss_mask" not in batch:
             return {"loss": losses.sum()}
         return {"loss": losses.sum(where=batch["loss_mask"].reshape(-1))}

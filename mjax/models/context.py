@@ -20,6 +20,7 @@ class Context:
       positions: int [b, s], position of each token; None: 0 … s − 1.
       documents: int [b, s], number of a token's document, if attention must stay within it.
       place: of a layer in the pattern of layers that the model repeats, from 0.
+      loss_chunks: parts of the vocabulary, one after the other, in which the loss is computed (`Output.cross_entropy`).
     """
 
     tokens: Tokens
@@ -27,6 +28,7 @@ class Context:
     positions: Array | None = None
     documents: Array | None = None
     place: int = 0
+    loss_chunks: int = 1
 
     def of_layer(self, number: Array | int, place: int = 0) -> Context:
         """The context of a layer, numbered from 1; 0 is the embedding."""

@@ -16,12 +16,12 @@ from mjax.models.block import stack
 from mjax.models.causal import CausalModel
 from mjax.models.context import Context
 from mjax.models.norms import LayerNorm
+from mjax.models.output import Output
 from mjax.models.positions import NO_POSITIONS, ALiBi
 from mjax.models.transformer import transformer_layer
 from mjax.parallel import random
 from mjax.parallel.layers import VocabParallelEmbedding, normal, parameter
 from mjax.parallel.sums import lookup, tile_rows
-from mjax.parallel.tokens import Tokens
 
 
 class GPT(CausalModel):
@@ -54,5 +54,5 @@ class GPT(CausalModel):
             x = x + lookup(self.positions[...], tokens.mine(context.positions.reshape(-1)))
         return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
 
-    def logits(self, x: Array, tokens: Tokens) -> Array:
-        return self.embedding.logits(self.final_norm(x), tokens)
+    def output(self, x: Array) -> Output:
+        return Output(self.embedding, self.final_norm(x))

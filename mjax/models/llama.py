@@ -26,10 +26,10 @@ from mjax.models.causal import CausalModel
 from mjax.models.context import Context
 from mjax.models.mlp import GatedMLP
 from mjax.models.norms import AllHeadsRMSNorm, RMSNorm
+from mjax.models.output import Output
 from mjax.models.rotary import Rotary
 from mjax.parallel import random
 from mjax.parallel.layers import VocabParallelEmbedding
-from mjax.parallel.tokens import Tokens
 
 
 class Llama(CausalModel):
@@ -56,9 +56,8 @@ class Llama(CausalModel):
         x = self.embedding(batch["tokens"], context.tokens)
         return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
 
-    def logits(self, x: Array, tokens: Tokens) -> Array:
-        head = self.embedding if self.config.tied else self.head
-        return head.logits(self.final_norm(x), tokens)
+    def output(self, x: Array) -> Output:
+        return Output(self.embedding if self.config.tied else self.head, self.final_norm(x))
 
 
 def llama_layer(key: Array, config: LlamaConfig, dtype) -> Block:

@@ -1,4 +1,4 @@
-"""Megatron's three parallel layers and the cross entropy that goes with them (arXiv 1909.08053, section 3).
+"""Megatron's three parallel layers (arXiv 1909.08053, section 3).
 
 A weight is a whole matrix with a PartitionSpec. Inside `shard_map` the module sees only its own shard:
 
@@ -201,12 +201,13 @@ class VocabParallelEmbedding(nnx.Module):
         """
         table = self.table[...]
         bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
-        scores = _scores(x, table, bias, tokens)
+        return without_padding(_scores(x, table, bias, tokens), self.tokens_of_rank(table))
+
+    def tokens_of_rank(self, table: Array) -> Array | None:
+        """The number of this rank's rows that are tokens, int32 []; at most 0 if all are padding, None if none are."""
         if self.vocabulary == self.rows:
-            return scores
-        first = mappings.rank(MODEL) * scores.shape[-1]
-        is_token = first + jnp.arange(scores.shape[-1]) < self.vocabulary
-        return jnp.where(is_token, scores, jnp.finfo(scores.dtype).min)
+            return None
+        return self.vocabulary - mappings.rank(MODEL) * table.shape[0]
 
 
 # The backward pass is written out for its order. By itself XLA computes the table's gradient only after the backward
@@ -237,64 +238,15 @@ def _scores_backward(tokens: Tokens, residuals, gradient: Array):
 _scores.defvjp(_scores_forward, _scores_backward)
 
 
+def without_padding(scores: Array, tokens: Array | None) -> Array:
+    """Scores [t, rows] with the lowest possible ones in all columns but the first `tokens`; None: all are tokens."""
+    if tokens is None:
+        return scores
+    return jnp.where(jnp.arange(scores.shape[-1]) < tokens, scores, jnp.finfo(scores.dtype).min)
+
+
 def owned_rows(ids: Array, rows: int) -> tuple[Array, Array]:
     """Ids as row numbers of this rank's `rows` rows (0 where another rank owns them), and whether it owns them."""
     local = ids - mappings.rank(MODEL) * rows
     owned = (local >= 0) & (local < rows)
     return jnp.where(owned, local, 0), owned
-
-
-# --- Cross entropy over a split vocabulary ----------------------------------------------------------------------------
-
-
-@jax.custom_vjp
-def vocab_parallel_cross_entropy(logits: Array, labels: Array) -> Array:
-    """Cross entropy −log softmax(logits)[label] when each rank holds v/p of the logits (arXiv 1909.08053, section 3).
-
-    Only the row's maximum, its sum of exponentials and the label's logit are communicated over the model axis: three
-    numbers per token instead of v. The only copy of the logits kept for the backward pass has the compute dtype.
-
-    Shapes: logits [t, v / p] varying over `model`, labels int [t] → loss [t], float32 or wider, the same on every rank
-    of `model`.
-    """
-    return _cross_entropy_forward(logits, labels)[0]
-
-
-def _cross_entropy_forward(logits: Array, labels: Array):
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    highest = mappings.maximum(wide.max(-1))  # [t]
-    local, owned = owned_rows(labels, logits.shape[-1])
-    label_logit = jnp.take_along_axis(wide, local[..., None], -1)[..., 0]
-    label_logit = jnp.where(owned, label_logit - highest, 0.0)
-    exponentials = jnp.exp(wide - highest[..., None]).sum(-1)
-    exponentials, label_logit = mappings.leave(jnp.stack([exponentials, label_logit]))
-    log_sum = jnp.log(exponentials)
-    return log_sum - label_logit, (logits, highest + log_sum, labels)
-
-
-def _cross_entropy_backward(residuals, gradient: Array):
-    logits, log_normalizer, labels = residuals
-    wide = logits.astype(log_normalizer.dtype)
-    probabilities = jnp.exp(wide - log_normalizer[..., None])
-    local, owned = owned_rows(labels, logits.shape[-1])
-    column = jnp.arange(logits.shape[-1], dtype=local.dtype)
-    is_label = owned[..., None] & (column == local[..., None])
-    return ((probabilities - is_label) * gradient[..., None]).astype(logits.dtype), None
-
-
-vocab_parallel_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
-
-
-def vocab_parallel_argmax(logits: Array) -> Array:
-    """The id with the highest logit when each rank holds v/p of them; the lowest id in a tie, as in `argmax`.
-
-    Two numbers per token are communicated over the model axis: the highest logit, and the lowest id that has it.
-
-    Shapes: logits [t, v / p] varying over `model` → int32 [t], the same on every rank of `model`.
-    """
-    rows = logits.shape[-1]
-    highest = logits.max(-1)
-    ids = jnp.argmax(logits, -1).astype(jnp.int32) + mappings.rank(MODEL) * rows
-    nobody = jnp.iinfo(jnp.int32).max
-    mine = jnp.where(highest == mappings.maximum(highest), ids, nobody)
-    return -mappings.maximum(-mine)

@@ -32,7 +32,7 @@ from mjax.models.context import Context
 from mjax.models.heads import TaskBERT
 from mjax.models.protocol import Model
 from mjax.parallel import mappings
-from mjax.parallel.layers import vocab_parallel_argmax, vocab_parallel_cross_entropy
+from mjax.parallel.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from mjax.parallel.mesh import BATCH
 from mjax.state.layout import lay_out
 from mjax.tasks.interface import Score, Window

@@ -31,6 +31,7 @@ def what_runs(
     parameters, compute = count_parameters(model), config.precision.compute
     unrolled = ", layers without a loop" if train.unroll == "on" else ""
     unrolled += ", two streams" if train.streams == 2 else ""
+    unrolled += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
     display.say(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}{unrolled}")
     display.say(f"mesh    {describe_mesh(config)} on {mesh.devices} × {kind}")
     display.say(f"data    {data.summary}")

@@ -60,7 +60,10 @@ FREE = {
     "model": ("attention",),
     "mesh": (*NAMES, "sequence_parallel", "schedule", "chunks", "zero"),
     "data": ("test_path", "cache"),
-    "train": ("steps", "tokens", "micro_batch", "recompute", "unroll", "streams", "eval_interval", "eval_batches"),
+    "train": (
+        "steps", "tokens", "micro_batch", "recompute", "unroll", "streams", "loss_chunks", "eval_interval",
+        "eval_batches",
+    ),
     # Whole sections: none of their fields affects what is learned from which samples.
     "checkpoint": _every_field(CheckpointConfig),
     "health": _every_field(HealthConfig),

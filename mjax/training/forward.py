@@ -17,6 +17,7 @@ from jax import Array
 from mjax.config import Config
 from mjax.models.block import Sums, run_blocks, run_halves, stacks_of
 from mjax.models.context import Context
+from mjax.models.output import check_loss_chunks
 from mjax.models.protocol import Model
 from mjax.parallel import scopes
 from mjax.parallel.random import DropoutKey
@@ -93,6 +94,7 @@ class Forward:
         context = self.context(micro_batch)
         if self.head is not None:
             return self.head(weights, x, micro_batch, context)
+        check_loss_chunks(type(weights), context.loss_chunks, self.objective is not None)
         loss = self.objective or type(weights).loss
         return self._parts(loss(weights, x, micro_batch, context))
 
@@ -101,7 +103,8 @@ class Forward:
         key = None
         if self.step is not None and self.config.model.without_dropout() != self.config.model:
             key = DropoutKey.of(self.config.train.seed, self.step, micro_batch["samples"])
-        return Context(tokens_of(self.config), key, micro_batch.get("positions"), micro_batch.get("documents"))
+        positions, documents = micro_batch.get("positions"), micro_batch.get("documents")
+        return Context(tokens_of(self.config), key, positions, documents, loss_chunks=self.config.train.loss_chunks)
 
     def layer_context(self, micro_batch: MicroBatch) -> Context:
         """The context of a micro-batch inside the layers, which train in float8 where the config says so."""

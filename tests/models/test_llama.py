@@ -184,6 +184,20 @@ def assert_equals_reference(family, config):
             )
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen 2"])  # a table of its own for the output, and the embedding
+@pytest.mark.parametrize("mesh", ["2 × 4, sequence parallel, FSDP", "pipe 2, ZeRO-1"])
+def test_with_the_loss_in_chunks_they_equal_it_too(family, mesh):
+    with jax.enable_x64(True):
+        config = config_of(FAMILIES[family], **MESHES[mesh])
+        config = replace(config, train=replace(config.train, loss_chunks=3))
+        loss, gradients = found_on(config)
+        expected_loss, expected = expected_of(family)
+        assert abs(loss - float(expected_loss)) < 1e-13
+        for name, gradient in gradients.items():
+            wanted = expected[name]
+            np.testing.assert_allclose(gradient.reshape(wanted.shape), wanted, rtol=0, atol=1e-14, err_msg=name)
+
+
 def config_of_case(family, case):
     return Config(
         model=replace(
@@ -210,6 +224,7 @@ def config_of_case(family, case):
             recompute=case.recompute,
             unroll="off" if case.layers == "loop" else "on",
             streams=2 if case.layers == "halves" else 1,
+            loss_chunks=case.loss_chunks,
         ),
     )
 

@@ -42,18 +42,20 @@ MESHES = {
     "pipe 2, split backward passes": {"pipe": 2, "schedule": "zb-h1"},
     "pipe 2, two chunks": {"pipe": 2, "chunks": 2},
     "two streams": {"data": 2, "model": 2, "streams": 2},
+    "loss in chunks": {"data": 2, "model": 4, "loss_chunks": 5},
 }
 
 
-def config_of(architecture=MODEL, recompute="none", packed=True, streams=1, **mesh):
+def config_of(architecture=MODEL, recompute="none", packed=True, streams=1, loss_chunks=1, **mesh):
     config = toy_model.config
+    train = replace(config.train, global_batch=8, micro_batch=streams, recompute=recompute, streams=streams)
     return replace(
         config,
         model=architecture,
         mesh=MeshConfig(**mesh),
         data=replace(config.data, mock=True, **(PACKED if packed else {})),
         precision=replace(config.precision, compute="fp64"),
-        train=replace(config.train, global_batch=8, micro_batch=streams, recompute=recompute, streams=streams),
+        train=replace(train, loss_chunks=loss_chunks),
     )
 
 
@@ -230,6 +232,34 @@ def test_layers_that_two_streams_would_run_without_what_they_add_are_refused():
     config = config_of(BalancedConfig(**vars(MODEL)), **MESHES["two streams"])
     with pytest.raises(UsageError, match=r"--train.streams 2 needs .* BalancedBlock has no `phases` of its own"):
         ledger(config)
+
+
+class Capped(toy_model.Toy):
+    """Scores of at most 30, so that they are not the rows of a table times the stream."""
+
+    def logits(self, x, tokens):
+        return 30 * jnp.tanh(super().logits(x, tokens) / 30)
+
+
+class CappedConfig(toy_model.ToyConfig):
+    module = f"{__name__}:Capped"
+
+
+def test_logits_of_its_own_are_those_of_the_loss_and_are_refused_in_chunks():
+    model = CappedConfig(**vars(MODEL))
+    with jax.enable_x64(True):
+        program, place = gradient_program(config_of(model))
+        weights = jax.tree.map(lambda weight: 20 * weight, place())
+        found, _ = program(weights, batch_of(config_of(model)), jnp.int32(0), jnp.float64(1.0))
+        batch = batch_of(config_of(model))
+        scores = 30 * jnp.tanh(serial_logits(named(weights), model, batch) / 30)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(scores), batch["labels"][..., None], -1)[..., 0]
+        expected = -(chosen * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+    with pytest.raises(
+        UsageError, match=r"--train.loss-chunks 2 needs .* `output` .* Capped has a `logits` of its own"
+    ):
+        ledger(config_of(model, loss_chunks=2))
 
 
 @pytest.mark.parametrize("mesh", ["1 × 1", "2 × 4", "2 × 4, sequence parallel, FSDP"])

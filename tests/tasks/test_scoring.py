@@ -15,7 +15,7 @@ from mjax.inference import inference_config
 from mjax.models.build import build_model
 from mjax.models.gpt import GPT
 from mjax.parallel.axes import MODEL
-from mjax.parallel.layers import vocab_parallel_argmax
+from mjax.parallel.cross_entropy import vocab_parallel_argmax
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
 from mjax.tasks.interface import Score, Window

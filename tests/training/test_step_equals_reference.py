@@ -33,6 +33,7 @@ class Case(NamedTuple):
     packed: bool
     kernel: str
     layers: str
+    loss_chunks: int
 
 
 CHOICES = Case(
@@ -49,44 +50,45 @@ CHOICES = Case(
     packed=(False, True),
     kernel=("xla", "xla_blocks"),
     layers=("loop", "apart", "halves"),
+    loss_chunks=(1, 3),
 )
 
 # Of all choices that go together, every two stand in one row at least. The products are run by `pytest --long`: here,
 # in test_pipeline, test_packed_samples, test_bloom and test_bert_step.
 # fmt: off
 CASES = [
-    #    model      schedule pp cp dp tp SP     ZeRO recompute   drop packed attention     layers
-    Case("gpt",     "",      1, 1, 1, 1, False, 0, "none",      0.0, True,  "xla_blocks", "apart"),
-    Case("gpt",     "",      1, 1, 2, 2, False, 0, "selective", 0.1, True,  "xla",        "loop"),
-    Case("gpt",     "gpipe", 2, 2, 2, 4, True,  1, "none",      0.1, True,  "xla_blocks", "loop"),
-    Case("gpt",     "1f1b",  4, 1, 1, 1, False, 0, "selective", 0.0, False, "xla",        "loop"),
-    Case("gpt",     "zb-h1", 2, 2, 4, 2, True,  3, "full",      0.0, True,  "xla",        "loop"),
-    Case("gpt",     "",      1, 1, 2, 2, False, 1, "none",      0.1, True,  "xla",        "halves"),
-    Case("bloom",   "",      1, 1, 1, 4, True,  0, "selective", 0.0, False, "xla_blocks", "halves"),
-    Case("pre-LN",  "",      1, 1, 1, 2, True,  0, "full",      0.1, False, "xla",        "halves"),
-    Case("post-LN", "",      1, 1, 2, 4, False, 1, "full",      0.0, False, "xla_blocks", "halves"),
-    Case("bloom",   "",      1, 1, 4, 4, True,  3, "selective", 0.1, False, "xla",        "apart"),
-    Case("bloom",   "gpipe", 2, 2, 4, 2, True,  1, "selective", 0.1, False, "xla",        "loop"),
-    Case("bloom",   "1f1b",  2, 2, 2, 1, False, 1, "selective", 0.0, True,  "xla",        "loop"),
-    Case("bloom",   "1f1b",  4, 1, 2, 2, True,  0, "full",      0.1, True,  "xla_blocks", "loop"),
-    Case("bloom",   "zb-h1", 4, 1, 1, 1, False, 0, "none",      0.1, False, "xla_blocks", "loop"),
-    Case("pre-LN",  "",      1, 1, 2, 4, True,  1, "full",      0.0, False, "xla",        "apart"),
-    Case("pre-LN",  "gpipe", 4, 1, 4, 1, False, 3, "none",      0.1, False, "xla",        "loop"),
-    Case("pre-LN",  "1f1b",  2, 1, 2, 4, False, 3, "none",      0.0, False, "xla_blocks", "loop"),
-    Case("pre-LN",  "zb-h1", 2, 2, 1, 2, False, 0, "selective", 0.1, False, "xla_blocks", "loop"),
-    Case("post-LN", "",      1, 1, 4, 2, True,  3, "selective", 0.1, False, "xla_blocks", "apart"),
-    Case("post-LN", "gpipe", 2, 1, 1, 2, True,  0, "full",      0.0, False, "xla_blocks", "loop"),
-    Case("post-LN", "1f1b",  2, 2, 4, 1, False, 0, "full",      0.1, False, "xla",        "loop"),
-    Case("post-LN", "zb-h1", 4, 1, 1, 4, False, 0, "full",      0.0, False, "xla",        "loop"),
-    Case("post-LN", "zb-h1", 4, 1, 2, 2, False, 1, "none",      0.1, False, "xla_blocks", "loop"),
+    #    model      schedule pp cp dp tp SP     ZeRO recompute   drop packed attention     layers  loss_chunks
+    Case("gpt",     "",      1, 1, 1, 1, False, 0, "none",      0.0, True,  "xla_blocks", "apart",  1),
+    Case("gpt",     "",      1, 1, 2, 2, False, 0, "selective", 0.1, True,  "xla",        "loop",   1),
+    Case("gpt",     "gpipe", 2, 2, 2, 4, True,  1, "none",      0.1, True,  "xla_blocks", "loop",   1),
+    Case("gpt",     "1f1b",  4, 1, 1, 1, False, 0, "selective", 0.0, False, "xla",        "loop",   3),
+    Case("gpt",     "zb-h1", 2, 2, 4, 2, True,  3, "full",      0.0, True,  "xla",        "loop",   1),
+    Case("gpt",     "",      1, 1, 2, 2, False, 1, "none",      0.1, True,  "xla",        "halves", 3),
+    Case("bloom",   "",      1, 1, 1, 4, True,  0, "selective", 0.0, False, "xla_blocks", "halves", 3),
+    Case("pre-LN",  "",      1, 1, 1, 2, True,  0, "full",      0.1, False, "xla",        "halves", 1),
+    Case("post-LN", "",      1, 1, 2, 4, False, 1, "full",      0.0, False, "xla_blocks", "halves", 1),
+    Case("bloom",   "",      1, 1, 4, 4, True,  3, "selective", 0.1, False, "xla",        "apart",  1),
+    Case("bloom",   "gpipe", 2, 2, 4, 2, True,  1, "selective", 0.1, False, "xla",        "loop",   3),
+    Case("bloom",   "1f1b",  2, 2, 2, 1, False, 1, "selective", 0.0, True,  "xla",        "loop",   3),
+    Case("bloom",   "1f1b",  4, 1, 2, 2, True,  0, "full",      0.1, True,  "xla_blocks", "loop",   3),
+    Case("bloom",   "zb-h1", 4, 1, 1, 1, False, 0, "none",      0.1, False, "xla_blocks", "loop",   3),
+    Case("pre-LN",  "",      1, 1, 2, 4, True,  1, "full",      0.0, False, "xla",        "apart",  3),
+    Case("pre-LN",  "gpipe", 4, 1, 4, 1, False, 3, "none",      0.1, False, "xla",        "loop",   1),
+    Case("pre-LN",  "1f1b",  2, 1, 2, 4, False, 3, "none",      0.0, False, "xla_blocks", "loop",   1),
+    Case("pre-LN",  "zb-h1", 2, 2, 1, 2, False, 0, "selective", 0.1, False, "xla_blocks", "loop",   3),
+    Case("post-LN", "",      1, 1, 4, 2, True,  3, "selective", 0.1, False, "xla_blocks", "apart",  3),
+    Case("post-LN", "gpipe", 2, 1, 1, 2, True,  0, "full",      0.0, False, "xla_blocks", "loop",   3),
+    Case("post-LN", "1f1b",  2, 2, 4, 1, False, 0, "full",      0.1, False, "xla",        "loop",   3),
+    Case("post-LN", "zb-h1", 4, 1, 1, 4, False, 0, "full",      0.0, False, "xla",        "loop",   3),
+    Case("post-LN", "zb-h1", 4, 1, 2, 2, False, 1, "none",      0.1, False, "xla_blocks", "loop",   1),
 ]
 # ZeRO-1 sums layer by layer, in the last micro-batch; with one it also gathers so.
 BY_LAYER = [
-    Case("gpt",     "",      1, 1, 4, 1, False, 1, "selective", 0.1, True,  "xla",        "apart"),
-    Case("post-LN", "",      1, 1, 4, 1, False, 1, "none",      0.0, False, "xla_blocks", "apart"),
-    Case("bloom",   "",      1, 1, 2, 1, False, 1, "full",      0.1, False, "xla",        "apart"),
-    Case("bloom",   "",      1, 1, 2, 2, True,  1, "selective", 0.1, False, "xla",        "apart"),
-    Case("gpt",     "",      1, 1, 2, 1, False, 3, "none",      0.1, False, "xla",        "apart"),
+    Case("gpt",     "",      1, 1, 4, 1, False, 1, "selective", 0.1, True,  "xla",        "apart", 3),
+    Case("post-LN", "",      1, 1, 4, 1, False, 1, "none",      0.0, False, "xla_blocks", "apart", 1),
+    Case("bloom",   "",      1, 1, 2, 1, False, 1, "full",      0.1, False, "xla",        "apart", 3),
+    Case("bloom",   "",      1, 1, 2, 2, True,  1, "selective", 0.1, False, "xla",        "apart", 3),
+    Case("gpt",     "",      1, 1, 2, 1, False, 3, "none",      0.1, False, "xla",        "apart", 1),
 ]
 # fmt: on
 
@@ -114,6 +116,7 @@ def config_of(case):
         attention=case.kernel,
         unroll="off" if case.layers == "loop" else "on",
         streams=2 if case.layers == "halves" else 1,
+        loss_chunks=case.loss_chunks,
         **MODELS[case.model],
     )
 

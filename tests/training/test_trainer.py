@@ -94,6 +94,9 @@ def test_a_loss_takes_the_place_of_the_models(tmp_path, whole):
 
     assert mjax.Trainer(CONFIG, tmp_path, data=batch, loss=twice).train().exit_code == 0
     assert losses(tmp_path)[0] == pytest.approx(2 * whole[0], rel=1e-6)
+    in_chunks = replace(CONFIG, train=replace(CONFIG.train, loss_chunks=2))
+    with pytest.raises(UsageError, match=r"--train.loss-chunks 2 is for the loss of the model, and this run has a"):
+        mjax.Trainer(in_chunks, tmp_path / "chunks", data=batch, loss=twice).train()
 
 
 @pytest.mark.parametrize(

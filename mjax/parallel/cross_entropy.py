@@ -1,0 +1,198 @@
+"""Cross entropy over a split vocabulary: each rank holds v/p rows of the table that scores tokens, and never sees more
+of a row of logits (arXiv 1909.08053, section 3).
+
+    −log softmax(x Eᵀ)[label] = log Σ_j exp(x · E_j − m) + m − x · E_label,     m = max_j x · E_j
+
+Only m, the sum of exponentials and the label's logit are communicated over the model axis: three numbers per token
+instead of v. There are two forms:
+
+    vocab_parallel_cross_entropy   of logits that are in memory, [t, v / p], and so is their gradient
+    chunked_cross_entropy          of x and E: the rows of E in chunks, whose logits are computed twice and never kept
+
+In chunks the forward pass keeps a running m and sum, with the algebra that joins the ranks. The backward pass goes
+through the chunks again: with D the gradient of their logits, Dᵀ x are their rows of the gradient of E, and the
+gradient of x is the sum of D E over the chunks. That is a fourth product of the size of the head's three.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mjax.parallel import mappings
+from mjax.parallel.axes import MODEL
+from mjax.parallel.layers import VocabParallelEmbedding, owned_rows, vary_alike, without_padding
+from mjax.parallel.products import summed_beside
+from mjax.parallel.sums import sum_rows, wide_type
+from mjax.parallel.tokens import Tokens
+
+MULTIPLE = 8  # of the rows of a chunk: on tensor cores a product with other sizes is slow
+
+
+@jax.custom_vjp
+def vocab_parallel_cross_entropy(logits: Array, labels: Array) -> Array:
+    """Cross entropy −log softmax(logits)[label] when each rank holds v/p of the logits (arXiv 1909.08053, section 3).
+
+    Only the row's maximum, its sum of exponentials and the label's logit are communicated over the model axis: three
+    numbers per token instead of v. The only copy of the logits kept for the backward pass has the compute dtype.
+
+    Shapes: logits [t, v / p] varying over `model`, labels int [t] → loss [t], float32 or wider, the same on every rank
+    of `model`.
+    """
+    return _cross_entropy_forward(logits, labels)[0]
+
+
+def _cross_entropy_forward(logits: Array, labels: Array):
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    highest = mappings.maximum(wide.max(-1))  # [t]
+    local, owned = owned_rows(labels, logits.shape[-1])
+    label_logit = jnp.take_along_axis(wide, local[..., None], -1)[..., 0]
+    label_logit = jnp.where(owned, label_logit - highest, 0.0)
+    exponentials = jnp.exp(wide - highest[..., None]).sum(-1)
+    exponentials, label_logit = mappings.leave(jnp.stack([exponentials, label_logit]))
+    log_sum = jnp.log(exponentials)
+    return log_sum - label_logit, (logits, highest + log_sum, labels)
+
+
+def _cross_entropy_backward(residuals, gradient: Array):
+    logits, log_normalizer, labels = residuals
+    wide = logits.astype(log_normalizer.dtype)
+    probabilities = jnp.exp(wide - log_normalizer[..., None])
+    local, owned = owned_rows(labels, logits.shape[-1])
+    column = jnp.arange(logits.shape[-1], dtype=local.dtype)
+    is_label = owned[..., None] & (column == local[..., None])
+    return ((probabilities - is_label) * gradient[..., None]).astype(logits.dtype), None
+
+
+vocab_parallel_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def vocab_parallel_argmax(logits: Array) -> Array:
+    """The id with the highest logit when each rank holds v/p of them; the lowest id in a tie, as in `argmax`.
+
+    Two numbers per token are communicated over the model axis: the highest logit, and the lowest id that has it.
+
+    Shapes: logits [t, v / p] varying over `model` → int32 [t], the same on every rank of `model`.
+    """
+    rows = logits.shape[-1]
+    highest = logits.max(-1)
+    ids = jnp.argmax(logits, -1).astype(jnp.int32) + mappings.rank(MODEL) * rows
+    nobody = jnp.iinfo(jnp.int32).max
+    mine = jnp.where(highest == mappings.maximum(highest), ids, nobody)
+    return -mappings.maximum(-mine)
+
+
+# --- In chunks --------------------------------------------------------------------------------------------------------
+
+
+def chunked_cross_entropy(
+    x: Array, embedding: VocabParallelEmbedding, bias: Array | None, labels: Array, tokens: Tokens, chunks: int
+) -> Array:
+    """`vocab_parallel_cross_entropy` of `embedding.logits(x, tokens, bias)`, with the logits of a part of the rows in
+    memory at a time.
+
+    Shapes: x [t, h], this rank's rows of the stream; bias [v / p]; labels int [b · s] → loss [b · s], float32 or wider,
+    the same on every rank of `model`.
+
+    Args:
+      chunks: number of parts, as many at most.
+    """
+    table = embedding.table[...]
+    bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
+    return _chunked(x, table, bias, labels, embedding.tokens_of_rank(table), _How(tokens, chunks))
+
+
+def rows_of_chunks(rows: int, chunks: int) -> list[slice]:
+    """Rows in at most `chunks` parts of equal size, a multiple of MULTIPLE; the last may be smaller."""
+    size = -(-rows // (chunks * MULTIPLE)) * MULTIPLE
+    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
+
+
+class _How(NamedTuple):
+    """The static arguments of `chunked_cross_entropy`."""
+
+    tokens: Tokens
+    chunks: int
+
+
+class _Running(NamedTuple):
+    """Of the rows so far, for each token [t]: the highest logit m, the sum of exp(logit − m), and the label's logit, 0
+    if it is not among them."""
+
+    highest: Array
+    total: Array
+    label: Array
+
+    def and_rows(self, other: _Running) -> _Running:
+        """Of the rows of both."""
+        highest = jnp.maximum(self.highest, other.highest)
+        return _Running(highest, self.up_to(highest) + other.up_to(highest), self.label + other.label)
+
+    def up_to(self, highest: Array) -> Array:
+        """The sum of exp(logit − highest)."""
+        return self.total * jnp.exp(self.highest - highest)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _chunked(x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, how: _How) -> Array:
+    return _chunked_forward(x, table, bias, labels, count, how)[0]
+
+
+def _chunked_forward(x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, how: _How):
+    x, back = jax.vjp(how.tokens.enter, x)
+    kept, found = x, None
+    for rows in rows_of_chunks(table.shape[0], how.chunks):
+        if found is not None:  # one after the other
+            x, *found = jax.lax.optimization_barrier((x, *found))
+            found = _Running(*found)
+        logits, is_label = _of_chunk(x, table, bias, labels, count, rows)
+        highest = logits.max(-1)
+        total = jnp.exp(logits - highest[:, None]).sum(-1)
+        part = _Running(highest, total, jnp.where(is_label, logits, 0).sum(-1))
+        found = part if found is None else found.and_rows(part)
+    highest = mappings.maximum(found.highest)
+    _, owned = owned_rows(labels, table.shape[0])
+    label = jnp.where(owned, found.label - highest, 0.0)
+    exponentials, label = mappings.leave(jnp.stack([found.up_to(highest), label]))
+    log_sum = jnp.log(exponentials)
+    return log_sum - label, (kept, back, table, bias, labels, count, highest + log_sum)
+
+
+def _of_chunk(
+    x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, rows: slice
+) -> tuple[Array, Array]:
+    """The logits of these rows, float32 or wider, and which of them is the label's, both [t, rows]."""
+    scores = x @ table[rows].T
+    scores = scores if bias is None else scores + bias[rows]
+    scores = without_padding(scores, None if count is None else count - rows.start)
+    local, owned = owned_rows(labels, table.shape[0])
+    column = jnp.arange(rows.start, rows.stop, dtype=local.dtype)
+    return scores.astype(wide_type(scores.dtype)), owned[:, None] & (column == local[:, None])
+
+
+def _chunked_backward(how: _How, residuals, gradient: Array):
+    x, back, table, bias, labels, count, log_normalizer = residuals
+    found, to_table, to_bias = [], [], []
+    for rows in rows_of_chunks(table.shape[0], how.chunks):
+        # One after the other, and behind the forward pass: XLA would find that it computes the same, and keep it.
+        x, gradient, *found = jax.lax.optimization_barrier(vary_alike(x, gradient, *found))
+        logits, is_label = _of_chunk(x, table, bias, labels, count, rows)
+        probabilities = jnp.exp(logits - log_normalizer[:, None])
+        to_logits = ((probabilities - is_label) * gradient[:, None]).astype(x.dtype)
+        if bias is not None:  # used three times, and computed once
+            to_logits = jax.lax.optimization_barrier(to_logits)
+            to_bias.append(sum_rows(to_logits))
+        part = jnp.matmul(to_logits, table[rows], preferred_element_type=wide_type(x.dtype))
+        to_table.append(to_logits.T @ x)
+        found = [found[0] + part if found else part, to_table[-1]]
+    to_x, to_table[-1] = jax.lax.optimization_barrier(found)
+    products = jnp.concatenate(to_table), jnp.concatenate(to_bias) if to_bias else None
+    to_x, (to_table, to_bias) = summed_beside(back, to_x.astype(x.dtype), products, how.tokens)
+    return to_x, to_table, to_bias, None, None
+
+
+_chunked.defvjp(_chunked_forward, _chunked_backward)
