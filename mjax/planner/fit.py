@@ -7,6 +7,7 @@ last.
 
     sequence parallelism    the same bytes sent, fewer kept (arXiv 2205.05198, section 4.2.2)
     ZeRO-1                  weights and moments sharded over `data`: a gather instead of half an all-reduce
+    the loss in chunks      the logits twice, if they are the peak
     selective recomputation attention, LayerNorm and GELU again, but no matrix product with weights
     a smaller micro-batch   the same work in smaller, slower products; shorter bubbles in a pipeline
     full recomputation      the forward pass a second time: a third more work
@@ -29,13 +30,14 @@ from mjax.hardware import GIB, USABLE_FRACTION
 from mjax.launch import MEMORY_FRACTIONS
 from mjax.models.kernels import capability_of, resolved_on_gpu
 from mjax.planner.float8 import check_float8
+from mjax.planner.loss_chunks import with_loss_chunks
 from mjax.planner.memory import HEADROOM, Memory, free_share, memory_of, predict_memory
 from mjax.planner.search import value_of, with_values
 from mjax.validation import validate
 
 # Ranks of the cost of a change; a combination costs their sum.
-SEQUENCE_PARALLEL, ZERO_1, SELECTIVE, SMALLER_MICRO_BATCH, FULL, ZERO_3, OTHER_MESH, MORE_GPUS = (
-    1, 2, 4, 8, 16, 24, 32, 128,
+SEQUENCE_PARALLEL, ZERO_1, LOSS_CHUNKS, SELECTIVE, SMALLER_MICRO_BATCH, FULL, ZERO_3, OTHER_MESH, MORE_GPUS = (
+    1, 2, 3, 4, 8, 16, 24, 32, 128,
 )  # fmt: skip
 RECOMPUTE, ZERO = {"none": 0, "selective": SELECTIVE, "full": FULL}, {0: 0, 1: ZERO_1, 3: ZERO_3}
 
@@ -162,6 +164,7 @@ def describe_kinds(memory: Memory) -> str:
 def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every combination of changes: its price, and the changed fields by dotted name."""
     mesh, train = config.mesh, config.train
+    losses = [each.train.loss_chunks for each in (config, *with_loss_chunks(config, predict_memory(config)))]
     recomputes = [each for each in RECOMPUTE if RECOMPUTE[each] >= RECOMPUTE[train.recompute]]
     for (pipe, data, model), recompute in itertools.product(_meshes(config), recomputes):
         devices = pipe * data * model
@@ -170,7 +173,7 @@ def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
         splits = {mesh.sequence_parallel, True} if model > 1 else {mesh.sequence_parallel}
         zeros = [stage for stage in ZERO if stage >= mesh.zero and (data > 1 or stage == mesh.zero)]
         micro_batches = _micro_batches(train.micro_batch, train.global_batch // data)
-        for micro_batch, split, zero in itertools.product(micro_batches, splits, zeros):
+        for micro_batch, split, zero, chunks in itertools.product(micro_batches, splits, zeros, losses):
             every = {
                 "mesh.pipe": pipe,
                 "mesh.data": data,
@@ -179,11 +182,13 @@ def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
                 "mesh.zero": zero,
                 "train.recompute": recompute,
                 "train.micro_batch": micro_batch,
+                "train.loss_chunks": chunks,
             }
             values = {name: value for name, value in every.items() if value != value_of(config, name)}
             price = moved + RECOMPUTE[recompute] - RECOMPUTE[train.recompute]
             price += SEQUENCE_PARALLEL * ("mesh.sequence_parallel" in values)
             price += ZERO[zero] * ("mesh.zero" in values)
+            price += LOSS_CHUNKS * ("train.loss_chunks" in values)
             price += SMALLER_MICRO_BATCH * ((train.micro_batch // micro_batch).bit_length() - 1)
             if values:
                 yield price, values

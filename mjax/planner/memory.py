@@ -32,6 +32,7 @@ import numpy as np
 
 from mjax.config import Config
 from mjax.models.kernels import HOPPER, attention_on_gpu
+from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.parallel.zero import sums_by_layer
 from mjax.planner import muon
 from mjax.planner.rates import WIDTHS
@@ -125,7 +126,7 @@ class _Sizes:
       factors: operands and results of a layer's products with weights.
       work: temporaries of a layer's backward pass, without its weights.
       biases: written-out bias of cuDNN's attention, and its unused gradient.
-      logits: vocabulary scores.
+      logits: vocabulary scores, of a chunk of the loss.
       heads: other residuals of the head, and their gradients.
     """
 
@@ -140,8 +141,9 @@ class _Sizes:
         # with it beside one of them, so its probabilities exist twice.
         beside = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and mesh.data > 1))
         scores = sample.scores * ((config.model.attention_dropout > 0) + self.width * beside)
-        self.stream, self.kept, self.factors = sample.stream * b, sample.kept * b, sample.factors * b
         train = config.train
+        kept = sample.kept_apart if train.unroll == "on" else sample.kept
+        self.stream, self.kept, self.factors = sample.stream * b, kept * b, sample.factors * b
         early = train.unroll == "on" and train.streams == 1 and not self.by_layer
         if early and mesh.splits_tokens and recompute != "none":
             self.kept += self.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
@@ -153,7 +155,9 @@ class _Sizes:
                 self.kept = max(self.kept, self.factors)
         self.work = (sample.work + scores) * b
         self.biases = sample.biases * (b if "documents" in config.batch_arrays() else 1)
-        self.logits, self.heads = sample.logits * b, sample.heads * b
+        rows = config.model.padded_vocabulary // mesh.model
+        self.logits = sample.logits * b * rows_of_chunks(rows, train.loss_chunks)[0].stop / rows
+        self.heads = sample.heads * b
 
     @property
     def accumulates(self) -> bool:
@@ -164,6 +168,12 @@ class _Sizes:
     def by_layer(self) -> bool:
         """True if ZeRO-1 gathers weights and sums gradients layer by layer in the only micro-batch."""
         return sums_by_layer(self.config) and not self.accumulates
+
+    @property
+    def sharded(self) -> bool:
+        """True if weights are gathered from shards."""
+        mesh = self.config.mesh
+        return mesh.pipe > 1 or (mesh.zero > 0 and mesh.data > 1)
 
     @property
     def of_layer(self) -> float:
@@ -185,6 +195,7 @@ class _Sample:
 
     stream: int
     kept: int
+    kept_apart: int
     factors: int
     work: int
     biases: int
@@ -202,6 +213,7 @@ def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
     return _Sample(
         stream=backward.stream,
         kept=backward.kept,
+        kept_apart=backward.kept_apart,
         factors=width * sum(each.m * (each.k + each.n) for each in layer.of_weights),
         work=STREAMS_IN_HAND * backward.stream + work.peak + 2 * work.gathered,
         biases=2 * work.biases,
@@ -239,8 +251,7 @@ def _in_flight(config: Config) -> tuple[int, int]:
 def _computed(sizes: _Sizes) -> tuple[float, float]:
     """Bytes of the copies used in the computation: of the layers, and of everything else."""
     mesh, held = sizes.config.mesh, sizes.held
-    sharded = mesh.pipe > 1 or (mesh.zero > 0 and mesh.data > 1)
-    if sizes.width == sizes.master and not sharded:
+    if sizes.width == sizes.master and not sizes.sharded:
         return 0.0, 0.0  # the masters themselves
     layers = held.layers - held.gathered if sizes.width != sizes.master or mesh.zero else 0
     return sizes.width * layers, sizes.width * held.shared
@@ -307,7 +318,10 @@ def _backward(sizes: _Sizes) -> Memory:
     repeats = sizes.accumulates  # the embedding is needed again, by the next micro-batch
     # The gradient of the embedding as output layer waits for that as input; in a pipeline it is accumulated at once.
     waiting = c * held.table if sizes.config.mesh.pipe == 1 else 0.0
-    gradients = _layer_gradients(sizes) + _sums(sizes) + waiting
+    of_layers = _layer_gradients(sizes)
+    if sizes.config.train.unroll == "on" and sizes.config.mesh.data == 1 and not sizes.accumulates:
+        of_layers /= sizes.layers  # in no stack: each takes less than what its layer kept, which is free then
+    gradients = of_layers + _sums(sizes) + waiting
     work = sizes.work + _weights_in_hand(sizes)
     work += _messages(sizes) + sizes.biases + sizes.batch
     computed = layers + (shared if repeats else 0.0)
@@ -315,13 +329,17 @@ def _backward(sizes: _Sizes) -> Memory:
 
 
 def _head(sizes: _Sizes) -> Memory:
-    """With the logits, which their gradient overwrites."""
+    """With the logits, which their gradient overwrites; or those of a chunk of the vocabulary."""
     layers, shared = _computed(sizes)
+    table = sizes.width * sizes.held.table
     # The gradient of the embedding overwrites its copy, unless another micro-batch needs that.
-    gradients = _sums(sizes) + (sizes.width * sizes.held.table if sizes.accumulates else 0.0)
+    gradients = _sums(sizes) + (table if sizes.accumulates else 0.0)
     work = sizes.heads + _messages(sizes) + sizes.biases / 2 + sizes.batch
     # It does so where their product is Triton's, as in the loops compiled for the table; not where it is cuBLAS's.
     logits = sizes.logits * (2 if sizes.config.train.unroll == "on" else 1)
+    untied = shared >= 2 * table  # it includes what embeds, which nobody needs here
+    if sizes.config.train.loss_chunks > 1 and (sizes.accumulates or (not untied and (sizes.sharded or not shared))):
+        work += table  # cut into chunks; otherwise each is cut and cast in one
     kept = {"activations": _activations(sizes), "logits": logits}
     return _memory(sizes, "head", layers + shared, gradients, **kept, workspace=work)
 

@@ -9,6 +9,7 @@ from mjax.config import Config
 from mjax.hardware import GIB, Gpu
 from mjax.models.kernels import HOPPER, resolved_on_gpu
 from mjax.planner.fit import changes_that_fit
+from mjax.planner.loss_chunks import loss_in_words
 from mjax.planner.memory import HEADROOM, free_share, predict_memory
 from mjax.planner.section import Section, named_rows
 from mjax.planner.unrolling import layers_in_words, with_unrolling
@@ -40,6 +41,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         "unrolled": config.train.unroll == "on",
         "float8": in_float8(config.precision),
         "streams": config.train.streams,
+        "loss_chunks": config.train.loss_chunks,
         "figure": None if figure is None else str(figure),
     }
     rows = {kind: f"{size / GIB:8.2f} GiB" for kind, size in memory.parts.items()}
@@ -47,6 +49,8 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     rows["attention"] = f"by {values['attention']}"
     if values["float8"]:
         rows["products"] = "with the layers' weights in float8: e4m3, gradients e5m2; all others in bf16"
+    if values["loss_chunks"] > 1:
+        rows["loss"] = loss_in_words(config)
     lines = []
     if gpu is not None:
         rows["layers"] = layers_in_words(values["unrolled"], values["streams"])

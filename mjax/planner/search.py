@@ -16,10 +16,10 @@ Of settings that do the same, only the simplest is a candidate: no schedule and 
 sequence parallelism on one rank of `model`, no ZeRO on one rank of `data`. The schedule gpipe is left out: it has the
 bubble of 1f1b and at least its memory.
 
-The memory of every candidate is predicted; those that do not fit are dropped, and the others ranked by the predicted
-time of the whole run: with a batch ramp-up, its small batches count too. No rule says what goes where: that `model`
-stays within a server and pipelines span servers (arXiv 2104.04473, section 5) has to follow from the time model, and
-does.
+The memory of every candidate is predicted; one that lacks memory where the logits are the peak is tried with the loss
+in chunks too. Those that do not fit are dropped, and the others ranked by the predicted time of the whole run: with a
+batch ramp-up, its small batches count too. No rule says what goes where: that `model` stays within a server and
+pipelines span servers (arXiv 2104.04473, section 5) has to follow from the time model, and does.
 
 Predictions are off by a few percent. So two times that agree in four digits are a tie, and the simpler one wins; and
 candidates that leave less than HEADROOM of the memory free are ranked only if none leaves more.
@@ -36,13 +36,14 @@ from typing import Any
 from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig
 from mjax.errors import UsageError
+from mjax.planner.loss_chunks import with_loss_chunks
 from mjax.planner.memory import HEADROOM, Memory, free_share
 from mjax.planner.step_time import StepTime
 from mjax.validation import check_streams
 
 SEARCHED = (
     "mesh.pipe", "mesh.data", "mesh.model", "mesh.sequence_parallel", "mesh.schedule", "mesh.chunks", "mesh.zero",
-    "train.micro_batch", "train.recompute", "train.streams",
+    "train.micro_batch", "train.recompute", "train.streams", "train.loss_chunks",
 )  # fmt: skip
 """Fields in which candidates differ."""
 
@@ -87,11 +88,12 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
                 "train.micro_batch": [micro_batch],
                 "train.recompute": RECOMPUTE,
                 "train.streams": STREAMS if pipe == 1 and model > 1 else STREAMS[:1],
+                "train.loss_chunks": sorted({1, train.loss_chunks}),
             }
             options = [[value for value in possible[name] if fixed.get(name, value) == value] for name in SEARCHED]
-            for *mesh, _, recompute, streams in product(*options):
+            for *mesh, _, recompute, streams, chunks in product(*options):
                 portions = replace(train, micro_batch=micro_batch, recompute=recompute, streams=streams)
-                candidate = replace(config, mesh=MeshConfig(*mesh), train=portions)
+                candidate = replace(config, mesh=MeshConfig(*mesh), train=replace(portions, loss_chunks=chunks))
                 if streams == 1 or _has_streams(candidate):
                     yield candidate
 
@@ -194,11 +196,15 @@ def search(
     roomy, tight, too_big = [], [], []
     for candidate in progress(list(candidates(config, devices, keep))):
         memory = memory_of(candidate)
-        if memory.total > capacity:
-            too_big.append((candidate, memory.total))
-            continue
-        fitting = roomy if free_share(memory.total, capacity) >= HEADROOM else tight
-        fitting.append(Candidate(candidate, memory, time_of(candidate)))
+        tried = [(candidate, memory)]
+        if free_share(memory.total, capacity) < HEADROOM and "train.loss_chunks" not in keep:
+            tried += [(each, memory_of(each)) for each in with_loss_chunks(candidate, memory)]
+        for each, memory in tried:
+            if memory.total > capacity:
+                too_big.append((each, memory.total))
+                continue
+            fitting = roomy if free_share(memory.total, capacity) >= HEADROOM else tight
+            fitting.append(Candidate(each, memory, time_of(each)))
     return Found(devices, capacity, sorted(roomy, key=rank), sorted(tight, key=rank), too_big)
 
 
@@ -213,7 +219,7 @@ def complexity(config: Config) -> tuple[int, ...]:
     schedule = SCHEDULES.index(mesh.schedule) if mesh.schedule in SCHEDULES else len(SCHEDULES)
     recompute = RECOMPUTE.index(train.recompute)
     first = mesh.pipe, mesh.model, mesh.chunks, schedule, mesh.zero
-    return *first, recompute, mesh.sequence_parallel, train.streams, train.micro_batch
+    return *first, recompute, mesh.sequence_parallel, train.streams, train.micro_batch, train.loss_chunks
 
 
 # --- Why it is the fastest --------------------------------------------------------------------------------------------
@@ -311,4 +317,6 @@ def describe(config: Config) -> str:
         words.append("two streams")
     if mesh.zero:
         words.append(f"ZeRO-{mesh.zero}")
+    if train.loss_chunks > 1:
+        words.append(f"the loss in {train.loss_chunks} chunks")
     return ", ".join(words)

@@ -59,6 +59,8 @@ from mjax.training.program import Product
 # Products of the same input are one kernel, and its result is cut apart, if each writes at most so many bytes: XLA's
 # xla_gpu_dot_merger_threshold_mb.
 JOINED_BYTES = 32 * 2**20
+# Launches for each chunk of the loss: running sums, the gradient of its logits, and its products.
+CHUNK_KERNELS = 10
 
 
 def predict_time(
@@ -352,8 +354,11 @@ class _Step:
             moved = self._seconds_of(self._traced.head)
         else:
             moved = self.rates.traffic(written.logits * self.samples * self.end.logits, 6)
-        products = sum(self.rates.product(self.tokens, each.n, each.k) for each in self.end.products)
-        return embedding + moved + 3 * products
+        products = [self.rates.product(self.tokens, each.n, each.k) for each in self.end.products]
+        seconds = embedding + moved + 3 * sum(products)
+        if (chunks := self.config.train.loss_chunks) > 1:  # as many bytes, and the logits once more
+            seconds += products[-1] + self.rates.traffic(0, CHUNK_KERNELS * chunks)
+        return seconds
 
     def head_sums(self) -> float:
         """Collectives over `model` of embedding and head: the embedding's sum, and that of the logits' gradient.

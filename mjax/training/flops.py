@@ -8,8 +8,8 @@ only, attention over the full s × s matrix, nothing for recomputation. With a f
 MFU is these over the peak, so recomputation lowers it. A causal model needs half of its attention, and who counts it so
 (Megatron today) gives s / 12h for s / 6h: `causal=True`.
 
-**Hardware FLOPs** add the forward products that `train.recompute` repeats. With full recomputation they are those of
-arXiv 2104.04473, equation 3,
+**Hardware FLOPs** add the forward products that `train.recompute` repeats, and those of the logits with
+`train.loss_chunks`. With full recomputation they are those of arXiv 2104.04473, equation 3,
 
     96 B L s h² (1 + s / 6h + v / 16hL)
 
@@ -39,9 +39,11 @@ def model_flops(config: Config, causal: bool = False) -> float:
 
 
 def hardware_flops(config: Config, causal: bool = False) -> float:
-    """As `model_flops`, with the forward products that `train.recompute` does again."""
+    """As `model_flops`, with the forward products that `train.recompute` and `train.loss_chunks` do again."""
+    train = config.train
     again = {"none": 0.0, "selective": _attention(config, causal), "full": _layers(config, causal)}
-    return model_flops(config, causal) + config.train.global_batch * again[config.train.recompute]
+    scores = head(_whole(config)).products[-1].flops if train.loss_chunks > 1 else 0.0
+    return model_flops(config, causal) + train.global_batch * (again[train.recompute] + scores)
 
 
 def _layers(config: Config, causal: bool) -> float:

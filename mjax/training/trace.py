@@ -77,7 +77,8 @@ class Backward:
     Attributes:
       program: of it; first come `constants` inputs, then `carried` ones, passed from layer to layer.
       weights: inputs that are weights; the others after the constants depend on the tokens.
-      kept: bytes that the forward pass keeps for it, without weights.
+      kept: bytes that the forward pass keeps for it, without weights: of the stacks of a loop.
+      kept_apart: the same without a loop, where two views of one array are kept once.
       stream: bytes of this rank's rows of the residual stream.
     """
 
@@ -86,6 +87,7 @@ class Backward:
     carried: int
     weights: frozenset[int]
     kept: int
+    kept_apart: int
     stream: int
 
 
@@ -264,13 +266,15 @@ def _backward(forward: Forward, weights, micro_batch, x: Array) -> Backward:
     jaxpr = jax.make_jaxpr(gradients)(weights.blocks, x, x).jaxpr
     first, backward = _scans(jaxpr)
     (_, kept), (constants, carried) = map(_constants_and_carried, (first, backward))
-    stacks = set(jaxpr.invars[:-2])
+    stacks, layer = set(jaxpr.invars[:-2]), Program(first.params["jaxpr"])
+    stacked = [value for value in layer.outputs[kept:] if value is not None]
     return Backward(
         program=Program(backward.params["jaxpr"]),
         constants=constants,
         carried=carried,
         weights=frozenset(i for i, v in enumerate(backward.invars) if not isinstance(v, Literal) and v in stacks),
-        kept=sum(bytes_of(variable.aval) for variable in first.outvars[kept:]),
+        kept=sum(map(layer.bytes, stacked)),
+        kept_apart=sum(map(layer.bytes, set(stacked))),
         stream=bytes_of(x),
     )
 

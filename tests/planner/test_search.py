@@ -11,6 +11,7 @@ from mjax.batch_size import BatchSizes
 from mjax.config import Config, GPTConfig, MeshConfig, TrainConfig, load_config
 from mjax.errors import UsageError
 from mjax.model_config import as_kind
+from mjax.planner.loss_chunks import CHUNKS
 from mjax.planner.search import SEARCHED, alternatives, candidates, describe, search
 from mjax.planner.search_command import check_searchable, enough_devices, refuse_too_big, with_batch
 from mjax.validation import validate
@@ -25,6 +26,7 @@ SMALL = replace(SMALL, data=replace(SMALL.data, mock=True))
 @dataclass(frozen=True)
 class Bytes:
     total: float
+    moment: str = "backward"
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,36 @@ def test_the_search_finds_what_trying_everything_finds(capacity):
     assert {each.config for each in found.tight}.isdisjoint(roomy)
     seconds = [float(f"{each.time.total:.4g}") for each in found.ranked]
     assert seconds == sorted(seconds)
+
+
+def test_what_lacks_memory_for_its_logits_is_tried_with_the_loss_in_chunks():
+    def logits(config):
+        head = config.train.recompute == "full"
+        return Bytes(
+            90 + config.train.micro_batch - 30 * (config.train.loss_chunks > 1), "head" if head else "backward"
+        )
+
+    def seconds(config):
+        return Seconds(2 + 0.1 * (config.train.loss_chunks > 1))
+
+    found = search(SMALL, 4, logits, seconds, 100)  # 95 are roomy: micro-batches of up to 4
+    chunked = [each for each in found.roomy if each.config.train.loss_chunks > 1]
+    assert {(each.config.train.micro_batch, each.config.train.recompute) for each in chunked} == {(8, "full")}
+    assert {each.config.train.loss_chunks for each in chunked} == {CHUNKS}
+    assert all(
+        replace(each.config, train=replace(each.config.train, loss_chunks=1)) in {other.config for other in found.tight}
+        for each in chunked
+    )
+    assert found.ranked[0].config.train.loss_chunks == 1
+    assert "train.loss_chunks" in {other.field for other in alternatives(found)}
+    assert describe(chunked[0].config).endswith(f"the loss in {CHUNKS} chunks")
+    kept = search(SMALL, 4, logits, seconds, 100, ["train.loss_chunks"])
+    assert {each.config.train.loss_chunks for each in kept.roomy + kept.tight} == {1}
+    own = changed(SMALL, train={"loss_chunks": 2})
+    assert {each.train.loss_chunks for each in candidates(own, 4)} == {1, 2}
+    assert {each.train.loss_chunks for each in candidates(own, 4, ["train.loss_chunks"])} == {2}
+    task = replace(SMALL, model=as_kind(SMALL.model, "bert_task"))  # no scores of a vocabulary
+    assert {each.config.train.loss_chunks for each in search(task, 4, logits, seconds, 100).roomy} == {1}
 
 
 def test_what_leaves_under_five_percent_free_is_ranked_only_where_nothing_leaves_more():

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 
@@ -16,6 +17,7 @@ from mjax.planner.time_section import run_tokens
 class Bytes:
     parameters: float
     activations: float
+    moment: ClassVar[str] = "backward"
 
     @property
     def total(self):

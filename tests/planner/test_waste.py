@@ -184,7 +184,7 @@ def test_with_tensor_parallelism_zero_holds_two_layers_at_most_too(compiled):
     [
         (70 * GIB, 40, {}, "on"),
         (None, 40, {}, "off"),  # a CPU
-        (35 * GIB, 40, {}, "off"),  # leaves too little
+        (33 * GIB, 40, {}, "off"),  # leaves too little
         (70 * GIB, MOST_LAYERS + 8, {}, "off"),
         (70 * GIB, 40, {"pipe": 2}, "off"),
         (70 * GIB, 40, {"data": 8, "zero": 3}, "on"),

@@ -84,6 +84,14 @@ def test_recomputation_adds_a_forward_of_what_it_repeats():
     assert hardware_flops(selective, causal=True) - model_flops(selective, causal=True) == pytest.approx(core / 2)
 
 
+def test_logits_that_are_computed_twice_are_flops_of_the_hardware_alone():
+    whole, model = load_config("llama3_8b"), load_config("llama3_8b").model
+    chunked = replace(whole, train=replace(whole.train, loss_chunks=4))
+    assert model_flops(chunked) == model_flops(whole)
+    logits = 2 * whole.train.global_batch * model.sequence * model.hidden * model.padded_vocabulary
+    assert hardware_flops(chunked) - hardware_flops(whole) == pytest.approx(logits)
+
+
 def test_attention_to_both_sides_has_no_half_to_leave_out():
     config = load_config("bert_336m")
     assert model_flops(config, causal=True) == model_flops(config)
