@@ -146,14 +146,14 @@ def _chunked_forward(x: Array, table: Array, bias: Array | None, labels: Array, 
     x, back = jax.vjp(how.tokens.enter, x)
     kept, found = x, None
     for rows in rows_of_chunks(table.shape[0], how.chunks):
-        if found is not None:  # one after the other
-            x, *found = jax.lax.optimization_barrier((x, *found))
-            found = _Running(*found)
         logits, is_label = _of_chunk(x, table, bias, labels, count, rows)
         highest = logits.max(-1)
         total = jnp.exp(logits - highest[:, None]).sum(-1)
         part = _Running(highest, total, jnp.where(is_label, logits, 0).sum(-1))
         found = part if found is None else found.and_rows(part)
+        # One after the other. The label's logit too: its gradient does not need it, and XLA would compute it later.
+        x, *found = jax.lax.optimization_barrier((x, *found))
+        found = _Running(*found)
     highest = mappings.maximum(found.highest)
     _, owned = owned_rows(labels, table.shape[0])
     label = jnp.where(owned, found.label - highest, 0.0)
