@@ -102,6 +102,7 @@ def test_two_processes_train_and_save_what_one_does(alone, tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / "two" / "run" / "metrics.jsonl")] == list(range(1, 15))
 
 
+@pytest.mark.long
 def test_sigterm_sent_again_and_again_to_one_process_stops_both_after_the_same_saved_step(tmp_path):
     impatient = str(ROOT / "tests" / "impatient_launcher.py")
     with Group(tmp_path, *LONG, "--config", impatient, count=2) as group:

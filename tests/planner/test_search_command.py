@@ -49,7 +49,8 @@ def test_among_the_settings_of_the_paper_the_search_finds_meshes_like_the_papers
     assert best.config.mesh.pipe * best.config.mesh.model <= 2 * own.pipe * own.model
 
 
-@pytest.mark.parametrize("name", ["gpt_18b", *[pytest.param(name, marks=pytest.mark.long) for name in TABLE_1]])
+@pytest.mark.long
+@pytest.mark.parametrize("name", TABLE_1)
 def test_among_all_settings_the_search_finds_what_is_faster_than_the_paper(name):
     config = published(name)
     best = searched(config).ranked[0]

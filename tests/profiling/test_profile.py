@@ -103,6 +103,7 @@ def test_a_profiled_run_leaves_a_trace_and_the_same_numbers(tmp_path, unprofiled
     assert b"bytes" in gzip.decompress((folder / "memory.pprof").read_bytes())  # pprof's unit of a sample
 
 
+@pytest.mark.long
 def test_a_profile_changes_no_number_and_one_that_is_over_is_announced(tmp_path, unprofiled, capsys):
     shutil.copytree(unprofiled, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")

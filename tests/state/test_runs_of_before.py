@@ -39,10 +39,10 @@ def runs(tmp_path):
     [
         ("gpt", ""),
         ("bert", ""),
-        ("bloom", ""),
+        pytest.param("bloom", "", marks=pytest.mark.long),
         ("interleaved", ""),
-        ("interleaved", "--mesh.pipe 1 --mesh.chunks 1"),
-        ("gpt", "--mesh.pipe 2 --mesh.model 2"),
+        pytest.param("interleaved", "--mesh.pipe 1 --mesh.chunks 1", marks=pytest.mark.long),
+        pytest.param("gpt", "--mesh.pipe 2 --mesh.model 2", marks=pytest.mark.long),
     ],
 )
 def test_an_old_run_continues_with_the_losses_it_would_have_had(runs, name, mesh, fewer_devices, capsys):

@@ -170,7 +170,7 @@ def test_weights_that_are_gathered_once_a_step_are_in_float8_where_they_are_mult
     assert wide["bfloat16"] - narrow["bfloat16"] == 2 * matrices  # embedding, norms and biases stay
 
 
-@pytest.mark.parametrize("mesh", [{"zero": 1}, {"zero": 1, "pipe": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"zero": 1}, pytest.param({"zero": 1, "pipe": 2}, marks=pytest.mark.long)], ids=str)
 def test_weights_gathered_in_float8_give_the_same_bits_as_in_bf16_and_rounded_by_the_layers(mesh, monkeypatch):
     config = small_config(2, 2, 2, compute="fp8", dropout=0.0, mesh=mesh)
     found = []

@@ -127,8 +127,14 @@ def test_loss_and_every_gradient_equal_the_serial_reference(case):
     assert max(errors.values()) < 1e-12, errors
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])  # and two, in CASES
-@pytest.mark.parametrize("case", BY_LAYER, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(
+    ("case", "micro_batches"),
+    [
+        pytest.param(*each, id="-".join(map(str, (*each[0], each[1]))), marks=() if often else pytest.mark.long)
+        for i, each in enumerate(product(BY_LAYER, (1, 4)))  # and two, in CASES
+        for often in [i in (1, 2, 7)]
+    ],
+)
 def test_sums_of_one_and_of_several_micro_batches_layer_by_layer_equal_it_too(case, micro_batches):
     config = config_of(case)
     samples = 16 // case.data // micro_batches

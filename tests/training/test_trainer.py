@@ -76,6 +76,7 @@ def test_validation_is_measured_on_batches_of_its_own(tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl") if "val_loss" in record] == [3, 6]
 
 
+@pytest.mark.long
 def test_an_optimizer_takes_the_place_of_adamw(tmp_path, whole):
     same = mjax.Trainer(CONFIG, tmp_path / "same", data=batch, optimizer=adamw(CONFIG.optimizer))
     assert same.train().exit_code == 0
