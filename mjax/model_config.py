@@ -72,9 +72,9 @@ class ModelConfig:
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
     init_std: Tuned = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
-    attention: Literal["auto", "cudnn", "xla", "xla_blocks"] = "auto"
+    attention: Literal["auto", "cudnn", "flash", "xla", "xla_blocks"] = "auto"
     """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
-    a CPU."""
+    a CPU. flash has dropout and keeps no scores, and no GPU has run it yet."""
 
     title: ClassVar[str] = "a language model"
     module: ClassVar[str] = ""

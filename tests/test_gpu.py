@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from mjax.data.sources import open_data
-from mjax.models.attention import attend
+from mjax.models.attention import FLASH_INTERPRETED, attend
 from mjax.parallel.mesh import make_mesh
+from mjax.parallel.random import DropoutKey
 from mjax.training.step import build_program
 from tests.small import small_config
 
@@ -22,18 +23,22 @@ GPU = jax.default_backend() == "gpu"
 KERNEL = "cudnn" if GPU else "xla_blocks"
 
 
+@pytest.mark.parametrize(
+    ("kernel", "rate"), [(KERNEL, 0.0), ("flash" if GPU else FLASH_INTERPRETED, 0.0), ("flash", 0.1)][: 3 if GPU else 2]
+)
 @pytest.mark.parametrize(("size", "positions"), [(64, 1024), (96, 1024), (128, 2048)])
-def test_attention_and_its_gradients_are_those_of_xla_in_float32(size, positions):
+def test_attention_and_its_gradients_are_those_of_xla_in_float32(size, positions, kernel, rate):
     shape = (2, positions, 4, size) if GPU else (1, 64, 2, size)
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for _ in range(4)]
 
     def outputs(kernel, dtype):
         q, k, v, upstream = (x.astype(dtype) for x in arrays)
-        out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, kernel), q, k, v)
+        key = DropoutKey.of(0, jnp.int32(1), jnp.arange(shape[0])) if rate else None
+        out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, kernel, rate, key), q, k, v)
         return out, *pullback(upstream)
 
-    found = jax.jit(outputs, static_argnums=(0, 1))(KERNEL, jnp.bfloat16)
+    found = jax.jit(outputs, static_argnums=(0, 1))(kernel, jnp.bfloat16)
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(outputs, static_argnums=(0, 1))("xla", jnp.float32)
     for a, b in zip(found, expected, strict=True):

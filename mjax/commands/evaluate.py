@@ -69,7 +69,9 @@ class EvaluateArguments:
     """Sequences per forward pass of a data-parallel replica; by default as in training."""
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
     """Dtype of activations and matrix products; by default as in training."""
-    attention: Annotated[Literal["auto", "cudnn", "xla", "xla_blocks"], tyro.conf.arg(name="model.attention")] = "auto"
+    attention: Annotated[
+        Literal["auto", "cudnn", "flash", "xla", "xla_blocks"], tyro.conf.arg(name="model.attention")
+    ] = "auto"
     """Attention kernel, as in training."""
     simulate: int | None = None
     """Number of CPU devices to simulate, in each process."""

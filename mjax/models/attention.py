@@ -3,6 +3,7 @@
 | kernel       | where            | implementation                                                          |
 |--------------|------------------|-------------------------------------------------------------------------|
 | `cudnn`      | GPUs since A100  | cuDNN's fused flash attention: no s × s matrix in memory, no dropout     |
+| `flash`      | GPUs since A100  | flash attention in Pallas, with dropout (`flash.py`); only if asked for  |
 | `xla`        | anywhere         | scores, softmax and weighted sum, compiled by XLA                       |
 | `xla_blocks` | meant for CPUs   | the same over four blocks of queries, skipping keys that none sees      |
 
@@ -29,6 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.model_config import ModelConfig
 from mjax.models.context import Context
+from mjax.models.flash import Beside, How, flash_attention
 from mjax.models.positions import NO_POSITIONS, Positions, distance_penalty
 from mjax.parallel import mappings, random, scopes
 from mjax.parallel.axes import MODEL
@@ -38,6 +40,9 @@ from mjax.parallel.streams import Enter, Leave, Phases, alone
 
 FLASH_STAND_IN = "cudnn, traced only"
 """Kernel name for a program that is only traced: inputs, outputs and residuals of cuDNN's, on a machine without it."""
+
+FLASH_INTERPRETED = "flash, interpreted"
+"""Kernel name for `flash` without a GPU: hundreds of times slower, for tests."""
 
 # A finite stand-in for −∞: added to a score it makes exp() exactly 0, without NaN in any dtype wider than fp16.
 MASKED = -1e30
@@ -61,7 +66,7 @@ def attend(
 
     Args:
       q, k, v: [b, s, n, d]; keys and values may have fewer heads, each shared by as many neighbouring query heads.
-      kernel: `cudnn`, `xla` or `xla_blocks`.
+      kernel: `cudnn`, `flash`, `xla` or `xla_blocks`.
       rate, key: dropout of the probabilities; not with `cudnn`.
       documents: int [b, s], number of a token's document; None: a sample is one document.
       causal: whether a query sees no later position; False: bidirectional (BERT).
@@ -80,6 +85,8 @@ def attend(
     if kernel in ("cudnn", FLASH_STAND_IN):
         assert rate == 0.0 or key is None, "cuDNN attention has no dropout in JAX's public interface"
         return _attend_cudnn(q, k, v, kernel, seen)
+    if kernel in ("flash", FLASH_INTERPRETED):
+        return _attend_flash(q, k, v, kernel, seen)
     k, v = _for_every_query(q, k, v)
     if slopes is not None:
         # Tied to this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every layer
@@ -121,6 +128,18 @@ def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, seen: _Seen) -> Arr
     return jax.nn.dot_product_attention(
         q, k, v, bias=bias, mask=mask, is_causal=causal, local_window_size=local, implementation="cudnn"
     )
+
+
+def _attend_flash(q: Array, k: Array, v: Array, kernel: str, seen: _Seen) -> Array:
+    rate, key, documents, causal, slopes, window = seen
+    positions, heads = q.shape[1:3]
+    first = second = None
+    if key is not None and rate > 0.0:
+        heads = mappings.rank(MODEL) * heads + jnp.arange(heads)
+        axes = mappings.varying_axes(q)
+        first, second = (mappings.vary(words, axes) for words in key.rows(heads, jnp.arange(positions)))
+    beside = Beside(first, second, documents, slopes)
+    return flash_attention(q, k, v, beside, How(causal, window, rate, interpret=kernel == FLASH_INTERPRETED))
 
 
 def _attend_in_blocks(q: Array, k: Array, v: Array, seen: _Seen) -> Array:

@@ -15,6 +15,7 @@ from mjax.model_config import ModelConfig
 from mjax.models.attention import attend
 from mjax.models.kernels import capability_of, choose_kernel
 from mjax.models.positions import alibi_slopes
+from mjax.parallel.random import DropoutKey
 
 
 def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Config:
@@ -97,6 +98,8 @@ def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -
     q, k, v = (jax.random.normal(key, shape, jnp.float32) for key in jax.random.split(jax.random.key(0), 3))
     k, v = (x[:, :, : 2 if model.groups == model.heads else 1] for x in (k, v))
     options = trial_options(model, shape[1], documents)
+    if kernel == "flash" and model.attention_dropout > 0:  # the masks are those of `xla`
+        options |= {"rate": model.attention_dropout, "key": DropoutKey.of(0, jnp.int32(1), jnp.arange(2))}
 
     def output_and_gradients(kernel, dtype):
         def total(q, k, v):

@@ -13,6 +13,10 @@ from mjax.model_config import ModelConfig
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 """Compute capabilities, NVIDIA's numbers for GPU generations."""
+FUSED = ("cudnn", "flash")
+"""Kernels that write no scores to memory."""
+BLOCK = 64
+"""Positions of a tile of `flash`."""
 
 
 def choose_kernel(
@@ -28,8 +32,15 @@ def choose_kernel(
       capability: compute capability of the GPU.
 
     Raises:
-      UsageError: cuDNN's was requested by name and does not support the run.
+      UsageError: cuDNN's or `flash` was requested by name and does not support the run.
     """
+    if model.attention == "flash":
+        obstacle = _flash_obstacle(model, compute, platform, capability)
+        if obstacle:
+            raise UsageError(
+                f"--model.attention flash cannot be used: {obstacle}; change that, or use --model.attention auto"
+            )
+        return "flash", None
     obstacle = _cudnn_obstacle(model, compute, platform, documents, capability)
     if model.attention == "cudnn" and obstacle:
         raise UsageError(
@@ -63,14 +74,31 @@ def capability_of(device) -> tuple[int, ...]:
     return tuple(int(part) for part in number.split(".")) if number[:1].isdigit() else HOPPER
 
 
+def _flash_obstacle(model: ModelConfig, compute: str, platform: str, capability: tuple[int, ...]) -> str | None:
+    if platform != "gpu":
+        return f"it needs an NVIDIA GPU and this process runs on {platform}"
+    if capability < AMPERE:
+        return f"it needs compute capability 8.0 or more, as an A100 has, and the GPU has {_number(capability)}"
+    if compute not in ("bf16", "fp16", "fp8"):
+        return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
+    if not 16 <= model.head_size <= 128:
+        return f"it needs a head size from 16 to 128 and hidden / heads is {model.head_size}"
+    if model.sequence % BLOCK:
+        return f"it needs a multiple of {BLOCK} positions and --model.sequence is {model.sequence}"
+    return None
+
+
+def _number(capability: tuple[int, ...]) -> str:
+    return ".".join(map(str, capability))
+
+
 def _cudnn_obstacle(
     model: ModelConfig, compute: str, platform: str, documents: bool, capability: tuple[int, ...]
 ) -> str | None:
     if platform != "gpu":
         return f"it needs an NVIDIA GPU and this process runs on {platform}"
     if capability < AMPERE:
-        number = ".".join(map(str, capability))
-        return f"it needs compute capability 8.0 or more, as an A100 has, and the GPU has {number}"
+        return f"it needs compute capability 8.0 or more, as an A100 has, and the GPU has {_number(capability)}"
     if model.attention_dropout > 0:
         return f"it has no dropout and --model.attention-dropout is {model.attention_dropout}"
     if compute not in ("bf16", "fp16", "fp8"):

@@ -75,7 +75,11 @@ class DropoutKey:
 def keep_mask(rate: float, rows: tuple[Array, Array], columns: int) -> Array:
     """Mask of the elements to keep: bool [*rows, columns]; each is dropped with probability `rate`."""
     first, second = (row[..., None] for row in rows)
-    column = jnp.arange(columns, dtype=jnp.uint32)
+    return keeps(rate, first, second, jnp.arange(columns, dtype=jnp.uint32))
+
+
+def keeps(rate: float, first: Array, second: Array, column: Array) -> Array:
+    """Whether the elements with these words of their rows and these columns are kept: bool, of the broadcast shape."""
     word = mix(mix(column + first) ^ second)
     return word < np.uint32(min(round((1.0 - rate) * 2**32), 2**32 - 1))
 

@@ -37,6 +37,7 @@ FREE = {
     "opt-barrier", "domain",
 }  # fmt: skip
 LIBRARIES = {"__cudnn$fmha": "attention, cuDNN", "__cublas": "matrix product, cuBLAS"}  # by the call's target
+PALLAS, FLASH = "__gpu$xla.gpu.triton", "/flash_"  # its target, and the names of our kernels
 CONTROL = ("while", "conditional", "call")  # run other computations
 
 
@@ -302,6 +303,8 @@ class Module:
             return None
         if opcode == "custom-call":
             target = re.search(r'custom_call_target="([^"]*)"', line.attributes)[1]
+            if target == PALLAS and FLASH in line.source:
+                return "attention, Pallas"
             known = (kernel for prefix, kernel in LIBRARIES.items() if target.startswith(prefix))
             return next(known, f"custom call {target}")
         if opcode == "fusion":

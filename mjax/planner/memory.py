@@ -31,7 +31,7 @@ from functools import lru_cache
 import numpy as np
 
 from mjax.config import Config
-from mjax.models.kernels import HOPPER, attention_on_gpu
+from mjax.models.kernels import FUSED, HOPPER, attention_on_gpu
 from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.parallel.zero import sums_by_layer
 from mjax.planner import muon
@@ -154,7 +154,7 @@ class _Sizes:
                 # XLA computes the gradients of weights after those of all streams, beside the sums over `data`.
                 self.kept = max(self.kept, self.factors)
         self.work = (sample.work + scores) * b
-        self.biases = sample.biases * (b if "documents" in config.batch_arrays() else 1)
+        self.biases = sample.biases * (b if "documents" in config.batch_arrays() else 1) * (kernel == "cudnn")
         rows = config.model.padded_vocabulary // mesh.model
         self.logits = sample.logits * b * rows_of_chunks(rows, train.loss_chunks)[0].stop / rows
         self.heads = sample.heads * b
@@ -208,7 +208,7 @@ class _Sample:
 def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
     layer, backward, head = trace.layer_forward(of), trace.layer_backward(of, kernel, recompute), trace.head(of)
     width, work = WIDTHS[of.compute], backward_work(backward, of.model.sequence)
-    scores = (each.batch * each.m * each.n for each in layer.of_activations if kernel != "cudnn")
+    scores = (each.batch * each.m * each.n for each in layer.of_activations if kernel not in FUSED)
     besides = [size for elements, size in head.kept if elements != head.logits]
     return _Sample(
         stream=backward.stream,

@@ -245,13 +245,15 @@ class _Replay:
                 yield math.prod(out[:batch]), m, n, k
 
     def _flash(self, line: Line, shapes: dict[str, str]) -> tuple[float, float]:
-        """FLOPs of cuDNN's kernel, whose causal half is skipped, and their rate."""
+        """FLOPs of a fused kernel, whose causal half is skipped, and the rate of cuDNN's."""
         _, (b, s, n, d) = dims_of(shapes[line.operands[0]])[0]
-        backward = "Backward" in line.attributes
         keys = dims_of(shapes[line.operands[1]])[0][1][1]
-        causal = 2 if re.search(r'"mask_type": *"[A-Z_]*CAUSAL"', line.attributes) else 1
-        flops = 4.0 * b * n * s * keys * d / causal * (2.5 if backward else 1.0)
-        return flops, self.rates.flash_rate(d, keys, backward)
+        causal, products = bool(re.search(r'"mask_type": *"[A-Z_]*CAUSAL"', line.attributes)), 2
+        if "Backward" in line.attributes:
+            products = 5
+        if ours := re.search(r"flash_(\w+)_of_(\d)", line.source):
+            causal, products = "causal" in ours[1], int(ours[2])
+        return 2.0 * products * b * n * s * keys * d / (1 + causal), self.rates.flash_rate(d, keys, products > 2)
 
     # --- Bytes --------------------------------------------------------------------------------------------------------
 

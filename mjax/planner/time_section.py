@@ -73,7 +73,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         if step.parts[name] > 0
     ]
     rows = {
-        "error bar": _error_bar(step, calibration, float8),
+        "error bar": _error_bar(config, step, calibration),
         "rates": _rates(calibration, gpu, compute),
         "a GPU": f"{step.model_tflops:,.1f} model TFLOP/s, {hardware:,.1f} with what is recomputed",
         "MFU": f"{step.mfu:.1%} of {peak / 1e12:,g} TFLOP/s{of_bf16}: nothing recomputed counts, attention over "
@@ -89,10 +89,11 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     return Section(f"Time on {gpu.name}, predicted", values, lines)
 
 
-def _error_bar(step: StepTime, calibration: Calibration, float8: bool) -> str:
+def _error_bar(config: Config, step: StepTime, calibration: Calibration) -> str:
     found = calibration.source_of("error")
     if step.error is None:
-        missing = "fp8; bf16 was" if float8 else "sequences of this length; others were"
+        missing = "fp8; bf16 was" if in_float8(config.precision) else "sequences of this length; others were"
+        missing = "the attention kernel flash; others were" if config.model.attention == "flash" else missing
         return f"none for {missing} compared with {found}"
     between = step.between(step.total)
     if between is None:

@@ -33,6 +33,7 @@ from mjax.errors import UsageError
 from mjax.model_config import ModelConfig
 from mjax.models.attention import FLASH_STAND_IN
 from mjax.models.build import has_several_stacks
+from mjax.models.kernels import FUSED
 from mjax.parallel.mesh import BATCH, abstract_mesh
 from mjax.parallel.zero import gather_weights
 from mjax.state.layout import lay_out
@@ -141,7 +142,7 @@ class Traced:
         """A config for one sample on one rank."""
         options = {name: getattr(self.data, name) for name in ("reset_positions", "reset_attention", "mask_eod_loss")}
         return Config(
-            model=replace(self.model, attention=FLASH_STAND_IN if kernel == "cudnn" else kernel),
+            model=replace(self.model, attention=FLASH_STAND_IN if kernel in FUSED else kernel),
             mesh=MeshConfig(1, 1, self.ranks, self.sequence_parallel),
             data=DataConfig(mock=True, **options),
             precision=PrecisionConfig(compute=self.compute),
@@ -184,7 +185,7 @@ def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
     """The backward pass of a layer, including recomputation.
 
     Args:
-      kernel: of attention: `xla`, or `cudnn`, replaced by a stand-in where it is not available.
+      kernel: of attention: `xla`, or a fused one, replaced by a stand-in.
       recompute: as `train.recompute`.
     """
     return _trace(of.config(kernel, recompute), _backward)

@@ -1,0 +1,289 @@
+"""Flash attention with dropout, in Pallas for GPUs (arXiv 2307.08691): the kernel `flash`.
+
+cuDNN's attention has no dropout in JAX's public interface, and XLA's writes scores and probabilities [b, n, s, s] to
+memory. Here the mask of a tile is hashed where its probabilities are, from the words of `DropoutKey.rows`: the same
+masks as those of the other kernels, on every mesh, and nothing of the size s × s in memory.
+
+With P = softmax(S), M the mask over 1 − rate, and O = (P ∘ M) V, the backward pass computes P and M again, by tiles:
+
+    dV = (P ∘ M)ᵀ dO      dS = P ∘ (M ∘ (dO Vᵀ) − D)      D_i = Σ_j P_ij M_ij (dO Vᵀ)_ij = Σ_d dO_id O_id
+
+    kernel     a program has       and goes through         it writes
+    forward    a block of queries  blocks of keys           O, and for each row the logarithm of its sum
+    keys       a block of keys     blocks of queries        dK and dV, for each query head
+    queries    a block of queries  blocks of keys           dQ
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from mjax.models.kernels import BLOCK
+from mjax.parallel.random import keeps
+
+LOG2_E = math.log2(math.e)
+MASKED = -1e30
+
+
+class How(NamedTuple):
+    """The static properties of an attention.
+
+    Attributes:
+      causal: a query sees no later position.
+      window: how many positions it sees, including its own; None: all up to its own.
+      rate: of dropout.
+      interpret: run the kernels without a GPU, for tests.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    rate: float = 0.0
+    interpret: bool = False
+
+
+class Beside(NamedTuple):
+    """The arrays besides queries, keys and values; None where there is no such thing.
+
+    Attributes:
+      first, second: words of the rows of probabilities (`DropoutKey.rows`), uint32 [b, n, s] each.
+      documents: number of each token's document, int32 [b, s].
+      slopes: of ALiBi, float32 [n].
+    """
+
+    first: Array | None = None
+    second: Array | None = None
+    documents: Array | None = None
+    slopes: Array | None = None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def flash_attention(q: Array, k: Array, v: Array, beside: Beside, how: How) -> Array:
+    """Attention of the queries [b, s, n, d] to keys and values [b, s, k, d], of which each has n / k neighbouring query
+    heads: [b, s, n, d]."""
+    return _forward(q, k, v, beside, how)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, beside: Beside, how: How):
+    batch, positions, heads, size = q.shape
+    specs = _Specs(q, k, beside)
+    out, log_sums = pl.pallas_call(
+        partial(_forward_kernel, how=how, size=size),
+        grid=(positions // BLOCK, batch, heads),
+        in_specs=[specs.query_block, specs.keys, specs.keys, *specs.beside],
+        out_specs=[specs.query_block, specs.row_block],
+        out_shape=[_like(q), _like(q, (batch, heads, positions), jnp.float32)],
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=how.interpret,
+        name=_name("forward", how, 2),
+    )(q, k, v, *beside)
+    return out, (q, k, v, beside, out, log_sums)
+
+
+def _backward(how: How, residuals, gradient: Array):
+    q, k, v, beside, out, log_sums = residuals
+    batch, positions, heads, size = q.shape
+    wide = jnp.float32
+    deltas = jnp.einsum("bsnd,bsnd->bns", out.astype(wide), gradient.astype(wide))
+    specs = _Specs(q, k, beside)
+    inputs = (q, k, v, gradient, log_sums, deltas, *beside)
+    rest = {
+        "grid": (positions // BLOCK, batch, heads),
+        "compiler_params": triton.CompilerParams(num_warps=4, num_stages=2),
+        "interpret": how.interpret,
+    }
+    to_k, to_v = pl.pallas_call(
+        partial(_keys_kernel, how=how, size=size),
+        in_specs=[
+            specs.queries, specs.key_block, specs.key_block, specs.queries, specs.rows, specs.rows, *specs.beside,
+        ],
+        out_specs=[specs.query_block, specs.query_block],
+        out_shape=[_like(q), _like(q)],
+        name=_name("keys", how, 4),
+        **rest,
+    )(*inputs)  # fmt: skip
+    to_q = pl.pallas_call(
+        partial(_queries_kernel, how=how, size=size),
+        in_specs=[
+            specs.query_block, specs.keys, specs.keys, specs.query_block, specs.row_block, specs.row_block,
+            *specs.beside,
+        ],
+        out_specs=specs.query_block,
+        out_shape=_like(q),
+        name=_name("queries", how, 3),
+        **rest,
+    )(*inputs)  # fmt: skip
+    return to_q, _sum_of_group(to_k, k), _sum_of_group(to_v, v), None
+
+
+flash_attention.defvjp(_forward, _backward)
+
+
+def _sum_of_group(gradient: Array, like: Array) -> Array:
+    """The sum over the query heads of each key-value head, in float32: [b, s, n, d] → [b, s, k, d]."""
+    if gradient.shape == like.shape:
+        return gradient
+    grouped = gradient.reshape(*like.shape[:3], -1, like.shape[-1])
+    return grouped.sum(3, dtype=jnp.float32).astype(like.dtype)
+
+
+def _like(x: Array, shape: tuple[int, ...] | None = None, dtype=None) -> jax.ShapeDtypeStruct:
+    """A result that varies over the same mesh axes as `x`."""
+    return jax.ShapeDtypeStruct(shape or x.shape, dtype or x.dtype, manual_axis_type=jax.typeof(x).mat)
+
+
+def _name(kernel: str, how: How, products: int) -> str:
+    """Of a kernel in a compiled program: what it does, and how many products of s × s."""
+    return f"flash_{kernel}{'_causal' * how.causal}_of_{products}"
+
+
+class _Specs:
+    """What a program of the grid (block, sample, query head) gets of each array. Head sizes are padded to a power of
+    two, as Triton's tiles need; `_load` masks the padding."""
+
+    def __init__(self, q: Array, k: Array, beside: Beside):
+        positions, size, group = q.shape[1], pl.next_power_of_2(q.shape[-1]), q.shape[2] // k.shape[2]
+        self.query_block = pl.BlockSpec((None, BLOCK, None, size), lambda i, b, n: (b, i, n, 0))
+        self.queries = pl.BlockSpec((None, positions, None, size), lambda i, b, n: (b, 0, n, 0))
+        self.key_block = pl.BlockSpec((None, BLOCK, None, size), lambda i, b, n: (b, i, n // group, 0))
+        self.keys = pl.BlockSpec((None, positions, None, size), lambda i, b, n: (b, 0, n // group, 0))
+        self.row_block = pl.BlockSpec((None, None, BLOCK), lambda i, b, n: (b, n, i))
+        self.rows = pl.BlockSpec((None, None, positions), lambda i, b, n: (b, n, 0))
+        documents = pl.BlockSpec((None, positions), lambda i, b, n: (b, 0))
+        slope = pl.BlockSpec((1,), lambda i, b, n: (n,))
+        every = Beside(self.rows, self.rows, documents, slope)
+        self.beside = [None if array is None else spec for array, spec in zip(beside, every, strict=True)]
+
+
+# --- In a program of the grid -----------------------------------------------------------------------------------------
+
+
+def _span(block) -> pl.Slice:
+    return pl.ds(block * BLOCK, BLOCK)
+
+
+def _load(ref, size: int, block=None) -> Array:
+    """Rows of a reference [s, padded size], all of it or a block; zeros in the padding."""
+    mask = (jnp.arange(ref.shape[-1]) < size)[None, :]
+    return triton.load(ref if block is None else ref.at[_span(block), :], mask=mask, other=0.0)
+
+
+def _store(ref, values: Array, size: int) -> None:
+    mask = (jnp.arange(ref.shape[-1]) < size)[None, :]
+    triton.store(ref, values.astype(ref.dtype), mask=mask)
+
+
+def _scores(q: Array, k: Array, query, key, beside: Beside, how: How, size: int) -> Array:
+    """Scores of a block of queries and a block of keys, over log 2, with MASKED where a query does not see a key:
+    float32 [BLOCK, BLOCK]."""
+    scores = triton.dot(q, k.T) * (LOG2_E / math.sqrt(size))
+    row, column = query * BLOCK + jnp.arange(BLOCK)[:, None], key * BLOCK + jnp.arange(BLOCK)[None, :]
+    seen = None
+    if how.causal:
+        seen = column <= row
+        if how.window is not None:
+            seen &= column > row - how.window
+    if beside.slopes is not None:
+        scores += (LOG2_E * beside.slopes[0]) * (column - row).astype(jnp.float32)
+    if beside.documents is not None:
+        same = beside.documents[_span(query)][:, None] == beside.documents[_span(key)][None, :]
+        seen = same if seen is None else seen & same
+    return scores if seen is None else jnp.where(seen, scores, MASKED)
+
+
+def _dropped(x: Array, query, key, beside: Beside, how: How) -> Array:
+    """A tile of probabilities, or of their gradients, with dropout."""
+    if beside.first is None:
+        return x
+    first, second = (words[_span(query)][:, None] for words in (beside.first, beside.second))
+    column = (key * BLOCK + jnp.arange(BLOCK)[None, :]).astype(jnp.uint32)
+    return jnp.where(keeps(how.rate, first, second, column), x * (1.0 / (1.0 - how.rate)), 0.0)
+
+
+def _keys_of(query, blocks: int, how: How) -> tuple:
+    """The first and the last but one of the blocks of keys that a block of queries sees."""
+    if not how.causal:
+        return 0, blocks
+    first = 0 if how.window is None else lax.max(0, lax.div(query * BLOCK - how.window + 1, BLOCK))
+    return first, query + 1
+
+
+def _queries_of(key, blocks: int, how: How) -> tuple:
+    """The same of the blocks of queries that see a block of keys."""
+    if not how.causal:
+        return 0, blocks
+    if how.window is None:
+        return key, blocks
+    return key, lax.min(blocks, lax.div((key + 1) * BLOCK + how.window - 2, BLOCK) + 1)
+
+
+def _of(refs: tuple) -> Beside:
+    return Beside(*refs)
+
+
+def _forward_kernel(q_ref, k_ref, v_ref, *refs, how: How, size: int) -> None:
+    *beside, out_ref, log_sum_ref = refs
+    beside, query, q = _of(beside), pl.program_id(0), _load(q_ref, size)
+
+    def add(key, carry):
+        out, highest, total = carry
+        scores = _scores(q, _load(k_ref, size, key), query, key, beside, how, size)
+        following = jnp.maximum(highest, scores.max(-1))
+        correction = jnp.exp2(highest - following)
+        exponentials = jnp.exp2(scores - following[:, None])
+        total = total * correction + exponentials.sum(-1)
+        v = _load(v_ref, size, key)
+        kept = _dropped(exponentials, query, key, beside, how).astype(v.dtype)
+        return out * correction[:, None] + triton.dot(kept, v), following, total
+
+    nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(BLOCK, MASKED, jnp.float32), jnp.zeros(BLOCK, jnp.float32)
+    out, highest, total = lax.fori_loop(*_keys_of(query, k_ref.shape[0] // BLOCK, how), add, nothing)
+    _store(out_ref, out / total[:, None], size)
+    log_sum_ref[...] = highest + jnp.log2(total)
+
+
+def _tile(q, k, v, gradient, log_sums, deltas, query, key, beside: Beside, how: How, size: int):
+    """Of a tile: the probabilities after dropout, and the gradient of the scores."""
+    probabilities = jnp.exp2(_scores(q, k, query, key, beside, how, size) - log_sums[:, None])
+    to_kept = _dropped(triton.dot(gradient, v.T), query, key, beside, how)
+    to_scores = probabilities * (to_kept - deltas[:, None]) * (1 / math.sqrt(size))
+    return _dropped(probabilities, query, key, beside, how), to_scores
+
+
+def _keys_kernel(q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: How, size: int) -> None:
+    *beside, to_k_ref, to_v_ref = refs
+    beside, key, k, v = _of(beside), pl.program_id(0), _load(k_ref, size), _load(v_ref, size)
+
+    def add(query, carry):
+        to_k, to_v = carry
+        q, gradient = _load(q_ref, size, query), _load(gradient_ref, size, query)
+        of_rows = log_sum_ref[_span(query)], delta_ref[_span(query)]
+        kept, to_scores = _tile(q, k, v, gradient, *of_rows, query, key, beside, how, size)
+        to_v += triton.dot(kept.astype(gradient.dtype).T, gradient)
+        return to_k + triton.dot(to_scores.astype(q.dtype).T, q), to_v
+
+    nothing = jnp.zeros(k.shape, jnp.float32)
+    to_k, to_v = lax.fori_loop(*_queries_of(key, q_ref.shape[0] // BLOCK, how), add, (nothing, nothing))
+    _store(to_k_ref, to_k, size)
+    _store(to_v_ref, to_v, size)
+
+
+def _queries_kernel(q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: How, size: int) -> None:
+    *beside, to_q_ref = refs
+    beside, query, q, gradient = _of(beside), pl.program_id(0), _load(q_ref, size), _load(gradient_ref, size)
+    of_rows = log_sum_ref[...], delta_ref[...]
+
+    def add(key, to_q):
+        k, v = _load(k_ref, size, key), _load(v_ref, size, key)
+        _, to_scores = _tile(q, k, v, gradient, *of_rows, query, key, beside, how, size)
+        return to_q + triton.dot(to_scores.astype(k.dtype), k)
+
+    blocks = _keys_of(query, k_ref.shape[0] // BLOCK, how)
+    _store(to_q_ref, lax.fori_loop(*blocks, add, jnp.zeros(q.shape, jnp.float32)), size)
