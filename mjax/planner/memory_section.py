@@ -12,7 +12,7 @@ from mjax.planner.fit import changes_that_fit
 from mjax.planner.loss_chunks import loss_in_words
 from mjax.planner.memory import HEADROOM, free_share, predict_memory
 from mjax.planner.section import Section, named_rows
-from mjax.planner.unrolling import layers_in_words, with_unrolling
+from mjax.planner.unrolling import layers_in_words, sums_beside_layers, with_unrolling
 from mjax.state.precision import in_float8
 
 WHEN = {
@@ -41,6 +41,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         "unrolled": config.train.unroll == "on",
         "float8": in_float8(config.precision),
         "streams": config.train.streams,
+        "sums_beside_layers": sums_beside_layers(config),
         "loss_chunks": config.train.loss_chunks,
         "figure": None if figure is None else str(figure),
     }
@@ -54,6 +55,8 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     lines = []
     if gpu is not None:
         rows["layers"] = layers_in_words(values["unrolled"], values["streams"])
+        if sums_beside_layers(config):
+            rows["layers"] += "; gradients are summed over data beside them"
         free = free_share(memory.total, gpu.usable_bytes)
         changes = [] if free >= HEADROOM else changes_that_fit(config, gpu.usable_bytes)
         values |= {

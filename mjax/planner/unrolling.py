@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mjax.config import Config
+from mjax.parallel.zero import sums_by_layer
 from mjax.planner.memory import HEADROOM, free_share, memory_of, predict_memory
 
 MOST_LAYERS = 80
@@ -55,6 +56,16 @@ def layers_in_words(unrolled: bool, streams: int) -> str:
     """The row of a plan that says how the layers are compiled."""
     halves = ", the halves of a micro-batch in turn" if streams == 2 else ""
     return f"one after the other, without a loop{halves}" if unrolled else "in a loop"
+
+
+def sums_beside_layers(config: Config) -> bool:
+    """Whether gradients are summed over `data` beside the backward pass of the layers, in the last micro-batch, rather
+    than after it; `train.unroll` is decided."""
+    mesh, train = config.mesh, config.train
+    if mesh.data == 1 or train.unroll != "on":
+        return False
+    alone = mesh.zero == 0 and mesh.model == config.micro_batches == train.streams == 1
+    return mesh.zero == 3 or alone or sums_by_layer(config)
 
 
 def unrolled_here(config: Config) -> Config:

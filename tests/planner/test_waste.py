@@ -14,6 +14,7 @@ from mjax.hardware import GIB, gpu_named
 from mjax.packages import cuda_build
 from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
+from mjax.planner.memory_section import memory_section
 from mjax.planner.roofline import COLLECTIVES, COPIES, FILLS, PRODUCTS, roofline
 from mjax.planner.time import predict_time
 from mjax.planner.unrolling import MOST_LAYERS, with_unrolling
@@ -206,3 +207,24 @@ def test_layers_are_unrolled_where_the_step_fits_and_no_loop_is_needed(usable, l
 def test_two_streams_need_no_loop():
     config, _ = gpt_1b(2, streams=2, model=2)
     assert with_unrolling(config, None).train.unroll == "on"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "micro_batches", "beside"),
+    [
+        ({}, 1, False),
+        ({"data": 8}, 1, True),
+        ({"data": 8}, 4, False),  # added up in a loop, which ends before they are summed
+        ({"data": 8, "zero": 1}, 1, True),
+        ({"data": 8, "zero": 1}, 4, True),
+        ({"data": 8, "zero": 3}, 4, True),
+        ({"data": 4, "model": 2, "zero": 1, "sequence_parallel": True}, 1, True),
+        ({"data": 4, "model": 2, "zero": 1, "sequence_parallel": False}, 1, False),
+        ({"data": 2, "pipe": 4, "zero": 1}, 4, False),
+    ],
+)
+def test_the_plan_says_where_sums_over_data_run_beside_layers(mesh, micro_batches, beside):
+    config, _ = gpt_1b(40, micro_batch=4, micro_batches=micro_batches, **mesh)
+    section = memory_section(config, H100)
+    assert ("; gradients are summed over data beside them" in section.text) == beside
+    assert section.values["sums_beside_layers"] == beside
