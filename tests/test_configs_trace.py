@@ -55,6 +55,7 @@ jax.distributed.shutdown()
 """
 
 
+@pytest.mark.long
 def test_the_trillion_parameter_mesh_compiles_at_toy_widths_with_its_whole_schedule():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -265,6 +265,7 @@ def test_losses_and_weights_of_a_mesh_are_those_of_one_device(data, model, mesh,
 # --- A run ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_continues_bit_for_bit_and_on_another_mesh_and_not_with_another_optimizer(tmp_path, fewer_devices):
     config = replace(CONFIG, optimizer=replace(CONFIG.optimizer, name="muon"), mesh=MeshConfig(data=2, model=2, zero=1))
     config = replace(config, train=replace(config.train, micro_batch=4))
