@@ -187,10 +187,9 @@ def test_every_product_of_a_layer_is_in_float8_and_saves_time_and_memory():
     assert products_of_layers(narrow.text) == ["__cublas$lt$matmul$f8"] * (6 + 8) * 4
     assert fast.rows[PRODUCTS].seconds < 0.85 * slow.rows[PRODUCTS].seconds  # a third of it is the head
     assert fast.seconds < slow.seconds
-    saved = wide.memory.total - narrow.memory.total
-    predicted = predict_memory(wide.config).total - predict_memory(narrow.config).total
-    # Without a loop XLA keeps a second copy of the weights for the backward pass, in float8.
-    assert predicted - 4 * 12 * H**2 == pytest.approx(saved, rel=0.1)
+    assert narrow.memory.total < 0.95 * wide.memory.total
+    for each in (narrow, wide):
+        assert predict_memory(each.config).total == pytest.approx(each.memory.total, rel=0.02)
 
 
 @needs_compiler
