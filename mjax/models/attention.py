@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.model_config import ModelConfig
 from mjax.models.context import Context
-from mjax.models.flash import Beside, How, flash_attention
+from mjax.models.flash import MASKED, Beside, How, flash_attention
 from mjax.models.positions import NO_POSITIONS, Positions, distance_penalty
 from mjax.parallel import mappings, random, scopes
 from mjax.parallel.axes import MODEL
@@ -43,9 +43,6 @@ FLASH_STAND_IN = "cudnn, traced only"
 
 FLASH_INTERPRETED = "flash, interpreted"
 """Kernel name for `flash` without a GPU: hundreds of times slower, for tests."""
-
-# A finite stand-in for −∞: added to a score it makes exp() exactly 0, without NaN in any dtype wider than fp16.
-MASKED = -1e30
 
 
 @jax.named_scope(scopes.ATTENTION)

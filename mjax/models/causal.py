@@ -76,10 +76,8 @@ class CausalModel(nnx.Module):
 
     def loss(self, x: Array, batch: dict[str, Array], context: Context) -> dict[str, Array]:
         """The cross entropy of the labels that count. The head has no dropout."""
-        if context.loss_chunks == 1:
-            losses = vocab_parallel_cross_entropy(
-                self.logits(x, context.tokens), batch["labels"].reshape(-1)
-            )  # [b · s]
+        if context.loss_chunks == 1:  # of a model's own `logits`, too
+            losses = vocab_parallel_cross_entropy(self.logits(x, context.tokens), batch["labels"].reshape(-1))
         else:
             losses = self.output(x).cross_entropy(batch["labels"], context)
         if "loss_mask" not in batch:

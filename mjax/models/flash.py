@@ -30,6 +30,7 @@ from mjax.models.kernels import BLOCK
 from mjax.parallel.random import keeps
 
 LOG2_E = math.log2(math.e)
+# A finite stand-in for −∞: added to a score it makes exp() exactly 0, without NaN in any dtype wider than fp16.
 MASKED = -1e30
 
 
@@ -224,13 +225,9 @@ def _queries_of(key, blocks: int, how: How) -> tuple:
     return key, lax.min(blocks, lax.div((key + 1) * BLOCK + how.window - 2, BLOCK) + 1)
 
 
-def _of(refs: tuple) -> Beside:
-    return Beside(*refs)
-
-
 def _forward_kernel(q_ref, k_ref, v_ref, *refs, how: How, size: int) -> None:
     *beside, out_ref, log_sum_ref = refs
-    beside, query, q = _of(beside), pl.program_id(0), _load(q_ref, size)
+    beside, query, q = Beside(*beside), pl.program_id(0), _load(q_ref, size)
 
     def add(key, carry):
         out, highest, total = carry
@@ -259,7 +256,7 @@ def _tile(q, k, v, gradient, log_sums, deltas, query, key, beside: Beside, how: 
 
 def _keys_kernel(q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: How, size: int) -> None:
     *beside, to_k_ref, to_v_ref = refs
-    beside, key, k, v = _of(beside), pl.program_id(0), _load(k_ref, size), _load(v_ref, size)
+    beside, key, k, v = Beside(*beside), pl.program_id(0), _load(k_ref, size), _load(v_ref, size)
 
     def add(query, carry):
         to_k, to_v = carry
@@ -277,7 +274,7 @@ def _keys_kernel(q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *ref
 
 def _queries_kernel(q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: How, size: int) -> None:
     *beside, to_q_ref = refs
-    beside, query, q, gradient = _of(beside), pl.program_id(0), _load(q_ref, size), _load(gradient_ref, size)
+    beside, query, q, gradient = Beside(*beside), pl.program_id(0), _load(q_ref, size), _load(gradient_ref, size)
     of_rows = log_sum_ref[...], delta_ref[...]
 
     def add(key, to_q):

@@ -22,6 +22,7 @@ from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
 from mjax.planner.roofline import ATTENTION, roofline
 from mjax.planner.time import predict_time
+from tests.planner.test_waste import gpt_1b
 
 needs_compiler = pytest.mark.skipif(
     cuda_build() is None, reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
@@ -107,14 +108,8 @@ def test_auto_does_not_choose_what_no_gpu_has_run():
 
 
 def _gpt_1b(attention):
-    config = load_config("gpt_1b")
-    return replace(
-        config,
-        model=replace(config.model, layers=2, hidden_dropout=0.0, attention_dropout=0.1, attention=attention),
-        mesh=replace(config.mesh, data=1),
-        data=replace(config.data, mock=True),
-        train=replace(config.train, global_batch=8, micro_batch=8, recompute="none", unroll="on", batch_rampup=None),
-    )
+    config, _ = gpt_1b(2, "on", micro_batch=8)
+    return replace(config, model=replace(config.model, attention_dropout=0.1, attention=attention))
 
 
 def test_the_plan_counts_no_scores_and_says_that_nobody_has_timed_it():

@@ -9,12 +9,11 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import MeshConfig
 from mjax.parallel.axes import MODEL
 from mjax.parallel.cross_entropy import chunked_cross_entropy, rows_of_chunks, vocab_parallel_cross_entropy
 from mjax.parallel.layers import VocabParallelEmbedding
-from mjax.parallel.mesh import make_mesh
 from mjax.parallel.tokens import Tokens
+from tests.parallel.on_ranks import draw, on_ranks
 
 WAYS = [1, 4, 8]
 ROWS, VOCABULARY, WIDTH, TOKENS = 192, 170, 6, 16  # of eight ranks the last has two tokens
@@ -26,15 +25,6 @@ def _float64():
         yield
 
 
-def _on_mesh(ways, function, in_specs, out_specs):
-    mesh = make_mesh(MeshConfig(model=ways))
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True))
-
-
-def _draw(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float64)
-
-
 def _serial(logits, labels, weights):
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), labels[..., None], -1)[..., 0]
     return -(picked * weights).sum()
@@ -43,14 +33,14 @@ def _serial(logits, labels, weights):
 @pytest.mark.parametrize("ways", WAYS)
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_cross_entropy_of_split_logits_equals_log_softmax(ways, scale):
-    logits, labels = scale * _draw(2, 5, 24), np.random.default_rng(0).integers(0, 24, (2, 5))
-    weights = _draw(2, 5, seed=2)
+    logits, labels = scale * draw(2, 5, 24), np.random.default_rng(0).integers(0, 24, (2, 5))
+    weights = draw(2, 5, seed=2)
 
     def parallel(logits, labels, weights):
         return (vocab_parallel_cross_entropy(logits, labels) * weights).sum()
 
     split = P(None, None, MODEL)
-    program = _on_mesh(ways, jax.value_and_grad(parallel), (split, P(), P()), (P(), split))
+    program = on_ranks(ways, jax.value_and_grad(parallel), (split, P(), P()), (P(), split))
     loss, gradient = program(logits, labels, weights)
     expected_loss, expected = jax.value_and_grad(_serial)(logits, labels, weights)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
@@ -61,7 +51,7 @@ def test_cross_entropy_in_bf16_keeps_float32_accuracy_near_certainty():
     logits = jnp.zeros((1, 1, 8), jnp.bfloat16).at[..., 3].set(9.0)
     labels = jnp.full((1, 1), 3)
     split = P(None, None, MODEL)
-    program = _on_mesh(
+    program = on_ranks(
         1, jax.value_and_grad(lambda x, y: vocab_parallel_cross_entropy(x, y).sum()), (split, P()), (P(), split)
     )
     loss, gradient = program(logits, labels)
@@ -78,8 +68,8 @@ def _output_layer(dtype=jnp.float64, scale=1.0):
     embedding = VocabParallelEmbedding(jax.random.key(0), VOCABULARY, ROWS, WIDTH, 1.0, dtype)
     labels = np.random.default_rng(0).integers(0, VOCABULARY, TOKENS)
     labels[0], labels[-1] = 0, VOCABULARY - 1
-    weights = _draw(TOKENS, seed=2) * (np.arange(TOKENS) % 3 > 0)
-    x, bias = scale * _draw(TOKENS, WIDTH, seed=1), _draw(ROWS, seed=3)
+    weights = draw(TOKENS, seed=2) * (np.arange(TOKENS) % 3 > 0)
+    x, bias = scale * draw(TOKENS, WIDTH, seed=1), draw(ROWS, seed=3)
     return embedding, x.astype(dtype), bias.astype(dtype), labels, weights
 
 
@@ -97,7 +87,7 @@ def _loss_and_gradients(ways, chunks, split, biased, given):
 
     of_stream = P(MODEL) if split else P()
     inputs = specs, of_stream, P(MODEL), P(), P()
-    program = _on_mesh(ways, jax.value_and_grad(loss, (0, 1, 2)), inputs, (P(), inputs[:3]))
+    program = on_ranks(ways, jax.value_and_grad(loss, (0, 1, 2)), inputs, (P(), inputs[:3]))
     found, (to_table, to_x, to_bias) = program(embedding, x, bias, labels, weights)
     return found, to_table.table[...], to_x, to_bias
 
@@ -138,7 +128,7 @@ def test_in_chunks_no_array_has_a_row_of_logits():
         return jax.grad(lambda embedding, x: loss(x, embedding, labels=labels).sum(), (0, 1))(embedding, x)
 
     specs = nnx.get_partition_spec(embedding)
-    program = _on_mesh(1, gradients, (specs, P(), P()), (specs, P()))
+    program = on_ranks(1, gradients, (specs, P(), P()), (specs, P()))
     text = program.lower(embedding, x, labels).compile().as_text()
     assert f"[{TOKENS},{ROWS // 4}]" in text
     assert f"[{TOKENS},{ROWS}]" not in text

@@ -9,13 +9,12 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import MeshConfig
 from mjax.models.norms import LayerNorm
 from mjax.parallel import mappings
 from mjax.parallel.axes import MODEL
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from mjax.parallel.mesh import make_mesh
 from mjax.parallel.tokens import Tokens
+from tests.parallel.on_ranks import draw, on_ranks
 
 WAYS = [1, 4, 8]
 
@@ -26,21 +25,12 @@ def _float64():
         yield
 
 
-def _on_mesh(ways, function, in_specs, out_specs):
-    mesh = make_mesh(MeshConfig(model=ways))
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True))
-
-
-def _draw(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float64)
-
-
 @pytest.mark.parametrize("ways", WAYS)
 def test_column_then_row_is_a_plain_two_layer_mlp(ways):
     keys = jax.random.split(jax.random.key(1))
     up = ColumnParallelLinear(keys[0], 6, (16,), 0, 1.0, jnp.float64)
     down = RowParallelLinear(keys[1], (16,), 6, 1.0, jnp.float64)
-    layers, x, tokens = {"up": up, "down": down}, _draw(6, 6), Tokens(2, 3)
+    layers, x, tokens = {"up": up, "down": down}, draw(6, 6), Tokens(2, 3)
     specs = nnx.get_partition_spec(layers)
 
     def parallel(layers, x):
@@ -53,7 +43,7 @@ def test_column_then_row_is_a_plain_two_layer_mlp(ways):
     def with_gradients(function, layers, x):
         return jax.value_and_grad(lambda layers, x: jnp.square(function(layers, x)).sum(), argnums=(0, 1))(layers, x)
 
-    found = _on_mesh(ways, partial(with_gradients, parallel), (specs, P()), (P(), (specs, P())))(layers, x)
+    found = on_ranks(ways, partial(with_gradients, parallel), (specs, P()), (P(), (specs, P())))(layers, x)
     expected = with_gradients(serial, layers, x)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
@@ -64,8 +54,8 @@ def test_the_embedding_is_a_lookup_and_its_logits_a_product(ways):
     embedding = VocabParallelEmbedding(jax.random.key(0), 24, 24, 6, 1.0, jnp.float64)
     ids, tokens = np.random.default_rng(0).integers(0, 24, (2, 5)), Tokens(2, 5)
     specs = nnx.get_partition_spec(embedding)
-    look = _on_mesh(ways, lambda e, ids: e(ids, tokens), (specs, P()), P())
-    score = _on_mesh(ways, lambda e, x: e.logits(x, tokens), (specs, P()), P(None, MODEL))
+    look = on_ranks(ways, lambda e, ids: e(ids, tokens), (specs, P()), P())
+    score = on_ranks(ways, lambda e, x: e.logits(x, tokens), (specs, P()), P(None, MODEL))
     table = np.asarray(embedding.table[...])
     rows = table[ids.reshape(-1)]
     np.testing.assert_array_equal(look(embedding, ids), rows)
@@ -74,8 +64,8 @@ def test_the_embedding_is_a_lookup_and_its_logits_a_product(ways):
 
 def test_layer_norm_is_the_textbook_formula():
     norm = LayerNorm(12, 1e-5, jnp.float64)
-    norm.scale[...], norm.bias[...] = _draw(12, seed=1), _draw(12, seed=2)
-    x = _draw(2, 3, 12)
+    norm.scale[...], norm.bias[...] = draw(12, seed=1), draw(12, seed=2)
+    x = draw(2, 3, 12)
     centred = x - x.mean(-1, keepdims=True)
     expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * norm.scale[...] + norm.bias[...]
     np.testing.assert_allclose(jax.jit(lambda norm, x: norm(x))(norm, x), expected, rtol=1e-12)
@@ -87,7 +77,7 @@ def test_f_and_g_are_each_others_transpose():
         _, g_transposed = jax.vjp(mappings.leave, y)
         return f_transposed(y)[0] - mappings.leave(y), g_transposed(x)[0] - mappings.enter(x)
 
-    first, second = _on_mesh(4, transposes, (P(), P(MODEL)), (P(), P(MODEL)))(_draw(8), _draw(32))
+    first, second = on_ranks(4, transposes, (P(), P(MODEL)), (P(), P(MODEL)))(draw(8), draw(32))
     assert not np.any(first)
     assert not np.any(second)
 
@@ -100,7 +90,7 @@ def test_f_and_g_of_sequence_parallelism_are_each_others_transpose():
         _, g_transposed = jax.vjp(tokens.leave, partial)
         return f_transposed(partial)[0] - tokens.leave(partial), g_transposed(rows)[0] - tokens.enter(rows)
 
-    both = _on_mesh(4, transposes, (P(MODEL), P(MODEL)), (P(MODEL), P(MODEL)))(_draw(8, 3), _draw(32, 3))
+    both = on_ranks(4, transposes, (P(MODEL), P(MODEL)), (P(MODEL), P(MODEL)))(draw(8, 3), draw(32, 3))
     assert not any(map(np.any, both))
 
 
@@ -110,7 +100,7 @@ def test_a_gather_and_a_scatter_of_tokens_are_an_all_reduce():
     def both(partial):
         return tokens.enter(tokens.leave(partial)) - mappings.vary(mappings.leave(partial), frozenset({MODEL}))
 
-    assert np.abs(_on_mesh(4, both, (P(MODEL),), P(MODEL))(_draw(32, 3))).max() < 1e-14
+    assert np.abs(on_ranks(4, both, (P(MODEL),), P(MODEL))(draw(32, 3))).max() < 1e-14
 
 
 @pytest.mark.parametrize(
@@ -124,4 +114,4 @@ def test_a_gather_and_a_scatter_of_tokens_are_an_all_reduce():
 )
 def test_f_and_g_refuse_what_would_be_silently_wrong(function, spec, words):
     with pytest.raises(ValueError, match=words):
-        _on_mesh(4, function, (spec,), P())(_draw(8))
+        on_ranks(4, function, (spec,), P())(draw(8))
