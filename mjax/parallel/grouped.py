@@ -1,0 +1,198 @@
+"""Grouped products: every row times the matrix of its own group, as the experts of a mixture compute.
+
+Rows are sorted by group, and each group begins at a tile's boundary; the rows that fill its last tile are zero. A tile
+therefore has one matrix, and a product of tiles has neither ragged edges nor masks:
+
+    x [tiles · rows, h]     tile 0   tile 1   tile 2   tile 3   tile 4   tile 5
+    group (of_tile)            0        0        2        2        3     unused
+    y = x W[group]          x₀ W₀    x₁ W₀    x₂ W₂    x₃ W₂    x₄ W₃     zeros
+    dx = dy W[group]ᵀ       the same product with transposed matrices
+    dW[g] = Σ xᵀ dy         over the tiles of g, in float32: x₀ᵀ dy₀ + x₁ᵀ dy₁ for group 0, zeros for group 1
+
+The number of tiles is static, enough for any distribution (`tiles_at_most`). How many are in use is known on the device
+only, and only these cost FLOPs. (`lax.ragged_dot` becomes E dense products of all rows on CPUs and on NVIDIA GPUs.)
+
+    kernel   runs on       it is
+    xla      everything    loops over groups and over their tiles, with as many iterations as there are tiles in use
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mjax.parallel import mappings
+from mjax.parallel.sums import wide_type
+
+KERNELS = ("xla",)
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class Groups:
+    """Rows sorted by group, each group's rows beginning at a tile's boundary.
+
+    Attributes:
+      of_tile: the group of each tile, int32 [tiles]; E - 1 for unused tiles, which are behind all used ones.
+      used: the number of tiles in use, int32 [].
+      first: each group's first tile, int32 [E]; that of the next group if it has none.
+      tiles: the number of tiles of each group, int32 [E].
+      counts: the number of rows of each group, int32 [E], without the zeros that fill its last tile.
+      rows: rows of a tile.
+    """
+
+    of_tile: Array
+    used: Array
+    first: Array
+    tiles: Array
+    counts: Array
+    rows: int = field(metadata={"static": True})
+
+
+def tiles_at_most(assignments: int, groups: int, rows: int, at_once: int | None = None) -> int:
+    """The most tiles that any distribution of assignments over groups uses.
+
+    Args:
+      assignments: A, of rows to groups; k for each token of a router that chooses k experts.
+      groups: E.
+      rows: of a tile.
+      at_once: the most assignments that one group can have, if that is fewer than all: the number of tokens, where a
+        token's experts differ.
+    """
+    busy = min(assignments, groups)  # each has a tile for its first row; the other rows fill tiles
+    more = (assignments - busy) // rows
+    return busy + (more if at_once is None else min(more, busy * ((at_once - 1) // rows)))
+
+
+def group(which: Array, groups: int, rows: int, at_once: int | None = None) -> tuple[Groups, Array]:
+    """Give each assignment its row in a buffer of `tiles_at_most` tiles, sorted by group.
+
+    Args:
+      which: the group of each assignment, int32 [A]; one below 0 or from `groups` on gets no row.
+      groups: E.
+      rows: of a tile.
+      at_once: as in `tiles_at_most`.
+
+    Returns:
+      The groups, and the row of each assignment, int32 [A]: within a group in the order of the assignments, the same
+      rows every time. Those without a group have the buffer's number of rows, behind its last one.
+    """
+    tiles = tiles_at_most(which.shape[0], groups, rows, at_once)
+    which = jnp.where((which >= 0) & (which < groups), which, groups).astype(jnp.int32)
+    counts = jnp.zeros_like(which, shape=groups + 1).at[which].add(1)
+    tiles_of = -(-counts[:groups] // rows)
+    ends = jnp.cumsum(tiles_of, dtype=jnp.int32)
+    first = ends - tiles_of
+    of_tile = (jnp.arange(tiles)[:, None] >= ends).sum(1, dtype=jnp.int32)  # groups that end before the tile
+    found = Groups(jnp.minimum(of_tile, groups - 1), ends[-1], first, tiles_of, counts[:groups], rows)
+
+    order = jnp.argsort(which, stable=True).astype(jnp.int32)
+    sorted_groups = which[order]
+    starts = jnp.cumsum(counts, dtype=jnp.int32) - counts  # of each group among the sorted assignments
+    within = jnp.arange(which.shape[0], dtype=jnp.int32) - starts[sorted_groups]
+    row = jnp.append(first, 0)[sorted_groups] * rows + within
+    row = jnp.where(sorted_groups < groups, row, tiles * rows)
+    return found, jnp.zeros_like(row).at[order].set(row, unique_indices=True)
+
+
+def grouped_product(x: Array, kernels: Array, groups: Groups, kernel: str) -> Array:
+    """y = x W[g] for the rows of each group g, in the dtype of x, with sums in float32 or wider.
+
+    Differentiable in x and kernels; a group without rows has a gradient of zeros.
+
+    Args:
+      x: [tiles · rows, h], zero in the rows that fill tiles.
+      kernels: W, [E, h, f], in the dtype of x. Inside `shard_map` all arguments are cast to vary over the axes that any
+        of them varies over, which sums gradients over the added ones.
+      groups: from `group`.
+      kernel: one of KERNELS.
+
+    Returns:
+      [tiles · rows, f], zero in unused tiles.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
+    """
+    expected = len(groups.of_tile) * groups.rows, len(groups.first), x.dtype
+    if (x.shape[0], kernels.shape[0], kernels.dtype) != expected or x.shape[1:] != kernels.shape[1:2]:
+        raise ValueError(
+            f"grouped_product() takes x [tiles · rows, h] and kernels [E, h, f] of one dtype; it got {x.dtype} "
+            f"{x.shape} and {kernels.dtype} {kernels.shape} for {len(groups.of_tile)} tiles of {groups.rows} rows in "
+            f"{len(groups.first)} groups"
+        )
+    axes = frozenset().union(*map(mappings.varying_axes, jax.tree.leaves((x, kernels, groups))))
+    x, kernels, groups = jax.tree.map(partial(mappings.vary, axes=axes), (x, kernels, groups))
+    return _product(x, kernels, groups, kernel)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(x: Array, kernels: Array, groups: Groups, kernel: str) -> Array:
+    return _of(kernel)[0](x, kernels, groups, False)
+
+
+def _forward(x: Array, kernels: Array, groups: Groups, kernel: str):
+    return _product(x, kernels, groups, kernel), (x, kernels, groups)
+
+
+def _backward(kernel: str, residuals, gradient: Array):
+    x, kernels, groups = residuals
+    product, kernel_gradients = _of(kernel)
+    return product(gradient, kernels, groups, True), kernel_gradients(x, gradient, groups), None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _of(kernel: str) -> tuple[Callable, Callable]:
+    """The product (x [r, h], kernels, groups, transposed) → y [r, f], and the gradient (x, dy, groups) → dW."""
+    assert kernel in KERNELS, kernel
+    return product_in_loops, kernel_gradients_in_loops
+
+
+# --- The kernel `xla` -------------------------------------------------------------------------------------------------
+
+
+def product_in_loops(x: Array, kernels: Array, groups: Groups, transposed: bool) -> Array:
+    """y = x W[g], or x W[g]ᵀ: for each group, for each of its tiles."""
+    rows, contracted = groups.rows, 1 if transposed else 0
+
+    def of_group(one, y):
+        matrix = lax.dynamic_index_in_dim(kernels, one, keepdims=False)
+
+        def of_tile(tile, y):
+            part = lax.dynamic_slice_in_dim(x, tile * rows, rows)
+            part = lax.dot_general(
+                part, matrix, (((1,), (contracted,)), ((), ())), preferred_element_type=wide_type(x.dtype)
+            )
+            return lax.dynamic_update_slice_in_dim(y, part.astype(x.dtype), tile * rows, 0)
+
+        return lax.fori_loop(*_tiles(groups, one), of_tile, y)
+
+    y = jnp.zeros_like(x, shape=(x.shape[0], kernels.shape[2 - contracted]))
+    return lax.fori_loop(0, kernels.shape[0], of_group, y)
+
+
+def kernel_gradients_in_loops(x: Array, gradient: Array, groups: Groups) -> Array:
+    """dW[g] = Σ xᵀ dy over the tiles of g, summed in float32 or wider: [E, h, f] in the dtype of x."""
+    rows, wide = groups.rows, wide_type(x.dtype)
+    shape = x.shape[1], gradient.shape[1]
+
+    def of_group(one, to_kernels):
+        def of_tile(tile, total):
+            part, upstream = (lax.dynamic_slice_in_dim(each, tile * rows, rows) for each in (x, gradient))
+            return total + lax.dot_general(part, upstream, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+
+        total = lax.fori_loop(*_tiles(groups, one), of_tile, jnp.zeros_like(x, wide, shape))
+        return lax.dynamic_update_index_in_dim(to_kernels, total.astype(x.dtype), one, 0)
+
+    return lax.fori_loop(0, len(groups.first), of_group, jnp.zeros_like(x, shape=(len(groups.first), *shape)))
+
+
+def _tiles(groups: Groups, one: Array) -> tuple[Array, Array]:
+    """The first tile of a group, and the one behind its last."""
+    return groups.first[one], groups.first[one] + groups.tiles[one]

@@ -1,0 +1,202 @@
+"""Grouped products against `lax.ragged_dot`, which computes with all rows and all matrices."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from mjax.config import MeshConfig
+from mjax.parallel.grouped import group, grouped_product, tiles_at_most
+from mjax.parallel.mesh import make_mesh
+
+E, H, F, ROWS, ASSIGNMENTS = 5, 6, 10, 4, 29
+LOADS = {  # rows of each group
+    "ragged": [7, 3, 12, 1, 6],
+    "two groups without a row": [0, 14, 0, 8, 7],
+    "all in one group": [0, 0, 29, 0, 0],
+    "one row each": [1, 1, 1, 1, 1],
+    "one row": [0, 1, 0, 0, 0],
+    "whole tiles": [4, 8, 4, 0, 12],
+    "no row": [0, 0, 0, 0, 0],
+}
+loads = st.lists(st.integers(-1, E), min_size=ASSIGNMENTS, max_size=ASSIGNMENTS)
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def drawn(*shape, seed=0, dtype=jnp.float64):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def of_load(counts):
+    """Assignments in any order, with some that have no group."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    none = np.resize([-1, len(counts)], ASSIGNMENTS - len(which))
+    return jnp.asarray(np.random.default_rng(1).permutation(np.concatenate([which, none])), jnp.int32)
+
+
+def through_groups(which, rows, kernels, kernel="xla", tile=ROWS):
+    """The product of each assignment's row with its group's matrix, in the order of the assignments; zeros without."""
+    groups, place = group(which, kernels.shape[0], tile)
+    shape = len(groups.of_tile) * tile, rows.shape[1]
+    x = jnp.zeros_like(rows, shape=shape).at[place].set(rows, mode="drop")
+    return grouped_product(x, kernels, groups, kernel).at[place].get(mode="fill", fill_value=0)
+
+
+def by_ragged_dot(which, rows, kernels):
+    groups = kernels.shape[0]
+    key = jnp.where((which >= 0) & (which < groups), which, groups)
+    order = jnp.argsort(key, stable=True)
+    counts = jnp.zeros(groups + 1, jnp.int32).at[key].add(1)[:groups]
+    y = lax.ragged_dot(rows[order], kernels, counts)
+    y = jnp.where((key[order] < groups)[:, None], y, 0.0)
+    return jnp.zeros_like(y).at[order].set(y)
+
+
+@partial(jax.jit, static_argnums=0)
+def value_and_gradients(product, which, rows, kernels, upstream):
+    y, pullback = jax.vjp(partial(product, which), rows, kernels)
+    return y, *pullback(upstream)
+
+
+def agree(which, groups=E, tile=ROWS):
+    arrays = drawn(ASSIGNMENTS, H), drawn(groups, H, F, seed=1), drawn(ASSIGNMENTS, F, seed=2)
+    found = value_and_gradients(IN_TILES[tile], which, *arrays)
+    for ours, theirs in zip(found, value_and_gradients(by_ragged_dot, which, *arrays), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-13)
+    return found
+
+
+IN_TILES = {tile: partial(through_groups, tile=tile) for tile in (1, ROWS, 64)}
+
+
+# --- Groups -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50)
+@given(loads)
+@example([2] * ASSIGNMENTS)
+@example([-1] * ASSIGNMENTS)
+def test_every_assignment_has_a_row_of_its_own_in_a_tile_of_its_group_in_order(which):
+    groups, place = jax.jit(group, static_argnums=(1, 2))(jnp.asarray(which, jnp.int32), E, ROWS)
+    which, place, of_tile = map(np.asarray, (which, place, groups.of_tile))
+    here = (which >= 0) & (which < E)
+    assert (place[~here] == len(of_tile) * ROWS).all()
+    assert (of_tile[place[here] // ROWS] == which[here]).all()
+    for one in range(E):
+        rows = place[which == one]
+        first = int(groups.first[one]) * ROWS
+        assert rows.tolist() == list(range(first, first + len(rows)))
+        assert groups.counts[one] == len(rows)
+        assert groups.tiles[one] == -(-len(rows) // ROWS) == (of_tile[: groups.used] == one).sum()
+    assert groups.used == np.sum(groups.tiles) <= len(of_tile)
+    assert (of_tile[groups.used :] == E - 1).all()
+
+
+@pytest.mark.parametrize("at_once", [None, 1, 3, 4, 6])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_some_distribution_needs_every_tile_and_none_needs_more(rows, at_once):
+    most = 12 if at_once is None else at_once
+
+    def distributions(assignments, groups):
+        for here in range(min(assignments, most) + 1):
+            if groups:
+                yield from ((here, *rest) for rest in distributions(assignments - here, groups - 1))
+        if not groups:
+            yield ()
+
+    for assignments in (1, 2, 7, 12):
+        needed = max(sum(-(-n // rows) for n in counts) for counts in distributions(assignments, 3))
+        allowed = tiles_at_most(assignments, 3, rows, at_once)
+        assert needed <= allowed
+        if at_once is None:
+            assert needed == allowed
+
+
+# --- The product and its gradients ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", IN_TILES)
+@pytest.mark.parametrize("load", LOADS)
+def test_product_and_gradients_are_those_of_ragged_dot(load, tile):
+    _, _, to_kernels = agree(of_load(LOADS[load]), tile=tile)
+    for count, gradient in zip(LOADS[load], to_kernels, strict=True):
+        assert (count > 0) == bool(np.any(gradient))
+
+
+def test_one_group_is_a_matrix_product():
+    agree(jnp.zeros(ASSIGNMENTS, jnp.int32), groups=1)
+
+
+@settings(max_examples=50)
+@given(loads)
+def test_product_and_gradients_are_those_of_ragged_dot_for_any_load(which):
+    agree(jnp.asarray(which, jnp.int32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_sums_are_in_float32_and_rounded_once(dtype):
+    which = jnp.asarray(np.random.default_rng(0).integers(0, 2, 1200), jnp.int32)
+    rows, kernels, upstream = drawn(1200, 300, dtype=dtype), drawn(2, 300, 8, dtype=dtype), drawn(1200, 8, dtype=dtype)
+    found = value_and_gradients(IN_TILES[ROWS], which, rows, kernels, upstream)
+    exact = value_and_gradients(by_ragged_dot, which, *(x.astype(jnp.float64) for x in (rows, kernels, upstream)))
+    half = jnp.finfo(dtype).eps / 2
+    for ours, exactly in zip(found, exact, strict=True):
+        assert ours.dtype == dtype
+        error = np.abs(np.asarray(ours, np.float64) - exactly)
+        assert (error <= half * np.abs(exactly) * 1.01 + 1e-4).all()
+
+
+def test_unused_tiles_are_not_computed_and_zero():
+    which = of_load(LOADS["all in one group"])
+    groups, _ = group(which, E, ROWS)
+    unused = (np.arange(len(groups.of_tile) * ROWS) >= int(groups.used) * ROWS)[:, None]
+    assert unused.any()
+    x, upstream = (jnp.where(unused, jnp.nan, drawn(len(unused), width)) for width in (H, F))
+    y, pullback = jax.vjp(lambda x, kernels: grouped_product(x, kernels, groups, "xla"), x, drawn(E, H, F))
+    to_x, to_kernels = pullback(upstream)
+    for array in (y, to_x):
+        assert (array[unused[:, 0]] == 0).all()
+        assert jnp.isfinite(array).all()
+    assert jnp.isfinite(to_kernels).all()
+
+
+def test_what_does_not_fit_is_refused():
+    groups, _ = group(of_load(LOADS["ragged"]), E, ROWS)
+    x, kernels = drawn(len(groups.of_tile) * ROWS, H), drawn(E, H, F)
+    for wrong in ((x[:-1], kernels), (x, kernels[:-1]), (x, kernels[:, :-1]), (x, kernels.astype(jnp.float32))):
+        with pytest.raises(ValueError, match=r"takes x \[tiles · rows, h\] and kernels \[E, h, f\] of one dtype"):
+            grouped_product(*wrong, groups, "xla")
+
+
+@pytest.mark.parametrize("split", [P(), P(None, None, "model")], ids=["replicated", "split over model"])
+def test_on_a_mesh_product_and_gradients_are_those_of_one_device(split):
+    """Rows differ over `data`; kernels are the same there, and either the same over `model` or its columns."""
+
+    def local(which, rows, kernels):
+        def loss(rows, kernels):
+            return jnp.sin(through_groups(which, rows, kernels)).sum()
+
+        value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(rows, kernels)
+        return lax.psum(value, tuple(jax.typeof(value).mat.varying)), *gradients
+
+    which = jnp.asarray(np.random.default_rng(0).integers(-1, E + 1, 32), jnp.int32)
+    rows, kernels = drawn(32, H), drawn(E, H, F, seed=1)
+    specs = P("data"), P("data"), split
+    run = jax.shard_map(local, mesh=make_mesh(MeshConfig(data=2, model=2)), in_specs=specs, out_specs=(P(), *specs[1:]))
+    value, to_rows, to_kernels = jax.jit(run)(which, rows, kernels)
+
+    expected = jax.value_and_grad(lambda *x: jnp.sin(by_ragged_dot(which, *x)).sum(), argnums=(0, 1))(rows, kernels)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-13)
+    np.testing.assert_allclose(to_rows, expected[1][0], rtol=0, atol=1e-13)
+    np.testing.assert_allclose(to_kernels, expected[1][1], rtol=0, atol=1e-13)
