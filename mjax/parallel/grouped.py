@@ -14,6 +14,12 @@ only, and only these cost FLOPs. (`lax.ragged_dot` becomes E dense products of a
 
     kernel   runs on       it is
     xla      everything    loops over groups and over their tiles, with as many iterations as there are tiles in use
+    pallas   NVIDIA GPUs   three Triton kernels; programs of unused tiles write zeros
+
+    kernel of pallas    a program has               and goes through
+    product             a tile, a block of f        steps of h
+    transposed          a tile, a block of h        steps of f
+    gradients           a group, blocks of h and f  the rows of the group's tiles
 """
 
 from __future__ import annotations
@@ -25,11 +31,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
 from mjax.parallel import mappings
 from mjax.parallel.sums import wide_type
 
-KERNELS = ("xla",)
+KERNELS = ("xla", "pallas")
+INTERPRETED = "pallas, interpreted"
+"""The kernel `pallas` without a GPU, for tests; not inside `shard_map(check_vma=True)`."""
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -125,6 +135,8 @@ def grouped_product(x: Array, kernels: Array, groups: Groups, kernel: str) -> Ar
             f"{x.shape} and {kernels.dtype} {kernels.shape} for {len(groups.of_tile)} tiles of {groups.rows} rows in "
             f"{len(groups.first)} groups"
         )
+    if kernel != "xla" and (groups.rows < MULTIPLE or groups.rows & (groups.rows - 1)):
+        raise ValueError(f"the kernel {kernel} has tiles of 16, 32, 64 … rows; these have {groups.rows}")
     axes = frozenset().union(*map(mappings.varying_axes, jax.tree.leaves((x, kernels, groups))))
     x, kernels, groups = jax.tree.map(partial(mappings.vary, axes=axes), (x, kernels, groups))
     return _product(x, kernels, groups, kernel)
@@ -150,8 +162,10 @@ _product.defvjp(_forward, _backward)
 
 def _of(kernel: str) -> tuple[Callable, Callable]:
     """The product (x [r, h], kernels, groups, transposed) → y [r, f], and the gradient (x, dy, groups) → dW."""
-    assert kernel in KERNELS, kernel
-    return product_in_loops, kernel_gradients_in_loops
+    if kernel == "xla":
+        return product_in_loops, kernel_gradients_in_loops
+    interpret = {"pallas": False, INTERPRETED: True}[kernel]
+    return partial(product_in_pallas, interpret=interpret), partial(kernel_gradients_in_pallas, interpret=interpret)
 
 
 # --- The kernel `xla` -------------------------------------------------------------------------------------------------
@@ -196,3 +210,118 @@ def kernel_gradients_in_loops(x: Array, gradient: Array, groups: Groups) -> Arra
 def _tiles(groups: Groups, one: Array) -> tuple[Array, Array]:
     """The first tile of a group, and the one behind its last."""
     return groups.first[one], groups.first[one] + groups.tiles[one]
+
+
+# --- The kernel `pallas` ----------------------------------------------------------------------------------------------
+
+BLOCK = 128  # the most columns of a block
+MULTIPLE = 16  # of all sizes: Triton's smallest product
+
+
+def pallas_obstacle(platform: str, capability: tuple[int, ...], compute: str, sizes: tuple[int, ...]) -> str | None:
+    """The reason that rules out the kernel `pallas`, if there is one.
+
+    Args:
+      platform: `jax.default_backend()`.
+      capability: compute capability of the GPU.
+      compute: compute dtype of the run, as in the config.
+      sizes: h and f of all grouped products, on one device.
+    """
+    if platform != "gpu":
+        return f"it needs an NVIDIA GPU and this process runs on {platform}"
+    if capability < (8, 0):
+        number = ".".join(map(str, capability))
+        return f"it needs compute capability 8.0 or more, as an A100 has, and the GPU has {number}"
+    if compute == "fp64":
+        return "it computes in bf16, fp16 or fp32 and --precision.compute is fp64"
+    odd = [size for size in sizes if size % MULTIPLE]
+    if odd:
+        return f"it needs sizes that are multiples of {MULTIPLE} and an expert's matrix has a dim of {odd[0]}"
+    return None
+
+
+def product_in_pallas(x: Array, kernels: Array, groups: Groups, transposed: bool, interpret: bool = False) -> Array:
+    """As `product_in_loops`, for sizes that are multiples of 16 and tiles whose rows are a power of two from 16."""
+    depth, width = reversed(kernels.shape[1:]) if transposed else kernels.shape[1:]
+    block, rows = _block(width), groups.rows
+    return pl.pallas_call(
+        partial(_product_kernel, step=_step(depth, x.dtype), transposed=transposed),
+        grid=(width // block, len(groups.of_tile)),
+        in_specs=[
+            pl.BlockSpec((None,), lambda _, tile: (tile,)),
+            pl.BlockSpec((None,), lambda *_: (0,)),
+            pl.BlockSpec((rows, depth), lambda _, tile: (tile, 0)),
+            pl.BlockSpec(kernels.shape, lambda *_: (0, 0, 0)),
+        ],
+        out_specs=pl.BlockSpec((rows, block), lambda column, tile: (tile, column)),
+        out_shape=_like(x, (x.shape[0], width)),
+        compiler_params=_parameters(rows, block),
+        interpret=interpret,
+        name="grouped_product_transposed" if transposed else "grouped_product",
+    )(groups.of_tile, groups.used[None], x, kernels)
+
+
+def kernel_gradients_in_pallas(x: Array, gradient: Array, groups: Groups, interpret: bool = False) -> Array:
+    """As `kernel_gradients_in_loops`, for the same sizes."""
+    (rows, h), (_, f), number = x.shape, gradient.shape, len(groups.first)
+    high, wide = _block(h), _block(f)
+    of_group = pl.BlockSpec((None,), lambda column, row, one: (one,))
+    return pl.pallas_call(
+        partial(_gradients_kernel, rows=groups.rows, step=_step(groups.rows, x.dtype)),
+        grid=(f // wide, h // high, number),
+        in_specs=[
+            of_group,
+            of_group,
+            pl.BlockSpec((rows, high), lambda column, row, one: (0, row)),
+            pl.BlockSpec((rows, wide), lambda column, row, one: (0, column)),
+        ],
+        out_specs=pl.BlockSpec((None, high, wide), lambda column, row, one: (one, row, column)),
+        out_shape=_like(x, (number, h, f)),
+        compiler_params=_parameters(high, wide),
+        interpret=interpret,
+        name="grouped_gradients",
+    )(groups.first, groups.tiles, x, gradient)
+
+
+def _product_kernel(of_tile_ref, used_ref, x_ref, kernels_ref, y_ref, *, step: int, transposed: bool) -> None:
+    columns = pl.ds(pl.program_id(0) * y_ref.shape[1], y_ref.shape[1])
+    one = of_tile_ref[...]
+
+    def add(i, total):
+        some = pl.ds(i * step, step)
+        matrix = kernels_ref[one, columns, some].T if transposed else kernels_ref[one, some, columns]
+        return total + triton.dot(x_ref[:, some], matrix)
+
+    in_use = (pl.program_id(1) < used_ref[...]).astype(jnp.int32)
+    steps = in_use * (x_ref.shape[1] // step)
+    y_ref[...] = lax.fori_loop(0, steps, add, jnp.zeros(y_ref.shape, jnp.float32)).astype(y_ref.dtype)
+
+
+def _gradients_kernel(first_ref, tiles_ref, x_ref, gradient_ref, out_ref, *, rows: int, step: int) -> None:
+    first = first_ref[...] * rows
+
+    def add(i, total):
+        some = pl.ds(first + i * step, step)
+        return total + triton.dot(x_ref[some, :].T, gradient_ref[some, :])
+
+    steps = tiles_ref[...] * (rows // step)  # none for a group without rows
+    out_ref[...] = lax.fori_loop(0, steps, add, jnp.zeros(out_ref.shape, jnp.float32)).astype(out_ref.dtype)
+
+
+def _block(size: int) -> int:
+    """The columns of a block: the largest power of two that divides `size`, up to BLOCK, so that no block is ragged."""
+    return min(BLOCK, size & -size)
+
+
+def _step(size: int, dtype) -> int:
+    """The terms that a step of a loop adds: 128 bytes of a row, or fewer if `size` is no multiple of that."""
+    return min(128 // dtype.itemsize, size & -size)
+
+
+def _parameters(rows: int, columns: int):
+    return triton.CompilerParams(num_warps=8 if rows * columns >= 128 * 128 else 4, num_stages=3)
+
+
+def _like(x: Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """A result that varies over the same mesh axes as `x`."""
+    return jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=jax.typeof(x).mat)

@@ -1,5 +1,8 @@
-"""Grouped products against `lax.ragged_dot`, which computes with all rows and all matrices."""
+"""Grouped products against `lax.ragged_dot`, which computes with all rows and all matrices; the kernel `pallas`,
+interpreted, against the kernel `xla`. Compiled for an H100 where the CUDA wheels are installed."""
 
+import math
+import re
 from functools import partial
 
 import jax
@@ -12,8 +15,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
-from mjax.parallel.grouped import group, grouped_product, tiles_at_most
+from mjax.packages import cuda_build
+from mjax.parallel.grouped import INTERPRETED, group, grouped_product, pallas_obstacle, tiles_at_most
 from mjax.parallel.mesh import make_mesh
+from mjax.planner.compile import SHEETS, _without_compilation_cache
+
+needs_compiler = pytest.mark.skipif(
+    cuda_build() is None, reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
+)
 
 E, H, F, ROWS, ASSIGNMENTS = 5, 6, 10, 4, 29
 LOADS = {  # rows of each group
@@ -38,10 +47,10 @@ def drawn(*shape, seed=0, dtype=jnp.float64):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def of_load(counts):
+def of_load(counts, assignments=ASSIGNMENTS):
     """Assignments in any order, with some that have no group."""
     which = np.repeat(np.arange(len(counts)), counts)
-    none = np.resize([-1, len(counts)], ASSIGNMENTS - len(which))
+    none = np.resize([-1, len(counts)], assignments - len(which))
     return jnp.asarray(np.random.default_rng(1).permutation(np.concatenate([which, none])), jnp.int32)
 
 
@@ -78,6 +87,11 @@ def agree(which, groups=E, tile=ROWS):
 
 
 IN_TILES = {tile: partial(through_groups, tile=tile) for tile in (1, ROWS, 64)}
+IN_PALLAS = {
+    (kernel, tile): partial(through_groups, kernel=kernel, tile=tile)
+    for kernel in ("xla", INTERPRETED)
+    for tile in (16, 64)
+}
 
 
 # --- Groups -----------------------------------------------------------------------------------------------------------
@@ -157,14 +171,17 @@ def test_sums_are_in_float32_and_rounded_once(dtype):
         assert (error <= half * np.abs(exactly) * 1.01 + 1e-4).all()
 
 
-def test_unused_tiles_are_not_computed_and_zero():
+@pytest.mark.parametrize(("kernel", "tile", "h", "f"), [("xla", ROWS, H, F), (INTERPRETED, 16, 48, 32)])
+def test_unused_tiles_are_not_computed_and_zero(kernel, tile, h, f):
     which = of_load(LOADS["all in one group"])
-    groups, _ = group(which, E, ROWS)
-    unused = (np.arange(len(groups.of_tile) * ROWS) >= int(groups.used) * ROWS)[:, None]
+    groups, _ = group(which, E, tile)
+    unused = (np.arange(len(groups.of_tile) * tile) >= int(groups.used) * tile)[:, None]
     assert unused.any()
-    x, upstream = (jnp.where(unused, jnp.nan, drawn(len(unused), width)) for width in (H, F))
-    y, pullback = jax.vjp(lambda x, kernels: grouped_product(x, kernels, groups, "xla"), x, drawn(E, H, F))
-    to_x, to_kernels = pullback(upstream)
+    with jax.enable_x64(False):
+        x, upstream = (jnp.where(unused, jnp.nan, drawn(len(unused), width, dtype=jnp.float32)) for width in (h, f))
+        kernels = drawn(E, h, f, dtype=jnp.float32)
+        y, pullback = jax.vjp(lambda x, kernels: grouped_product(x, kernels, groups, kernel), x, kernels)
+        to_x, to_kernels = pullback(upstream)
     for array in (y, to_x):
         assert (array[unused[:, 0]] == 0).all()
         assert jnp.isfinite(array).all()
@@ -177,6 +194,8 @@ def test_what_does_not_fit_is_refused():
     for wrong in ((x[:-1], kernels), (x, kernels[:-1]), (x, kernels[:, :-1]), (x, kernels.astype(jnp.float32))):
         with pytest.raises(ValueError, match=r"takes x \[tiles · rows, h\] and kernels \[E, h, f\] of one dtype"):
             grouped_product(*wrong, groups, "xla")
+    with pytest.raises(ValueError, match=r"the kernel pallas has tiles of 16, 32, 64 … rows; these have 4"):
+        grouped_product(x, kernels, groups, "pallas")
 
 
 @pytest.mark.parametrize("split", [P(), P(None, None, "model")], ids=["replicated", "split over model"])
@@ -200,3 +219,80 @@ def test_on_a_mesh_product_and_gradients_are_those_of_one_device(split):
     np.testing.assert_allclose(value, expected[0], rtol=1e-13)
     np.testing.assert_allclose(to_rows, expected[1][0], rtol=0, atol=1e-13)
     np.testing.assert_allclose(to_kernels, expected[1][1], rtol=0, atol=1e-13)
+
+
+# --- The kernel `pallas` ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("h", "f", "tile"), [(96, 256, 64), (256, 48, 16)])
+@pytest.mark.parametrize("load", LOADS)
+def test_pallas_interpreted_is_xla(load, h, f, tile):
+    which = of_load([5 * count for count in LOADS[load]], 5 * ASSIGNMENTS)
+    with jax.enable_x64(False):  # as on every GPU; with it a position is an int64
+        sizes = {"rows": (len(which), h), "kernels": (E, h, f), "upstream": (len(which), f)}
+        arrays = [drawn(*shape, seed=seed, dtype=jnp.float32) for seed, shape in enumerate(sizes.values())]
+        found, expected = (
+            value_and_gradients(IN_PALLAS[kernel, tile], which, *arrays) for kernel in (INTERPRETED, "xla")
+        )
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_pallas_interpreted_sums_in_float32_and_rounds_once(dtype):
+    rows = 7000  # in bf16 a sum of steps of 16 rows ends at 4096
+    with jax.enable_x64(False):
+        arrays = [jnp.ones(shape, dtype) for shape in ((rows, 16), (1, 16, 32), (rows, 32))]
+        _, _, to_kernels = value_and_gradients(IN_PALLAS[INTERPRETED, 16], jnp.zeros(rows, jnp.int32), *arrays)
+    assert to_kernels.dtype == dtype
+    np.testing.assert_array_equal(to_kernels, jnp.asarray(rows, dtype))
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "compute", "sizes", "why"),
+    [
+        ("cpu", (9, 0), "bf16", (64,), "it needs an NVIDIA GPU and this process runs on cpu"),
+        ("gpu", (7, 5), "fp16", (64,), "it needs compute capability 8.0 or more, as an A100 has, and the GPU has 7.5"),
+        ("gpu", (9, 0), "fp64", (64,), "it computes in bf16, fp16 or fp32 and --precision.compute is fp64"),
+        (
+            "gpu",
+            (9, 0),
+            "bf16",
+            (72,),
+            "it needs sizes that are multiples of 16 and an expert's matrix has a dim of 72",
+        ),
+        ("gpu", (8, 0), "fp32", (64, 720), None),
+    ],
+)
+def test_what_pallas_cannot_do_has_a_sentence(platform, capability, compute, sizes, why):
+    assert pallas_obstacle(platform, capability, compute, sizes) == why
+
+
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "h", "f"), [(jnp.bfloat16, 512, 96), (jnp.float32, 48, 512)])
+def test_compiled_for_an_h100_it_is_three_kernels_and_no_array_of_all_rows_for_all_groups(dtype, h, f):
+    from jax.experimental.topologies import get_topology_desc
+
+    assignments, groups = 4096, 16
+
+    def outputs(which, rows, kernels, upstream):
+        y, pullback = jax.vjp(lambda *x: through_groups(which, *x, "pallas", 128), rows, kernels)
+        return y, *pullback(upstream)
+
+    sheet = (SHEETS / "h100.txtpb").read_text()
+    devices = get_topology_desc(platform="cuda", topology="1x1x2", target_config=sheet).devices
+    mesh, everywhere, split = make_mesh(MeshConfig(data=2), devices), P(), P("data")
+    specs = split, split, everywhere, split
+    run = jax.jit(jax.shard_map(outputs, mesh=mesh, in_specs=specs, out_specs=(split, split, everywhere)))
+    shapes = (2 * assignments,), (2 * assignments, h), (groups, h, f), (2 * assignments, f)
+    with jax.enable_x64(False), _without_compilation_cache():
+        arrays = [
+            jax.ShapeDtypeStruct(shape, kind, sharding=jax.sharding.NamedSharding(mesh, spec))
+            for shape, kind, spec in zip(shapes, (jnp.int32, dtype, dtype, dtype), specs, strict=True)
+        ]
+        text = run.lower(*arrays).compile().as_text()
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+    assert "ragged" not in text
+    sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\w+\[([\d,]+)\]", text)]
+    largest = max(tiles_at_most(assignments, groups, 128) * 128 * max(h, f), groups * h * f)
+    assert max(sizes) == largest < assignments * groups * min(h, f)
