@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
-from benchmarks import fault_runs
+from benchmarks import fault_runs, grouped
 from benchmarks.command import check_peers
 from benchmarks.fault_runs import Ended, Outcome, Place
 from benchmarks.fitting import Measurement
@@ -86,6 +87,26 @@ def test_the_benchmark_of_indices_prints_a_row_for_everything_it_measures():
     assert rows == ["what", "---", *["build"] * 3, "start", *["blend"] * 4, *["read"] * 2, "open"]
 
 
+def test_the_benchmark_of_grouped_products_counts_the_tiles_of_each_load(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["grouped.py", "--shape", "tiny", "--rounds", "1", "--rows", "5", "100"])
+    assert grouped.main() == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    found = {tuple(row[:3]): float(row[3]) for row in rows if row and row[0] in grouped.LOADS}
+    # 100 rows, 4 experts: ragged_dot computes them for each, and its masks cost something besides.
+    assert all(4 <= found[load, "ragged_dot", "–"] < 5 for load in grouped.LOADS)
+    assert [found[load, "xla", "100"] for load in grouped.LOADS] == [4, 4, 4, 1]
+    for load in grouped.LOADS:
+        counts = np.bincount(grouped.assigned(grouped.SHAPES["tiny"], load), minlength=4)
+        assert found[load, "xla", "5"] == sum(-(-counts // 5)) * 5 / 100
+
+
+def test_the_benchmark_of_grouped_products_sees_a_wrong_result(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["grouped.py", "--shape", "tiny", "--rounds", "1"])
+    monkeypatch.setattr("mjax.parallel.grouped.grouped_product", lambda x, kernels, *_, **__: x @ kernels[0])
+    assert grouped.main() == 1
+    assert "y of xla differs from that of ragged_dot" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "sentence"),
     [
@@ -98,6 +119,12 @@ def test_the_benchmark_of_indices_prints_a_row_for_everything_it_measures():
         ("dedup", ["none.jsonl", "none.jsonl"], "there is no file none.jsonl; give .txt, .jsonl"),
         ("dedup", ["a", "b", "--workers", "0"], "--workers is 0; it must be at least 1"),
         ("dedup", [TEXT, TEXT, "--thresholds", "0.7", "0"], "--threshold 0 is not a Jaccard similarity"),
+        ("grouped", ["--rows", "64", "0"], "--rows is 0; it must be at least 1"),
+        (
+            "grouped",
+            ["--shape", "qwen3_30b"],
+            "--shape qwen3_30b needs an NVIDIA GPU and this process runs on cpu; use",
+        ),
         ("index", ["--rounds", "0"], "--rounds is 0; it must be at least 1"),
         ("index", ["--tokens", "5000"], "--tokens is 5,000; with --batch 3072 use 18874368 or more"),
         ("memory", ["--write", "none/table.json"], "--write none/table.json: there is no folder none; create it"),

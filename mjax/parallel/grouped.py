@@ -38,6 +38,8 @@ from mjax.parallel import mappings
 from mjax.parallel.sums import wide_type
 
 KERNELS = ("xla", "pallas")
+ROWS = {"xla": 128, "pallas": 128}
+"""The fastest tiles (`benchmarks/grouped.py`)."""
 INTERPRETED = "pallas, interpreted"
 """The kernel `pallas` without a GPU, for tests; not inside `shard_map(check_vma=True)`."""
 
