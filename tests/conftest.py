@@ -22,7 +22,9 @@ flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_coun
 if os.environ["JAX_PLATFORMS"] == "cpu":
     flags.append(COMPILE_QUICKLY)
 os.environ["XLA_FLAGS"] = " ".join(flags).strip()
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".jax_cache")  # also of what tests start; nothing goes home
+# Of what tests start too; nothing goes home.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".jax_cache")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -33,8 +35,6 @@ gc.set_threshold(50_000)
 
 hypothesis.settings.register_profile("patient", deadline=None)  # the machine may be busy
 hypothesis.settings.load_profile("patient")
-
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,11 @@ def sigterm_as_before():
 def fewer_devices(monkeypatch):
     """A run in this process may leave some of its sixteen devices alone."""
     monkeypatch.setattr("mjax.training.loop.check_devices", lambda *_: None)
+
+
+def pytest_sessionfinish():
+    """Pytest and Python collect garbage several times as they end, seconds each after so many traces."""
+    gc.freeze()
 
 
 def pytest_addoption(parser):

@@ -34,7 +34,8 @@ def _blocks(page: Path) -> list[tuple[int, str, str | None]]:
 
 
 def _script(page: Path, blocks) -> str:
-    parts = ["space = {'__name__': '__main__'}"]
+    # As in conftest.py: by default garbage is collected for a fifth of the time of a trace.
+    parts = ["import gc; gc.set_threshold(50_000)", "space = {'__name__': '__main__'}"]
     for line, code, _ in blocks:
         source = "\n" * (line - 1) + code  # so that a traceback names the line of the page
         parts.append(f"exec(compile({source!r}, {str(page)!r}, 'exec'), space)\nprint({MARK!r}, flush=True)")

@@ -39,8 +39,6 @@ def _environment(trains: bool) -> dict[str, str]:
     }
     return kept | {
         "XLA_FLAGS": "" if trains else COMPILE_QUICKLY,
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
     }
 
 

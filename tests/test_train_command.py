@@ -23,8 +23,6 @@ def environment():
         **variables,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": COMPILE_QUICKLY,
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         "PYTHONUNBUFFERED": "1",
     }
 
