@@ -6,20 +6,25 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from io import BytesIO
 
 import jax
+import matplotlib.figure
 import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from benchmarks.published import as_mjax, errors, fit, fsdp_steps, table_1, table_5, v100_scaling, whole_rows
+from benchmarks.scaling_figure import draw_scaling
 from mjax.batch_size import BatchSizes, at_batch
 from mjax.config import Config, GPTConfig, MeshConfig, PrecisionConfig, TrainConfig, load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
 from mjax.model_config import as_kind
+from mjax.models.build import count_parameters
 from mjax.parallel.schedules import build_schedule
 from mjax.planner.bubble import bubble, ticks
-from mjax.planner.calibration import A100, MEGATRON_A100, MEGATRON_V100
+from mjax.planner.calibration import A100, MEGATRON_A100, MEGATRON_V100, default_calibration
 from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.comms import ledger
 from mjax.planner.rates import Rates
@@ -96,12 +101,36 @@ def weak_scaling():
 def test_beyond_the_lengths_of_the_published_runs_there_is_no_error_bar():
     longer = [run for run in fsdp_steps() if run.config.model.sequence > 2048]
     assert len(longer) == 59
-    assert all(predict_time(run.config, run.hardware).error is None for run in longer)
-    on_h100 = as_mjax([run for run in longer if run.gpu == "h100"])
-    assert np.abs(on_h100).max() > H100_RATES.error  # which is why
-    step = predict_time(longer[0].config, longer[0].hardware)
-    assert step.caveats[0] == "no error bar at 8,192 positions: it was found on runs of 512 to 2,048"
-    assert (step.between(step.total), good_to(step.error)) == (None, "no error bar")
+    for run in longer:
+        rates = default_calibration(run.hardware)
+        assert rates.error_of(run.config, count_parameters(run.config.model), run.hardware)[0] is None, run.name
+    (far,) = [run for run in longer if run.name == "1b, 65,536 positions, 8 GPUs" and run.gpu == "h100"]
+    assert abs(as_mjax([far])[0]) > H100_RATES.error  # which is why
+    for run in (longer[0], far):
+        step = predict_time(run.config, run.hardware)
+        length = f"{run.config.model.sequence:,}"
+        assert step.caveats[0] == f"no error bar at {length} positions: it was found on runs of 512 to 2,048"
+        assert (step.error, step.between(step.total), good_to(step.error)) == (None, None, "no error bar")
+
+
+def test_the_picture_of_scaling_shows_every_published_run_beside_its_prediction(monkeypatch):
+    drawn = []
+    save = matplotlib.figure.Figure.savefig
+    monkeypatch.setattr(
+        matplotlib.figure.Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k))
+    )
+    file = BytesIO()
+    draw_scaling(file)
+    speed, scaling, everything = drawn[0].axes
+    lines = {line.get_label(): line.get_ydata() for line in speed.lines}
+    assert lines["published"] == pytest.approx([137, 138, 142, 135, 138, 140, 148, 155, 163, 163])
+    assert np.abs(np.array(lines["predicted"]) / lines["published"] - 1).max() < 0.06
+    published = [line.get_ydata() for line in scaling.lines if line.get_label().endswith("published")]
+    assert np.round(published).tolist() == [[100, 95, 82, 77], [96, 83, 79, 74]]
+    assert sum(len(line.get_xdata()) for line in everything.lines if line.get_label()[0] != "_") == 32
+    assert len(table_1()) == len(lines["published"])
+    file.seek(0)
+    assert imread(file).std() > 0.05
 
 
 # --- The compiled program ---------------------------------------------------------------------------------------------
