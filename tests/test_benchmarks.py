@@ -18,13 +18,18 @@ from benchmarks.fitting import Measurement
 from mjax.config import DataConfig, load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
+from mjax.packages import cuda_build
 from mjax.planner.calibration import H100, read_calibration
+from mjax.planner.compile import SHEETS, _without_compilation_cache
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
 from mjax.state.manifest import write_manifest
 from tests.conftest import ROOT
 from tests.test_train_command import CONFIG, environment
 
+needs_compiler = pytest.mark.skipif(
+    cuda_build() is None, reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
+)
 TEXT = str(ROOT / "requirements.txt")
 
 
@@ -98,6 +103,22 @@ def test_the_benchmark_of_grouped_products_counts_the_tiles_of_each_load(monkeyp
     for load in grouped.LOADS:
         counts = np.bincount(grouped.assigned(grouped.SHAPES["tiny"], load), minlength=4)
         assert found[load, "xla", "5"] == sum(-(-counts // 5)) * 5 / 100
+
+
+@needs_compiler
+@pytest.mark.parametrize("triton", [True, False], ids=["Triton", "cuBLAS"])
+def test_on_an_h100_the_flops_of_ragged_dot_are_those_of_dense_products(triton):
+    from jax.experimental.topologies import get_topology_desc
+
+    sheet = (SHEETS / "h100.txtpb").read_text()
+    (device,) = get_topology_desc(platform="cuda", topology="1x1x1", target_config=sheet).devices
+    shapes = ((256, 64), "bfloat16"), ((8, 64, 128), "bfloat16"), ((8,), "int32")
+    there = jax.sharding.SingleDeviceSharding(device)
+    arrays = [jax.ShapeDtypeStruct(*each, sharding=there) for each in shapes]
+    with _without_compilation_cache():
+        options = {"xla_gpu_enable_triton_gemm": triton}
+        compiled = jax.jit(jax.lax.ragged_dot).lower(*arrays).compile(compiler_options=options)
+    assert grouped.flops_of(compiled, on_gpu=True) == 8 * 2 * 256 * 64 * 128
 
 
 def test_the_benchmark_of_grouped_products_sees_a_wrong_result(monkeypatch, capsys):

@@ -14,7 +14,8 @@ only, and only these cost FLOPs. (`lax.ragged_dot` becomes E dense products of a
 
     kernel   runs on       it is
     xla      everything    loops over groups and over their tiles, with as many iterations as there are tiles in use
-    pallas   NVIDIA GPUs   three Triton kernels; programs of unused tiles write zeros
+    pallas   NVIDIA GPUs   three Triton kernels; programs of unused tiles write zeros; float32 as XLA's products, in
+                           TF32 unless `jax_default_matmul_precision` asks for more
 
     kernel of pallas    a program has               and goes through
     product             a tile, a block of f        steps of h
@@ -38,8 +39,9 @@ from mjax.parallel import mappings
 from mjax.parallel.sums import wide_type
 
 KERNELS = ("xla", "pallas")
-ROWS = {"xla": 128, "pallas": 128}
-"""The fastest tiles (`benchmarks/grouped.py`)."""
+ROWS = {"xla": 64, "pallas": 128}
+"""Rows of a tile: of `xla` the fewest that are about as fast as any on a CPU (`benchmarks/grouped.py`); of `pallas`
+what fills the tensor cores of an H100, which nobody has timed."""
 INTERPRETED = "pallas, interpreted"
 """The kernel `pallas` without a GPU, for tests; not inside `shard_map(check_vma=True)`."""
 
