@@ -222,6 +222,14 @@ def sums_by_layer(config: Config) -> bool:
     return ordered and mesh.zero == 1 and mesh.data > 1 and train.unroll == "on" and train.streams == 1
 
 
+def sums_in_last(config: Config) -> bool:
+    """Whether gradients are summed over `data` during the backward pass of the last micro-batch, which then runs behind
+    the loop over the others: layer by layer, or, without ZeRO and `model`, whenever XLA finds work beside a sum."""
+    mesh, train = config.mesh, config.train
+    replicated = mesh.zero == 0 and mesh.data > 1 and mesh.pipe == mesh.model == 1
+    return sums_by_layer(config) or (replicated and train.unroll == "on" and train.streams == 1)
+
+
 def gather_for_inference(model, plan, dtype):
     """Like `gather_weights`, for a program without gradients: the weights are typed as replicated."""
 

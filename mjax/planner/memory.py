@@ -33,7 +33,7 @@ import numpy as np
 from mjax.config import Config
 from mjax.models.kernels import FUSED, HOPPER, attention_on_gpu
 from mjax.parallel.cross_entropy import rows_of_chunks
-from mjax.parallel.zero import sums_by_layer
+from mjax.parallel.zero import sums_by_layer, sums_in_last
 from mjax.planner import muon
 from mjax.planner.rates import WIDTHS
 from mjax.planner.regions import backward_work
@@ -150,7 +150,7 @@ class _Sizes:
         if train.unroll == "on":
             # Without a loop the shards of a layer that are gathered again are kept from the forward pass.
             self.kept += self.master * self.held.gathered_shards / config.model.layers
-            if mesh.data > 1 and mesh.zero == 0 and mesh.model == 1 and not self.accumulates:
+            if mesh.zero == 0 and sums_in_last(config):
                 # XLA computes the gradients of weights after those of all streams, beside the sums over `data`.
                 self.kept = max(self.kept, self.factors)
         self.work = (sample.work + scores) * b

@@ -7,7 +7,6 @@ layer. The programs of the papers cannot be traced; what their kernels read and 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -49,8 +48,7 @@ class Overlap:
         products of gradients: both of a layer with selective recomputation, the first with full.
       forward: the same of the forward pass and of full recomputation, beside the products of the other half of the
         micro-batch (`train.streams 2`): 0 with one stream.
-      gradients: the most micro-batches with which sums over `data` run beside the backward pass of the last one, if its
-        layers are not in a loop: 0 never, 1 where a loop over micro-batches would end before them.
+      gradients: sums over `data` run beside the backward pass of the last micro-batch, if its layers are not in a loop.
       weights: share of ZeRO's gathers of weights and sums of gradients that runs beside the layers' own kernels, where
         they are gathered and summed layer by layer.
       copies: the copies into and out of the stacks of a loop over layers run beside the products.
@@ -59,7 +57,7 @@ class Overlap:
     backward: float
     repeated: float = 0.0
     forward: float = 0.0
-    gradients: float = 0
+    gradients: bool = False
     weights: float = 0.0
     copies: bool = False
 
@@ -107,7 +105,7 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     sequence parallelism XLA decides: jax 0.10 puts the all-reduce beside the product, 0.11 behind it; and 0.11 copies
     into the stacks of a loop beside the products. FSDP gathers weights and sums gradients beside the layers. If layers
     are not in a loop, so does ZeRO-1, the sums in the last micro-batch and the gathers if it is the only one; without
-    ZeRO the sums run beside the gradients of the weights, if it is the only one. XLA has one collective in flight, so
+    ZeRO the sums run beside the gradients of the weights in the last one. XLA has one collective in flight, so
     none of these runs beside those over `model`. With two streams barriers put most collectives beside the other half's
     work (docs/benchmarks.md).
     """
@@ -117,8 +115,7 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     if config.mesh.splits_tokens:
         return Overlap(backward=0.5, repeated=1.0, copies=newer)
     alone = config.mesh.model == 1
-    gradients = (math.inf if config.mesh.zero == 1 else 1) if alone else 0
-    return Overlap(backward=0.0 if newer else 1.0, gradients=gradients, weights=0.85 * alone, copies=newer)
+    return Overlap(backward=0.0 if newer else 1.0, gradients=alone, weights=0.85 * alone, copies=newer)
 
 
 # The 26 bytes of Adam, 2 of the norm and 6 of the cast were read from programs compiled for H100s (docs/benchmarks.md).

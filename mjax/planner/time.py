@@ -380,10 +380,14 @@ class _Step:
         seconds = rates.gather(mesh.pipe, stage, across * self.held.shared)
         shared = self.held.shared / mesh.pipe
         weights = shared if mesh.zero == 3 else self.held.layers + shared
-        hidden = m <= self.overlap.gradients and not self._looped
+        hidden = self.overlap.gradients and not self._looped
         beside = hidden * self.layers * sum(sum(each.values()) for each in self._passes[1:])
         if not mesh.zero:
-            return seconds + max(0.0, rates.sum(mesh.data, mesh.model, software.gradient_bytes * weights) - beside)
+            whole = rates.sum(mesh.data, mesh.model, software.gradient_bytes * weights)
+            # A traced program sums each stack as one; the last of them and the embedding have nothing beside them.
+            last = (shared + self.held.largest) * (software.written is None)
+            alone = rates.sum(mesh.data, mesh.model, software.gradient_bytes * last)
+            return seconds + (max(alone, whole - beside) if hidden else whole)
         of_layers = weights - shared
         if mesh.zero == 3 or not hidden:
             narrow = (self.element - self.gathered) * of_layers  # fewer bytes

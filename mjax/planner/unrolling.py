@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mjax.config import Config
-from mjax.parallel.zero import sums_by_layer
+from mjax.parallel.zero import sums_in_last
 from mjax.planner.memory import HEADROOM, free_share, memory_of, predict_memory
 
 MOST_LAYERS = 80
@@ -64,8 +64,7 @@ def sums_beside_layers(config: Config) -> bool:
     mesh, train = config.mesh, config.train
     if mesh.data == 1 or train.unroll != "on":
         return False
-    alone = mesh.zero == 0 and mesh.model == config.micro_batches == train.streams == 1
-    return mesh.zero == 3 or alone or sums_by_layer(config)
+    return mesh.zero == 3 or sums_in_last(config)
 
 
 def unrolled_here(config: Config) -> Config:

@@ -13,7 +13,7 @@ from mjax.models.protocol import Model
 from mjax.parallel import axes, mappings
 from mjax.parallel.means import Means, means_and_gradients
 from mjax.parallel.stacks import Accumulated, Apart, joined, zeros_like
-from mjax.parallel.zero import Storage, shards_to_sum, sums_by_layer
+from mjax.parallel.zero import Storage, shards_to_sum, sums_by_layer, sums_in_last
 from mjax.state.precision import parameter_type
 from mjax.training.forward import Forward, MicroBatch
 
@@ -42,10 +42,16 @@ def accumulate(forward: Forward, model: Model, weights: Model, micro_batches: Mi
         means, gradients = _differentiate(forward, weights, micro_batch)
         return jax.tree.map(lambda t, f: t + f.astype(t.dtype), total, (means, joined(gradients))), None
 
-    if not sums_by_layer(config):
+    if not sums_in_last(config):
         return jax.lax.scan(add, start, micro_batches)[0]
     so_far, _ = jax.lax.scan(add, start, jax.tree.map(lambda x: x[:-1], micro_batches))
-    return _with_last(replace(forward, plan=last), model, weights, _at(-1, micro_batches), so_far)
+    means, gradients = so_far
+    # Else XLA would compute the last micro-batch beside the one before, and keep the activations of both.
+    waiting = jax.tree.map(lambda _, *both: jax.lax.optimization_barrier(both), forward.plan, weights, gradients)
+    weights, gradients = (jax.tree.map(lambda _, both, i=i: both[i], forward.plan, waiting) for i in (0, 1))
+    if not sums_by_layer(config):
+        return add((means, gradients), _at(-1, micro_batches))[0]
+    return _with_last(replace(forward, plan=last), model, weights, _at(-1, micro_batches), (means, gradients))
 
 
 def _with_last(forward: Forward, model: Model, weights: Model, micro_batch: MicroBatch, so_far: Found) -> Found:
@@ -56,8 +62,7 @@ def _with_last(forward: Forward, model: Model, weights: Model, micro_batch: Micr
     def accumulated(storage: Storage, weight: Array, before: Array | Apart, gradient: Array):
         if not storage.in_loop:
             return weight
-        # Else XLA would compute this micro-batch beside the one before, and keep the activations of both.
-        return Accumulated(weight, *jax.lax.optimization_barrier((before, gradient)))
+        return Accumulated(weight, before, gradient)
 
     def run(own: Model, micro_batch: MicroBatch) -> Means:
         return forward(jax.tree.map(accumulated, forward.plan, own, weights, gradients), micro_batch)

@@ -82,13 +82,15 @@ CASES = [
     Case("post-LN", "zb-h1", 4, 1, 1, 4, False, 0, "full",      0.0, False, "xla",        "loop",   3),
     Case("post-LN", "zb-h1", 4, 1, 2, 2, False, 1, "none",      0.1, False, "xla_blocks", "loop",   1),
 ]
-# ZeRO-1 sums layer by layer, in the last micro-batch; with one it also gathers so.
+# ZeRO-1 sums layer by layer, in the last micro-batch; with one it also gathers so. Without ZeRO the last one is outside
+# the loop too.
 BY_LAYER = [
     Case("gpt",     "",      1, 1, 4, 1, False, 1, "selective", 0.1, True,  "xla",        "apart", 3),
     Case("post-LN", "",      1, 1, 4, 1, False, 1, "none",      0.0, False, "xla_blocks", "apart", 1),
     Case("bloom",   "",      1, 1, 2, 1, False, 1, "full",      0.1, False, "xla",        "apart", 3),
     Case("bloom",   "",      1, 1, 2, 2, True,  1, "selective", 0.1, False, "xla",        "apart", 3),
     Case("gpt",     "",      1, 1, 2, 1, False, 3, "none",      0.1, False, "xla",        "apart", 1),
+    Case("pre-LN",  "",      1, 1, 4, 1, False, 0, "selective", 0.1, False, "xla",        "apart", 1),
 ]
 # fmt: on
 
@@ -132,7 +134,7 @@ def test_loss_and_every_gradient_equal_the_serial_reference(case):
     [
         pytest.param(*each, id="-".join(map(str, (*each[0], each[1]))), marks=() if often else pytest.mark.long)
         for i, each in enumerate(product(BY_LAYER, (1, 4)))  # and two, in CASES
-        for often in [i in (1, 2, 7)]
+        for often in [i in (1, 2, 7, 11)]
     ],
 )
 def test_sums_of_one_and_of_several_micro_batches_layer_by_layer_equal_it_too(case, micro_batches):
