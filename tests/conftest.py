@@ -1,5 +1,6 @@
 """Every test runs on simulated devices, with compiled programs kept between runs."""
 
+import functools
 import gc
 import os
 import signal
@@ -49,6 +50,18 @@ def sigterm_as_before():
 def fewer_devices(monkeypatch):
     """A run in this process may leave some of its sixteen devices alone."""
     monkeypatch.setattr("mjax.training.loop.check_devices", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def quick_runs():
+    """Runs of a module share the programs of equal configs, which would be traced again, and draw no curves."""
+    from mjax.training import loop
+    from mjax.training.metrics import MetricsLog
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "build_program", functools.cache(loop.build_program))
+        patch.setattr(MetricsLog, "draw", lambda *_, **__: None)
+        yield
 
 
 def pytest_sessionfinish():

@@ -32,6 +32,8 @@ from tests.conftest import ROOT
 from tests.reference import QUICKLY
 from tests.small import gradient_program, named, packing_of, weights_of
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 MODEL = replace(toy_model.config.model, layers=4, hidden=32, sequence=16, feed_forward=24, attention="xla")
 PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
 MESHES = {
@@ -301,8 +303,8 @@ def losses_of(folder, name, *flags):
 
 
 def test_a_run_is_continued_bit_for_bit_and_on_another_mesh(tmp_path):
-    whole = losses_of(tmp_path, "whole", "--train.steps", "4", *WIDE)
     same = "--optimizer.decay-steps", "4", *WIDE
+    whole = losses_of(tmp_path, "whole", "--train.steps", "4", *same)
     losses_of(tmp_path, "cut", "--train.steps", "2", *same)
     assert losses_of(tmp_path, "cut", "--train.steps", "4", *same) == whole
     losses_of(tmp_path, "moved", "--train.steps", "2", *same)

@@ -18,7 +18,7 @@ from mjax.training.metrics import read_metrics
 from mjax.training.result import Options
 from tests.test_train_command import CONFIG
 
-pytestmark = pytest.mark.usefixtures("fewer_devices")
+pytestmark = pytest.mark.usefixtures("fewer_devices", "quick_runs")
 
 
 def run(folder, *flags):
@@ -53,7 +53,7 @@ def test_a_range_is_that_of_a_slice():
 
 
 @pytest.fixture(scope="module")
-def unprofiled(tmp_path_factory):
+def unprofiled(tmp_path_factory, quick_runs):
     folder = tmp_path_factory.mktemp("unprofiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mjax.training.loop.check_devices", lambda *_: None)

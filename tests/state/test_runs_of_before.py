@@ -26,6 +26,8 @@ from mjax.training.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.small import named
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 
 @pytest.fixture
 def runs(tmp_path):

@@ -16,6 +16,8 @@ from mjax.training.schedule import learning_rate
 from mjax.training.step import build_program
 from tests.small import small_config
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 SIZES = [4, 4, 6, 6, 8, 8]  # 8 samples for each of two increments
 
 

@@ -22,6 +22,8 @@ from tests.small import batch_of, gradient_program, named, small_config
 from tests.test_train_command import command
 from tests.test_train_command import run as train
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 BERT = {"kind": "bert", "compute": "fp64"}
 SP = {"sequence_parallel": True}
 PIPE = {"layers": 4, "heads": 4}

@@ -31,6 +31,8 @@ from tests.interop.whole_weights import reader_of
 from tests.small import named
 from tests.tiny_config import config as tiny
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 CONFIG = replace(
     tiny,
     model=replace(tiny.model, attention="xla", hidden_dropout=0.0, attention_dropout=0.0),

@@ -17,6 +17,8 @@ from mjax.training.replicas import Replicas
 from tests.conftest import ROOT
 from tests.training.saved import abstract, state_on
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 
 def model_on(mesh, spec):
     return state_on(mesh, spec).model

@@ -10,6 +10,8 @@ from mjax.training.display import Display
 from mjax.training.watchdog import Watchdog
 from tests.small import small_config
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 
 @pytest.mark.parametrize("moment", ["while a step runs", "before the next is dispatched"])
 def test_ctrl_c_waits_for_the_steps_under_way_which_are_two_at_most_and_says_so(moment, tmp_path, monkeypatch, capfd):

@@ -17,6 +17,8 @@ from mjax.training.optimizer import adamw
 from tests.conftest import ROOT
 from tests.tiny_config import config as tiny
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 CONFIG = replace(
     tiny,
     model=replace(tiny.model, attention="xla", hidden_dropout=0.0, attention_dropout=0.0),
