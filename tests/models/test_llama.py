@@ -184,8 +184,15 @@ def assert_equals_reference(family, config):
             )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen 2"])  # a table of its own for the output, and the embedding
-@pytest.mark.parametrize("mesh", ["2 × 4, sequence parallel, FSDP", "pipe 2, ZeRO-1"])
+@pytest.mark.parametrize(  # llama has a table of its own for the output; in qwen 2 it is the embedding
+    ("family", "mesh"),
+    [
+        pytest.param("llama", "2 × 4, sequence parallel, FSDP", marks=pytest.mark.long),
+        ("qwen 2", "2 × 4, sequence parallel, FSDP"),
+        ("llama", "pipe 2, ZeRO-1"),
+        pytest.param("qwen 2", "pipe 2, ZeRO-1", marks=pytest.mark.long),
+    ],
+)
 def test_with_the_loss_in_chunks_they_equal_it_too(family, mesh):
     with jax.enable_x64(True):
         config = config_of(FAMILIES[family], **MESHES[mesh])

@@ -200,10 +200,10 @@ class StackedConfig(toy_model.ToyConfig):
 @pytest.mark.parametrize(
     ("mesh", "kind"),
     [
-        ("1 × 1", BalancedConfig),
+        pytest.param("1 × 1", BalancedConfig, marks=pytest.mark.long),
         ("2 × 4", BalancedConfig),
-        ("pipe 2", BalancedConfig),
-        ("pipe 2, two chunks", BalancedConfig),
+        pytest.param("pipe 2", BalancedConfig, marks=pytest.mark.long),
+        pytest.param("pipe 2, two chunks", BalancedConfig, marks=pytest.mark.long),
         ("pipe 2, split backward passes", BalancedConfig),
         ("two streams", InPhasesConfig),  # and an MLP that is not written in phases
     ],
@@ -264,7 +264,9 @@ def test_logits_of_its_own_are_those_of_the_loss_and_are_refused_in_chunks():
         ledger(config_of(model, loss_chunks=2))
 
 
-@pytest.mark.parametrize("mesh", ["1 × 1", "2 × 4", "2 × 4, sequence parallel, FSDP"])
+@pytest.mark.parametrize(
+    "mesh", ["1 × 1", pytest.param("2 × 4", marks=pytest.mark.long), "2 × 4, sequence parallel, FSDP"]
+)
 def test_stacks_of_different_layers_run_one_after_the_other(mesh):
     with jax.enable_x64(True):
         model = StackedConfig(**vars(replace(MODEL, layers=5)))

@@ -110,7 +110,9 @@ def test_where_documents_are_kept_apart_a_stage_keeps_their_numbers_at_most_and_
     assert "bool" not in {dtype for _, dtype in kept}
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b", 2), ("zb-h1", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [pytest.param("1f1b", 1, marks=pytest.mark.long), ("1f1b", 2), ("zb-h1", 1)]
+)
 def test_sharded_weights_leave_what_a_stage_keeps_as_it_is_and_no_weight_is_kept(schedule, chunks):
     expected = _residuals(_config(schedule, chunks, 4, 8, compute="bf16"))
     kernels = {(32, 3, 2, 8), (2, 8, 32), (32, 64), (64, 32)}  # on a rank of `model`

@@ -141,8 +141,15 @@ def test_steps_that_are_skipped_name_the_gradient(launcher, capfd):
     assert launcher() == 0
 
 
-@pytest.mark.parametrize(("step", "found"), [(5, 7), (8, 8)], ids=["by the next step", "before it is saved"])
-@pytest.mark.parametrize("poison", [moment(jnp.nan), moment(1e30)], ids=["nan", "1e30"])
+@pytest.mark.parametrize(
+    ("poison", "step", "found"),
+    [
+        pytest.param(moment(jnp.nan), 5, 7, id="nan-by the next step"),
+        pytest.param(moment(jnp.nan), 8, 8, id="nan-before it is saved", marks=pytest.mark.long),
+        pytest.param(moment(1e30), 5, 7, id="1e30-by the next step", marks=pytest.mark.long),
+        pytest.param(moment(1e30), 8, 8, id="1e30-before it is saved"),
+    ],
+)
 def test_a_broken_moment_ends_the_run_at_once_and_is_not_saved(launcher, healthy, capfd, poison, step, found):
     launcher.poisons = {step: poison}
     assert launcher() == 3
