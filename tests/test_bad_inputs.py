@@ -43,7 +43,7 @@ def write_dataset(prefix: Path, vocabulary=257, documents=40, length=50, largest
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(tmp_path_factory, quick_runs):
     """A folder with a data set and a finished run, which nothing below may change."""
     folder = tmp_path_factory.mktemp("place")
     text = folder / "text.txt"
