@@ -1,5 +1,6 @@
 """`mjax finetune` on small sets in the published formats: what it learns, leaves, prints, and how it continues."""
 
+import functools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from mjax import cli
 from mjax.commands.evaluate import EvaluateArguments, evaluate
 from mjax.commands.finetune import finetune
 from mjax.config import read_config
+from mjax.finetuning import tuning
 from mjax.finetuning.seed import SeedRun, read_epochs
 from mjax.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
@@ -40,6 +42,14 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def mnli(run):
     return write_task(run.parent / "mnli", "mnli", train=328)  # 20 whole batches and a half
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    """Commands with equal configs share a program, which would be traced again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "build_program", functools.cache(tuning.build_program))
+        yield
 
 
 @pytest.fixture(scope="module")
