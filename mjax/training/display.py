@@ -199,7 +199,7 @@ def verdict(loss: float, metrics: dict[str, float], sequences: int) -> list[str]
       metrics: for a BERT, as in `losses`, and the entropy of the masked tokens.
       sequences: number of sequences evaluated.
     """
-    if not metrics:
+    if "mlm_loss" not in metrics:
         return [f"validation perplexity {_perplexity(loss):.2f}"]
     masked, entropy, right = (metrics[name] for name in ("mlm_loss", "unigram_entropy", "order_accuracy"))
     error = math.sqrt(right * (1 - right) / sequences)

@@ -35,8 +35,11 @@ def shares(counts: dict[str, Array | int], scale: Array | float = 1.0) -> dict[s
     }
 
 
-def total_loss(weights: dict[str, float], means: dict[str, Array]) -> Array:
-    """The loss: the weighted sum of the means that have a weight."""
+def reported_loss(weights: dict[str, float], means: dict[str, Array]) -> Array:
+    """The loss that a run reports: the mean of this name, such as a causal model's cross entropy, without auxiliary
+    losses; of a model without one, such as a BERT, the weighted sum of the means that have a weight."""
+    if "loss" in means:
+        return means["loss"]
     return sum(means[name] if weight == 1.0 else weight * means[name] for name, weight in weights.items())
 
 
@@ -52,7 +55,7 @@ class StepMetrics:
 
     Attributes:
       loss: float32 [], mean cross entropy over the labels of the global batch that count, before the update, in nats;
-        0 if none counts; the weighted sum, if a model has several losses.
+        0 if none counts; as `reported_loss` if a model has several losses.
       grad_norm: float32 [], global L2 norm of the unscaled gradient before clipping.
       learning_rate: float32 [].
       loss_scale: float32 [], as used in this step.
@@ -100,4 +103,4 @@ def mean_of(batches: list[EvalMetrics], weights: dict[str, float]) -> tuple[floa
         counts = [int(batch.counts[name]) for batch in batches]
         total = sum(float(batch.means[name]) * count for batch, count in zip(batches, counts, strict=True))
         means[name] = total / max(sum(counts), 1)
-    return total_loss(weights, means), other_metrics(means)
+    return reported_loss(weights, means), other_metrics(means)

@@ -41,8 +41,8 @@ from mjax.training.losses import (
     StepMetrics,
     global_counts,
     other_metrics,
+    reported_loss,
     shares,
-    total_loss,
 )
 from mjax.training.optimizer import (
     backward_order,
@@ -204,7 +204,7 @@ def _train_step(
     """One step on a single device: its shards of `state`, its replica's rows of `batch` [B / data, …]."""
     scale = state.loss_scale.scale
     means, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, objective)
-    loss = total_loss(state.model.loss_weights, means)
+    loss = reported_loss(state.model.loss_weights, means)
     squares = squared_norms(gradients, config.mesh)
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(norm)
@@ -290,7 +290,7 @@ def loss_and_gradients(
 def _eval_step(config: Config, plan, objective: Callable | None, model: Model, batch: dict[str, Array]) -> EvalMetrics:
     counts = global_counts(model, batch)
     means = sum_over_batch(config, plan, model, batch, shares(counts), objective=objective)
-    return EvalMetrics(total_loss(model.loss_weights, means), means, jax.tree.map(jnp.int32, counts))
+    return EvalMetrics(reported_loss(model.loss_weights, means), means, jax.tree.map(jnp.int32, counts))
 
 
 def sum_over_batch(
