@@ -54,6 +54,7 @@ class Storage:
         step and at its end.
       partial: whether every rank of `model` holds the whole weight and computes another part of its gradient.
       float8: whether its products are in float8 where those of the run are: then it may be gathered so.
+      uncast: whether the computation has it in the dtype of the master weights.
     """
 
     spec: P
@@ -61,6 +62,7 @@ class Storage:
     in_loop: bool = False
     partial: bool = False
     float8: bool = False
+    uncast: bool = False
 
 
 def plan_storage(shapes, specs, mesh: MeshConfig):
@@ -74,11 +76,11 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
     Returns:
       A tree like `shapes` of `Storage`.
     """
-    said = zip(metadata_of(shapes, "partial"), metadata_of(shapes, "float8"), strict=True)
+    said = zip(*(metadata_of(shapes, name) for name in ("partial", "float8", "uncast")), strict=True)
 
     def one(path: tuple, leaf, spec: P) -> Storage:
-        partial, float8 = map(bool, next(said))
-        return replace(storage_of(leaf_name(path), leaf.shape, spec, mesh, partial), float8=float8)
+        partial, float8, uncast = map(bool, next(said))
+        return replace(storage_of(leaf_name(path), leaf.shape, spec, mesh, partial), float8=float8, uncast=uncast)
 
     return jax.tree_util.tree_map_with_path(one, shapes, specs)
 
@@ -159,7 +161,7 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False
         as_used = apart if layers_apart and is_layer(leaf_name(path)) else lambda weight: weight
         if storage.in_loop:
             return as_used(varying)
-        shard = shard.astype(dtype)
+        shard = shard if storage.uncast else shard.astype(dtype)
         if in_float8 and storage.float8 and storage.gathers:
             shard = _gather_in_float8(shard, storage.gathers, layer_dims(mesh))
         else:
@@ -234,7 +236,7 @@ def gather_for_inference(model, plan, dtype):
     """Like `gather_weights`, for a program without gradients: the weights are typed as replicated."""
 
     def one(shard: Array, storage: Storage) -> Array:
-        shard = shard.astype(dtype)
+        shard = shard if storage.uncast else shard.astype(dtype)
         for axis, dim in () if storage.in_loop else storage.gathers:
             shard = mappings.gather_whole(shard, axis, dim)
         return shard
@@ -264,7 +266,8 @@ def gather_in_loop(plan, dtype, inference: bool = False, in_float8: bool = False
         if inference:
             ((axis, dim),) = storage.gathers  # a stage holds its layers, so they are not gathered over `pipe`
             return mappings.gather_whole(shard, axis, dim)
-        return _gather_layer(shard, storage.gathers, dtype, in_float8 and storage.float8)
+        kind = shard.dtype if storage.uncast else dtype
+        return _gather_layer(shard, storage.gathers, kind, in_float8 and storage.float8)
 
     return lambda layer: jax.tree.map(one, plan, layer)
 
