@@ -21,6 +21,7 @@ from mjax.data.atomic import write_whole
 from mjax.errors import UsageError, suggestion
 from mjax.json_files import read_json
 from mjax.llama_config import LlamaConfig as LlamaConfig  # for the files in configs/
+from mjax.mixture_config import MixtureConfig as MixtureConfig
 from mjax.model_config import Arrays, GPTConfig, ModelConfig, config_class, upgraded
 from mjax.model_config import BERTConfig as BERTConfig  # for the files in configs/
 from mjax.model_config import BERTTaskConfig as BERTTaskConfig

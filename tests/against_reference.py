@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.config import MeshConfig
-from tests import bert_reference, reference
+from tests import bert_reference, mixture_reference, reference
 from tests.small import batch_of, gradient_program, named, weights_of
 
 STEP = 3  # numbers the dropout masks
@@ -34,7 +34,7 @@ def _serial(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     if config.model.hidden_dropout:
         sequences = config.train.global_batch * config.model.sequences
         masks = reference.dropout_masks(config.model, sequences, config.train.seed, STEP)
-    oracle = reference if config.model.kind == "gpt" else bert_reference
+    oracle = {"gpt": reference, "mixture": mixture_reference}.get(config.model.kind, bert_reference)
     loss, gradients = oracle.loss_and_gradients(named(weights_of(config)), config.model, batch_of(config), masks)
     return np.asarray(loss), {name: np.asarray(gradient) for name, gradient in gradients.items()}
 

@@ -169,7 +169,11 @@ def weights_of(config: Config):
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-MEANS = {"bert": ("mlm_loss", "order_loss", "order_accuracy"), "bert_task": ("loss", "accuracy")}
+MEANS = {
+    "bert": ("mlm_loss", "order_loss", "order_accuracy"),
+    "bert_task": ("loss", "accuracy"),
+    "mixture": ("loss", "router_entropy", "balance_loss", "z_loss"),  # with both coefficients
+}
 
 
 def as_vector(means, names):

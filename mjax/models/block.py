@@ -25,7 +25,8 @@ them (`protocol.py`). The layers of a stack have weights of equal shapes. If the
 every `period` layers, an attribute of the module, and `context.place` says which of them a layer is.
 
 The residuals of a layer have names, and `recompute` selects which of them are kept (arXiv 2205.05198, section 5):
-`none` keeps what autodiff needs, `selective` the four names below, `full` only the layer's input.
+`none` keeps what autodiff needs, `selective` the names below, `full` only the layer's input, and which experts a router
+chose.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ from mjax.parallel.zero import all_but_gathered_weights
 # Residuals to keep, by `train.recompute`; None leaves the choice to autodiff.
 KEPT: dict[str, tuple[str, ...] | None] = {
     "none": None,
-    "selective": ("qkv", "context", "residual", "mlp_up"),
-    "full": (),
+    "selective": ("qkv", "context", "residual", "mlp_up", "experts"),
+    "full": ("experts",),
 }
 
 Sums = dict[str, Array]
@@ -91,10 +92,14 @@ class Block(nnx.Module):
 
     def phases(self, x: Array, context: Context) -> Phases:
         """The layer, stopping at its regions (`parallel/streams.py`)."""
-        y = yield from phases_of(self.attention, self.attention_norm(x), context)
-        x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
+        x = yield from self.attended(x, context)
         y = yield from phases_of(self.mlp, self.mlp_norm(x), context)
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
+
+    def attended(self, x: Array, context: Context) -> Phases:
+        """The part of the layer before its MLP."""
+        y = yield from phases_of(self.attention, self.attention_norm(x), context)
+        return checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
 
     def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
         """The layer without dropout, and the keys and values of `x`, for generation.

@@ -1,4 +1,5 @@
-"""The attention kernel of a run: chosen by rule (`kernels.py`), then run once and compared with `xla`."""
+"""The kernels of a run, of attention and of the products of experts: chosen by rule (`kernels.py`), then run once and
+compared with `xla`."""
 
 from __future__ import annotations
 
@@ -11,22 +12,28 @@ import jax.numpy as jnp
 
 from mjax.config import Config
 from mjax.errors import UsageError
+from mjax.mixture_config import MixtureConfig
 from mjax.model_config import ModelConfig
 from mjax.models.attention import attend
-from mjax.models.kernels import capability_of, choose_kernel
+from mjax.models.kernels import capability_of, choose_grouped, choose_kernel
 from mjax.models.positions import alibi_slopes
+from mjax.parallel.grouped import ROWS, group, grouped_product
 from mjax.parallel.random import DropoutKey
 
 
 def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Config:
-    """`config` with `model.attention` set to the kernel for this process's devices (`resolve_attention`).
+    """`config` with `model.attention` set to the kernel for this process's devices (`resolve_attention`), and in a
+    mixture of experts `model.grouped` (`resolve_grouped`).
 
     Raises:
       UsageError: the requested kernel does not support the run, or fails in the trial.
     """
-    documents = "documents" in config.batch_arrays()
-    kernel = resolve_attention(config.model, config.precision.compute, jax.default_backend(), announce, documents)
-    return replace(config, model=replace(config.model, attention=kernel))
+    documents, platform = "documents" in config.batch_arrays(), jax.default_backend()
+    kernel = resolve_attention(config.model, config.precision.compute, platform, announce, documents)
+    model = replace(config.model, attention=kernel)
+    if isinstance(model, MixtureConfig):
+        model = replace(model, grouped=resolve_grouped(config, platform, announce))
+    return replace(config, model=model)
 
 
 def resolve_attention(
@@ -64,6 +71,72 @@ def resolve_attention(
         announce(f"attention: the slower kernel xla is used, because cuDNN flash refuses {what} ({refusal})")
         return "xla"
     raise UsageError(f"the attention kernel {kernel} does not run here ({refusal}); use --model.attention xla")
+
+
+def resolve_grouped(config: Config, platform: str, announce: Callable[[str], None] = print) -> str:
+    """The kernel of the products of experts: chosen by rule, then run once on small groups and compared with `xla`.
+
+    Args:
+      config: of a mixture of experts; `model.grouped` is the requested kernel.
+      platform: `jax.default_backend()`.
+      announce: receives one sentence if `xla` has to be used on a GPU, where it runs one tile after the other.
+
+    Raises:
+      UsageError: the requested kernel does not support the run, or fails in the trial.
+    """
+    kernel, obstacle = choose_grouped(config, platform, capability_of(jax.local_devices()[0]))
+    asked = config.model.grouped
+    if asked == "auto" and platform == "gpu" and obstacle:
+        announce(f"experts: their products run one tile after the other, because pallas cannot be used: {obstacle}")
+    refusal = None if kernel == "xla" else _grouped_refusal(kernel, config.precision.compute)
+    if refusal is None:
+        return kernel
+    if asked == "auto":
+        announce(f"experts: their products run one tile after the other, because pallas does not run here ({refusal})")
+        return "xla"
+    raise UsageError(f"the kernel {kernel} does not run here ({refusal}); use --model.grouped xla")
+
+
+def _grouped_refusal(kernel: str, compute: str) -> str | None:
+    """Run `kernel` on three groups, one of them empty, forward and backward, and compare with `xla` in float32.
+
+    Returns:
+      The error message if it does not run.
+
+    Raises:
+      UsageError: its results are wrong.
+    """
+    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}.get(compute, jnp.float32)
+    groups, place = group(jnp.repeat(jnp.array([0, 2, 0]), jnp.array([100, 7, 60])), 3, ROWS[kernel])
+    keys = jax.random.split(jax.random.key(0))
+    rows = jax.random.normal(keys[0], (len(place), 64), jnp.float32)
+    x = jnp.zeros((len(groups.of_tile) * groups.rows, 64)).at[place].set(rows)
+    kernels = jax.random.normal(keys[1], (3, 64, 96), jnp.float32)
+
+    def output_and_gradients(kernel, dtype):
+        def total(x, kernels):
+            out = grouped_product(x.astype(dtype), kernels.astype(dtype), groups, kernel).astype(jnp.float32)
+            return jnp.square(out).sum(), out
+
+        return jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(x, kernels)
+
+    try:
+        found = jax.block_until_ready(output_and_gradients(kernel, dtype))
+    except Exception as error:  # whatever the library reports is about this kernel
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    _compare(f"the kernel {kernel} of experts", found, output_and_gradients("xla", jnp.float32), "--model.grouped xla")
+    return None
+
+
+def _compare(kernel: str, found, expected, instead: str, tolerance: float = 5e-2) -> None:
+    """Refuse a kernel that is off by more than `tolerance` of the largest value."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        difference = float(jnp.abs(a - b).max() / jnp.abs(b).max())
+        if not difference < tolerance:
+            raise UsageError(
+                f"{kernel} gives wrong results here (off by {difference:.1e} of the largest); use {instead} and report "
+                "the versions in environment.json"
+            )
 
 
 def trial_options(model: ModelConfig, positions: int, documents: bool) -> dict[str, Any]:
@@ -113,13 +186,7 @@ def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -
         found = jax.block_until_ready(output_and_gradients(kernel, dtype))
     except Exception as error:  # whatever the library reports is about this kernel
         return (str(error).strip() or type(error).__name__).splitlines()[0]
-    expected = output_and_gradients("xla", jnp.float32)
     tolerance = 1e-4 if dtype == jnp.float32 else 5e-2
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        difference = float(jnp.abs(a - b).max() / jnp.abs(b).max())
-        if not difference < tolerance:
-            raise UsageError(
-                f"the attention kernel {kernel} gives wrong results here (off by {difference:.1e} of the largest); "
-                "use --model.attention xla and report the versions in environment.json"
-            )
+    expected = output_and_gradients("xla", jnp.float32)
+    _compare(f"the attention kernel {kernel}", found, expected, "--model.attention xla", tolerance)
     return None

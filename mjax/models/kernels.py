@@ -1,4 +1,5 @@
-"""The choice of an attention kernel by rule: the column `where` of the table in `attention.py`, without JAX.
+"""The choice of kernels by rule, without JAX: of attention (the column `where` of the table in `attention.py`), and of
+the products of experts (`parallel/grouped.py`).
 
 Training asks for the local GPU, the planner for one that may be elsewhere.
 """
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 from mjax.config import Config
 from mjax.errors import UsageError
+from mjax.mixture_config import MixtureConfig
 from mjax.model_config import ModelConfig
 
 AMPERE, HOPPER = (8, 0), (9, 0)
@@ -17,6 +19,8 @@ FUSED = ("cudnn", "flash")
 """Kernels that write no scores to memory."""
 BLOCK = 64
 """Positions of a tile of `flash`."""
+SMALLEST = 16
+"""Rows and columns of Triton's smallest product: all sizes of the grouped products are multiples."""
 
 
 def choose_kernel(
@@ -64,8 +68,32 @@ def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> st
 
 
 def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:
-    """`config` with that kernel in `model.attention`."""
-    return replace(config, model=replace(config.model, attention=attention_on_gpu(config, capability)))
+    """`config` with that kernel in `model.attention`, and that of the products of experts in `model.grouped`."""
+    model = replace(config.model, attention=attention_on_gpu(config, capability))
+    if isinstance(model, MixtureConfig):
+        model = replace(model, grouped=choose_grouped(config, "gpu", capability)[0])
+    return replace(config, model=model)
+
+
+def choose_grouped(config: Config, platform: str, capability: tuple[int, ...] = HOPPER) -> tuple[str, str | None]:
+    """The kernel of the products of experts chosen by the rule, before any trial, and what rules out `pallas`.
+
+    Args:
+      config: of a mixture of experts; `model.grouped` is the requested kernel.
+      platform, capability: as for `choose_kernel`.
+
+    Raises:
+      UsageError: `pallas` was requested by name and does not support the run.
+    """
+    model = config.model
+    obstacle = _grouped_obstacle(
+        platform, capability, config.precision.compute, (model.hidden, model.width_of_expert // config.mesh.model)
+    )
+    if model.grouped == "pallas" and obstacle:
+        raise UsageError(f"--model.grouped pallas cannot be used: {obstacle}; change that, or use --model.grouped xla")
+    if model.grouped != "auto":
+        return model.grouped, obstacle
+    return ("xla" if obstacle else "pallas"), obstacle
 
 
 def capability_of(device) -> tuple[int, ...]:
@@ -85,6 +113,19 @@ def _flash_obstacle(model: ModelConfig, compute: str, platform: str, capability:
         return f"it needs a head size from 16 to 128 and hidden / heads is {model.head_size}"
     if model.sequence % BLOCK:
         return f"it needs a multiple of {BLOCK} positions and --model.sequence is {model.sequence}"
+    return None
+
+
+def _grouped_obstacle(platform: str, capability: tuple[int, ...], compute: str, sizes: tuple[int, ...]) -> str | None:
+    if platform != "gpu":
+        return f"it needs an NVIDIA GPU and this process runs on {platform}"
+    if capability < AMPERE:
+        return f"it needs compute capability 8.0 or more, as an A100 has, and the GPU has {_number(capability)}"
+    if compute == "fp64":
+        return "it computes in bf16, fp16 or fp32 and --precision.compute is fp64"
+    odd = [size for size in sizes if size % SMALLEST]
+    if odd:
+        return f"it needs sizes that are multiples of {SMALLEST} and an expert's matrix has a dim of {odd[0]} on a GPU"
     return None
 
 

@@ -12,7 +12,9 @@ queries and keys in its place, and OLMo 2 one on all heads together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,13 @@ from mjax.parallel.layers import VocabParallelEmbedding
 
 
 class Llama(CausalModel):
-    """A decoder-only language model of today."""
+    """A decoder-only language model of today.
+
+    Attributes:
+      layer: makes one layer from a key, the config and a dtype.
+    """
+
+    layer: ClassVar[Callable[..., Block]] = staticmethod(lambda *how: llama_layer(*how))
 
     def __init__(self, key: Array, config: LlamaConfig, dtype=jnp.float32):
         embedding, blocks, head = jax.random.split(key, 3)
@@ -47,7 +55,7 @@ class Llama(CausalModel):
         )
         self.config = config
         self.embedding = table(embedding)
-        self.blocks = stack(blocks, config.layers, lambda key: llama_layer(key, config, dtype))
+        self.blocks = stack(blocks, config.layers, lambda key: self.layer(key, config, dtype))
         self.final_norm = RMSNorm(config.hidden, config.norm_epsilon, dtype)
         if not config.tied:
             self.head = table(head)
@@ -60,11 +68,14 @@ class Llama(CausalModel):
         return Output(self.embedding if self.config.tied else self.head, self.final_norm(x))
 
 
-def llama_layer(key: Array, config: LlamaConfig, dtype) -> Block:
-    """One layer."""
-    attention, mlp = jax.random.split(key)
+def llama_layer(
+    key: Array, config: LlamaConfig, dtype, block: type[Block] | None = None, mlp: type[nnx.Module] = GatedMLP
+) -> Block:
+    """One layer, with an MLP of this kind, in a block of this kind or that of `config.norms`."""
+    attention, other = jax.random.split(key)
     norm = partial(RMSNorm, epsilon=config.norm_epsilon, dtype=dtype)
-    return (Block if config.norms == "pre" else OutputNormBlock)(
+    block = block or (Block if config.norms == "pre" else OutputNormBlock)
+    return block(
         attention_norm=norm(config.hidden),
         attention=Attention(
             attention,
@@ -77,7 +88,7 @@ def llama_layer(key: Array, config: LlamaConfig, dtype) -> Block:
             qk_norm=lambda heads: _qk_norm(heads, config, dtype),
         ),
         mlp_norm=norm(config.hidden),
-        mlp=GatedMLP(mlp, config, dtype),
+        mlp=mlp(other, config, dtype),
         dropout=config.hidden_dropout,
         period=config.period,
     )

@@ -44,9 +44,9 @@ class GatedMLP(nnx.Module):
     A and B are one product [h, 2, f]: a rank has the same columns of both.
     """
 
-    def __init__(self, key: Array, config: LlamaConfig, dtype):
+    def __init__(self, key: Array, config: LlamaConfig, dtype, width: int | None = None):
         up, down = jax.random.split(key)
-        width, std = config.mlp_width, config.init_std
+        width, std = config.mlp_width if width is None else width, config.init_std
         self.activation = config.activation
         self.up = ColumnParallelLinear(up, config.hidden, (2, width), 1, std, dtype, bias=False)
         self.down = RowParallelLinear(down, (width,), config.hidden, config.residual_std, dtype, bias=False)

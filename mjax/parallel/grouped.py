@@ -42,6 +42,8 @@ KERNELS = ("xla", "pallas")
 ROWS = {"xla": 64, "pallas": 128}
 """Rows of a tile: of `xla` the fewest that are about as fast as any on a CPU (`benchmarks/grouped.py`); of `pallas`
 what fills the tensor cores of an H100, which nobody has timed."""
+STAND_IN = "traced only"
+"""The kernel of a program that is only traced: as many FLOPs as assignments need, in one product."""
 INTERPRETED = "pallas, interpreted"
 """The kernel `pallas` without a GPU, for tests; not inside `shard_map(check_vma=True)`."""
 
@@ -58,6 +60,7 @@ class Groups:
       tiles: the number of tiles of each group, int32 [E].
       counts: the number of rows of each group, int32 [E], without the zeros that fill its last tile.
       rows: rows of a tile.
+      assignments: A, of which each has a row or none.
     """
 
     of_tile: Array
@@ -66,6 +69,7 @@ class Groups:
     tiles: Array
     counts: Array
     rows: int = field(metadata={"static": True})
+    assignments: int = field(metadata={"static": True})
 
 
 def tiles_at_most(assignments: int, groups: int, rows: int, at_once: int | None = None) -> int:
@@ -103,7 +107,8 @@ def group(which: Array, groups: int, rows: int, at_once: int | None = None) -> t
     ends = jnp.cumsum(tiles_of, dtype=jnp.int32)
     first = ends - tiles_of
     of_tile = (jnp.arange(tiles)[:, None] >= ends).sum(1, dtype=jnp.int32)  # groups that end before the tile
-    found = Groups(jnp.minimum(of_tile, groups - 1), ends[-1], first, tiles_of, counts[:groups], rows)
+    tiled = jnp.minimum(of_tile, groups - 1), ends[-1], first, tiles_of, counts[:groups]
+    found = Groups(*tiled, rows, which.shape[0])
 
     order = jnp.argsort(which, stable=True).astype(jnp.int32)
     sorted_groups = which[order]
@@ -124,7 +129,7 @@ def grouped_product(x: Array, kernels: Array, groups: Groups, kernel: str) -> Ar
       kernels: W, [E, h, f], in the dtype of x. Inside `shard_map` all arguments are cast to vary over the axes that any
         of them varies over, which sums gradients over the added ones.
       groups: from `group`.
-      kernel: one of KERNELS.
+      kernel: one of KERNELS, or a name for tests and traces.
 
     Returns:
       [tiles · rows, f], zero in unused tiles.
@@ -143,6 +148,9 @@ def grouped_product(x: Array, kernels: Array, groups: Groups, kernel: str) -> Ar
         raise ValueError(f"the kernel {kernel} has tiles of 16, 32, 64 … rows; these have {groups.rows}")
     axes = frozenset().union(*map(mappings.varying_axes, jax.tree.leaves((x, kernels, groups))))
     x, kernels, groups = jax.tree.map(partial(mappings.vary, axes=axes), (x, kernels, groups))
+    if kernel == STAND_IN:
+        y = x[: groups.assignments] @ kernels[0]
+        return jnp.pad(y, [(0, len(x) - len(y)), (0, 0)])
     return _product(x, kernels, groups, kernel)
 
 
@@ -219,29 +227,7 @@ def _tiles(groups: Groups, one: Array) -> tuple[Array, Array]:
 # --- The kernel `pallas` ----------------------------------------------------------------------------------------------
 
 BLOCK = 128  # the most columns of a block
-MULTIPLE = 16  # of all sizes: Triton's smallest product
-
-
-def pallas_obstacle(platform: str, capability: tuple[int, ...], compute: str, sizes: tuple[int, ...]) -> str | None:
-    """The reason that rules out the kernel `pallas`, if there is one.
-
-    Args:
-      platform: `jax.default_backend()`.
-      capability: compute capability of the GPU.
-      compute: compute dtype of the run, as in the config.
-      sizes: h and f of all grouped products, on one device.
-    """
-    if platform != "gpu":
-        return f"it needs an NVIDIA GPU and this process runs on {platform}"
-    if capability < (8, 0):
-        number = ".".join(map(str, capability))
-        return f"it needs compute capability 8.0 or more, as an A100 has, and the GPU has {number}"
-    if compute == "fp64":
-        return "it computes in bf16, fp16 or fp32 and --precision.compute is fp64"
-    odd = [size for size in sizes if size % MULTIPLE]
-    if odd:
-        return f"it needs sizes that are multiples of {MULTIPLE} and an expert's matrix has a dim of {odd[0]}"
-    return None
+MULTIPLE = 16  # of the rows of a tile, and of all sizes: Triton's smallest product
 
 
 def product_in_pallas(x: Array, kernels: Array, groups: Groups, transposed: bool, interpret: bool = False) -> Array:

@@ -9,6 +9,7 @@ import jax
 from mjax.batch_size import BatchSizes
 from mjax.config import Config
 from mjax.data.sources import TrainingData
+from mjax.mixture_config import MixtureConfig
 from mjax.models.build import count_parameters
 from mjax.names import leaf_name
 from mjax.parallel.axes import PIPE
@@ -31,6 +32,7 @@ def what_runs(
     parameters, compute = count_parameters(model), config.precision.compute
     unrolled = ", layers without a loop" if train.unroll == "on" else ""
     unrolled += ", two streams" if train.streams == 2 else ""
+    unrolled += f", experts by {model.grouped}" if isinstance(model, MixtureConfig) else ""
     unrolled += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
     display.say(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}{unrolled}")
     display.say(f"mesh    {describe_mesh(config)} on {mesh.devices} × {kind}")

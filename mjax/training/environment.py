@@ -19,6 +19,7 @@ import mjax
 from mjax import launch, packages
 from mjax.config import Config
 from mjax.data.atomic import set_aside, write_whole
+from mjax.mixture_config import MixtureConfig
 from mjax.parallel import axes
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
@@ -47,6 +48,7 @@ def describe(config: Config, say: Callable[[str], None]) -> dict:
         "host": platform.node(),
         "mesh": axes.sizes(config.mesh),
         "attention": config.model.attention,
+        **({"grouped": config.model.grouped} if isinstance(config.model, MixtureConfig) else {}),
         "nvidia": nvidia(),
         "memory_fraction": next((os.environ[name] for name in launch.MEMORY_FRACTIONS if name in os.environ), None),
         "flags": {name: value for name, value in sorted(os.environ.items()) if FLAGS.fullmatch(name)},

@@ -53,7 +53,7 @@ class Forward:
         if self.step is not None and self.config.train.streams == 2:
             return self._of_halves(weights, micro_batch)
         x = self.embed(weights, micro_batch)
-        x, beside = self.layers(weights.blocks, x, micro_batch)
+        x, beside = self.layers(weights.blocks, x, micro_batch, pooled=getattr(weights, "pool_sums", None))
         found = self.loss(weights, x, micro_batch)
         return found if self.head else found | beside
 
@@ -77,8 +77,13 @@ class Forward:
         return weights.embed(micro_batch, self.context(micro_batch))
 
     @jax.named_scope(scopes.LAYER)
-    def layers(self, blocks, x: Array, micro_batch: MicroBatch, first: Array | int = 1) -> tuple[Array, Sums]:
-        """The stream after some layers, the first of which has number `first`, and the parts of means that they add."""
+    def layers(
+        self, blocks, x: Array, micro_batch: MicroBatch, first: Array | int = 1, pooled: Callable | None = None
+    ) -> tuple[Array, Sums]:
+        """The stream after some layers, the first of which has number `first`, and the parts of means that they add.
+
+        `pooled` turns the sums of all layers and their tokens into sums that are no sums over layers.
+        """
         dtype = COMPUTE_TYPES[self.config.precision.compute]
         trains, train, context = self.step is not None, self.config.train, self.layer_context(micro_batch)
         float8, stacks = context.tokens.float8, stacks_of(self.plan.blocks)
@@ -86,7 +91,9 @@ class Forward:
         recompute, unroll = (train.recompute, train.unroll == "on") if trains else ("none", False)
         again = self.config.mesh.zero == 3
         x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll, again)
-        return x, {} if self.head else self._parts(sums)
+        if self.head:
+            return x, {}
+        return x, self._parts(pooled(sums, context.tokens) if pooled else sums)
 
     @jax.named_scope(scopes.HEAD)
     def loss(self, weights: Model, x: Array, micro_batch: MicroBatch):

@@ -30,10 +30,12 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.errors import UsageError
+from mjax.mixture_config import MixtureConfig
 from mjax.model_config import ModelConfig
 from mjax.models.attention import FLASH_STAND_IN
 from mjax.models.build import has_several_stacks
 from mjax.models.kernels import FUSED
+from mjax.parallel.grouped import STAND_IN
 from mjax.parallel.mesh import BATCH, abstract_mesh
 from mjax.parallel.zero import gather_weights
 from mjax.state.layout import lay_out
@@ -141,8 +143,9 @@ class Traced:
     def config(self, kernel: str = "xla", recompute: str = "none") -> Config:
         """A config for one sample on one rank."""
         options = {name: getattr(self.data, name) for name in ("reset_positions", "reset_attention", "mask_eod_loss")}
+        model = replace(self.model, attention=FLASH_STAND_IN if kernel in FUSED else kernel)
         return Config(
-            model=replace(self.model, attention=FLASH_STAND_IN if kernel in FUSED else kernel),
+            model=replace(model, grouped=STAND_IN) if isinstance(model, MixtureConfig) else model,
             mesh=MeshConfig(1, 1, self.ranks, self.sequence_parallel),
             data=DataConfig(mock=True, **options),
             precision=PrecisionConfig(compute=self.compute),

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
 from mjax.packages import cuda_build
-from mjax.parallel.grouped import INTERPRETED, group, grouped_product, pallas_obstacle, tiles_at_most
+from mjax.parallel.grouped import INTERPRETED, group, grouped_product, tiles_at_most
 from mjax.parallel.mesh import make_mesh
 from mjax.planner.compile import SHEETS, _without_compilation_cache
 
@@ -246,26 +246,6 @@ def test_pallas_interpreted_sums_in_float32_and_rounds_once(dtype):
         _, _, to_kernels = value_and_gradients(IN_PALLAS[INTERPRETED, 16], jnp.zeros(rows, jnp.int32), *arrays)
     assert to_kernels.dtype == dtype
     np.testing.assert_array_equal(to_kernels, jnp.asarray(rows, dtype))
-
-
-@pytest.mark.parametrize(
-    ("platform", "capability", "compute", "sizes", "why"),
-    [
-        ("cpu", (9, 0), "bf16", (64,), "it needs an NVIDIA GPU and this process runs on cpu"),
-        ("gpu", (7, 5), "fp16", (64,), "it needs compute capability 8.0 or more, as an A100 has, and the GPU has 7.5"),
-        ("gpu", (9, 0), "fp64", (64,), "it computes in bf16, fp16 or fp32 and --precision.compute is fp64"),
-        (
-            "gpu",
-            (9, 0),
-            "bf16",
-            (72,),
-            "it needs sizes that are multiples of 16 and an expert's matrix has a dim of 72",
-        ),
-        ("gpu", (8, 0), "fp32", (64, 720), None),
-    ],
-)
-def test_what_pallas_cannot_do_has_a_sentence(platform, capability, compute, sizes, why):
-    assert pallas_obstacle(platform, capability, compute, sizes) == why
 
 
 @needs_compiler

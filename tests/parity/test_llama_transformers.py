@@ -112,6 +112,11 @@ def in_float64(monkeypatch):
 
 def from_peer(tensors, ours, model):
     """Tensors of the peer, by its names, in the tree of `ours`."""
+    return tensors_of(tensors, ours, model)
+
+
+def tensors_of(tensors, ours, model, otherwise=lambda path, leaf: None):
+    """The same, but for those that `otherwise` gives."""
 
     def of_layer(name, shape, layer):
         def tensor(theirs):
@@ -133,6 +138,8 @@ def from_peer(tensors, ours, model):
 
     def fetch(path, leaf):
         name = leaf_name(path)
+        if (own := otherwise(path, leaf)) is not None:
+            return own
         if not name.startswith("blocks."):
             return jnp.asarray(tensors[NAMES[name]])
         layers = (of_layer(name.removeprefix("blocks."), leaf.shape[1:], layer) for layer in range(leaf.shape[0]))
@@ -192,16 +199,20 @@ def test_logits_equal_those_of_transformers(family):
         config, peer, batch = config_of(model, model=2), peer_of(model, kind, settings), batch_of(model)
         abstract = jax.eval_shape(lambda: build_model(0, config.model, jnp.float64))
         weights = from_peer(numpy(peer.named_parameters()), abstract, model)
-        forward = jax.shard_map(
-            lambda weights, tokens: weights(tokens),
-            mesh=make_mesh(config.mesh),
-            in_specs=(jax.tree.map(lambda storage: storage.spec, storage_on(config.mesh, abstract)), P()),
-            out_specs=P(None, None, MODEL),
-        )
         expected = peer(torch.tensor(batch["tokens"], dtype=torch.long)).logits.detach().numpy()
-        found = np.asarray(jax.jit(forward)(weights, batch["tokens"]))
+        found = logits_of(config, abstract, weights, batch)
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(found[..., : model.vocabulary], expected, rtol=0, atol=1e-10)
+
+
+def logits_of(config, abstract, weights, batch):
+    forward = jax.shard_map(
+        lambda weights, tokens: weights(tokens),
+        mesh=make_mesh(config.mesh),
+        in_specs=(jax.tree.map(lambda storage: storage.spec, storage_on(config.mesh, abstract)), P()),
+        out_specs=P(None, None, MODEL),
+    )
+    return np.asarray(jax.jit(forward)(weights, batch["tokens"]))
 
 
 def storage_on(mesh, abstract):

@@ -1,0 +1,42 @@
+"""A small mixture of experts on Wikipedia paragraphs, for two CPU cores: the tokens, steps and batches of llama_demo.
+
+parameters   TODO
+"""
+
+from mjax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MixtureConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+
+config = Config(
+    model=MixtureConfig(
+        layers=4,
+        hidden=256,
+        heads=8,
+        kv_heads=4,
+        experts=8,
+        experts_per_token=2,
+        expert_width=384,
+        balance_loss=0.01,
+        z_loss=0.001,
+        sequence=128,
+        vocabulary=4096,
+        tied=True,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+    ),
+    data=DataConfig(path=("data/demo",), split="95,5,0"),
+    optimizer=OptimizerConfig(
+        learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=50, weight_decay=0.1, beta2=0.99
+    ),
+    precision=PrecisionConfig(compute="fp32"),
+    train=TrainConfig(steps=250, global_batch=32, micro_batch=8, eval_interval=50, eval_batches=5),
+    checkpoint=CheckpointConfig(interval=50, keep_last=2),
+    log=LogConfig(prompt="The city of"),
+)

@@ -1,0 +1,154 @@
+"""The experts of a layer: every token is multiplied by the matrices of the experts that it chose, and by no others.
+
+    x [t, h] ── router ── k experts and weights of each token
+       │
+       f            every rank of `model` sees all tokens, and has a part of every expert's columns
+       │
+    dispatch        a row for each of the A = k · t assignments, sorted by expert (`parallel/grouped.py`)
+       │
+    A ⊙ B, C        three grouped products: act(x A_e) ⊙ x B_e, times the assignment's weight, times C_e
+       │
+    combine         the sum of a token's k rows
+       │
+       g            the sum over ranks
+       ▼
+    y [t, h]
+
+The weight multiplies before C_e, as in megatron-core, which is the same sum, and the rows after it need not be kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from mjax.mixture_config import MixtureConfig
+from mjax.models.context import Context
+from mjax.models.mlp import GatedMLP, activate
+from mjax.models.router import Router, Sums
+from mjax.parallel.axes import MODEL
+from mjax.parallel.grouped import ROWS, Groups, group, grouped_product
+from mjax.parallel.layers import normal, parameter, recomputed
+from mjax.parallel.sums import wide_type
+
+
+class Experts(nnx.Module):
+    """E gated MLPs of which each token takes k, and a shared one that all take. Shapes: x [t, h] → [t, h], this rank's
+    rows of the stream."""
+
+    def __init__(self, key: Array, config: MixtureConfig, dtype):
+        router, up, down, shared = jax.random.split(key, 4)
+        experts, width, hidden = config.experts, config.width_of_expert, config.hidden
+        self.config = config
+        self.router = Router(router, config, dtype)
+        self.up = parameter(
+            up,
+            normal(config.init_std),
+            (experts, hidden, 2, width),
+            (None, None, None, MODEL),
+            dtype,
+            matrix=((-3,), (-1,)),
+        )
+        self.down = parameter(
+            down,
+            normal(config.residual_std),
+            (experts, width, hidden),
+            (None, MODEL, None),
+            dtype,
+            matrix=((-2,), (-1,)),
+        )
+        if config.shared_width:
+            self.shared = GatedMLP(shared, config, dtype, config.shared_width)
+
+    def __call__(self, x: Array, context: Context) -> tuple[Array, Sums]:
+        """The sum of the experts' results [t, h], and what the router adds to the means of the model."""
+        tokens = context.tokens
+        choice = self.router(x)
+        # Kept whatever is recomputed: a score that differs in its last bit could choose another expert.
+        choice = choice._replace(experts=checkpoint_name(choice.experts, "experts"))
+        rows, weights, experts = (tokens.enter(each) for each in (x, choice.weights, choice.experts))
+        rows_of_tile = ROWS.get(self.config.grouped_kernel, ROWS["pallas"])
+        groups, place = group(experts.reshape(-1), self.config.experts, rows_of_tile, at_once=tokens.count)
+        sent = Sent(place.reshape(experts.shape), _sources(place, len(groups.of_tile) * groups.rows))
+        y = tokens.leave(combined(self._of_experts(dispatched(rows, sent), of_rows(weights, sent), groups), sent))
+        if self.config.shared_width:
+            y = y + self.shared(x, context)
+        return y, self.router.sums(choice, tokens)
+
+    def _of_experts(self, x: Array, weights: Array, groups: Groups) -> Array:
+        """Each row's expert's result times its weight: x [r, h], weights [r] → this rank's part of a sum [r, h]."""
+        up = self.up[...]
+        both = grouped_product(x, up.reshape(*up.shape[:2], -1), groups, self.config.grouped_kernel)
+        both = checkpoint_name(both, "mlp_up").reshape(len(x), 2, -1)
+        weighted = recomputed(partial(_weighted, activation=self.config.activation))(both, weights)
+        return grouped_product(weighted, self.down[...], groups, self.config.grouped_kernel)
+
+
+def _weighted(both: Array, weights: Array, activation: str) -> Array:
+    gated = activate(both[:, 0], activation) * both[:, 1]
+    return (gated.astype(weights.dtype) * weights[:, None]).astype(both.dtype)
+
+
+# --- Tokens to rows, and back -----------------------------------------------------------------------------------------
+# Both ways and in both passes rows are looked up, never added where they meet: the sums over a token's experts have one
+# order, and are in float32.
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sent:
+    """Where assignments of tokens to experts are among the rows of a grouped product.
+
+    Attributes:
+      rows: int32 [t, k], the row of each assignment; the number of rows for one without.
+      sources: int32 [r], the assignment of each row, numbered token by token; t · k for rows that fill tiles.
+    """
+
+    rows: Array
+    sources: Array
+
+    @property
+    def tokens(self) -> Array:
+        """The token of each row, int32 [r]; t for rows that fill tiles."""
+        return self.sources // self.rows.shape[1]
+
+
+def _sources(place: Array, rows: int) -> Array:
+    """The assignment in each of the rows: place int32 [a] → int32 [rows]."""
+    none = jnp.full_like(place, place.size, shape=rows)
+    return none.at[place].set(jnp.arange(place.size, dtype=place.dtype), mode="drop", unique_indices=True)
+
+
+@jax.custom_vjp
+def dispatched(x: Array, sent: Sent) -> Array:
+    """The rows of the assignments: x [t, h] → [r, h], zeros in rows that fill tiles."""
+    return _looked_up(x, sent.tokens)
+
+
+@jax.custom_vjp
+def combined(rows: Array, sent: Sent) -> Array:
+    """The sum of each token's rows, in float32 or wider: [r, h] → [t, h]."""
+    wide = wide_type(rows.dtype)
+    return sum(_looked_up(rows, each).astype(wide) for each in sent.rows.T).astype(rows.dtype)
+
+
+@jax.custom_vjp
+def of_rows(weights: Array, sent: Sent) -> Array:
+    """The number of each row: [t, k] → [r], 0 for rows that fill tiles."""
+    return _looked_up(weights.reshape(-1), sent.sources)
+
+
+dispatched.defvjp(lambda x, sent: (dispatched(x, sent), sent), lambda sent, g: (combined(g, sent), None))
+combined.defvjp(lambda rows, sent: (combined(rows, sent), sent), lambda sent, g: (dispatched(g, sent), None))
+of_rows.defvjp(lambda weights, sent: (of_rows(weights, sent), sent), lambda sent, g: (_looked_up(g, sent.rows), None))
+
+
+def _looked_up(table: Array, places: Array) -> Array:
+    """table[places], and zeros behind its end."""
+    return table.at[places].get(mode="fill", fill_value=0)

@@ -1,0 +1,70 @@
+"""A mixture of experts: a Llama whose layers have a router and experts in the place of the MLP (Mixtral, arXiv
+2401.04088; Qwen 3 MoE, arXiv 2505.09388; OLMoE, arXiv 2409.02060).
+
+    x ─┬─ norm ─ attention ─ + ─┬─ norm ─ router ─ k of E experts ─ + ─▶
+       └─────────────────────┘  └──────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from mjax.mixture_config import MixtureConfig
+from mjax.models.attention import KeyValues
+from mjax.models.block import Block, Sums
+from mjax.models.context import Context
+from mjax.models.experts import Experts
+from mjax.models.llama import Llama, llama_layer
+from mjax.parallel import random
+from mjax.parallel.streams import alone
+from mjax.parallel.tokens import Tokens
+
+
+class Mixture(Llama):
+    """A decoder-only mixture of experts.
+
+    Its losses beside the cross entropy are means over layers; their coefficients are of every layer's, so they count
+    times the number of layers.
+    """
+
+    layer = staticmethod(lambda *how: llama_layer(*how, block=MixtureBlock, mlp=Experts))
+
+    def __init__(self, key: Array, config: MixtureConfig, dtype=jnp.float32):
+        super().__init__(key, config, dtype)
+        pooled = config.balance_over == "layers"
+        weights = {"balance_loss": config.balance_loss * (1 if pooled else config.layers)}
+        weights["z_loss"] = config.z_loss * config.layers
+        self.loss_weights = {"loss": 1.0} | {name: weight for name, weight in weights.items() if weight}
+
+    def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
+        sequences, layers = batch["tokens"].shape[0], self.config.layers
+        tokens = batch["tokens"].size * layers
+        counts = {"router_entropy": tokens, "z_loss": tokens, "balance_loss": sequences * layers}
+        if self.config.balance_over == "layers":
+            counts["balance_loss"] = sequences
+        used = {"router_entropy"} | self.loss_weights.keys()
+        return super().counts(batch) | {name: count for name, count in counts.items() if name in used}
+
+    def pool_sums(self, sums: Sums, tokens: Tokens) -> Sums:
+        """With `balance_over layers` the balance loss of the micro-batch, times its sequences, from what all layers
+        used and gave; the other sums as they are."""
+        if self.config.balance_over != "layers":
+            return sums
+        sums, compared = dict(sums), tokens.count * self.config.layers
+        used, given = (sums.pop(name) / compared for name in ("balance_used", "balance_given"))
+        return sums | {"balance_loss": (used * given).sum() * self.config.experts * tokens.sequences}
+
+
+class MixtureBlock(Block):
+    """A layer with experts: its MLP returns sums beside its result."""
+
+    def __call__(self, x: Array, context: Context) -> tuple[Array, Sums]:
+        x = alone(self.attended(x, context), context.tokens)
+        y, sums = self.mlp(self.mlp_norm(x), context)
+        return x + context.dropout(y, self.dropout, random.MLP_OUTPUT), sums
+
+    def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+        y, new = self.attention.decode(self.attention_norm(x), context, cached, lengths)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x), context)[0], new

@@ -1,0 +1,127 @@
+"""The router of a mixture of experts: which experts a token takes, with which weights, and how evenly they are used.
+
+    scores l = x R [t, E], in float32 whatever the compute dtype
+    softmax     p = softmax(l)                 the k best of p           Mixtral, Qwen 3 MoE, OLMoE
+    sigmoid     p = σ(l)                       the k best of p           DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)
+
+The weights are those p, divided by their sum if `router_normalized`, times `router_scale`. A softmax over the k best
+scores is the same as a softmax over all, divided by the sum of those k.
+
+Nothing is dropped: an expert takes all tokens that chose it. So a token's result depends on that token alone, not on
+those beside it, which a capacity would make it depend on.
+
+**Losses.** Experts that are chosen more often learn more and are chosen more often still. The balance loss
+E · Σ f P (arXiv 2101.03961, section 2.2) compares the share f of assignments with the mean probability P; 1 if all are
+equal. It is no sum over tokens but of products of two means, so the tokens that are compared matter: those of a
+sequence here (DeepSeek-V3, section 2.1.2), the same on every mesh; those of a micro-batch in Megatron; those of all
+layers in `transformers`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from mjax.mixture_config import MixtureConfig
+from mjax.parallel import mappings
+from mjax.parallel.axes import MODEL
+from mjax.parallel.layers import normal, parameter
+from mjax.parallel.sums import wide_type
+from mjax.parallel.tokens import Tokens
+
+Sums = dict[str, Array]
+
+
+class Choice(NamedTuple):
+    """The router's result for rows of the stream.
+
+    Attributes:
+      experts: int32 [t, k], from 0.
+      weights: [t, k], float32 or wider.
+      scores: [t, E], before softmax or sigmoid.
+      probabilities: [t, E], of every expert, with sum 1.
+    """
+
+    experts: Array
+    weights: Array
+    scores: Array
+    probabilities: Array
+
+
+class Router(nnx.Module):
+    """Scores and chooses experts. Shapes: x [t, h], this rank's rows of the stream; the weight [h, E] is replicated."""
+
+    def __init__(self, key: Array, config: MixtureConfig, dtype):
+        self.config = config
+        self.kernel = parameter(
+            key, normal(config.init_std), (config.hidden, config.experts), (None, None), dtype, uncast=True
+        )
+
+    def __call__(self, x: Array) -> Choice:
+        config, wide = self.config, wide_type(x.dtype)
+        kernel = self.kernel[...].astype(wide)
+        scores = jnp.dot(x.astype(wide), kernel, precision=jax.lax.Precision.HIGHEST)
+        each = jax.nn.softmax(scores) if config.router == "softmax" else jax.nn.sigmoid(scores)
+        experts = self._best(jax.lax.stop_gradient(each))
+        weights = jnp.take_along_axis(each, experts, axis=-1)
+        if config.router_normalized:
+            weights = weights / _at_least(weights.sum(-1, keepdims=True))
+        probabilities = each if config.router == "softmax" else each / _at_least(each.sum(-1, keepdims=True))
+        return Choice(experts, weights * config.router_scale, scores, probabilities)
+
+    def _best(self, each: Array) -> Array:
+        """The k best experts of each row, in order: int32 [t, k]. Of equal ones the first."""
+        config = self.config
+        if config.top_groups < config.router_groups:
+            groups = each.reshape(len(each), config.router_groups, -1)
+            two_best = jax.lax.top_k(groups, 2)[0].sum(-1)
+            chosen = jax.nn.one_hot(jax.lax.top_k(two_best, config.top_groups)[1], config.router_groups).sum(1)
+            each = jnp.where(chosen[..., None] > 0, groups, -jnp.inf).reshape(each.shape)
+        return jax.lax.top_k(each, config.experts_per_token)[1].astype(jnp.int32)
+
+    def sums(self, choice: Choice, tokens: Tokens) -> Sums:
+        """What a layer adds to the means of the model, float32 [] each: its losses, and how evenly experts are used."""
+        config, scores = self.config, choice.scores
+        chosen = jax.nn.one_hot(choice.experts, config.experts, dtype=scores.dtype).sum(1)  # [t, E]
+        entropy = -(choice.probabilities * jnp.log(_at_least(choice.probabilities))).sum()
+        found = {"router_entropy": _of_all(jax.lax.stop_gradient(entropy), tokens)}
+        if config.z_loss:
+            found["z_loss"] = _of_all(jnp.square(jax.nn.logsumexp(scores, axis=-1)).sum(), tokens)
+        if config.balance_loss:
+            found |= self._balance(chosen, choice.probabilities, tokens)
+        return found
+
+    def _balance(self, chosen: Array, probabilities: Array, tokens: Tokens) -> Sums:
+        config = self.config
+        if config.balance_over == "sequence":
+            used, given = (_of_sequences(each, tokens) for each in (chosen, probabilities))  # [b, E]
+            compared = tokens.positions
+        else:
+            used, given = (_of_all(each.sum(0), tokens) for each in (chosen, probabilities))  # [E]
+            compared = tokens.count
+        if config.balance_over == "layers":  # `Mixture.pool_sums` has the rest
+            return {"balance_used": used, "balance_given": given}
+        products = (used * given).sum() * config.experts / (config.experts_per_token * compared**2)
+        return {"balance_loss": products if config.balance_over == "sequence" else products * tokens.sequences}
+
+
+def _at_least(x: Array) -> Array:
+    return jnp.maximum(x, jnp.finfo(x.dtype).tiny)
+
+
+def _of_all(rows: Array, tokens: Tokens) -> Array:
+    """A sum over this rank's rows, as that over all of them: replicated over `model`."""
+    return mappings.leave(rows) if tokens.split else rows
+
+
+def _of_sequences(rows: Array, tokens: Tokens) -> Array:
+    """The sums over the tokens of each sequence, of all rows: [t, …] → [b, …], replicated over `model`."""
+    if not tokens.split:
+        return tokens.by_sequence(rows).sum(1)
+    sequences = tokens.mine(jnp.arange(tokens.count) // tokens.positions)
+    nothing = mappings.vary(jnp.zeros((tokens.sequences, *rows.shape[1:]), rows.dtype), mappings.varying_axes(rows))
+    return mappings.leave(nothing.at[sequences].add(rows), MODEL)

@@ -1,0 +1,216 @@
+"""A mixture of experts on meshes against a serial one in float64 that shares no code with it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.config import load_config
+from mjax.errors import UsageError
+from mjax.models.build import count_parameters
+from mjax.models.kernels import choose_grouped
+from mjax.training.flops import model_flops
+from mjax.validation import validate
+from tests import mixture_reference
+from tests.against_reference import in_layer_order, largest_error
+from tests.small import batch_of, gradient_program, named, small_config, weights_of
+
+MIXTURE = {
+    "kind": "mixture",
+    "grouped": "xla",
+    "layers": 4,
+    "experts": 4,
+    "experts_per_token": 2,
+    "expert_width": 24,
+    "balance_loss": 0.1,
+    "z_loss": 0.01,
+    "sequence": 15,  # a number of tokens that no tile divides
+}
+DEEPSEEK = {
+    "experts": 8, "experts_per_token": 3, "router": "sigmoid", "router_groups": 4, "router_top_groups": 2,
+    "router_scale": 2.5, "shared_width": 20,
+}  # fmt: skip
+
+
+def config_of(data=1, model=1, micro_batch=2, recompute="none", mesh=None, unroll="off", samples=None, **changes):
+    dropout = changes.pop("dropout", 0.1)
+    return small_config(
+        data, model, micro_batch, recompute, "fp64", dropout, mesh=mesh, unroll=unroll, samples=samples,
+        **{**MIXTURE, **changes},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of(),
+        config_of(router_normalized=False, dropout=0.0, kv_heads=2),
+        config_of(**DEEPSEEK),
+        config_of(experts=1, experts_per_token=1, recompute="full"),
+    ],
+    ids=["softmax", "not normalised", "sigmoid, groups, shared", "one expert"],
+)
+def test_loss_and_gradients_of_one_device_equal_the_serial_reference(config):
+    errors = largest_error(config, scale=2.0**10)
+    assert max(errors.values()) < 1e-12, errors
+
+
+PACKED = {"reset_attention": True, "mask_eod_loss": True}
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "pipe", "sequence_parallel", "zero", "recompute", "unroll", "micro_batch", "changes"),
+    [
+        (2, 2, 1, True, 1, "selective", "on", 4, {}),
+        (1, 2, 1, False, 0, "full", "on", 2, DEEPSEEK),
+        (4, 1, 1, False, 3, "none", "off", 1, {"samples": PACKED}),
+        (2, 2, 1, True, 3, "full", "off", 2, {"kv_heads": 2}),
+        (2, 1, 1, False, 1, "none", "on", 2, {"tied": True}),
+        (1, 4, 1, True, 0, "none", "off", 8, DEEPSEEK),
+        (2, 2, 2, True, 1, "none", "off", 1, {"mesh": {"schedule": "1f1b"}}),
+        (1, 1, 2, False, 0, "selective", "off", 2, {"mesh": {"schedule": "zb-h1"}, **DEEPSEEK}),
+        (2, 1, 4, False, 3, "full", "off", 1, {"mesh": {"schedule": "gpipe"}, "samples": PACKED}),
+        (2, 2, 2, True, 3, "selective", "off", 1, {"mesh": {"schedule": "zb-h1", "chunks": 2}}),
+    ],
+    ids=str,
+)
+def test_on_every_mesh_loss_and_gradients_equal_the_serial_reference(
+    data, model, pipe, sequence_parallel, zero, recompute, unroll, micro_batch, changes
+):
+    mesh = {"pipe": pipe, "sequence_parallel": sequence_parallel, "zero": zero, **changes.get("mesh", {})}
+    changes = {"sequence": 16 if sequence_parallel else 15, **changes, "mesh": mesh}
+    config = config_of(data, model, micro_batch, recompute, unroll=unroll, **changes)
+    errors = largest_error(config, scale=2.0**10)
+    assert max(errors.values()) < 1e-12, errors
+
+
+# --- What the losses depend on ----------------------------------------------------------------------------------------
+
+
+def means_of(config):
+    with jax.enable_x64(True):
+        program, place = gradient_program(config)
+        found, gradients = program(place(), batch_of(config), jnp.int32(3), jnp.float64(1.0))
+        return np.asarray(found), in_layer_order(gradients, config)
+
+
+def test_the_size_of_a_micro_batch_changes_nothing_but_with_the_balance_loss_of_megatron_it_does():
+    def found(micro_batch, over):
+        return means_of(config_of(1, 1, micro_batch, dropout=0.0, balance_over=over, layers=2))
+
+    for over, same in (("sequence", True), ("micro_batch", False)):
+        (one, gradients), (four, others) = (found(size, over) for size in (1, 4))
+        np.testing.assert_allclose(one[[0, 1, 3]], four[[0, 1, 3]], rtol=1e-13)
+        differences = [np.abs(gradients[name] - others[name]).max() for name in gradients]
+        assert (abs(one[2] - four[2]) < 1e-13) == same
+        assert (max(differences) < 1e-13) == same
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "model": 2, "mesh": {"sequence_parallel": True}}], ids=["1", "4"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_experts_without_a_token_and_all_tokens_to_the_same(k, mesh, monkeypatch):
+    """The first k of four experts are chosen by all tokens, here and in the reference; the others have no gradient."""
+
+    def first(self, each):
+        return jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (len(each), k)) + 0 * each[:, :k].astype(jnp.int32)
+
+    def routed(scores, model):
+        p = jax.nn.softmax(scores)
+        chosen = jnp.arange(model.experts) < k
+        return p * chosen / (p * chosen).sum(-1, keepdims=True), chosen & (p > 0), p
+
+    monkeypatch.setattr("mjax.models.router.Router._best", first)
+    monkeypatch.setattr("tests.mixture_reference.route", routed)
+    config = config_of(micro_batch=2, experts_per_token=k, sequence=16, dropout=0.0, layers=2, **mesh)
+    figures, gradients = means_of(config)
+    with jax.enable_x64(True):
+        weights, batch = named(weights_of(config)), batch_of(config)
+        total, expected = jax.value_and_grad(lambda w: mixture_reference.total(w, config.model, batch, None)[0])(
+            weights
+        )
+    weighed = figures[0] + 2 * (config.model.balance_loss * figures[2] + config.model.z_loss * figures[3])
+    np.testing.assert_allclose(weighed, total, rtol=1e-13)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=1e-12, err_msg=name)
+    for name in ("up", "down"):
+        found = np.abs(gradients[f"blocks.mlp.{name}"]).max((0, 2, 3) if name == "down" else (0, 2, 3, 4))
+        assert (found > 0).tolist() == [expert < k for expert in range(4)]
+
+
+# --- Kernels, FLOPs, refusals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "changes", "chosen", "why"),
+    [
+        ("cpu", (9, 0), {}, "xla", "it needs an NVIDIA GPU and this process runs on cpu"),
+        ("gpu", (7, 0), {}, "xla", "it needs compute capability 8.0 or more, as an A100 has, and the GPU has 7.0"),
+        (
+            "gpu",
+            (8, 0),
+            {"expert_width": 72},
+            "xla",
+            "it needs sizes that are multiples of 16 and an expert's matrix has a dim of 36 on a GPU",
+        ),
+        ("gpu", (8, 0), {"expert_width": 64}, "pallas", None),
+        ("gpu", (9, 0), {"grouped": "xla"}, "xla", None),
+    ],
+)
+def test_pallas_is_chosen_where_it_can_run_and_asked_for_elsewhere_refused(platform, capability, changes, chosen, why):
+    config = small_config(model=2, **{**MIXTURE, "grouped": "auto", "expert_width": 32, **changes})
+    assert choose_grouped(config, platform, capability) == (chosen, why)
+    if why:
+        asked = replace(config, model=replace(config.model, grouped="pallas"))
+        with pytest.raises(UsageError) as error:
+            choose_grouped(asked, platform, capability)
+        assert str(error.value) == (
+            f"--model.grouped pallas cannot be used: {why}; change that, or use --model.grouped xla"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active"),
+    [
+        ("mixtral_8x7b", 46_702_792_704, 12_879_925_248),
+        ("qwen3_30b_a3b", 30_532_122_624, 3_353_032_704),
+        ("olmoe_1b_7b", 6_919_161_856, 1_282_017_280),
+    ],
+)
+def test_the_published_mixtures_have_their_parameters_and_a_token_costs_the_flops_of_those_it_uses(
+    name, parameters, active
+):
+    config = load_config(name)
+    model, tokens = config.model, config.train.global_batch * config.model.sequence
+    assert count_parameters(model) == parameters
+    unused = model.experts - model.experts_per_token
+    assert parameters - model.layers * unused * 3 * model.hidden * model.width_of_expert == active
+    vectors = model.layers * 2 * model.hidden + model.hidden  # norms of the stream, which are no products
+    if model.qk_norm != "none":
+        heads = (model.heads + model.groups) if model.qk_norm == "heads" else 2
+        vectors += model.layers * heads * model.head_size
+    embedding = model.padded_vocabulary * model.hidden  # looked up
+    scores = 4 * model.layers * model.sequence * model.heads * model.head_size
+    assert model_flops(config) / tokens == 3 * (2 * (active - vectors - embedding) + scores)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts_per_token": 5}, "--model.experts-per-token 5 is more than the 4 experts that a token can choose"),
+        ({"router_groups": 3}, "--model.router-groups 3 and --model.router-top-groups 3 do not cut 4 experts"),
+        ({"router_groups": 4}, "--model.router-groups 4 leaves one expert a group"),
+        ({"router_groups": 2, "router_top_groups": 1, "experts_per_token": 3}, "more than the 2 experts"),
+        ({"norms": "post"}, "--model.norms post is not there for a mixture of experts"),
+        ({"balance_over": "layers", "balance_loss": 0.0}, "--model.balance-over layers pools the layers"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_a_sentence(changes, message):
+    with pytest.raises(UsageError, match=message):
+        validate(config_of(**changes), "a test")
+
+
+def test_float8_is_refused():
+    with pytest.raises(UsageError, match=r"--precision\.compute fp8 is not there for a mixture of experts"):
+        validate(small_config(**{**MIXTURE, "sequence": 16}, compute="fp8"), "a test")
