@@ -1,6 +1,9 @@
 """A small mixture of experts on Wikipedia paragraphs, for two CPU cores: the tokens, steps and batches of llama_demo.
 
-parameters   TODO
+parameters   11,282,688, of which a token uses 4,204,800, about as many as llama_demo has
+hardware     two CPU cores, about six minutes
+result       validation perplexity 191.7 after the 1,024,000 tokens on which llama_demo comes to 178.1: not better yet
+data         `python -m mjax prepare --demo --output data/demo` (5 MB of text, 4,096 sentencepiece tokens)
 """
 
 from mjax.config import (
