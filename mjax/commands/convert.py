@@ -43,7 +43,7 @@ from mjax.interop.model_folder import check_output, new_folder, read_object, wri
 from mjax.interop.settings import config_values, model_config
 from mjax.interop.tensor_files import open_tensors, parse_size, write_tensors
 from mjax.interop.tokenizer_files import find_tokenizer, write_tokenizer
-from mjax.interop.weights import absent_heads, block_reader, find_tensors, places, tensor_parts
+from mjax.interop.weights import absent_heads, as_stored, block_reader, find_tensors, places, tensor_parts
 from mjax.model_config import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.progress import progress
@@ -55,8 +55,8 @@ from mjax.training.origin import origin_of
 
 @dataclass(frozen=True)
 class FromHfArguments:
-    """Convert a Hugging Face model (GPT-2, BLOOM, Llama, Mistral, Qwen, OLMo 2, BERT) into a run folder, to generate,
-    evaluate or train."""
+    """Convert a Hugging Face model (GPT-2, BLOOM, Llama, Mistral, Mixtral, Qwen, OLMo, BERT) into a run folder, to
+    generate, evaluate or train."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder with config.json and model.safetensors, as written by save_pretrained."""
@@ -123,6 +123,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     carries = tokenizer is not None and arguments.tokenizer is None and model.causal
     carried = carried_files(source, values) if carries else {}
     tensors = open_tensors(source, arguments.allow_pickle)
+    family = as_stored(family, tensors)
     found = find_tensors(family, tensors, model, str(source), arguments.draw_heads)
     absent = absent_heads(family, model, found)
 

@@ -23,6 +23,7 @@ from mjax.interop.bloom import BLOOM
 from mjax.interop.family import Family
 from mjax.interop.gpt2 import GPT2
 from mjax.interop.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
+from mjax.interop.mixture import MIXTRAL, OLMOE, QWEN3_MOE
 from mjax.interop.model_card import CARD
 from mjax.interop.model_folder import new_folder
 from mjax.interop.settings import fits, unlike
@@ -34,7 +35,7 @@ from mjax.state.blocks import write_in_blocks
 from mjax.state.layout import initial_weights, lay_out
 from mjax.validation import validate
 
-FAMILIES = (GPT2, BERT, MEGATRON_BERT, BLOOM, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2)
+FAMILIES = (GPT2, BERT, MEGATRON_BERT, BLOOM, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, MIXTRAL, QWEN3_MOE, OLMOE)
 TYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(bfloat16))}
 """By --dtype: torch's name, and NumPy's."""
 

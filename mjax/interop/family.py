@@ -18,7 +18,8 @@ class Family:
     Attributes:
       model: name in messages, such as GPT2LMHeadModel.
       names: for each of our modules its name in the files, in the order of writing; {0} stands for the layer number and
-        {1} for the next one. Three names are those of queries, keys and values.
+        {1} for the next one, {2} for the number of an expert. Three names are those of queries, keys and values.
+      fused: rows that replace those of `names` where files have these tensors: all experts in one.
       transposed: whether matrices are [out, in], as in `torch.nn.Linear`; else they are [in, out].
       qkv: the order of fused queries, keys and values along out: c the three of them, n heads, d head size.
       prefix: omitted at the beginning of names in some files.
@@ -49,6 +50,7 @@ class Family:
 
     model: str
     names: Mapping[str, str | tuple[str, ...]]
+    fused: Mapping[str, str] = field(default_factory=dict)
     transposed: bool = True
     qkv: str = "cnd"
     prefix: str = ""

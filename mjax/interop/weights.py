@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -31,6 +31,8 @@ from mjax.names import leaf_name
 ROWS = 4096  # of an embedding to read at once
 LAYERS = "blocks."
 """Prefix of the names of weights that each layer has."""
+EXPERTS = ("blocks.mlp.up", "blocks.mlp.down")
+"""Weights of all experts of a layer: gate and up [l, E, h, 2, f], and down [l, E, f, h]."""
 OF_TOKENS = ("embedding.table", "head.table", "mlm.bias")
 """Weights with one row per token, and zero rows after them that pad the vocabulary."""
 
@@ -72,7 +74,9 @@ def places(family: Family, model: ModelConfig) -> dict[str, Place]:
             for module, names in rows:
                 for ours in (module, *(f"{module}.{part}" for part in ("table", "kernel", "scale", "bias"))):
                     for which, name in enumerate((names,) if isinstance(names, str) else names):
-                        if ours in shapes:
+                        if ours in EXPERTS and ours in shapes:
+                            found |= _of_experts(shapes[ours], ours, layer, name, which)
+                        elif ours in shapes:
                             name = name.format(layer, layer + 1) + (".bias" if ours.endswith(".bias") else ".weight")
                             part = None if isinstance(names, str) else which
                             found[name] = _place(family, model, shapes, ours, layer, part)
@@ -106,6 +110,34 @@ def _place(
     sizes = tuple(shape[dim] for dim in order)
     theirs = tuple(math.prod(shape[dim] for dim in group) for group in groups)
     return Place(ours, tuple(index), order, sizes, theirs)
+
+
+def _of_experts(shape: tuple[int, ...], ours: str, layer: int, name: str, which: int) -> Iterator[tuple[str, Place]]:
+    """The tensors of the experts of a layer, [out, in] each, or all in one [E, out, in]; `which` of gate and up."""
+    _, experts, *sizes = shape  # [l, E, h, 2, f] or [l, E, f, h]
+    several = len(sizes) == 3
+    if "{2}" not in name:
+        order = (0, 2, 3, 1) if several else (0, 2, 1)
+        local = (experts, *sizes)
+        sizes = tuple(local[dim] for dim in order)
+        theirs = (experts, math.prod(sizes[1:-1]), sizes[-1])
+        yield name.format(layer), Place(ours, (layer,), order, sizes, theirs)
+        return
+    into, out = sizes[0], sizes[-1]
+    for expert in range(experts):
+        part = (slice(None), which) if several else ()
+        yield (
+            f"{name.format(layer, layer + 1, expert)}.weight",
+            Place(ours, (layer, expert, *part), (1, 0), (out, into), (out, into)),
+        )
+
+
+def as_stored(family: Family, tensors: Tensors) -> Family:
+    """The family with the names that these files have for its experts: of each, or of all in one tensor."""
+    first = [name.format(0) for name in family.fused.values()]
+    if not any(name in tensors.kinds or name.removeprefix(family.prefix) in tensors.kinds for name in first):
+        return family
+    return replace(family, names={**family.names, **family.fused})
 
 
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from mjax.config import LlamaConfig, load_config
+from mjax.config import LlamaConfig, MixtureConfig, load_config
 from mjax.errors import UsageError
 from mjax.interop.convert import family_of, find_family
 from mjax.interop.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
+from mjax.interop.mixture import MIXTRAL, OLMOE, QWEN3_MOE
 from mjax.interop.settings import config_values, fits, model_config
 
 FAMILIES = {
@@ -19,6 +20,9 @@ FAMILIES = {
     "qwen25_7b": QWEN2,
     "qwen3_0_6b": QWEN3,
     "olmo2_1b": OLMO2,
+    "mixtral_8x7b": MIXTRAL,
+    "qwen3_30b_a3b": QWEN3_MOE,
+    "olmoe_1b_7b": OLMOE,
 }
 # Llama-3.1-8B as Meta published it, for transformers 4.
 LLAMA_31 = {
@@ -94,6 +98,84 @@ QWEN25_7B = {
     "use_sliding_window": False,
     "vocab_size": 152064,
 }
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+OLMOE_1B_7B = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "clip_qkv": None,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "model_type": "olmoe",
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.01,
+    "tie_word_embeddings": False,
+    "vocab_size": 50304,
+}
 SHARED = {
     name: value
     for name, value in LLAMA_31.items()
@@ -115,6 +197,18 @@ def test_published_configs_of_others_are_those_of_configs():
     assert read(QWEN25_7B) == replace(load_config("qwen25_7b").model, sequence=131072)
 
 
+@pytest.mark.parametrize(
+    ("values", "name", "more"),
+    [
+        (MIXTRAL_8X7B, "mixtral_8x7b", {"sequence": 32768}),
+        (QWEN3_30B_A3B, "qwen3_30b_a3b", {"sequence": 40960, "feed_forward": 6144}),
+        (OLMOE_1B_7B, "olmoe_1b_7b", {"feed_forward": 1024, "expert_width": None, "kv_heads": 16}),
+    ],
+)
+def test_published_configs_of_mixtures_are_those_of_configs_without_the_losses_of_the_router(values, name, more):
+    assert read(values) == replace(load_config(name).model, balance_loss=0.0, z_loss=0.0, **more)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_config_goes_out_and_comes_back_the_same(name):
     model, family = load_config(name).model, FAMILIES[name]
@@ -122,7 +216,11 @@ def test_a_config_goes_out_and_comes_back_the_same(name):
     assert [other for other in FAMILIES.values() if fits(other, model) and other not in (family, MISTRAL)] == []
     values = {**config_values(family, model), "model_type": family.model_type}
     again = read(values)
-    assert replace(again, kv_heads=None, head_dim=None) == replace(model, kv_heads=None, head_dim=None)
+    either = {"kv_heads": None, "head_dim": None}
+    if isinstance(model, MixtureConfig):
+        assert again.width_of_expert == model.width_of_expert
+        either |= {"feed_forward": None, "expert_width": None, "balance_loss": 0.0, "z_loss": 0.0}
+    assert replace(again, **either) == replace(model, **either)
     assert (again.groups, again.head_size) == (model.groups, model.head_size)
 
 
@@ -147,6 +245,10 @@ def test_a_config_goes_out_and_comes_back_the_same(name):
         ({"rope_interleaved": True}, "rope_interleaved is True"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ({"model_type": "olmoe", "norm_topk_prob": 1}, "norm_topk_prob is 1"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0"),
     ],
 )
 def test_a_setting_that_changes_what_is_computed_is_refused_by_name(change, names):

@@ -18,6 +18,7 @@ from tests.small import gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 from tests.interop.folders import read_folder  # noqa: E402
 from tests.parity.outputs import batch_of, logits_of, loss_of, with_noise  # noqa: E402
 from tests.parity.peers import imported  # noqa: E402
@@ -58,6 +59,13 @@ MODELS = {
     ),
     "qwen 3": ("Qwen3", {"head_dim": 10, "tie_word_embeddings": True}),
     "olmo 2": ("Olmo2", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "experts_implementation": "eager"}),
+    "qwen 3 moe": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+        | {"head_dim": 10, "experts_implementation": "eager"},
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}),
 }
 
 
@@ -73,14 +81,19 @@ def test_a_model_comes_in_with_its_loss_and_gradients_and_goes_out_byte_for_byte
     peer = peer_of(name)
     config, weights = imported(peer, tmp_path)
     batch = batch_of(config.model)
-    program, _ = gradient_program(replace(config, model=replace(config.model, attention="xla")))
+    mixture = config.model.kind == "mixture"
+    names = ("loss", "router_entropy") if mixture else None
+    program, _ = gradient_program(replace(config, model=replace(config.model, attention="xla")), names)
     loss, gradients = program(weights, batch, np.int32(0), np.float32(1))
+    loss = loss[0] if mixture else loss
     expected_loss = loss_of(peer, batch)
     expected_loss.backward()
     assert float(loss) == pytest.approx(expected_loss.item(), rel=2e-6)
     expected = {name: weight.grad.numpy() for name, weight in peer.named_parameters()}
     largest = max(np.abs(gradient).max() for gradient in expected.values())
-    array = weight_arrays(family_of(config.model), gradients, config.model)
+    family = family_of(config.model)
+    family = replace(family, names={**family.names, **family.fused})  # as transformers holds them
+    array = weight_arrays(family, gradients, config.model)
     for name in expected:
         np.testing.assert_allclose(array[name], expected[name], atol=1e-4 * largest, err_msg=name)
 
@@ -120,3 +133,19 @@ def test_weights_come_into_the_shards_of_any_mesh(mesh, tmp_path):
     target = abstract_weights(config, MeshConfig(**mesh))
     shards = read_weights(QWEN2, tensors, found, config.model, target)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(shards), jax.device_get(whole))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen 3 moe", "olmoe"])
+def test_files_with_all_experts_of_a_layer_in_one_tensor_are_read_too(name, tmp_path):
+    peer = peer_of(name)
+
+    class Fused:
+        def save_pretrained(self, folder):
+            peer.save_pretrained(folder)
+            tensors = {name: tensor.contiguous() for name, tensor in peer.state_dict().items()}
+            assert any(name.endswith("experts.gate_up_proj") for name in tensors)
+            assert not any(name.endswith("experts.gate_up_proj") for name in read_folder(folder))
+            safetensors_torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    (_, expected), (_, found) = (imported(each, tmp_path / type(each).__name__) for each in (peer, Fused()))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(expected))

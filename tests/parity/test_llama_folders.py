@@ -38,6 +38,9 @@ FAMILIES = {
     "Qwen2": ("qwen", {"tie_word_embeddings": True}),
     "Qwen3": ("qwen", {"head_dim": 16, "num_key_value_heads": 1}),
     "Olmo2": ("llama 3", {}),
+    "Mixtral": ("sentencepiece", {"num_local_experts": 3}),
+    "Qwen3Moe": ("qwen", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16}),
+    "Olmoe": ("llama 3", {"num_experts": 4, "num_experts_per_tok": 3}),
 }
 
 
