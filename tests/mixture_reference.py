@@ -10,8 +10,6 @@ import numpy as np
 
 from tests.reference import QUICKLY
 
-FIGURES = ("loss", "router_entropy", "balance_loss", "z_loss")
-
 
 def _norm(x, scale, epsilon):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * scale
@@ -50,7 +48,8 @@ def route(scores, model):
 
 
 def figures(weights, model, batch, masks=None):
-    """Cross entropy, entropy of the router, balance loss of sequences and z-loss: means over the batch and layers."""
+    """Cross entropy, entropy of the router, balance loss of sequences and z-loss: means over the batch and layers; and
+    the tokens of the busiest expert over the mean, in the layer where that is most."""
 
     def drop(x, rate, place):
         return x if masks is None else x * masks[place] / (1 - rate)
@@ -62,7 +61,7 @@ def figures(weights, model, batch, masks=None):
         visible = visible & (batch["documents"][:, None, :, None] == batch["documents"][:, None, None, :])
     n, k, d = model.heads, model.groups, model.head_size
     x = drop(weights["embedding.table"][batch["tokens"]], model.hidden_dropout, (0, 0))
-    entropy = balance = z = 0.0
+    entropy = balance = z = busiest = 0.0
     for layer in range(model.layers):
         w = {name.removeprefix("blocks."): v[layer] for name, v in weights.items() if name.startswith("blocks.")}
         y = _norm(x, w["attention_norm.scale"], model.norm_epsilon)
@@ -89,6 +88,8 @@ def figures(weights, model, batch, masks=None):
         x = x + drop(result.reshape(b, s, -1), model.hidden_dropout, (layer + 1, 3))
         of_sequence = (chosen * 1.0).reshape(b, s, -1).mean(1) / model.experts_per_token, p.reshape(b, s, -1).mean(1)
         balance += model.experts * (of_sequence[0] * of_sequence[1]).sum(-1).mean() / model.layers
+        tokens = (chosen * 1.0).sum(0)
+        busiest = jnp.maximum(busiest, tokens.max() / tokens.mean())
         entropy += -(p * jnp.log(p)).sum(-1).mean() / model.layers
         z += (jnp.log(jnp.exp(scores).sum(-1)) ** 2).mean() / model.layers
     x = _norm(x, weights["final_norm.scale"], model.norm_epsilon)
@@ -96,7 +97,7 @@ def figures(weights, model, batch, masks=None):
     scores = (x @ table.T)[..., : model.vocabulary]
     losses = jnp.log(jnp.exp(scores).sum(-1)) - jnp.take_along_axis(scores, batch["labels"][..., None], -1)[..., 0]
     counts = batch.get("loss_mask", np.ones(losses.shape, bool))
-    return jnp.stack([(losses * counts).sum() / counts.sum(), entropy, balance, z])
+    return jnp.stack([(losses * counts).sum() / counts.sum(), entropy, balance, z, busiest])
 
 
 def total(weights, model, batch, masks):

@@ -172,7 +172,7 @@ def weights_of(config: Config):
 MEANS = {
     "bert": ("mlm_loss", "order_loss", "order_accuracy"),
     "bert_task": ("loss", "accuracy"),
-    "mixture": ("loss", "router_entropy", "balance_loss", "z_loss"),  # with both coefficients
+    "mixture": ("loss", "router_entropy", "balance_loss", "z_loss", "expert_load"),  # with both coefficients
 }
 
 

@@ -20,6 +20,7 @@ class Context:
       positions: int [b, s], position of each token; None: 0 … s − 1.
       documents: int [b, s], number of a token's document, if attention must stay within it.
       place: of a layer in the pattern of layers that the model repeats, from 0.
+      layer: number of a layer in the model, from 1.
       loss_chunks: parts of the vocabulary, one after the other, in which the loss is computed (`Output.cross_entropy`).
     """
 
@@ -29,10 +30,11 @@ class Context:
     documents: Array | None = None
     place: int = 0
     loss_chunks: int = 1
+    layer: Array | int = 0
 
     def of_layer(self, number: Array | int, place: int = 0) -> Context:
         """The context of a layer, numbered from 1; 0 is the embedding."""
-        return replace(self, key=None if self.key is None else self.key.fold(number), place=place)
+        return replace(self, key=None if self.key is None else self.key.fold(number), place=place, layer=number)
 
     def key_of(self, site: int) -> DropoutKey | None:
         """The masks of one of the sites of a layer (`parallel/random.py`)."""

@@ -79,7 +79,7 @@ class Experts(nnx.Module):
         y = tokens.leave(combined(self._of_experts(dispatched(rows, sent), of_rows(weights, sent), groups), sent))
         if self.config.shared_width:
             y = y + self.shared(x, context)
-        return y, self.router.sums(choice, tokens)
+        return y, self.router.sums(choice, context)
 
     def _of_experts(self, x: Array, weights: Array, groups: Groups) -> Array:
         """Each row's expert's result times its weight: x [r, h], weights [r] → this rank's part of a sum [r, h]."""

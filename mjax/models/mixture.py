@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from mjax.mixture_config import MixtureConfig
@@ -37,14 +38,20 @@ class Mixture(Llama):
         weights["z_loss"] = config.z_loss * config.layers
         self.loss_weights = {"loss": 1.0} | {name: weight for name, weight in weights.items() if weight}
 
-    def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
+    def counts(self, batch: dict[str, Array]) -> dict[str, Array | np.ndarray | int]:
         sequences, layers = batch["tokens"].shape[0], self.config.layers
         tokens = batch["tokens"].size * layers
         counts = {"router_entropy": tokens, "z_loss": tokens, "balance_loss": sequences * layers}
         if self.config.balance_over == "layers":
             counts["balance_loss"] = sequences
-        used = {"router_entropy"} | self.loss_weights.keys()
+        counts["expert_load"] = np.full((layers, self.config.experts), batch["tokens"].size)
+        used = {"router_entropy", "expert_load"} | self.loss_weights.keys()
         return super().counts(batch) | {name: count for name, count in counts.items() if name in used}
+
+    def summary(self, means: dict[str, Array]) -> dict[str, Array]:
+        """`expert_load` [l, E], the share of tokens of each expert, as the largest over the mean in the worst layer."""
+        load = means["expert_load"]
+        return means | {"expert_load": (load.max(-1) / load.mean(-1)).max()}
 
     def pool_sums(self, sums: Sums, tokens: Tokens) -> Sums:
         """With `balance_over layers` the balance loss of the micro-batch, times its sequences, from what all layers

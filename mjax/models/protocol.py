@@ -36,7 +36,8 @@ class Model(Protocol):
       blocks: the layers, stacked (`block.stack`); an `nnx.List` of stacks if they differ.
 
     A model may have `pool_sums(sums, tokens)`, which turns the sums of its layers (`block.py`) over a micro-batch into
-    what `counts` counts; not in a pipeline.
+    what `counts` counts; not in a pipeline. A sum may be an array, whose count is one of NumPy of the same shape; then
+    `summary(means)` turns the means of the global batch into numbers [].
     """
 
     config: ModelConfig

@@ -27,6 +27,7 @@ from flax import nnx
 from jax import Array
 
 from mjax.mixture_config import MixtureConfig
+from mjax.models.context import Context
 from mjax.parallel import mappings
 from mjax.parallel.axes import MODEL
 from mjax.parallel.layers import normal, parameter
@@ -83,12 +84,15 @@ class Router(nnx.Module):
             each = jnp.where(chosen[..., None] > 0, groups, -jnp.inf).reshape(each.shape)
         return jax.lax.top_k(each, config.experts_per_token)[1].astype(jnp.int32)
 
-    def sums(self, choice: Choice, tokens: Tokens) -> Sums:
-        """What a layer adds to the means of the model, float32 [] each: its losses, and how evenly experts are used."""
-        config, scores = self.config, choice.scores
+    def sums(self, choice: Choice, context: Context) -> Sums:
+        """What a layer adds to the means of the model: its losses, float32 [] each, and the tokens of each expert, in
+        this layer's row of [l, E]."""
+        config, scores, tokens = self.config, choice.scores, context.tokens
         chosen = jax.nn.one_hot(choice.experts, config.experts, dtype=scores.dtype).sum(1)  # [t, E]
         entropy = -(choice.probabilities * jnp.log(_at_least(choice.probabilities))).sum()
-        found = {"router_entropy": _of_all(jax.lax.stop_gradient(entropy), tokens)}
+        here = jnp.arange(config.layers)[:, None] == context.layer - 1
+        used = jnp.where(here, _of_all(chosen.sum(0), tokens), 0)
+        found = {"router_entropy": _of_all(jax.lax.stop_gradient(entropy), tokens), "expert_load": used}
         if config.z_loss:
             found["z_loss"] = _of_all(jnp.square(jax.nn.logsumexp(scores, axis=-1)).sum(), tokens)
         if config.balance_loss:

@@ -36,7 +36,7 @@ def accumulate(forward: Forward, model: Model, weights: Model, micro_batches: Mi
         means, gradients = _differentiate(forward, weights, _at(0, micro_batches))
         return means, jax.tree.map(lambda g: g.astype(wide), joined(gradients))
     nothing = mappings.vary(jnp.zeros((), wide), frozenset(axes.splitting("batch")))
-    start = dict.fromkeys(forward.factors, nothing), zeros_like(weights, wide)
+    start = {n: nothing + jnp.zeros(jnp.shape(f), wide) for n, f in forward.factors.items()}, zeros_like(weights, wide)
 
     def add(total: Found, micro_batch: MicroBatch) -> tuple[Found, None]:
         means, gradients = _differentiate(forward, weights, micro_batch)

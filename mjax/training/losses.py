@@ -10,29 +10,38 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from mjax.models.protocol import Batch, Model
 from mjax.parallel import mappings, scopes
 
+Count = Array | np.ndarray | int
+
 
 @jax.named_scope(scopes.LOSS)
-def global_counts(model: Model, batch: Batch) -> dict[str, Array | int]:
-    """`Model.counts` of the global batch, from this replica's part: int32 [], the same on every device, or a number."""
+def global_counts(model: Model, batch: Batch) -> dict[str, Count]:
+    """`Model.counts` of the global batch, from this replica's part: int32 [], the same on every device, or numbers."""
 
-    def everywhere(count: Array | int) -> Array | int:
-        if isinstance(count, int):
+    def everywhere(count: Count) -> Count:
+        if isinstance(count, (int, np.ndarray)):
             return count * mappings.replicas()
         return mappings.sum_over(count, mappings.varying_axes(count))
 
     return {name: everywhere(count) for name, count in model.counts(batch).items()}
 
 
-def shares(counts: dict[str, Array | int], scale: Array | float = 1.0) -> dict[str, Array | float]:
+def shares(counts: dict[str, Count], scale: Array | float = 1.0) -> dict[str, Array | float]:
     """The factor that turns a sum into its part of `scale` times the mean. If nothing counts, the mean is 0."""
     return {
-        name: scale / (count if isinstance(count, int) else jnp.maximum(count, 1)) for name, count in counts.items()
+        name: scale / (count if isinstance(count, (int, np.ndarray)) else jnp.maximum(count, 1))
+        for name, count in counts.items()
     }
+
+
+def summary(model: Model, means: dict[str, Array]) -> dict[str, Array]:
+    """The means of the global batch as a run reports them, [] each: `Model.summary`, if it has one."""
+    return model.summary(means) if hasattr(model, "summary") else means
 
 
 def reported_loss(weights: dict[str, float], means: dict[str, Array]) -> Array:

@@ -43,6 +43,7 @@ from mjax.training.losses import (
     other_metrics,
     reported_loss,
     shares,
+    summary,
 )
 from mjax.training.optimizer import (
     backward_order,
@@ -284,13 +285,17 @@ def loss_and_gradients(
     gradients = reduce_gradients(gradients, model, last)
     with jax.named_scope(scopes.LOSS):
         means = {name: mappings.sum_over(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
-    return jax.tree.map(lambda x: x / scale, (means, gradients))
+    means, gradients = jax.tree.map(lambda x: x / scale, (means, gradients))
+    return summary(model, means), gradients
 
 
 def _eval_step(config: Config, plan, objective: Callable | None, model: Model, batch: dict[str, Array]) -> EvalMetrics:
     counts = global_counts(model, batch)
-    means = sum_over_batch(config, plan, model, batch, shares(counts), objective=objective)
-    return EvalMetrics(reported_loss(model.loss_weights, means), means, jax.tree.map(jnp.int32, counts))
+    means = summary(model, sum_over_batch(config, plan, model, batch, shares(counts), objective=objective))
+    counts = {
+        name: jnp.int32(np.max(count) if isinstance(count, np.ndarray) else count) for name, count in counts.items()
+    }
+    return EvalMetrics(reported_loss(model.loss_weights, means), means, counts)
 
 
 def sum_over_batch(

@@ -82,7 +82,7 @@ def test_a_model_comes_in_with_its_loss_and_gradients_and_goes_out_byte_for_byte
     config, weights = imported(peer, tmp_path)
     batch = batch_of(config.model)
     mixture = config.model.kind == "mixture"
-    names = ("loss", "router_entropy") if mixture else None
+    names = ("loss", "router_entropy", "expert_load") if mixture else None
     program, _ = gradient_program(replace(config, model=replace(config.model, attention="xla")), names)
     loss, gradients = program(weights, batch, np.int32(0), np.float32(1))
     loss = loss[0] if mixture else loss

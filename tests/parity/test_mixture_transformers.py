@@ -126,7 +126,7 @@ def _compare(family, mesh, coefficient, micro_batch=2):
         peer, batch = peer_of(family), batch_of(model)
         config = config_of(model, **mesh)
         config = replace(config, train=replace(config.train, micro_batch=micro_batch))
-        names = ("loss", "router_entropy", *(["balance_loss"] if coefficient else []))
+        names = ("loss", "router_entropy", *(["balance_loss"] if coefficient else []), "expert_load")
         program, build = gradient_program(config, names)
         found, gradients = program(from_peer(numpy(peer.named_parameters()), build(), model), batch, 0, 1.0)
         loss, total, _ = loss_of(peer, batch, coefficient)
@@ -180,7 +180,7 @@ def test_the_balance_loss_of_a_micro_batch_is_megatrons(micro_batch):
         peer, batch = peer_of("mixtral"), batch_of(model)
         config = config_of(model)
         config = replace(config, train=replace(config.train, micro_batch=micro_batch))
-        program, build = gradient_program(config, ("loss", "router_entropy", "balance_loss"))
+        program, build = gradient_program(config, ("loss", "router_entropy", "balance_loss", "expert_load"))
         found, _ = program(from_peer(numpy(peer.named_parameters()), build(), model), batch, 0, 1.0)
         total = 0.0
         for layer in loss_of(peer, batch)[2]:
