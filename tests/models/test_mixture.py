@@ -1,6 +1,7 @@
 """A mixture of experts on meshes against a serial one in float64 that shares no code with it."""
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,15 @@ from mjax.training.flops import model_flops
 from mjax.validation import validate
 from tests import mixture_reference
 from tests.against_reference import in_layer_order, largest_error
-from tests.small import batch_of, gradient_program, named, small_config, weights_of
+from tests.small import (
+    batch_of,
+    gradient_program,
+    initial_state,
+    named,
+    program_of,
+    small_config,
+    weights_of,
+)
 
 MIXTURE = {
     "kind": "mixture",
@@ -137,6 +146,31 @@ def test_experts_without_a_token_and_all_tokens_to_the_same(k, mesh, monkeypatch
     for name in ("up", "down"):
         found = np.abs(gradients[f"blocks.mlp.{name}"]).max((0, 2, 3) if name == "down" else (0, 2, 3, 4))
         assert (found > 0).tolist() == [expert < k for expert in range(4)]
+
+
+@cache
+def _losses(data, model, sequence_parallel=False):
+    changes = {**MIXTURE, "sequence": 16, "layers": 2}
+    config = small_config(
+        data, model, 8 // data, mesh={"sequence_parallel": sequence_parallel, "zero": int(data > 1)}, **changes
+    )
+    program = program_of(config)
+    state, found = initial_state(program), []
+    for step in range(60):
+        state, metrics = program.train_step(
+            state, jax.device_put(batch_of(config, seed=step % 4), program.batch_sharding)
+        )
+        found.append([float(metrics.loss), *map(float, metrics.metrics.values())])
+    return np.array(found)
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param((4, 1), marks=pytest.mark.long), (2, 2, True), pytest.param((1, 4), marks=pytest.mark.long)]
+)
+def test_the_curve_of_60_steps_with_dropout_is_that_of_one_device(mesh):
+    expected, found = _losses(1, 1), _losses(*mesh)
+    assert expected[-1, 0] < expected[0, 0] - 0.3
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 # --- Kernels, FLOPs, refusals -----------------------------------------------------------------------------------------
