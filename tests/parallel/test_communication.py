@@ -62,7 +62,7 @@ PACKAGES_BELOW = {
 
 MODULES_BELOW = {
     "parallel": {"bounds", "config", "errors", "launch", "names"},
-    "models": {"config", "errors", "llama_config", "model_config", "names"},
+    "models": {"config", "errors", "llama_config", "mixture_config", "model_config", "names"},
     "data": {
         "batch_size",
         "bounds",
