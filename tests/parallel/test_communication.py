@@ -84,6 +84,7 @@ MODULES_BELOW = {
         "hardware",
         "json_files",
         "launch",
+        "mixture_config",
         "model_config",
         "names",
         "packages",
