@@ -12,7 +12,10 @@ from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.models.kernels import choose_grouped
+from mjax.models.router import Router
+from mjax.parallel.mesh import abstract_mesh
 from mjax.training.flops import model_flops
+from mjax.training.step import build_program
 from mjax.validation import validate
 from tests import mixture_reference
 from tests.against_reference import in_layer_order, largest_error
@@ -171,6 +174,25 @@ def test_the_curve_of_60_steps_with_dropout_is_that_of_one_device(mesh):
     expected, found = _losses(1, 1), _losses(*mesh)
     assert expected[-1, 0] < expected[0, 0] - 0.3
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("zero", "unroll"), [(0, "off"), (1, "on"), (3, "off")])
+def test_the_router_has_its_weight_in_float32_in_a_run_in_bf16(zero, unroll, monkeypatch):
+    seen, choose = [], Router.__call__
+
+    def call(self, x):
+        seen.append((x.dtype.name, self.kernel[...].dtype.name))
+        return choose(self, x)
+
+    monkeypatch.setattr(Router, "__call__", call)
+    config = small_config(
+        2, 1, 4, "none", "bf16", mesh={"zero": zero}, unroll=unroll, **{**MIXTURE, "layers": 3, "sequence": 14}
+    )
+    program = build_program(config, abstract_mesh(config.mesh))
+    program.train_step.trace(program.abstract_state, program.abstract_batch)
+    program.eval_step.trace(program.abstract_state.model, program.abstract_batch)
+    assert set(seen) == {("bfloat16", "float32")}
+    assert len(seen) > 1
 
 
 # --- Kernels, FLOPs, refusals -----------------------------------------------------------------------------------------
