@@ -2,8 +2,8 @@
 
 parameters   11,282,688, of which a token uses 4,204,800, about as many as llama_demo has
 hardware     two CPU cores, about six minutes
-result       validation perplexity 173.4 after the 1,024,000 tokens on which llama_demo comes to 178.1; the two weights of
-             a token add up to 2 (router_scale), as if its experts were halves of one MLP: if they add up to 1, 191.7
+result       validation perplexity 173.4 after the 1,024,000 tokens on which llama_demo comes to 178.1
+             (with weights that add up to 1 rather than 2, router_scale, a token's experts are half an MLP: 191.7)
 data         `python -m mjax prepare --demo --output data/demo` (5 MB of text, 4,096 sentencepiece tokens)
 """
 
