@@ -70,8 +70,6 @@ class Experts(nnx.Module):
         """The sum of the experts' results [t, h], and what the router adds to the means of the model."""
         tokens = context.tokens
         choice = self.router(x)
-        # Kept whatever is recomputed: a score that differs in its last bit could choose another expert.
-        choice = choice._replace(experts=checkpoint_name(choice.experts, "experts"))
         rows, weights, experts = (tokens.enter(each) for each in (x, choice.weights, choice.experts))
         rows_of_tile = ROWS.get(self.config.grouped_kernel, ROWS["pallas"])
         groups, place = group(experts.reshape(-1), self.config.experts, rows_of_tile, at_once=tokens.count)

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from mjax.mixture_config import MixtureConfig
 from mjax.models.context import Context
@@ -67,7 +68,8 @@ class Router(nnx.Module):
         kernel = self.kernel[...].astype(wide)
         scores = jnp.dot(x.astype(wide), kernel, precision=jax.lax.Precision.HIGHEST)
         each = jax.nn.softmax(scores) if config.router == "softmax" else jax.nn.sigmoid(scores)
-        experts = self._best(jax.lax.stop_gradient(each))
+        # Kept whatever is recomputed: a score that differs in its last bit could choose another expert.
+        experts = checkpoint_name(self._best(jax.lax.stop_gradient(each)), "experts")
         weights = jnp.take_along_axis(each, experts, axis=-1)
         if config.router_normalized:
             weights = weights / _at_least(weights.sum(-1, keepdims=True))

@@ -195,6 +195,16 @@ def test_the_router_has_its_weight_in_float32_in_a_run_in_bf16(zero, unroll, mon
     assert len(seen) > 1
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("unroll", ["on", "off"])
+def test_experts_are_chosen_once_whatever_is_recomputed(recompute, unroll):
+    """A score that differs in its last bit when it is computed again could choose another expert."""
+    config = small_config(1, 1, 8, recompute, unroll=unroll, **{**MIXTURE, "layers": 3})
+    program = build_program(config, abstract_mesh(config.mesh))
+    step = str(program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr)
+    assert step.count("top_k[") == (3 if unroll == "on" else 1)
+
+
 # --- Kernels, FLOPs, refusals -----------------------------------------------------------------------------------------
 
 
