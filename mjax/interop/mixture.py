@@ -38,22 +38,15 @@ FUSED = {
 }
 
 
-def _normalized(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Take norm_topk_prob out of the settings; our field for it."""
-    values = dict(values)
-    normalized = values.pop("norm_topk_prob", False)
-    if not isinstance(normalized, bool):
-        raise UsageError(f"{file}: norm_topk_prob is {normalized!r}, not true or false; restore the file")
-    return values, {"router_normalized": normalized}
-
-
 def _read_normalized(family: Family):
     """`read` of a family, and norm_topk_prob."""
 
     def read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, ours = _normalized(values, file)
         values, fields = family.read(values, file)
-        return values, fields | ours
+        normalized = values.pop("norm_topk_prob", False)
+        if not isinstance(normalized, bool):
+            raise UsageError(f"{file}: norm_topk_prob is {normalized!r}, not true or false; restore the file")
+        return values, fields | {"router_normalized": normalized}
 
     return read
 

@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.mixture_config import MixtureConfig
 from mjax.models.context import Context
-from mjax.models.mlp import GatedMLP, activate
+from mjax.models.mlp import GatedMLP, gated
 from mjax.models.router import Router, Sums
 from mjax.parallel.axes import MODEL
 from mjax.parallel.grouped import ROWS, Groups, group, grouped_product
@@ -89,8 +89,7 @@ class Experts(nnx.Module):
 
 
 def _weighted(both: Array, weights: Array, activation: str) -> Array:
-    gated = activate(both[:, 0], activation) * both[:, 1]
-    return (gated.astype(weights.dtype) * weights[:, None]).astype(both.dtype)
+    return (gated(both, activation).astype(weights.dtype) * weights[:, None]).astype(both.dtype)
 
 
 # --- Tokens to rows, and back -----------------------------------------------------------------------------------------

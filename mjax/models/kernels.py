@@ -103,10 +103,8 @@ def capability_of(device) -> tuple[int, ...]:
 
 
 def _flash_obstacle(model: ModelConfig, compute: str, platform: str, capability: tuple[int, ...]) -> str | None:
-    if platform != "gpu":
-        return f"it needs an NVIDIA GPU and this process runs on {platform}"
-    if capability < AMPERE:
-        return f"it needs compute capability 8.0 or more, as an A100 has, and the GPU has {_number(capability)}"
+    if obstacle := _gpu_obstacle(platform, capability):
+        return obstacle
     if compute not in ("bf16", "fp16", "fp8"):
         return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
     if not 16 <= model.head_size <= 128:
@@ -117,10 +115,8 @@ def _flash_obstacle(model: ModelConfig, compute: str, platform: str, capability:
 
 
 def _grouped_obstacle(platform: str, capability: tuple[int, ...], compute: str, sizes: tuple[int, ...]) -> str | None:
-    if platform != "gpu":
-        return f"it needs an NVIDIA GPU and this process runs on {platform}"
-    if capability < AMPERE:
-        return f"it needs compute capability 8.0 or more, as an A100 has, and the GPU has {_number(capability)}"
+    if obstacle := _gpu_obstacle(platform, capability):
+        return obstacle
     if compute == "fp64":
         return "it computes in bf16, fp16 or fp32 and --precision.compute is fp64"
     odd = [size for size in sizes if size % SMALLEST]
@@ -129,17 +125,21 @@ def _grouped_obstacle(platform: str, capability: tuple[int, ...], compute: str, 
     return None
 
 
-def _number(capability: tuple[int, ...]) -> str:
-    return ".".join(map(str, capability))
+def _gpu_obstacle(platform: str, capability: tuple[int, ...]) -> str | None:
+    if platform != "gpu":
+        return f"it needs an NVIDIA GPU and this process runs on {platform}"
+    if capability < AMPERE:
+        return (
+            f"it needs compute capability 8.0 or more, as an A100 has, and the GPU has {'.'.join(map(str, capability))}"
+        )
+    return None
 
 
 def _cudnn_obstacle(
     model: ModelConfig, compute: str, platform: str, documents: bool, capability: tuple[int, ...]
 ) -> str | None:
-    if platform != "gpu":
-        return f"it needs an NVIDIA GPU and this process runs on {platform}"
-    if capability < AMPERE:
-        return f"it needs compute capability 8.0 or more, as an A100 has, and the GPU has {_number(capability)}"
+    if obstacle := _gpu_obstacle(platform, capability):
+        return obstacle
     if model.attention_dropout > 0:
         return f"it has no dropout and --model.attention-dropout is {model.attention_dropout}"
     if compute not in ("bf16", "fp16", "fp8"):

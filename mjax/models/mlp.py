@@ -57,11 +57,12 @@ class GatedMLP(nnx.Module):
     def phases(self, x: Array, _: Context) -> Phases:
         """The MLP in phases."""
         (both,) = yield Enter(x, (self.up,))  # [b s, 2, f / p]
-        gated = recomputed(partial(_gated, activation=self.activation))(checkpoint_name(both, "mlp_up"))
-        return (yield Leave(gated, self.down))
+        product = recomputed(partial(gated, activation=self.activation))(checkpoint_name(both, "mlp_up"))
+        return (yield Leave(product, self.down))
 
 
-def _gated(both: Array, activation: str) -> Array:
+def gated(both: Array, activation: str) -> Array:
+    """act(x A) ⊙ x B of both halves. Shapes: [t, 2, f] → [t, f]."""
     return activate(both[:, 0], activation) * both[:, 1]
 
 
