@@ -31,11 +31,12 @@ from jax.ad_checkpoint import checkpoint_name
 from mjax.mixture_config import MixtureConfig
 from mjax.models.context import Context
 from mjax.models.mlp import GatedMLP, gated
-from mjax.models.router import Router, Sums
+from mjax.models.router import Choice, Router, Sums
 from mjax.parallel.axes import MODEL
 from mjax.parallel.grouped import ROWS, Groups, group, grouped_product
 from mjax.parallel.layers import normal, parameter, recomputed
 from mjax.parallel.sums import wide_type
+from mjax.parallel.tokens import Tokens
 
 
 class Experts(nnx.Module):
@@ -70,14 +71,16 @@ class Experts(nnx.Module):
         """The sum of the experts' results [t, h], and what the router adds to the means of the model."""
         tokens = context.tokens
         choice = self.router(x)
-        rows, weights, experts = (tokens.enter(each) for each in (x, choice.weights, choice.experts))
+        rows, weights, experts = _entered(x, choice, tokens)
         rows_of_tile = ROWS.get(self.config.grouped_kernel, ROWS["pallas"])
         groups, place = group(experts.reshape(-1), self.config.experts, rows_of_tile, at_once=tokens.count)
         sent = Sent(place.reshape(experts.shape), _sources(place, len(groups.of_tile) * groups.rows))
         y = tokens.leave(combined(self._of_experts(dispatched(rows, sent), of_rows(weights, sent), groups), sent))
         if self.config.shared_width:
             y = y + self.shared(x, context)
-        return y, self.router.sums(choice, context)
+        sums = self.router.sums_of_rows(choice, tokens)
+        y, sums = _in_turn(y, sums, tokens)
+        return y, self.router.sums(sums, context)
 
     def _of_experts(self, x: Array, weights: Array, groups: Groups) -> Array:
         """Each row's expert's result times its weight: x [r, h], weights [r] → this rank's part of a sum [r, h]."""
@@ -86,6 +89,22 @@ class Experts(nnx.Module):
         both = checkpoint_name(both, "mlp_up").reshape(len(x), 2, -1)
         weighted = recomputed(partial(_weighted, activation=self.config.activation))(both, weights)
         return grouped_product(weighted, self.down[...], groups, self.config.grouped_kernel)
+
+
+def _entered(x: Array, choice: Choice, tokens: Tokens) -> tuple[Array, Array, Array]:
+    """f of the rows x, and of their weights and experts, which travel together: [t, h] → [b · s, h] and twice [b · s,
+    k]."""
+    routing = jnp.concatenate([choice.weights, choice.experts.astype(choice.weights.dtype)], axis=-1)
+    x, routing = _in_turn(tokens.enter(x), routing, tokens)
+    weights, experts = jnp.split(tokens.enter(routing), 2, axis=-1)
+    return x, weights, experts.astype(jnp.int32)
+
+
+def _in_turn(collected: Array, others, tokens: Tokens) -> tuple:
+    """The result of a collective, and the operands of the next one, which then begins after it, and in the backward
+    pass before it. Simulated devices may begin two that do not depend on each other in different orders, each of them
+    waiting for the other one; a GPU runs them in the order of the program."""
+    return jax.lax.optimization_barrier((collected, others)) if tokens.split else (collected, others)
 
 
 def _weighted(both: Array, weights: Array, activation: str) -> Array:

@@ -26,11 +26,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.flatten_util import ravel_pytree
 
 from mjax.mixture_config import MixtureConfig
 from mjax.models.context import Context
 from mjax.parallel import mappings
-from mjax.parallel.axes import MODEL
 from mjax.parallel.layers import normal, parameter
 from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens
@@ -86,31 +86,35 @@ class Router(nnx.Module):
             each = jnp.where(chosen[..., None] > 0, groups, -jnp.inf).reshape(each.shape)
         return jax.lax.top_k(each, config.experts_per_token)[1].astype(jnp.int32)
 
-    def sums(self, choice: Choice, context: Context) -> Sums:
-        """What a layer adds to the means of the model: its losses, float32 [] each, and the tokens of each expert, in
-        this layer's row of [l, E]."""
-        config, scores, tokens = self.config, choice.scores, context.tokens
+    def sums_of_rows(self, choice: Choice, tokens: Tokens) -> Sums:
+        """Sums over this rank's rows, of which `sums` makes the layer's losses and metrics."""
+        config, scores = self.config, choice.scores
         chosen = jax.nn.one_hot(choice.experts, config.experts, dtype=scores.dtype).sum(1)  # [t, E]
         entropy = -(choice.probabilities * jnp.log(_at_least(choice.probabilities))).sum()
-        here = jnp.arange(config.layers)[:, None] == context.layer - 1
-        used = jnp.where(here, _of_all(chosen.sum(0), tokens), 0)
-        found = {"router_entropy": _of_all(jax.lax.stop_gradient(entropy), tokens), "expert_load": used}
+        found = {"router_entropy": jax.lax.stop_gradient(entropy), "expert_load": chosen.sum(0)}
         if config.z_loss:
-            found["z_loss"] = _of_all(jnp.square(jax.nn.logsumexp(scores, axis=-1)).sum(), tokens)
+            found["z_loss"] = jnp.square(jax.nn.logsumexp(scores, axis=-1)).sum()
         if config.balance_loss:
-            found |= self._balance(chosen, choice.probabilities, tokens)
+            of_compared = _by_sequence if config.balance_over == "sequence" else lambda rows, _: rows.sum(0)
+            found |= {"used": of_compared(chosen, tokens), "given": of_compared(choice.probabilities, tokens)}
         return found
 
-    def _balance(self, chosen: Array, probabilities: Array, tokens: Tokens) -> Sums:
+    def sums(self, of_rows: Sums, context: Context) -> Sums:
+        """What a layer adds to the means of the model: its losses, float32 [] each, and the tokens of each expert, in
+        this layer's row of [l, E]."""
+        found = _of_all(of_rows, context.tokens)
+        here = jnp.arange(self.config.layers)[:, None] == context.layer - 1
+        found["expert_load"] = jnp.where(here, found["expert_load"], 0)
+        if self.config.balance_loss:
+            found |= self._balance(found.pop("used"), found.pop("given"), context.tokens)
+        return found
+
+    def _balance(self, used: Array, given: Array, tokens: Tokens) -> Sums:
+        """The balance loss of the assignments and the probabilities of each expert: [b, E] or [E]."""
         config = self.config
-        if config.balance_over == "sequence":
-            used, given = (_of_sequences(each, tokens) for each in (chosen, probabilities))  # [b, E]
-            compared = tokens.positions
-        else:
-            used, given = (_of_all(each.sum(0), tokens) for each in (chosen, probabilities))  # [E]
-            compared = tokens.count
         if config.balance_over == "layers":  # `Mixture.pool_sums` has the rest
             return {"balance_used": used, "balance_given": given}
+        compared = tokens.positions if config.balance_over == "sequence" else tokens.count
         products = (used * given).sum() * config.experts / (config.experts_per_token * compared**2)
         return {"balance_loss": products if config.balance_over == "sequence" else products * tokens.sequences}
 
@@ -119,15 +123,18 @@ def _at_least(x: Array) -> Array:
     return jnp.maximum(x, jnp.finfo(x.dtype).tiny)
 
 
-def _of_all(rows: Array, tokens: Tokens) -> Array:
-    """A sum over this rank's rows, as that over all of them: replicated over `model`."""
-    return mappings.leave(rows) if tokens.split else rows
+def _of_all(sums: Sums, tokens: Tokens) -> Sums:
+    """Sums over this rank's rows, as those over all of them, replicated over `model`: in one collective."""
+    if not tokens.split:
+        return sums
+    flat, back = ravel_pytree(sums)
+    return back(mappings.leave(flat))
 
 
-def _of_sequences(rows: Array, tokens: Tokens) -> Array:
-    """The sums over the tokens of each sequence, of all rows: [t, …] → [b, …], replicated over `model`."""
+def _by_sequence(rows: Array, tokens: Tokens) -> Array:
+    """The sums over this rank's tokens of each sequence: [t, …] → [b, …]."""
     if not tokens.split:
         return tokens.by_sequence(rows).sum(1)
     sequences = tokens.mine(jnp.arange(tokens.count) // tokens.positions)
     nothing = mappings.vary(jnp.zeros((tokens.sequences, *rows.shape[1:]), rows.dtype), mappings.varying_axes(rows))
-    return mappings.leave(nothing.at[sequences].add(rows), MODEL)
+    return nothing.at[sequences].add(rows)

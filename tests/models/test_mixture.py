@@ -81,6 +81,8 @@ PACKED = {"reset_attention": True, "mask_eod_loss": True}
         pytest.param(2, 2, 1, True, 3, "full", "off", 2, {"kv_heads": 2}, marks=pytest.mark.long),
         pytest.param(2, 1, 1, False, 1, "none", "on", 2, {"tied": True}, marks=pytest.mark.long),
         (1, 4, 1, True, 0, "none", "off", 8, DEEPSEEK),
+        pytest.param(2, 2, 2, True, 1, "none", "off", 1, {"mesh": {"schedule": "1f1b"}}, marks=pytest.mark.long),
+        (2, 2, 2, True, 3, "selective", "off", 1, {"mesh": {"schedule": "zb-h1", "chunks": 2}}),
         (1, 1, 2, False, 0, "selective", "off", 2, {"mesh": {"schedule": "zb-h1"}, **DEEPSEEK}),
         pytest.param(
             2,
