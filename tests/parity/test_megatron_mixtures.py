@@ -106,9 +106,10 @@ def test_transformers_computes_the_same_with_the_export_of_a_mixture(written, tm
 
 
 @pytest.mark.parametrize("layout", ["one by one", "grouped", "grouped, of old"])
-def test_files_of_tensor_ranks_stages_and_expert_ranks_are_told_apart_by_their_numbers(layout, tmp_path):
+def test_files_of_tensor_ranks_stages_and_expert_ranks_are_told_apart_by_their_numbers(layout, tmp_path, capsys):
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
     said = ARGUMENTS | dict.fromkeys(sizes, 2) | {"expert_tensor_parallel_size": 2}
+    said |= {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.01}
     for rank, stage, expert_rank in product(range(2), repeat=3):
         place = tmp_path / "in" / "release" / f"mp_rank_{rank:02}_{stage:03}_{expert_rank:03}"
         place.mkdir(parents=True)
@@ -116,6 +117,7 @@ def test_files_of_tensor_ranks_stages_and_expert_ranks_are_told_apart_by_their_n
         content = {"model": model, "args": Namespace(**said), "checkpoint_version": 3.0}
         torch.save(content, place / "model_optim_rng.pt")
     assert convert(tmp_path / "in", tmp_path / "run") == 0
+    assert "balance loss: mjax has no global_aux_loss 0.01, so the run has none" in capsys.readouterr().out
     weights = weights_of(tmp_path / "run")
     check(lambda name, first, end: weights[name][first:end])
 
