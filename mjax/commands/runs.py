@@ -34,8 +34,9 @@ from mjax.models.build import count_parameters
 from mjax.runs_figure import draw_runs
 from mjax.state.manifest import GOOD, MANIFEST
 from mjax.state.runs import checkpoint_steps, locked
-from mjax.training.metrics import finite_or_none, read_metrics, smoothed
+from mjax.training.metrics import finite_or_none, read_metrics
 from mjax.training.origin import ORIGIN, origin_of
+from mjax.training.pictures import smoothed
 
 TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
 LAST = 100  # steps for which the list counts skipped ones

@@ -15,6 +15,7 @@ from mjax.finetuning import report
 from mjax.training import environment, metrics
 from mjax.training.display import Display, lasting_console
 from mjax.training.metrics import MetricsLog, read_metrics
+from mjax.training.pictures import draw_loss
 from tests.conftest import ROOT
 from tests.training.test_metrics import _record
 
@@ -120,7 +121,7 @@ def test_without_git_a_run_starts_and_says_what_it_does_not_know(tmp_path, monke
 @pytest.mark.parametrize("name", ["a_$b_$", "$", r"\frac{", "$x^$", "näme €"])
 def test_any_name_can_stand_above_a_picture(tmp_path, name):
     records = [{"step": 1, "loss": 5.0}, {"step": 2, "loss": 4.0}]
-    metrics.draw_loss(records, tmp_path / "loss.png", name)
+    draw_loss(records, tmp_path / "loss.png", name)
     epochs = {1: [{"epoch": 1, "figures": {"accuracy": 0.5}}]}
     report.draw("accuracy", epochs, tmp_path / "report.png", name)
     for picture in ("loss.png", "report.png"):
