@@ -1,4 +1,4 @@
-"""The records of a run: one line per step in metrics.jsonl, curves in loss.png, and scalars for TensorBoard and W&B."""
+"""The records of a run: one line per step in metrics.jsonl, pictures, and scalars for TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mjax.data.atomic import free_name, make_folder, to_disk, write_whole
 from mjax.errors import UsageError
-from mjax.training.pictures import draw_loss
+from mjax.training.pictures import draw_experts, draw_loss
 
 FLUSH = 10.0  # seconds until TensorBoard scalars are on disk, at most
-REDRAW = 10.0  # seconds between two drawings of loss.png, at least; training waits while it is drawn
+REDRAW = 10.0  # seconds between two drawings of the pictures, at least; training waits while they are drawn
 
 
 @dataclass
@@ -46,6 +48,8 @@ class Record:
       as
         mlm_loss and val_mlm_loss. In an evaluation also the loss of guessing masked tokens by frequency,
         val_unigram_entropy.
+      arrays: for a mixture its expert_shares [l, E], the share of each expert in the assignments of its layer. They are
+        too long for a line of each step: those of the last record are in experts.json.
     """
 
     step: int
@@ -64,10 +68,12 @@ class Record:
     val_loss: float | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
     val_metrics: dict[str, float] = field(default_factory=dict)
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; `val_loss` and `unhealthy` only if set."""
+        """Plain values, without the arrays; `val_loss` and `unhealthy` only if set."""
         values = asdict(self)
+        del values["arrays"]
         for name in ("val_loss", "unhealthy"):
             if values[name] is None:
                 del values[name]
@@ -137,7 +143,7 @@ class Announced:
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl, TensorBoard and W&B, and draws loss.png.
+    """Appends to metrics.jsonl, TensorBoard and W&B, and draws loss.png, and of a mixture experts.png.
 
     None of them ends a run: the first failure is reported. TensorBoard and W&B are then off until the next start.
 
@@ -181,6 +187,8 @@ class MetricsLog:
         """Record one step."""
         values = record.as_dict()
         self.records.append(values)
+        if "expert_shares" in record.arrays:
+            self._shares = record.step, record.arrays["expert_shares"]
         with self._announced("metrics.jsonl"):
             self._append(json.dumps(values).encode() + b"\n")
         scalars = {name: value for name, value in values.items() if isinstance(value, (int, float)) and name != "step"}
@@ -201,13 +209,23 @@ class MetricsLog:
         file = self.folder / "metrics.jsonl"
         write_whole(file, "".join(json.dumps(record) + "\n" for record in records))
         self.records, self._file, self._torn = records, file.open("ab", buffering=0), False
+        self._shares: tuple[int, np.ndarray] | None = None  # of experts, and the step that they are of
 
     def draw(self, last: bool = True) -> None:
-        """Redraw loss.png, unless others follow and the one that is there is less than `REDRAW` seconds old."""
+        """Redraw the pictures, unless others follow and those that are there are less than `REDRAW` seconds old."""
         if last or time.monotonic() - self._drawn > REDRAW:
+            if self._shares:
+                self._draw_experts(*self._shares)
             with self._announced("loss.png"):
                 draw_loss(self.records, self.folder / "loss.png", self.folder.name)
                 self._drawn = time.monotonic()
+
+    def _draw_experts(self, step: int, shares: np.ndarray) -> None:
+        with self._announced("experts.json"):
+            rows = [[round(share, 6) for share in layer] for layer in shares.tolist()]
+            write_whole(self.folder / "experts.json", json.dumps({"step": step, "shares": rows}) + "\n")
+        with self._announced("experts.png"):
+            draw_experts(self.records, step, shares, self.folder / "experts.png", self.folder.name)
 
     def close(self) -> None:
         """Finish all files."""

@@ -7,10 +7,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mjax.data.atomic import put
 
 if TYPE_CHECKING:  # matplotlib takes a second to import
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LEGIBLE = 16  # experts of a heat map, at most, that have room for their numbers
 
 
 def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None:
@@ -45,6 +50,57 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None
         panel.grid(alpha=0.25)
         if panel.get_legend_handles_labels()[0]:
             panel.legend(frameon=False)
+    _save(figure, file)
+
+
+def draw_experts(records: Iterable[dict[str, Any]], step: int, shares: np.ndarray, file: Path, title: str) -> None:
+    """How evenly a mixture uses its experts, as a PNG: load and entropy over steps, and the share of each expert.
+
+    Args:
+      records: of metrics.jsonl.
+      step: the shares are those of this step.
+      shares: of each expert in the assignments of its layer, [l, E].
+      file: the picture.
+      title: name of the run.
+    """
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    records, (layers, experts) = list(records), shares.shape
+    balanced, height = 1 / experts, min(max(0.4 * layers, 2), 6)
+    figure = Figure(figsize=(12, 4 + height), dpi=120, layout="constrained")
+    figure.suptitle(title, parse_math=False)  # a name may contain dollars
+    panels = figure.subplot_mosaic([["load", "entropy"], ["shares", "shares"]], height_ratios=(4, height))
+    load, entropy, heat = panels["load"], panels["entropy"], panels["shares"]
+    _draw_curves(load, records, "expert_load", "{:.2f}")
+    load.axhline(1, color="0.4", linestyle="--", linewidth=1, label="balanced, 1")
+    load.set(xlabel="step", ylabel="load", title="busiest expert over the mean, in the worst layer")
+    _draw_curves(entropy, records, "router_entropy", "{:.3f}")
+    uniform = math.log(experts)
+    entropy.axhline(uniform, color="0.4", linestyle="--", linewidth=1, label=f"uniform, log {experts} = {uniform:.3f}")
+    entropy.set(xlabel="step", ylabel="nats per token", title="entropy of the router")
+    for panel in (load, entropy):
+        panel.grid(alpha=0.25)
+        panel.legend(frameon=False)
+
+    norm = TwoSlopeNorm(balanced, 0, max(2 * balanced, shares.max()))
+    edges = (-0.5, experts - 0.5, layers + 0.5, 0.5)
+    image = heat.imshow(shares, cmap="RdBu_r", norm=norm, aspect="auto", extent=edges, interpolation="nearest")
+    heat.set(xlabel="expert", ylabel="layer", title=f"share of a layer's assignments at step {step:,}")
+    heat.set_xticks(range(0, experts, -(-experts // 32)))
+    heat.set_yticks(range(1, layers + 1, -(-layers // 16)))
+    bar = figure.colorbar(image, ax=heat, format=PercentFormatter(1, 1 if experts <= LEGIBLE else 2), pad=0.01)
+    bar.set_ticks(norm.inverse(np.linspace(0, 1, 5)))
+    bar.set_label(f"balanced: {balanced:.2%}")
+    if experts <= LEGIBLE and layers <= LEGIBLE:
+        for (layer, expert), share in np.ndenumerate(shares):
+            dark = abs(norm(share) - 0.5) > 0.3
+            heat.text(expert, layer + 1, f"{share:.1%}", ha="center", va="center", color="white" if dark else "0.2")
+    _save(figure, file)
+
+
+def _save(figure: Figure, file: Path) -> None:
     temporary = file.with_suffix(".tmp.png")
     figure.savefig(temporary)
     put(temporary, file)
