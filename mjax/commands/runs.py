@@ -46,7 +46,7 @@ OF_A_RUN = {
     "wandb",
 }  # fmt: skip
 """Files that training leaves in a run folder."""
-LEFT_BY_A_RUN = re.compile(r"\.tmp$|\.damaged(\.\d+)?$|^\.shared-")
+LEFT_BY_A_RUN = re.compile(r"\.tmp(\.png)?$|\.damaged(\.\d+)?$|^\.shared-")
 """Temporary files, files set aside, and leftovers of a start that was killed."""
 
 
