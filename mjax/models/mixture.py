@@ -49,9 +49,11 @@ class Mixture(Llama):
         return super().counts(batch) | {name: count for name, count in counts.items() if name in used}
 
     def summary(self, means: dict[str, Array]) -> dict[str, Array]:
-        """`expert_load` [l, E], the share of tokens of each expert, as the largest over the mean in the worst layer."""
+        """`expert_load` [l, E], the share of tokens of each expert, as the largest over the mean in the worst layer;
+        and `expert_shares` [l, E], the share of each expert in the assignments of its layer."""
         load = means["expert_load"]
-        return means | {"expert_load": (load.max(-1) / load.mean(-1)).max()}
+        shares = load / load.sum(-1, keepdims=True)
+        return means | {"expert_load": (load.max(-1) / load.mean(-1)).max(), "expert_shares": shares}
 
     def pool_sums(self, sums: Sums, tokens: Tokens) -> Sums:
         """With `balance_over layers` the balance loss of the micro-batch, times its sequences, from what all layers

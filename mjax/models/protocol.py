@@ -37,7 +37,8 @@ class Model(Protocol):
 
     A model may have `pool_sums(sums, tokens)`, which turns the sums of its layers (`block.py`) over a micro-batch into
     what `counts` counts; not in a pipeline. A sum may be an array, whose count is one of NumPy of the same shape; then
-    `summary(means)` turns the means of the global batch into numbers [].
+    `summary(means)` turns the means of the global batch into numbers []. Arrays under new names in its result get to
+    `Record.arrays` of a training step; evaluations leave them out.
     """
 
     config: ModelConfig
