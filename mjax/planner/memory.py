@@ -312,10 +312,11 @@ def _weights_in_hand(sizes: _Sizes) -> float:
     """Bytes of the weights of one layer that a scan has sliced from the stack, or gathered, and of their gradients; and
     of the copy of a chunk's weights, if a stage has several."""
     chunks = sizes.config.mesh.chunks
-    widths = 2 * sizes.width + sizes.master if sizes.held.gathered else sizes.width
+    gathered = sizes.held.gathered / (sizes.layers * chunks)
     # Reduce-scatter of float32 gradients whose shards are not contiguous: a copy in another order.
     transposed = sizes.master * sizes.held.transposed / (sizes.layers * chunks)
-    return sizes.of_layer * widths + transposed + (sizes.width * sizes.held.layers / chunks if chunks > 1 else 0.0)
+    in_hand = sizes.width * sizes.of_layer + (sizes.width + sizes.master) * gathered
+    return in_hand + transposed + (sizes.width * sizes.held.layers / chunks if chunks > 1 else 0.0)
 
 
 def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **others: float) -> Memory:
