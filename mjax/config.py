@@ -40,6 +40,9 @@ class MeshConfig:
     """Data-parallel replicas."""
     model: Count = 1
     """Devices that share every layer's matrices (Megatron's tensor parallelism)."""
+    expert: Count = 1
+    """Data-parallel replicas that share the experts of a mixture: each has a part of them, and computes it for the
+    tokens of all. It divides data."""
     sequence_parallel: bool = False
     """Also split LayerNorm, dropout and the residual stream over `model`, by tokens (arXiv 2205.05198): less memory for
     the same communication. It has no effect with `model` 1."""

@@ -144,7 +144,7 @@ def check_enough_devices(mesh: MeshConfig) -> None:
       UsageError: it needs more.
     """
     if (found := len(jax.devices())) < mesh.devices:
-        flags = axes.sizes(mesh)
+        flags = axes.as_typed(mesh)
         given = " ".join(f"--mesh.{axis} {size}" for axis, size in flags.items() if size > 1)
         fewer = " ".join(f"--mesh.{axis} 1" for axis, size in flags.items() if size > 1)
         raise UsageError(f"{given} needs {mesh.devices} devices; {found} found: use {fewer}")

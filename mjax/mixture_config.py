@@ -82,6 +82,9 @@ class MixtureConfig(LlamaConfig):
         del found["feed-forward width"]
         return found | ({"shared expert width": self.shared_width} if self.shared_width else {})
 
+    def parted_experts(self) -> int:
+        return self.experts
+
     def check(self, config) -> None:
         super().check(config)
         self._check_router()

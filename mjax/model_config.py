@@ -139,6 +139,10 @@ class ModelConfig:
             size % ranks == 0 or ranks % size == 0 for size in self.shared_columns().values()
         )
 
+    def parted_experts(self) -> int:
+        """The number that `mesh.expert` has to divide: the experts of each layer, 0 for a model without them."""
+        return 0
+
     def check(self, config) -> None:
         """Refuse settings of the run, a `Config`, that this model does not support.
 

@@ -11,6 +11,7 @@ from mjax.data.blend import parse_blend
 from mjax.data.samples import split_sequences
 from mjax.errors import UsageError, either
 from mjax.model_config import KIND_FLAG
+from mjax.parallel import axes
 from mjax.parallel.schedules import check_counts
 
 LARGEST_SUGGESTED = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
@@ -52,6 +53,8 @@ def _check_shapes(config: Config) -> None:
         possible = [ranks for ranks in _divisors(math.gcd(*columns.values())) if model.splits(ranks)]
         raise UsageError(f"--mesh.model {mesh.model} {fails} {what} {size}; use {_listed(possible)}")
 
+    if mesh.expert > 1:
+        _check_experts(config)
     if train.unroll == "on" and mesh.pipe > 1:
         raise UsageError(
             f"--train.unroll on does not work with --mesh.pipe {mesh.pipe}, whose stages keep activations by slot; "
@@ -67,6 +70,23 @@ def _check_shapes(config: Config) -> None:
         raise UsageError(
             f"--train.micro-batch {train.micro_batch} does not divide the {share} sequences of a data replica "
             f"(global batch {train.global_batch} / data {mesh.data}); use {_listed(_divisors(share))}"
+        )
+
+
+def _check_experts(config: Config) -> None:
+    """Check that the `expert` axis divides the replicas and the experts."""
+    mesh, experts = config.mesh, config.model.parted_experts()
+    if not experts:
+        raise UsageError(
+            f"--mesh.expert {mesh.expert} splits the experts of a mixture, and {config.model.title} has none; "
+            "leave it out"
+        )
+    if mesh.data % mesh.expert or experts % mesh.expert:
+        what = f"--mesh.data {mesh.data}" if mesh.data % mesh.expert else f"{experts} experts"
+        possible = _listed(_divisors(math.gcd(mesh.data, experts)))
+        raise UsageError(
+            f"--mesh.expert {mesh.expert} does not divide {what}: it is the number of replicas that share the experts; "
+            f"use {possible}"
         )
 
 
@@ -281,11 +301,10 @@ def check_devices(config: Config, found: int, name: str = "this config") -> None
     """
     mesh = config.mesh
     if mesh.devices != found:
-        pipe = f"pipe {mesh.pipe} × " if mesh.pipe > 1 else ""
         flags = "--mesh.pipe, --mesh.data and --mesh.model" if mesh.pipe > 1 else "--mesh.data and --mesh.model"
         raise UsageError(
             f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} "
-            f"({pipe}data {mesh.data} × model {mesh.model}); {found} found: "
+            f"({axes.in_words(mesh)}); {found} found: "
             f"set {flags}, or --simulate {mesh.devices}"
         )
 

@@ -248,7 +248,7 @@ def _run(planned: _Planned) -> Section:
     values = {
         "config": name,
         "parameters": parameters,
-        "mesh": axes.sizes(mesh),
+        "mesh": axes.as_typed(mesh),
         "sequence_parallel": mesh.splits_tokens,
         "devices": mesh.devices,
         "global_batch": train.global_batch,
@@ -257,8 +257,7 @@ def _run(planned: _Planned) -> Section:
     }
     rows = {
         "parameters": f"{parameters:,}",
-        "devices": f"{mesh.devices:,} = pipe {mesh.pipe} × data {mesh.data} × model {mesh.model}"
-        + ", sequence parallel" * mesh.splits_tokens,
+        "devices": f"{mesh.devices:,} = {axes.in_words(mesh, axes.PIPE)}" + ", sequence parallel" * mesh.splits_tokens,
         "global batch": f"{train.global_batch:,} = {mesh.data} replicas × {config.micro_batches} micro-batches "
         f"of {train.micro_batch}",
         "recomputation": train.recompute,

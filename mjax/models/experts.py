@@ -2,6 +2,8 @@
 
     x [t, h] ── router ── k experts and weights of each token
        │
+     gather         every rank of `expert` sees the tokens of all of them, and has its own experts
+       │
        f            every rank of `model` sees all tokens, and has a part of every expert's columns
        │
     dispatch        a row for each of the A = k · t assignments, sorted by expert (`parallel/grouped.py`)
@@ -10,11 +12,19 @@
        │
     combine         the sum of a token's k rows
        │
-       g            the sum over ranks
+       g            the sum over ranks of `model`
+       │
+     scatter        the sum over ranks of `expert`, each with its own tokens
        ▼
     y [t, h]
 
 The weight multiplies before C_e, as in megatron-core, which is the same sum, and the rows after it need not be kept.
+
+**Experts on several devices** (`--mesh.expert`). An all-to-all would send a token only to the ranks that have one of
+its k experts, but a rank may have to take all tokens of all ranks: a buffer that can hold them is as large as that of
+the gathered tokens, and a smaller one drops tokens. So tokens are gathered, and their results are summed by a
+reduce-scatter: both are exact, and a token travels to all other ranks of `expert`, rather than to k at most. Where
+experts fit on a device, leave `expert` at 1: nothing is sent then but weights and their gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +42,8 @@ from mjax.mixture_config import MixtureConfig
 from mjax.models.context import Context
 from mjax.models.mlp import GatedMLP, gated
 from mjax.models.router import Choice, Router, Sums
-from mjax.parallel.axes import MODEL
+from mjax.parallel import mappings
+from mjax.parallel.axes import EXPERT, MODEL
 from mjax.parallel.grouped import ROWS, Groups, group, grouped_product
 from mjax.parallel.layers import normal, parameter, recomputed
 from mjax.parallel.sums import wide_type
@@ -52,7 +63,7 @@ class Experts(nnx.Module):
             up,
             normal(config.init_std),
             (experts, hidden, 2, width),
-            (None, None, None, MODEL),
+            (EXPERT, None, None, MODEL),
             dtype,
             matrix=((-3,), (-1,)),
         )
@@ -60,7 +71,7 @@ class Experts(nnx.Module):
             down,
             normal(config.residual_std),
             (experts, width, hidden),
-            (None, MODEL, None),
+            (EXPERT, MODEL, None),
             dtype,
             matrix=((-2,), (-1,)),
         )
@@ -69,17 +80,19 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Array, context: Context) -> tuple[Array, Sums]:
         """The sum of the experts' results [t, h], and what the router adds to the means of the model."""
-        tokens = context.tokens
+        own = self.up[...].shape[0]
+        region = Region(context.tokens, self.config.experts // own, EXPERT in mappings.varying_axes(x))
         choice = self.router(x)
-        rows, weights, experts = _entered(x, choice, tokens)
+        rows, weights, experts = _entered(x, choice, region)
         rows_of_tile = ROWS.get(self.config.grouped_kernel, ROWS["pallas"])
-        groups, place = group(experts.reshape(-1), self.config.experts, rows_of_tile, at_once=tokens.count)
+        which = experts.reshape(-1) - region.rank * own
+        groups, place = group(which, own, rows_of_tile, at_once=region.count, ranks=region.ranks)
         sent = Sent(place.reshape(experts.shape), _sources(place, len(groups.of_tile) * groups.rows))
-        y = tokens.leave(combined(self._of_experts(dispatched(rows, sent), of_rows(weights, sent), groups), sent))
+        y = region.leave(combined(self._of_experts(dispatched(rows, sent), of_rows(weights, sent), groups), sent))
         if self.config.shared_width:
+            y, x = in_turn(y, x, context.tokens.split)
             y = y + self.shared(x, context)
-        sums = self.router.sums_of_rows(choice, tokens)
-        y, sums = _in_turn(y, sums, tokens)
+        y, sums = in_turn(y, self.router.sums_of_rows(choice, context.tokens), context.tokens.split)
         return y, self.router.sums(sums, context)
 
     def _of_experts(self, x: Array, weights: Array, groups: Groups) -> Array:
@@ -91,20 +104,68 @@ class Experts(nnx.Module):
         return grouped_product(weighted, self.down[...], groups, self.config.grouped_kernel)
 
 
-def _entered(x: Array, choice: Choice, tokens: Tokens) -> tuple[Array, Array, Array]:
-    """f of the rows x, and of their weights and experts, which travel together: [t, h] → [b · s, h] and twice [b · s,
-    k]."""
+@dataclass(frozen=True)
+class Region:
+    """Where experts compute: the tokens of all ranks of `model`, and of `expert` if it splits the experts.
+
+    Attributes:
+      tokens: this replica's.
+      ranks: of `expert`, with a part of the experts each; 1 if a rank has all.
+      split: whether ranks of `expert` have different tokens, as in training; in generation they have the same.
+    """
+
+    tokens: Tokens
+    ranks: int
+    split: bool
+
+    @property
+    def count(self) -> int:
+        """T, the tokens of all ranks together."""
+        return self.tokens.count * (self.ranks if self.split else 1)
+
+    @property
+    def rank(self) -> Array | int:
+        """This device's rank among those that have different experts."""
+        return mappings.rank(EXPERT) if self.ranks > 1 else 0
+
+    @property
+    def gathers(self) -> bool:
+        """Whether tokens are gathered over `expert`."""
+        return self.ranks > 1 and self.split
+
+    def enter(self, x: Array, beside: Array) -> tuple[Array, Array]:
+        """f of two arrays: [t, …] → [T, …]. With sequence parallelism each row crosses `expert` once, then `model`."""
+        for enter, waits in ((self._over_experts, self.gathers), (self.tokens.enter, self.tokens.split)):
+            x, beside = in_turn(enter(x), beside, waits)
+            beside, x = in_turn(enter(beside), x, waits)
+        return x, beside
+
+    def _over_experts(self, x: Array) -> Array:
+        if self.ranks == 1:
+            return x
+        return mappings.gather_tokens(x, EXPERT) if self.split else mappings.enter(x, EXPERT)
+
+    def leave(self, partial: Array) -> Array:
+        """g: the sum of all ranks' partial results [T, …] → [t, …]."""
+        y = self.tokens.leave(partial)
+        if self.ranks == 1:
+            return y
+        return mappings.scatter_tokens(y, EXPERT) if self.split else mappings.leave(y, EXPERT)
+
+
+def in_turn(collected: Array, others, waits: bool) -> tuple:
+    """The result of a collective, if it `waits`, and the operands of the next one, which then begins after it, and in
+    the backward pass before it. Simulated devices may begin two that do not depend on each other in different orders,
+    each of them waiting for the other one; a GPU runs them in the order of the program."""
+    return jax.lax.optimization_barrier((collected, others)) if waits else (collected, others)
+
+
+def _entered(x: Array, choice: Choice, region: Region) -> tuple[Array, Array, Array]:
+    """f of the rows x, and of their weights and experts, which travel together: [t, h] → [T, h] and twice [T, k]."""
     routing = jnp.concatenate([choice.weights, choice.experts.astype(choice.weights.dtype)], axis=-1)
-    x, routing = _in_turn(tokens.enter(x), routing, tokens)
-    weights, experts = jnp.split(tokens.enter(routing), 2, axis=-1)
+    x, routing = region.enter(x, routing)
+    weights, experts = jnp.split(routing, 2, axis=-1)
     return x, weights, experts.astype(jnp.int32)
-
-
-def _in_turn(collected: Array, others, tokens: Tokens) -> tuple:
-    """The result of a collective, and the operands of the next one, which then begins after it, and in the backward
-    pass before it. Simulated devices may begin two that do not depend on each other in different orders, each of them
-    waiting for the other one; a GPU runs them in the order of the program."""
-    return jax.lax.optimization_barrier((collected, others)) if tokens.split else (collected, others)
 
 
 def _weighted(both: Array, weights: Array, activation: str) -> Array:

@@ -3,10 +3,15 @@
     axis     splits     gradient of a weight that ranks of the axis share
     pipe     layers     partial sums of the stages that use it: summed after the backward pass
     data     batch      of the rank's own samples: summed after the backward pass
+    expert   batch      the same; the experts of a mixture are split over it, and no two ranks share one
     model    columns    the same on every rank; with sequence parallelism of its own tokens: summed after it
 
-The first axis is outermost, the last innermost: its devices are neighbours. A new axis is a row here, a field of the
-same name in `MeshConfig`, and the code that computes with it. This module imports no JAX.
+The first axis is outermost, the last innermost: its devices are neighbours. `expert` is laid over the data-parallel
+replicas, as in Megatron: `--mesh.data 8 --mesh.expert 4` are 8 replicas, in 2 groups of 4 that have all experts among
+them. The axis `data` of the mesh then has 2 ranks, and both axes together split the batch.
+
+A new axis is a row here, a field of the same name in `MeshConfig`, and the code that computes with it. This module
+imports no JAX.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ class Axis:
     """A mesh axis.
 
     Attributes:
-      name: in PartitionSpecs; `--mesh.NAME` is its size.
+      name: in PartitionSpecs; `--mesh.NAME` is its size (`sizes` says what of `data` is left to other axes).
       splits: what its ranks have different parts of: layers, samples of the batch, or columns and rows of matrices.
       sums: whether ranks that share a weight have different gradients for it, to be summed after the backward pass:
         always, where its size is above 1, or with sequence parallelism.
@@ -54,6 +59,13 @@ AXES = (
         often="once per step",
     ),
     Axis(
+        "expert",
+        splits="batch",
+        sums="always",
+        exchanged="tokens for the experts, b·s·h numbers",
+        often="twice per layer of a mixture",
+    ),
+    Axis(
         "model",
         splits="columns",
         sums="with sequence parallelism",
@@ -62,12 +74,23 @@ AXES = (
     ),
 )
 NAMES = tuple(axis.name for axis in AXES)
-PIPE, DATA, MODEL = NAMES
+PIPE, DATA, EXPERT, MODEL = NAMES
 
 
 def sizes(mesh) -> dict[str, int]:
-    """Size of each axis of a `MeshConfig`, by name."""
+    """Size of each axis of a `MeshConfig`, by name: of `data` the replicas beside those of `expert`."""
+    return as_typed(mesh) | {DATA: mesh.data // mesh.expert}
+
+
+def as_typed(mesh) -> dict[str, int]:
+    """The fields of a `MeshConfig` that the axes are named after: of `data` all replicas."""
     return {name: getattr(mesh, name) for name in NAMES}
+
+
+def in_words(mesh, *others: str) -> str:
+    """`data 8 × model 2`: of `data` all replicas; `pipe` and `expert` above 1, or if they are among `others`."""
+    shown = {DATA, MODEL, *others} | {name for name, size in as_typed(mesh).items() if size > 1}
+    return " × ".join(f"{name} {size}" for name, size in as_typed(mesh).items() if name in shown)
 
 
 def devices(mesh) -> int:

@@ -25,6 +25,7 @@ only, and only these cost FLOPs. (`lax.ragged_dot` becomes E dense products of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +36,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from mjax.parallel import mappings
+from mjax.parallel import mappings, scopes
 from mjax.parallel.sums import wide_type
 
 KERNELS = ("xla", "pallas")
@@ -87,7 +88,7 @@ def tiles_at_most(assignments: int, groups: int, rows: int, at_once: int | None 
     return busy + (more if at_once is None else min(more, busy * ((at_once - 1) // rows)))
 
 
-def group(which: Array, groups: int, rows: int, at_once: int | None = None) -> tuple[Groups, Array]:
+def group(which: Array, groups: int, rows: int, at_once: int | None = None, ranks: int = 1) -> tuple[Groups, Array]:
     """Give each assignment its row in a buffer of `tiles_at_most` tiles, sorted by group.
 
     Args:
@@ -95,6 +96,7 @@ def group(which: Array, groups: int, rows: int, at_once: int | None = None) -> t
       groups: E.
       rows: of a tile.
       at_once: as in `tiles_at_most`.
+      ranks: devices with as many groups each, that share the assignments.
 
     Returns:
       The groups, and the row of each assignment, int32 [A]: within a group in the order of the assignments, the same
@@ -108,7 +110,7 @@ def group(which: Array, groups: int, rows: int, at_once: int | None = None) -> t
     first = ends - tiles_of
     of_tile = (jnp.arange(tiles)[:, None] >= ends).sum(1, dtype=jnp.int32)  # groups that end before the tile
     tiled = jnp.minimum(of_tile, groups - 1), ends[-1], first, tiles_of, counts[:groups]
-    found = Groups(*tiled, rows, which.shape[0])
+    found = Groups(*tiled, rows, which.shape[0] // ranks)
 
     order = jnp.argsort(which, stable=True).astype(jnp.int32)
     sorted_groups = which[order]
@@ -149,9 +151,18 @@ def grouped_product(x: Array, kernels: Array, groups: Groups, kernel: str) -> Ar
     axes = frozenset().union(*map(mappings.varying_axes, jax.tree.leaves((x, kernels, groups))))
     x, kernels, groups = jax.tree.map(partial(mappings.vary, axes=axes), (x, kernels, groups))
     if kernel == STAND_IN:
-        y = x[: groups.assignments] @ kernels[0]
-        return jnp.pad(y, [(0, len(x) - len(y)), (0, 0)])
+        return _stand_in(x, kernels, groups)
     return _product(x, kernels, groups, kernel)
+
+
+@jax.named_scope(scopes.GROUPED)
+def _stand_in(x: Array, kernels: Array, groups: Groups) -> Array:
+    """As many FLOPs as assignments need, in one product with as many rows for each group: of E groups, or of fewer if E
+    does not divide them."""
+    some = math.gcd(groups.assignments, len(kernels))
+    rows = x[: groups.assignments].reshape(some, -1, x.shape[1])
+    y = jnp.einsum("erh,ehf->erf", rows, kernels[:some]).reshape(groups.assignments, -1)
+    return jnp.pad(y, [(0, len(x) - len(y)), (0, 0)])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -35,6 +35,11 @@ from jax import Array, lax
 
 from mjax.parallel.axes import MODEL, PIPE, splitting
 
+Axes = str | tuple[str, ...]
+"""A mesh axis, or several together, the first outermost."""
+Gathers = tuple[tuple[tuple[str, ...], int], ...]
+"""The axes and dims along which shards become a weight, in order."""
+
 
 def varying_axes(x: Array) -> frozenset[str]:
     """Mesh axes along which `x` may differ from rank to rank; empty outside `shard_map`."""
@@ -60,8 +65,8 @@ def replicas() -> int:
     return math.prod(map(size, splitting("batch")))
 
 
-def size(axis: str) -> int:
-    """Number of ranks of `axis`."""
+def size(axis: Axes) -> int:
+    """Number of ranks of an axis, or of several together."""
     return lax.axis_size(axis)
 
 
@@ -100,7 +105,7 @@ def leave(partial: Array, axis: str = MODEL) -> Array:
     return lax.psum(partial, axis)
 
 
-def maximum(x: Array, axis: str | tuple[str, ...] = MODEL) -> Array:
+def maximum(x: Array, axis: Axes = MODEL) -> Array:
     """Maximum over the ranks of an axis, or of several; carries no gradient."""
     return lax.pmax(lax.stop_gradient(x), axis) if axis else x
 
@@ -147,18 +152,18 @@ def from_first_stage(x: Array) -> Array:
 # --- Shards of weights, and sums of gradients -------------------------------------------------------------------------
 
 
-def gather_shards(shard: Array, axis: str, dim: int) -> Array:
-    """All-gather the shards of `axis` along `dim`; the result is typed as varying over `axis`, so that its gradient
-    stays on its rank."""
+def gather_shards(shard: Array, axis: Axes, dim: int) -> Array:
+    """All-gather the shards of an axis, or of several, the first outermost, along `dim`; the result is typed as varying
+    over them, so that its gradient stays on its rank."""
     return lax.all_gather(shard, axis, axis=dim % shard.ndim, tiled=True)
 
 
-def gather_whole(shard: Array, axis: str, dim: int) -> Array:
+def gather_whole(shard: Array, axis: Axes, dim: int) -> Array:
     """Like `gather_shards`, but typed as replicated over `axis`: for programs without gradients."""
     return lax.all_gather(shard, axis, axis=dim % shard.ndim, tiled=True, to="invarying")
 
 
-def scatter_sum(x: Array, axis: str, dim: int) -> Array:
+def scatter_sum(x: Array, axis: Axes, dim: int) -> Array:
     """Sum `x` over the ranks of `axis` and keep this rank's shard along `dim`: the transpose of `gather_shards`."""
     return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)
 

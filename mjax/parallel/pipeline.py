@@ -35,6 +35,7 @@ from jax import Array, lax
 from mjax.parallel import mappings, scopes
 from mjax.parallel.axes import PIPE
 from mjax.parallel.layers import metadata_of
+from mjax.parallel.mappings import Gathers
 from mjax.parallel.means import Means, means_and_gradients, weights_in_loss
 from mjax.parallel.postponed import PostponedKernel, zero_factors
 from mjax.parallel.products import kernel_gradient
@@ -55,7 +56,7 @@ class StageProgram:
       head: (shared weights, stream, micro-batch) → parts of means by name, [] each.
       loss_weights: by name the weight of a mean in the loss, which is differentiated.
       rows: tokens of a micro-batch, b · s.
-      shards: for each leaf of the layers, the (axis, dim) along which `layers` gathers it, and along which its gradient
+      shards: for each leaf of the layers, the (axes, dim) along which `layers` gathers it, and along which its gradient
         has to be scattered.
       kernel_gradient: (input, gradient of the output) of a layer → the gradient of its kernel.
     """
@@ -65,7 +66,7 @@ class StageProgram:
     head: Callable[[Weights, Array, Any], Means]
     loss_weights: dict[str, float]
     rows: int
-    shards: list[tuple[tuple[str, int], ...]]
+    shards: list[Gathers]
     kernel_gradient: Callable[[Array, Array], Array] = kernel_gradient
 
 
@@ -310,13 +311,15 @@ class _Stage:
     def _weights(self, slot: dict, sums: _Sums) -> _Sums:
         """W: multiply the factors from B."""
         factors = [buffer[slot["pending"]] for buffer in sums.pending]
-        shards = [shards for shards, dims in zip(self.program.shards, self.contracted, strict=True) if dims]
+        kernels = zip(self.program.shards, sums.blocks, self.contracted, strict=True)
+        where = [(gathered, total) for gathered, total, dims in kernels if dims]
         products = []
-        for x, gradient, gathered in zip(factors[::2], factors[1::2], shards, strict=True):
+        for x, gradient, (gathered, total) in zip(factors[::2], factors[1::2], where, strict=True):
             product = jax.vmap(self.program.kernel_gradient)(x, gradient)  # [layers, *into, *out]
             with jax.named_scope(scopes.GRADIENT):
-                for axis, dim in reversed(gathered):
-                    product = mappings.scatter_sum(product.astype(self.accumulator), axis, dim)
+                for names, dim in reversed(gathered):
+                    product = mappings.scatter_sum(product.astype(self.accumulator), names, dim)
+                product = mappings.sum_over(product, mappings.varying_axes(product) - mappings.varying_axes(total))
             products.append(product)
         return dataclasses.replace(sums, blocks=self._add_to_chunk(sums.blocks, products, slot, kernels=True))
 

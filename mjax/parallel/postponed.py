@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mjax.parallel import mappings
+from mjax.parallel.mappings import Gathers
 
 
 @jax.tree_util.register_dataclass
@@ -49,14 +50,14 @@ def without_factors(kernel: Array | PostponedKernel) -> Array | PostponedKernel:
 
 
 def zero_factors(
-    layers, contracted: list[int | None], gathered: list[tuple[tuple[str, int], ...]], rows: int, stream: Array
+    layers, contracted: list[int | None], gathered: list[Gathers], rows: int, stream: Array
 ) -> list[tuple[Array, Array]]:
     """Zeros in place of the input and output gradient of each postponed kernel, [layers, b · s, …] each.
 
     Args:
       layers: stacked, as they are stored.
       contracted: for each leaf how many dims of it `linear` contracts, or None if it is not a kernel.
-      gathered: for each leaf the (axis, dim) along which it is gathered before use.
+      gathered: for each leaf the (axes, dim) along which it is gathered before use.
       rows: tokens of a micro-batch, b · s.
       stream: an array with the dtype and the varying axes of activations.
     """

@@ -17,6 +17,7 @@ LOSS = "loss"  # reported metrics, and the number of labels
 PIPELINE = "pipeline"  # messages between stages
 
 ATTENTION = "attention"  # within a layer: scores, softmax and weighted sum, or the kernel that fuses them
+GROUPED = "grouped_products"  # within a layer: those of the experts
 
 PARTS = (EMBEDDING, LAYER, HEAD, WEIGHTS, GRADIENT, OPTIMIZER, LOSS, PIPELINE)
 

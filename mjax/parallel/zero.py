@@ -1,12 +1,13 @@
 """Storage of weights, moments and gradients: one layout for plain data parallelism, ZeRO-1, FSDP and pipelines.
 
-A weight of the model names the axes it is split over *during the computation*: `model` only. Between steps it may be
-split further, and its moments with it:
+A weight of the model names the axes it is split over *during the computation*: `model`, and `expert` for those of
+experts. Between steps it may be split further, and its moments with it:
 
     weights of the layers     their layer dim over `pipe`: a stage holds its own layers
     all other weights         also over `pipe`, if there is one: the embedding is used at both ends of the pipeline,
                               but its master weights and moments exist once rather than once per stage
-    with `mesh.zero` 1 or 3   everything over `data` (arXiv 1910.02054)
+    with `mesh.zero` 1 or 3   everything over the replicas that hold it (arXiv 1910.02054): `data` and `expert`, or of
+                              the experts of a mixture, which `expert` splits already, `data`
 
 Shards become weights at one of two points. ZeRO-1 gathers everything at the start of the step, in the compute dtype.
 ZeRO-3, or FSDP, gathers a layer's weights inside the loop over layers, and again in the backward pass, so that no
@@ -23,7 +24,7 @@ and sums layer by layer in the backward pass of the last one (`Accumulated`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -35,11 +36,14 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import Config, MeshConfig
 from mjax.names import leaf_name
 from mjax.parallel import axes, float8, mappings, scopes
-from mjax.parallel.axes import DATA, MODEL, PIPE
+from mjax.parallel.axes import EXPERT, MODEL, PIPE
 from mjax.parallel.float8 import Float8
 from mjax.parallel.layers import metadata_of
+from mjax.parallel.mappings import Gathers
 from mjax.parallel.postponed import PostponedKernel
 from mjax.parallel.stacks import Accumulated, Apart, apart
+
+REPLICAS = axes.splitting("batch")
 
 
 @dataclass(frozen=True)
@@ -48,17 +52,17 @@ class Storage:
 
     Attributes:
       spec: PartitionSpec of the master weight and its moments.
-      gathers: (axis, dim) to gather, in this order; dims are counted from the end, so they apply with and without the
+      gathers: (axes, dim) to gather, in this order; dims are counted from the end, so they apply with and without the
         layer dims.
-      in_loop: cast and gathered, and its gradient summed over `data`, layer by layer rather than at the start of the
-        step and at its end.
+      in_loop: cast and gathered, and its gradient summed over the replicas, layer by layer rather than at the start of
+        the step and at its end.
       partial: whether every rank of `model` holds the whole weight and computes another part of its gradient.
       float8: whether its products are in float8 where those of the run are: then it may be gathered so.
       uncast: whether the computation has it in the dtype of the master weights.
     """
 
     spec: P
-    gathers: tuple[tuple[str, int], ...] = ()
+    gathers: Gathers = ()
     in_loop: bool = False
     partial: bool = False
     float8: bool = False
@@ -70,7 +74,7 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
 
     Args:
       shapes: the model as given by `jax.eval_shape`.
-      specs: the model's own PartitionSpecs, over `model`.
+      specs: the model's own PartitionSpecs, over `model` and `expert`.
       mesh: sizes of the axes, chunks and ZeRO stage.
 
     Returns:
@@ -112,10 +116,13 @@ def layer_dims(mesh: MeshConfig) -> int:
 
 def computed_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
     """The module's `spec` of a weight on a mesh: a dim with fewer parts than `model` has ranks, such as key-value
-    heads, is whole on each of them."""
+    heads, is whole on each of them, and experts are whole on a mesh that does not split them."""
     entries = (None,) * (len(shape) - len(spec)) + tuple(spec)  # a chunk dim is not in the model's spec
-    shared = [entry == MODEL and dim < mesh.model for dim, entry in zip(shape, entries, strict=True)]
-    return P(*(None if whole else entry for whole, entry in zip(shared, entries, strict=True)))
+
+    def is_whole(dim: int, entry: str | None) -> bool:
+        return (entry == MODEL and dim < mesh.model) or (entry == EXPERT and mesh.expert == 1)
+
+    return P(*(None if is_whole(dim, entry) else entry for dim, entry in zip(shape, entries, strict=True)))
 
 
 def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig, partial: bool = False) -> Storage:
@@ -124,24 +131,26 @@ def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig, par
     computed = computed_spec(shape, spec, mesh)
     partial = mesh.model > 1 and (partial or (MODEL in spec and MODEL not in computed))
     split_by: list[tuple[str, ...]] = [() if entry is None else (entry,) for entry in computed]
-    gathers: list[tuple[str, int]] = []
+    gathers: list[tuple[tuple[str, ...], int]] = []
+    sizes = axes.sizes(mesh)
 
-    def split(axis: str) -> None:
+    def split(*names: str) -> None:
         """Split the first divisible dim, inside the axes that already split it: its rows stay contiguous."""
-        ranks = getattr(mesh, axis)
+        ranks = math.prod(sizes[axis] for axis in names)
         for dim in range(layers, len(shape)):
-            local = shape[dim] // math.prod(getattr(mesh, other) for other in split_by[dim])
+            local = shape[dim] // math.prod(sizes[other] for other in split_by[dim])
             if local % ranks == 0:
-                split_by[dim] = (*split_by[dim], axis)
-                gathers.insert(0, (axis, dim - len(shape)))
+                split_by[dim] = (*split_by[dim], *names)
+                gathers.insert(0, (names, dim - len(shape)))
                 return
 
     if mesh.pipe > 1 and layers:
         split_by[layers - 1] = (PIPE,)
     elif mesh.pipe > 1:
         split(PIPE)
-    if mesh.zero and mesh.data > 1:
-        split(DATA)
+    copies = tuple(axis for axis in REPLICAS if sizes[axis] > 1 and axis not in computed)
+    if mesh.zero and copies:
+        split(*copies)
     entries = (entry[0] if len(entry) == 1 else entry or None for entry in split_by)
     return Storage(P(*entries), tuple(gathers), mesh.zero == 3 and layers > 0 and bool(gathers), partial)
 
@@ -201,28 +210,28 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False
 
 def shards_to_sum(model, plan, mesh: MeshConfig):
     """The stored shards, varying over every axis over which their gradients are summed after the backward pass, but not
-    over `data`, over which that is done layer by layer."""
-    return jax.tree.map(lambda shard, how: mappings.vary(shard, _summed_later(how, mesh) - {DATA}), model, plan)
+    over those of the replicas, over which that is done layer by layer."""
+    return jax.tree.map(lambda shard, how: mappings.vary(shard, _summed_later(how, mesh) - {*REPLICAS}), model, plan)
 
 
 def _summed_later(storage: Storage, mesh: MeshConfig) -> frozenset[str]:
     return axes.summed(mesh) | ({MODEL} if storage.partial else frozenset())
 
 
-def _gathered(shard: Array, gathers: Iterable[tuple[str, int]]) -> Array:
-    for axis, dim in gathers:
-        shard = mappings.gather_shards(shard, axis, dim)
+def _gathered(shard: Array, gathers: Gathers) -> Array:
+    for names, dim in gathers:
+        shard = mappings.gather_shards(shard, names, dim)
     return shard
 
 
-def _gather_in_float8(shard: Array, gathers: tuple[tuple[str, int], ...], stacked: int) -> Array:
+def _gather_in_float8(shard: Array, gathers: Gathers, stacked: int) -> Array:
     """The gathered weight, rounded to float8 before it is sent: half the bytes. Linear layers round it to the same
     values, which a second time changes nothing.
 
     Args:
       stacked: leading dims, along which every layer's weight has its own scale.
     """
-    scale = float8.scales_of(shard, float8.FORWARD, (MODEL, *(axis for axis, _ in gathers)), stacked)
+    scale = float8.scales_of(shard, float8.FORWARD, (MODEL, *(axis for names, _ in gathers for axis in names)), stacked)
     scale = scale.reshape(*scale.shape, *[1] * (shard.ndim - stacked))
     values = _gathered(float8.rounded(shard, float8.FORWARD, scale).values, gathers)
     return float8.restored(Float8.of(values, scale), shard.dtype)
@@ -265,8 +274,8 @@ def gather_for_inference(model, plan, dtype):
 
     def one(shard: Array, storage: Storage) -> Array:
         shard = shard if storage.uncast else shard.astype(dtype)
-        for axis, dim in () if storage.in_loop else storage.gathers:
-            shard = mappings.gather_whole(shard, axis, dim)
+        for names, dim in () if storage.in_loop else storage.gathers:
+            shard = mappings.gather_whole(shard, names, dim)
         return shard
 
     return jax.tree.map(one, model, plan)
@@ -288,52 +297,58 @@ def gather_in_loop(plan, dtype, inference: bool = False, in_float8: bool = False
         if isinstance(shard, PostponedKernel):
             return replace(shard, kernel=one(storage, shard.kernel))
         if isinstance(shard, Accumulated):
-            return _gathered_before(shard.shard, shard.weight, shard.gradient, storage.gathers)
+            stored = mappings.varying_axes(shard.shard)
+            return _gathered_before(shard.shard, shard.weight, shard.gradient, storage.gathers, stored)
         if not storage.in_loop:
             return shard
         if inference:
-            ((axis, dim),) = storage.gathers  # a stage holds its layers, so they are not gathered over `pipe`
-            return mappings.gather_whole(shard, axis, dim)
+            ((names, dim),) = storage.gathers  # a stage holds its layers, so they are not gathered over `pipe`
+            return mappings.gather_whole(shard, names, dim)
         kind = shard.dtype if storage.uncast else dtype
-        return _gather_layer(shard, storage.gathers, kind, in_float8 and storage.float8)
+        stored = mappings.varying_axes(shard)
+        return _gather_layer(shard, storage.gathers, kind, in_float8 and storage.float8, stored)
 
     return lambda layer: jax.tree.map(one, plan, layer)
 
 
 # Written out for the dtype of the backward pass: the transpose of a bf16 gather would sum the gradients in bf16.
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 @jax.named_scope(scopes.WEIGHTS)
-def _gather_layer(shard: Array, gathers: tuple[tuple[str, int], ...], dtype, in_float8: bool) -> Array:
+def _gather_layer(shard: Array, gathers: Gathers, dtype, in_float8: bool, stored: frozenset[str]) -> Array:
+    """A layer's weight, varying over all replicas; `stored` are the axes over which its shard varies."""
     shard = shard.astype(dtype)
-    if not gathers:
-        return mappings.vary(shard, frozenset({DATA}))
-    return _gather_in_float8(shard, gathers, 0) if in_float8 else _gathered(shard, gathers)
+    shard = _gather_in_float8(shard, gathers, 0) if in_float8 and gathers else _gathered(shard, gathers)
+    return mappings.vary(shard, frozenset(REPLICAS))
 
 
-def _gather_layer_backward(gathers: tuple[tuple[str, int], ...], dtype, in_float8: bool, _, gradient: Array):
-    return (_sum_layer(gradient.astype(jnp.promote_types(dtype, jnp.float32)), gathers),)
+def _gather_layer_backward(gathers: Gathers, dtype, in_float8: bool, stored: frozenset[str], _, gradient: Array):
+    return (_sum_layer(gradient.astype(jnp.promote_types(dtype, jnp.float32)), gathers, stored),)
 
 
 @jax.named_scope(scopes.GRADIENT)
-def _sum_layer(gradient: Array, gathers: tuple[tuple[str, int], ...]) -> Array:
-    if not gathers:
-        return mappings.sum_over(gradient, frozenset({DATA}))
-    ((axis, dim),) = gathers  # a stage holds its layers, so they are not gathered over `pipe`
-    return mappings.scatter_sum(gradient, axis, dim)
+def _sum_layer(gradient: Array, gathers: Gathers, stored: frozenset[str]) -> Array:
+    """What this device stores of the sum over the replicas that hold a layer's weight, varying over `stored`."""
+    for names, dim in gathers:  # one at most: a stage holds its layers, so they are not gathered over `pipe`
+        gradient = mappings.scatter_sum(gradient, names, dim)
+    return mappings.sum_over(gradient, mappings.varying_axes(gradient) - stored)
 
 
 _gather_layer.defvjp(lambda shard, *how: (_gather_layer(shard, *how), None), _gather_layer_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _gathered_before(shard: Array, weight: Array, gradient: Array, gathers: tuple[tuple[str, int], ...]) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _gathered_before(shard: Array, weight: Array, gradient: Array, gathers: Gathers, stored: frozenset[str]) -> Array:
     """`weight`, whose gradient becomes that of `shard`, added to `gradient` and summed."""
     return weight
 
 
+def _with_those_before(gathers: Gathers, stored: frozenset[str], before: Array, gradient: Array) -> Array:
+    return _sum_layer(before + gradient.astype(before.dtype), gathers, stored)
+
+
 _gathered_before.defvjp(
-    lambda shard, weight, before, gathers: (weight, before),
-    lambda gathers, before, gradient: (_sum_layer(before + gradient.astype(before.dtype), gathers), None, None),
+    lambda shard, weight, before, *how: (weight, before),
+    lambda *how_before_and_gradient: (_with_those_before(*how_before_and_gradient), None, None),
 )
 
 
@@ -343,7 +358,7 @@ def all_but_gathered_weights(primitive, *_, **parameters) -> bool:
         return True
     body = parameters["call_jaxpr"]
     equations = getattr(body, "jaxpr", body).eqns
-    return not any(e.primitive.name == "all_gather" and DATA in e.params["axis_name"] for e in equations)
+    return not any(e.primitive.name == "all_gather" and {*REPLICAS} & {*e.params["axis_name"]} for e in equations)
 
 
 @jax.named_scope(scopes.GRADIENT)
@@ -357,8 +372,8 @@ def reduce_gradients(gradients, model, plan):
 
     def one(gradient: Array, shard: Array, storage: Storage) -> Array:
         if not storage.in_loop:
-            for axis, dim in reversed(storage.gathers):
-                gradient = mappings.scatter_sum(gradient, axis, dim)
+            for names, dim in reversed(storage.gathers):
+                gradient = mappings.scatter_sum(gradient, names, dim)
         return mappings.sum_over(gradient, mappings.varying_axes(gradient) - mappings.varying_axes(shard))
 
     return jax.tree.map(one, gradients, model, plan)

@@ -31,7 +31,7 @@ SMALL = 1 / 8  # of a region's largest array: what is smaller is a sum
 
 
 class Moved(NamedTuple):
-    """What kernels move, for one sample.
+    """What kernels move, for the samples of the trace.
 
     Attributes:
       bytes: read and written, without `scores`.

@@ -131,12 +131,13 @@ class _Sizes:
     """
 
     def __init__(self, config: Config, kernel: str):
-        mesh, b, recompute = config.mesh, config.train.micro_batch, config.train.recompute
+        mesh, recompute = config.mesh, config.train.recompute
         self.config, self.held = config, held_by(config.model, mesh)
         self.width = WIDTHS[config.precision.compute]
         self.master = max(4, self.width)
         self.layers = config.model.layers // (mesh.pipe * mesh.chunks)
-        sample = _of_sample(trace.Traced.of(config), kernel, recompute)
+        of = trace.Traced.of(config)
+        sample, b = _of_sample(of, kernel, recompute), config.train.micro_batch / of.samples
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it beside one of them, so its probabilities exist twice.
         beside = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and mesh.data > 1))
@@ -190,7 +191,7 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class _Sample:
-    """For one sample: the attributes of `_Sizes` proportional to the micro-batch, and elements of attention's
+    """For the traced samples: the attributes of `_Sizes` proportional to the micro-batch, and elements of attention's
     scores."""
 
     stream: int
@@ -214,7 +215,7 @@ def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
         stream=backward.stream,
         kept=backward.kept,
         kept_apart=backward.kept_apart,
-        factors=width * sum(each.m * (each.k + each.n) for each in layer.of_weights),
+        factors=width * sum(each.batch * each.m * (each.k + each.n) for each in layer.of_weights),
         work=STREAMS_IN_HAND * backward.stream + work.peak + 2 * work.gathered,
         biases=2 * work.biases,
         scores=max(scores, default=0),

@@ -65,7 +65,7 @@ def draw_memory(config: Config, file: Path, gpu: Gpu | None = None) -> None:
         )  # fmt: skip
         axes.set_xlim(0, 1.16 * max(longest, 0.9 * limit))
     mesh = config.mesh
-    name = f"pipe {mesh.pipe} × data {mesh.data} × model {mesh.model}, micro-batches of {config.train.micro_batch}"
+    name = f"{axes.in_words(mesh, axes.PIPE)}, micro-batches of {config.train.micro_batch}"
     axes.set_xlabel(f"GiB on each device; {name}, attention by {config.model.attention}", size=9, color=SOFT_INK)
     axes.set_yticks(range(len(bars)), list(bars))
     axes.invert_yaxis()

@@ -36,14 +36,15 @@ from typing import Any
 from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig
 from mjax.errors import UsageError
+from mjax.parallel import axes
 from mjax.planner.loss_chunks import with_loss_chunks
 from mjax.planner.memory import HEADROOM, Memory, free_share
 from mjax.planner.step_time import StepTime
 from mjax.validation import check_streams
 
 SEARCHED = (
-    "mesh.pipe", "mesh.data", "mesh.model", "mesh.sequence_parallel", "mesh.schedule", "mesh.chunks", "mesh.zero",
-    "train.micro_batch", "train.recompute", "train.streams", "train.loss_chunks",
+    "mesh.pipe", "mesh.data", "mesh.model", "mesh.expert", "mesh.sequence_parallel", "mesh.schedule", "mesh.chunks",
+    "mesh.zero", "train.micro_batch", "train.recompute", "train.streams", "train.loss_chunks",
 )  # fmt: skip
 """Fields in which candidates differ."""
 
@@ -66,7 +67,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
       keep: fields of `SEARCHED` that stay as in `config`.
     """
     fixed = {name: value_of(config, name) for name in keep}
-    train, unit = config.train, batch_unit(config)
+    train, unit, experts = config.train, batch_unit(config), config.model.parted_experts()
 
     def or_kept(name: str, possible: Sequence) -> Sequence:
         """A kept value stays even if the field has no effect on this mesh."""
@@ -81,6 +82,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
                 "mesh.pipe": [pipe],
                 "mesh.data": [data],
                 "mesh.model": [model],
+                "mesh.expert": divisors(math.gcd(data, experts)) if experts else [1],
                 "mesh.sequence_parallel": [False, True] if splits else [False],
                 "mesh.schedule": or_kept("mesh.schedule", SCHEDULES if pipe > 1 else SCHEDULES[:1]),
                 "mesh.chunks": divisors(config.model.layers // config.model.period // pipe) if in_groups else [1],
@@ -306,7 +308,7 @@ def word(value: Any) -> str:
 def describe(config: Config) -> str:
     """A candidate in words: 'pipe 4 × data 16 × model 8, …'."""
     mesh, train = config.mesh, config.train
-    words = [f"pipe {mesh.pipe} × data {mesh.data} × model {mesh.model}"]
+    words = [axes.in_words(mesh, axes.PIPE)]
     if mesh.pipe > 1:
         words.append(f"{mesh.schedule} with {mesh.chunks} chunks" if mesh.chunks > 1 else mesh.schedule)
     words.append(f"micro-batches of {train.micro_batch}")

@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import MeshConfig
 from mjax.model_config import ModelConfig
 from mjax.models.build import abstract_weights, matrix_dims
+from mjax.parallel.axes import EXPERT
+from mjax.parallel.axes import sizes as sizes_of
 from mjax.parallel.matrices import Matrices
 from mjax.parallel.zero import computed_spec, is_layer, storage_of
 
@@ -26,7 +28,8 @@ class Held:
     Attributes:
       stored: master weights between steps, of layers and everything else; as many float32 gradients.
       matrices: of `stored`, those of which Muon keeps one moment rather than two.
-      layers: weights of its layers, as used in the computation: split over `model` only.
+      layers: weights of its layers, as used in the computation: split over `model`, and experts over `expert`.
+      experts: of `layers`, those that `expert` splits: they are shared by fewer replicas than all other weights.
       shared: all other weights, as used in the computation.
       gathered: of `layers`, those gathered layer by layer inside the loop (ZeRO-3) and never held as a whole.
       gathered_shards: of `stored`, their shards.
@@ -37,6 +40,7 @@ class Held:
     stored: int = 0
     matrices: int = 0
     layers: int = 0
+    experts: int = 0
     shared: int = 0
     gathered: int = 0
     gathered_shards: int = 0
@@ -56,15 +60,15 @@ def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
 
 def _sizes(mesh: MeshConfig) -> MeshConfig:
     """Everything of a mesh that the storage of weights depends on, but for the shape that chunks give them."""
-    return MeshConfig(mesh.pipe, mesh.data, mesh.model, zero=mesh.zero)
+    return MeshConfig(mesh.pipe, mesh.data, mesh.model, mesh.expert, zero=mesh.zero)
 
 
 @lru_cache(maxsize=4096)
 def _held(model: ModelConfig, mesh: MeshConfig) -> Held:
     total: Counter[str] = Counter()
     for name, (shape, spec) in abstract_weights(model).items():
-        storage = storage_of(name, shape, spec, mesh)
-        stored, computed = _local(shape, storage.spec, mesh), _local(shape, computed_spec(shape, spec, mesh), mesh)
+        storage, computed_as = storage_of(name, shape, spec, mesh), computed_spec(shape, spec, mesh)
+        stored, computed = _local(shape, storage.spec, mesh), _local(shape, computed_as, mesh)
         total["stored"] += stored
         total["matrices"] += stored if name in matrix_dims(model) else 0
         if not is_layer(name):
@@ -73,6 +77,7 @@ def _held(model: ModelConfig, mesh: MeshConfig) -> Held:
             continue
         computed //= mesh.pipe
         total["layers"] += computed
+        total["experts"] += computed if EXPERT in computed_as else 0
         total["largest"] = max(total["largest"], computed)
         if storage.in_loop:
             total["gathered"] += computed
@@ -92,4 +97,5 @@ def _matrices(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
 def _local(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> int:
     """Elements per device of an array that is sharded so."""
     axes = (axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry))
-    return math.prod(shape) // math.prod(getattr(mesh, axis) for axis in axes)
+    sizes = sizes_of(mesh)
+    return math.prod(shape) // math.prod(sizes[axis] for axis in axes)

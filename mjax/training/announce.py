@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ from mjax.data.sources import TrainingData
 from mjax.mixture_config import MixtureConfig
 from mjax.models.build import count_parameters
 from mjax.names import leaf_name
+from mjax.parallel import axes
 from mjax.parallel.axes import PIPE
 from mjax.parallel.schedules import schedule_of, slot_times
 from mjax.training.display import Display, verdict
@@ -59,7 +61,7 @@ def describe_mesh(config: Config) -> str:
         bubble = schedule_of(config).bubble(*slot_times(config))
         chunks = f", {mesh.chunks} chunks" if mesh.chunks > 1 else ""
         words = f"pipe {mesh.pipe} ({mesh.schedule}{chunks}, bubble {bubble:.1%}) × "
-    words += f"data {mesh.data} × model {mesh.model}"
+    words += axes.in_words(replace(mesh, pipe=1))
     words += ", sequence parallel" if mesh.splits_tokens else ""
     return words + (f", ZeRO-{mesh.zero}" if mesh.zero else "")
 

@@ -46,7 +46,7 @@ def describe(config: Config, say: Callable[[str], None]) -> dict:
         "devices": len(devices),
         "processes": jax.process_count(),
         "host": platform.node(),
-        "mesh": axes.sizes(config.mesh),
+        "mesh": axes.as_typed(config.mesh),
         "attention": config.model.attention,
         **({"grouped": config.model.grouped} if isinstance(config.model, MixtureConfig) else {}),
         "nvidia": nvidia(),

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Literal
 
+from mjax.parallel.scopes import GROUPED
+
 # The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next product.
 VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "pvary", "name", "copy", "stop_gradient", "reduce_precision"}
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
@@ -153,7 +155,11 @@ def bytes_of(value) -> int:
 
 
 class Product(NamedTuple):
-    """[m, k] × [k, n], `batch` times; `of_weight` is True for a product with a weight, which has no batch dims."""
+    """[m, k] × [k, n], `batch` times.
+
+    `of_weight` is True for a product with a weight. Such a product has no batch dim but the groups of a stand-in for
+    grouped products (`grouped.STAND_IN`), with m rows for each.
+    """
 
     m: int
     n: int
@@ -172,4 +178,5 @@ def product_of(equation) -> Product:
     (contracting, _), (batch, _) = equation.params["dimension_numbers"]
     left, right = (variable.aval.shape for variable in equation.invars)
     k, times = (math.prod(left[dim] for dim in dims) for dims in (contracting, batch))
-    return Product(math.prod(left) // (k * times), math.prod(right) // (k * times), k, times, not batch)
+    grouped = GROUPED in str(equation.source_info.name_stack)
+    return Product(math.prod(left) // (k * times), math.prod(right) // (k * times), k, times, grouped or not batch)

@@ -4,8 +4,9 @@ A model states itself once, in its modules. Every size comes from the traced pro
 has and of which shapes, what it keeps for its backward pass, what its head reads and writes. So a new architecture gets
 its FLOPs, its plan and its MFU without further code.
 
-One layer is traced for one sample on one rank of `model`: everything is proportional to the samples of a micro-batch,
-and all layers are alike. Dropout is left out, since its masks are recomputed and never kept.
+One layer is traced for one sample on one rank of `model`: everything is proportional to the samples of a micro-batch
+(but for mixtures, see `Traced`), and all layers are alike. Dropout is left out, since its masks are recomputed and
+never kept.
 
     stacks_forward   the number of layers of each stack, and products and sums of one of them
     layer_forward    the same of a layer, for a model with one stack
@@ -126,6 +127,9 @@ class Traced:
       compute: dtype.
       ranks: of `model`.
       sequence_parallel: as `mesh.sequence_parallel`.
+      expert: ranks of `expert`.
+      samples: that a layer and a head are traced for: one, to which everything is proportional; but of a mixture, whose
+        experts fill tiles of rows, those of a micro-batch.
     """
 
     model: ModelConfig
@@ -133,23 +137,28 @@ class Traced:
     compute: str
     ranks: int
     sequence_parallel: bool
+    expert: int = 1
+    samples: int = 1
 
     @classmethod
     def of(cls, config: Config) -> Traced:
         """The traced part of a config."""
-        model = _undisturbed(config.model)
-        return cls(model, config.data, config.precision.compute, config.mesh.model, config.mesh.splits_tokens)
+        model, mesh = _undisturbed(config.model), config.mesh
+        samples = config.train.micro_batch if model.parted_experts() else 1
+        return cls(model, config.data, config.precision.compute, mesh.model, mesh.splits_tokens, mesh.expert, samples)
 
     def config(self, kernel: str = "xla", recompute: str = "none") -> Config:
-        """A config for one sample on one rank."""
+        """A config for its samples on one rank."""
         options = {name: getattr(self.data, name) for name in ("reset_positions", "reset_attention", "mask_eod_loss")}
         model = replace(self.model, attention=FLASH_STAND_IN if kernel in FUSED else kernel)
         return Config(
             model=replace(model, grouped=STAND_IN) if isinstance(model, MixtureConfig) else model,
-            mesh=MeshConfig(1, 1, self.ranks, self.sequence_parallel),
+            mesh=MeshConfig(
+                data=self.expert, model=self.ranks, expert=self.expert, sequence_parallel=self.sequence_parallel
+            ),
             data=DataConfig(mock=True, **options),
             precision=PrecisionConfig(compute=self.compute),
-            train=TrainConfig(global_batch=1, micro_batch=1, recompute=recompute),
+            train=TrainConfig(global_batch=self.expert * self.samples, micro_batch=self.samples, recompute=recompute),
         )
 
 
@@ -204,7 +213,8 @@ def _trace(config: Config, part: Callable) -> Any:
     """The result of `part`, called inside the `shard_map` with the forward pass, weights, a micro-batch and the
     stream."""
     mesh, arrays, found = abstract_mesh(config.mesh), config.batch_arrays(), []
-    batch = {name: jax.ShapeDtypeStruct((1, *shape), kind) for name, (shape, kind) in arrays.items()}
+    rows = config.train.global_batch
+    batch = {name: jax.ShapeDtypeStruct((rows, *shape), kind) for name, (shape, kind) in arrays.items()}
 
     def on_device(model, batch):
         weights = gather_weights(model, layout.plan, COMPUTE_TYPES[config.precision.compute], config.mesh)

@@ -84,6 +84,10 @@ PACKED = {"reset_attention": True, "mask_eod_loss": True}
         (1, 4, 1, True, 0, "none", "off", 8, DEEPSEEK),
         pytest.param(2, 2, 2, True, 1, "none", "off", 1, {"mesh": {"schedule": "1f1b"}}, marks=pytest.mark.long),
         (2, 2, 2, True, 3, "selective", "off", 1, {"mesh": {"schedule": "zb-h1", "chunks": 2}}),
+        (4, 1, 1, False, 1, "selective", "on", 1, {"mesh": {"expert": 4}, "samples": PACKED}),
+        (4, 2, 1, True, 3, "full", "off", 2, {"mesh": {"expert": 2}, **DEEPSEEK}),
+        (4, 1, 2, False, 3, "none", "off", 1, {"mesh": {"expert": 2, "schedule": "zb-h1"}}),
+        (2, 2, 1, False, 0, "none", "off", 2, {"mesh": {"expert": 2}, "kv_heads": 2}),
         (1, 1, 2, False, 0, "selective", "off", 2, {"mesh": {"schedule": "zb-h1"}, **DEEPSEEK}),
         pytest.param(
             2,

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from mjax.batch_size import BatchSizes
-from mjax.config import Config, GPTConfig, MeshConfig, TrainConfig, load_config
+from mjax.config import Config, GPTConfig, MeshConfig, MixtureConfig, TrainConfig, load_config
 from mjax.errors import UsageError
 from mjax.model_config import as_kind
 from mjax.planner.loss_chunks import CHUNKS
@@ -43,10 +43,12 @@ def changed(config, **sections):
     return replace(config, **{name: replace(getattr(config, name), **fields) for name, fields in sections.items()})
 
 
-def everything(config, devices, zeros=(0, 1, 3), recomputes=("none", "selective", "full"), streams=(1, 2)):
+def everything(
+    config, devices, zeros=(0, 1, 3), recomputes=("none", "selective", "full"), streams=(1, 2), experts=(1,)
+):
     """Every combination, also of settings that cannot run."""
     shapes = [shape for shape in product(range(1, devices + 1), repeat=3) if math.prod(shape) == devices]
-    others = product((False, True), ("1f1b", "zb-h1"), range(1, config.model.layers + 1), zeros)
+    others = product(experts, (False, True), ("1f1b", "zb-h1"), range(1, config.model.layers + 1), zeros)
     for (shape, other), micro_batch, recompute, number in product(
         product(shapes, list(others)), range(1, config.train.global_batch + 1), recomputes, streams
     ):
@@ -90,6 +92,15 @@ def test_the_candidates_are_all_that_can_run_and_no_other(config):
     tried = everything(config, 4, zeros=[0], recomputes=["none"])
     assert len(made) == len(set(made)) > 20
     assert set(made) == {each for each in tried if is_simplest(each) and runs(each)}
+
+
+def test_the_experts_of_a_mixture_are_split_over_every_number_of_replicas_that_they_can_be():
+    mixture = MixtureConfig(layers=2, hidden=32, heads=4, experts=6, sequence=4, vocabulary=257)
+    config = replace(SMALL, model=mixture)
+    made = list(candidates(config, 4, ["mesh.zero", "train.recompute"]))
+    tried = everything(config, 4, zeros=[0], recomputes=["none"], experts=(1, 2, 3, 4))
+    assert set(made) == {each for each in tried if is_simplest(each) and runs(each)}
+    assert {each.mesh.expert for each in made} == {1, 2}
 
 
 def test_zero_and_recomputation_are_tried_with_all_else():
@@ -306,7 +317,7 @@ def test_a_candidate_is_described_by_what_it_has():
         "pipe 1 × data 1 × model 2, micro-batches of 2, no recomputation, two streams"
     )
     assert describe(SMALL) == "pipe 1 × data 1 × model 1, micro-batches of 1, no recomputation"
-    mesh = MeshConfig(2, 2, 2, sequence_parallel=True, chunks=2, zero=3)
+    mesh = MeshConfig(2, 2, 2, 1, sequence_parallel=True, chunks=2, zero=3)
     train = replace(SMALL.train, recompute="full")
     assert describe(replace(SMALL, mesh=mesh, train=train)) == (
         "pipe 2 × data 2 × model 2, 1f1b with 2 chunks, micro-batches of 1, full recomputation, sequence parallelism, "

@@ -9,6 +9,7 @@ import pytest
 from mjax.config import available_configs, load_config
 from mjax.model_config import as_kind
 from mjax.names import leaf_name
+from mjax.parallel import axes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.zero import is_layer
 from mjax.planner.weights import held_by
@@ -22,12 +23,12 @@ def counted(config):
     plan = [storage for _, storage in jax.tree_util.tree_leaves_with_path(layout.plan)]
     matrices = matrices_of(layout, config.mesh)
     found = dict.fromkeys(
-        ("stored", "matrices", "layers", "shared", "gathered", "gathered_shards", "table", "largest"), 0
+        ("stored", "matrices", "layers", "shared", "gathered", "gathered_shards", "experts", "table", "largest"), 0
     )
     for (path, leaf), storage in zip(jax.tree_util.tree_leaves_with_path(layout.abstract_model), plan, strict=True):
         name = leaf_name(path)
         stored = math.prod(leaf.sharding.shard_shape(leaf.shape))
-        computed = stored * math.prod(getattr(config.mesh, axis) for axis, _ in storage.gathers)
+        computed = stored * math.prod(axes.sizes(config.mesh)[axis] for names, _ in storage.gathers for axis in names)
         found["stored"] += stored
         found["matrices"] += stored * (name in matrices)
         found["layers" if is_layer(name) else "shared"] += computed
@@ -35,6 +36,7 @@ def counted(config):
         found["table"] += computed * (name == "embedding.table")
         found["gathered"] += computed * storage.in_loop
         found["gathered_shards"] += stored * storage.in_loop
+        found["experts"] += computed * ("expert" in str(leaf.sharding.spec) and name.startswith("blocks.mlp."))
     return found
 
 

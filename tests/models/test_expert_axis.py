@@ -1,0 +1,176 @@
+"""The axis `expert`: a mixture whose experts are on different devices computes what one device does."""
+
+from dataclasses import replace
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import mjax
+from mjax.config import MeshConfig, OptimizerConfig
+from mjax.errors import UnhealthyError, UsageError
+from mjax.generation import Generator
+from mjax.models.build import build_model
+from mjax.names import leaf_name
+from mjax.parallel.mesh import make_mesh
+from mjax.parallel.zero import storage_of
+from mjax.sampling import Sampling
+from mjax.state.layout import lay_out
+from mjax.training.replicas import Replicas
+from mjax.validation import validate
+from tests.against_reference import largest_error
+from tests.models.test_mixture import MIXTURE, config_of
+from tests.small import named, small_config
+from tests.training.saved import abstract
+from tests.training.test_muon import _directions
+from tests.training.test_replicas import with_flipped_bit
+from tests.training.test_trainer import losses
+
+MESHES = [
+    (expert, model, pipe, zero)
+    for expert, model, pipe, zero in product((1, 2, 4), (1, 2), (1, 2), (0, 1, 3))
+    if expert * model * pipe > 1 or zero
+]
+FEW = {(2, 1, 2, 1), (4, 2, 1, 0), (2, 2, 1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("expert", "model", "pipe", "zero"),
+    [mesh if mesh in FEW else pytest.param(*mesh, marks=pytest.mark.long) for mesh in MESHES],
+)
+def test_loss_and_every_gradient_equal_the_serial_reference(expert, model, pipe, zero):
+    mesh = {"pipe": pipe, "expert": expert, "zero": zero, "sequence_parallel": zero > 0}
+    # Fifteen tokens are divided by nothing; sixteen by sequence parallelism.
+    config = config_of(4, model, 1, mesh=mesh, layers=2, sequence=16 if model > 1 and zero else 15)
+    errors = largest_error(config, scale=2.0**10)
+    assert max(errors.values()) < 1e-12, errors
+
+
+# --- Where the weights are --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "spec", "zero", "stored", "gathers"),
+    [
+        ("mlp.up", (4, 8, 32, 2, 24), P(None, "expert", None, None, "model"), 0, ("expert", None, None, "model"), ()),
+        (
+            "mlp.up", (4, 8, 32, 2, 24), P(None, "expert", None, None, "model"), 3,
+            (("expert", "data"), None, None, "model"), ((("data",), -4),),
+        ),
+        (
+            "mlp.up", (4, 4, 32, 2, 24), P(None, "expert", None, None, "model"), 1,
+            ("expert", "data", None, "model"), ((("data",), -3),),
+        ),
+        ("attention_norm.scale", (4, 32), P(None, None), 1, (("data", "expert"),), ((("data", "expert"), -1),)),
+    ],
+)  # fmt: skip
+def test_zero_splits_experts_over_the_replicas_that_share_them_and_other_weights_over_all(
+    name, shape, spec, zero, stored, gathers
+):
+    mesh = MeshConfig(data=8, expert=4, model=2, zero=zero)
+    storage = storage_of(f"blocks.{name}", shape, spec, mesh)
+    assert storage.spec == P(None, *stored)
+    assert storage.gathers == gathers
+
+
+def test_a_device_has_the_experts_of_its_rank_only():
+    config = small_config(4, 1, 2, mesh={"expert": 4}, **{**MIXTURE, "layers": 2})
+    model = lay_out(config, make_mesh(config.mesh)).abstract_model
+    leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
+    for name, local in (("up", (2, 1, 32, 2, 24)), ("down", (2, 1, 24, 32)), ("router.kernel", (2, 32, 4))):
+        leaf = leaves[f"blocks.mlp.{name}"]
+        assert leaf.sharding.shard_shape(leaf.shape) == local
+
+
+def test_a_flipped_bit_of_an_expert_is_found_among_the_replicas_that_share_it():
+    config = small_config(8, 1, 1, mesh={"expert": 2}, **{**MIXTURE, "layers": 1})
+    mesh = make_mesh(config.mesh)
+    layout = lay_out(config, mesh)
+    model = jax.tree.map(
+        lambda leaf: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding), layout.abstract_model
+    )
+    replicas = Replicas(abstract(model), mesh)
+    replicas.check(1, model)
+    up = model.blocks.mlp.up
+    up[...] = with_flipped_bit(up[...], mesh.devices[0, 2, 1, 0].id)
+    with pytest.raises(UnhealthyError, match=r"replica 5 \(device 5 .*\) differs from the others in blocks.mlp.up;"):
+        replicas.check(2, model)
+    up[...] = with_flipped_bit(up[...], mesh.devices[0, 2, 1, 0].id)
+    router = model.blocks.mlp.router.kernel
+    router[...] = with_flipped_bit(router[...], mesh.devices[0, 0, 1, 0].id)
+    with pytest.raises(UnhealthyError, match=r"replica 1 \(device 1 .*\) differs from the others in .*router.kernel;"):
+        replicas.check(3, model)
+
+
+# --- Steps and runs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.long), 3])
+def test_the_direction_of_muon_is_that_of_one_device(zero):
+    optimizer = OptimizerConfig(name="muon", weight_decay=0.1)
+
+    def directions(mesh):
+        config = small_config(compute="fp64", **{**MIXTURE, "layers": 2, "experts": 8})
+        config = replace(config, mesh=mesh, optimizer=optimizer)
+        with jax.enable_x64(True):
+            layout, random = lay_out(config, make_mesh(mesh)), np.random.default_rng(0)
+            trees = [jax.tree.map(lambda leaf: random.normal(size=leaf.shape), layout.abstract_model) for _ in "wgg"]
+            return named(_directions(config, layout, trees[0], trees[1:]))
+
+    expected, found = directions(MeshConfig()), directions(MeshConfig(data=4, expert=2, model=2, zero=zero))
+    for name, direction in found.items():
+        np.testing.assert_allclose(direction, expected[name], atol=1e-11, err_msg=name)
+
+
+def _run_config(**mesh):
+    config = small_config(4, 1, 2, mesh={"expert": 4, **mesh}, **{**MIXTURE, "layers": 2})
+    return replace(config, train=replace(config.train, steps=6, eval_interval=0))
+
+
+def test_a_run_continues_on_another_expert_axis_with_the_same_losses(tmp_path, fewer_devices):
+    def trained(config, name, **options):
+        mjax.Trainer(config, tmp_path / name, show=False, **options).train()
+        return losses(tmp_path / name)
+
+    whole = trained(_run_config(), "whole")
+    assert len(trained(_run_config(), "moved", callbacks=[lambda record: record.step == 2])) < 5
+    trained(_run_config(expert=2, zero=1), "moved", callbacks=[lambda record: record.step == 4])
+    assert trained(replace(_run_config(), mesh=MeshConfig()), "moved") == pytest.approx(whole, rel=1e-5)
+
+
+def test_generation_on_ranks_of_expert_gives_the_tokens_of_one_device():
+    def tokens(**mesh):
+        config = small_config(**{**MIXTURE, "layers": 2, "experts": 8}, dropout=0.0)
+        config = replace(config, mesh=MeshConfig(**mesh), train=replace(config.train, micro_batch=1))
+        generator = Generator(config, make_mesh(config.mesh))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, generator.abstract_model)
+        model = jax.jit(lambda: jax.tree.map(lambda w: 8 * w, build_model(5, config.model)), out_shardings=shardings)()
+        found = generator.generate(model, [[1, 2, 3], [4]], Sampling(tokens=6, temperature=0), -1)
+        return [each.tokens for each in found]
+
+    expected = tokens()
+    assert len({*expected[0], *expected[1]}) > 3
+    assert tokens(data=4, expert=4, model=2) == expected
+
+
+# --- Refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (small_config(2, mesh={"expert": 2}), "--mesh.expert 2 splits the experts of a mixture, and a GPT has none"),
+        (
+            config_of(4, mesh={"expert": 3}),
+            "--mesh.expert 3 does not divide --mesh.data 4: it is the number of replicas that share the experts; "
+            "use 1, 2 or 4",
+        ),
+        (config_of(8, mesh={"expert": 8}), "--mesh.expert 8 does not divide 4 experts: .* use 1, 2 or 4"),
+    ],
+)
+def test_an_axis_that_does_not_fit_is_refused_in_a_sentence(config, message):
+    with pytest.raises(UsageError, match=message):
+        validate(config, "a test")
