@@ -69,6 +69,7 @@ def steps_on_mesh(config, seeds=range(STEPS), state=None, limit=np.inf):
         (1, 2, {"sequence_parallel": True}),
         (2, 1, {"pipe": 2, "chunks": 2, "zero": 1}),
         (4, 1, {"zero": 3}),
+        (4, 1, {"expert": 2, "zero": 1}),
     ],
     ids=str,
 )
