@@ -48,6 +48,9 @@ class MixtureConfig(LlamaConfig):
     balance_loss: Tuned = 0.0
     """Coefficient of the loss that balances experts, of every layer: E · Σ f P, with f the share of assignments and P
     the mean weight of an expert, over what balance_over says; 1 when balanced."""
+    balance_bias: Tuned = 0.0
+    """Balance experts without a loss (DeepSeek-V3; arXiv 2408.15664): a step moves the bias with which an expert is
+    chosen by so much, up if it had fewer tokens than the mean of its layer, down if more; 0.001 there, 0: no bias."""
     balance_over: Annotated[Literal["sequence", "micro_batch", "layers"], TUNING] = "sequence"
     """Tokens that the balance loss compares: those of each sequence, which depends on neither mesh nor micro-batch. For
     comparison only: those of a micro-batch, as Megatron's aux_loss; and of it in all layers together, as
@@ -118,4 +121,9 @@ class MixtureConfig(LlamaConfig):
             raise UsageError(
                 f"--model.experts-per-token {self.experts_per_token} is more than the {in_groups} experts that a token "
                 "can choose from; lower it, or raise --model.experts"
+            )
+        if self.balance_bias and self.experts_per_token == self.experts:
+            raise UsageError(
+                f"--model.balance-bias {self.balance_bias:g} does nothing where a token takes all {self.experts} "
+                "experts; leave it out, or lower --model.experts-per-token"
             )

@@ -27,7 +27,7 @@ def _silu(x):
     return x / (1 + jnp.exp(-x))
 
 
-def route(scores, model):
+def route(scores, model, bias=0.0):
     """The weight of every expert for every token [t, E], zero for those not chosen; which are [t, E]; and p [t, E]."""
     exponentials = jnp.exp(scores - scores.max(-1, keepdims=True))
     p = exponentials / exponentials.sum(-1, keepdims=True)
@@ -35,10 +35,10 @@ def route(scores, model):
     open_to = jnp.ones_like(each)
     if model.router_groups > 1:
         size = model.experts // model.router_groups
-        best = jnp.sort(each.reshape(-1, model.router_groups, size), -1)[..., -2:].sum(-1)
+        best = jnp.sort((each + bias).reshape(-1, model.router_groups, size), -1)[..., -2:].sum(-1)
         worst_chosen = jnp.sort(best, -1)[:, -model.top_groups][:, None]
         open_to = jnp.repeat((best >= worst_chosen).astype(each.dtype), size, axis=-1)
-    candidates = jnp.where(open_to > 0, each, -1.0)
+    candidates = jnp.where(open_to > 0, each + bias, -jnp.inf)
     chosen = candidates >= jnp.sort(candidates, -1)[:, -model.experts_per_token][:, None]
     weights = each * chosen
     if model.router_normalized:
@@ -49,7 +49,8 @@ def route(scores, model):
 
 def figures(weights, model, batch, masks=None):
     """Cross entropy, entropy of the router, balance loss of sequences and z-loss: means over the batch and layers; and
-    the tokens of the busiest expert over the mean, in the layer where that is most."""
+    the tokens of the busiest expert over the mean, in the layer where that is most. And the tokens of every expert [l,
+    E]."""
 
     def drop(x, rate, place):
         return x if masks is None else x * masks[place] / (1 - rate)
@@ -62,6 +63,7 @@ def figures(weights, model, batch, masks=None):
     n, k, d = model.heads, model.groups, model.head_size
     x = drop(weights["embedding.table"][batch["tokens"]], model.hidden_dropout, (0, 0))
     entropy = balance = z = busiest = 0.0
+    loads = []
     for layer in range(model.layers):
         w = {name.removeprefix("blocks."): v[layer] for name, v in weights.items() if name.startswith("blocks.")}
         y = _norm(x, w["attention_norm.scale"], model.norm_epsilon)
@@ -78,7 +80,7 @@ def figures(weights, model, batch, masks=None):
         x = x + drop(y, model.hidden_dropout, (layer + 1, 2))
         y = _norm(x, w["mlp_norm.scale"], model.norm_epsilon).reshape(b * s, -1)
         scores = y @ w["mlp.router.kernel"]
-        share, chosen, p = route(scores, model)
+        share, chosen, p = route(scores, model, w.get("mlp.router.bias", 0.0))
         both = jnp.einsum("th,ehcf->cetf", y, w["mlp.up"])
         each = jnp.einsum("etf,efh->eth", _silu(both[0]) * both[1], w["mlp.down"])
         result = jnp.einsum("te,eth->th", share, each)
@@ -90,6 +92,7 @@ def figures(weights, model, batch, masks=None):
         balance += model.experts * (of_sequence[0] * of_sequence[1]).sum(-1).mean() / model.layers
         tokens = (chosen * 1.0).sum(0)
         busiest = jnp.maximum(busiest, tokens.max() / tokens.mean())
+        loads.append(tokens)
         entropy += -(p * jnp.log(p)).sum(-1).mean() / model.layers
         z += (jnp.log(jnp.exp(scores).sum(-1)) ** 2).mean() / model.layers
     x = _norm(x, weights["final_norm.scale"], model.norm_epsilon)
@@ -97,19 +100,45 @@ def figures(weights, model, batch, masks=None):
     scores = (x @ table.T)[..., : model.vocabulary]
     losses = jnp.log(jnp.exp(scores).sum(-1)) - jnp.take_along_axis(scores, batch["labels"][..., None], -1)[..., 0]
     counts = batch.get("loss_mask", np.ones(losses.shape, bool))
-    return jnp.stack([(losses * counts).sum() / counts.sum(), entropy, balance, z, busiest])
+    return jnp.stack([(losses * counts).sum() / counts.sum(), entropy, balance, z, busiest]), jnp.stack(loads)
 
 
 def total(weights, model, batch, masks):
-    """The loss with its auxiliary losses, and the figures."""
-    found = figures(weights, model, batch, masks)
-    return found[0] + model.layers * (model.balance_loss * found[2] + model.z_loss * found[3]), found
+    """The loss with its auxiliary losses; the figures and the tokens of experts."""
+    found, loads = figures(weights, model, batch, masks)
+    return found[0] + model.layers * (model.balance_loss * found[2] + model.z_loss * found[3]), (found, loads)
 
 
 def loss_and_gradients(weights, model, batch, masks=None):
     """The figures, and the gradients of the loss with its balance and z-loss."""
-    (_, found), gradients = _differentiated(weights, model, batch, masks)
+    (_, (found, _)), gradients = _differentiated(weights, model, batch, masks)
     return found, gradients
+
+
+def trained(weights, model, batches, optimizer):
+    """Loss of each step and weights after the last one: AdamW (arXiv 1711.05101) with a constant learning rate, and
+    the bias of routers, which counts tokens."""
+    weights, losses = dict(weights), []
+    first, second = (dict.fromkeys(weights, 0.0) for _ in range(2))
+    for step, batch in enumerate(batches, 1):
+        (_, (found, loads)), gradients = _differentiated(weights, model, batch, None)
+        losses.append(float(found[0]))
+        norm = np.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
+        for name, gradient in gradients.items():
+            gradient = np.asarray(gradient) * min(1, optimizer.clip_norm / (norm + 1e-6))
+            first[name] = optimizer.beta1 * first[name] + (1 - optimizer.beta1) * gradient
+            second[name] = optimizer.beta2 * second[name] + (1 - optimizer.beta2) * gradient**2
+            root = np.sqrt(second[name] / (1 - optimizer.beta2**step))
+            update = first[name] / (1 - optimizer.beta1**step) / (root + optimizer.epsilon)
+            if not name.endswith(("bias", "scale")):
+                update = update + optimizer.weight_decay * weights[name]
+            weights[name] = weights[name] - np.float32(optimizer.learning_rate) * update
+        fewer = np.asarray(loads) * model.experts < np.asarray(loads).sum(-1, keepdims=True)
+        more = np.asarray(loads) * model.experts > np.asarray(loads).sum(-1, keepdims=True)
+        weights["blocks.mlp.router.bias"] = weights["blocks.mlp.router.bias"] + model.balance_bias * (
+            1.0 * fewer - more
+        )
+    return losses, weights
 
 
 _differentiated = jax.jit(jax.value_and_grad(total, has_aux=True), static_argnums=1, compiler_options=QUICKLY)

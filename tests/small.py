@@ -24,6 +24,7 @@ from mjax.names import leaf_name
 from mjax.parallel.mesh import BATCH, make_mesh
 from mjax.parallel.zero import cut_into_chunks, plan_storage
 from mjax.state.precision import parameter_type
+from mjax.training.losses import summary
 from mjax.training.step import TrainProgram, build_program, loss_and_gradients
 
 MODEL = GPTConfig(
@@ -193,8 +194,13 @@ def gradient_program(config: Config, names: tuple[str, ...] | None = None):
     plan = plan_storage(model, nnx.get_partition_spec(model), config.mesh)
     specs = jax.tree.map(lambda storage: storage.spec, plan)
     shardings = jax.tree.map(partial(jax.NamedSharding, mesh), specs)
+
+    def summarized(model, batch, step, scale):
+        means, gradients = loss_and_gradients(config, plan, model, batch, step, scale)
+        return summary(model, means), gradients
+
     program = jax.shard_map(
-        partial(loss_and_gradients, config, plan),
+        summarized,
         mesh=mesh,
         in_specs=(specs, dict.fromkeys(config.batch_arrays(), BATCH), P(), P()),
         out_specs=(P(), specs),

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from mjax.mixture_config import MixtureConfig
@@ -17,6 +16,7 @@ from mjax.models.block import Block, Sums
 from mjax.models.context import Context
 from mjax.models.experts import Experts
 from mjax.models.llama import Llama, llama_layer
+from mjax.models.router import towards_balance
 from mjax.parallel import random
 from mjax.parallel.streams import alone
 from mjax.parallel.tokens import Tokens
@@ -38,22 +38,30 @@ class Mixture(Llama):
         weights["z_loss"] = config.z_loss * config.layers
         self.loss_weights = {"loss": 1.0} | {name: weight for name, weight in weights.items() if weight}
 
-    def counts(self, batch: dict[str, Array]) -> dict[str, Array | np.ndarray | int]:
+    def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         sequences, layers = batch["tokens"].shape[0], self.config.layers
         tokens = batch["tokens"].size * layers
         counts = {"router_entropy": tokens, "z_loss": tokens, "balance_loss": sequences * layers}
         if self.config.balance_over == "layers":
             counts["balance_loss"] = sequences
-        counts["expert_load"] = np.full((layers, self.config.experts), batch["tokens"].size)
+        # Not a mean but numbers of tokens, exact in float32 up to 2²⁴: dividing them would round.
+        counts["expert_load"] = jnp.ones((layers, self.config.experts), jnp.int32)
         used = {"router_entropy", "expert_load"} | self.loss_weights.keys()
         return super().counts(batch) | {name: count for name, count in counts.items() if name in used}
 
     def summary(self, means: dict[str, Array]) -> dict[str, Array]:
-        """`expert_load` [l, E], the share of tokens of each expert, as the largest over the mean in the worst layer;
-        and `expert_shares` [l, E], the share of each expert in the assignments of its layer."""
+        """`expert_load` [l, E], the tokens of each expert, as the largest over the mean in the worst layer; and
+        `expert_shares` [l, E], the share of each expert in the assignments of its layer."""
         load = means["expert_load"]
         shares = load / load.sum(-1, keepdims=True)
         return means | {"expert_load": (load.max(-1) / load.mean(-1)).max(), "expert_shares": shares}
+
+    def adjustments(self, means: dict[str, Array]) -> dict[str, Array]:
+        """The step of every router's bias, [l, E]: `balance_bias` towards a balanced `expert_load`."""
+        if not self.config.balance_bias:
+            return {}
+        load = means["expert_load"]
+        return {"blocks.mlp.router.bias": self.config.balance_bias * towards_balance(load).astype(load.dtype)}
 
     def pool_sums(self, sums: Sums, tokens: Tokens) -> Sums:
         """With `balance_over layers` the balance loss of the micro-batch, times its sequences, from what all layers

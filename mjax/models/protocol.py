@@ -36,9 +36,16 @@ class Model(Protocol):
       blocks: the layers, stacked (`block.stack`); an `nnx.List` of stacks if they differ.
 
     A model may have `pool_sums(sums, tokens)`, which turns the sums of its layers (`block.py`) over a micro-batch into
-    what `counts` counts; not in a pipeline. A sum may be an array, whose count is one of NumPy of the same shape; then
-    `summary(means)` turns the means of the global batch into numbers []. Arrays under new names in its result get to
-    `Record.arrays` of a training step; evaluations leave them out.
+    what `counts` counts; not in a pipeline.
+
+    A sum may be an array, whose count is one of the same shape; then it has `summary(means)`, which turns the means of
+    the global batch into numbers []. Arrays under new names in its result get to `Record.arrays` of a training step;
+    evaluations leave them out.
+
+    It may have `adjustments(means)`: from the means before their summary what a step adds to weights besides the
+    update of the optimizer, unless it is skipped. By name of the weight, such as `blocks.mlp.router.bias`, its whole
+    array, layers as [l, …], the same on every device. So a weight can follow a rule rather than a gradient. Compute
+    with its `stop_gradient`, and name it `bias` or `scale`, which have no weight decay.
     """
 
     config: ModelConfig
@@ -52,7 +59,9 @@ class Model(Protocol):
     def counts(self, batch: Batch) -> dict[str, Array | int]:
         """The denominator of each sum by name, for this part [b, …] of a batch.
 
-        An int if it is the same for all parts; an int32 [] if it depends on the batch.
+        An int, or an array of NumPy, if it is the same for all parts, which are added up; an int32 array if it depends
+        on the batch, added up too, or if it is that of the whole batch already, the same on every device: with 1 the
+        mean is a sum.
         """
         ...
 

@@ -5,7 +5,8 @@
     sigmoid     p = σ(l)                       the k best of p           DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)
 
 The weights are those p, divided by their sum if `router_normalized`, times `router_scale`. A softmax over the k best
-scores is the same as a softmax over all, divided by the sum of those k.
+scores is the same as a softmax over all, divided by the sum of those k. With `balance_bias` experts, and groups of
+experts, are chosen by p + bias; the weights are still those of p.
 
 Nothing is dropped: an expert takes all tokens that chose it. So a token's result depends on that token alone, not on
 those beside it, which a capacity would make it depend on.
@@ -15,6 +16,11 @@ E · Σ f P (arXiv 2101.03961, section 2.2) compares the share f of assignments 
 equal. It is no sum over tokens but of products of two means, so the tokens that are compared matter: those of a
 sequence here (DeepSeek-V3, section 2.1.2), the same on every mesh; those of a micro-batch in Megatron; those of all
 layers in `transformers`.
+
+**Bias.** A loss that balances also pulls at what is learned. `balance_bias` balances without one (arXiv 2408.15664;
+DeepSeek-V3, section 2.1.2): after each step the bias of an expert grows by that rate if it had fewer tokens than the
+mean of its layer, and falls by it if more. The tokens are those of the whole batch, and their numbers are exact, so the
+bias is the same on every mesh.
 """
 
 from __future__ import annotations
@@ -55,13 +61,17 @@ class Choice(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Scores and chooses experts. Shapes: x [t, h], this rank's rows of the stream; the weight [h, E] is replicated."""
+    """Scores and chooses experts. Shapes: x [t, h], this rank's rows of the stream; the weight [h, E] is replicated,
+    and so is the bias [E], without gradient and weight decay, in the master weights' dtype: `Mixture.adjustments`
+    moves it."""
 
     def __init__(self, key: Array, config: MixtureConfig, dtype):
         self.config = config
         self.kernel = parameter(
             key, normal(config.init_std), (config.hidden, config.experts), (None, None), dtype, uncast=True
         )
+        if config.balance_bias:
+            self.bias = parameter(key, jax.nn.initializers.zeros, (config.experts,), (None,), dtype, uncast=True)
 
     def __call__(self, x: Array) -> Choice:
         config, wide = self.config, wide_type(x.dtype)
@@ -69,7 +79,8 @@ class Router(nnx.Module):
         scores = jnp.dot(x.astype(wide), kernel, precision=jax.lax.Precision.HIGHEST)
         each = jax.nn.softmax(scores) if config.router == "softmax" else jax.nn.sigmoid(scores)
         # Kept whatever is recomputed: a score that differs in its last bit could choose another expert.
-        experts = checkpoint_name(self._best(jax.lax.stop_gradient(each)), "experts")
+        preferred = each + self.bias[...].astype(wide) if config.balance_bias else each
+        experts = checkpoint_name(self._best(jax.lax.stop_gradient(preferred)), "experts")
         weights = jnp.take_along_axis(each, experts, axis=-1)
         if config.router_normalized:
             weights = weights / _at_least(weights.sum(-1, keepdims=True))
@@ -77,7 +88,7 @@ class Router(nnx.Module):
         return Choice(experts, weights * config.router_scale, scores, probabilities)
 
     def _best(self, each: Array) -> Array:
-        """The k best experts of each row, in order: int32 [t, k]. Of equal ones the first."""
+        """The k best experts of each row of [t, E], in order: int32 [t, k]. Of equal ones the first."""
         config = self.config
         if config.top_groups < config.router_groups:
             groups = each.reshape(len(each), config.router_groups, -1)
@@ -117,6 +128,14 @@ class Router(nnx.Module):
         compared = tokens.positions if config.balance_over == "sequence" else tokens.count
         products = (used * given).sum() * config.experts / (config.experts_per_token * compared**2)
         return {"balance_loss": products if config.balance_over == "sequence" else products * tokens.sequences}
+
+
+def towards_balance(load: Array) -> Array:
+    """By expert 1 if it had fewer tokens than the mean of its layer, -1 if more, 0 if as many: [l, E], from its tokens
+    [l, E], which are whole numbers in a float dtype. In integers, so that a tie is one in any order of sums."""
+    load = jnp.round(load).astype(jnp.int32)
+    mean, rest = jnp.divmod(load.sum(-1, keepdims=True), load.shape[-1])
+    return jnp.where(load == mean, jnp.sign(rest), jnp.sign(mean - load))
 
 
 def _at_least(x: Array) -> Array:

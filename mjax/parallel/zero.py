@@ -155,6 +155,34 @@ def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig, par
     return Storage(P(*entries), tuple(gathers), mesh.zero == 3 and layers > 0 and bool(gathers), partial)
 
 
+def add_whole(model, whole: dict[str, Array], plan, mesh: MeshConfig):
+    """This device's shards in `model`, plus its shards of `whole`: arrays by name of the weight, the same on every
+    device, with layers as [l, …]. Weights without one stay as they are."""
+
+    def one(path: tuple, shard: Array, storage: Storage) -> Array:
+        added = remaining.pop(leaf_name(path), None)
+        if added is None:
+            return shard
+        if mesh.chunks > 1 and is_layer(leaf_name(path)):
+            added = added.reshape(mesh.chunks, -1, *added.shape[1:])
+        return shard + own_shard(added.astype(shard.dtype), storage.spec)
+
+    remaining = dict(whole)
+    model = jax.tree_util.tree_map_with_path(one, model, plan)
+    assert not remaining, f"the model has no weight {', '.join(remaining)}"
+    return model
+
+
+def own_shard(whole: Array, spec: P) -> Array:
+    """This device's shard, as `spec` says, of an array that every device has: the reverse of gathering it. Of several
+    axes that split a dim the first is outermost, as in every PartitionSpec."""
+    for dim, split_by in enumerate(spec):
+        for axis in (split_by,) if isinstance(split_by, str) else split_by or ():
+            rows = whole.shape[dim] // mappings.size(axis)
+            whole = jax.lax.dynamic_slice_in_dim(whole, mappings.rank(axis) * rows, rows, dim)
+    return whole
+
+
 @jax.named_scope(scopes.WEIGHTS)
 def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False, layers_apart: bool = False):
     """The weights of the computation in `dtype`, inside `shard_map`; those gathered in the loop stay shards.

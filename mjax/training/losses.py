@@ -45,6 +45,12 @@ def summary(model: Model, means: dict[str, Array]) -> dict[str, Array]:
     return model.summary(means) if hasattr(model, "summary") else means
 
 
+def adjustments(model: Model, means: dict[str, Array]) -> dict[str, Array]:
+    """What a step adds to weights besides the optimizer's update, whole arrays by name: `Model.adjustments`, if it has
+    that."""
+    return model.adjustments(means) if hasattr(model, "adjustments") else {}
+
+
 def reported_loss(weights: dict[str, float], means: dict[str, Array]) -> Array:
     """The loss that a run reports: the mean of this name, such as a causal model's cross entropy, without auxiliary
     losses; of a model without one, such as a BERT, the weighted sum of the means that have a weight."""

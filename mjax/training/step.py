@@ -6,7 +6,7 @@ the layers.
     scan over micro-batches, or over the ticks of a pipeline: loss and gradient, accumulated in float32
     one all-reduce, or reduce-scatter, over `data`
     unscale, global norm, clip; skip the update if the norm is not finite, or the loss is too large
-    the optimizer, on the float32 masters
+    the optimizer, on the float32 masters, and what else a model adjusts, such as the bias of a router
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mjax.config import Config
 from mjax.models.protocol import Model
 from mjax.parallel import axes, mappings, scopes
 from mjax.parallel.mesh import BATCH, sharded_shapes
-from mjax.parallel.zero import gather_weights, layer_by_layer, reduce_gradients
+from mjax.parallel.zero import add_whole, gather_weights, layer_by_layer, reduce_gradients
 from mjax.state.layout import initial_weights, lay_out
 from mjax.state.precision import COMPUTE_TYPES, LossScale, in_float8, parameter_type
 from mjax.state.train_state import TrainState
@@ -39,6 +39,7 @@ from mjax.training.forward import Forward
 from mjax.training.losses import (
     EvalMetrics,
     StepMetrics,
+    adjustments,
     global_counts,
     other_metrics,
     reported_loss,
@@ -204,7 +205,8 @@ def _train_step(
 ):
     """One step on a single device: its shards of `state`, its replica's rows of `batch` [B / data, …]."""
     scale = state.loss_scale.scale
-    means, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, objective)
+    found, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, objective)
+    means = summary(state.model, found)
     loss = reported_loss(state.model.loss_weights, means)
     squares = squared_norms(gradients, config.mesh)
     norm = jnp.sqrt(squares.sum())
@@ -221,6 +223,7 @@ def _train_step(
         rate = rate_after(state.samples)
         updates, optimizer = transform.update(gradients, state.optimizer, state.model)
         model = jax.tree.map(lambda p, u: p - rate * u, state.model, updates)
+        model = add_whole(model, adjustments(state.model, found), plan, config.mesh)
         new_state = TrainState(
             model=keep_if_skipped(model, state.model),
             optimizer=keep_if_skipped(optimizer, state.optimizer),
@@ -267,7 +270,8 @@ def loss_and_gradients(
       objective: instead of `Model.loss`.
 
     Returns:
-      Means by name, [] each; and a gradient in float32 for each shard of `model`, sharded like it.
+      Means by name, [] each before `Model.summary`, or of the shape of their counts; and a gradient in float32 for each
+      shard of `model`, sharded like it.
     """
     last, compute = layer_by_layer(plan, config), COMPUTE_TYPES[config.precision.compute]
     plan = last if config.micro_batches == 1 else plan
@@ -286,15 +290,13 @@ def loss_and_gradients(
     with jax.named_scope(scopes.LOSS):
         means = {name: mappings.sum_over(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
     means, gradients = jax.tree.map(lambda x: x / scale, (means, gradients))
-    return summary(model, means), gradients
+    return means, gradients
 
 
 def _eval_step(config: Config, plan, objective: Callable | None, model: Model, batch: dict[str, Array]) -> EvalMetrics:
     counts = global_counts(model, batch)
     means = summary(model, sum_over_batch(config, plan, model, batch, shares(counts), objective=objective))
-    counts = {
-        name: jnp.int32(np.max(count) if isinstance(count, np.ndarray) else count) for name, count in counts.items()
-    }
+    counts = {name: jnp.max(jnp.asarray(count)).astype(jnp.int32) for name, count in counts.items()}
     return EvalMetrics(reported_loss(model.loss_weights, means), means, counts)
 
 

@@ -61,8 +61,9 @@ def config_of(data=1, model=1, micro_batch=2, recompute="none", mesh=None, unrol
         config_of(router_normalized=False, dropout=0.0, kv_heads=2),
         config_of(**DEEPSEEK),
         config_of(experts=1, experts_per_token=1, recompute="full"),
+        config_of(**DEEPSEEK, balance_bias=0.01),
     ],
-    ids=["softmax", "not normalised", "sigmoid, groups, shared", "one expert"],
+    ids=["softmax", "not normalised", "sigmoid, groups, shared", "one expert", "bias"],
 )
 def test_loss_and_gradients_of_one_device_equal_the_serial_reference(config):
     errors = largest_error(config, scale=2.0**10)
@@ -143,7 +144,7 @@ def test_experts_without_a_token_and_all_tokens_to_the_same(k, mesh, monkeypatch
     def first(self, each):
         return jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (len(each), k)) + 0 * each[:, :k].astype(jnp.int32)
 
-    def routed(scores, model):
+    def routed(scores, model, _):
         p = jax.nn.softmax(scores)
         chosen = jnp.arange(model.experts) < k
         return p * chosen / (p * chosen).sum(-1, keepdims=True), chosen & (p > 0), p

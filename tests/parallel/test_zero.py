@@ -5,9 +5,11 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
-from mjax.parallel.mesh import abstract_mesh
+from mjax.parallel.mesh import abstract_mesh, make_mesh
+from mjax.parallel.zero import own_shard
 from mjax.planner.comms import ledger
 from mjax.training.step import build_program
 from tests.against_reference import in_layer_order
@@ -90,3 +92,13 @@ def test_the_mesh_says_how_a_stage_holds_its_chunks():
     assert kernel.shape == (2, 4, 32, 128)
     assert kernel.sharding.shard_shape(kernel.shape) == (2, 2, 32, 128)
     assert MeshConfig(pipe=2, chunks=2).devices == 2
+
+
+@pytest.mark.parametrize(
+    "spec", [P(), P(None, "model"), P(("pipe", "data"), "model"), P(("model", "pipe"), None, "data")]
+)
+def test_the_shard_of_a_replicated_array_is_the_one_that_its_spec_says(spec):
+    whole = np.arange(8 * 4 * 6.0).reshape(8, 4, 6)
+    mesh = make_mesh(MeshConfig(pipe=2, data=2, model=2))
+    cut = jax.shard_map(lambda array: own_shard(array, spec), mesh=mesh, in_specs=P(), out_specs=spec, check_vma=True)
+    np.testing.assert_array_equal(jax.jit(cut)(whole), whole)

@@ -1,0 +1,171 @@
+"""Experts that are balanced by a bias: steps on meshes against serial ones in float64, and what the bias follows."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.config import PrecisionConfig
+from mjax.errors import UsageError
+from mjax.interop.convert import family_of
+from mjax.models.router import towards_balance
+from mjax.parallel.mesh import abstract_mesh
+from mjax.parallel.zero import cut_into_chunks
+from mjax.state.checkpoint import Checkpoints
+from mjax.state.layout import lay_out
+from mjax.training.muon import matrices_of
+from mjax.validation import validate
+from tests import mixture_reference
+from tests.against_reference import in_layer_order
+from tests.models.test_mixture import DEEPSEEK, config_of
+from tests.small import QUICKLY, batch_of, named, program_of, weights_of
+
+BIAS = "blocks.mlp.router.bias"
+STEPS = 5
+
+
+def biased(data=1, model=1, micro_batch=2, compute="fp64", **changes):
+    """Scores whose differences are about as large as those of the first biases, so that both matter."""
+    defaults = {"dropout": 0.0, "balance_loss": 0.0, "z_loss": 0.0, "sequence": 16, "init_std": 0.1, **DEEPSEEK}
+    config = config_of(data, model, micro_batch, **{**defaults, "balance_bias": 0.02, **changes})
+    optimizer = replace(config.optimizer, schedule="constant", epsilon=1e-3)
+    return replace(config, optimizer=optimizer, precision=PrecisionConfig(compute=compute))
+
+
+@cache
+def compiled(config):
+    program = program_of(config)
+    limit = jax.ShapeDtypeStruct((), jnp.float32)
+    step = program.train_step.lower(program.abstract_state, program.abstract_batch, limit)
+    return program, step.compile(compiler_options=QUICKLY)
+
+
+def first_state(config, weights=None):
+    weights = cut_into_chunks(weights_of(config) if weights is None else weights, config.mesh)
+    program, _ = compiled(config)
+    there = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state.model)
+    return program.begin(jax.device_put(weights, there))
+
+
+def steps_on_mesh(config, seeds=range(STEPS), state=None, limit=np.inf):
+    """The state after these steps; its weights by name, layers as [l, …]; loss and load of each step."""
+    program, step = compiled(config)
+    state, found = first_state(config) if state is None else state, []
+    for seed in seeds:
+        batch = jax.device_put(batch_of(config, seed), program.batch_sharding)
+        state, metrics = step(state, batch, jnp.float32(limit))
+        found.append([float(metrics.loss), float(metrics.metrics["expert_load"])])
+    return state, in_layer_order(state.model, config), np.array(found).T
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "mesh"),
+    [
+        (1, 1, {}),
+        pytest.param(4, 1, {}, marks=pytest.mark.long),
+        (1, 2, {"sequence_parallel": True}),
+        (2, 1, {"pipe": 2, "chunks": 2, "zero": 1}),
+        (4, 1, {"zero": 3}),
+        (4, 1, {"expert": 2, "zero": 1}),
+    ],
+    ids=str,
+)
+def test_on_every_mesh_five_steps_give_the_losses_and_biases_of_serial_ones(data, model, mesh):
+    config = biased(data, model, mesh=mesh)
+    with jax.enable_x64(True):
+        start, batches = named(weights_of(config)), [batch_of(config, seed) for seed in range(STEPS)]
+        expected, weights = mixture_reference.trained(start, config.model, batches, config.optimizer)
+        _, found, (losses, _) = steps_on_mesh(config)
+    np.testing.assert_allclose(losses, expected, rtol=1e-12)
+    for name, weight in weights.items():
+        np.testing.assert_allclose(found[name], weight, rtol=0, atol=1e-11, err_msg=name)
+    np.testing.assert_array_equal(found[BIAS], weights[BIAS])
+    moves = np.unique(np.round((weights[BIAS] - start[BIAS]) / config.model.balance_bias))
+    assert {-STEPS, STEPS} < set(moves), "the test should have experts that are always chosen, and some that change"
+
+
+def test_the_size_of_a_micro_batch_changes_no_bit_of_the_bias():
+    (_, one, _), (_, four, _) = (steps_on_mesh(biased(micro_batch=size, compute="fp32")) for size in (1, 4))
+    assert one[BIAS].dtype == np.float32
+    np.testing.assert_array_equal(one[BIAS], four[BIAS])
+
+
+@pytest.mark.parametrize(
+    ("load", "signs"),
+    [
+        ([40, 40, 40, 40, 40, 40], [0, 0, 0, 0, 0, 0]),
+        ([40, 41, 39], [0, -1, 1]),
+        ([2, 2, 3], [1, 1, -1]),  # the mean is no whole number
+        ([0, 0, 0, 7], [1, 1, 1, -1]),
+        ([12.000001, 11.999999, 12], [0, 0, 0]),  # of a loss scale that is no power of two
+        ([2**24, 2**24, 2**24 - 2], [-1, -1, 1]),  # in float32 their sum would round
+    ],
+)
+def test_an_expert_with_the_mean_number_of_tokens_keeps_its_bias(load, signs):
+    for order in (slice(None), slice(None, None, -1)):
+        found = jax.jit(towards_balance)(jnp.array([load[order]], jnp.float32))
+        assert found.tolist() == [signs[order]]
+
+
+def test_a_skipped_step_leaves_the_bias():
+    config = biased(compute="fp32")
+    before = named(weights_of(config))
+    _, after, _ = steps_on_mesh(config, limit=0.0)
+    np.testing.assert_array_equal(after[BIAS], before[BIAS])
+
+
+def test_a_run_that_is_resumed_there_or_on_another_mesh_has_the_bias_of_one_that_was_not_stopped(tmp_path):
+    config = biased(2, 1, compute="fp32", mesh={"pipe": 2, "chunks": 2, "zero": 1})
+    _, expected, _ = steps_on_mesh(config, range(4))
+    state, _, _ = steps_on_mesh(config, range(2))
+    with Checkpoints(tmp_path, on_notice=print) as checkpoints:
+        checkpoints.save(2, state)
+    for there in (config, biased(compute="fp32")):
+        with Checkpoints(tmp_path, on_notice=print) as checkpoints:
+            _, state = checkpoints.restore(compiled(there)[0].abstract_state, 2)
+        _, found, _ = steps_on_mesh(there, range(2, 4), state)
+        np.testing.assert_array_equal(found[BIAS], expected[BIAS])
+
+
+def test_muon_leaves_the_bias_to_its_rule():
+    config = biased(compute="fp32", layers=2)
+    config = replace(config, optimizer=replace(config.optimizer, name="muon"))
+    layout = lay_out(config, abstract_mesh(config.mesh))
+    assert BIAS not in matrices_of(layout, config.mesh)
+    _, after, _ = steps_on_mesh(config, range(1))
+    moves = np.abs(after[BIAS] - named(weights_of(config))[BIAS])
+    np.testing.assert_allclose(moves[moves > 0], config.model.balance_bias, rtol=1e-5)
+    assert (moves > 0).any()
+
+
+def test_a_router_that_prefers_some_experts_comes_to_use_all():
+    """All tokens have a part in common, for which two of eight experts have high scores: so all choose these."""
+    loads = {}
+    for rate in (1e-12, 0.01):
+        config = biased(micro_batch=8, compute="fp32", layers=1, balance_bias=rate)
+        config = replace(config, optimizer=replace(config.optimizer, learning_rate=1e-4))
+        weights = weights_of(config)
+        weights.embedding.table[...][:] += 0.1
+        weights.blocks.mlp.router.kernel[...][..., :2] += 0.1
+        weights.blocks.mlp.router.bias[...][:] = 0
+        _, _, (_, loads[rate]) = steps_on_mesh(config, range(60), first_state(config, weights))
+    assert loads[0.01][0] == loads[1e-12][0]
+    assert loads[1e-12].min() > 2.3, "E / k = 2.67 where all tokens choose the same"
+    assert loads[0.01][-10:].mean() < 1.35
+
+
+def test_without_a_rate_there_is_no_bias():
+    assert BIAS not in named(weights_of(biased(compute="fp32", balance_bias=0.0)))
+
+
+def test_where_every_expert_is_chosen_a_bias_is_refused():
+    with pytest.raises(UsageError, match=r"--model\.balance-bias 0\.01 does nothing where a token takes all 4 experts"):
+        validate(config_of(balance_bias=0.01, experts_per_token=4), "a test")
+
+
+def test_no_class_of_transformers_takes_the_bias():
+    with pytest.raises(UsageError, match=r"^transformers has no class for .* --model\.balance-bias 0\.01; Mixtral"):
+        family_of(replace(config_of(dropout=0.0).model, balance_bias=0.01))
