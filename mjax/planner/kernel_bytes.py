@@ -75,6 +75,20 @@ def kernels_of(of: trace.Traced, kernel: str, recompute: str) -> Kernels:
     )
 
 
+def of_micro_batch(of: trace.Traced, kernel: str, recompute: str, samples: int) -> Kernels:
+    """As `kernels_of`, for the samples of a micro-batch."""
+    one = kernels_of(of, kernel, recompute)
+
+    def proportional(of: trace.Traced) -> tuple[float, ...]:
+        *passes, kept = kernels_of(of, kernel, recompute)
+        return (*(each.bytes for each in passes), *(each.scores for each in passes), kept)
+
+    *bytes_and_scores, kept = trace.of_micro_batch(of, samples, proportional)
+    moved, scores = bytes_and_scores[:3], bytes_and_scores[3:]
+    passes = (each._replace(bytes=b, scores=s) for each, b, s in zip(one, moved, scores, strict=False))
+    return Kernels(*passes, kept)
+
+
 @lru_cache(maxsize=1024)
 def activations(of: trace.Traced) -> float:
     """Elements of the activation functions in a layer's forward pass."""

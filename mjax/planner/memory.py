@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -137,14 +138,15 @@ class _Sizes:
         self.master = max(4, self.width)
         self.layers = config.model.layers // (mesh.pipe * mesh.chunks)
         of = trace.Traced.of(config)
-        sample, b = _of_sample(of, kernel, recompute), config.train.micro_batch / of.samples
+        samples = config.train.micro_batch
+        sample = _Sample(*trace.of_micro_batch(of, samples, lambda of: _of_sample(of, kernel, recompute)))
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it beside one of them, so its probabilities exist twice.
         beside = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and mesh.data > 1))
         scores = sample.scores * ((config.model.attention_dropout > 0) + self.width * beside)
         train = config.train
         kept = sample.kept_apart if train.unroll == "on" else sample.kept
-        self.stream, self.kept, self.factors = sample.stream * b, kept * b, sample.factors * b
+        self.stream, self.kept, self.factors = sample.stream, kept, sample.factors
         early = train.unroll == "on" and train.streams == 1 and not self.by_layer
         if early and mesh.splits_tokens and recompute != "none":
             self.kept += self.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
@@ -154,11 +156,12 @@ class _Sizes:
             if mesh.zero == 0 and sums_in_last(config):
                 # XLA computes the gradients of weights after those of all streams, beside the sums over `data`.
                 self.kept = max(self.kept, self.factors)
-        self.work = (sample.work + scores) * b
-        self.biases = sample.biases * (b if "documents" in config.batch_arrays() else 1) * (kernel == "cudnn")
+        self.work = sample.work + scores
+        shared = "documents" not in config.batch_arrays()  # by all samples
+        self.biases = sample.biases / (samples if shared else 1) * (kernel == "cudnn")
         rows = config.model.padded_vocabulary // mesh.model
-        self.logits = sample.logits * b * rows_of_chunks(rows, train.loss_chunks)[0].stop / rows
-        self.heads = sample.heads * b
+        self.logits = sample.logits * rows_of_chunks(rows, train.loss_chunks)[0].stop / rows
+        self.heads = sample.heads
 
     @property
     def accumulates(self) -> bool:
@@ -189,20 +192,18 @@ class _Sizes:
         return total * self.config.train.global_batch / self.config.mesh.data
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """For the traced samples: the attributes of `_Sizes` proportional to the micro-batch, and elements of attention's
-    scores."""
+class _Sample(NamedTuple):
+    """For some samples: attributes of `_Sizes`, and elements of attention's scores."""
 
-    stream: int
-    kept: int
-    kept_apart: int
-    factors: int
-    work: int
-    biases: int
-    scores: int
-    logits: int
-    heads: int
+    stream: float
+    kept: float
+    kept_apart: float
+    factors: float
+    work: float
+    biases: float
+    scores: float
+    logits: float
+    heads: float
 
 
 @lru_cache(maxsize=1024)

@@ -55,6 +55,9 @@ STREAMS = (1, 2)
 MemoryOf = Callable[[Config], Memory]
 TimeOf = Callable[[Config], StepTime]
 
+SERVER = 8
+"""Ranks of `expert` and `model` together, at most: they communicate in every layer."""
+
 # --- Candidates -------------------------------------------------------------------------------------------------------
 
 
@@ -73,6 +76,10 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
         """A kept value stays even if the field has no effect on this mesh."""
         return [fixed[name]] if name in fixed else possible
 
+    def expert_ranks(data: int, model: int) -> list[int]:
+        possible = divisors(math.gcd(data, experts)) if experts else [1]
+        return [ranks for ranks in possible if ranks * model <= max(SERVER, model) or ranks == fixed.get("mesh.expert")]
+
     for pipe, data, model in meshes(config, devices):
         for micro_batch in divisors(unit // data):
             tokens = micro_batch * config.model.sequences * config.model.sequence
@@ -82,7 +89,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
                 "mesh.pipe": [pipe],
                 "mesh.data": [data],
                 "mesh.model": [model],
-                "mesh.expert": divisors(math.gcd(data, experts)) if experts else [1],
+                "mesh.expert": expert_ranks(data, model),
                 "mesh.sequence_parallel": [False, True] if splits else [False],
                 "mesh.schedule": or_kept("mesh.schedule", SCHEDULES if pipe > 1 else SCHEDULES[:1]),
                 "mesh.chunks": divisors(config.model.layers // config.model.period // pipe) if in_groups else [1],

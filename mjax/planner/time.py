@@ -49,7 +49,7 @@ from mjax.planner import kernel_bytes, muon
 from mjax.planner.bubble import bubble, empty_messages
 from mjax.planner.calibration import Calibration, default_calibration
 from mjax.planner.float8 import agreement_seconds
-from mjax.planner.kernel_bytes import Kernels, Moved, kernels_of
+from mjax.planner.kernel_bytes import Kernels, Moved
 from mjax.planner.rates import WIDTHS, Rates
 from mjax.planner.software import MJAX, Software
 from mjax.planner.step_time import PARTS, StepTime, mean_over_run
@@ -121,7 +121,7 @@ class _Step:
         self.kernel = attention_on_gpu(config, capability)
         self.flash = self.software.flash and self.kernel in FUSED
         self.of = of = trace.Traced.of(config)
-        self.samples = config.train.micro_batch / of.samples  # of the trace
+        self.samples = config.train.micro_batch
         self.layer, self.end = trace.layer_forward(of), trace.head(of)
         self.stream = self.samples * self.layer.elements  # elements, on all ranks of `model`
         self.held = held_by(model, mesh)
@@ -285,15 +285,16 @@ class _Step:
         """Passes over stored scores, in the forward and in the backward pass."""
         written = self.software.written
         if written is None:
-            return tuple(self.rates.traffic(self.samples * each.scores, 3) for each in self._traced[:2])
+            return tuple(self.rates.traffic(each.scores, 3) for each in self._traced[:2])
         elements = self.samples * max(each.batch * each.m * each.n for each in self.layer.of_activations)
         forward = self.rates.traffic(written.scores * elements * self.element / 2, 3)
         return forward, written.backward * forward
 
     @cached_property
     def _traced(self) -> Kernels:
-        """What the traced kernels move."""
-        return kernels_of(self.of, "cudnn" if self.flash else "xla", self.config.train.recompute)
+        """What the traced kernels move for a micro-batch."""
+        kernel = "cudnn" if self.flash else "xla"
+        return kernel_bytes.of_micro_batch(self.of, kernel, self.config.train.recompute, self.samples)
 
     @cached_property
     def _kernels(self) -> tuple[float, float]:
@@ -309,7 +310,7 @@ class _Step:
         return forward, (written.backward + (self.config.train.recompute != "none")) * forward
 
     def _seconds_of(self, moved: Moved) -> float:
-        return self.rates.traffic(self.samples * moved.bytes + moved.weights, moved.kernels)
+        return self.rates.traffic(moved.bytes + moved.weights, moved.kernels)
 
     @cached_property
     def _looped(self) -> bool:
@@ -321,8 +322,9 @@ class _Step:
         """What a loop over layers costs for each: filling stacks and copying."""
         if not self._looped:
             return 0.0
-        kept = self.samples * self._traced.kept
-        return self.rates.traffic(*kernel_bytes.looped(kept, self.element * self.layer_weights, self.overlap.copies))
+        return self.rates.traffic(
+            *kernel_bytes.looped(self._traced.kept, self.element * self.layer_weights, self.overlap.copies)
+        )
 
     # --- Collectives --------------------------------------------------------------------------------------------------
 

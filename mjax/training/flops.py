@@ -70,8 +70,8 @@ def _head(config: Config) -> float:
 
 
 def _whole(config: Config) -> Traced:
-    """The traced model without any split, for one sample."""
-    return replace(Traced.of(config), ranks=1, sequence_parallel=False, expert=1, samples=1)
+    """The traced model without any split."""
+    return replace(Traced.of(config), ranks=1, sequence_parallel=False, expert=1)
 
 
 def peak_tflops(device_kind: str, compute: str) -> float | None:

@@ -5,8 +5,8 @@ has and of which shapes, what it keeps for its backward pass, what its head read
 its FLOPs, its plan and its MFU without further code.
 
 One layer is traced for one sample on one rank of `model`: everything is proportional to the samples of a micro-batch
-(but for mixtures, see `Traced`), and all layers are alike. Dropout is left out, since its masks are recomputed and
-never kept.
+(but for the rows of experts, see `of_micro_batch`), and all layers are alike. Dropout is left out, since its masks are
+recomputed and never kept.
 
     stacks_forward   the number of layers of each stack, and products and sums of one of them
     layer_forward    the same of a layer, for a model with one stack
@@ -128,8 +128,7 @@ class Traced:
       ranks: of `model`.
       sequence_parallel: as `mesh.sequence_parallel`.
       expert: ranks of `expert`.
-      samples: that a layer and a head are traced for: one, to which everything is proportional; but of a mixture, whose
-        experts fill tiles of rows, those of a micro-batch.
+      samples: that a layer and a head are traced for.
     """
 
     model: ModelConfig
@@ -144,8 +143,7 @@ class Traced:
     def of(cls, config: Config) -> Traced:
         """The traced part of a config."""
         model, mesh = _undisturbed(config.model), config.mesh
-        samples = config.train.micro_batch if model.parted_experts() else 1
-        return cls(model, config.data, config.precision.compute, mesh.model, mesh.splits_tokens, mesh.expert, samples)
+        return cls(model, config.data, config.precision.compute, mesh.model, mesh.splits_tokens, mesh.expert)
 
     def config(self, kernel: str = "xla", recompute: str = "none", grouped: str = STAND_IN) -> Config:
         """A config for its samples on one rank; `grouped` stands in for the products of experts."""
@@ -160,6 +158,19 @@ class Traced:
             precision=PrecisionConfig(compute=self.compute),
             train=TrainConfig(global_batch=self.expert * self.samples, micro_batch=self.samples, recompute=recompute),
         )
+
+
+def of_micro_batch(of: Traced, samples: int, found: Callable[[Traced], tuple[float, ...]]) -> list[float]:
+    """What `found` reads from the trace of one sample, for the samples of a micro-batch: it is proportional to them.
+
+    But rows of experts fill tiles, whose number is a constant and a part proportional to the samples: a model with
+    experts is traced for one sample and for two.
+    """
+    one = found(of)
+    if samples == 1 or not of.model.parted_experts():
+        return [samples * first for first in one]
+    two = found(replace(of, samples=2))
+    return [first + (samples - 1) * (second - first) for first, second in zip(one, two, strict=True)]
 
 
 @lru_cache(maxsize=64)
