@@ -179,7 +179,7 @@ def _losses(data, model, sequence_parallel=False):
         state, metrics = program.train_step(
             state, jax.device_put(batch_of(config, seed=step % 4), program.batch_sharding)
         )
-        found.append([float(metrics.loss), *map(float, metrics.metrics.values())])
+        found.append(np.concatenate([np.ravel(value) for value in (metrics.loss, *metrics.metrics.values())]))
     return np.array(found)
 
 
