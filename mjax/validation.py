@@ -106,6 +106,10 @@ def check_streams(config: Config) -> None:
     model, mesh, train = config.model, config.mesh, config.train
     if train.streams == 1:
         return
+    if model.parted_experts():
+        raise UsageError(
+            f"--train.streams 2 is not there for {model.title}, whose layers do not stop at their regions; leave it out"
+        )
     if mesh.model == 1:
         raise UsageError("--train.streams 2 hides the communication of --mesh.model, which is 1 here; leave it out")
     if mesh.pipe > 1:

@@ -119,7 +119,9 @@ def cost(candidate: Candidate, devices: int, question: Question) -> Cost:
 
 
 def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float | None) -> list[str]:
-    header = ["", "pipe", "data", "model", "schedule", "micro-batch", "recompute", "seq. par.", "streams", "ZeRO"]
+    split = any(each.config.mesh.expert > 1 for each in shown)
+    header = ["", "pipe", "data", *(["expert"] if split else []), "model", "schedule", "micro-batch", "recompute"]
+    header += ["seq. par.", "streams", "ZeRO"]
     some = any(each.config.train.loss_chunks > 1 for each in shown)
     header += ["loss chunks"] if some else []
     header += ["s/step", "TFLOP/s", "MFU", "GiB", "days", "GPU-hours", *(["cost"] if price else []), "held back by"]
@@ -129,9 +131,9 @@ def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float
         chunks = f" × {mesh.chunks}" if mesh.chunks > 1 else ""
         rows.append(
             [
-                number, mesh.pipe, mesh.data, mesh.model, f"{mesh.schedule}{chunks}" if mesh.pipe > 1 else "-",
-                train.micro_batch, train.recompute, "yes" if mesh.splits_tokens else "-", train.streams,
-                mesh.zero or "-", *([train.loss_chunks if train.loss_chunks > 1 else "-"] if some else []),
+                number, mesh.pipe, mesh.data, *([mesh.expert] if split else []), mesh.model,
+                f"{mesh.schedule}{chunks}" if mesh.pipe > 1 else "-", train.micro_batch, train.recompute,
+                "yes" if mesh.splits_tokens else "-", train.streams, mesh.zero or "-", *([train.loss_chunks if train.loss_chunks > 1 else "-"] if some else []),
                 f"{time.mean:.3g}", f"{time.model_tflops:.0f}", "-" if time.mfu is None else f"{time.mfu:.1%}",
                 f"{candidate.memory.total / GIB:.1f}", f"{spent.days:.3g}", f"{spent.gpu_hours:,.0f}",
                 *([f"{spent.money:,.0f}"] if price else []), held_back_by(candidate, found),
