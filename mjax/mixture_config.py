@@ -104,6 +104,9 @@ class MixtureConfig(LlamaConfig):
     def parted_experts(self) -> int:
         return self.experts
 
+    def taken_experts(self) -> int:
+        return self.experts_per_token
+
     def check(self, config) -> None:
         super().check(config)
         self._check_router()

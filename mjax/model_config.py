@@ -143,6 +143,10 @@ class ModelConfig:
         """The number that `mesh.expert` has to divide: the experts of each layer, 0 for a model without them."""
         return 0
 
+    def taken_experts(self) -> int:
+        """Of `parted_experts`, those that a token uses."""
+        return 0
+
     def check(self, config) -> None:
         """Refuse settings of the run, a `Config`, that this model does not support.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.data.atomic import put
-from mjax.training.metrics import smoothed
+from mjax.training.pictures import smoothed
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:cyan")
 

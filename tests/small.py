@@ -178,6 +178,7 @@ MEANS = {
 
 def as_vector(means, names):
     """What a model reports as one array, in the order of the serial references: [] of one name, else [k]."""
+    means = {name: mean for name, mean in means.items() if not mean.ndim}
     assert means.keys() == set(names)
     values = [means[name] for name in names]
     return values[0] if len(values) == 1 else jnp.stack(values)

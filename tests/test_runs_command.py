@@ -150,6 +150,8 @@ def test_runs_are_removed_and_what_they_link_to_stays(runs, tmp_path, capsys):
     for name in ("metrics.jsonl.damaged", ".shared-12ab", "checkpoints/8.damaged", "checkpoints/20.writing"):
         (runs / "base" / name).mkdir()
     (runs / "base" / "metrics.jsonl.damaged.2").touch()  # kept by a start that could not read it
+    for picture in ("loss.tmp.png", "experts.json", "experts.json.tmp", "experts.png", "experts.tmp.png"):
+        (runs / "base" / picture).touch()  # some of a run that was killed while it drew
     for left in ("README.md", "checkpoints/good.json", "passed_over.json", "unhealthy.json"):
         (runs / "base" / left).write_text("{}")
     assert cli.main(["runs", "remove", "base", "runs/fast", "--yes"]) == 0

@@ -21,13 +21,15 @@ from mjax.interop.convert import (
 )
 from mjax.interop.megatron.arguments import Activation, model_config
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
-from mjax.interop.megatron.decoder import DECODER, DecoderTensors, decoder_config
+from mjax.interop.megatron.decoder import DECODER, MIXTURE, DecoderTensors, decoder_config
+from mjax.interop.megatron.experts import balance_left_out
 from mjax.interop.megatron.names import family_of
 from mjax.interop.model_card import imported_card
 from mjax.interop.model_folder import check_output
 from mjax.interop.tensor_files import Tensors
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import block_reader, find_tensors
+from mjax.mixture_config import MixtureConfig
 from mjax.model_config import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.progress import progress
@@ -35,7 +37,8 @@ from mjax.progress import progress
 
 @dataclass(frozen=True)
 class FromMegatronArguments:
-    """Convert a Megatron-LM checkpoint (a dense GPT, BERT or Llama, formats torch and torch_dist) into a run folder."""
+    """Convert a Megatron-LM checkpoint (a GPT, BERT, Llama or mixture of experts; formats torch and torch_dist) into a
+    run folder."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder of Megatron's --save, or of one checkpoint in it, such as release or iter_0300000."""
@@ -85,7 +88,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
     check_vocabulary(tokenizer, model)
     config = import_config(model, place)
-    family = DECODER
+    family = MIXTURE if isinstance(model, MixtureConfig) else DECODER
     if checkpoint.architecture != "decoder":
         family = family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
     found = find_tensors(family, tensors, model, place)
@@ -98,6 +101,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
 
     print(f"{output}: {count_parameters(model):,} parameters of {family.model}, checkpoint 0, from {place}")
     print(_what_was_taken(checkpoint, model, rows))
+    if family is MIXTURE and (left_out := balance_left_out(checkpoint.arguments, place)):
+        print(left_out)
     print_next_steps(source, output, model, tokenizer)
     return 0
 

@@ -241,13 +241,15 @@ def _check_pipeline(planned: _Planned) -> None:
 
 def _run(planned: _Planned) -> Section:
     """The config: parameters, mesh and batch."""
-    from mjax.models.build import count_parameters
+    from mjax.models.build import count_active, count_parameters
 
     config, name = planned.config, planned.arguments.config
     mesh, train, parameters = config.mesh, config.train, count_parameters(config.model)
+    active = count_active(config.model)
     values = {
         "config": name,
         "parameters": parameters,
+        "active_parameters": active,
         "mesh": axes.as_typed(mesh),
         "sequence_parallel": mesh.splits_tokens,
         "devices": mesh.devices,
@@ -256,7 +258,7 @@ def _run(planned: _Planned) -> Section:
         "micro_batches": config.micro_batches,
     }
     rows = {
-        "parameters": f"{parameters:,}",
+        "parameters": f"{parameters:,}" + (f", of which a token uses {active:,}" if active < parameters else ""),
         "devices": f"{mesh.devices:,} = {axes.in_words(mesh, axes.PIPE)}" + ", sequence parallel" * mesh.splits_tokens,
         "global batch": f"{train.global_batch:,} = {mesh.data} replicas × {config.micro_batches} micro-batches "
         f"of {train.micro_batch}",

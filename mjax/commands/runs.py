@@ -34,17 +34,19 @@ from mjax.models.build import count_parameters
 from mjax.runs_figure import draw_runs
 from mjax.state.manifest import GOOD, MANIFEST
 from mjax.state.runs import checkpoint_steps, locked
-from mjax.training.metrics import finite_or_none, read_metrics, smoothed
+from mjax.training.metrics import finite_or_none, read_metrics
 from mjax.training.origin import ORIGIN, origin_of
+from mjax.training.pictures import smoothed
 
 TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
 LAST = 100  # steps for which the list counts skipped ones
 OF_A_RUN = {
-    ".lock", "README.md", "checkpoints", "config.json", "data.json", "environment.json", "loss.png", "metrics.jsonl",
-    ORIGIN, "passed_over.json", "profile", "tensorboard", "tokenizer", "unhealthy.json", "wandb",
+    ".lock", "README.md", "checkpoints", "config.json", "data.json", "environment.json", "experts.json", "experts.png",
+    "loss.png", "metrics.jsonl", ORIGIN, "passed_over.json", "profile", "tensorboard", "tokenizer", "unhealthy.json",
+    "wandb",
 }  # fmt: skip
 """Files that training leaves in a run folder."""
-LEFT_BY_A_RUN = re.compile(r"\.tmp$|\.damaged(\.\d+)?$|^\.shared-")
+LEFT_BY_A_RUN = re.compile(r"\.tmp(\.png)?$|\.damaged(\.\d+)?$|^\.shared-")
 """Temporary files, files set aside, and leftovers of a start that was killed."""
 
 

@@ -15,6 +15,7 @@ from mjax.model_config import ModelConfig
 from mjax.models.output import not_from_output
 from mjax.models.protocol import Model
 from mjax.names import leaf_name
+from mjax.parallel.axes import EXPERT
 from mjax.parallel.layers import metadata_of
 
 
@@ -62,3 +63,13 @@ def scores_in_chunks(config: ModelConfig) -> bool:
 def count_parameters(config: ModelConfig) -> int:
     """Exact number of trainable parameters; a tied embedding counts once."""
     return sum(math.prod(shape) for shape, _ in abstract_weights(config).values())
+
+
+def count_active(config: ModelConfig) -> int:
+    """Parameters that a token uses: all, but of the experts of a mixture those that it takes."""
+
+    def used(shape: tuple[int, ...], spec: P) -> int:
+        size = math.prod(shape)
+        return size * config.taken_experts() // config.parted_experts() if EXPERT in spec else size
+
+    return sum(used(*weight) for weight in abstract_weights(config).values())

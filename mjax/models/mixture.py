@@ -80,9 +80,11 @@ class Mixture(Llama):
         return super().counts(batch) | {name: count for name, count in counts.items() if name in used}
 
     def summary(self, means: dict[str, Array]) -> dict[str, Array]:
-        """`expert_load` [l, E], the tokens of each expert, as the largest over the mean in the worst layer."""
+        """`expert_load` [l, E], the tokens of each expert, as the largest over the mean in the worst layer; and
+        `expert_shares` [l, E], the share of each expert in the assignments of its layer."""
         load = means["expert_load"]
-        return means | {"expert_load": (load.max(-1) / load.mean(-1)).max()}
+        shares = load / load.sum(-1, keepdims=True)
+        return means | {"expert_load": (load.max(-1) / load.mean(-1)).max(), "expert_shares": shares}
 
     def adjustments(self, means: dict[str, Array]) -> dict[str, Array]:
         """The step of every router's bias, [l, E]: `balance_bias` towards a balanced `expert_load`."""

@@ -39,7 +39,8 @@ class Model(Protocol):
     what `counts` counts; not in a pipeline.
 
     A sum may be an array, whose count is one of the same shape; then it has `summary(means)`, which turns the means of
-    the global batch into numbers [].
+    the global batch into numbers []. Arrays under new names in its result get to `Record.arrays` of a training step;
+    evaluations leave them out.
 
     It may have `adjustments(means)`: from the means before their summary what a step adds to weights besides the
     update of the optimizer, unless it is skipped. By name of the weight, such as `blocks.mlp.router.bias`, its whole

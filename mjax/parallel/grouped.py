@@ -44,7 +44,9 @@ ROWS = {"xla": 64, "pallas": 128}
 """Rows of a tile: of `xla` the fewest that are about as fast as any on a CPU (`benchmarks/grouped.py`); of `pallas`
 what fills the tensor cores of an H100, which nobody has timed."""
 STAND_IN = "traced only"
-"""The kernel of a program that is only traced: as many FLOPs as assignments need, in one product."""
+"""The kernel of a program that is only traced, for its FLOPs: as many as assignments need, in one product."""
+WHOLE_STAND_IN = "traced only, all rows"
+"""The kernel of a program that is only traced, for its arrays: they have room for every distribution."""
 INTERPRETED = "pallas, interpreted"
 """The kernel `pallas` without a GPU, for tests; not inside `shard_map(check_vma=True)`."""
 
@@ -150,15 +152,17 @@ def grouped_product(x: Array, kernels: Array, groups: Groups, kernel: str) -> Ar
         raise ValueError(f"the kernel {kernel} has tiles of 16, 32, 64 … rows; these have {groups.rows}")
     axes = frozenset().union(*map(mappings.varying_axes, jax.tree.leaves((x, kernels, groups))))
     x, kernels, groups = jax.tree.map(partial(mappings.vary, axes=axes), (x, kernels, groups))
-    if kernel == STAND_IN:
-        return _stand_in(x, kernels, groups)
+    if kernel in (STAND_IN, WHOLE_STAND_IN):
+        return _stand_in(x, kernels, groups, kernel == WHOLE_STAND_IN)
     return _product(x, kernels, groups, kernel)
 
 
 @jax.named_scope(scopes.GROUPED)
-def _stand_in(x: Array, kernels: Array, groups: Groups) -> Array:
+def _stand_in(x: Array, kernels: Array, groups: Groups, whole: bool) -> Array:
     """As many FLOPs as assignments need, in one product with as many rows for each group: of E groups, or of fewer if E
-    does not divide them."""
+    does not divide them; or `whole`, of all rows with one matrix."""
+    if whole:
+        return x @ kernels[0]
     some = math.gcd(groups.assignments, len(kernels))
     rows = x[: groups.assignments].reshape(some, -1, x.shape[1])
     y = jnp.einsum("erh,ehf->erf", rows, kernels[:some]).reshape(groups.assignments, -1)

@@ -49,7 +49,7 @@ def compile_and_tell(config: Config, gpu: str, per_server: int, file: Path | Non
     """
     with announcing() as announce:
         compiled = compile_step(config, gpu, per_server, announce)
-        formula = predict_memory(config, gpu_named(gpu).compute_capability).total
+        formula = predict_memory(compiled.config, gpu_named(gpu).compute_capability).total
         section = compile_section(compiled, totals(ledger(config).records), formula)
         if file is not None:
             announce(f"writing {file}")

@@ -216,12 +216,24 @@ def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
         kept=backward.kept,
         kept_apart=backward.kept_apart,
         factors=width * sum(each.batch * each.m * (each.k + each.n) for each in layer.of_weights),
-        work=STREAMS_IN_HAND * backward.stream + work.peak + 2 * work.gathered,
+        work=STREAMS_IN_HAND * backward.stream + max(work.peak, _of_experts(of, layer)) + 2 * work.gathered,
         biases=2 * work.biases,
         scores=max(scores, default=0),
         logits=width * head.logits,
         heads=sum(besides) + max(besides, default=0),
     )
+
+
+def _of_experts(of: trace.Traced, layer: trace.Layer) -> int:
+    """Bytes of the rows of experts that are in memory at once in a layer's backward pass: XLA dispatches tokens and
+    gradients together, and computes gradients of weights after those of rows."""
+    products = [each for each in layer.of_weights if each.grouped]
+    if not products:
+        return 0
+    up, down = products
+    rows = max(each.m for each in trace.layer_program(of)[0].products if each.grouped)
+    # Dispatched rows and their gradients, of both products; and one more array between them or at their end.
+    return WIDTHS[of.compute] * rows * (up.k + up.n + down.n + up.n + max(down.k, up.k))
 
 
 # --- Residuals --------------------------------------------------------------------------------------------------------
@@ -300,8 +312,11 @@ def _weights_in_hand(sizes: _Sizes) -> float:
     """Bytes of the weights of one layer that a scan has sliced from the stack, or gathered, and of their gradients; and
     of the copy of a chunk's weights, if a stage has several."""
     chunks = sizes.config.mesh.chunks
-    widths = 2 * sizes.width + sizes.master if sizes.held.gathered else sizes.width
-    return sizes.of_layer * widths + (sizes.width * sizes.held.layers / chunks if chunks > 1 else 0.0)
+    gathered = sizes.held.gathered / (sizes.layers * chunks)
+    # Reduce-scatter of float32 gradients whose shards are not contiguous: a copy in another order.
+    transposed = sizes.master * sizes.held.transposed / (sizes.layers * chunks)
+    in_hand = sizes.width * sizes.of_layer + (sizes.width + sizes.master) * gathered
+    return in_hand + transposed + (sizes.width * sizes.held.layers / chunks if chunks > 1 else 0.0)
 
 
 def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **others: float) -> Memory:

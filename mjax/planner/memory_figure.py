@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from mjax.config import Config
 from mjax.hardware import GIB, Gpu
 from mjax.models.kernels import HOPPER, resolved_on_gpu
+from mjax.parallel.axes import PIPE, in_words
 from mjax.planner.memory import HEADROOM, Memory, free_share, predict_memory
 
 # Okabe and Ito's palette: distinguishable with colour blindness.
@@ -65,7 +66,7 @@ def draw_memory(config: Config, file: Path, gpu: Gpu | None = None) -> None:
         )  # fmt: skip
         axes.set_xlim(0, 1.16 * max(longest, 0.9 * limit))
     mesh = config.mesh
-    name = f"{axes.in_words(mesh, axes.PIPE)}, micro-batches of {config.train.micro_batch}"
+    name = f"{in_words(mesh, PIPE)}, micro-batches of {config.train.micro_batch}"
     axes.set_xlabel(f"GiB on each device; {name}, attention by {config.model.attention}", size=9, color=SOFT_INK)
     axes.set_yticks(range(len(bars)), list(bars))
     axes.invert_yaxis()

@@ -34,6 +34,8 @@ class Region:
       reduces: it sums over a dim of an array of that size.
       has_function: it computes an exponential, a tanh or a similar function.
       rounds: it rounds an array to float8.
+      at_once: it computes a function and sums rows of it that nothing else in it waits for: one pass, such as that of
+        an expert's activation times the weight of its row, and nothing internal is written.
     """
 
     inputs: frozenset[int]
@@ -42,11 +44,12 @@ class Region:
     reduces: bool
     has_function: bool
     rounds: bool = False
+    at_once: bool = False
 
     @property
     def inside(self) -> int:
         """Bytes that it writes and reads internally."""
-        return self.wide * (2 if self.reduces else 1)
+        return 0 if self.at_once else self.wide * (2 if self.reduces else 1)
 
 
 class Regions:
@@ -127,7 +130,25 @@ class Regions:
             any(each.name in REDUCTIONS and size(each.inputs[0]) >= largest for each in operations),
             any(each.name in FUNCTIONS for each in operations),
             any(is_float8(self.program.values[value]) for value in made),
+            self._sums_rows_last(operations, largest),
         )
+
+    def _sums_rows_last(self, operations: list[Operation], largest: int) -> bool:
+        """Whether rows of a function are summed, and no array of that size waits for a sum."""
+        values, size = self.program.values, self.program.bytes
+        sums = {
+            each.outputs[0]
+            for each in operations
+            if each.name in REDUCTIONS
+            and 2 * size(each.inputs[0]) >= largest
+            and values[each.inputs[0]].ndim - 1 in each.equation.params["axes"]
+        }
+        waiting = set(sums)
+        for each in operations:
+            if waiting.intersection(each.inputs):
+                waiting.update(each.outputs)
+        alone = all(size(value) < largest / 8 for value in waiting)
+        return bool(sums) and alone and any(each.name in FUNCTIONS for each in operations)
 
     def is_wide(self, value: int) -> bool:
         """True if a value is floating-point with 32 bits or more."""

@@ -9,7 +9,7 @@ from mjax.batch_size import BatchSizes
 from mjax.config import Config
 
 # Parts of a step, in display order.
-PARTS = ("matmul", "attention", "elementwise", "head", "model", "pipe", "bubble", "data", "optimizer")
+PARTS = ("matmul", "attention", "elementwise", "head", "model", "expert", "pipe", "bubble", "data", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class StepTime:
         elementwise: memory-bound kernels of the layers.
         head: embedding, logits and loss, without their collectives.
         model: exposed collectives over `model`; with Muon also those of its matrices.
+        expert: collectives over `expert`, to the experts of a mixture and back.
         pipe: messages between stages.
         bubble: idle time while the pipeline fills and drains.
         data: sums and gathers over `data`, and of the embedding over `pipe`; with Muon those of its matrices.

@@ -18,6 +18,8 @@ The parts of a step, and how each is modelled:
                       bandwidth, and launches; with a loop over layers also what it fills and copies
     float8            the layers' products at `float8` × its peak. Scales and rounding are memory-bound kernels of the
                       trace; ranks agree on a scale in an all-reduce of one number (`float8.py`)
+    experts           products of a mixture: as many rows for each expert, or in the worst case all tokens to the same
+                      experts; whole tiles of rows. Their tokens' way over `expert` and back is not hidden
     collectives       a ring: bytes sent over its slowest link, which the rings that leave a server together share, and
                       a message's latency for each rank. What a product hides (`software.Overlap`) counts only beyond
                       the product's time
@@ -32,7 +34,8 @@ arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198, section 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 
@@ -40,7 +43,8 @@ from mjax.config import Config
 from mjax.hardware import Gpu
 from mjax.models.build import count_parameters
 from mjax.models.kernels import FUSED, attention_on_gpu
-from mjax.parallel.axes import MODEL
+from mjax.parallel.axes import EXPERT, MODEL
+from mjax.parallel.grouped import ROWS
 from mjax.planner import kernel_bytes, muon
 from mjax.planner.bubble import bubble, empty_messages
 from mjax.planner.calibration import Calibration, default_calibration
@@ -54,17 +58,23 @@ from mjax.planner.weights import held_by
 from mjax.state.precision import in_float8
 from mjax.training import trace
 from mjax.training.flops import model_flops
-from mjax.training.program import Product
+from mjax.training.program import Product, axes_of
 
 # Products of the same input are one kernel, and its result is cut apart, if each writes at most so many bytes: XLA's
 # xla_gpu_dot_merger_threshold_mb.
 JOINED_BYTES = 32 * 2**20
+# Rows of a tile of experts' products.
+TILE = ROWS["pallas"]
 # Launches for each chunk of the loss: running sums, the gradient of its logits, and its products.
 CHUNK_KERNELS = 10
 
 
 def predict_time(
-    config: Config, gpu: Gpu, calibration: Calibration | None = None, software: Software = MJAX
+    config: Config,
+    gpu: Gpu,
+    calibration: Calibration | None = None,
+    software: Software = MJAX,
+    worst: bool = False,
 ) -> StepTime:
     """Predict the time of a step.
 
@@ -73,19 +83,22 @@ def predict_time(
       gpu: the hardware. Neighbours in a server are ranks of `model`, then of `data`, then of `pipe`.
       calibration: rates; by default the planner's own for this GPU.
       software: the program.
+      worst: all tokens of a mixture choose the same experts; by default each expert is chosen as often.
 
     Raises:
       UsageError: the GPU has no peak for the config's compute dtype, or does not support its attention kernel.
     """
     calibration = calibration or default_calibration(gpu)
     rates = Rates(gpu, calibration, config.precision.compute)
-    step = _Step(config, rates, software)
+    step = _Step(config, rates, software, worst)
     seconds = step.seconds(config.micro_batches)
     total = sum(seconds.values())
     tflops = model_flops(config) / total / config.mesh.devices / 1e12
     error, caveats = calibration.error_of(config, count_parameters(config.model), gpu)
     if step.kernel == "flash":
         error, caveats = None, (*caveats, "nobody has timed the attention kernel flash, which counts as cuDNN's here")
+    if config.model.parted_experts():
+        error, caveats = None, (*caveats, "nobody has timed the products of experts, which count as cuBLAS's here")
     mean = mean_over_run(config, step.seconds, total)
     return StepTime(seconds, tflops, tflops * 1e12 / rates.peak, error, mean, caveats)
 
@@ -93,8 +106,8 @@ def predict_time(
 class _Step:
     """The work of one device in a step, part by part; every method returns seconds."""
 
-    def __init__(self, config: Config, rates: Rates, software: Software):
-        self.config, self.rates, self.software = config, rates, software
+    def __init__(self, config: Config, rates: Rates, software: Software, worst: bool = False):
+        self.config, self.rates, self.software, self.worst = config, rates, software, worst
         model, mesh = config.model, config.mesh
         # What two streams hide was read from programs within a server; between servers it is what one stream hides.
         beyond = mesh.model > rates.gpu.gpus_per_node
@@ -104,11 +117,11 @@ class _Step:
         self.element, self.float8 = WIDTHS[config.precision.compute], in_float8(config.precision)
         self.gathered = 1 if self.float8 else self.element  # bytes per element of what products are gathered for
         self.tokens = config.train.micro_batch * model.sequences * model.sequence
-        self.samples = config.train.micro_batch
         capability = rates.gpu.compute_capability
         self.kernel = attention_on_gpu(config, capability)
         self.flash = self.software.flash and self.kernel in FUSED
         self.of = of = trace.Traced.of(config)
+        self.samples = config.train.micro_batch / of.samples  # of the trace
         self.layer, self.end = trace.layer_forward(of), trace.head(of)
         self.stream = self.samples * self.layer.elements  # elements, on all ranks of `model`
         self.held = held_by(model, mesh)
@@ -156,6 +169,7 @@ class _Step:
             "attention": self._attention,
             "elementwise": self._kernels[0],
             "model": self._exposed_forward(len(self.layer.branches) * self._layer_sum) + over_model,
+            "expert": sum(self._over_experts),
             "data": self._waits(self._over_data(self.gathered), self._forward_work) + over_data,
         }
 
@@ -171,7 +185,7 @@ class _Step:
     def _backward_inputs(self) -> dict[str, float]:
         """A layer's backward pass without its weight gradients, including recomputation."""
         again, software = self.config.train.recompute, self.software
-        to_inputs = sum(self._product(each.k, each.n) for each in self.layer.of_weights)
+        to_inputs = sum(self._product(each, each.k, each.n) for each in self.layer.of_weights)
         over_model, over_data = self._agreed(1)
         whole, attention = again == "full", again != "none"
         repeated, split = 0.0, self.config.mesh.splits_tokens
@@ -192,13 +206,14 @@ class _Step:
         return {
             **work,
             "model": self._exposed_backward + repeated + over_model,
+            "expert": sum(self._over_experts) + attention * self._over_experts[0],
             "data": self._waits(stored, beside) + over_data,
         }
 
     @cached_property
     def _forward_products(self) -> float:
         return sum(
-            self._product(n, each.k)
+            self._product(each, n, each.k)
             for each, columns in zip(self.layer.of_weights, self.layer.joined, strict=True)
             for n in ((each.n,) if self._is_joined(columns) else columns)
         )
@@ -209,13 +224,39 @@ class _Step:
         return len(columns) > 1 and not self.float8 and (self.software.written is not None or written <= JOINED_BYTES)
 
     def _weight_gradients(self, products: Iterable[Product]) -> float:
-        s = self.config.train.streams
-        return sum(s * self.rates.product(each.k, each.n, self.tokens / s, float8=self.float8) for each in products)
+        s, found = self.config.train.streams, 0.0
+        for each in products:
+            rows, groups = self._rows(each)
+            found += s * self.rates.product(each.k, each.n, rows / s, groups, float8=self.float8)
+        return found
 
-    def _product(self, n: int, k: int) -> float:
-        """[tokens, k] × [k, n], in two halves with two streams."""
-        streams = self.config.train.streams
-        return streams * self.rates.product(self.tokens / streams, n, k, float8=self.float8)
+    def _product(self, each: Product, n: int, k: int) -> float:
+        """[tokens, k] × [k, n] for the tokens of a product with a weight, in two halves with two streams."""
+        streams, (rows, groups) = self.config.train.streams, self._rows(each)
+        return streams * self.rates.product(rows / streams, n, k, groups, float8=self.float8)
+
+    def _rows(self, each: Product) -> tuple[float, int]:
+        """The rows of a product with a weight, and how many weights have as many each: of experts whole tiles."""
+        if not each.grouped:
+            return self.samples * each.m, 1
+        model, mesh = self.config.model, self.config.mesh
+        rows, groups = self.samples * each.m, each.batch
+        if self.worst:
+            own = model.parted_experts() // mesh.expert
+            rows, groups = self.tokens * mesh.expert, min(model.taken_experts(), own)
+        return TILE * math.ceil(rows / TILE), groups
+
+    @cached_property
+    def _over_experts(self) -> tuple[float, float]:
+        """A layer's gathers over `expert` in its forward pass, and its reduce-scatters; each is the other's transpose
+        in the backward pass, and recomputation gathers again."""
+        program, mesh = trace.layer_program(self.of)[0], self.config.mesh
+        found = {"all_gather": 0.0, "reduce_scatter": 0.0}
+        for each in program.operations:
+            if each.is_collective and axes_of(each.equation) == (EXPERT,):
+                whole = max(program.bytes(value) for value in (each.inputs[0], each.outputs[0]))
+                found[each.name] += self.rates.gather(mesh.expert, mesh.model, self.samples * whole)
+        return found["all_gather"], found["reduce_scatter"]
 
     @cached_property
     def _attention(self) -> float:
@@ -325,14 +366,25 @@ class _Step:
         sums = 0.0
         for branch in self.layer.branches:
             beside = self._weight_gradients(branch if two else branch[:-1])
-            beside += two * sum(self._product(each.k, each.n) for each in branch)
+            beside += two * sum(self._product(each, each.k, each.n) for each in branch)
             sums += self._layer_sum - min(hidden, beside)
         return sums
 
     def _over_data(self, width: float) -> float:
         """ZeRO-3: a gather of a layer's weights, or a scatter of their gradients, of `width` bytes per element."""
+        if self.config.mesh.zero != 3:
+            return 0.0
+        experts = self.held.experts * self.layer_weights / self.held.layers
+        return self._over_replicas(self.rates.gather, width, self.layer_weights, experts)
+
+    def _over_replicas(self, collective: Callable, width: float, weights: float, experts: float = 0.0) -> float:
+        """A collective of `width` bytes for each of `weights`, over all replicas; but of those of `experts`, which
+        `expert` splits, over the replicas that share them."""
         mesh = self.config.mesh
-        return self.rates.gather(mesh.data, mesh.model, width * self.layer_weights) if mesh.zero == 3 else 0.0
+        seconds = collective(mesh.data, mesh.model, width * (weights - experts))
+        if not experts:
+            return seconds
+        return seconds + collective(mesh.data // mesh.expert, mesh.model * mesh.expert, width * experts)
 
     @cached_property
     def _message(self) -> float:
@@ -383,7 +435,7 @@ class _Step:
         hidden = self.overlap.gradients and not self._looped
         beside = hidden * self.layers * sum(sum(each.values()) for each in self._passes[1:])
         if not mesh.zero:
-            whole = rates.sum(mesh.data, mesh.model, software.gradient_bytes * weights)
+            whole = self._over_replicas(rates.sum, software.gradient_bytes, weights, self.held.experts)
             # A traced program sums each stack as one; the last of them and the embedding have nothing beside them.
             last = (shared + self.held.largest) * (software.written is None)
             alone = rates.sum(mesh.data, mesh.model, software.gradient_bytes * last)
@@ -391,11 +443,12 @@ class _Step:
         of_layers = weights - shared
         if mesh.zero == 3 or not hidden:
             narrow = (self.element - self.gathered) * of_layers  # fewer bytes
-            return seconds + rates.gather(mesh.data, mesh.model, across * weights - narrow)
+            experts = 0.0 if mesh.zero == 3 else self.held.experts
+            return seconds + self._over_replicas(rates.gather, across, weights - narrow / across, experts)
         # The embedding has no layer beside it, before the first and after the last.
         seconds += rates.gather(mesh.data, mesh.model, across * shared)
-        gathered = rates.gather(mesh.data, mesh.model, self.gathered * of_layers)
-        summed = rates.gather(mesh.data, mesh.model, software.gradient_bytes * of_layers)
+        gathered = self._over_replicas(rates.gather, self.gathered, of_layers, self.held.experts)
+        summed = self._over_replicas(rates.gather, software.gradient_bytes, of_layers, self.held.experts)
         at_once = self.layers * self._forward_work * (m == 1)  # of several micro-batches all weights are gathered first
         return seconds + self._waits(gathered, at_once) + self._waits(summed, beside)
 
@@ -403,7 +456,9 @@ class _Step:
         """Accumulation of the gradients of `m` micro-batches, and the update of this device's shards."""
         mesh = self.config.mesh
         weights = self.held.layers + self.held.shared / mesh.pipe
-        added = m * weights / (mesh.data if mesh.zero == 3 else 1) if m > 1 else 0.0
+        if mesh.zero == 3:
+            weights = (weights + (mesh.expert - 1) * self.held.experts) / mesh.data
+        added = m * weights if m > 1 else 0.0
         moved = self.software.optimizer_bytes * self.held.stored + self.software.accumulate_bytes * added
         if self.config.optimizer.name == "adamw":
             return self.rates.traffic(moved, 20)

@@ -20,6 +20,7 @@ NAMES = {
     "elementwise": "LayerNorm, GELU, dropout, sums",
     "head": "embedding and head",
     "model": "collectives over model",
+    "expert": "collectives over expert",
     "pipe": "messages between stages",
     "bubble": "bubble of the pipeline",
     "data": "sums and gathers over data",
@@ -40,7 +41,8 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
       UsageError: the GPU has no peak for the config's compute dtype.
     """
     calibration = calibration or default_calibration(gpu)
-    step = predict_time(config, gpu, calibration)
+    step, worst = (predict_time(config, gpu, calibration, worst=worst) for worst in (False, True))
+    experts = config.model.parted_experts()
     devices, compute = config.mesh.devices, config.precision.compute
     step_tokens = config.train.global_batch * config.model.sequences * config.model.sequence
     float8 = in_float8(config.precision)
@@ -55,6 +57,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "between": step.between(step.total),
         "caveats": list(step.caveats),
         "parts": step.parts,
+        "worst_router": {"seconds": worst.total, "parts": worst.parts} if experts else None,
         "model_flops": model_flops(config),
         "hardware_flops": hardware_flops(config),
         "model_tflops": step.model_tflops,
@@ -82,6 +85,12 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "the run": f"{_duration(run_seconds)} for {tokens:,} tokens in {config.train.steps:,} steps, "
         f"{run_seconds * devices / 3600:,.0f} GPU-hours",
     }
+    if experts:
+        rows = {
+            "balanced router": f"{1e3 * step.total:,.1f} ms a step, as above: every expert has as many tokens",
+            "worst router": f"{1e3 * worst.total:,.1f} ms: all tokens choose the same experts, on the same ranks",
+            **rows,
+        }
     if step.caveats:
         rows = {"beyond": "; ".join(step.caveats), **rows}
     total = ("a step", f"{1e3 * step.total:,.1f}", "100.0%")
@@ -94,6 +103,7 @@ def _error_bar(config: Config, step: StepTime, calibration: Calibration) -> str:
     if step.error is None:
         missing = "fp8; bf16 was" if in_float8(config.precision) else "sequences of this length; others were"
         missing = "the attention kernel flash; others were" if config.model.attention == "flash" else missing
+        missing = "mixtures of experts; others were" if config.model.parted_experts() else missing
         return f"none for {missing} compared with {found}"
     between = step.between(step.total)
     if between is None:

@@ -35,6 +35,8 @@ class Held:
       gathered_shards: of `stored`, their shards.
       table: of `shared`, the embedding of the tokens.
       largest: of `layers`, the largest weight.
+      transposed: of `gathered`, the largest weight whose shards are not contiguous: gathering it, and scattering its
+        gradient, takes a copy in another order.
     """
 
     stored: int = 0
@@ -46,6 +48,7 @@ class Held:
     gathered_shards: int = 0
     table: int = 0
     largest: int = 0
+    transposed: int = 0
 
 
 def held_by(model: ModelConfig, mesh: MeshConfig) -> Held:
@@ -82,6 +85,9 @@ def _held(model: ModelConfig, mesh: MeshConfig) -> Held:
         if storage.in_loop:
             total["gathered"] += computed
             total["gathered_shards"] += stored
+            ((_, dim),) = storage.gathers
+            if _local(shape[1:dim], P(*computed_as[1:dim]), mesh) > 1:
+                total["transposed"] = max(total["transposed"], computed)
     return Held(**total)
 
 

@@ -83,6 +83,8 @@ def what_is_left(
         for line in verdict(loss, metrics, config.train.eval_batches * config.train.global_batch):
             display.say(line)
     display.say(f"curve       {folder / 'loss.png'}")
+    if isinstance(config.model, MixtureConfig):
+        display.say(f"experts     {folder / 'experts.png'}")
     display.say(f"checkpoint  {folder / 'checkpoints' / str(step)}")
     if config.model.causal and (folder / "tokenizer").is_dir():
         display.say(f'more text   python -m mjax generate --run {folder} --prompt "…"')

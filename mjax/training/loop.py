@@ -357,7 +357,8 @@ class Run:
             tflops=tflops,
             mfu=tflops / self.peak if self.peak else None,
             nonfinite=not_finite(metrics, self.program.gradient_names),
-            metrics={name: finite_or_none(float(value)) for name, value in metrics.metrics.items()},
+            metrics={name: finite_or_none(float(value)) for name, value in metrics.metrics.items() if not value.ndim},
+            arrays={name: value for name, value in metrics.metrics.items() if value.ndim},
         )
 
     def _limit(self, step: int) -> tuple[jax.Array, ...]:

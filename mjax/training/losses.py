@@ -40,7 +40,8 @@ def shares(counts: dict[str, Count], scale: Array | float = 1.0) -> dict[str, Ar
 
 
 def summary(model: Model, means: dict[str, Array]) -> dict[str, Array]:
-    """The means of the global batch as a run reports them, [] each: `Model.summary`, if it has one."""
+    """The means of the global batch as a run reports them, [] each, and arrays beside them: `Model.summary`, if it has
+    one."""
     return model.summary(means) if hasattr(model, "summary") else means
 
 
@@ -77,7 +78,8 @@ class StepMetrics:
       skipped: bool [], whether nothing was updated: a gradient was not finite, or the loss was above the limit.
       nonfinite: int32 [], number of gradients that are not finite.
       first_nonfinite: int32 [], index into `TrainProgram.gradient_names` of the one the backward pass reached first.
-      metrics: the other means by name, float32 [] each: for a BERT its separate losses, and the accuracy of the order.
+      metrics: the other means by name, float32 [] each: for a BERT its separate losses, and the accuracy of the order;
+        and the arrays of `Model.summary`.
     """
 
     loss: Array
@@ -97,7 +99,8 @@ class EvalMetrics:
 
     Attributes:
       loss: float32 [], as in `StepMetrics`.
-      means: by name, without dropout, float32 []; losses in nats, 0 if nothing counts.
+      means: by name, without dropout, float32 []; losses in nats, 0 if nothing counts. Also the arrays of
+        `Model.summary`, which have no count.
       counts: by name, the denominator of each mean, int32 []: the weight of this batch among others.
     """
 
@@ -115,6 +118,8 @@ def mean_of(batches: list[EvalMetrics], weights: dict[str, float]) -> tuple[floa
     """
     means = {}
     for name in batches[0].means:
+        if name not in batches[0].counts:
+            continue
         counts = [int(batch.counts[name]) for batch in batches]
         total = sum(float(batch.means[name]) * count for batch, count in zip(batches, counts, strict=True))
         means[name] = total / max(sum(counts), 1)

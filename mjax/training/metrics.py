@@ -1,4 +1,4 @@
-"""The records of a run: one line per step in metrics.jsonl, curves in loss.png, and scalars for TensorBoard and W&B."""
+"""The records of a run: one line per step in metrics.jsonl, pictures, and scalars for TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mjax.data.atomic import free_name, make_folder, put, to_disk, write_whole
+import numpy as np
+
+from mjax.data.atomic import free_name, make_folder, to_disk, write_whole
 from mjax.errors import UsageError
-
-if TYPE_CHECKING:  # matplotlib takes a second to import
-    from matplotlib.axes import Axes
-
+from mjax.training.pictures import draw_experts, draw_loss
 
 FLUSH = 10.0  # seconds until TensorBoard scalars are on disk, at most
-REDRAW = 10.0  # seconds between two drawings of loss.png, at least; training waits while it is drawn
+REDRAW = 10.0  # seconds between two drawings of the pictures, at least; training waits while they are drawn
 
 
 @dataclass
@@ -49,6 +48,8 @@ class Record:
       as
         mlm_loss and val_mlm_loss. In an evaluation also the loss of guessing masked tokens by frequency,
         val_unigram_entropy.
+      arrays: for a mixture its expert_shares [l, E], the share of each expert in the assignments of its layer. They are
+        too long for a line of each step: those of the last record are in experts.json.
     """
 
     step: int
@@ -67,10 +68,12 @@ class Record:
     val_loss: float | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
     val_metrics: dict[str, float] = field(default_factory=dict)
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; `val_loss` and `unhealthy` only if set."""
+        """Plain values, without the arrays; `val_loss` and `unhealthy` only if set."""
         values = asdict(self)
+        del values["arrays"]
         for name in ("val_loss", "unhealthy"):
             if values[name] is None:
                 del values[name]
@@ -140,7 +143,7 @@ class Announced:
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl, TensorBoard and W&B, and draws loss.png.
+    """Appends to metrics.jsonl, TensorBoard and W&B, and draws loss.png, and of a mixture experts.png.
 
     None of them ends a run: the first failure is reported. TensorBoard and W&B are then off until the next start.
 
@@ -184,6 +187,8 @@ class MetricsLog:
         """Record one step."""
         values = record.as_dict()
         self.records.append(values)
+        if "expert_shares" in record.arrays:
+            self._shares = record.step, record.arrays["expert_shares"]
         with self._announced("metrics.jsonl"):
             self._append(json.dumps(values).encode() + b"\n")
         scalars = {name: value for name, value in values.items() if isinstance(value, (int, float)) and name != "step"}
@@ -204,13 +209,23 @@ class MetricsLog:
         file = self.folder / "metrics.jsonl"
         write_whole(file, "".join(json.dumps(record) + "\n" for record in records))
         self.records, self._file, self._torn = records, file.open("ab", buffering=0), False
+        self._shares: tuple[int, np.ndarray] | None = None  # of experts, and the step that they are of
 
     def draw(self, last: bool = True) -> None:
-        """Redraw loss.png, unless others follow and the one that is there is less than `REDRAW` seconds old."""
+        """Redraw the pictures, unless others follow and those that are there are less than `REDRAW` seconds old."""
         if last or time.monotonic() - self._drawn > REDRAW:
+            if self._shares:
+                self._draw_experts(*self._shares)
             with self._announced("loss.png"):
                 draw_loss(self.records, self.folder / "loss.png", self.folder.name)
                 self._drawn = time.monotonic()
+
+    def _draw_experts(self, step: int, shares: np.ndarray) -> None:
+        with self._announced("experts.json"):
+            rows = [[round(share, 6) for share in layer] for layer in shares.tolist()]
+            write_whole(self.folder / "experts.json", json.dumps({"step": step, "shares": rows}) + "\n")
+        with self._announced("experts.png"):
+            draw_experts(self.records, step, shares, self.folder / "experts.png", self.folder.name)
 
     def close(self) -> None:
         """Finish all files."""
@@ -283,70 +298,3 @@ def _start_wandb(project: str, folder: Path):
     import wandb
 
     return wandb.init(project=project, name=folder.name, dir=str(folder), resume="allow", id=folder.name)
-
-
-def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None:
-    """Training loss (thin: raw, thick: centred average) and validation loss over steps, as a PNG.
-
-    For a BERT the loss of the masked tokens, with the loss of guessing by frequency; and beside it the accuracy of the
-    order.
-    """
-    from matplotlib.figure import Figure
-
-    records = list(records)
-    bert = any("order_accuracy" in record for record in records)
-    figure = Figure(figsize=(12 if bert else 8, 4.5), dpi=120, layout="constrained")
-    axes, *beside = figure.subplots(1, 2 if bert else 1, squeeze=False)[0]
-    _draw_curves(axes, records, "mlm_loss" if bert else "loss", "{:.3f}")
-    axes.set(xlabel="step", ylabel="loss (nats per masked token)" if bert else "loss (nats per token)")
-    axes.set_title(title, parse_math=False)  # a name may contain dollars
-    entropy = next((record["val_unigram_entropy"] for record in records if "val_unigram_entropy" in record), None)
-    if entropy is not None:
-        axes.axhline(entropy, color="0.4", linestyle="--", linewidth=1, label=f"by frequency alone, {entropy:.3f}")
-    low, high = axes.get_ylim()
-    round_numbers = [digit * 10**power for power in range(-1, 9) for digit in (1, 1.5, 2, 3, 5, 7)]
-    shown = [number for number in round_numbers if low <= math.log(number) <= high]
-    perplexity = axes.secondary_yaxis("right")
-    perplexity.set_ylabel("perplexity")
-    perplexity.set_yticks([math.log(number) for number in shown], [f"{number:,g}" for number in shown])
-    for order in beside:
-        _draw_curves(order, records, "order_accuracy", "{:.1%}")
-        order.axhline(0.5, color="0.4", linestyle="--", linewidth=1, label="by chance, 50%")
-        order.set(xlabel="step", ylabel="share of pairs whose order is found", title="sentence order")
-    for panel in (axes, *beside):
-        panel.grid(alpha=0.25)
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend(frameon=False)
-    temporary = file.with_suffix(".tmp.png")
-    figure.savefig(temporary)
-    put(temporary, file)
-
-
-def _draw_curves(axes: Axes, records: list[dict[str, Any]], name: str, form: str) -> None:
-    """The values of a metric in training and in evaluations, each with its last value in the legend."""
-
-    def curve(name: str) -> list[tuple[int, float]]:
-        return [(record["step"], record[name]) for record in records if record.get(name) is not None]
-
-    if training := curve(name):
-        steps, values = zip(*training, strict=True)
-        averaged = smoothed(values)
-        axes.plot(steps, values, color="tab:blue", alpha=0.3, linewidth=0.8)
-        axes.plot(steps, averaged, color="tab:blue", linewidth=1.8, label=f"training, {form.format(averaged[-1])}")
-    if validation := curve(f"val_{name}"):
-        steps, values = zip(*validation, strict=True)
-        axes.plot(steps, values, "o-", color="tab:orange", markersize=4, label=f"validation, {form.format(values[-1])}")
-
-
-def smoothed(values: Sequence[float]) -> Sequence[float]:
-    """Average over a window of about a thirtieth of the run, 51 steps at most, with each step in its middle.
-
-    An average over earlier steps only would lag behind a falling loss and lie above it. Where the window exceeds an end
-    of the run, the line that fits the steps there best is used (Savitzky and Golay, order 1).
-    """
-    half = min(50, len(values) // 30) // 2
-    if not half:
-        return values
-    from scipy.signal import savgol_filter  # takes a second to import
-
-    return savgol_filter(values, 2 * half + 1, polyorder=1).tolist()

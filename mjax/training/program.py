@@ -157,8 +157,8 @@ def bytes_of(value) -> int:
 class Product(NamedTuple):
     """[m, k] × [k, n], `batch` times.
 
-    `of_weight` is True for a product with a weight. Such a product has no batch dim but the groups of a stand-in for
-    grouped products (`grouped.STAND_IN`), with m rows for each.
+    `of_weight` is True for a product with a weight, `grouped` for one of experts (`grouped.STAND_IN`): m rows for each
+    of `batch` weights. Of other products with a weight there is one.
     """
 
     m: int
@@ -166,6 +166,7 @@ class Product(NamedTuple):
     k: int
     batch: int = 1
     of_weight: bool = True
+    grouped: bool = False
 
     @property
     def flops(self) -> float:
@@ -179,4 +180,6 @@ def product_of(equation) -> Product:
     left, right = (variable.aval.shape for variable in equation.invars)
     k, times = (math.prod(left[dim] for dim in dims) for dims in (contracting, batch))
     grouped = GROUPED in str(equation.source_info.name_stack)
-    return Product(math.prod(left) // (k * times), math.prod(right) // (k * times), k, times, grouped or not batch)
+    return Product(
+        math.prod(left) // (k * times), math.prod(right) // (k * times), k, times, grouped or not batch, grouped
+    )

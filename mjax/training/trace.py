@@ -36,7 +36,7 @@ from mjax.model_config import ModelConfig
 from mjax.models.attention import FLASH_STAND_IN
 from mjax.models.build import layers_differ
 from mjax.models.kernels import FUSED
-from mjax.parallel.grouped import STAND_IN
+from mjax.parallel.grouped import STAND_IN, WHOLE_STAND_IN
 from mjax.parallel.mesh import BATCH, abstract_mesh
 from mjax.parallel.zero import gather_weights
 from mjax.state.layout import lay_out
@@ -147,12 +147,12 @@ class Traced:
         samples = config.train.micro_batch if model.parted_experts() else 1
         return cls(model, config.data, config.precision.compute, mesh.model, mesh.splits_tokens, mesh.expert, samples)
 
-    def config(self, kernel: str = "xla", recompute: str = "none") -> Config:
-        """A config for its samples on one rank."""
+    def config(self, kernel: str = "xla", recompute: str = "none", grouped: str = STAND_IN) -> Config:
+        """A config for its samples on one rank; `grouped` stands in for the products of experts."""
         options = {name: getattr(self.data, name) for name in ("reset_positions", "reset_attention", "mask_eod_loss")}
         model = replace(self.model, attention=FLASH_STAND_IN if kernel in FUSED else kernel)
         return Config(
-            model=replace(model, grouped=STAND_IN) if isinstance(model, MixtureConfig) else model,
+            model=replace(model, grouped=grouped) if isinstance(model, MixtureConfig) else model,
             mesh=MeshConfig(
                 data=self.expert, model=self.ranks, expert=self.expert, sequence_parallel=self.sequence_parallel
             ),
@@ -202,7 +202,7 @@ def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
       kernel: of attention: `xla`, or a fused one, replaced by a stand-in.
       recompute: as `train.recompute`.
     """
-    return _trace(of.config(kernel, recompute), _backward)
+    return _trace(of.config(kernel, recompute, WHOLE_STAND_IN), _backward)
 
 
 @lru_cache(maxsize=1024)
@@ -235,9 +235,9 @@ def _trace(config: Config, part: Callable) -> Any:
 @lru_cache(maxsize=1024)
 def layer_program(of: Traced) -> tuple[Program, int]:
     """The forward pass of a layer as it runs, and its number of constant inputs: with the rows of the stream that this
-    rank has, and with the rounding of operands to float8."""
-    apart = of.sequence_parallel or of.compute == "fp8"
-    layer = _trace(of.config(), _forward)[0][1] if apart else layer_forward(of)
+    rank has, with the rounding of operands to float8, and with experts' rows for every distribution of tokens."""
+    apart = of.sequence_parallel or of.compute == "fp8" or of.model.parted_experts()
+    layer = _trace(of.config(grouped=WHOLE_STAND_IN), _forward)[0][1] if apart else layer_forward(of)
     return layer.program, layer.constants
 
 

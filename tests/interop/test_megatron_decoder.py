@@ -99,7 +99,7 @@ def test_a_checkpoint_that_says_nothing_of_rotary_positions_is_a_gpt():
         ({"swiglu": False}, "swiglu is False"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type is 'yarn'"),
         ({"rotary_interleaved": True}, "rotary_interleaved is True"),
-        ({"num_experts": 8}, "num_experts is 8"),
+        ({"num_experts": 8}, "lacks the matrix decoder.layers.0.mlp.experts.0.linear_fc2.weight"),
         ({"window_size": (127, 0)}, "window_size"),
         ({"num_query_groups": 4}, "ask for 24 rows"),
         ({"kv_channels": "2"}, "kv_channels is '2'"),

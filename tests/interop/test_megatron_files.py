@@ -17,7 +17,7 @@ from mjax.interop.megatron.pickles import Chunk, Stored, read_metadata
 # --- Format torch_dist ------------------------------------------------------------------------------------------------
 
 
-class _InMemory(DistributedTensors):
+class InMemory(DistributedTensors):
     """Its parts come from a dictionary instead of files."""
 
     def __init__(self, folder, stored, parts):
@@ -49,7 +49,7 @@ def stacked(tmp_path):
 @pytest.mark.parametrize("rows", [slice(None), slice(2, 5), slice(7, 20)], ids=str)
 def test_layers_that_are_stored_as_one_tensor_are_read_one_by_one(stacked, rows):
     whole, folder, stored, parts = stacked
-    tensors = _InMemory(folder, stored, parts)
+    tensors = InMemory(folder, stored, parts)
     assert list(tensors.kinds) == [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(3)]
     for layer, name in enumerate(tensors.kinds):
         assert tensors.kinds[name].shape == (8, 6)
@@ -61,7 +61,7 @@ def test_what_no_part_covers_is_no_number(stacked):
     ((name, tensor),) = stored.items()
     *others, before_last, last = tensor.chunks  # of equal sizes, so that these still add up
     twice = (*others, before_last, replace(last, offsets=before_last.offsets))
-    tensors = _InMemory(folder, {name: replace(tensor, chunks=twice)}, parts)
+    tensors = InMemory(folder, {name: replace(tensor, chunks=twice)}, parts)
     assert np.isnan(tensors.read("decoder.layers.2.mlp.linear_fc2.weight")[:, 2:]).all()
 
 
@@ -235,9 +235,10 @@ def test_a_folder_that_is_no_checkpoint_is_refused(names, tracker, flags, expect
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        (["mp_rank_01"], "lacks tensor rank 0 of pipeline stage 0"),
-        (["mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001"], "lacks tensor rank 1 of pipeline stage 1"),
-        (["mp_rank_00_000_001"], "is not a rank of a dense model"),
+        (["mp_rank_01"], "lacks mp_rank_00; copy"),
+        (["mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001"], "lacks mp_rank_01_001; copy"),
+        (["mp_rank_00_000_000", "mp_rank_00_001_001"], "lacks mp_rank_00_000_001; copy"),
+        (["mp_rank_00_000_000_001"], "is not a rank of a model"),
         ([], "holds neither mp_rank_00 nor .metadata"),
     ],
 )

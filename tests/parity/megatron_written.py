@@ -1,6 +1,12 @@
-"""Checkpoints of Megatron of 2020 and later, written with torch and nothing of mjax; and what becomes of them here."""
+"""Checkpoints of Megatron of 2020 and later, written with torch or megatron-core and nothing of mjax; and what becomes
+of them here."""
 
+import os
+import socket
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -47,6 +53,26 @@ def write(folder, weights, model, version=0, ranks=1, stages=1, legacy=False, pa
             file = place / name / "model_optim_rng.pt"
             torch.save(found, file, _use_new_zipfile_serialization=not legacy)
     (folder / "latest_checkpointed_iteration.txt").write_text("release")
+    return folder
+
+
+def write_with_megatron_core(folder, *kinds, ranks=1, expert_ranks=1):
+    """What `write_megatron_core.py` leaves in a folder, run as that many processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    program = [sys.executable, str(Path(__file__).with_name("write_megatron_core.py")), str(folder), *kinds]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment |= {"WORLD_SIZE": str(ranks), "EXPERT_RANKS": str(expert_ranks)}
+    processes = [
+        subprocess.Popen(
+            program, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output[-3000:]
     return folder
 
 

@@ -1,17 +1,14 @@
 """Models of megatron-core in checkpoints that Megatron wrote: what they compute there they compute here."""
 
-import os
-import socket
 import subprocess
-import sys
-from pathlib import Path
+from itertools import product
 
 import numpy as np
 import pytest
 
 from mjax import cli
 from mjax.interop.megatron.pickles import read_metadata
-from tests.parity.megatron_written import scores_of
+from tests.parity.megatron_written import scores_of, write_with_megatron_core
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
@@ -27,22 +24,7 @@ VOCABULARY = 29
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two tensor ranks"])
 def written(request, tmp_path_factory):
     """The folder that `write_megatron_core` leaves."""
-    folder = tmp_path_factory.mktemp("written")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    program = [sys.executable, str(Path(__file__).with_name("write_megatron_core.py")), str(folder)]
-    environment = {**os.environ, "WORLD_SIZE": str(request.param), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            program, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(request.param)
-    ]
-    for rank in ranks:
-        output, _ = rank.communicate(timeout=300)
-        assert rank.returncode == 0, output[-3000:]
-    return folder
+    return write_with_megatron_core(tmp_path_factory.mktemp("written"), ranks=request.param)
 
 
 @pytest.mark.parametrize("layout", ["stacked", "single", "torch"])
@@ -55,8 +37,9 @@ def test_a_gpt_has_the_logits_of_megatron_core(written, layout, tmp_path):
     np.testing.assert_allclose(ours[..., :VOCABULARY], theirs["scores"][..., :VOCABULARY], atol=2e-5)
 
 
-@pytest.mark.parametrize("layout", ["stacked", "single", "torch"])
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize(
+    ("kind", "layout"), [*product(DECODERS, ["stacked", "single", "torch"]), ("llama", "apart")], ids=str
+)
 def test_a_decoder_has_the_logits_of_megatron_core(written, kind, layout, tmp_path):
     source, run = written / f"{kind}_{layout}", tmp_path / "run"
     assert cli.main(["convert", "from-megatron", str(source), str(run), "--vocabulary", str(VOCABULARY)]) == 0

@@ -4,15 +4,19 @@ Run as a program, one process of each tensor rank, because megatron-core changes
 
     RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python write_megatron_core.py FOLDER
 
-leaves FOLDER/KIND_FORMAT/iter_0000005 (KIND gpt, bert or one of DECODERS; FORMAT stacked, single or torch), and
-FOLDER/KIND.npz with inputs and scores.
+leaves FOLDER/KIND_FORMAT/iter_0000005 (KIND gpt, bert or one of DECODERS; FORMAT stacked, single, torch or, of some,
+apart), and FOLDER/KIND.npz with inputs and scores. More arguments are other kinds to write, also of MIXTURES; one rank
+adds the losses of their training and the gradients of their routers. EXPERT_RANKS=2 splits the experts over two ranks
+instead of the matrices.
 """
 
 import argparse
 import contextlib
+import copy
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -31,11 +35,40 @@ DECODERS = {
     ),
     "stretched": ({"num_query_groups": 4, "kv_channels": 6}, {"seq_len_interpolation_factor": 4}),
 }
+MIXTURES = {
+    "mixtral": (
+        {"num_query_groups": 2, "kv_channels": 8, "num_moe_experts": 4, "moe_router_topk": 2}
+        | {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.25},
+        {"rotary_base": 1_000_000},
+    ),
+    "before": (  # softmax before the choice, in the weights of the old grouped products
+        {"num_query_groups": 4, "kv_channels": 6, "qk_layernorm": True, "num_moe_experts": 8, "moe_router_topk": 3}
+        | {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5, "moe_ffn_hidden_size": 12}
+        | {"moe_shared_expert_intermediate_size": 16, "moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True}
+        | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5},
+        {"rotary_base": 10_000},
+    ),
+    "deepseek": (
+        {"num_query_groups": 4, "kv_channels": 6, "num_moe_experts": 8, "moe_router_topk": 4}
+        | {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5, "moe_ffn_hidden_size": 12}
+        | {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_shared_expert_intermediate_size": 24},
+        {"rotary_base": 10_000},
+    ),
+    "switch": (  # one expert a token, whose weight is its sigmoid
+        {"num_query_groups": 2, "kv_channels": 6, "num_moe_experts": 4, "moe_router_topk": 1}
+        | {"moe_router_score_function": "sigmoid", "moe_router_load_balancing_type": ["seq_aux_loss"]}
+        | {"moe_aux_loss_coeff": [0.5]},
+        {"share_embeddings_and_output_weights": True},
+    ),
+}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, kinds: list[str]) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    expert_ranks = int(os.environ.get("EXPERT_RANKS", "1"))
+    tensor_ranks = world // expert_ranks
     torch.set_num_threads(1)
+    torch.compiler.set_stance("force_eager")
     # Without a GPU: what asks for one is told that the CPU is it.
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *_: None
@@ -47,14 +80,18 @@ def main(folder: Path) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.moe import grouped_gemm_util, moe_utils
+    from megatron.core.transformer.moe.experts import GroupedMLP
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
-    parallel_state.initialize_model_parallel(world)
+    parallel_state.initialize_model_parallel(tensor_ranks, expert_model_parallel_size=expert_ranks)
+    grouped_gemm_util.grouped_gemm, grouped_gemm_util.ops = object(), SimpleNamespace(gmm=products)
+    moe_utils.te_general_gemm = None  # which it asks for where TransformerEngine is not installed, too
     shared = dict(
         **SHAPE,
-        tensor_model_parallel_size=world,
+        tensor_model_parallel_size=tensor_ranks,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
@@ -75,15 +112,20 @@ def main(folder: Path) -> None:
     random = torch.Generator().manual_seed(1)
     ids = torch.randint(VOCABULARY, (3, SEQUENCE), generator=random)
     positions = torch.arange(SEQUENCE).expand(3, SEQUENCE)
-    for kind in ("gpt", "bert", *DECODERS):
-        of_config, of_model = DECODERS.get(kind, ({}, {}))
+    labels = torch.randint(VOCABULARY, (3, SEQUENCE), generator=random)
+    later = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
+    for kind in kinds or ("gpt", "bert", *DECODERS):
+        of_config, of_model = (DECODERS | MIXTURES).get(kind, ({}, {}))
         torch.manual_seed(0)
         if kind == "gpt":
             model = GPTModel(config, get_gpt_layer_local_spec(), **common).eval()
-        elif kind in DECODERS:
+        elif kind in DECODERS | MIXTURES:
             modern = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
             modern |= {"activation_func": torch.nn.functional.silu, "bias_activation_fusion": False}
-            spec = get_gpt_layer_local_spec(qk_layernorm=of_config.get("qk_layernorm", False), normalization="RMSNorm")
+            modern |= {"expert_model_parallel_size": expert_ranks} if kind in MIXTURES else {}
+            of_spec = {"num_experts": of_config.get("num_moe_experts"), "normalization": "RMSNorm"}
+            of_spec |= {name: of_config.get(name, False) for name in ("qk_layernorm", "moe_grouped_gemm")}
+            spec = get_gpt_layer_local_spec(**of_spec)
             positions_of = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False} | of_model
             config = TransformerConfig(**{**shared, **modern, **of_config})
             model = GPTModel(config, spec, **{**common, **positions_of}).eval()
@@ -91,17 +133,29 @@ def main(folder: Path) -> None:
             model = BertModel(config, 2, bert_layer_local_spec, **common).eval()
         with torch.no_grad():  # biases are 0 and LayerNorms 1 at first: a mistake could hide behind them
             for name, parameter in model.named_parameters():
-                split = getattr(parameter, "tensor_model_parallel", False)
+                split = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
                 torch.manual_seed(sum(map(ord, name)) + (rank if split else 0))
                 parameter += 0.1 * torch.randn_like(parameter)
+            for module in model.modules():
+                if isinstance(module, GroupedMLP):  # which asserts bf16
+                    module.config = copy.copy(module.config)
+                    module.config.bf16 = True
             if kind != "bert":
-                later = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
                 scores = {"scores": model(ids, positions, later)}
             else:
                 types = (positions > 4).long()
                 text = (positions < torch.tensor([10, 8, 5])[:, None]).long()
                 of_tokens, of_order = model(ids, text, types)
                 scores = {"scores": of_tokens, "order": of_order, "types": types, "text": text}
+        if kind in MIXTURES and world == 1:
+            logits = model.train()(ids, positions, later)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            loss.backward()
+            routers = [parameter.grad for name, parameter in model.named_parameters() if "router" in name]
+            tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+            scores |= {name: found["values"].sum() for name, found in tracker.items()}
+            scores |= {"labels": labels, "loss": loss.detach(), "routers": torch.stack(routers)}
+            tracker.clear()
         if rank == 0:
             arrays = {name: array.numpy() for name, array in scores.items()}
             np.savez(folder / f"{kind}.npz", ids=ids.numpy(), **arrays)
@@ -110,8 +164,8 @@ def main(folder: Path) -> None:
             kv_channels=6,
             max_position_embeddings=SEQUENCE,
             padded_vocab_size=PADDED,
-            make_vocab_size_divisible_by=PADDED // world,
-            tensor_model_parallel_size=world,
+            make_vocab_size_divisible_by=PADDED // tensor_ranks,
+            tensor_model_parallel_size=tensor_ranks,
             pipeline_model_parallel_size=1,
             hidden_dropout=0.0,
             attention_dropout=0.0,
@@ -123,7 +177,7 @@ def main(folder: Path) -> None:
             params_dtype=torch.float32,
             save=folder,
         )
-        if kind in DECODERS:
+        if kind in DECODERS | MIXTURES:
             said = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "bias_gelu_fusion": False}
             said |= {"group_query_attention": True, "position_embedding_type": "rope", **of_config}
             tied = of_model.get("share_embeddings_and_output_weights", False)
@@ -135,24 +189,36 @@ def main(folder: Path) -> None:
             said |= {"use_rope_scaling": of_model.get("rope_scaling", False)}
             said |= {"rope_scaling_factor": of_model.get("rope_scaling_factor", 8.0)}
             said |= {"rotary_seq_len_interpolation_factor": of_model.get("seq_len_interpolation_factor")}
+            if kind in MIXTURES:
+                said |= {name: value for name, value in vars(config).items() if name.startswith("moe_")} | of_config
+                said |= {"num_experts": said.pop("num_moe_experts"), "expert_model_parallel_size": expert_ranks}
+                said["expert_tensor_parallel_size"] = config.expert_tensor_parallel_size
             vars(args).update(said)
         beside = {"args": args, "checkpoint_version": 3.0, "iteration": 5}
-        for layout in ("stacked", "single"):
+        sharded = ("stacked", "single", *(["apart"] if kind in ("llama", *MIXTURES) else []))
+        for layout in sharded:
             there = folder / f"{kind}_{layout}" / "iter_0000005"
             there.mkdir(parents=True, exist_ok=True)
-            metadata = {"non_homogeneous_layers": layout == "single"}
+            metadata = {"non_homogeneous_layers": layout != "stacked", "singleton_local_shards": layout == "apart"}
             moments = ShardedTensor.from_rank_offsets("optimizer.state.exp_avg.x", torch.zeros(4), (0, rank, world))
             state = {"model": model.sharded_state_dict(metadata=metadata), "optimizer": {"x": moments}, **beside}
             dist_checkpointing.save(state, str(there))
-        there = folder / f"{kind}_torch" / "iter_0000005" / f"mp_rank_{rank:02}"
+        name = f"mp_rank_{rank % tensor_ranks:02}" + (f"_{rank // tensor_ranks:03}" if expert_ranks > 1 else "")
+        there = folder / f"{kind}_torch" / "iter_0000005" / name
         there.mkdir(parents=True)
         state = {"model": model.state_dict_for_save_checkpoint(), **beside}
         state["rng_state"] = [{"np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state()}]
         torch.save(state, there / "model_optim_rng.pt")
-        for layout in ("stacked", "single", "torch"):
+        for layout in (*sharded, "torch"):
             (folder / f"{kind}_{layout}" / "latest_checkpointed_iteration.txt").write_text("5")
     torch.distributed.barrier()
 
 
+def products(rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, trans_b: bool) -> torch.Tensor:
+    """The grouped product of the package that only GPUs have: rows, sorted by expert, times the expert's matrix."""
+    assert not trans_b
+    return torch.cat([some @ matrix for some, matrix in zip(rows.split(counts.tolist()), matrices, strict=True)])
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -49,7 +49,7 @@ def test_the_compiled_configs_are_of_all_sizes_and_modes():
     sizes = [count_parameters(config.model) for config in configs]
     assert min(sizes) < 3.6e8
     assert max(sizes) > 1.7e11
-    assert {config.model.kind for config in configs} == {"gpt", "bert"}
+    assert {config.model.kind for config in configs} == {"gpt", "bert", "mixture"}
     assert {config.model.biased_scores for config in configs} == {False, True}
     assert {config.train.recompute for config in configs} == {"none", "selective", "full"}
     assert {config.mesh.zero for config in configs} == {0, 1, 3}
@@ -74,8 +74,11 @@ def test_attention_that_writes_its_scores_is_not_predicted_too_low_where_they_ar
     assert min(map(error, rows)) > -0.02
 
 
-def test_predictions_are_off_by_less_than_one_percent_on_average():
-    assert sum(abs(error(row)) for row in ROWS) / len(ROWS) < 0.01
+@pytest.mark.parametrize(("experts", "limit"), [(False, 0.01), (True, 0.025)])
+def test_predictions_are_off_by_one_percent_on_average_and_by_two_and_a_half_for_mixtures(experts, limit):
+    errors = [abs(error(row)) for row in ROWS if (config_of(row).model.parted_experts() > 0) == experts]
+    assert len(errors) >= 8
+    assert sum(errors) / len(errors) < limit
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])

@@ -1,5 +1,6 @@
 """The layout of weights as numbers is the one that `lay_out` decides by their arrays."""
 
+import dataclasses
 import math
 from dataclasses import replace
 
@@ -11,8 +12,8 @@ from mjax.model_config import as_kind
 from mjax.names import leaf_name
 from mjax.parallel import axes
 from mjax.parallel.mesh import abstract_mesh
-from mjax.parallel.zero import is_layer
-from mjax.planner.weights import held_by
+from mjax.parallel.zero import is_layer, layer_dims
+from mjax.planner.weights import Held, held_by
 from mjax.state.layout import lay_out
 from mjax.training.muon import matrices_of
 
@@ -22,9 +23,8 @@ def counted(config):
     layout = lay_out(config, abstract_mesh(config.mesh))
     plan = [storage for _, storage in jax.tree_util.tree_leaves_with_path(layout.plan)]
     matrices = matrices_of(layout, config.mesh)
-    found = dict.fromkeys(
-        ("stored", "matrices", "layers", "shared", "gathered", "gathered_shards", "experts", "table", "largest"), 0
-    )
+    layers = layer_dims(config.mesh)
+    found = dict.fromkeys((field.name for field in dataclasses.fields(Held)), 0)
     for (path, leaf), storage in zip(jax.tree_util.tree_leaves_with_path(layout.abstract_model), plan, strict=True):
         name = leaf_name(path)
         stored = math.prod(leaf.sharding.shard_shape(leaf.shape))
@@ -36,6 +36,8 @@ def counted(config):
         found["table"] += computed * (name == "embedding.table")
         found["gathered"] += computed * storage.in_loop
         found["gathered_shards"] += stored * storage.in_loop
+        if storage.in_loop and math.prod(leaf.sharding.shard_shape(leaf.shape)[layers : storage.gathers[0][1]]) > 1:
+            found["transposed"] = max(found["transposed"], computed)
         found["experts"] += computed * ("expert" in str(leaf.sharding.spec) and name.startswith("blocks.mlp."))
     return found
 

@@ -15,7 +15,8 @@ from mjax.config import load_config
 from mjax.training import metrics
 from mjax.training.display import Display, duration, verdict
 from mjax.training.flops import hardware_flops, model_flops, peak_tflops
-from mjax.training.metrics import MetricsLog, Record, draw_loss, read_metrics, smoothed
+from mjax.training.metrics import MetricsLog, Record, read_metrics
+from mjax.training.pictures import draw_loss, smoothed
 
 
 @pytest.mark.parametrize("name", ["gpt_345m", "gpt_1b", "gpt_8b"])

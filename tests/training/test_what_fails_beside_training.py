@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from mjax.config import Config
@@ -15,6 +16,7 @@ from mjax.finetuning import report
 from mjax.training import environment, metrics
 from mjax.training.display import Display, lasting_console
 from mjax.training.metrics import MetricsLog, read_metrics
+from mjax.training.pictures import draw_loss
 from tests.conftest import ROOT
 from tests.training.test_metrics import _record
 
@@ -120,7 +122,7 @@ def test_without_git_a_run_starts_and_says_what_it_does_not_know(tmp_path, monke
 @pytest.mark.parametrize("name", ["a_$b_$", "$", r"\frac{", "$x^$", "näme €"])
 def test_any_name_can_stand_above_a_picture(tmp_path, name):
     records = [{"step": 1, "loss": 5.0}, {"step": 2, "loss": 4.0}]
-    metrics.draw_loss(records, tmp_path / "loss.png", name)
+    draw_loss(records, tmp_path / "loss.png", name)
     epochs = {1: [{"epoch": 1, "figures": {"accuracy": 0.5}}]}
     report.draw("accuracy", epochs, tmp_path / "report.png", name)
     for picture in ("loss.png", "report.png"):
@@ -138,6 +140,32 @@ def test_a_picture_that_cannot_be_drawn_is_announced_once(tmp_path, monkeypatch)
         assert said == ["loss.png cannot be written ([Errno 28] No space left on device): training continues"]
         log.draw()  # there is room again
     assert (tmp_path / "loss.png").is_file()
+
+
+def test_the_picture_of_a_mixture_that_cannot_be_drawn_is_announced_once(tmp_path, monkeypatch):
+    said, shares = [], {"expert_shares": np.full((2, 4), 0.25)}
+    with log_of(tmp_path, said) as log:
+        log.write(_record(1, metrics={"expert_load": 1.0, "router_entropy": 1.0}, arrays=shares))
+        with monkeypatch.context() as patch:
+            patch.setattr(metrics, "draw_experts", fail_with(ImportError("no matplotlib")))
+            log.draw()
+            log.draw()
+        assert said == ["experts.png cannot be written (no matplotlib): training continues"]
+        assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "experts.json", "loss.png"}
+        log.go_back(0)
+        log.draw()  # nothing is known of the steps that are left
+        assert not (tmp_path / "experts.png").exists()
+        log.write(_record(1, metrics={"expert_load": 1.0, "router_entropy": 1.0}, arrays=shares))
+        log.draw()
+    assert (tmp_path / "experts.png").is_file()
+    assert json.loads((tmp_path / "experts.json").read_text()) == {"step": 1, "shares": [[0.25] * 4] * 2}
+
+
+def test_a_run_of_another_model_has_no_picture_of_experts(tmp_path):
+    with log_of(tmp_path, []) as log:
+        log.write(_record(1))
+        log.draw()
+    assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "loss.png"}
 
 
 def test_tensorboard_that_cannot_start_is_announced_once(tmp_path):

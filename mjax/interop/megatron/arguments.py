@@ -43,6 +43,8 @@ NUMBERS = {
     "norm_epsilon": ("layernorm_epsilon", 1e-5),
 }
 """Megatron's name → ours, and the default without arguments."""
+PLAIN = (type(None), bool, int, float, str, list, tuple, StandIn)
+"""Types of arguments that are compared with others."""
 ACTIVATIONS: dict[str, Activation] = {"gpt": "gelu_tanh", "bert": "gelu_erf"}
 """Of models without arguments: the one of the published 345M."""
 
@@ -70,7 +72,7 @@ def model_config(
     """
     said = {} if arguments is None else arguments
     check_known(said, source)
-    shapes = dense_shapes(tensors, TRUNKS[kind], source)
+    shapes = shapes_of(tensors, TRUNKS[kind], source)
     shapes["max_position_embeddings"] = _extent(tensors, "embedding.position_embeddings.weight", 0, source)
     for name, known in shapes.items():
         if said.get(name, known) not in (None, known):
@@ -124,7 +126,7 @@ def check_known(said: Mapping[str, Any], source: str, only: Mapping[str, Any] = 
     """Refuse arguments for which Megatron computes something that mjax does not."""
     for name, known in only.items():
         value = said.get(name)
-        if not isinstance(value, (type(None), bool, int, float, str, list, tuple, StandIn)):
+        if not isinstance(value, PLAIN):
             raise UsageError(f"{source}: {name} is a {type(value).__name__}; restore the checkpoint")
         if value not in (None, known) and (value or known is not None):
             raise UsageError(f"{source}: {name} is {value!r}, but mjax supports only {known!r}; convert another model")
@@ -134,19 +136,26 @@ def _extent(tensors: Tensors, name: str, dim: int, source: str) -> int:
     shape = tensors.kinds[name].shape if name in tensors.kinds else ()
     if len(shape) != 2:
         raise UsageError(
-            f"{source} lacks the matrix {name}, so it is not a dense model of Megatron with learned or rotary "
+            f"{source} lacks the matrix {name}, so it is not a model of Megatron with learned or rotary "
             "positions; convert another model, or copy the whole checkpoint"
         )
     return shape[dim]
 
 
-def dense_shapes(tensors: Tensors, trunk: str, source: str) -> dict[str, int]:
-    """The settings that follow from shapes, by argument name; `trunk` is the prefix of the layers."""
+def shapes_of(tensors: Tensors, trunk: str, source: str, mlp: str = "mlp.linear_fc2") -> dict[str, int]:
+    """The settings that follow from shapes, by argument name.
+
+    Args:
+      tensors: by current names.
+      trunk: the prefix of the layers.
+      source: the checkpoint, for messages.
+      mlp: the second matrix of an MLP, for its width.
+    """
     layers = {int(found[1]) for name in tensors.kinds if (found := re.match(rf"{trunk}\.layers\.(\d+)\.", name))}
     return {
         "num_layers": max(layers, default=-1) + 1,
         "hidden_size": _extent(tensors, EMBEDDING, 1, source),
-        "ffn_hidden_size": _extent(tensors, f"{trunk}.layers.0.mlp.linear_fc2.weight", 1, source),
+        "ffn_hidden_size": _extent(tensors, f"{trunk}.layers.0.{mlp}.weight", 1, source),
         "padded_vocab_size": _extent(tensors, EMBEDDING, 0, source),
     }
 

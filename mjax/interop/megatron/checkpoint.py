@@ -16,6 +16,7 @@ from typing import Any, Literal
 from mjax.errors import UsageError
 from mjax.interop.megatron.decoder import is_decoder
 from mjax.interop.megatron.distributed import DistributedTensors
+from mjax.interop.megatron.experts import gathered
 from mjax.interop.megatron.names import flat, is_weight, kind_of, renamed
 from mjax.interop.megatron.pickles import StandIn, load, read_metadata
 from mjax.interop.megatron.ranks import RankTensors, Share
@@ -111,66 +112,91 @@ def find_folder(source: Path, step: int | None) -> Path:
 def _open_ranks(folder: Path) -> Checkpoint:
     files = _rank_files(folder)
     contents = {place: load(file) for place, file in files.items()}
-    first = contents[0, 0]
+    first = contents[0, 0, 0]
     for place, content in contents.items():
         for name in ("iteration", "checkpoint_version"):
             if content.get(name) != first.get(name):
                 raise UsageError(
-                    f"{files[place]}: {name} is {content.get(name)}, and {first.get(name)} in {files[0, 0]}; "
+                    f"{files[place]}: {name} is {content.get(name)}, and {first.get(name)} in {files[0, 0, 0]}; "
                     "copy the files of one checkpoint"
                 )
-    stages, ranks = 1 + max(stage for _, stage in files), 1 + max(rank for rank, _ in files)
     arguments = _arguments(first, folder)
-    _check_ranks(arguments, ranks, stages, folder)
+    ranks, stages, experts = (1 + max(numbers) for numbers in zip(*contents, strict=True))
+    if experts == 1 and stages > 1 and _only_experts(arguments):
+        contents = {(rank, 0, expert): content for (rank, expert, _), content in contents.items()}
+        files = {(rank, 0, expert): file for (rank, expert, _), file in files.items()}
+        stages, experts = 1, stages
+    _check_ranks(arguments, ranks, stages, experts, folder)
     chunks = [name for name in first if re.fullmatch(r"model\d*", name)]
     if not chunks:
-        raise UsageError(f"{files[0, 0]} has no model; give a checkpoint of Megatron")
+        raise UsageError(f"{files[0, 0, 0]} has no model; give a checkpoint of Megatron")
     chunks.sort(key=lambda name: int(name.removeprefix("model") or 0))
+    shares = {
+        (chunk, *at): _weights(content.get(chunk), files[at]) for chunk in chunks for at, content in contents.items()
+    }
+    kind = _architecture(arguments, [name for share in shares.values() for name in share])
+    current = {at: renamed(share, kind, str(folder)) for at, share in shares.items()}
     pieces = [
-        [_weights(contents[rank, stage].get(chunk), files[rank, stage]) for rank in range(ranks)]
+        [
+            gathered([current[chunk, rank, stage, expert] for expert in range(experts)], str(folder))
+            for rank in range(ranks)
+        ]
         for chunk in chunks
         for stage in range(stages)
     ]
-    names = [name for piece in pieces for name in piece[0]]
-    kind, version = _architecture(arguments, names), _version(first.get("checkpoint_version"), folder)
-    pieces = [[renamed(share, kind, str(folder)) for share in piece] for piece in pieces]
-    old = any(name.startswith("language_model.") for name in names)
+    old = any(name.startswith("language_model.") for share in shares.values() for name in share)
+    version = _version(first.get("checkpoint_version"), folder)
     tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
     return Checkpoint(folder, kind, tensors, version, arguments, ranks, old)
 
 
-def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """The files by tensor rank and pipeline stage."""
-    files = {}
+def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
+    """The files by the numbers in their names: tensor rank, and pipeline stage and expert rank or, if there are two
+    numbers, one of these."""
+    files, longest = {}, 1
     for entry in sorted(folder.glob("mp_rank_*")):
-        found = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", entry.name)
-        if not found:
-            raise UsageError(f"{entry} is not a rank of a dense model; convert another checkpoint")
+        if not re.fullmatch(r"mp_rank_\d+(_\d+){0,2}", entry.name):
+            raise UsageError(f"{entry} is not a rank of a model; convert another checkpoint")
         there = [entry / name for name in RANK_FILES if (entry / name).is_file()]
         if not there:
             raise UsageError(f"{entry} has no {RANK_FILES[0]}; copy the whole checkpoint")
-        files[int(found[1]), int(found[2] or 0)] = there[0]
+        numbers = [int(number) for number in entry.name.split("_")[2:]]
+        longest = max(longest, len(numbers))
+        files[tuple([*numbers, 0, 0][:3])] = there[0]
     if not files:
         raise UsageError(f"{folder} holds neither mp_rank_00 nor .metadata; copy the whole checkpoint")
-    for stage in range(1 + max(stage for _, stage in files)):
-        for rank in range(1 + max(rank for rank, _ in files)):
-            if (rank, stage) not in files:
-                raise UsageError(
-                    f"{folder} lacks tensor rank {rank} of pipeline stage {stage}; copy the whole checkpoint"
-                )
+    first, second, third = (1 + max(numbers) for numbers in zip(*files, strict=True))
+    for place in ((i, j, k) for i in range(first) for j in range(second) for k in range(third)):
+        if place not in files:
+            name = "_".join(["mp_rank", f"{place[0]:02}", *(f"{number:03}" for number in place[1:longest])])
+            raise UsageError(f"{folder} lacks {name}; copy the whole checkpoint")
     return files
 
 
-def _check_ranks(arguments: dict[str, Any] | None, ranks: int, stages: int, folder: Path) -> None:
+def _only_experts(arguments: dict[str, Any] | None) -> bool:
+    """Whether the second of two numbers in the name of a file is an expert rank: there was no pipeline."""
+    experts = (arguments or {}).get("expert_model_parallel_size")
+    stages = (arguments or {}).get("pipeline_model_parallel_size")
+    return type(experts) is int and experts > 1 and stages in (None, 1)
+
+
+def _check_ranks(arguments: dict[str, Any] | None, ranks: int, stages: int, experts: int, folder: Path) -> None:
     said = arguments or {}
     expected = {
         "tensor_model_parallel_size": ranks,
         "model_parallel_size": ranks,  # until 2020
         "pipeline_model_parallel_size": stages,
+        "expert_model_parallel_size": experts,
     }
     for name, there in expected.items():
         if said.get(name) not in (None, there):
             raise UsageError(f"{folder}: {name} was {said[name]}, and there are {there}; copy the whole checkpoint")
+    if said.get("num_experts") and said.get("expert_tensor_parallel_size") not in (None, ranks):
+        raise UsageError(
+            f"{folder}: expert_tensor_parallel_size was {said['expert_tensor_parallel_size']}, and there are {ranks} "
+            "tensor ranks; in the format torch mjax reads experts that are split like the rest, so save it again with "
+            "Megatron's --ckpt-convert-format torch_dist"
+        )
 
 
 def _weights(model: Any, file: Path) -> Share:

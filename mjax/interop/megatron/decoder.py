@@ -5,8 +5,11 @@ The names are those of a GPT, and two tensors of a layer hold what has names of 
     linear_qkv  [k · (n / k + 2) · d, h]   of each group its query heads, then its key, then its value
     linear_fc1  [2 · f, h]                 gate, then up; but of p ranks each has its gate and its up
 
-Cut into these parts it is a Llama as Hugging Face stores it, so its table is used (`llama.py`). With fewer groups than
-ranks linear_qkv is split evenly nevertheless: no rank has a whole group, and none has a copy of another's.
+Cut into these parts it is a Llama as Hugging Face stores it, so its table is used (`llama.py`), or that of a mixture of
+experts (`experts.py` has what only these have). With fewer groups than ranks linear_qkv is split evenly nevertheless:
+no rank has a whole group, and none has a copy of another's.
+
+Since 0.14 megatron-core may also store gate and up as two tensors, linear_fc1.weight_w and linear_fc1.weight_v.
 """
 
 from __future__ import annotations
@@ -20,15 +23,28 @@ import numpy as np
 
 from mjax.errors import UsageError
 from mjax.interop.llama import LAYER, LLAMA
-from mjax.interop.megatron.arguments import ONLY, check_known, dense_shapes, numbers_of
+from mjax.interop.megatron.arguments import ONLY, check_known, numbers_of, shapes_of
+from mjax.interop.megatron.experts import EXPERT, check_experts, mixture_fields
 from mjax.interop.megatron.names import EMBEDDING, SCORES
+from mjax.interop.mixture import QWEN3_MOE
 from mjax.interop.tensor_files import Kind, Tensors
 from mjax.llama_config import LlamaConfig
+from mjax.mixture_config import MixtureConfig
 
 DECODER = replace(
     LLAMA, model="Megatron's decoder", prefix="", described_by="the rest of the checkpoint", padded=True, ignored="(?!)"
 )
-ONLY_DECODER: dict[str, Any] = ONLY | {
+SHARED = f"{LAYER}.mlp.shared_experts"
+MIXTURE = replace(
+    DECODER,
+    model="Megatron's mixture of experts",
+    names={
+        **QWEN3_MOE.names,
+        "blocks.mlp.shared.up": (f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
+        "blocks.mlp.shared.down": f"{SHARED}.down_proj",
+    },
+)
+ONLY_DECODER: dict[str, Any] = {name: value for name, value in ONLY.items() if name != "num_experts"} | {
     "position_embedding_type": "rope", "use_rotary_position_embeddings": True, "normalization": "RMSNorm",
     "swiglu": True, "add_bias_linear": False, "qk_layernorm": True, "group_query_attention": True,
     "untie_embeddings_and_output_weights": True,
@@ -37,7 +53,7 @@ ONLY_DECODER: dict[str, Any] = ONLY | {
     "activation_func_clamp_value": None, "glu_linear_offset": 0.0,
 }  # fmt: skip
 EITHER = ("qk_layernorm", "group_query_attention", "untie_embeddings_and_output_weights", "add_position_embedding")
-EITHER += ("use_rotary_position_embeddings",)
+EITHER += ("use_rotary_position_embeddings", "moe_router_pre_softmax")
 """Arguments that may be set or not."""
 NAMES = {
     EMBEDDING: "model.embed_tokens.weight",
@@ -50,9 +66,10 @@ IN_LAYER = {
     "self_attention.k_layernorm": "self_attn.k_norm",
     "self_attention.linear_proj": "self_attn.o_proj",
     "pre_mlp_layernorm": "post_attention_layernorm",
-    "mlp.linear_fc2": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
 }
-QKV, GATED = "self_attention.linear_qkv", "mlp.linear_fc1"
+QKV = "self_attention.linear_qkv"
+MLP = r"(mlp|mlp\.experts\.\d+|mlp\.shared_experts)\.linear_fc"
 
 
 def is_decoder(arguments: Mapping[str, Any] | None, names: list[str]) -> bool:
@@ -64,7 +81,7 @@ def is_decoder(arguments: Mapping[str, Any] | None, names: list[str]) -> bool:
 
 
 def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, version: float) -> LlamaConfig:
-    """The model, with every row of its embedding as a token.
+    """The model, with every row of its embedding as a token; a `MixtureConfig` if it has experts.
 
     Raises:
       UsageError: the arguments ask for what mjax does not compute, or contradict the tensors.
@@ -83,16 +100,22 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
                 f"{source}: {name} is {arguments.get(name)!r} among the arguments, not a whole number above 0; "
                 "copy the checkpoint again"
             )
-    shapes = dense_shapes(tensors, "decoder", source)
     numbers = numbers_of(arguments, source)
     heads = arguments["num_attention_heads"]
-    return LlamaConfig(
+    if arguments.get("num_experts"):
+        check_experts(arguments, source)
+        shapes = shapes_of(tensors, "decoder", source, EXPERT)
+        kind, of_mlp = MixtureConfig, mixture_fields(arguments, tensors, shapes["ffn_hidden_size"], source)
+    else:
+        shapes = shapes_of(tensors, "decoder", source)
+        kind, of_mlp = LlamaConfig, {"feed_forward": shapes["ffn_hidden_size"]}
+    return kind(
         layers=shapes["num_layers"],
         hidden=shapes["hidden_size"],
         heads=heads,
         kv_heads=arguments["num_query_groups"] if arguments.get("group_query_attention") else heads,
         head_dim=_whole(arguments.get("kv_channels"), shapes["hidden_size"] // heads, source),
-        feed_forward=shapes["ffn_hidden_size"],
+        **of_mlp,
         sequence=arguments["max_position_embeddings"],
         vocabulary=shapes["padded_vocab_size"],
         qk_norm="head" if arguments.get("qk_layernorm") else "none",
@@ -142,27 +165,41 @@ class DecoderTensors:
         self._tensors, self._model = tensors, model
         self._places: dict[str, tuple[str, int | None]] = {}
         self.kinds: dict[str, Kind] = {}
-        groups, size, f = model.groups, model.head_size, model.mlp_width
-        rows = {QKV: (model.heads + 2 * groups) * size, GATED: 2 * f}
-        parts = {
-            QKV: {f"self_attn.{x}_proj": size * (model.heads if x == "q" else groups) for x in "qkv"},
-            GATED: {"mlp.gate_proj": f, "mlp.up_proj": f},
-        }
         for name, kind in tensors.kinds.items():
-            found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
-            layer, module, what = found.groups() if found else ("", "", "")
-            if module in parts:
-                if kind.shape[:1] != (rows[module],):
+            found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)(_[wv])?", name)
+            layer, module, what, half = found.groups() if found else ("", "", "", None)
+            parts = self._parts(module)
+            if half and module != QKV and parts:
+                whole = f"{LAYER.format(layer)}.{list(parts)[half == '_v']}.{what}"
+                self._add(whole, name, None, kind, kind.shape)
+            elif parts:
+                if kind.shape[:1] != (sum(parts.values()),):
                     raise UsageError(
-                        f"{source}: {name} has shape {kind.shape}, and the arguments ask for {rows[module]:,} rows; "
-                        "copy the whole checkpoint"
+                        f"{source}: {name} has shape {kind.shape}, and the arguments ask for {sum(parts.values()):,} "
+                        "rows; copy the whole checkpoint"
                     )
-                for which, (part, extent) in enumerate(parts[module].items()):
+                for which, (part, extent) in enumerate(parts.items()):
                     self._add(f"{LAYER.format(layer)}.{part}.{what}", name, which, kind, (extent, *kind.shape[1:]))
             elif module in IN_LAYER:
                 self._add(f"{LAYER.format(layer)}.{IN_LAYER[module]}.{what}", name, None, kind, kind.shape)
+            elif down := re.fullmatch(f"{MLP}2", module):
+                self._add(f"{LAYER.format(layer)}.{down[1]}.down_proj.{what}", name, None, kind, kind.shape)
             else:
                 self._add(NAMES.get(name, name), name, None, kind, kind.shape)
+
+    def _parts(self, module: str) -> dict[str, int]:
+        """The tensors of a Llama that a module of Megatron has as one, with their rows; empty for any other module."""
+        model = self._model
+        if module == QKV:
+            heads = {"q": model.heads, "k": model.groups, "v": model.groups}
+            return {f"self_attn.{name}_proj": count * model.head_size for name, count in heads.items()}
+        if not (found := re.fullmatch(f"{MLP}1", module)):
+            return {}
+        if found[1] == "mlp":
+            width = model.mlp_width
+        else:
+            width = getattr(model, "shared_width" if "shared" in found[1] else "width_of_expert", 0)
+        return {f"{found[1]}.gate_proj": width, f"{found[1]}.up_proj": width}
 
     def _add(self, name: str, theirs: str, which: int | None, kind: Kind, shape: tuple[int, ...]) -> None:
         self._places[name] = (theirs, which)
@@ -172,8 +209,8 @@ class DecoderTensors:
         theirs, which = self._places[name]
         if which is None:
             return self._tensors.read(theirs, rows)
-        if GATED in theirs:
-            f = self._model.mlp_width
+        if QKV not in theirs:
+            f = self.kinds[name].shape[0]
             first, end, _ = rows.indices(f)
             return self._tensors.read(theirs, slice(which * f + first, which * f + max(first, end)))
         queries = self._model.heads // self._model.groups

@@ -13,6 +13,7 @@ Of p ranks, each has its shard along out (column parallel, arXiv 1909.08053) or 
 
     out    linear_qkv and linear_fc1 with their biases; the embedding and the bias of the scores, by tokens
     in     linear_proj and linear_fc2, whose biases are full copies
+           experts likewise, one by one
     all    everything else
 """
 
@@ -106,6 +107,7 @@ _OLD = (
     # TransformerEngine fuses a LayerNorm with the linear layer after it.
     (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
     (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
+    (r"\.mlp\.experts\.experts\.", ".mlp.experts."),  # of the format torch_dist
 )
 _NO_WEIGHT = re.compile(r"(.*\.)?_extra_state(/.*)?|(chained_\d+\.)?optimizer\..*")
 """State of TransformerEngine's kernels, and moments."""
