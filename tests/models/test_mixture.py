@@ -179,7 +179,8 @@ def _losses(data, model, sequence_parallel=False):
         state, metrics = program.train_step(
             state, jax.device_put(batch_of(config, seed=step % 4), program.batch_sharding)
         )
-        found.append([float(metrics.loss), *map(float, metrics.metrics.values())])
+        numbers = [each for each in metrics.metrics.values() if each.ndim == 0]
+        found.append([float(metrics.loss), *map(float, numbers)])
     return np.array(found)
 
 
