@@ -40,7 +40,7 @@ from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.models.attention import KeyValues
-from mjax.models.block import decode_blocks, stacks_of
+from mjax.models.block import decode_blocks, of_each
 from mjax.models.causal import CausalModel
 from mjax.parallel.turns import run_in_turns
 from mjax.parallel.zero import gather_for_inference, gather_in_loop
@@ -83,7 +83,7 @@ def _generate(
     """
     mesh, dtype = config.mesh, COMPUTE_TYPES[config.precision.compute]
     weights = gather_for_inference(model, plan, dtype)  # once, outside the loop
-    gathered = [gather_in_loop(stack, dtype, inference=True) for stack in stacks_of(plan.blocks)]
+    gathered = of_each(lambda stack: gather_in_loop(stack, dtype, inference=True), plan.blocks)
     layers = partial(decode_blocks, weights_of=gathered)
 
     def decode(blocks, x, context, cached, lengths):

@@ -84,7 +84,8 @@ class LlamaConfig(ModelConfig):
         return 1 if self.full_attention_every is None else self.full_attention_every
 
     def window_at(self, place: int) -> int | None:
-        return None if place + 1 == self.full_attention_every else self.window
+        every = self.full_attention_every
+        return None if every is not None and (place + 1) % every == 0 else self.window
 
     def one_layer(self) -> LlamaConfig:
         return replace(super().one_layer(), full_attention_every=None)
@@ -127,7 +128,7 @@ class LlamaConfig(ModelConfig):
                 "add --model.window, such as 4096"
             )
         together = self.layers // (mesh.pipe * mesh.chunks)
-        if together % self.period:
+        if together % self.full_attention_every:
             raise UsageError(
                 f"--model.full-attention-every {self.full_attention_every} does not divide the {together} layers that "
                 "a pipeline stage runs in a row; choose --model.layers, --mesh.pipe and --mesh.chunks so that it does"

@@ -5,7 +5,8 @@ As in `model_config.py`, no JAX is imported here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 from mjax.bounds import Count, CountOrZero, Positive
@@ -27,6 +28,11 @@ class MixtureConfig(LlamaConfig):
     """Experts that a token takes, those with the best scores, k."""
     expert_width: Count | None = None
     """Width of an expert; that of the MLP (feed_forward) when not given."""
+    dense_layers: CountOrZero = 0
+    """The first layers, so many, have one MLP, of width feed_forward, instead of experts (DeepSeek-V3: 3)."""
+    expert_interval: Count = 1
+    """Of so many layers the last has experts, and the others have one MLP, of width feed_forward; 1: all have experts,
+    2: every second one."""
     grouped: Literal["auto", "pallas", "xla"] = "auto"
     """Kernel of the products of experts: auto takes pallas on an NVIDIA GPU, and elsewhere xla, which runs one product
     after the other."""
@@ -77,9 +83,22 @@ class MixtureConfig(LlamaConfig):
         """Groups that a token chooses."""
         return self.router_groups if self.router_top_groups is None else self.router_top_groups
 
+    @property
+    def expert_layers(self) -> int:
+        """Layers with experts."""
+        return (self.layers - self.dense_layers) // self.expert_interval
+
+    @property
+    def period(self) -> int:
+        return math.lcm(super().period, self.expert_interval)
+
+    def one_layer(self) -> MixtureConfig:
+        return replace(super().one_layer(), dense_layers=0, expert_interval=1)
+
     def columns(self) -> dict[str, int]:
         found = {**super().columns(), "expert width": self.width_of_expert}
-        del found["feed-forward width"]
+        if self.expert_layers == self.layers:
+            del found["feed-forward width"]
         return found | ({"shared expert width": self.shared_width} if self.shared_width else {})
 
     def parted_experts(self) -> int:
@@ -91,6 +110,7 @@ class MixtureConfig(LlamaConfig):
     def check(self, config) -> None:
         super().check(config)
         self._check_router()
+        self._check_dense(config.mesh)
         if self.norms == "post":
             raise UsageError("--model.norms post is not there for a mixture of experts; leave it out")
         if config.precision.compute == "fp8":
@@ -102,6 +122,37 @@ class MixtureConfig(LlamaConfig):
             raise UsageError(
                 "--model.balance-over layers pools the layers of the whole model, which needs --model.balance-loss, "
                 "such as 0.01, and --mesh.pipe 1; leave it out, or choose these"
+            )
+
+    def _check_dense(self, mesh) -> None:
+        interval, together = self.expert_interval, self.layers // (mesh.pipe * mesh.chunks)
+        if self.dense_layers >= self.layers:
+            raise UsageError(
+                f"--model.dense-layers {self.dense_layers} leaves no layer of --model.layers {self.layers} with "
+                "experts; lower it, or use --model.kind llama"
+            )
+        if self.dense_layers and interval > 1:
+            raise UsageError(
+                f"--model.dense-layers {self.dense_layers} and --model.expert-interval {interval} are two patterns of "
+                "layers with experts, and mjax has one or the other; leave one out"
+            )
+        if self.dense_layers and mesh.pipe > 1:
+            raise UsageError(
+                f"--mesh.pipe {mesh.pipe} cannot split layers of which the first --model.dense-layers "
+                f"{self.dense_layers} are others; use --mesh.pipe 1, or --model.expert-interval, which a pipeline can "
+                "split"
+            )
+        if self.dense_layers % super().period:
+            raise UsageError(
+                f"--model.full-attention-every {self.full_attention_every} does not divide --model.dense-layers "
+                f"{self.dense_layers}; choose both so that it does"
+            )
+        if interval > 1 and together % self.period:
+            windows = f" and --model.full-attention-every {self.full_attention_every}" if super().period > 1 else ""
+            raise UsageError(
+                f"--model.expert-interval {interval}{windows} repeat every {self.period} layers, which does not divide "
+                f"the {together} layers that run in a row; choose --model.layers, --mesh.pipe and --mesh.chunks so "
+                "that it does"
             )
 
     def _check_router(self) -> None:

@@ -47,10 +47,32 @@ def route(scores, model, bias=0.0):
     return weights * model.router_scale, chosen, p
 
 
+def place_of(layer, model):
+    """What the names of the weights of a layer, from 0, begin with, and its index in them."""
+    if model.dense_layers:
+        return ("blocks.0.", layer) if layer < model.dense_layers else ("blocks.1.", layer - model.dense_layers)
+    if model.expert_interval > 1:
+        return f"blocks.turns.{layer % model.expert_interval}.", layer // model.expert_interval
+    return "blocks.", layer
+
+
+def scores(weights, model, batch):
+    """Scores of the next token at every position [b, s, v]."""
+    return _forward(weights, model, batch)[0]
+
+
 def figures(weights, model, batch, masks=None):
     """Cross entropy, entropy of the router, balance loss of sequences and z-loss: means over the batch and layers; and
     the tokens of the busiest expert over the mean, in the layer where that is most. And the tokens of every expert [l,
     E]."""
+    scores, (*means, loads) = _forward(weights, model, batch, masks)
+    losses = jnp.log(jnp.exp(scores).sum(-1)) - jnp.take_along_axis(scores, batch["labels"][..., None], -1)[..., 0]
+    counts = batch.get("loss_mask", np.ones(losses.shape, bool))
+    return jnp.stack([(losses * counts).sum() / counts.sum(), *means]), loads
+
+
+def _forward(weights, model, batch, masks=None):
+    """Scores; entropy, balance loss, z-loss, the load of the busiest expert, and the tokens of all."""
 
     def drop(x, rate, place):
         return x if masks is None else x * masks[place] / (1 - rate)
@@ -63,9 +85,13 @@ def figures(weights, model, batch, masks=None):
     n, k, d = model.heads, model.groups, model.head_size
     x = drop(weights["embedding.table"][batch["tokens"]], model.hidden_dropout, (0, 0))
     entropy = balance = z = busiest = 0.0
-    loads = []
+    loads, layers = [], (model.layers - model.dense_layers) // model.expert_interval
     for layer in range(model.layers):
-        w = {name.removeprefix("blocks."): v[layer] for name, v in weights.items() if name.startswith("blocks.")}
+        prefix, index = place_of(layer, model)
+        w = {name.removeprefix(prefix): v[index] for name, v in weights.items() if name.startswith(prefix)}
+        seen = visible
+        if model.window and (model.full_attention_every is None or (layer + 1) % model.full_attention_every):
+            seen = visible & (order[:, None] - order < model.window)
         y = _norm(x, w["attention_norm.scale"], model.norm_epsilon)
         if n == k:
             q, key, value = jnp.einsum("bsh,hcnd->cbnsd", y, w["attention.qkv.kernel"])
@@ -73,12 +99,17 @@ def figures(weights, model, batch, masks=None):
             q = jnp.einsum("bsh,hnd->bnsd", y, w["attention.query.kernel"])
             key, value = jnp.repeat(jnp.einsum("bsh,hcnd->cbnsd", y, w["attention.key_value.kernel"]), n // k, axis=2)
         scores = jnp.einsum("bnqd,bnkd->bnqk", _turned(q, model.rope_theta), _turned(key, model.rope_theta))
-        scores = jnp.where(visible, scores / np.sqrt(d), -jnp.inf)
+        scores = jnp.where(seen, scores / np.sqrt(d), -jnp.inf)
         p = jnp.exp(scores - scores.max(-1, keepdims=True))
         p = drop(p / p.sum(-1, keepdims=True), model.attention_dropout, (layer + 1, 1))
         y = jnp.einsum("bnqk,bnkd,ndh->bqh", p, value, w["attention.out.kernel"])
         x = x + drop(y, model.hidden_dropout, (layer + 1, 2))
         y = _norm(x, w["mlp_norm.scale"], model.norm_epsilon).reshape(b * s, -1)
+        if "mlp.router.kernel" not in w:
+            gate, other = jnp.einsum("th,hcf->ctf", y, w["mlp.up.kernel"])
+            result = (_silu(gate) * other) @ w["mlp.down.kernel"]
+            x = x + drop(result.reshape(b, s, -1), model.hidden_dropout, (layer + 1, 3))
+            continue
         scores = y @ w["mlp.router.kernel"]
         share, chosen, p = route(scores, model, w.get("mlp.router.bias", 0.0))
         both = jnp.einsum("th,ehcf->cetf", y, w["mlp.up"])
@@ -89,24 +120,23 @@ def figures(weights, model, batch, masks=None):
             result = result + (_silu(gate) * other) @ w["mlp.shared.down.kernel"]
         x = x + drop(result.reshape(b, s, -1), model.hidden_dropout, (layer + 1, 3))
         of_sequence = (chosen * 1.0).reshape(b, s, -1).mean(1) / model.experts_per_token, p.reshape(b, s, -1).mean(1)
-        balance += model.experts * (of_sequence[0] * of_sequence[1]).sum(-1).mean() / model.layers
+        balance += model.experts * (of_sequence[0] * of_sequence[1]).sum(-1).mean() / layers
         tokens = (chosen * 1.0).sum(0)
         busiest = jnp.maximum(busiest, tokens.max() / tokens.mean())
         loads.append(tokens)
-        entropy += -(p * jnp.log(p)).sum(-1).mean() / model.layers
-        z += (jnp.log(jnp.exp(scores).sum(-1)) ** 2).mean() / model.layers
+        entropy += -(p * jnp.log(p)).sum(-1).mean() / layers
+        z += (jnp.log(jnp.exp(scores).sum(-1)) ** 2).mean() / layers
     x = _norm(x, weights["final_norm.scale"], model.norm_epsilon)
     table = weights["embedding.table" if model.tied else "head.table"]
     scores = (x @ table.T)[..., : model.vocabulary]
-    losses = jnp.log(jnp.exp(scores).sum(-1)) - jnp.take_along_axis(scores, batch["labels"][..., None], -1)[..., 0]
-    counts = batch.get("loss_mask", np.ones(losses.shape, bool))
-    return jnp.stack([(losses * counts).sum() / counts.sum(), entropy, balance, z, busiest]), jnp.stack(loads)
+    return scores, (entropy, balance, z, busiest, jnp.stack(loads))
 
 
 def total(weights, model, batch, masks):
     """The loss with its auxiliary losses; the figures and the tokens of experts."""
     found, loads = figures(weights, model, batch, masks)
-    return found[0] + model.layers * (model.balance_loss * found[2] + model.z_loss * found[3]), (found, loads)
+    layers = len(loads)
+    return found[0] + layers * (model.balance_loss * found[2] + model.z_loss * found[3]), (found, loads)
 
 
 def loss_and_gradients(weights, model, batch, masks=None):
@@ -135,9 +165,8 @@ def trained(weights, model, batches, optimizer):
             weights[name] = weights[name] - np.float32(optimizer.learning_rate) * update
         fewer = np.asarray(loads) * model.experts < np.asarray(loads).sum(-1, keepdims=True)
         more = np.asarray(loads) * model.experts > np.asarray(loads).sum(-1, keepdims=True)
-        weights["blocks.mlp.router.bias"] = weights["blocks.mlp.router.bias"] + model.balance_bias * (
-            1.0 * fewer - more
-        )
+        (bias,) = (name for name in weights if name.endswith("router.bias"))
+        weights[bias] = weights[bias] + model.balance_bias * (1.0 * fewer - more)
     return losses, weights
 
 

@@ -19,8 +19,8 @@ OF_TRAINING = frozenset({"grouped", "balance_loss", "balance_over", "z_loss"})
 """Fields that change what is learned, and no result."""
 
 
-def _names(experts: str, router: str, gate: str, up: str, down: str) -> dict[str, Any]:
-    """The rows of the table for a router and experts, in the order of the files."""
+def _names(experts: str, router: str, gate: str, up: str, down: str, dense: dict | None = None) -> dict[str, Any]:
+    """The rows of the table for a router and experts, and for `dense` layers, in the order of the files."""
     names = {ours: theirs for ours, theirs in LLAMA.names.items() if not ours.startswith("blocks.mlp.")}
     places = {
         "blocks.mlp.router": f"{LAYER}.{router}",
@@ -28,7 +28,7 @@ def _names(experts: str, router: str, gate: str, up: str, down: str) -> dict[str
         "blocks.mlp.down": f"{LAYER}.{experts}.{{2}}.{down}",
     }
     last = {name: names.pop(name) for name in ("final_norm", "head")}
-    return names | places | last
+    return names | places | (dense or {}) | last
 
 
 FUSED = {
@@ -60,6 +60,41 @@ def _write_normalized(family: Family, width: str):
     return write
 
 
+def _read_dense(read, file_layers: int):
+    """`read`, and which layers have experts: all but the first ones, or every n-th."""
+
+    def with_dense(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, fields = read(values, file)
+        every, dense = values.pop("decoder_sparse_step", 1), values.pop("mlp_only_layers", None) or []
+        layers = values.get("num_hidden_layers", file_layers)
+        known = type(every) is int and every > 0 and dense in ([], list(range(len(dense))))
+        if not known or (dense and every > 1) or (type(layers) is int and len(dense) >= layers):
+            raise UsageError(
+                f"{file}: mlp_only_layers is {dense!r} and decoder_sparse_step {every!r}; mjax knows models whose "
+                "first layers have no experts, such as [0, 1], or in which every n-th has, such as 2, but not both: "
+                "convert another model"
+            )
+        return values, fields | {"dense_layers": len(dense), "expert_interval": every}
+
+    return with_dense
+
+
+def _write_dense(write):
+    """`write`, and which layers have experts."""
+
+    def with_dense(model: MixtureConfig) -> dict[str, Any]:
+        dense = list(range(model.dense_layers))
+        return {**write(model), "decoder_sparse_step": model.expert_interval, "mlp_only_layers": dense}
+
+    return with_dense
+
+
+DENSE = {
+    "blocks.mlp.up.kernel": (f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"),
+    "blocks.mlp.down.kernel": f"{LAYER}.mlp.down_proj",
+}
+"""Rows of the MLP of layers without experts."""
+
 MIXTRAL = replace(
     MISTRAL,
     model="MixtralForCausalLM",
@@ -83,7 +118,7 @@ MIXTRAL = replace(
 QWEN3_MOE = replace(
     QWEN3,
     model="Qwen3MoeForCausalLM",
-    names=_names("mlp.experts", "mlp.gate", "gate_proj", "up_proj", "down_proj"),
+    names=_names("mlp.experts", "mlp.gate", "gate_proj", "up_proj", "down_proj", DENSE),
     fused=FUSED,
     model_type="qwen3_moe",
     fixed={**QWEN3.fixed, "kind": "mixture"},
@@ -94,18 +129,18 @@ QWEN3_MOE = replace(
         "num_experts": ("experts", 128),
         "num_experts_per_tok": ("experts_per_token", 8),
     },
-    only={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    only={"attention_bias": False},
     other_names={"num_local_experts": "num_experts"},  # as transformers 5 writes it
-    read=_read_normalized(QWEN3),
-    read_fields=QWEN3.read_fields | OF_TRAINING | {"router_normalized"},
-    write=_write_normalized(QWEN3, "moe_intermediate_size"),
+    read=_read_dense(_read_normalized(QWEN3), 32),
+    read_fields=QWEN3.read_fields | OF_TRAINING | {"router_normalized", "dense_layers", "expert_interval"},
+    write=_write_dense(_write_normalized(QWEN3, "moe_intermediate_size")),
     without_effect=QWEN3.without_effect | {"router_aux_loss_coef", "output_router_logits"},
 )
 
 OLMOE = replace(
     LLAMA,
     model="OlmoeForCausalLM",
-    names=QWEN3_MOE.names,
+    names=_names("mlp.experts", "mlp.gate", "gate_proj", "up_proj", "down_proj"),
     fused=FUSED,
     model_type="olmoe",
     fixed={**LLAMA.fixed, "kind": "mixture", "qk_norm": "heads"},

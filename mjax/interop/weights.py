@@ -27,6 +27,7 @@ from mjax.model_config import ModelConfig
 from mjax.models.build import abstract_weights
 from mjax.models.protocol import Model
 from mjax.names import leaf_name
+from mjax.parallel.stacks import name_in_layer, numbers_of_layers
 
 ROWS = 4096  # of an embedding to read at once
 LAYERS = "blocks."
@@ -68,20 +69,35 @@ class Place:
 def places(family: Family, model: ModelConfig) -> dict[str, Place]:
     """The place of every tensor of the model by name: in the order of the table, and layer by layer."""
     shapes, found = _shapes(model), {}
+    stored = _stored(shapes)
     for in_layers, rows in groupby(family.names.items(), key=lambda row: row[0].startswith(LAYERS)):
         rows = list(rows)
         for layer in range(model.layers if in_layers else 1):
             for module, names in rows:
                 for ours in (module, *(f"{module}.{part}" for part in ("table", "kernel", "scale", "bias"))):
+                    if (ours, layer) not in stored or (ours != module and ours in family.names):
+                        continue
+                    weight, index = stored[ours, layer]
                     for which, name in enumerate((names,) if isinstance(names, str) else names):
-                        if ours in EXPERTS and ours in shapes:
-                            found |= _of_experts(shapes[ours], ours, layer, name, which)
-                        elif ours in shapes:
+                        if ours in EXPERTS:
+                            name = name.format(layer, layer + 1, "{2}")
+                            found |= _of_experts(shapes[weight], weight, index, name, which)
+                        else:
                             name = name.format(layer, layer + 1) + (".bias" if ours.endswith(".bias") else ".weight")
                             part = None if isinstance(names, str) else which
-                            found[name] = _place(family, model, shapes, ours, layer, part)
+                            found[name] = _place(family, model, shapes, weight, index, part)
     nameless = shapes.keys() - {place.ours for place in found.values()}
     assert not nameless, f"the table of {family.model} has no name for {', '.join(sorted(nameless))}"
+    return found
+
+
+def _stored(shapes: Mapping[str, tuple[int, ...]]) -> dict[tuple[str, int], tuple[str, int]]:
+    """By name of a weight in a model whose layers are all alike, and layer from 0: the weight that has it and the index
+    in it. Weights outside layers have layer 0."""
+    layers = numbers_of_layers({name: shape[0] for name, shape in shapes.items() if name.startswith(LAYERS)})
+    found = {(name, 0): (name, 0) for name in shapes.keys() - layers.keys()}
+    for name, numbers in layers.items():
+        found |= {(name_in_layer(name), layer - 1): (name, index) for index, layer in enumerate(numbers)}
     return found
 
 
@@ -113,7 +129,8 @@ def _place(
 
 
 def _of_experts(shape: tuple[int, ...], ours: str, layer: int, name: str, which: int) -> Iterator[tuple[str, Place]]:
-    """The tensors of the experts of a layer, [out, in] each, or all in one [E, out, in]; `which` of gate and up."""
+    """The tensors of the experts of a layer, the one at index `layer` of our weight, [out, in] each, or all in one [E,
+    out, in]; `which` of gate and up."""
     _, experts, *sizes = shape  # [l, E, h, 2, f] or [l, E, f, h]
     several = len(sizes) == 3
     if "{2}" not in name:
@@ -121,21 +138,23 @@ def _of_experts(shape: tuple[int, ...], ours: str, layer: int, name: str, which:
         local = (experts, *sizes)
         sizes = tuple(local[dim] for dim in order)
         theirs = (experts, math.prod(sizes[1:-1]), sizes[-1])
-        yield name.format(layer), Place(ours, (layer,), order, sizes, theirs)
+        yield name, Place(ours, (layer,), order, sizes, theirs)
         return
     into, out = sizes[0], sizes[-1]
     for expert in range(experts):
         part = (slice(None), which) if several else ()
         yield (
-            f"{name.format(layer, layer + 1, expert)}.weight",
+            f"{name.format('', '', expert)}.weight",
             Place(ours, (layer, expert, *part), (1, 0), (out, into), (out, into)),
         )
 
 
 def as_stored(family: Family, tensors: Tensors) -> Family:
     """The family with the names that these files have for its experts: of each, or of all in one tensor."""
-    first = [name.format(0) for name in family.fused.values()]
-    if not any(name in tensors.kinds or name.removeprefix(family.prefix) in tensors.kinds for name in first):
+    fused = "|".join(re.escape(name).replace(re.escape("{0}"), r"\d+") for name in family.fused.values())
+    if not fused or not any(
+        re.fullmatch(f"({family.prefix})?({fused})", family.prefix + name) for name in tensors.kinds
+    ):
         return family
     return replace(family, names={**family.names, **family.fused})
 

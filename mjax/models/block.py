@@ -24,6 +24,12 @@ sums: auxiliary losses, such as load balancing in a mixture of experts. They cou
 them (`protocol.py`). The layers of a stack have weights of equal shapes. If they differ in something static, it repeats
 every `period` layers, an attribute of the module, and `context.place` says which of them a layer is.
 
+**Layers with other weights** are other stacks: one after the other in an `nnx.List`, or taking turns in `Turns`, which
+is one stack to everything that divides layers, such as a pipeline.
+
+    nnx.List([A, B])     A_1 … A_i B_1 … B_j
+    Turns([A, B])        A_1 B_1 A_2 B_2 … A_i B_i
+
 The residuals of a layer have names, and `recompute` selects which of them are kept (arXiv 2205.05198, section 5):
 `none` keeps what autodiff needs, `selective` the names below, `full` only the layer's input, and which experts a router
 chose.
@@ -31,9 +37,10 @@ chose.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from operator import itemgetter
 from typing import Any
 
@@ -144,17 +151,51 @@ class OutputNormBlock(Block):
         return x + self.mlp_norm(self.mlp(x, context)), new
 
 
-def stack(key: Array, layers: int, layer: Callable[[Array], nnx.Module]) -> nnx.Module:
-    """`layers` layers as one whose weights have a leading layer dim. Layer i has the same initial weights at any
-    depth."""
-    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(layers))
+def stack(key: Array, layers: int, layer: Callable[[Array], nnx.Module], first: int = 0, every: int = 1) -> nnx.Module:
+    """`layers` layers as one whose weights have a leading layer dim. Layer i of a model has the same initial weights at
+    any depth; these are the layers `first`, `first` + `every`, … of it, from 0."""
+    keys = jax.vmap(partial(jax.random.fold_in, key))(first + every * jnp.arange(layers))
     # Without transform_metadata the layer dim would silently be missing from the PartitionSpecs.
     return nnx.vmap(layer, transform_metadata={nnx.PARTITION_NAME: None})(keys)
+
+
+class Turns(nnx.Module):
+    """Stacks of equal depth whose layers take turns: the first of each, then the second of each.
+
+    In scans, storage and pipelines its unit is a turn of every stack, n layers; gathering weights, recomputation and
+    numbering go layer by layer.
+    """
+
+    def __init__(self, stacks: Sequence[nnx.Module]):
+        self.turns = nnx.List(stacks)
 
 
 def stacks_of(blocks) -> Sequence:
     """The stacks of a model, in order; a model with equal layers has one."""
     return blocks if isinstance(blocks, nnx.List) else [blocks]
+
+
+def turns_of(stack) -> Sequence:
+    """The stacks whose layers take turns in a stack; itself, if it has equal layers."""
+    return stack.turns if isinstance(stack, Turns) else [stack]
+
+
+def of_each(function: Callable, blocks) -> list[list]:
+    """`function` of each stack of equal layers in `blocks`: for each of `stacks_of` a list of those of `turns_of`."""
+    return [[function(turn) for turn in turns_of(stack)] for stack in stacks_of(blocks)]
+
+
+def _period(turns: Sequence) -> int:
+    """Layers until what differs in the layers of these turns repeats."""
+    return math.lcm(len(turns), *(getattr(turn, "period", 1) for turn in turns))
+
+
+def _each_layer(turns: Sequence) -> Iterator[tuple[nnx.Module, int, int]]:
+    """The layers in order, each with the index of its turn and its place."""
+    period = _period(turns)
+    for number, layers in enumerate(zip(*map(layers_of, turns), strict=True)):
+        for turn, layer in enumerate(layers):
+            yield layer, turn, (number * len(turns) + turn) % period
 
 
 def run_blocks(
@@ -163,20 +204,20 @@ def run_blocks(
     context: Context,
     recompute: str = "none",
     first_layer: Array | int = 1,
-    weights_of: Sequence[Callable | None] | None = None,
+    weights_of: Sequence[Sequence[Callable | None]] | None = None,
     unroll: bool = False,
     gather_again: bool = True,
 ) -> tuple[Array, Sums]:
     """Apply stacked layers one after the other: a scan, so that compile time does not grow with depth.
 
     Args:
-      blocks: a stack of layers, or an `nnx.List` of stacks; weights have a leading layer dim.
+      blocks: a stack of layers, or `Turns`, or an `nnx.List` of these; weights have a leading layer dim.
       x: [t, h].
       context: of its tokens.
       recompute: `none`, `selective` or `full`.
       first_layer: number of the first of these layers in the model, from 1; it selects the dropout masks.
-      weights_of: for each stack the function that turns the stored shards of a layer into its weights, if they are
-        gathered layer by layer.
+      weights_of: for each stack (`of_each`) the function that turns the stored shards of a layer into its weights, if
+        they are gathered layer by layer.
       gather_again: gather them again in the backward pass and never keep them (FSDP).
       unroll: write the layers out, without a loop. A loop keeps what the backward pass needs in stacked arrays, which a
         GPU has to fill and to read layer by layer: a sixth of a step of `gpt_1b`.
@@ -185,8 +226,8 @@ def run_blocks(
       The stream after the layers [t, h], and the sums of the layers by name, float32 [] each.
     """
     sums: Sums = {}
-    for layers, (one, count) in zip(stacks_of(blocks), _with_weights(blocks, weights_of), strict=True):
-        x, found = _run_stack(layers, x, context, recompute, first_layer, one, count, unroll, gather_again)
+    for turns, gathered, count in _with_weights(blocks, weights_of):
+        x, found = _run_stack(turns, x, context, recompute, first_layer, gathered, count, unroll, gather_again)
         sums = _added(sums, found)
         first_layer = first_layer + count
     return x, sums
@@ -196,11 +237,12 @@ def _added(sums: Sums, others: Sums) -> Sums:
     return {name: sums.get(name, 0) + others.get(name, 0) for name in {**sums, **others}}
 
 
-def _with_weights(blocks, weights_of: Sequence[Callable | None] | None) -> Iterator[tuple[Callable | None, int]]:
-    """For each stack its entry of `weights_of` and its number of layers on this device."""
-    stacks = stacks_of(blocks)
-    for layers, one in zip(stacks, weights_of or [None] * len(stacks), strict=True):
-        yield one, depth(layers)
+def _with_weights(blocks, weights_of: Sequence[Sequence[Callable | None]] | None) -> Iterator[tuple]:
+    """For each stack its turns, their entries of `weights_of` and the number of its layers on this device."""
+    weights_of = weights_of or of_each(lambda _: None, blocks)
+    for stack, gathered in zip(stacks_of(blocks), weights_of, strict=True):
+        turns = turns_of(stack)
+        yield turns, gathered, depth(turns[0]) * len(turns)
 
 
 def _with_sums(found: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
@@ -209,41 +251,59 @@ def _with_sums(found: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
 
 
 def _run_stack(
-    layers, x: Array, context: Context, recompute: str, first_layer, weights_of, count: int, unroll: bool, again: bool
+    turns: Sequence,
+    x: Array,
+    context: Context,
+    recompute: str,
+    first_layer,
+    weights_of: Sequence[Callable | None],
+    count: int,
+    unroll: bool,
+    again: bool,
 ):
-    def layer(place, x, layer_and_number):
-        block, number = layer_and_number
-        if weights_of is not None and again:
-            block = weights_of(block)
-        return _with_sums(block(x, context.of_layer(number, place)))
+    def layer_of(weights_of: Callable | None) -> Callable:
+        def layer(place, x, layer_and_number):
+            block, number = layer_and_number
+            if weights_of is not None and again:
+                block = weights_of(block)
+            return _with_sums(block(x, context.of_layer(number, place)))
 
-    kept = KEPT[recompute]
-    if kept is not None:
-        policy = jax.checkpoint_policies.save_only_these_names(*kept)
-        layer = jax.checkpoint(layer, prevent_cse=unroll, policy=policy, static_argnums=0)
-    elif weights_of is not None and again:
-        layer = jax.checkpoint(layer, prevent_cse=unroll, policy=all_but_gathered_weights, static_argnums=0)
+        kept = KEPT[recompute]
+        if kept is not None:
+            policy = jax.checkpoint_policies.save_only_these_names(*kept)
+            layer = jax.checkpoint(layer, prevent_cse=unroll, policy=policy, static_argnums=0)
+        elif weights_of is not None and again:
+            layer = jax.checkpoint(layer, prevent_cse=unroll, policy=all_but_gathered_weights, static_argnums=0)
+        return jax.jit(layer, static_argnums=0, inline=True) if unroll else layer  # traced once
+
+    layers = list(map(layer_of, weights_of))
     if unroll:
-        layer = jax.jit(layer, static_argnums=0, inline=True)  # traced once
-        return _in_turn(layer, x, layers, first_layer, weights_of, again)
-    x, sums = _scan(layer, x, layers, first_layer + jnp.arange(count))
+        return _in_turn(layers, x, turns, first_layer, weights_of, again)
+    x, sums = _scan(layers, x, turns, first_layer + jnp.arange(count), partial(reduce, _added))
     return x, jax.tree.map(lambda each: each.sum(0), sums)
 
 
 def _in_turn(
-    layer: Callable, x: Array, stack: nnx.Module, first: Array | int, weights_of: Callable | None, again: bool
+    functions: Sequence[Callable],
+    x: Array,
+    turns: Sequence,
+    first: Array | int,
+    weights_of: Sequence[Callable | None],
+    again: bool,
 ):
     """As `_scan`, without a loop; the sums are those of all layers."""
-    layers, sums = layers_of(stack), {}
+    layers, which, places = map(list, zip(*_each_layer(turns), strict=True))
+    sums: Sums = {}
     for i, block in enumerate(layers):
-        if weights_of is not None and not again:
-            block = weights_of(block)
-        if weights_of is not None and i + 1 < len(layers):
+        gathered = weights_of[which[i]]
+        if gathered is not None and not again:
+            block = gathered(block)
+        if i + 1 < len(layers) and weights_of[which[i + 1]] is not None:
             own = None if again else block  # gathered inside the layer they are not there yet
             (following, own), x = _in_order((shards_of(layers[i + 1]), own), x)
             layers[i + 1] = with_shards(layers[i + 1], following)
             block = block if again else own
-        x, found = layer(i % getattr(stack, "period", 1), x, (block, jnp.int32(first + i)))
+        x, found = functions[which[i]](places[i], x, (block, jnp.int32(first + i)))
         sums = _added(sums, found)
     return x, sums
 
@@ -278,23 +338,29 @@ def _together(weights: Weights, x: Array) -> tuple[Weights, Array]:
 _in_order.defvjp(lambda *both: (_in_order(*both), None), lambda _, gradients: _together(*gradients))
 
 
-def _scan(layer: Callable, x: Array, stack: nnx.Module, beside) -> tuple[Array, Any]:
-    """`jax.lax.scan` of `layer(place, x, (one of the stack, one of beside))`, in groups of its period: places are
-    static."""
-    layers, period = (stack, beside), getattr(stack, "period", 1)
+def _scan(
+    layers: Sequence[Callable], x: Array, turns: Sequence, beside, join: Callable[[list], Any]
+) -> tuple[Array, Any]:
+    """`jax.lax.scan` of `layer(place, x, (one of a stack, one of beside))`, with a layer for each turn, in groups of
+    their period: places are static. The results of a group are joined."""
+    period = _period(turns)
     if period == 1:
-        return jax.lax.scan(partial(layer, 0), x, layers)
+        return jax.lax.scan(partial(layers[0], 0), x, (turns[0], beside))
 
-    def group(x, layers):
-        found = []
+    def grouped(tree, size: int):
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), tree)
+
+    def group(x, parts):
+        found, (stacks, others) = [], parts
         for place in range(period):
-            x, one = layer(place, x, jax.tree.map(itemgetter(place), layers))
-            found.append(one)
-        return x, jax.tree.map(lambda *each: jnp.stack(each), *found)
+            number, turn = divmod(place, len(turns))
+            one = jax.tree.map(itemgetter(number), stacks[turn]), jax.tree.map(itemgetter(place), others)
+            x, new = layers[turn](place, x, one)
+            found.append(new)
+        return x, join(found)
 
-    groups = jax.tree.map(lambda leaf: leaf.reshape(-1, period, *leaf.shape[1:]), layers)
-    x, found = jax.lax.scan(group, x, groups)
-    return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
+    stacks = [grouped(turn, period // len(turns)) for turn in turns]
+    return jax.lax.scan(group, x, (stacks, grouped(beside, period)))
 
 
 def run_halves(
@@ -313,14 +379,16 @@ def run_halves(
 
     layers, places = [], []
     for stack in stacks_of(blocks):
-        if not in_phases(stack):
-            raise UsageError(
-                f"--train.streams 2 needs layers that stop at their regions, and {type(stack).__name__} has no "
-                "`phases` of its own (mjax/parallel/streams.py); leave it out"
-            )
-        own = layers_of(stack)
-        layers += own
-        places += [place % getattr(stack, "period", 1) for place in range(len(own))]
+        turns = turns_of(stack)
+        for turn in turns:
+            if not in_phases(turn):
+                raise UsageError(
+                    f"--train.streams 2 needs layers that stop at their regions, and {type(turn).__name__} has no "
+                    "`phases` of its own (mjax/parallel/streams.py); leave it out"
+                )
+        for layer, _, place in _each_layer(turns):
+            layers.append(layer)
+            places.append(place)
 
     def phases(layers: list, x: Array, context: Context) -> Phases:
         sums: Sums = {}
@@ -347,22 +415,28 @@ def decode_blocks(
     context: Context,
     cached: KeyValues | None,
     lengths: Array,
-    weights_of: Sequence[Callable | None] | None = None,
+    weights_of: Sequence[Sequence[Callable | None]] | None = None,
 ) -> tuple[Array, KeyValues]:
     """`decode` of stacked layers: `cached` and the returned keys and values have a leading layer dim, over all stacks.
 
     `weights_of` is as in `run_blocks`.
     """
     found, first = [], 0
-    for layers, (one, count) in zip(stacks_of(blocks), _with_weights(blocks, weights_of), strict=True):
 
-        def layer(place, x, block_and_cached, one=one):
-            block, cached = block_and_cached
-            block = block if one is None else one(block)
-            return block.decode(x, replace(context, place=place), cached, lengths)
+    def layer(place, x, block_and_cached, gathered):
+        block, cached = block_and_cached
+        block = block if gathered is None else gathered(block)
+        return block.decode(x, replace(context, place=place), cached, lengths)
 
+    def stacked(new: list):
+        return jax.tree.map(lambda *each: jnp.stack(each), *new)
+
+    for turns, gathered, count in _with_weights(blocks, weights_of):
+        layers = [partial(layer, gathered=one) for one in gathered]
         own = jax.tree.map(lambda part: part[first : first + count], cached)  # noqa: B023 (used at once)
-        x, new = _scan(layer, x, layers, own)
+        x, new = _scan(layers, x, turns, own, stacked)
+        if _period(turns) > 1:
+            new = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), new)
         found.append(new)
         first += count
     return x, found[0] if len(found) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)

@@ -50,6 +50,11 @@ def has_several_stacks(config: ModelConfig) -> bool:
     return any(name.startswith("blocks.0.") for name in abstract_weights(config))
 
 
+def layers_differ(config: ModelConfig) -> bool:
+    """Whether the model has layers of several kinds, one after the other or in turns."""
+    return has_several_stacks(config) or any(name.startswith("blocks.turns.") for name in abstract_weights(config))
+
+
 def scores_in_chunks(config: ModelConfig) -> bool:
     """Whether the model has a loss in chunks (`train.loss_chunks`)."""
     return not_from_output(type(_traced(config))) is None

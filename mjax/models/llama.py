@@ -55,10 +55,14 @@ class Llama(CausalModel):
         )
         self.config = config
         self.embedding = table(embedding)
-        self.blocks = stack(blocks, config.layers, lambda key: self.layer(key, config, dtype))
+        self.blocks = self.layers_of(blocks, config, dtype)
         self.final_norm = RMSNorm(config.hidden, config.norm_epsilon, dtype)
         if not config.tied:
             self.head = table(head)
+
+    def layers_of(self, key: Array, config: LlamaConfig, dtype):
+        """The layers of a config, stacked."""
+        return stack(key, config.layers, lambda key: self.layer(key, config, dtype))
 
     def embed(self, batch: dict[str, Array], context: Context) -> Array:
         x = self.embedding(batch["tokens"], context.tokens)

@@ -3,16 +3,20 @@
 
     x ─┬─ norm ─ attention ─ + ─┬─ norm ─ router ─ k of E experts ─ + ─▶
        └─────────────────────┘  └──────────────────────────────────┘
+
+Some layers may have an MLP as a Llama's instead: the first `dense_layers` (DeepSeek-V3, arXiv 2412.19437), as a stack
+before the others; or all but every `expert_interval`-th, as stacks that take turns, which a pipeline can split.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 
 from mjax.mixture_config import MixtureConfig
 from mjax.models.attention import KeyValues
-from mjax.models.block import Block, Sums
+from mjax.models.block import Block, Sums, Turns, stack
 from mjax.models.context import Context
 from mjax.models.experts import Experts
 from mjax.models.llama import Llama, llama_layer
@@ -25,8 +29,11 @@ from mjax.parallel.tokens import Tokens
 class Mixture(Llama):
     """A decoder-only mixture of experts.
 
-    Its losses beside the cross entropy are means over layers; their coefficients are of every layer's, so they count
-    times the number of layers.
+    Its losses beside the cross entropy are means over the layers with experts; their coefficients are of every layer's,
+    so they count times the number of these layers.
+
+    Attributes:
+      routers: name of the layers with experts among the weights.
     """
 
     layer = staticmethod(lambda *how: llama_layer(*how, block=MixtureBlock, mlp=Experts))
@@ -34,12 +41,35 @@ class Mixture(Llama):
     def __init__(self, key: Array, config: MixtureConfig, dtype=jnp.float32):
         super().__init__(key, config, dtype)
         pooled = config.balance_over == "layers"
-        weights = {"balance_loss": config.balance_loss * (1 if pooled else config.layers)}
-        weights["z_loss"] = config.z_loss * config.layers
+        weights = {"balance_loss": config.balance_loss * (1 if pooled else config.expert_layers)}
+        weights["z_loss"] = config.z_loss * config.expert_layers
         self.loss_weights = {"loss": 1.0} | {name: weight for name, weight in weights.items() if weight}
 
+    def layers_of(self, key: Array, config: MixtureConfig, dtype):
+        def dense(key: Array) -> Block:
+            return llama_layer(key, config, dtype)
+
+        def with_experts(key: Array) -> Block:
+            return self.layer(key, config, dtype)
+
+        first, interval = config.dense_layers, config.expert_interval
+        if interval > 1:
+            kinds = [dense] * (interval - 1) + [with_experts]
+            return Turns([
+                stack(key, config.expert_layers, kind, number, interval) for number, kind in enumerate(kinds)
+            ])  # fmt: skip
+        experts = stack(key, config.expert_layers, with_experts, first)
+        return nnx.List([stack(key, first, dense), experts]) if first else experts
+
+    @property
+    def routers(self) -> str:
+        interval = self.config.expert_interval
+        if interval > 1:
+            return f"blocks.turns.{interval - 1}"
+        return "blocks.1" if self.config.dense_layers else "blocks"
+
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
-        sequences, layers = batch["tokens"].shape[0], self.config.layers
+        sequences, layers = batch["tokens"].shape[0], self.config.expert_layers
         tokens = batch["tokens"].size * layers
         counts = {"router_entropy": tokens, "z_loss": tokens, "balance_loss": sequences * layers}
         if self.config.balance_over == "layers":
@@ -61,14 +91,15 @@ class Mixture(Llama):
         if not self.config.balance_bias:
             return {}
         load = means["expert_load"]
-        return {"blocks.mlp.router.bias": self.config.balance_bias * towards_balance(load).astype(load.dtype)}
+        step = self.config.balance_bias * towards_balance(load).astype(load.dtype)
+        return {f"{self.routers}.mlp.router.bias": step}
 
     def pool_sums(self, sums: Sums, tokens: Tokens) -> Sums:
         """With `balance_over layers` the balance loss of the micro-batch, times its sequences, from what all layers
         used and gave; the other sums as they are."""
         if self.config.balance_over != "layers":
             return sums
-        sums, compared = dict(sums), tokens.count * self.config.layers
+        sums, compared = dict(sums), tokens.count * self.config.expert_layers
         used, given = (sums.pop(name) / compared for name in ("balance_used", "balance_given"))
         return sums | {"balance_loss": (used * given).sum() * self.config.experts * tokens.sequences}
 

@@ -112,9 +112,10 @@ class Router(nnx.Module):
 
     def sums(self, of_rows: Sums, context: Context) -> Sums:
         """What a layer adds to the means of the model: its losses, float32 [] each, and the tokens of each expert, in
-        this layer's row of [l, E]."""
-        found = _of_all(of_rows, context.tokens)
-        here = jnp.arange(self.config.layers)[:, None] == context.layer - 1
+        this layer's row of [l, E], of the l layers with experts."""
+        config, found = self.config, _of_all(of_rows, context.tokens)
+        own = (context.layer - config.dense_layers) // config.expert_interval - 1
+        here = jnp.arange(config.expert_layers)[:, None] == own
         found["expert_load"] = jnp.where(here, found["expert_load"], 0)
         if self.config.balance_loss:
             found |= self._balance(found.pop("used"), found.pop("given"), context.tokens)

@@ -8,6 +8,8 @@ The model keeps its structure; a stacked weight [l, …] is replaced by
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -104,3 +106,30 @@ def _is_apart(leaf) -> bool:
 
 def _is_accumulated(leaf) -> bool:
     return isinstance(leaf, Accumulated)
+
+
+# --- Names ------------------------------------------------------------------------------------------------------------
+
+STACK = re.compile(r"^blocks\.(?:(\d+)\.)?(?:turns\.(\d+)\.)?")
+"""What the name of a stacked weight begins with: the number of its stack, and of its turn (`models/block.py`)."""
+
+
+def name_in_layer(name: str) -> str:
+    """The name of a stacked weight as in a model whose layers are all alike: 'blocks.1.mlp.up' → 'blocks.mlp.up'."""
+    return STACK.sub("blocks.", name)
+
+
+def numbers_of_layers(depths: Mapping[str, int]) -> dict[str, range]:
+    """The layers of the model, from 1, whose weights are stacked in each array, from the number of layers in it."""
+    turns, of_stack = {}, {}
+    for name, layers in depths.items():
+        stack, turn = (int(number or 0) for number in STACK.match(name).groups())
+        turns[stack] = max(turns.get(stack, 1), turn + 1)
+        of_stack[stack] = layers
+    first = {stack: 1 + sum(of_stack[other] * turns[other] for other in of_stack if other < stack) for stack in turns}
+    found = {}
+    for name, layers in depths.items():
+        stack, turn = (int(number or 0) for number in STACK.match(name).groups())
+        start, step = first[stack] + turn, turns[stack]
+        found[name] = range(start, start + layers * step, step)
+    return found

@@ -133,7 +133,8 @@ def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float
             [
                 number, mesh.pipe, mesh.data, *([mesh.expert] if split else []), mesh.model,
                 f"{mesh.schedule}{chunks}" if mesh.pipe > 1 else "-", train.micro_batch, train.recompute,
-                "yes" if mesh.splits_tokens else "-", train.streams, mesh.zero or "-", *([train.loss_chunks if train.loss_chunks > 1 else "-"] if some else []),
+                "yes" if mesh.splits_tokens else "-", train.streams, mesh.zero or "-",
+                *([train.loss_chunks if train.loss_chunks > 1 else "-"] if some else []),
                 f"{time.mean:.3g}", f"{time.model_tflops:.0f}", "-" if time.mfu is None else f"{time.mfu:.1%}",
                 f"{candidate.memory.total / GIB:.1f}", f"{spent.days:.3g}", f"{spent.gpu_hours:,.0f}",
                 *([f"{spent.money:,.0f}"] if price else []), held_back_by(candidate, found),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mjax.config import Config
+from mjax.models.build import layers_differ
 from mjax.parallel.zero import sums_in_last
 from mjax.planner.memory import HEADROOM, free_share, memory_of, predict_memory
 
@@ -27,7 +28,8 @@ def with_unrolling(config: Config, usable: float | None) -> Config:
     A pipeline keeps its loop, since its stages keep activations in slots. So does FSDP over several servers, where the
     loop is as fast, and over `model` without sequence parallelism, where nothing keeps XLA from gathering the weights
     of many layers early (`models/block.py`). And so does a mixture of experts, whose rows of several layers XLA would
-    have in memory at once: compiled for 8 H100s it needed up to 40% more than predicted.
+    have in memory at once: compiled for 8 H100s it needed up to 40% more than predicted; and a model with layers of
+    several kinds, whose memory is not predicted.
 
     Args:
       config: validated; `model.attention` is a kernel's name, or `auto`, resolved as on a GPU.
@@ -45,7 +47,8 @@ def is_looped(config: Config, usable: float | None) -> bool:
     if config.train.streams == 2:
         return False
     mesh = config.mesh
-    if usable is None or mesh.pipe > 1 or config.model.layers > MOST_LAYERS or config.model.parted_experts():
+    kept = config.model.parted_experts() or layers_differ(config.model)
+    if usable is None or mesh.pipe > 1 or config.model.layers > MOST_LAYERS or kept:
         return True
     if mesh.zero == 3 and (mesh.devices > MOST_GPUS or (mesh.model > 1 and not mesh.splits_tokens)):
         return True

@@ -43,7 +43,7 @@ def lay_out(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
     """The layout of the model of `config` on `mesh`, which has the shape `config.mesh`; nothing is allocated.
 
     Raises:
-      UsageError: the config has a pipeline, and the model has several stacks of layers.
+      UsageError: the config has a pipeline, and the layers of the model are several stacks, one after the other.
     """
     if config.mesh.pipe > 1 and has_several_stacks(config.model):
         raise UsageError(

@@ -24,6 +24,7 @@ from dataclasses import replace
 
 from mjax.config import Config
 from mjax.hardware import gpu_of
+from mjax.models.build import layers_differ
 from mjax.training.trace import Layer, Traced, head, stacks_forward
 
 
@@ -59,9 +60,9 @@ def _attention(config: Config, causal: bool) -> float:
 
 
 def _stacks(config: Config) -> list[tuple[int, Layer]]:
-    """The number of layers of each stack, and one of them."""
+    """The number of layers of each stack, and one of them; of layers that take turns, as `stacks_forward`."""
     stacks = stacks_forward(_whole(config))
-    return [(config.model.layers, stacks[0][1])] if len(stacks) == 1 else list(stacks)
+    return list(stacks) if layers_differ(config.model) else [(config.model.layers, stacks[0][1])]
 
 
 def _head(config: Config) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mjax.config import Config
-from mjax.models.block import Sums, run_blocks, run_halves, stacks_of
+from mjax.models.block import Sums, of_each, run_blocks, run_halves
 from mjax.models.context import Context
 from mjax.models.output import check_loss_chunks
 from mjax.models.protocol import Model
@@ -86,8 +87,8 @@ class Forward:
         """
         dtype = COMPUTE_TYPES[self.config.precision.compute]
         trains, train, context = self.step is not None, self.config.train, self.layer_context(micro_batch)
-        float8, stacks = context.tokens.float8, stacks_of(self.plan.blocks)
-        gathered = [gather_in_loop(stack, dtype, in_float8=float8) for stack in stacks]
+        gathers = partial(gather_in_loop, dtype=dtype, in_float8=context.tokens.float8)
+        gathered = of_each(gathers, self.plan.blocks)
         recompute, unroll = (train.recompute, train.unroll == "on") if trains else ("none", False)
         again = self.config.mesh.zero == 3
         x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll, again)

@@ -15,6 +15,7 @@ from mjax.names import leaf_name
 from mjax.parallel import scopes
 from mjax.parallel.axes import PIPE
 from mjax.parallel.mappings import rank, sum_over, varying_axes
+from mjax.parallel.stacks import numbers_of_layers
 from mjax.parallel.sums import wide_type
 from mjax.parallel.zero import is_layer, layer_dims
 from mjax.state.layout import Layout
@@ -170,11 +171,11 @@ def _of_all_stages(squares: Array, mesh: MeshConfig) -> Array:
 
 def gradient_names(model, mesh: MeshConfig) -> list[str]:
     """The names of the entries of `squared_norms`: 'embedding.table', …, 'blocks.mlp.up.kernel of layer 3', …"""
-    names = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(model)[0]:
-        name = leaf_name(path)
-        layers = math.prod(leaf.shape[: layer_dims(mesh)])
-        names += [f"{name} of layer {i}" for i in range(1, layers + 1)] if is_layer(name) else [name]
+    shapes = {leaf_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
+    stacked = {name: math.prod(shape[: layer_dims(mesh)]) for name, shape in shapes.items() if is_layer(name)}
+    numbers, names = numbers_of_layers(stacked), []
+    for name in shapes:
+        names += [f"{name} of layer {number}" for number in numbers[name]] if is_layer(name) else [name]
     return names
 
 

@@ -59,7 +59,7 @@ def draw_experts(records: Iterable[dict[str, Any]], step: int, shares: np.ndarra
     Args:
       records: of metrics.jsonl.
       step: the shares are those of this step.
-      shares: of each expert in the assignments of its layer, [l, E].
+      shares: of each expert in the assignments of its layer, [l, E], of the layers with experts.
       file: the picture.
       title: name of the run.
     """
@@ -87,7 +87,7 @@ def draw_experts(records: Iterable[dict[str, Any]], step: int, shares: np.ndarra
     norm = TwoSlopeNorm(balanced, 0, max(2 * balanced, shares.max()))
     edges = (-0.5, experts - 0.5, layers + 0.5, 0.5)
     image = heat.imshow(shares, cmap="RdBu_r", norm=norm, aspect="auto", extent=edges, interpolation="nearest")
-    heat.set(xlabel="expert", ylabel="layer", title=f"share of a layer's assignments at step {step:,}")
+    heat.set(xlabel="expert", ylabel="layer with experts", title=f"share of a layer's assignments at step {step:,}")
     heat.set_xticks(range(0, experts, -(-experts // 32)))
     heat.set_yticks(range(1, layers + 1, -(-layers // 16)))
     bar = figure.colorbar(image, ax=heat, format=PercentFormatter(1, 1 if experts <= LEGIBLE else 2), pad=0.01)

@@ -8,7 +8,7 @@ One layer is traced for one sample on one rank of `model`: everything is proport
 (but for the rows of experts, see `of_micro_batch`), and all layers are alike. Dropout is left out, since its masks are
 recomputed and never kept.
 
-    stacks_forward   the number of layers of each stack, and products and sums of one of them
+    stacks_forward   the number of layers of each stack, and products and sums of one of them, or of a turn of several
     layer_forward    the same of a layer, for a model with one stack
     layer_program    a layer's forward pass as it runs, with sequence parallelism
     layer_backward   what a layer keeps, and what its backward pass does
@@ -34,7 +34,7 @@ from mjax.errors import UsageError
 from mjax.mixture_config import MixtureConfig
 from mjax.model_config import ModelConfig
 from mjax.models.attention import FLASH_STAND_IN
-from mjax.models.build import has_several_stacks
+from mjax.models.build import layers_differ
 from mjax.models.kernels import FUSED
 from mjax.parallel.grouped import STAND_IN, WHOLE_STAND_IN
 from mjax.parallel.mesh import BATCH, abstract_mesh
@@ -176,12 +176,13 @@ def of_micro_batch(of: Traced, samples: int, found: Callable[[Traced], tuple[flo
 @lru_cache(maxsize=64)
 def _undisturbed(model: ModelConfig) -> ModelConfig:
     model = model.without_dropout()
-    return model if has_several_stacks(model) else model.one_layer()
+    return model if layers_differ(model) else model.one_layer()
 
 
 @lru_cache(maxsize=1024)
 def stacks_forward(of: Traced) -> tuple[tuple[int, Layer], ...]:
-    """For each stack the number of layers, and the forward pass of one; a single stack is traced with one layer.
+    """For each stack the number of layers, and the forward pass of one; a single stack is traced with one layer. Of
+    layers that take turns, the number of repetitions of their pattern, and the forward pass of one.
 
     Float8 has the products of bf16, and those are traced, without what rounds their operands."""
     compute = "bf16" if of.compute == "fp8" else of.compute
@@ -195,9 +196,10 @@ def layer_forward(of: Traced) -> Layer:
       UsageError: layers differ, in which case only FLOPs are known.
     """
     stacks = stacks_forward(of)
-    if len(stacks) > 1:
+    if layers_differ(of.model):
+        what = f"{len(stacks)} stacks of layers" if len(stacks) > 1 else "layers of several kinds in turns"
         raise UsageError(
-            f"mjax plan predicts models whose layers are all alike, and this one has {len(stacks)} stacks of layers; "
+            f"mjax plan predicts models whose layers are all alike, and this one has {what}; "
             "start train.py without a plan"
         )
     return stacks[0][1]

@@ -245,8 +245,16 @@ def test_a_config_goes_out_and_comes_back_the_same(name):
         ({"rope_interleaved": True}, "rope_interleaved is True"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        (
+            {"model_type": "qwen3_moe", "mlp_only_layers": [1]},
+            r"mlp_only_layers is \[1\] and decoder_sparse_step 1; mjax",
+        ),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0], "decoder_sparse_step": 2}, "but not both"),
+        (
+            {"model_type": "qwen3_moe", "mlp_only_layers": [0, 1], "num_hidden_layers": 2},
+            r"mlp_only_layers is \[0, 1\]",
+        ),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step 0"),
         ({"model_type": "olmoe", "norm_topk_prob": 1}, "norm_topk_prob is 1"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0"),
     ],

@@ -252,21 +252,23 @@ def test_a_layer_without_experts_is_refused_by_its_argument():
     tensors = tensors_of()
     for name in [name for name in tensors.kinds if name.startswith("decoder.layers.0.mlp.")]:
         del tensors.kinds[name]
-    with pytest.raises(UsageError, match=r"moe_layer_freq is \[0, 1, 1, 1\], and in mjax every layer has experts"):
+    with pytest.raises(
+        UsageError, match=r"moe_layer_freq is \[0, 1, 1, 1\], and mjax convert reads those whose layers all have"
+    ):
         decoder_config(ARGUMENTS | {"moe_layer_freq": [0, 1, 1, 1]}, tensors, "source", 3.0)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"moe_router_enable_expert_bias": True}, "expert_bias is True, and the router of mjax has no bias"),
+        ({"moe_router_enable_expert_bias": True}, "expert_bias is True, and mjax convert does not read the bias"),
         ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate is True, and the shared expert of mjax has no gate"),
         ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input is True"),
         ({"moe_latent_size": 3}, "moe_latent_size is 3"),
         ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps is 0.1, and mjax adds no noise"),
         ({"moe_router_topk_limited_devices": 2}, "moe_router_topk_limited_devices is 2"),
         ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is 1.0, with which Megatron drops tokens"),
-        ({"moe_layer_freq": 2}, "moe_layer_freq is 2, and in mjax every layer has experts"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is 2, and mjax convert reads those whose layers all have"),
         ({"moe_layer_freq": [0, 1, 1, 1]}, "moe_layer_freq is [0, 1, 1, 1]"),
         ({"moe_router_score_function": "sqrtsoftplus"}, "is 'sqrtsoftplus', and mjax knows softmax and sigmoid"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "is 'sinkhorn', and mjax knows aux_loss, seq_aux_loss, "),

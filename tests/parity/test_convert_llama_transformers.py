@@ -67,6 +67,11 @@ MODELS = {
     ),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}),
 }
+MODELS["qwen 3 moe, first layer dense"] = ("Qwen3Moe", {**MODELS["qwen 3 moe"][1], "mlp_only_layers": [0]})
+MODELS["qwen 3 moe, experts in every second layer"] = (
+    "Qwen3Moe",
+    {**MODELS["qwen 3 moe"][1], "num_hidden_layers": 4, "decoder_sparse_step": 2},
+)
 
 
 def peer_of(name):
@@ -135,7 +140,7 @@ def test_weights_come_into_the_shards_of_any_mesh(mesh, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(shards), jax.device_get(whole))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen 3 moe", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen 3 moe, first layer dense", "olmoe"])
 def test_files_with_all_experts_of_a_layer_in_one_tensor_are_read_too(name, tmp_path):
     peer = peer_of(name)
 

@@ -1,6 +1,7 @@
 """Llama, Mistral, Qwen 2, Qwen 3 and OLMo 2 of `transformers` with the same random weights, in float64: logits, loss,
 gradients, runs of AdamW and Muon, and the rotary frequencies of every scaling."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -115,8 +116,8 @@ def from_peer(tensors, ours, model):
     return tensors_of(tensors, ours, model)
 
 
-def tensors_of(tensors, ours, model, otherwise=lambda path, leaf: None):
-    """The same, but for those that `otherwise` gives."""
+def tensors_of(tensors, ours, model, otherwise=lambda path, leaf: None, of_stack=lambda name, depth: range(depth)):
+    """The same, but for those that `otherwise` gives; `of_stack` says which layers a stacked weight has, from 0."""
 
     def of_layer(name, shape, layer):
         def tensor(theirs):
@@ -142,7 +143,8 @@ def tensors_of(tensors, ours, model, otherwise=lambda path, leaf: None):
             return own
         if not name.startswith("blocks."):
             return jnp.asarray(tensors[NAMES[name]])
-        layers = (of_layer(name.removeprefix("blocks."), leaf.shape[1:], layer) for layer in range(leaf.shape[0]))
+        plain = re.sub(r"^blocks\.(turns\.)?(\d+\.)?", "", name)
+        layers = (of_layer(plain, leaf.shape[1:], layer) for layer in of_stack(name, leaf.shape[0]))
         return jnp.stack([jnp.asarray(one) for one in layers])
 
     return jax.tree_util.tree_map_with_path(fetch, ours)

@@ -11,6 +11,7 @@ import pytest
 from mjax.config import MixtureConfig
 from mjax.models.build import build_model
 from mjax.names import leaf_name
+from tests.mixture_reference import place_of
 from tests.small import gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
@@ -39,6 +40,18 @@ FAMILIES = {  # ours, the class of transformers, and what its config has besides
         {"num_experts": 4, "norm_topk_prob": False},
     ),
 }
+PARTLY_DENSE = {
+    "first layer dense": (
+        replace(FAMILIES["qwen 3 moe"][0], layers=3, dense_layers=1),
+        "Qwen3Moe",
+        {**FAMILIES["qwen 3 moe"][2], "mlp_only_layers": [0]},
+    ),
+    "experts in every second layer": (
+        replace(FAMILIES["qwen 3 moe"][0], layers=4, expert_interval=2),
+        "Qwen3Moe",
+        {**FAMILIES["qwen 3 moe"][2], "decoder_sparse_step": 2},
+    ),
+}
 MESHES = {
     "one device": {},
     "data 2 × model 2": {"data": 2, "model": 2},
@@ -49,7 +62,7 @@ MESHES = {
 
 
 def peer_of(family):
-    model, kind, settings = FAMILIES[family]
+    model, kind, settings = {**FAMILIES, **PARTLY_DENSE}[family]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=model.vocabulary,
@@ -83,21 +96,23 @@ def in_float64(monkeypatch):
 
 def from_peer(tensors, ours, model):
     """Tensors of the peer, by its names, in the tree of `ours`."""
-    others = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name}
+
+    def of_stack(name, _):
+        return [layer for layer in range(model.layers) if name.startswith(place_of(layer, model)[0])]
 
     def experts(path, leaf):
         name = leaf_name(path)
-        if ".mlp." not in name:
+        if not name.endswith(("mlp.router.kernel", "mlp.down", "mlp.up")):
             return None
-        layers = [f"model.layers.{layer}.mlp" for layer in range(leaf.shape[0])]
-        if name == "blocks.mlp.router.kernel":
+        layers = [f"model.layers.{layer}.mlp" for layer in of_stack(name, None)]
+        if name.endswith("mlp.router.kernel"):
             return jnp.stack([tensors[f"{layer}.gate.weight"].T for layer in layers])
-        if name == "blocks.mlp.down":
+        if name.endswith("mlp.down"):
             return jnp.stack([tensors[f"{layer}.experts.down_proj"].swapaxes(1, 2) for layer in layers])
         both = (tensors[f"{layer}.experts.gate_up_proj"].swapaxes(1, 2) for layer in layers)  # [E, h, 2 f]
         return jnp.stack([each.reshape(leaf.shape[1:]) for each in both])
 
-    return tensors_of(others, ours, model, experts)
+    return tensors_of(tensors, ours, model, experts, of_stack)
 
 
 def loss_of(peer, batch, coefficient=0.0):
@@ -113,13 +128,26 @@ def test_loss_and_gradients_equal_those_of_transformers(family, mesh):
     _compare(family, MESHES[mesh], 0.0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("first layer dense", "one device"),
+        ("first layer dense", "data 2 × model 2, FSDP"),
+        ("experts in every second layer", "model 4, sequence parallel"),
+        ("experts in every second layer", "pipe 2"),
+    ],
+)
+def test_with_dense_layers_loss_and_gradients_equal_those_of_transformers(family, mesh):
+    _compare(family, MESHES[mesh], 0.0)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *PARTLY_DENSE])
 def test_with_the_auxiliary_loss_of_all_layers_they_do_on_one_device(family):
     _compare(family, {}, 0.5, micro_batch=4)
 
 
 def _compare(family, mesh, coefficient, micro_batch=2):
-    model = FAMILIES[family][0]
+    model = {**FAMILIES, **PARTLY_DENSE}[family][0]
     if coefficient:
         model = replace(model, balance_loss=coefficient, balance_over="layers")
     with jax.enable_x64(True):

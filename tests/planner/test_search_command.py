@@ -11,6 +11,7 @@ from mjax import cli
 from mjax.config import load_config
 from mjax.hardware import USABLE_FRACTION, gpu_named
 from mjax.models.build import count_parameters
+from mjax.parallel.axes import NAMES
 from mjax.planner.memory import predict_memory
 from mjax.planner.search import SEARCHED, search
 from mjax.planner.search_command import SearchArguments, run_search
@@ -65,7 +66,7 @@ def test_a_search_prints_the_plan_of_the_fastest_and_how_it_was_found(capsys):
     plan = json.loads(capsys.readouterr().out)
     best = plan["search"]["best"][0]
     assert plan["run"]["devices"] == plan["search"]["devices"] == 2
-    assert plan["run"]["mesh"] == {axis: best[f"mesh.{axis}"] for axis in ("pipe", "data", "model")}
+    assert plan["run"]["mesh"] == {axis: best[f"mesh.{axis}"] for axis in NAMES}
     assert plan["time"]["seconds"] == pytest.approx(best["seconds"])
     assert best["days"] == pytest.approx(plan["time"]["run"]["seconds"] / 86_400)
     assert plan["search"]["tokens"] == 12 * 8 * 16

@@ -28,7 +28,7 @@ from mjax.interop.tensor_files import Tensors
 EXPERT = "mlp.experts.0.linear_fc2"
 """The module whose weight [h, f] says how wide an expert is."""
 NOT_HERE = {
-    "moe_router_enable_expert_bias": "the router of mjax has no bias for experts",
+    "moe_router_enable_expert_bias": "mjax convert does not read the bias of a router",
     "moe_shared_expert_gate": "the shared expert of mjax has no gate",
     "moe_apply_probs_on_input": "mjax multiplies by the weight of an expert after its activation",
     "moe_latent_size": "the experts of mjax read the hidden size",
@@ -110,8 +110,8 @@ def check_experts(said: Mapping[str, Any], source: str) -> None:
     frequency = said.get("moe_layer_freq")
     if any(type(each) is not int or each != 1 for each in _listed(1 if frequency is None else frequency)):
         raise UsageError(
-            f"{source}: moe_layer_freq is {frequency!r}, and in mjax every layer has experts, as with 1; convert a "
-            "model without dense layers"
+            f"{source}: moe_layer_freq is {frequency!r}, and mjax convert reads those whose layers all have "
+            "experts, as with 1; convert a model without dense layers"
         )
 
 

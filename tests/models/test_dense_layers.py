@@ -1,0 +1,216 @@
+"""Mixtures of experts with dense layers, the first ones or all but every n-th, on meshes against the serial mixture in
+float64."""
+
+import jax
+import numpy as np
+import pytest
+
+from mjax.errors import UsageError
+from mjax.generation import Generator
+from mjax.models.build import build_model, count_parameters
+from mjax.parallel.mesh import abstract_mesh, make_mesh
+from mjax.parallel.zero import cut_into_chunks
+from mjax.planner import fit
+from mjax.planner.memory import predict_memory
+from mjax.planner.unrolling import is_looped
+from mjax.sampling import Sampling
+from mjax.state.checkpoint import Checkpoints
+from mjax.training.flops import model_flops
+from mjax.training.step import build_program
+from mjax.validation import validate
+from tests import mixture_reference
+from tests.against_reference import in_layer_order, largest_error
+from tests.models.test_balance_bias import biased, steps_on_mesh
+from tests.models.test_mixture import DEEPSEEK, config_of
+from tests.small import QUICKLY, batch_of, named, small_config, weights_of
+
+FIRST = {"layers": 4, "dense_layers": 1, "feed_forward": 40}
+SECOND = {"layers": 4, "expert_interval": 2, "feed_forward": 40}
+THIRD = {"layers": 6, "expert_interval": 3, "feed_forward": 40}
+WINDOWS = {"window": 5, "full_attention_every": 2}
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "mesh", "recompute", "unroll", "changes"),
+    [
+        (1, 1, {}, "none", "off", FIRST),
+        (1, 1, {}, "none", "off", SECOND),
+        pytest.param(1, 1, {}, "selective", "off", {**THIRD, **WINDOWS}, marks=pytest.mark.long),
+        pytest.param(1, 1, {}, "none", "off", {**FIRST, "dense_layers": 2, **WINDOWS}, marks=pytest.mark.long),
+        pytest.param(1, 1, {}, "none", "on", FIRST, marks=pytest.mark.long),
+        (2, 2, {"sequence_parallel": True, "zero": 3}, "full", "off", {**SECOND, **DEEPSEEK}),
+        (2, 2, {"sequence_parallel": True, "zero": 3}, "full", "off", FIRST),
+        (2, 1, {"zero": 1}, "selective", "on", {**THIRD, **WINDOWS}),
+        pytest.param(2, 1, {"zero": 3}, "none", "on", SECOND, marks=pytest.mark.long),
+        pytest.param(2, 1, {"zero": 1}, "none", "on", FIRST, marks=pytest.mark.long),
+        (1, 1, {"pipe": 2, "schedule": "1f1b"}, "none", "off", SECOND),
+        (2, 1, {"pipe": 2, "chunks": 2, "zero": 3}, "none", "off", {**SECOND, "layers": 8}),
+        pytest.param(
+            1, 2, {"pipe": 2, "schedule": "zb-h1", "chunks": 2}, "full", "off", {**SECOND, "layers": 8, **WINDOWS},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(4, 1, {"expert": 2, "zero": 1}, "none", "off", FIRST, marks=pytest.mark.long),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_loss_and_every_gradient_equal_the_serial_reference(data, model, mesh, recompute, unroll, changes):
+    changes = {"sequence": 16, **changes}
+    config = config_of(data, model, max(2 // data, 1), recompute, mesh=mesh, unroll=unroll, **changes)
+    validate(config, "a test")
+    errors = largest_error(config, scale=2.0**10)
+    assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.parametrize(
+    ("data", "mesh", "changes"),
+    [(1, {}, FIRST), (2, {"pipe": 2, "zero": 1}, SECOND)],
+    ids=["first", "every second"],
+)
+def test_the_bias_of_those_layers_that_have_a_router_follows_their_tokens(data, mesh, changes):
+    config = biased(data, 1, mesh=mesh, **changes)
+    with jax.enable_x64(True):
+        batches = [batch_of(config, seed) for seed in range(3)]
+        expected, weights = mixture_reference.trained(
+            named(weights_of(config)), config.model, batches, config.optimizer
+        )
+        _, found, (losses, _) = steps_on_mesh(config, range(3))
+    np.testing.assert_allclose(losses, expected, rtol=1e-12)
+    (bias,) = (name for name in weights if name.endswith("router.bias"))
+    assert weights[bias].shape == (config.model.expert_layers, 8)
+    np.testing.assert_array_equal(found[bias], weights[bias])
+
+
+# --- Numbers and names of layers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "router", "dense"),
+    [
+        ({**FIRST, "dense_layers": 2, "layers": 5}, {}, ("blocks.1", [3, 4, 5]), ("blocks.0", [1, 2])),
+        (SECOND, {}, ("blocks.turns.1", [2, 4]), ("blocks.turns.0", [1, 3])),
+        (THIRD, {}, ("blocks.turns.2", [3, 6]), ("blocks.turns.1", [2, 5])),
+        (
+            {**SECOND, "layers": 8}, {"pipe": 2, "chunks": 2},
+            ("blocks.turns.1", [2, 4, 6, 8]), ("blocks.turns.0", [1, 3, 5, 7]),
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gradients_are_named_by_the_number_of_their_layer_in_the_model(changes, mesh, router, dense):
+    config = small_config(kind="mixture", mesh=mesh, **changes)
+    names = build_program(config, abstract_mesh(config.mesh)).gradient_names
+    for weight, (stack, numbers) in (("mlp.router.kernel", router), ("mlp.down.kernel", dense)):
+        mine = [name for name in names if name.startswith(f"{stack}.{weight}")]
+        assert mine == [f"{stack}.{weight} of layer {number}" for number in numbers]
+
+
+@pytest.mark.parametrize("changes", [FIRST, SECOND], ids=["first", "every second"])
+def test_a_layer_has_the_initial_weights_that_it_has_in_a_model_where_all_layers_are_alike(changes):
+    alike = build_model(0, small_config(kind="mixture", **{**changes, "dense_layers": 0, "expert_interval": 1}).model)
+    found, whole = named(build_model(0, small_config(kind="mixture", **changes).model)), named(alike)
+    model = small_config(kind="mixture", **changes).model
+    for layer in range(model.layers):
+        prefix, index = mixture_reference.place_of(layer, model)
+        name = "attention.qkv.kernel"
+        np.testing.assert_array_equal(found[f"{prefix}{name}"][index], whole[f"blocks.{name}"][layer])
+
+
+def test_parameters_and_flops_are_those_of_the_layers_added_up():
+    def counted(**changes):
+        config = small_config(kind="mixture", feed_forward=40, expert_width=24, **changes)
+        return np.array([count_parameters(config.model), model_flops(config)])
+
+    one, two = counted(layers=1), counted(layers=2)
+    dense = {**vars(small_config(kind="mixture", layers=2, feed_forward=40, expert_width=24).model)}
+    sparse = two - one
+    without = one - sparse  # embedding and head
+    h, f, tokens = dense["hidden"], 40, 8 * 16
+    attention = counted(layers=1, experts=1, experts_per_token=1) - without
+    of_one_expert = np.array([3 * h * 24 + h, tokens * 6 * (3 * h * 24 + h)])  # and its router
+    mlp = np.array([3 * h * f, tokens * 6 * 3 * h * f])
+    dense = attention - of_one_expert + mlp
+    np.testing.assert_allclose(counted(layers=5, dense_layers=2), without + 2 * dense + 3 * sparse)
+    np.testing.assert_allclose(counted(layers=6, expert_interval=3), without + 4 * dense + 2 * sparse)
+
+
+# --- Generation, checkpoints ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh"),
+    [
+        (FIRST, {}),
+        ({**THIRD, "window": 3, "full_attention_every": 2}, {}),
+        ({**SECOND, "layers": 8}, {"pipe": 2, "chunks": 2}),
+    ],
+    ids=str,
+)
+def test_greedy_text_is_what_the_whole_forward_pass_gives(changes, mesh):
+    config = small_config(kind="mixture", dropout=0.0, grouped="xla", mesh=mesh, **changes)
+    weights = jax.tree.map(lambda w: 4 * w, build_model(3, config.model))
+    prompt, generator = [5, 17, 31], Generator(config, make_mesh(config.mesh))
+    there = cut_into_chunks(weights, config.mesh)
+    (found,) = generator.generate(there, [prompt], Sampling(tokens=6, temperature=0.0), eod=-1)
+    ids, scores = list(prompt), jax.jit(mixture_reference.scores, static_argnums=1, compiler_options=QUICKLY)
+    for _ in range(6):
+        tokens = np.array([ids + [0] * (9 - len(ids))])  # what follows is not seen
+        ids.append(int(scores(named(weights), config.model, {"tokens": tokens})[0, len(ids) - 1].argmax()))
+    assert found.tokens == ids[3:]
+
+
+def test_a_checkpoint_of_a_pipeline_opens_on_one_device(tmp_path):
+    config = biased(1, 1, compute="fp32", mesh={"pipe": 2, "chunks": 2}, **{**SECOND, "layers": 8})
+    there = biased(1, 1, compute="fp32", **{**SECOND, "layers": 8})
+    state, weights, _ = steps_on_mesh(config, range(1))
+    with Checkpoints(tmp_path, on_notice=print) as checkpoints:
+        checkpoints.save(1, state)
+        _, found = checkpoints.restore(build_program(there, make_mesh(there.mesh)).abstract_state, 1)
+    for name, weight in in_layer_order(found.model, there).items():
+        np.testing.assert_array_equal(weight, weights[name], err_msg=name)
+
+
+# --- Refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 4, "dense_layers": 4}, r"--model\.dense-layers 4 leaves no layer of --model\.layers 4 with"),
+        ({"layers": 5, "dense_layers": 1, "expert_interval": 2}, "are two patterns of layers with experts"),
+        (
+            {"layers": 4, "dense_layers": 1, "mesh": {"pipe": 2}},
+            r"--mesh\.pipe 2 cannot split layers of which the first --model\.dense-layers 1 are others",
+        ),
+        ({"layers": 5, "dense_layers": 1, "window": 4, "full_attention_every": 2}, "does not divide"),
+        ({"layers": 6, "dense_layers": 3, "window": 4, "full_attention_every": 2}, "divide --model.dense-layers 3"),
+        ({"layers": 5, "expert_interval": 2}, "repeat every 2 layers, which does not divide the 5 layers"),
+        ({"layers": 4, "expert_interval": 2, "mesh": {"pipe": 4}}, "does not divide the 1 layers"),
+        (
+            {"layers": 8, "expert_interval": 4, "window": 4, "full_attention_every": 3, "mesh": {}},
+            r"--model\.full-attention-every 3 does not divide",
+        ),
+        (
+            {"layers": 6, "expert_interval": 4, "window": 4, "full_attention_every": 3},
+            r"--model\.expert-interval 4 and --model\.full-attention-every 3 repeat every 12 layers",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused_in_a_sentence(changes, message):
+    with pytest.raises(UsageError, match=message):
+        validate(config_of(micro_batch=1, **changes), "a test")
+
+
+@pytest.mark.parametrize("changes", [FIRST, SECOND], ids=["first", "every second"])
+def test_its_memory_is_not_predicted_and_so_its_layers_run_in_a_loop(changes, monkeypatch):
+    config = small_config(kind="mixture", **changes)
+    with pytest.raises(UsageError, match="mjax plan predicts models whose layers are all alike"):
+        predict_memory(config)
+    assert is_looped(config, 80e9)
+    said = []
+    monkeypatch.setattr(fit, "memory_of", lambda _: (80e9, "an H100"))
+    monkeypatch.setattr(fit, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    fit.check_gpu_at_hand(config, "a test", False, said.append)
+    assert said == [
+        "memory  not predicted, since this model has layers of several kinds; nothing is refused before it runs"
+    ]
