@@ -17,7 +17,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # Compile, search or train for half a minute and more; 04 fetches 90 MB, 08 5 MB.
 LONG = (
     "02_pipeline", "03_data", "04_from_and_to_hugging_face", "05_bert_depth", "06_before_the_run",
-    "07_train_from_python", "08_from_gpt2_to_llama",
+    "07_train_from_python", "08_from_gpt2_to_llama", "09_mixture_of_experts",
 )  # fmt: skip
 LARGEST = 400_000  # bytes of a notebook, pictures included
 

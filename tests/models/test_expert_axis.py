@@ -15,8 +15,10 @@ from mjax.errors import UnhealthyError, UsageError
 from mjax.generation import Generator
 from mjax.models.build import build_model
 from mjax.names import leaf_name
+from mjax.parallel import scopes
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import storage_of
+from mjax.planner.comms import ledger
 from mjax.sampling import Sampling
 from mjax.state.layout import lay_out
 from mjax.training.replicas import Replicas
@@ -103,6 +105,23 @@ def test_a_flipped_bit_of_an_expert_is_found_among_the_replicas_that_share_it():
     router[...] = with_flipped_bit(router[...], mesh.devices[0, 0, 1, 0].id)
     with pytest.raises(UnhealthyError, match=r"replica 1 \(device 1 .*\) differs from the others in .*router.kernel;"):
         replicas.check(3, model)
+
+
+def test_the_ledger_has_what_the_docstring_of_experts_says():
+    """Of a layer: rows and routing gathered, results scattered; and the transposes of these in the backward pass."""
+    config = small_config(8, 1, 1, compute="bf16", mesh={"expert": 4}, **{**MIXTURE, "layers": 3, "sequence": 16})
+    found = ledger(config).over("expert").grouped("part")[scopes.LAYER]
+    rows, routing = 16 * 32 * 2, 16 * 2 * 2 * 4  # bytes of this rank: [t, h] in bf16, [t, 2 k] in float32
+    totals = {key: (part.count, part.sent) for key, part in found.grouped("operation", "dtype").items()}
+    assert totals == {
+        ("all-gather", "bfloat16"): (2 * 3, 2 * 3 * 3 * rows),  # x, and the gradient of y
+        ("all-gather", "float32"): (3, 3 * 3 * routing),
+        ("reduce-scatter", "bfloat16"): (2 * 3, 2 * 3 * 3 * rows),
+        ("reduce-scatter", "float32"): (3, 3 * 3 * routing),
+    }
+    gradients = ledger(config).grouped("axes", "part")  # those of experts are summed over `data`
+    assert gradients[("data",), scopes.GRADIENT].sent == pytest.approx(2 * (2 - 1) / 2 * 4 * 3 * (3 * 32 * 24))
+    assert ("expert",) not in {axes for axes, part in gradients if part == scopes.GRADIENT}
 
 
 # --- Steps and runs ---------------------------------------------------------------------------------------------------

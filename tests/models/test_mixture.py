@@ -168,10 +168,14 @@ def test_experts_without_a_token_and_all_tokens_to_the_same(k, mesh, monkeypatch
 
 
 @cache
-def _losses(data, model, sequence_parallel=False):
+def _losses(data, model, sequence_parallel=False, expert=1):
     changes = {**MIXTURE, "sequence": 16, "layers": 2}
     config = small_config(
-        data, model, 8 // data, mesh={"sequence_parallel": sequence_parallel, "zero": int(data > 1)}, **changes
+        data,
+        model,
+        8 // data,
+        mesh={"sequence_parallel": sequence_parallel, "expert": expert, "zero": int(data > 1)},
+        **changes,
     )
     program = program_of(config)
     state, found = initial_state(program), []
@@ -184,7 +188,15 @@ def _losses(data, model, sequence_parallel=False):
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param((4, 1), marks=pytest.mark.long), (2, 2, True), pytest.param((1, 4), marks=pytest.mark.long)]
+    "mesh",
+    [
+        pytest.param((4, 1), marks=pytest.mark.long),
+        (4, 1, False, 4),
+        pytest.param((2, 2, True), marks=pytest.mark.long),
+        pytest.param((1, 4), marks=pytest.mark.long),
+        pytest.param((4, 2, True, 2), marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_the_curve_of_60_steps_with_dropout_is_that_of_one_device(mesh):
     expected, found = _losses(1, 1), _losses(*mesh)
