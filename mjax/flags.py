@@ -44,7 +44,19 @@ ELSEWHERE = {
     "layer-norm-epsilon": "model.layernorm-epsilon", "layer-norm-eps": "model.layernorm-epsilon",
     "use-flash-attn": "model.attention", "attention-backend": "model.attention",
     "attn-implementation": "model.attention", "activation-function": "model.activation",
+    "num-experts": "model.experts", "num-local-experts": "model.experts", "n-routed-experts": "model.experts",
+    "moe-router-topk": "model.experts-per-token", "num-experts-per-tok": "model.experts-per-token",
+    "moe-ffn-hidden-size": "model.expert-width", "moe-intermediate-size": "model.expert-width",
+    "moe-shared-expert-intermediate-size": "model.shared-width", "moe-router-score-function": "model.router",
+    "moe-router-topk-scaling-factor": "model.router-scale", "routed-scaling-factor": "model.router-scale",
+    "moe-aux-loss-coeff": "model.balance-loss", "router-aux-loss-coef": "model.balance-loss",
+    "moe-router-load-balancing-type": "model.balance-over", "moe-z-loss-coeff": "model.z-loss",
+    "moe-router-bias-update-rate": "model.balance-bias", "moe-router-enable-expert-bias": "model.balance-bias",
+    "moe-grouped-gemm": "model.grouped", "moe-layer-freq": "model.expert-interval",
+    "decoder-sparse-step": "model.expert-interval", "first-k-dense-replace": "model.dense-layers",
     # --- mesh
+    "expert-model-parallel-size": "mesh.expert", "expert-parallel-size": "mesh.expert", "ep": "mesh.expert",
+    "ep-size": "mesh.expert",
     "tensor-model-parallel-size": "mesh.model", "tensor-parallel-size": "mesh.model", "tp": "mesh.model",
     "tp-size": "mesh.model", "model-parallel-size": "mesh.model", "pipeline-model-parallel-size": "mesh.pipe",
     "pipeline-parallel-size": "mesh.pipe", "pp": "mesh.pipe", "pp-size": "mesh.pipe",
@@ -214,7 +226,10 @@ def _instead(name: str, value: str, known: set[str], prog: str) -> str:
     section, _, last = name.lower().rpartition(".")
     if section == "model" and (kinds := list(kinds_with(last.replace("-", "_")))):
         return f" for this model; it is for {KIND_FLAG} {either(kinds)}: leave it out"
-    ours = [flag for flag in ELSEWHERE.get(last, "").split() if flag in known]
+    theirs = ELSEWHERE.get(last, "").split()
+    ours = [flag for flag in theirs if flag in known]
+    if not ours and theirs and (kinds := list(kinds_with(theirs[0].removeprefix("model.").replace("-", "_")))):
+        return f" for this model; it is --{theirs[0]}, for {KIND_FLAG} {either(kinds)}: leave it out"
     ours = ours or sorted(flag for flag in known if flag.rpartition(".")[2] == last)
     ours = [flag for flag in ours if flag.startswith(f"{section}.")] or ours
     if ours:

@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from mjax.commands.generate import GenerateArguments
 from mjax.commands.train import TrainArguments
 from mjax.errors import UsageError
 from mjax.flags import ELSEWHERE, NOTES, flags_of, parse
+from mjax.mixture_config import MixtureConfig
 
 TYPED = {
     ("train", "--lr", "3e-4"): "mjax train has no --lr; type --optimizer.learning-rate 3e-4",
@@ -27,6 +28,9 @@ TYPED = {
     ("train", "--epochs", "3"): "type --train.steps (mjax counts steps",
     ("train", "--num_train_epochs", "3"): "type --train.steps (mjax counts steps",
     ("train", "--tensor-model-parallel-size", "8"): "type --mesh.model 8",
+    ("train", "--expert-model-parallel-size", "8"): "type --mesh.expert 8",
+    ("train", "--config", "moe_demo", "--num-experts", "8"): "type --model.experts 8",
+    ("train", "--num-experts", "8"): "for this model; it is --model.experts, for --model.kind mixture: leave it out",
     ("train", "--micro-batch-size", "4"): "type --train.micro-batch 4",
     ("train", "--num-layers", "12"): "type --model.layers 12",
     ("train", "--hidden-size", "768"): "type --model.hidden 768",
@@ -63,6 +67,7 @@ def test_names_from_elsewhere_are_not_ours_and_lead_to_flags_that_are_there():
     train = set(flags_of(TrainArguments, TrainArguments()))
     ours = train.union(*map(flags_of, (GenerateArguments, EvaluateArguments, FinetuneArguments)))
     assert not (set(ELSEWHERE) & train) - {"resume"}
+    ours |= {f"model.{field.name.replace('_', '-')}" for field in fields(MixtureConfig)}
     assert {flag for flags in ELSEWHERE.values() for flag in flags.split()} <= ours
     assert set(NOTES) <= set(ELSEWHERE)
 
