@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from mjax.config import Config, MeshConfig
 from mjax.errors import UsageError
-from mjax.parallel.axes import DATA, MODEL
+from mjax.parallel.axes import DATA, MODEL, sizes
 from mjax.parallel.float8 import BACKWARD
 from mjax.planner.rates import Rates
 from mjax.state.precision import in_float8
@@ -173,7 +173,7 @@ def agreement_seconds(agreed: tuple[tuple[str, ...], ...], mesh: MeshConfig, rat
     """
     over_model = over_data = 0.0
     for axes in agreed if mesh.data > 1 else (each for each in agreed if DATA in each):
-        seconds = rates.agree(math.prod(getattr(mesh, axis) for axis in axes), 1 if MODEL in axes else mesh.model)
+        seconds = rates.agree(math.prod(sizes(mesh)[axis] for axis in axes), 1 if MODEL in axes else mesh.model)
         if DATA in axes and mesh.data > 1:
             over_data += seconds
         else:
