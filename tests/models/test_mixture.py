@@ -136,7 +136,15 @@ def test_the_size_of_a_micro_batch_changes_nothing_but_with_the_balance_loss_of_
         assert (max(differences) < 1e-13) == same
 
 
-@pytest.mark.parametrize("mesh", [{}, {"data": 2, "model": 2, "mesh": {"sequence_parallel": True}}], ids=["1", "4"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {},
+        {"data": 2, "model": 2, "mesh": {"sequence_parallel": True}},
+        {"data": 4, "mesh": {"expert": 4}},
+    ],
+    ids=["1", "4", "expert"],
+)
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_experts_without_a_token_and_all_tokens_to_the_same(k, mesh, monkeypatch):
     """The first k of four experts are chosen by all tokens, here and in the reference; the others have no gradient."""
