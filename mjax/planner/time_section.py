@@ -41,8 +41,8 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
       UsageError: the GPU has no peak for the config's compute dtype.
     """
     calibration = calibration or default_calibration(gpu)
-    step, worst = (predict_time(config, gpu, calibration, worst=worst) for worst in (False, True))
-    experts = config.model.parted_experts()
+    step = predict_time(config, gpu, calibration)
+    worst = predict_time(config, gpu, calibration, worst=True) if config.model.parted_experts() else None
     devices, compute = config.mesh.devices, config.precision.compute
     step_tokens = config.train.global_batch * config.model.sequences * config.model.sequence
     float8 = in_float8(config.precision)
@@ -57,7 +57,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "between": step.between(step.total),
         "caveats": list(step.caveats),
         "parts": step.parts,
-        "worst_router": {"seconds": worst.total, "parts": worst.parts} if experts else None,
+        "worst_router": {"seconds": worst.total, "parts": worst.parts} if worst else None,
         "model_flops": model_flops(config),
         "hardware_flops": hardware_flops(config),
         "model_tflops": step.model_tflops,
@@ -85,7 +85,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "the run": f"{_duration(run_seconds)} for {tokens:,} tokens in {config.train.steps:,} steps, "
         f"{run_seconds * devices / 3600:,.0f} GPU-hours",
     }
-    if experts:
+    if worst:
         rows = {
             "balanced router": f"{1e3 * step.total:,.1f} ms a step, as above: every expert has as many tokens",
             "worst router": f"{1e3 * worst.total:,.1f} ms: all tokens choose the same experts, on the same ranks",
