@@ -80,7 +80,7 @@ class Mjax:
         self.versions["layers"] = "without a loop" if config.train.unroll == "on" else "in a loop"
 
     def step(self, index: int) -> Callable[[], float]:
-        batch = self.jax.device_put(self.batches[index % DISTINCT_BATCHES], self.program.batch_sharding)
+        batch = self.program.on_devices(self.batches[index % DISTINCT_BATCHES])
         self.state, metrics = self.program.train_step(self.state, batch)
         return lambda: float(metrics.loss)
 

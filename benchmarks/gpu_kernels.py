@@ -116,7 +116,7 @@ def _products(config: Config) -> Iterator[Timed]:
 def _attention(config: Config, kernel: str) -> Iterator[Timed]:
     import jax
 
-    from mjax.models.attention import attend
+    from mjax.models.attention_kernels import attend
 
     model, t, array = _sizes(config)
     s, n, d = model.sequence, model.heads, model.head_size

@@ -43,6 +43,12 @@ class MeshConfig:
     expert: Count = 1
     """Data-parallel replicas that share the experts of a mixture: each has a part of them, and computes it for the
     tokens of all. It divides data."""
+    context: Count = 1
+    """Devices that share every sequence (context parallelism): each has a part of its positions, and of all
+    activations."""
+    context_attention: Literal["auto", "heads", "gather"] = "auto"
+    """Attention of a sequence over `context`: heads, each rank gets all positions of a part of the heads (all-to-all);
+    gather, each rank gets keys and values of all positions. auto: heads if their number allows it."""
     sequence_parallel: bool = False
     """Also split LayerNorm, dropout and the residual stream over `model`, by tokens (arXiv 2205.05198): less memory for
     the same communication. It has no effect with `model` 1."""
@@ -264,6 +270,15 @@ class Config:
     def micro_batches(self) -> int:
         """Micro-batches a data replica accumulates in one step, m."""
         return self.train.global_batch // (axes.replicas(self.mesh) * self.train.micro_batch)
+
+    @property
+    def across(self) -> Literal["heads", "gather"] | None:
+        """How attention sees the positions of other ranks of `context`; None: a rank has whole sequences."""
+        if self.mesh.context == 1:
+            return None
+        if self.mesh.context_attention != "auto":
+            return self.mesh.context_attention
+        return "gather" if self.model.heads // self.mesh.model % self.mesh.context else "heads"
 
     def batch_arrays(self, evaluation: bool = False) -> Arrays:
         """The arrays of a batch: shape of one sample, [s] or [], and dtype."""

@@ -55,6 +55,8 @@ def _check_shapes(config: Config) -> None:
 
     if mesh.expert > 1:
         _check_experts(config)
+    if mesh.context > 1:
+        _check_context(config)
     if train.unroll == "on" and mesh.pipe > 1:
         raise UsageError(
             f"--train.unroll on does not work with --mesh.pipe {mesh.pipe}, whose stages keep activations by slot; "
@@ -90,9 +92,35 @@ def _check_experts(config: Config) -> None:
         )
 
 
+def _check_context(config: Config) -> None:
+    """Check that the `context` axis divides the positions, and heads where it splits them."""
+    model, mesh = config.model, config.mesh
+    parts = mesh.context * (2 if config.across == "gather" else 1)
+    if model.sequence % parts:
+        what = f"the {parts} parts of" if parts > mesh.context else "the"
+        raise UsageError(
+            f"--mesh.context {mesh.context} does not divide {what} {model.sequence} positions; "
+            f"use a --model.sequence that is a multiple of {parts}, or --mesh.context "
+            f"{_listed([n for n in _divisors(model.sequence * mesh.context // parts) if n > 1] or [1])}"
+        )
+    heads = model.heads // mesh.model
+    possible = _listed(_divisors(heads)[1:] or [1])
+    if config.across == "heads" and heads % mesh.context:
+        raise UsageError(
+            f"--mesh.context-attention heads splits the {heads} heads of a rank of --mesh.model {mesh.model}, which "
+            f"--mesh.context {mesh.context} does not divide; use --mesh.context {possible}, or "
+            "--mesh.context-attention gather"
+        )
+    if config.across == "gather" and model.attention == "cudnn":
+        raise UsageError(
+            "--mesh.context-attention gather has queries of some positions and keys of all, and --model.attention "
+            "cudnn takes equal ones; use --model.attention flash, or --mesh.context-attention heads"
+        )
+
+
 def _check_sequence_parallel(config: Config) -> None:
     model, mesh, train = config.model, config.mesh, config.train
-    tokens = train.micro_batch * model.sequences * model.sequence
+    tokens = train.micro_batch * model.sequences * model.sequence // mesh.context
     if mesh.sequence_parallel and tokens % mesh.model:
         raise UsageError(
             f"--mesh.sequence-parallel cannot split the {tokens} tokens of a micro-batch over --mesh.model "
@@ -127,7 +155,7 @@ def check_streams(config: Config) -> None:
     if config.precision.compute == "fp8":
         raise UsageError("--train.streams 2 does not work with --precision.compute fp8; use bf16")
     parts = 2 * mesh.model if mesh.sequence_parallel else 2
-    if train.micro_batch % 2 or train.micro_batch * model.sequences * model.sequence % parts:
+    if train.micro_batch % 2 or train.micro_batch * model.sequences * model.sequence // mesh.context % parts:
         raise UsageError(
             f"--train.streams 2 cannot cut a --train.micro-batch of {train.micro_batch} in two halves; "
             f"use a multiple of {parts}"

@@ -22,7 +22,7 @@ from mjax.config import (
 from mjax.model_config import as_kind
 from mjax.models.build import build_model
 from mjax.names import leaf_name
-from mjax.parallel.mesh import BATCH, make_mesh
+from mjax.parallel.mesh import batch_specs, make_mesh
 from mjax.parallel.zero import cut_into_chunks, plan_storage
 from mjax.state.precision import parameter_type
 from mjax.training.losses import summary
@@ -210,7 +210,7 @@ def gradient_program(config: Config, names: tuple[str, ...] | None = None):
     program = jax.shard_map(
         summarized,
         mesh=mesh,
-        in_specs=(specs, dict.fromkeys(config.batch_arrays(), BATCH), P(), P()),
+        in_specs=(specs, batch_specs(config.batch_arrays(), config.model.sequence), P(), P()),
         out_specs=(P(), specs),
         check_vma=True,
     )

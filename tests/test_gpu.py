@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mjax.data.sources import open_data
-from mjax.models.attention import FLASH_INTERPRETED, attend
+from mjax.models.attention_kernels import FLASH_INTERPRETED, attend
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.random import DropoutKey
 from mjax.training.step import build_program
@@ -74,7 +74,7 @@ def steps_of(config, count, device):
         if config.precision.compute == "fp64":
             state = replace(state, model=jax.tree.map(_with_values, state.model, weights_of_float32(device)))
         for index in range(count):
-            state, found = program.train_step(state, jax.device_put(drawn.at(index), program.batch_sharding))
+            state, found = program.train_step(state, program.on_devices(drawn.at(index)))
             metrics.append(jax.device_get(found))
         return metrics, [np.asarray(x) for x in jax.tree.leaves(state.model)]
 

@@ -1,19 +1,5 @@
-"""Attention, causal or bidirectional: the module, and its kernels.
-
-| kernel       | where            | implementation                                                          |
-|--------------|------------------|-------------------------------------------------------------------------|
-| `cudnn`      | GPUs since A100  | cuDNN's fused flash attention: no s × s matrix in memory, no dropout     |
-| `flash`      | GPUs since A100  | flash attention in Pallas, with dropout (`flash.py`); only if asked for  |
-| `xla`        | anywhere         | scores, softmax and weighted sum, compiled by XLA                       |
-| `xla_blocks` | meant for CPUs   | the same over four blocks of queries, skipping keys that none sees      |
-
-All take q, k, v [b, s, n, d] with this rank's heads and return [b, s, n, d]. The kernel of a run is resolved once, at
-the start, by rule (`kernels.py`) and by running it (`kernel_trial.py`); nothing falls back later.
-
-If a sample has several documents that must be kept apart, all kernels take the number of each token's document and mask
-other documents. With ALiBi all take the slopes of the heads (`positions.py`) and add a penalty on distance to the
-scores; only cuDNN's kernel needs it written out. With a window all mask the keys before it.
-"""
+"""Attention, causal or bidirectional: the module, and a new position with a cache. Its kernels are in
+`attention_kernels.py`."""
 
 from __future__ import annotations
 
@@ -29,212 +15,14 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.model_config import ModelConfig
+from mjax.models.across import attend_across
+from mjax.models.attention_kernels import attend, for_every_query
 from mjax.models.context import Context
-from mjax.models.flash import MASKED, Beside, How, flash_attention
+from mjax.models.flash import MASKED
 from mjax.models.positions import NO_POSITIONS, Positions, distance_penalty
-from mjax.parallel import mappings, random, scopes
-from mjax.parallel.axes import MODEL
+from mjax.parallel import random
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from mjax.parallel.random import DropoutKey, dropout
 from mjax.parallel.streams import Enter, Leave, Phases, alone
-
-FLASH_STAND_IN = "cudnn, traced only"
-"""Kernel name for a program that is only traced: inputs, outputs and residuals of cuDNN's, on a machine without it."""
-
-FLASH_INTERPRETED = "flash, interpreted"
-"""Kernel name for `flash` without a GPU: hundreds of times slower, for tests."""
-
-
-@jax.named_scope(scopes.ATTENTION)
-def attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    kernel: str,
-    rate: float = 0.0,
-    key: DropoutKey | None = None,
-    documents: Array | None = None,
-    causal: bool = True,
-    slopes: Array | None = None,
-    window: int | None = None,
-) -> Array:
-    """Softmax(q kᵀ / √d) v over the positions that each query sees: all, or with `causal` those up to its own; of these
-    only the last `window`, and only those in its document, if given.
-
-    Args:
-      q, k, v: [b, s, n, d]; keys and values may have fewer heads, each shared by as many neighbouring query heads.
-      kernel: `cudnn`, `flash`, `xla` or `xla_blocks`.
-      rate, key: dropout of the probabilities; not with `cudnn`.
-      documents: int [b, s], number of a token's document; None: a sample is one document.
-      causal: whether a query sees no later position; False: bidirectional (BERT).
-      slopes: [n], of ALiBi for these heads; only with `causal`. None: the scores do not depend on positions.
-      window: how many positions a query sees, including its own; only with `causal`. None: all up to its own.
-    """
-    assert slopes is None or causal, "ALiBi says nothing about positions after a query's own"
-    assert window is None or causal, "a window ends at a query's own position"
-    if window is not None and window >= q.shape[1]:
-        window = None  # no effect
-    if slopes is not None:
-        slopes = mappings.vary(slopes, mappings.varying_axes(q))
-    if documents is not None:
-        documents = mappings.vary(documents, mappings.varying_axes(q))
-    seen = _Seen(rate, key, documents, causal, slopes, window)
-    if kernel in ("cudnn", FLASH_STAND_IN):
-        assert rate == 0.0 or key is None, "cuDNN attention has no dropout in JAX's public interface"
-        return _attend_cudnn(q, k, v, kernel, seen)
-    if kernel in ("flash", FLASH_INTERPRETED):
-        return _attend_flash(q, k, v, kernel, seen)
-    k, v = _for_every_query(q, k, v)
-    if slopes is not None:
-        # Tied to this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every layer
-        # reads from memory what is free to compute.
-        slopes, _ = jax.lax.optimization_barrier((slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
-        seen = seen._replace(slopes=slopes)
-    return _attend_block(q, k, v, 0, seen) if kernel == "xla" else _attend_in_blocks(q, k, v, seen)
-
-
-class _Seen(NamedTuple):
-    """The arguments of `attend` that determine which positions are seen."""
-
-    rate: float
-    key: DropoutKey | None
-    documents: Array | None
-    causal: bool
-    slopes: Array | None
-    window: int | None
-
-
-def _for_every_query(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Keys and values repeated to one head per query head: [b, s, n, d]."""
-    if (group := q.shape[2] // k.shape[2]) == 1:
-        return k, v
-    return jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
-
-
-def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, seen: _Seen) -> Array:
-    _, _, documents, causal, slopes, window = seen
-    # JAX passes a mask to cuDNN as a bias, which is written out, and cuDNN writes out its gradient, which is not used:
-    # 2 b s² bytes each, once for all heads and layers.
-    mask = None if documents is None else _same_document(documents, documents)[:, None]  # [b, 1, s, s]
-    # The same for ALiBi, whose penalty differs between heads: 2 n s² bytes each for it and its gradient, and together
-    # with documents 2 b n s².
-    bias = None if slopes is None else _written_out(slopes, q.shape[1], q.dtype)
-    if kernel == FLASH_STAND_IN:
-        return _flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, mask) if x is not None))
-    local = None if window is None else (window - 1, 0)  # JAX counts positions without the query's own
-    return jax.nn.dot_product_attention(
-        q, k, v, bias=bias, mask=mask, is_causal=causal, local_window_size=local, implementation="cudnn"
-    )
-
-
-def _attend_flash(q: Array, k: Array, v: Array, kernel: str, seen: _Seen) -> Array:
-    rate, key, documents, causal, slopes, window = seen
-    positions, heads = q.shape[1:3]
-    first = second = None
-    if key is not None and rate > 0.0:
-        heads = mappings.rank(MODEL) * heads + jnp.arange(heads)
-        axes = mappings.varying_axes(q)
-        first, second = (mappings.vary(words, axes) for words in key.rows(heads, jnp.arange(positions)))
-    beside = Beside(first, second, documents, slopes)
-    return flash_attention(q, k, v, beside, How(causal, window, rate, interpret=kernel == FLASH_INTERPRETED))
-
-
-def _attend_in_blocks(q: Array, k: Array, v: Array, seen: _Seen) -> Array:
-    """Attention over four blocks of queries.
-
-    On a CPU it pays to copy once into [b, n, s, d], to skip the keys that no query of a block sees, in its future or
-    before its window, and to compute in float32: XLA runs small bf16 products there on one thread.
-    """
-    dtype = q.dtype
-    q, k, v = (x.swapaxes(1, 2).astype(jnp.promote_types(dtype, jnp.float32)) for x in (q, k, v))
-    blocks = 4 if q.shape[2] % 4 == 0 else 1
-    width = q.shape[2] // blocks
-    outputs = []
-    for first in range(0, q.shape[2], width):
-        end = first + width
-        read = slice(0 if seen.window is None else max(0, first - seen.window + 1), end if seen.causal else q.shape[2])
-        outputs.append(
-            _attend_block(q[:, :, first:end], k[:, :, read], v[:, :, read], first, seen, read.start, heads_first=True)
-        )
-    return jnp.concatenate(outputs, axis=2).swapaxes(1, 2).astype(dtype)
-
-
-def _attend_block(
-    q: Array, k: Array, v: Array, first: int, seen: _Seen, first_key: int = 0, heads_first: bool = False
-) -> Array:
-    """Attention of the queries from position `first` on to the keys from `first_key` on.
-
-    Shapes: q [b, q, n, d], k and v [b, k, n, d] → [b, q, n, d]; with `heads_first` all of them are [b, n, …, d].
-    """
-    rate, key, documents, causal, slopes, window = seen
-    queries, keys = ("bnqd", "bnkd") if heads_first else ("bqnd", "bknd")
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum(f"{queries},{keys}->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
-    visible = True
-    if causal:
-        # Computed on the device: a NumPy array would be a residual of every layer that recomputes its scores.
-        query, other = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[2:], dim) for dim in (0, 1))
-        query = first - first_key + query  # numbered from the first key, like the keys
-        visible = other <= query  # [q, k]
-        if window is not None:
-            visible = visible & (other > query - window)
-        if slopes is not None:
-            scores = scores + distance_penalty(slopes, other - query, wide)
-    if documents is not None:
-        end, read = first + scores.shape[2], first_key + scores.shape[3]
-        same = _same_document(documents[:, first:end], documents[:, first_key:read])
-        visible = (visible & same)[:, None]  # [b, 1, q, k]
-    # Added rather than selected: the backward pass of a sum keeps no mask.
-    scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    if key is not None and rate > 0.0:
-        local_heads = scores.shape[1]
-        heads = mappings.rank(MODEL) * local_heads + jnp.arange(local_heads)
-        rows = first + jnp.arange(scores.shape[2])
-        probabilities = dropout(probabilities, rate, key, heads, rows, first_column=first_key)
-    return jnp.einsum(f"bnqk,{keys}->{queries}", probabilities, v)
-
-
-@jax.custom_vjp
-def _flash_stand_in(q: Array, k: Array, v: Array, *biases: Array) -> Array:
-    return _flash_stand_in_forward(q, k, v, *biases)[0]
-
-
-def _flash_stand_in_forward(*inputs: Array):
-    # Besides its result cuDNN's kernel keeps a float32 number for each row of scores.
-    like = jax.ShapeDtypeStruct(inputs[0].shape, inputs[0].dtype), jax.ShapeDtypeStruct(inputs[0].shape[:-1], "float32")
-    context, rows = _never_run(like, *inputs)
-    return context, (*inputs, context, rows)
-
-
-def _flash_stand_in_backward(kept: tuple[Array, ...], gradient: Array):
-    inputs = kept[:-2]
-    return tuple(_never_run([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs], *kept, gradient))
-
-
-_flash_stand_in.defvjp(_flash_stand_in_forward, _flash_stand_in_backward)
-
-
-def _never_run(results, *inputs: Array) -> list[Array]:
-    def refuse(*_):
-        raise NotImplementedError("this attention kernel stands in for cuDNN's in programs that are only traced")
-
-    axes = frozenset().union(*map(mappings.varying_axes, inputs))
-    return [mappings.vary(result, axes) for result in jax.pure_callback(refuse, results, *inputs)]
-
-
-def _written_out(slopes: Array, positions: int, dtype) -> Array:
-    """ALiBi's penalty between all positions of a sample: [1, n, s, s]."""
-    query, other = (jax.lax.broadcasted_iota(jnp.int32, (positions, positions), dim) for dim in (0, 1))
-    return distance_penalty(slopes, other - query, dtype)[None]
-
-
-def _same_document(queries: Array, keys: Array) -> Array:
-    """Mask of query and key pairs within a document: int [b, q], int [b, k] → bool [b, q, k]."""
-    return queries[:, :, None] == keys[:, None, :]
-
-
-# --- The module -------------------------------------------------------------------------------------------------------
 
 
 class Attention(nnx.Module):
@@ -288,7 +76,8 @@ class Attention(nnx.Module):
         config, key = self.config, context.key_of(random.ATTENTION)
         seen = {"documents": context.documents, "causal": config.causal, "slopes": self.positions.slopes()}
         seen["window"] = config.window_at(context.place)
-        attended = attend(q, k, v, config.attention, config.attention_dropout, key, **seen)
+        seen |= {"rate": config.attention_dropout, "key": key}
+        attended = attend_across(q, k, v, config.attention, context.tokens, **seen)
         attended = attended.reshape(context.tokens.count, *attended.shape[2:])
         return (yield Leave(checkpoint_name(attended, "context"), self.out))
 
@@ -347,8 +136,8 @@ def attend_cached(
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q = q / math.sqrt(q.shape[-1])
-    k, v = _for_every_query(q, k, v)
-    cached = KeyValues(*_for_every_query(q, *cached))
+    k, v = for_every_query(q, k, v)
+    cached = KeyValues(*for_every_query(q, *cached))
     before = jnp.einsum("bqnd,bknd->bnqk", q, cached.keys, preferred_element_type=wide)
     slots = jnp.arange(cached.keys.shape[1])
     if slopes is not None:  # the slot is the position; the new one, at `lengths`, has distance 0 to itself

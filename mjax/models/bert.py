@@ -37,9 +37,10 @@ from mjax.models.context import Context
 from mjax.models.mlp import activate
 from mjax.models.norms import LayerNorm
 from mjax.models.output import Output
+from mjax.models.positions import positions_of
 from mjax.models.transformer import transformer_layer
 from mjax.parallel import mappings, random
-from mjax.parallel.axes import MODEL
+from mjax.parallel.axes import CONTEXT, MODEL
 from mjax.parallel.layers import (
     VocabParallelEmbedding,
     normal,
@@ -48,7 +49,7 @@ from mjax.parallel.layers import (
     recomputed,
 )
 from mjax.parallel.products import linear
-from mjax.parallel.sums import add_bias, lookup, tile_rows
+from mjax.parallel.sums import add_bias, lookup
 from mjax.parallel.tokens import Tokens
 
 TOKEN_TYPES = 2
@@ -103,7 +104,7 @@ class Encoder(nnx.Module):
         """The stream before the first layer: tokens and token types int [b, s] → [t, h]."""
         tokens, token_types = context.tokens, context.tokens.mine(batch["token_types"].reshape(-1))
         x = self.embedding(batch["tokens"], tokens)
-        x = x + tokens.mine(tile_rows(self.positions[: tokens.positions], tokens.sequences))
+        x = x + tokens.mine(positions_of(self.positions, tokens))
         # A product rather than a lookup: its gradient sums all rows of a type in float32, in any order.
         x = x + jax.nn.one_hot(token_types, TOKEN_TYPES, dtype=x.dtype) @ self.token_types[...]
         if self.config.layernorm == "post":
@@ -121,11 +122,13 @@ class Encoder(nnx.Module):
           x: [t, h], the result of `normed`.
 
         Returns:
-          [b, h], and for which sequences it is valid, bool [b]: with sequence parallelism a rank has only those whose
-          first token it has.
+          [b, h], and for which sequences it is valid, bool [b]: with sequence parallelism, or sequences split over
+          `context`, a rank has only those whose first token it has.
         """
         first = jnp.arange(tokens.sequences) * tokens.positions
         rows, owned = owned_rows(first, x.shape[0]) if tokens.split else (first, jnp.ones(first.shape, bool))
+        if tokens.across:
+            owned = owned & (mappings.rank(CONTEXT) == 0)
         return jnp.tanh(self.pooler(lookup(x, rows))), owned
 
 
@@ -170,7 +173,7 @@ class BERT(Encoder):
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         """The number of masked tokens, and of sequences."""
-        sequences = len(batch["sentence_order"])
+        sequences = mappings.counted_once(len(batch["sentence_order"]))
         masked = batch["loss_mask"].sum(dtype=jnp.int32)
         return {"mlm_loss": masked, "order_loss": sequences, "order_accuracy": sequences}
 

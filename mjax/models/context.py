@@ -17,8 +17,9 @@ class Context:
     Attributes:
       tokens: which tokens the rows are.
       key: dropout masks of this forward pass, inside a layer those of the layer; None: no dropout.
-      positions: int [b, s], position of each token; None: 0 … s − 1.
-      documents: int [b, s], number of a token's document, if attention must stay within it.
+      positions: int [b, s], position of each token; None: those of `tokens.places`.
+      documents: int [b, s], number of a token's document, if attention must stay within it; of whole sequences, also
+        where a rank has a part of their positions.
       place: of a layer in the pattern of layers that the model repeats, from 0.
       layer: number of a layer in the model, from 1.
       loss_chunks: parts of the vocabulary, one after the other, in which the loss is computed (`Output.cross_entropy`).

@@ -57,18 +57,21 @@ class Beside(NamedTuple):
       first, second: words of the rows of probabilities (`DropoutKey.rows`), uint32 [b, n, s] each.
       documents: number of each token's document, int32 [b, s].
       slopes: of ALiBi, float32 [n].
+      starts: the first block of each half of the queries among those of the keys, int32 [2], where the queries are not
+        all positions, in order; then there are more keys than queries.
     """
 
     first: Array | None = None
     second: Array | None = None
     documents: Array | None = None
     slopes: Array | None = None
+    starts: Array | None = None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def flash_attention(q: Array, k: Array, v: Array, beside: Beside, how: How) -> Array:
-    """Attention of the queries [b, s, n, d] to keys and values [b, s, k, d], of which each has n / k neighbouring query
-    heads: [b, s, n, d]."""
+    """Attention of the queries [b, s, n, d] to keys and values [b, S, k, d], of which each has n / k neighbouring query
+    heads: [b, s, n, d]. S is s, or with `beside.starts` more; documents are those of the keys."""
     return _forward(q, k, v, beside, how)[0]
 
 
@@ -96,7 +99,6 @@ def _backward(how: How, residuals, gradient: Array):
     specs = _Specs(q, k, beside)
     inputs = (q, k, v, gradient, log_sums, deltas, *beside)
     rest = {
-        "grid": (positions // BLOCK, batch, heads),
         "compiler_params": triton.CompilerParams(num_warps=4, num_stages=2),
         "interpret": how.interpret,
     }
@@ -106,7 +108,8 @@ def _backward(how: How, residuals, gradient: Array):
             specs.queries, specs.key_block, specs.key_block, specs.queries, specs.rows, specs.rows, *specs.beside,
         ],
         out_specs=[specs.query_block, specs.query_block],
-        out_shape=[_like(q), _like(q)],
+        out_shape=[_like(q, (batch, k.shape[1], heads, size))] * 2,
+        grid=(k.shape[1] // BLOCK, batch, heads),
         name=_name("keys", how, 4),
         **rest,
     )(*inputs)  # fmt: skip
@@ -118,6 +121,7 @@ def _backward(how: How, residuals, gradient: Array):
         ],
         out_specs=specs.query_block,
         out_shape=_like(q),
+        grid=(positions // BLOCK, batch, heads),
         name=_name("queries", how, 3),
         **rest,
     )(*inputs)  # fmt: skip
@@ -151,15 +155,17 @@ class _Specs:
 
     def __init__(self, q: Array, k: Array, beside: Beside):
         positions, size, group = q.shape[1], pl.next_power_of_2(q.shape[-1]), q.shape[2] // k.shape[2]
+        all_positions = k.shape[1]
         self.query_block = pl.BlockSpec((None, BLOCK, None, size), lambda i, b, n: (b, i, n, 0))
         self.queries = pl.BlockSpec((None, positions, None, size), lambda i, b, n: (b, 0, n, 0))
         self.key_block = pl.BlockSpec((None, BLOCK, None, size), lambda i, b, n: (b, i, n // group, 0))
-        self.keys = pl.BlockSpec((None, positions, None, size), lambda i, b, n: (b, 0, n // group, 0))
+        self.keys = pl.BlockSpec((None, all_positions, None, size), lambda i, b, n: (b, 0, n // group, 0))
         self.row_block = pl.BlockSpec((None, None, BLOCK), lambda i, b, n: (b, n, i))
         self.rows = pl.BlockSpec((None, None, positions), lambda i, b, n: (b, n, 0))
-        documents = pl.BlockSpec((None, positions), lambda i, b, n: (b, 0))
+        documents = pl.BlockSpec((None, all_positions), lambda i, b, n: (b, 0))
         slope = pl.BlockSpec((1,), lambda i, b, n: (n,))
-        every = Beside(self.rows, self.rows, documents, slope)
+        starts = pl.BlockSpec((2,), lambda i, b, n: (0,))
+        every = Beside(self.rows, self.rows, documents, slope, starts)
         self.beside = [None if array is None else spec for array, spec in zip(beside, every, strict=True)]
 
 
@@ -181,11 +187,27 @@ def _store(ref, values: Array, size: int) -> None:
     triton.store(ref, values.astype(ref.dtype), mask=mask)
 
 
-def _scores(q: Array, k: Array, query, key, beside: Beside, how: How, size: int) -> Array:
+class _Query(NamedTuple):
+    """A block of queries: its number among this rank's, and among all, which those of keys are counted with."""
+
+    own: Array
+    place: Array
+
+
+def _query(own, blocks: int, beside: Beside) -> _Query:
+    """The block with this number, of so many."""
+    if beside.starts is None:
+        return _Query(own, own)
+    half = blocks // 2
+    first, second = beside.starts[0], beside.starts[1]
+    return _Query(own, jnp.where(own < half, first + own, second + own - half))
+
+
+def _scores(q: Array, k: Array, query: _Query, key, beside: Beside, how: How, size: int) -> Array:
     """Scores of a block of queries and a block of keys, over log 2, with MASKED where a query does not see a key:
     float32 [BLOCK, BLOCK]."""
     scores = triton.dot(q, k.T) * (LOG2_E / math.sqrt(size))
-    row, column = query * BLOCK + jnp.arange(BLOCK)[:, None], key * BLOCK + jnp.arange(BLOCK)[None, :]
+    row, column = query.place * BLOCK + jnp.arange(BLOCK)[:, None], key * BLOCK + jnp.arange(BLOCK)[None, :]
     seen = None
     if how.causal:
         seen = column <= row
@@ -194,40 +216,48 @@ def _scores(q: Array, k: Array, query, key, beside: Beside, how: How, size: int)
     if beside.slopes is not None:
         scores += (LOG2_E * beside.slopes[0]) * (column - row).astype(jnp.float32)
     if beside.documents is not None:
-        same = beside.documents[_span(query)][:, None] == beside.documents[_span(key)][None, :]
+        same = beside.documents[_span(query.place)][:, None] == beside.documents[_span(key)][None, :]
         seen = same if seen is None else seen & same
     return scores if seen is None else jnp.where(seen, scores, MASKED)
 
 
-def _dropped(x: Array, query, key, beside: Beside, how: How) -> Array:
+def _dropped(x: Array, query: _Query, key, beside: Beside, how: How) -> Array:
     """A tile of probabilities, or of their gradients, with dropout."""
     if beside.first is None:
         return x
-    first, second = (words[_span(query)][:, None] for words in (beside.first, beside.second))
+    first, second = (words[_span(query.own)][:, None] for words in (beside.first, beside.second))
     column = (key * BLOCK + jnp.arange(BLOCK)[None, :]).astype(jnp.uint32)
     return jnp.where(keeps(how.rate, first, second, column), x * (1.0 / (1.0 - how.rate)), 0.0)
 
 
-def _keys_of(query, blocks: int, how: How) -> tuple:
+def _keys_of(query: _Query, blocks: int, how: How) -> tuple:
     """The first and the last but one of the blocks of keys that a block of queries sees."""
     if not how.causal:
         return 0, blocks
-    first = 0 if how.window is None else lax.max(0, lax.div(query * BLOCK - how.window + 1, BLOCK))
-    return first, query + 1
+    first = 0 if how.window is None else lax.max(0, lax.div(query.place * BLOCK - how.window + 1, BLOCK))
+    return first, query.place + 1
 
 
-def _queries_of(key, blocks: int, how: How) -> tuple:
-    """The same of the blocks of queries that see a block of keys."""
+def _queries_of(key, blocks: int, beside: Beside, how: How) -> list[tuple]:
+    """The same of the blocks of queries that see a block of keys, in each run of neighbours."""
     if not how.causal:
-        return 0, blocks
-    if how.window is None:
-        return key, blocks
-    return key, lax.min(blocks, lax.div((key + 1) * BLOCK + how.window - 2, BLOCK) + 1)
+        return [(0, blocks)]
+    last = None if how.window is None else lax.div((key + 1) * BLOCK + how.window - 2, BLOCK) + 1
+    if beside.starts is None:
+        return [(key, blocks if last is None else lax.min(blocks, last))]
+    half = blocks // 2
+    found = []
+    for i in (0, 1):
+        ahead = i * half - beside.starts[i]  # of its number among this rank's blocks before that among all
+        end = (i + 1) * half
+        found.append((lax.max(i * half, key + ahead), end if last is None else lax.min(end, last + ahead)))
+    return found
 
 
 def _forward_kernel(q_ref, k_ref, v_ref, *refs, how: How, size: int) -> None:
     *beside, out_ref, log_sum_ref = refs
-    beside, query, q = Beside(*beside), pl.program_id(0), _load(q_ref, size)
+    beside, q = Beside(*beside), _load(q_ref, size)
+    query = _query(pl.program_id(0), pl.num_programs(0), beside)
 
     def add(key, carry):
         out, highest, total = carry
@@ -246,7 +276,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, *refs, how: How, size: int) -> None:
     log_sum_ref[...] = highest + jnp.log2(total)
 
 
-def _tile(q, k, v, gradient, log_sums, deltas, query, key, beside: Beside, how: How, size: int):
+def _tile(q, k, v, gradient, log_sums, deltas, query: _Query, key, beside: Beside, how: How, size: int):
     """Of a tile: the probabilities after dropout, and the gradient of the scores."""
     probabilities = jnp.exp2(_scores(q, k, query, key, beside, how, size) - log_sums[:, None])
     to_kept = _dropped(triton.dot(gradient, v.T), query, key, beside, how)
@@ -257,24 +287,30 @@ def _tile(q, k, v, gradient, log_sums, deltas, query, key, beside: Beside, how: 
 def _keys_kernel(q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: How, size: int) -> None:
     *beside, to_k_ref, to_v_ref = refs
     beside, key, k, v = Beside(*beside), pl.program_id(0), _load(k_ref, size), _load(v_ref, size)
+    blocks = q_ref.shape[0] // BLOCK
 
-    def add(query, carry):
+    def add(own, carry):
         to_k, to_v = carry
-        q, gradient = _load(q_ref, size, query), _load(gradient_ref, size, query)
-        of_rows = log_sum_ref[_span(query)], delta_ref[_span(query)]
+        query = _query(own, blocks, beside)
+        q, gradient = _load(q_ref, size, own), _load(gradient_ref, size, own)
+        of_rows = log_sum_ref[_span(own)], delta_ref[_span(own)]
         kept, to_scores = _tile(q, k, v, gradient, *of_rows, query, key, beside, how, size)
         to_v += triton.dot(kept.astype(gradient.dtype).T, gradient)
         return to_k + triton.dot(to_scores.astype(q.dtype).T, q), to_v
 
     nothing = jnp.zeros(k.shape, jnp.float32)
-    to_k, to_v = lax.fori_loop(*_queries_of(key, q_ref.shape[0] // BLOCK, how), add, (nothing, nothing))
+    sums = nothing, nothing
+    for run in _queries_of(key, blocks, beside, how):
+        sums = lax.fori_loop(*run, add, sums)
+    to_k, to_v = sums
     _store(to_k_ref, to_k, size)
     _store(to_v_ref, to_v, size)
 
 
 def _queries_kernel(q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: How, size: int) -> None:
     *beside, to_q_ref = refs
-    beside, query, q, gradient = Beside(*beside), pl.program_id(0), _load(q_ref, size), _load(gradient_ref, size)
+    beside, q, gradient = Beside(*beside), _load(q_ref, size), _load(gradient_ref, size)
+    query = _query(pl.program_id(0), pl.num_programs(0), beside)
     of_rows = log_sum_ref[...], delta_ref[...]
 
     def add(key, to_q):

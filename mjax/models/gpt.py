@@ -17,11 +17,11 @@ from mjax.models.causal import CausalModel
 from mjax.models.context import Context
 from mjax.models.norms import LayerNorm
 from mjax.models.output import Output
-from mjax.models.positions import NO_POSITIONS, ALiBi
+from mjax.models.positions import NO_POSITIONS, ALiBi, positions_of
 from mjax.models.transformer import transformer_layer
 from mjax.parallel import random
 from mjax.parallel.layers import VocabParallelEmbedding, normal, parameter
-from mjax.parallel.sums import lookup, tile_rows
+from mjax.parallel.sums import lookup
 
 
 class GPT(CausalModel):
@@ -49,7 +49,7 @@ class GPT(CausalModel):
         if self.config.embedding_layernorm:
             x = self.embedding_norm(x)
         if self.config.positions == "learned" and context.positions is None:
-            x = x + tokens.mine(tile_rows(self.positions[: tokens.positions], tokens.sequences))
+            x = x + tokens.mine(positions_of(self.positions, tokens))
         elif self.config.positions == "learned":
             x = x + lookup(self.positions[...], tokens.mine(context.positions.reshape(-1)))
         return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)

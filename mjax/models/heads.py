@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from mjax.model_config import BERTTaskConfig
-from mjax.models.attention import MASKED
 from mjax.models.bert import Encoder, Linear
 from mjax.models.context import Context
+from mjax.models.flash import MASKED
 from mjax.parallel import mappings, random
-from mjax.parallel.axes import MODEL
+from mjax.parallel.axes import CONTEXT, MODEL
 from mjax.parallel.random import dropout
 
 
@@ -60,18 +60,21 @@ class TaskBERT(Encoder):
             found = self.head(x)
             if tokens.split:
                 found = mappings.gather_whole(found.T, MODEL, -1).T
-            found = tokens.by_sequence(_wide(found)).swapaxes(1, 2)  # [b, 2, s]
-            return jnp.where(batch["documents"][:, None] == 0, found, MASKED)
+            found = tokens.all_positions(tokens.by_sequence(_wide(found))).swapaxes(1, 2)  # [b, 2, s]
+            return jnp.where(context.documents[:, None] == 0, found, MASKED)
         pooled, owned = self.pooled(x, tokens)
         pooled = dropout(pooled, self.config.hidden_dropout, context.of_layer(0).key_of(random.HEAD))
         found = _wide(self.head(pooled))
-        if tokens.split:
-            found = mappings.leave(jnp.where(owned[:, None], found, 0))
+        axes = [axis for axis, splits in ((MODEL, tokens.split), (CONTEXT, tokens.across)) if splits]
+        if axes:
+            found = jnp.where(owned[:, None], found, 0)
+        for axis in axes:
+            found = mappings.leave(found, axis)
         return found.reshape(-1, self.config.answers)
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         """The number of samples."""
-        samples = len(batch[self.config.label_names[0]])
+        samples = mappings.counted_once(len(batch[self.config.label_names[0]]))
         return {"loss": samples, "accuracy": samples}
 
     def loss(self, x: Array, batch: dict[str, Array], context: Context) -> dict[str, Array]:
@@ -82,7 +85,7 @@ class TaskBERT(Encoder):
         log_probabilities = jax.nn.log_softmax(scores, axis=-1)
         losses = -jnp.take_along_axis(log_probabilities, labels[..., None], axis=-1).mean((1, 2))
         right = (scores.argmax(-1) == labels).all(1)
-        return {"loss": losses.sum(), "accuracy": right.sum(dtype=losses.dtype)}
+        return {"loss": mappings.once(losses.sum()), "accuracy": mappings.once(right.sum(dtype=losses.dtype))}
 
 
 def _wide(scores: Array) -> Array:

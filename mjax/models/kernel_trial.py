@@ -14,7 +14,7 @@ from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.mixture_config import MixtureConfig
 from mjax.model_config import ModelConfig
-from mjax.models.attention import attend
+from mjax.models.attention_kernels import attend
 from mjax.models.kernels import capability_of, choose_grouped, choose_kernel
 from mjax.models.positions import alibi_slopes
 from mjax.parallel.grouped import ROWS, group, grouped_product

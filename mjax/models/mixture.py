@@ -21,7 +21,7 @@ from mjax.models.context import Context
 from mjax.models.experts import Experts
 from mjax.models.llama import Llama, llama_layer
 from mjax.models.router import towards_balance
-from mjax.parallel import random
+from mjax.parallel import mappings, random
 from mjax.parallel.streams import alone
 from mjax.parallel.tokens import Tokens
 
@@ -69,7 +69,8 @@ class Mixture(Llama):
         return "blocks.1" if self.config.dense_layers else "blocks"
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
-        sequences, layers = batch["tokens"].shape[0], self.config.expert_layers
+        layers = self.config.expert_layers
+        sequences = mappings.counted_once(batch["tokens"].shape[0])
         tokens = batch["tokens"].size * layers
         counts = {"router_entropy": tokens, "z_loss": tokens, "balance_loss": sequences * layers}
         if self.config.balance_over == "layers":
@@ -99,9 +100,10 @@ class Mixture(Llama):
         used and gave; the other sums as they are."""
         if self.config.balance_over != "layers":
             return sums
-        sums, compared = dict(sums), tokens.count * self.config.expert_layers
+        sums, compared = dict(sums), tokens.sequences * tokens.whole * self.config.expert_layers
         used, given = (sums.pop(name) / compared for name in ("balance_used", "balance_given"))
-        return sums | {"balance_loss": (used * given).sum() * self.config.experts * tokens.sequences}
+        loss = (used * given).sum() * self.config.experts * tokens.sequences
+        return sums | {"balance_loss": mappings.once(loss)}
 
 
 class MixtureBlock(Block):

@@ -31,6 +31,8 @@ from jax import Array
 from mjax.models.context import Context
 from mjax.parallel import mappings
 from mjax.parallel.axes import MODEL
+from mjax.parallel.sums import lookup, tile_rows
+from mjax.parallel.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,13 @@ class Positions:
 
 
 NO_POSITIONS = Positions()
+
+
+def positions_of(table: Array, tokens: Tokens) -> Array:
+    """The rows of a learned table of positions [S, h] for all tokens, [b · s, h]."""
+    if not tokens.across:
+        return tile_rows(table[: tokens.positions], tokens.sequences)
+    return tile_rows(lookup(table[...], tokens.places()), tokens.sequences)
 
 
 @dataclass(frozen=True)

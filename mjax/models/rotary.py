@@ -56,7 +56,7 @@ class Rotary(Positions):
         """Queries and keys [b, s, n, d], turned by the positions of their tokens within their documents."""
         positions = context.positions
         if positions is None:
-            positions = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+            positions = context.tokens.places()[None]
         return _turned(q, positions, self), _turned(k, positions, self)
 
     def frequencies(self) -> np.ndarray:

@@ -37,6 +37,7 @@ from jax.flatten_util import ravel_pytree
 from mjax.mixture_config import MixtureConfig
 from mjax.models.context import Context
 from mjax.parallel import mappings
+from mjax.parallel.axes import CONTEXT
 from mjax.parallel.layers import normal, parameter
 from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens
@@ -124,10 +125,12 @@ class Router(nnx.Module):
     def _balance(self, used: Array, given: Array, tokens: Tokens) -> Sums:
         """The balance loss of the assignments and the probabilities of each expert: [b, E] or [E]."""
         config = self.config
+        if tokens.across:  # of whole sequences
+            used, given = mappings.leave(jnp.stack([used, given]), CONTEXT)
         if config.balance_over == "layers":  # `Mixture.pool_sums` has the rest
             return {"balance_used": used, "balance_given": given}
-        compared = tokens.positions if config.balance_over == "sequence" else tokens.count
-        products = (used * given).sum() * config.experts / (config.experts_per_token * compared**2)
+        compared = tokens.whole * (1 if config.balance_over == "sequence" else tokens.sequences)
+        products = mappings.once((used * given).sum() * config.experts / (config.experts_per_token * compared**2))
         return {"balance_loss": products if config.balance_over == "sequence" else products * tokens.sequences}
 
 

@@ -4,6 +4,7 @@
     pipe     layers     partial sums of the stages that use it: summed after the backward pass
     data     batch      of the rank's own samples: summed after the backward pass
     expert   batch      the same; the experts of a mixture are split over it, and no two ranks share one
+    context  positions  of the rank's own positions: summed after the backward pass
     model    columns    the same on every rank; with sequence parallelism of its own tokens: summed after it
 
 The first axis is outermost, the last innermost: its devices are neighbours. `expert` is laid over the data-parallel
@@ -20,7 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Splits = Literal["layers", "batch", "columns"]
+Splits = Literal["layers", "batch", "positions", "columns"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Axis:
 
     Attributes:
       name: in PartitionSpecs; `--mesh.NAME` is its size (`sizes` says what of `data` is left to other axes).
-      splits: what its ranks have different parts of: layers, samples of the batch, or columns and rows of matrices.
+      splits: what its ranks have different parts of: layers, samples of the batch, positions of every sample, or
+        columns and rows of matrices.
       sums: whether ranks that share a weight have different gradients for it, to be summed after the backward pass:
         always, where its size is above 1, or with sequence parallelism.
       exchanged: what its devices communicate.
@@ -66,6 +68,13 @@ AXES = (
         often="twice per layer of a mixture",
     ),
     Axis(
+        "context",
+        splits="positions",
+        sums="always",
+        exchanged="activations, 4·b·s·h numbers, or keys and values",
+        often="once per layer",
+    ),
+    Axis(
         "model",
         splits="columns",
         sums="with sequence parallelism",
@@ -74,7 +83,7 @@ AXES = (
     ),
 )
 NAMES = tuple(axis.name for axis in AXES)
-PIPE, DATA, EXPERT, MODEL = NAMES
+PIPE, DATA, EXPERT, CONTEXT, MODEL = NAMES
 
 
 def sizes(mesh) -> dict[str, int]:
@@ -88,7 +97,7 @@ def as_typed(mesh) -> dict[str, int]:
 
 
 def in_words(mesh, *others: str) -> str:
-    """`data 8 × model 2`: of `data` all replicas; `pipe` and `expert` above 1, or if they are among `others`."""
+    """`data 8 × model 2`: of `data` all replicas; other axes above 1, or if they are among `others`."""
     shown = {DATA, MODEL, *others} | {name for name, size in as_typed(mesh).items() if size > 1}
     return " × ".join(f"{name} {size}" for name, size in as_typed(mesh).items() if name in shown)
 
@@ -103,9 +112,20 @@ def replicas(mesh) -> int:
     return math.prod(sizes(mesh)[name] for name in splitting("batch"))
 
 
+def copies(mesh) -> int:
+    """Number of ranks that have a copy of a weight that neither layers nor columns nor experts split."""
+    return math.prod(sizes(mesh)[name] for name in holding())
+
+
 def splitting(what: Splits) -> tuple[str, ...]:
     """Names of the axes that split `what`, outermost first."""
     return tuple(axis.name for axis in AXES if axis.splits == what)
+
+
+def holding() -> tuple[str, ...]:
+    """Names of the axes whose ranks have copies of a weight that they do not split, outermost first: they compute with
+    different tokens."""
+    return splitting("batch") + splitting("positions")
 
 
 def summed(mesh) -> frozenset[str]:

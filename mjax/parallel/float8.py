@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mjax.parallel import mappings
-from mjax.parallel.axes import MODEL, splitting
+from mjax.parallel.axes import MODEL, holding
 from mjax.parallel.sums import BLOCK, widened
 
 FORWARD = jnp.float8_e4m3fn
@@ -70,7 +70,7 @@ def rounded(x: Array, dtype, scale: Array | None = None) -> Float8:
     Args:
       scale: from `scale_of`; by default that of this array, agreed between the ranks that hold its parts.
     """
-    scale = scale_of(x, dtype, (MODEL, *splitting("batch"))) if scale is None else scale
+    scale = scale_of(x, dtype, (MODEL, *holding())) if scale is None else scale
     wide = widened(x)
     return Float8.of((wide * (1 / scale).astype(wide.dtype)).astype(dtype), scale)
 

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mjax.parallel.axes import MODEL, PIPE, splitting
+from mjax.parallel.axes import CONTEXT, MODEL, PIPE, holding, splitting
 
 Axes = str | tuple[str, ...]
 """A mesh axis, or several together, the first outermost."""
@@ -52,7 +52,7 @@ def rank(axis: str) -> Array:
 
 
 def replica() -> Array:
-    """Index of this device's part of the batch: int32 [], varying over the axes that split it."""
+    """Index of this device's samples of the batch: int32 [], varying over the axes that split it."""
     first, *others = splitting("batch")
     number = rank(first)
     for axis in others:
@@ -60,9 +60,9 @@ def replica() -> Array:
     return number
 
 
-def replicas() -> int:
-    """Number of parts of the batch: devices along all axes that split it."""
-    return math.prod(map(size, splitting("batch")))
+def parts() -> int:
+    """Number of parts of the batch: devices along all axes that split its samples or their positions."""
+    return math.prod(map(size, holding()))
 
 
 def size(axis: Axes) -> int:
@@ -127,6 +127,35 @@ def scatter_tokens(partial: Array, axis: str = MODEL) -> Array:
     if axis not in varying_axes(partial):
         raise ValueError(f"scatter_tokens() takes partial sums that vary over `{axis}`; these are already complete")
     return lax.psum_scatter(partial, axis, scatter_dimension=0, tiled=True)
+
+
+# --- Over context -----------------------------------------------------------------------------------------------------
+
+
+def balanced(x: Array) -> Array:
+    """Exchange half of the positions of every rank, so that causal attention costs all of them the same: of 2c chunks
+    rank r has 2r and 2r + 1 before, r and 2c − 1 − r after. Shapes: […, s / c] → the same."""
+    ranks = size(CONTEXT)
+    even, odd = (lax.ppermute(half, CONTEXT, [(r, _rank_of_chunk(2 * r + i, ranks)) for r in range(ranks)])
+                 for i, half in enumerate(jnp.split(x, 2, axis=-1)))  # fmt: skip
+    is_even = rank(CONTEXT) % 2 == 0
+    return jnp.concatenate([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], axis=-1)
+
+
+def _rank_of_chunk(chunk: int, ranks: int) -> int:
+    return min(chunk, 2 * ranks - 1 - chunk)
+
+
+def once(x: Array) -> Array:
+    """`x` on rank 0 of `context` and 0 on the others: for what every rank has and a sum over ranks counts once."""
+    return jnp.where(rank(CONTEXT) == 0, x, jnp.zeros_like(x)) if size(CONTEXT) > 1 else x
+
+
+def counted_once(count: int) -> Array | int:
+    """`once` of a number that is the same for all parts of the batch, as `Model.counts` returns it."""
+    if size(CONTEXT) == 1:
+        return count
+    return vary(once(jnp.int32(count)), frozenset(splitting("batch")))
 
 
 # --- Over pipe --------------------------------------------------------------------------------------------------------

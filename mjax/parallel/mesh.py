@@ -1,4 +1,4 @@
-"""The mesh: devices laid out along the axes pipe × data × expert × model (`axes.py`).
+"""The mesh: devices laid out along the axes pipe × data × expert × context × model (`axes.py`).
 
 `model` is the innermost axis, so the devices that exchange activations in every layer are neighbours, on one server and
 its NVLink; replicas along `data` communicate once per step and may be far apart (arXiv 2104.04473, section 3.4).
@@ -9,7 +9,7 @@ its NVLink; replicas along `data` communicate once per step and may be far apart
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -18,9 +18,24 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import MeshConfig
 from mjax.parallel import axes
 
-_replicas = axes.splitting("batch")
-BATCH = P(_replicas if len(_replicas) > 1 else _replicas[0])
-"""PartitionSpec of every array of a batch: its first dim is split over the replicas."""
+ROWS = axes.splitting("batch")
+"""Axes over which the samples of a batch are split."""
+
+
+def batch_specs(arrays: Mapping[str, tuple[tuple[int, ...], str]], positions: int) -> dict[str, P]:
+    """PartitionSpecs of the arrays of a batch, by name: samples are split over the replicas, positions over `context`.
+
+    Args:
+      arrays: shape of one sample and dtype, as `Config.batch_arrays` returns them.
+      positions: s; an array whose last dim is another one is not split by positions.
+    """
+
+    def one(shape: tuple[int, ...]) -> P:
+        if shape[-1:] != (positions,):
+            return P(ROWS)
+        return P(ROWS, *[None] * (len(shape) - 1), axes.CONTEXT)
+
+    return {name: one(tuple(shape)) for name, (shape, _) in arrays.items()}
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -4,17 +4,30 @@ Between the regions of tensor parallelism the stream is a matrix [b · s, h], th
 every rank of `model` holds all rows, or, with sequence parallelism, each holds a contiguous range: rank i the rows from
 i · t to (i + 1) · t with t = b · s / p. Splitting the flat rows rather than the positions of every sequence means that
 collectives move only whole, contiguous rows.
+
+With `--mesh.context` a rank has a part of the positions of every sequence, and everything above is about these: s is
+their number. `Tokens.places` says which they are. Arrays of a batch come cut into equal, contiguous parts. Where
+attention gathers keys and values, a causal query needs the more of them the later it is, so ranks exchange half of
+their tokens first (`Tokens.cut`), numbers of four bytes:
+
+    4 ranks, 8 chunks      contiguous    0 1 │ 2 3 │ 4 5 │ 6 7
+                           balanced      0 7 │ 1 6 │ 2 5 │ 3 4
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from mjax.parallel import mappings
-from mjax.parallel.axes import MODEL
+from mjax.parallel.axes import CONTEXT, MODEL
+
+Across = Literal["heads", "gather"]
+"""How attention sees the positions of other ranks of `context` (`models/across.py`)."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +36,55 @@ class Tokens:
 
     Attributes:
       sequences: b, of this replica's micro-batch.
-      positions: s, tokens per sequence.
+      positions: s, tokens per sequence; with `across` those of this rank.
       split: whether the rows are split over `model` (sequence parallelism).
       float8: whether column- and row-parallel layers multiply these rows in float8 (`float8.py`).
+      across: how attention sees the positions of other ranks of `context`; None: a rank has whole sequences.
     """
 
     sequences: int
     positions: int
     split: bool = False
     float8: bool = False
+    across: Across | None = None
 
     @property
     def count(self) -> int:
         """Tokens of all ranks together, b · s."""
         return self.sequences * self.positions
+
+    @property
+    def whole(self) -> int:
+        """Positions of a whole sequence."""
+        return self.positions * (mappings.size(CONTEXT) if self.across else 1)
+
+    def places(self) -> Array:
+        """Which positions of its sequences this rank has: int32 [s]."""
+        own = jnp.arange(self.positions, dtype=jnp.int32)
+        if not self.across:
+            return own
+        rank, half = mappings.rank(CONTEXT), self.positions // 2
+        if self.across == "heads":
+            return rank * self.positions + own
+        last = 2 * mappings.size(CONTEXT) - 1
+        return jnp.where(own < half, rank * half + own, (last - rank) * half + own - half)
+
+    def cut(self, x: Array) -> Array:
+        """The columns of an array of a batch for the positions `places`, from those that the mesh gives this rank:
+        [..., s] → the same."""
+        return mappings.balanced(x) if self.across == "gather" else x
+
+    def all_positions(self, x: Array, dim: int = 1) -> Array:
+        """An array with this rank's positions along a dim, with those of all ranks, in order: [b, s, …] → [b, whole,
+        …]; its transpose sums, and keeps this rank's."""
+        if not self.across:
+            return x
+        x = mappings.gather_shards(x, CONTEXT, dim)
+        if self.across == "heads":
+            return x
+        halves = x.reshape(*x.shape[:dim], -1, 2, self.positions // 2, *x.shape[dim + 1 :])
+        first, second = (jax.lax.index_in_dim(halves, i, dim + 1, keepdims=False) for i in (0, 1))
+        return jnp.concatenate([first, jnp.flip(second, dim)], dim).reshape(x.shape)
 
     def enter(self, x: Array) -> Array:
         """f: open a tensor-parallel region, in which every rank sees all rows: [t, h] → [b · s, h]."""

@@ -6,8 +6,8 @@ experts. Between steps it may be split further, and its moments with it:
     weights of the layers     their layer dim over `pipe`: a stage holds its own layers
     all other weights         also over `pipe`, if there is one: the embedding is used at both ends of the pipeline,
                               but its master weights and moments exist once rather than once per stage
-    with `mesh.zero` 1 or 3   everything over the replicas that hold it (arXiv 1910.02054): `data` and `expert`, or of
-                              the experts of a mixture, which `expert` splits already, `data`
+    with `mesh.zero` 1 or 3   everything over the replicas that hold it (arXiv 1910.02054): `data`, `expert` and
+                              `context`, or of the experts of a mixture, which `expert` splits already, the others
 
 Shards become weights at one of two points. ZeRO-1 gathers everything at the start of the step, in the compute dtype.
 ZeRO-3, or FSDP, gathers a layer's weights inside the loop over layers, and again in the backward pass, so that no
@@ -43,7 +43,7 @@ from mjax.parallel.mappings import Gathers
 from mjax.parallel.postponed import PostponedKernel
 from mjax.parallel.stacks import Accumulated, Apart, apart
 
-REPLICAS = axes.splitting("batch")
+REPLICAS = axes.holding()
 
 
 @dataclass(frozen=True)
@@ -258,14 +258,14 @@ def sums_by_layer(config: Config) -> bool:
     """
     mesh, train = config.mesh, config.train
     ordered = mesh.pipe == 1 and (mesh.model == 1 or mesh.splits_tokens)
-    return ordered and mesh.zero == 1 and mesh.data > 1 and train.unroll == "on" and train.streams == 1
+    return ordered and mesh.zero == 1 and axes.copies(mesh) > 1 and train.unroll == "on" and train.streams == 1
 
 
 def sums_in_last(config: Config) -> bool:
     """Whether gradients are summed over `data` during the backward pass of the last micro-batch, which then runs behind
     the loop over the others: layer by layer, or, without ZeRO and `model`, whenever XLA finds work beside a sum."""
     mesh, train = config.mesh, config.train
-    replicated = mesh.zero == 0 and mesh.data > 1 and mesh.pipe == mesh.model == 1
+    replicated = mesh.zero == 0 and axes.copies(mesh) > 1 and mesh.pipe == mesh.model == 1
     return sums_by_layer(config) or (replicated and train.unroll == "on" and train.streams == 1)
 
 

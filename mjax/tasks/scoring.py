@@ -33,7 +33,7 @@ from mjax.models.heads import TaskBERT
 from mjax.models.protocol import Model
 from mjax.parallel import mappings
 from mjax.parallel.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
-from mjax.parallel.mesh import BATCH
+from mjax.parallel.mesh import batch_specs
 from mjax.state.layout import lay_out
 from mjax.tasks.interface import Score, Window
 from mjax.tasks.rows import Batch, Examples, padded_batches
@@ -60,12 +60,12 @@ class RowScorer(ABC):
         self.config = config
         layout = lay_out(config, mesh)
         self.abstract_model = layout.abstract_model
-        self._sharding = NamedSharding(mesh, BATCH)
+        self._mesh = mesh
 
         def program(width: int, model: Model, batch: dict[str, Array]) -> Array:
             narrow = replace(config, model=replace(config.model, sequence=width))
             on_device = partial(rows_of_batch, narrow, layout.plan, head=self.head)
-            specs = layout.specs, dict.fromkeys(batch, BATCH)
+            specs = layout.specs, specs_of(batch, width)
             return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True)(model, batch)
 
         self._program = jax.jit(program, static_argnums=0)
@@ -94,7 +94,8 @@ class RowScorer(ABC):
           batches: a value to return with the numbers, the width of the rows, and the arrays of the global batch.
         """
         dispatched = (
-            (about, self._program(width, model, to_devices(batch, self._sharding))) for about, width, batch in batches
+            (about, self._program(width, model, to_devices(batch, self._mesh, width)))
+            for about, width, batch in batches
         )
         for about, rows in one_behind(dispatched):
             yield about, jax.device_get(rows)
@@ -164,8 +165,8 @@ class Scorer(RowScorer):
         """`needed` rounded up to a power of two from 64 on, limited by the number of positions."""
         width = min(1 << (max(needed, NARROWEST) - 1).bit_length(), self.config.model.sequence)
         mesh, tokens = self.config.mesh, width * self.config.train.micro_batch
-        splits = not mesh.sequence_parallel or tokens % mesh.model == 0
-        return width if splits else self.config.model.sequence
+        splits = not mesh.sequence_parallel or tokens // mesh.context % mesh.model == 0
+        return width if splits and width % (2 * mesh.context) == 0 else self.config.model.sequence
 
 
 def _padded(windows: Sequence[Window], width: int, size: int) -> Batch:
@@ -188,7 +189,7 @@ class TaskScorer(RowScorer):
     @staticmethod
     def head(weights: TaskBERT, x: Array, batch: dict[str, Array], context: Context) -> Array:
         """The scores of the task's head."""
-        return weights.scores(x, batch, context)
+        return mappings.once(weights.scores(x, batch, context))
 
     def __call__(
         self, model: TaskBERT, examples: Examples, on_progress: Callable[[int], None] = lambda examples: None
@@ -232,11 +233,17 @@ def rows_of_batch(config: Config, plan, model: Model, batch: dict[str, Array], h
     return sum_over_batch(config, plan, model, batch, head=placed)
 
 
-def to_devices(batch: dict[str, np.ndarray], sharding: NamedSharding) -> dict[str, Array]:
-    """The arrays of a batch that every process has as a whole; each gives its own devices their rows."""
+def specs_of(batch: dict[str, Array | np.ndarray], width: int) -> dict[str, P]:
+    """PartitionSpecs of the arrays of a batch with rows of this width."""
+    return batch_specs({name: (rows.shape[1:], "") for name, rows in batch.items()}, width)
+
+
+def to_devices(batch: dict[str, np.ndarray], mesh: Mesh, width: int) -> dict[str, Array]:
+    """The arrays of a batch that every process has as a whole; each gives its own devices their parts."""
     with jax.transfer_guard("allow"):  # the intended transfer
         return {
-            name: jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__) for name, rows in batch.items()
+            name: jax.make_array_from_callback(batch[name].shape, NamedSharding(mesh, spec), batch[name].__getitem__)
+            for name, spec in specs_of(batch, width).items()
         }
 
 

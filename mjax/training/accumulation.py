@@ -35,7 +35,7 @@ def accumulate(forward: Forward, model: Model, weights: Model, micro_batches: Mi
     if config.micro_batches == 1:  # nothing to accumulate: avoid a second copy of the gradients
         means, gradients = _differentiate(forward, weights, _at(0, micro_batches))
         return means, jax.tree.map(lambda g: g.astype(wide), joined(gradients))
-    nothing = mappings.vary(jnp.zeros((), wide), frozenset(axes.splitting("batch")))
+    nothing = mappings.vary(jnp.zeros((), wide), frozenset(axes.holding()))
     start = {n: nothing + jnp.zeros(jnp.shape(f), wide) for n, f in forward.factors.items()}, zeros_like(weights, wide)
 
     def add(total: Found, micro_batch: MicroBatch) -> tuple[Found, None]:

@@ -111,8 +111,14 @@ class Forward:
         key = None
         if self.step is not None and self.config.model.without_dropout() != self.config.model:
             key = DropoutKey.of(self.config.train.seed, self.step, micro_batch["samples"])
-        positions, documents = micro_batch.get("positions"), micro_batch.get("documents")
-        return Context(tokens_of(self.config), key, positions, documents, loss_chunks=self.config.train.loss_chunks)
+        positions, documents, tokens = (
+            micro_batch.get("positions"),
+            micro_batch.get("documents"),
+            tokens_of(self.config),
+        )
+        if documents is not None:
+            documents = tokens.all_positions(documents)
+        return Context(tokens, key, positions, documents, loss_chunks=self.config.train.loss_chunks)
 
     def layer_context(self, micro_batch: MicroBatch) -> Context:
         """The context of a micro-batch inside the layers, which train in float8 where the config says so."""
@@ -127,4 +133,5 @@ class Forward:
 def tokens_of(config: Config) -> Tokens:
     """The tokens in the rows of the stream of one micro-batch."""
     model, mesh = config.model, config.mesh
-    return Tokens(config.train.micro_batch * model.sequences, model.sequence, mesh.splits_tokens)
+    sequences, positions = config.train.micro_batch * model.sequences, model.sequence // mesh.context
+    return Tokens(sequences, positions, mesh.splits_tokens, across=config.across)

@@ -302,20 +302,27 @@ class Run:
         return self.programs[size]
 
     def _to_devices(self, batches: Batches, step: int, evaluation: bool = False) -> dict[str, jax.Array]:
-        """The batch of `step`; a process reads only the rows of its own devices."""
-        size, sharding = batches.sizes.size(step), self.program.batch_sharding
+        """The batch of `step`; a process reads only the rows of its own devices, and a device gets its positions."""
+        size, shardings = batches.sizes.size(step), self.program.batch_shardings
 
         def bounds(index: tuple[slice, ...]) -> tuple[int, int]:
             return index[0].indices(size)[:2]
 
-        own = {bounds(index) for index in sharding.addressable_devices_indices_map((size,)).values()}
+        arrays = self.config.batch_arrays(evaluation)
+        own = {
+            bounds(index)
+            for name, (shape, _) in arrays.items()
+            for index in shardings[name].addressable_devices_indices_map((size, *shape)).values()
+        }
         rows = {part: batches.at(step, slice(*part)) for part in own}
         with jax.transfer_guard("allow"):  # the intended transfer
             return {
                 name: jax.make_array_from_callback(
-                    (size, *shape), sharding, lambda index, name=name: rows[bounds(index)][name]
+                    (size, *shape),
+                    shardings[name],
+                    lambda index, name=name: rows[bounds(index)][name][:, *index[1:]],
                 )
-                for name, (shape, _) in self.config.batch_arrays(evaluation).items()
+                for name, (shape, _) in arrays.items()
             }
 
     def evaluate(self, step: int, model: Model, validation: Batches) -> tuple[float, dict[str, float]]:

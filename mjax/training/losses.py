@@ -25,7 +25,7 @@ def global_counts(model: Model, batch: Batch) -> dict[str, Count]:
 
     def everywhere(count: Count) -> Count:
         if isinstance(count, (int, np.ndarray)):
-            return count * mappings.replicas()
+            return count * mappings.parts()
         return mappings.sum_over(count, mappings.varying_axes(count))
 
     return {name: everywhere(count) for name, count in model.counts(batch).items()}

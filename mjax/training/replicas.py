@@ -6,7 +6,7 @@ that runs something else affects one copy, and through its gradients slowly corr
 
 So each device hashes its shards, and the hashes, four bytes per array, are gathered and compared on the host of every
 process, all with the same result. Weights that ZeRO splits over the replicas exist once: there is nothing to compare.
-Experts that `expert` splits have a copy in each of its groups, on the ranks of `data`.
+Ranks of `context` have copies too. Experts that `expert` splits have one in each of its groups.
 
 The hash of an array of words x_i is Σ (2i + 1) x_i modulo 2^32. Odd numbers have inverses, so a change of a single
 element is always detected, and any other change is missed with probability 2^-32.
@@ -28,10 +28,10 @@ from jax.sharding import PartitionSpec as P
 from mjax.errors import UnhealthyError
 from mjax.names import leaf_name
 from mjax.parallel import mappings
-from mjax.parallel.axes import NAMES, splitting
+from mjax.parallel.axes import NAMES, holding
 
 MOST_SHOWN = 4  # devices
-DIMS = [NAMES.index(axis) for axis in splitting("batch")]
+DIMS = [NAMES.index(axis) for axis in holding()]
 """The dims of the device array along which replicas are numbered."""
 
 
@@ -114,7 +114,8 @@ class Replicas:
 
 
 def _hashes(shards: list[Array]) -> Array:
-    """A hash of each shard of each device: uint32 [pipe, data, expert, model, arrays] (`axes.NAMES`), replicated."""
+    """A hash of each shard of each device, replicated: uint32 [pipe, data, expert, context, model, arrays]
+    (`axes.NAMES`)."""
     everywhere = frozenset(NAMES)
     own = jnp.stack([_hash_of(mappings.vary(shard, everywhere)) for shard in shards]).reshape(*[1] * len(NAMES), -1)
     for dim, axis in enumerate(NAMES):

@@ -29,13 +29,13 @@ from mjax.batch_size import at_batch
 from mjax.config import Config
 from mjax.models.protocol import Model
 from mjax.parallel import axes, mappings, scopes
-from mjax.parallel.mesh import BATCH, sharded_shapes
+from mjax.parallel.mesh import batch_specs, sharded_shapes
 from mjax.parallel.zero import add_whole, gather_weights, layer_by_layer, reduce_gradients
 from mjax.state.layout import initial_weights, lay_out
 from mjax.state.precision import COMPUTE_TYPES, LossScale, in_float8, parameter_type
 from mjax.state.train_state import TrainState
 from mjax.training.accumulation import accumulate
-from mjax.training.forward import Forward
+from mjax.training.forward import Forward, tokens_of
 from mjax.training.losses import (
     EvalMetrics,
     StepMetrics,
@@ -65,7 +65,7 @@ class TrainProgram:
     Attributes:
       abstract_state: `TrainState` of ShapeDtypeStructs with shardings; what a checkpoint is restored to.
       abstract_batch: the batch of a training step, the arrays of `Config.batch_arrays`.
-      batch_sharding: sharding of every array of a batch.
+      batch_shardings: of every array of a batch, in training or evaluation, by name.
       initialize: () → TrainState, already sharded; the same weights on every mesh.
       begin: (model) → TrainState of step 0 with these master weights, which are donated; of any float dtype.
       train_step: (TrainState, batch[, limit]) → (TrainState, StepMetrics); the old state is donated. The update is
@@ -78,13 +78,17 @@ class TrainProgram:
 
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
-    batch_sharding: NamedSharding
+    batch_shardings: dict[str, NamedSharding]
     initialize: Callable[[], TrainState]
     begin: Callable[[Model], TrainState]
     train_step: Callable[..., tuple[TrainState, StepMetrics]]
     broken: Callable[[TrainState], Array]
     eval_step: Callable[[Model, dict[str, Array]], EvalMetrics]
     gradient_names: list[str]
+
+    def on_devices(self, batch: dict[str, np.ndarray]) -> dict[str, Array]:
+        """A global batch that this process has, on its devices."""
+        return {name: jax.device_put(array, self.batch_shardings[name]) for name, array in batch.items()}
 
 
 def build_program(
@@ -114,13 +118,20 @@ def build_program(
     abstract_state = sharded_shapes(shapes, specs, mesh)
 
     # --- Programs -----------------------------------------------------------------------------------------------------
-    batch_sharding = NamedSharding(mesh, BATCH)
     training, evaluation = config.batch_arrays(), config.batch_arrays(evaluation=True)
+    batch_shardings = {
+        name: NamedSharding(mesh, spec)
+        for name, spec in batch_specs(training | evaluation, config.model.sequence).items()
+    }
+
+    def specs_of(arrays) -> dict[str, P]:
+        return {name: batch_shardings[name].spec for name in arrays}
+
     names = gradient_names(shapes.model, config.mesh)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
     on_devices = shard_map(
         partial(_train_step, config, transform, rate_after, layout.plan, np.array(backward_order(names)), loss),
-        in_specs=(specs, dict.fromkeys(training, BATCH), P()),
+        in_specs=(specs, specs_of(training), P()),
         out_specs=(specs, P()),
     )
 
@@ -129,7 +140,7 @@ def build_program(
 
     eval_step = shard_map(
         partial(_eval_step, config, layout.plan, loss),
-        in_specs=(specs.model, dict.fromkeys(evaluation, BATCH)),
+        in_specs=(specs.model, specs_of(evaluation)),
         out_specs=P(),
     )
 
@@ -144,10 +155,10 @@ def build_program(
     return TrainProgram(
         abstract_state=abstract_state,
         abstract_batch={
-            name: jax.ShapeDtypeStruct((config.train.global_batch, *shape), kind, sharding=batch_sharding)
+            name: jax.ShapeDtypeStruct((config.train.global_batch, *shape), kind, sharding=batch_shardings[name])
             for name, (shape, kind) in training.items()
         },
-        batch_sharding=batch_sharding,
+        batch_shardings=batch_shardings,
         initialize=jax.jit(lambda: first_state(config, transform, initial_weights(config)), out_shardings=shardings),
         begin=jax.jit(begin, out_shardings=shardings, donate_argnums=0),
         train_step=jax.jit(train_step, donate_argnums=0),
@@ -203,7 +214,7 @@ def _train_step(
     batch: dict[str, Array],
     limit: Array,
 ):
-    """One step on a single device: its shards of `state`, its replica's rows of `batch` [B / data, …]."""
+    """One step on a single device: its shards of `state`, and its rows and positions of `batch` [B / data, …]."""
     scale = state.loss_scale.scale
     found, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, objective)
     means = summary(state.model, found)
@@ -333,18 +344,22 @@ def sum_over_batch(
 
 
 def micro_batches_of(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
-    """This replica's rows of the batch as [m, b, …], and each sequence's index in the global batch as [m, b].
+    """This device's rows of the batch as [m, b, …], and each sequence's index in the global batch as [m, b].
 
-    The rows of a sample of several sequences, [c, s], follow each other in the micro-batch.
+    The rows of a sample of several sequences, [c, s], follow each other in the micro-batch. Of a sequence that is split
+    over `context` a rank has the positions that `Tokens.places` says.
     """
     rows = config.train.global_batch // axes.replicas(config.mesh)
     chex.assert_tree_shape_prefix(batch, (rows,))
     for name in batch.keys() & {"tokens", "labels"}:
-        chex.assert_axis_dimension(batch[name], -1, config.model.sequence)
+        chex.assert_axis_dimension(batch[name], -1, config.model.sequence // config.mesh.context)
     sequences = rows * config.model.sequences
     samples = mappings.replica() * sequences + jnp.arange(sequences)
 
+    tokens, positions = tokens_of(config), config.model.sequence // config.mesh.context
+
     def split(x):
-        return x.reshape(config.micro_batches, -1, *x.shape[1:][-1:])
+        x = x.reshape(config.micro_batches, -1, *x.shape[1:][-1:])
+        return tokens.cut(x) if x.shape[2:] == (positions,) else x
 
     return {name: split(x) for name, x in {**batch, "samples": samples}.items()}

@@ -33,11 +33,11 @@ from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainCo
 from mjax.errors import UsageError
 from mjax.mixture_config import MixtureConfig
 from mjax.model_config import ModelConfig
-from mjax.models.attention import FLASH_STAND_IN
+from mjax.models.attention_kernels import FLASH_STAND_IN
 from mjax.models.build import layers_differ
 from mjax.models.kernels import FUSED
 from mjax.parallel.grouped import STAND_IN, WHOLE_STAND_IN
-from mjax.parallel.mesh import BATCH, abstract_mesh
+from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.zero import gather_weights
 from mjax.state.layout import lay_out
 from mjax.state.precision import COMPUTE_TYPES
@@ -238,7 +238,7 @@ def _trace(config: Config, part: Callable) -> Any:
 
     with jax.enable_x64(config.precision.compute == "fp64"):
         layout = lay_out(config, mesh)
-        specs = layout.specs, dict.fromkeys(arrays, BATCH)
+        specs = layout.specs, batch_specs(arrays, config.model.sequence)
         jax.eval_shape(jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P()), layout.abstract_model, batch)
     return found[0]
 

@@ -231,7 +231,7 @@ def test_rows_that_pad_the_vocabulary_change_no_loss_and_are_never_the_best(sour
         )
         program, weights = build_program(config, make_mesh(MeshConfig())), weights_of(folder, config)
         rows = np.random.default_rng(0).integers(0, 257, (2, 17)).astype(np.int32)
-        batch = jax.device_put({"tokens": rows[:, :-1], "labels": rows[:, 1:]}, program.batch_sharding)
+        batch = program.on_devices({"tokens": rows[:, :-1], "labels": rows[:, 1:]})
         losses.append(float(program.eval_step(weights, batch).loss))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_weights(config))

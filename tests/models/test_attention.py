@@ -11,7 +11,7 @@ import pytest
 from mjax.config import GPTConfig
 from mjax.errors import UsageError
 from mjax.models import attention, kernel_trial
-from mjax.models.attention import attend
+from mjax.models.attention_kernels import attend
 from mjax.models.kernel_trial import resolve_attention
 from mjax.models.positions import alibi_slopes
 

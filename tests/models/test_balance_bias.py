@@ -55,7 +55,7 @@ def steps_on_mesh(config, seeds=range(STEPS), state=None, limit=np.inf):
     program, step = compiled(config)
     state, found = first_state(config) if state is None else state, []
     for seed in seeds:
-        batch = jax.device_put(batch_of(config, seed), program.batch_sharding)
+        batch = program.on_devices(batch_of(config, seed))
         state, metrics = step(state, batch, jnp.float32(limit))
         found.append([float(metrics.loss), float(metrics.metrics["expert_load"])])
     return state, in_layer_order(state.model, config), np.array(found).T

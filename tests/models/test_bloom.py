@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from mjax.models.attention import KeyValues, attend, attend_cached
+from mjax.models.attention import KeyValues, attend_cached
+from mjax.models.attention_kernels import attend
 from mjax.models.build import build_model
 from mjax.models.positions import alibi_slopes
 from mjax.names import leaf_name

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import MeshConfig, load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
-from mjax.models.attention import FLASH_INTERPRETED, attend
+from mjax.models.attention_kernels import FLASH_INTERPRETED, attend
 from mjax.models.kernels import choose_kernel
 from mjax.packages import cuda_build
 from mjax.parallel.mesh import make_mesh
@@ -61,6 +61,37 @@ def test_output_and_gradients_are_those_of_xla_with_the_same_masks(name, heads):
 
     for found, expected in zip(on_one_device(FLASH_INTERPRETED), on_one_device("xla"), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kernel", [FLASH_INTERPRETED, "xla"])
+def test_queries_of_some_positions_get_what_they_get_among_all(name, rank, kernel):
+    """Balanced over two ranks, each has two of four chunks: outputs, and its part of the gradients of all keys."""
+    options, positions, chunk = OPTIONS[name], 512, 128
+    if "documents" in options:
+        documents = np.sort(np.random.default_rng(1).integers(0, 4, (2, positions)), axis=1).astype(np.int32)
+        options = {**options, "documents": documents}
+    rng = np.random.default_rng(0)
+    q, upstream = (jnp.asarray(rng.standard_normal((2, positions, 4, 24)), jnp.float32) for _ in range(2))
+    k, v = (jnp.asarray(rng.standard_normal((2, positions, 2, 24)), jnp.float32) for _ in range(2))
+    places = jnp.concatenate([first * chunk + jnp.arange(chunk) for first in (rank, 3 - rank)])
+
+    def outputs(q, k, v, upstream, **which):
+        key = DropoutKey.of(7, jnp.int32(3), jnp.arange(2)) if "rate" in options else None
+        attended = partial(attend, kernel="xla" if not which else kernel, key=key, **options, **which)
+        out, pullback = jax.vjp(lambda q, k, v: attended(q, k, v), q, k, v)
+        return out, *pullback(upstream)
+
+    def run(function, *arrays):
+        mesh = make_mesh(MeshConfig())
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(*arrays)
+
+    alone = jnp.zeros(positions, bool).at[places].set(True)[None, :, None, None]
+    out, to_q, to_k, to_v = run(outputs, q, k, v, jnp.where(alone, upstream, 0))
+    found = run(partial(outputs, places=places), q[:, places], k, v, upstream[:, places])
+    for one, expected in zip(found, (out[:, places], to_q[:, places], to_k, to_v), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=0, atol=5e-6)
 
 
 def test_on_a_mesh_it_has_the_masks_of_one_device():

@@ -188,9 +188,7 @@ def _losses(data, model, sequence_parallel=False, expert=1):
     program = program_of(config)
     state, found = initial_state(program), []
     for step in range(60):
-        state, metrics = program.train_step(
-            state, jax.device_put(batch_of(config, seed=step % 4), program.batch_sharding)
-        )
+        state, metrics = program.train_step(state, program.on_devices(batch_of(config, seed=step % 4)))
         found.append(np.concatenate([np.ravel(value) for value in (metrics.loss, *metrics.metrics.values())]))
     return np.array(found)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from mjax.models.attention import FLASH_STAND_IN, attend
+from mjax.models.attention_kernels import FLASH_STAND_IN, attend
 from mjax.training.flops import hardware_flops, model_flops
 from mjax.training.trace import Traced, layer_backward
 from tests.against_reference import largest_error

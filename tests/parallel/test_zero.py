@@ -22,7 +22,7 @@ def _after_five_steps(**mesh):
         program = program_of(config)
         state = program.initialize()
         for step in range(5):
-            batch = jax.device_put(batch_of(config, seed=step), program.batch_sharding)
+            batch = program.on_devices(batch_of(config, seed=step))
             state, metrics = program.train_step(state, batch)
         return in_layer_order(state.model, config), float(metrics.grad_norm)
 

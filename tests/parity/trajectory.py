@@ -33,7 +33,7 @@ def losses_of_both(config, weights, peer, peer_loss, batch_at, steps=20, rate_at
         batch = batch_at(step)
         for group in (group for each in optimizers for group in each.param_groups):
             group["lr"] = optimizer.learning_rate if rate_at is None else rate_at(step)
-        state, metrics = program.train_step(state, jax.device_put(batch, program.batch_sharding))
+        state, metrics = program.train_step(state, program.on_devices(batch))
         ours.append(float(metrics.loss))
         loss = peer_loss(peer, batch)
         peer.zero_grad()

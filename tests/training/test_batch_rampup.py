@@ -55,7 +55,7 @@ def test_a_ramp_is_the_steps_by_hand_over_the_same_samples(ramped):
     for size in SIZES:
         rows = np.stack([data[next(samples)] for _ in range(size)])
         batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
-        state, metrics = programs[size].train_step(state, jax.device_put(batch, programs[size].batch_sharding))
+        state, metrics = programs[size].train_step(state, programs[size].on_devices(batch))
         losses.append(float(metrics.loss))
     assert [record["loss"] for record in records] == losses
     assert int(result.state.samples) == int(state.samples) == sum(SIZES)

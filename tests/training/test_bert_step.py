@@ -111,7 +111,7 @@ def test_an_evaluation_weighs_masked_tokens_by_their_number_and_pairs_alike(run)
 def test_a_batch_without_masks_has_the_loss_of_its_order_alone(run):
     run, weights = run
     batch = batch_of(run.config) | {"loss_mask": np.zeros((8, 16), bool)}
-    found = run.program.eval_step(weights, jax.device_put(batch, run.program.batch_sharding))
+    found = run.program.eval_step(weights, run.program.on_devices(batch))
     assert float(found.means["mlm_loss"]) == 0.0
     assert float(found.loss) == float(found.means["order_loss"]) > 0.1
 

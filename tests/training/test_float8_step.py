@@ -75,7 +75,7 @@ def _run(steps=3, **changes):
     program = program_of(config)
     state, losses = initial_state(program), []
     for step in range(steps):
-        batch = jax.device_put(batch_of(config, seed=step), program.batch_sharding)
+        batch = program.on_devices(batch_of(config, seed=step))
         state, metrics = program.train_step(state, batch)
         losses.append(float(metrics.loss))
     return program, state, losses
@@ -108,7 +108,7 @@ def test_another_mesh_has_the_same_losses_up_to_rounding(trained, data, model, m
 def test_evaluation_is_in_bf16(trained):
     program, state, _ = trained
     wide = program_of(small_config(1, 2, 4, compute="bf16", dropout=0.0))
-    batch = jax.device_put(batch_of(small_config(), seed=9), program.batch_sharding)
+    batch = program.on_devices(batch_of(small_config(), seed=9))
     assert float(program.eval_step(state.model, batch).loss) == float(wide.eval_step(state.model, batch).loss)
 
 
@@ -116,7 +116,7 @@ def test_a_step_that_is_not_finite_is_skipped(trained):
     program, state, _ = trained
     state = jax.tree.map(jnp.copy, state)
     state.model.blocks.mlp.up.kernel[...] = state.model.blocks.mlp.up.kernel[...].at[0, 3, 5].set(jnp.inf)
-    batch = jax.device_put(batch_of(small_config(), seed=9), program.batch_sharding)
+    batch = program.on_devices(batch_of(small_config(), seed=9))
     assert bool(program.train_step(state, batch)[1].skipped)
 
 

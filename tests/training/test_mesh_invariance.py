@@ -1,7 +1,6 @@
 """The same run on every mesh: weights, losses and dropout are functions of the seed, not of the devices."""
 
 import chex
-import jax
 import numpy as np
 import pytest
 
@@ -17,7 +16,7 @@ def _run(data, model, **changes):
     state = initial_state(program)
     initial, losses = named(state.model), []
     for step in range(STEPS):
-        batch = jax.device_put(batch_of(config, seed=step), program.batch_sharding)
+        batch = program.on_devices(batch_of(config, seed=step))
         state, metrics = program.train_step(state, batch)
         losses.append(float(metrics.loss))
     return initial, losses, state, float(program.eval_step(state.model, batch).loss)

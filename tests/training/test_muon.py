@@ -236,7 +236,7 @@ def _run(compute="fp64", steps=3, **mesh):
         program = program_of(replace(config, optimizer=replace(config.optimizer, name="muon")))
         state, losses = program.initialize(), []
         for step in range(steps):
-            state, metrics = program.train_step(state, jax.device_put(batch_of(config, step), program.batch_sharding))
+            state, metrics = program.train_step(state, program.on_devices(batch_of(config, step)))
             assert not metrics.skipped
             losses.append(float(metrics.loss))
         return losses, in_layer_order(state.model, config), state, program

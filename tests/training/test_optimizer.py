@@ -97,7 +97,7 @@ def test_the_first_adam_step_of_a_clipped_gradient_equals_numpy(data, model):
     program = program_of(config)
     state = program.initialize()
     before = named(state.model)
-    batch = jax.device_put(batch_of(config), program.batch_sharding)
+    batch = program.on_devices(batch_of(config))
     state, metrics = program.train_step(state, batch)
     after, moments = named(state.model), named(state.optimizer[0].mu)
     norm = math.sqrt(sum(float(np.square(m.astype(np.float64) / 0.1).sum()) for m in moments.values()))
@@ -155,7 +155,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_step_and_names_its_gr
     poisoned = jax.jit(lambda m: jax.tree_util.tree_map_with_path(poison, m), out_shardings=shardings)(state.model)
     state = replace(state, model=poisoned)
     before, moments = named(state.model), named(state.optimizer)
-    batch = jax.device_put(batch_of(config), program.batch_sharding)
+    batch = program.on_devices(batch_of(config))
     state, metrics = program.train_step(state, batch)
     assert bool(metrics.skipped)
     assert int(metrics.nonfinite) > 0
@@ -221,7 +221,7 @@ def test_the_moments_of_muon_are_checked_too_and_a_second_one_must_have_a_root()
 def test_the_update_of_a_batch_whose_loss_is_above_the_limit_is_dropped(mesh):
     config = small_config(2, 2, micro_batch=2, mesh=mesh)
     program = program_of(config)
-    batch = jax.device_put(batch_of(config), program.batch_sharding)
+    batch = program.on_devices(batch_of(config))
     before = named(program.initialize().model)
     for limit, skipped in ((3.0, True), (np.inf, False), (-np.inf, True)):
         state, metrics = program.train_step(program.initialize(), batch, np.float32(limit))
@@ -236,7 +236,7 @@ def test_fp16_overflows_halve_the_scale_until_a_step_succeeds():
     config = small_config(2, 2, micro_batch=2, compute="fp16")
     program = program_of(config)
     state = program.initialize()
-    batch = jax.device_put(batch_of(config), program.batch_sharding)
+    batch = program.on_devices(batch_of(config))
     skipped, rates = 0, []
     for _ in range(40):
         state, metrics = program.train_step(state, batch)

@@ -108,13 +108,13 @@ def test_evaluation_gives_the_mean_over_the_labels_that_count_and_their_number(e
     run, weights = evaluating
     assert "loss_mask" not in run.program.abstract_batch
     batch = batch_of(run.config) | {"loss_mask": packing_of(8, 16)["loss_mask"]}
-    found = run.program.eval_step(weights, jax.device_put(batch, run.program.batch_sharding))
+    found = run.program.eval_step(weights, run.program.on_devices(batch))
     whole = {name: jnp.asarray(value) for name, value in named(weights).items()}
     expected, _ = reference.loss_and_gradients(whole, run.config.model, batch)
     assert float(found.loss) == pytest.approx(float(expected), rel=1e-5)
     assert int(found.counts["loss"]) == batch["loss_mask"].sum()
     nothing = batch | {"loss_mask": np.zeros((8, 16), bool)}
-    found = run.program.eval_step(weights, jax.device_put(nothing, run.program.batch_sharding))
+    found = run.program.eval_step(weights, run.program.on_devices(nothing))
     assert (float(found.loss), int(found.counts["loss"])) == (0.0, 0)
 
 
@@ -129,7 +129,7 @@ def test_an_evaluation_weighs_its_batches_by_the_labels_that_count(evaluating):
         def at(self, step, rows):
             return {name: array[rows] for name, array in batches[step].items()}
 
-    placed = [jax.device_put(batch, run.program.batch_sharding) for batch in batches]
+    placed = [run.program.on_devices(batch) for batch in batches]
     whole, tail = (float(run.program.eval_step(weights, batch).loss) for batch in placed)
     assert abs(whole - tail) > 1e-3
     loss, metrics = run.evaluate(1, weights, Validation())

@@ -51,7 +51,7 @@ def test_equal_replicas_pass(four):
 @pytest.mark.parametrize(("name", "word", "bit"), [("up", 0, 0), ("up", 63, 31), ("bias", 15, 12)])
 def test_one_flipped_bit_on_one_device_is_found_and_the_device_named(four, name, word, bit):
     mesh, model, replicas = four
-    device = mesh.devices[0, 2, 0, 1].id
+    device = mesh.devices[0, 2, 0, 0, 1].id
     changed = jax.tree.map(lambda leaf: leaf, model)
     leaf = getattr(changed, name)
     leaf[...] = with_flipped_bit(leaf[...], device, word, bit)
@@ -63,7 +63,7 @@ def test_one_flipped_bit_on_one_device_is_found_and_the_device_named(four, name,
 def test_of_two_replicas_both_are_named():
     mesh = make_mesh(MeshConfig(data=2))
     model = model_on(mesh, P())
-    model.up[...] = with_flipped_bit(model.up[...], mesh.devices[0, 1, 0, 0].id)
+    model.up[...] = with_flipped_bit(model.up[...], mesh.devices[0, 1, 0, 0, 0].id)
     with pytest.raises(UnhealthyError, match=r"replica 0 \(device 0 .*\) and replica 1 \(device 1 .*\) differ in"):
         Replicas(abstract(model), mesh).check(1, model)
 
@@ -72,9 +72,9 @@ def test_what_zero_splits_has_no_copy_and_the_rest_is_compared():
     mesh = make_mesh(MeshConfig(data=2))
     model = model_on(mesh, P("data"))
     replicas = Replicas(abstract(model), mesh)
-    model.up[...] = with_flipped_bit(model.up[...], mesh.devices[0, 1, 0, 0].id)
+    model.up[...] = with_flipped_bit(model.up[...], mesh.devices[0, 1, 0, 0, 0].id)
     replicas.check(1, model)
-    model.bias[...] = with_flipped_bit(model.bias[...], mesh.devices[0, 1, 0, 0].id)
+    model.bias[...] = with_flipped_bit(model.bias[...], mesh.devices[0, 1, 0, 0, 0].id)
     with pytest.raises(UnhealthyError, match="in bias;"):
         replicas.check(2, model)
 
@@ -95,7 +95,7 @@ def test_a_run_whose_replicas_differ_ends_with_exit_code_3_and_saves_nothing_mor
             with jax.transfer_guard("allow"):
                 if int(state.step) == 5:
                     weight = state.model.final_norm.bias
-                    weight[...] = with_flipped_bit(weight[...], mesh.devices[0, 1, 0, 0].id)
+                    weight[...] = with_flipped_bit(weight[...], mesh.devices[0, 1, 0, 0, 0].id)
             return program.train_step(state, batch, *rest)
 
         return replace(program, train_step=step)

@@ -1,6 +1,5 @@
 """A checkpoint of one mesh continues on every other: pipelines, chunks and sharded storage included."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -20,13 +19,13 @@ class _Run:
     def take(self, steps):
         losses = []
         for step in steps:
-            batch = jax.device_put(batch_of(self.config, seed=step), self.program.batch_sharding)
+            batch = self.program.on_devices(batch_of(self.config, seed=step))
             self.state, metrics = self.program.train_step(self.state, batch)
             losses.append(float(metrics.loss))
         return losses
 
     def evaluate(self):
-        batch = jax.device_put(batch_of(self.config, seed=99), self.program.batch_sharding)
+        batch = self.program.on_devices(batch_of(self.config, seed=99))
         return float(self.program.eval_step(self.state.model, batch).loss)
 
 
