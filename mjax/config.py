@@ -280,6 +280,11 @@ class Config:
             return self.mesh.context_attention
         return "gather" if self.model.heads // self.mesh.model % self.mesh.context else "heads"
 
+    @property
+    def sequence_chunks(self) -> int:
+        """Chunks of a sequence, of which a rank of `context` has two where attention gathers; else 1."""
+        return 2 * self.mesh.context if self.across == "gather" else 1
+
     def batch_arrays(self, evaluation: bool = False) -> Arrays:
         """The arrays of a batch: shape of one sample, [s] or [], and dtype."""
         return self.model.batch(self.data, evaluation)

@@ -95,7 +95,7 @@ def _check_experts(config: Config) -> None:
 def _check_context(config: Config) -> None:
     """Check that the `context` axis divides the positions, and heads where it splits them."""
     model, mesh = config.model, config.mesh
-    parts = mesh.context * (2 if config.across == "gather" else 1)
+    parts = max(config.sequence_chunks, mesh.context)
     if model.sequence % parts:
         what = f"the {parts} parts of" if parts > mesh.context else "the"
         raise UsageError(

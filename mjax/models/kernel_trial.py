@@ -29,7 +29,9 @@ def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Conf
       UsageError: the requested kernel does not support the run, or fails in the trial.
     """
     documents, platform = "documents" in config.batch_arrays(), jax.default_backend()
-    kernel = resolve_attention(config.model, config.precision.compute, platform, announce, documents)
+    kernel = resolve_attention(
+        config.model, config.precision.compute, platform, announce, documents, config.sequence_chunks
+    )
     model = replace(config.model, attention=kernel)
     if isinstance(model, MixtureConfig):
         model = replace(model, grouped=resolve_grouped(config, platform, announce))
@@ -42,6 +44,7 @@ def resolve_attention(
     platform: str,
     announce: Callable[[str], None] = print,
     documents: bool = False,
+    chunks: int = 1,
 ) -> str:
     """The kernel of this run: chosen by rule, then run once on a small array and compared with `xla`.
 
@@ -51,12 +54,13 @@ def resolve_attention(
       platform: `jax.default_backend()`.
       announce: receives one sentence if a slower kernel than cuDNN's has to be used on a GPU, or a slower way.
       documents: whether attention stays within documents (`data.reset_attention`, and BERT's padding).
+      chunks: as for `choose_kernel`.
 
     Raises:
       UsageError: the requested kernel does not support the run, or fails in the trial.
     """
     capability = capability_of(jax.local_devices()[0])
-    kernel, obstacle = choose_kernel(model, compute, platform, documents, capability)
+    kernel, obstacle = choose_kernel(model, compute, platform, documents, capability, chunks)
     if model.attention == "auto" and platform == "gpu" and obstacle:
         announce(f"attention: the slower kernel xla is used instead of cuDNN flash, because {obstacle}")
     refusal = _self_test(kernel, model, compute, documents)

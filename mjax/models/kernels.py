@@ -1,5 +1,5 @@
-"""The choice of kernels by rule, without JAX: of attention (the column `where` of the table in `attention.py`), and of
-the products of experts (`parallel/grouped.py`).
+"""The choice of kernels by rule, without JAX: of attention (the column `where` of the table in `attention_kernels.py`),
+and of the products of experts (`parallel/grouped.py`).
 
 Training asks for the local GPU, the planner for one that may be elsewhere.
 """
@@ -24,7 +24,12 @@ SMALLEST = 16
 
 
 def choose_kernel(
-    model: ModelConfig, compute: str, platform: str, documents: bool = False, capability: tuple[int, ...] = HOPPER
+    model: ModelConfig,
+    compute: str,
+    platform: str,
+    documents: bool = False,
+    capability: tuple[int, ...] = HOPPER,
+    chunks: int = 1,
 ) -> tuple[str, str | None]:
     """The kernel chosen by the rule, before any trial, and what rules out cuDNN's.
 
@@ -34,12 +39,16 @@ def choose_kernel(
       platform: cpu or gpu.
       documents: whether attention stays within documents (`data.reset_attention`, and BERT's padding).
       capability: compute capability of the GPU.
+      chunks: of a sequence, of which a rank has the queries of two and the keys of all; 1: of all
+        (`Config.sequence_chunks`).
 
     Raises:
       UsageError: cuDNN's or `flash` was requested by name and does not support the run.
     """
-    if model.attention == "flash":
-        obstacle = _flash_obstacle(model, compute, platform, capability)
+    if model.attention == "flash" or (model.attention == "auto" and chunks > 1 and platform == "gpu"):
+        obstacle = _flash_obstacle(model, compute, platform, capability, chunks)
+        if obstacle and model.attention == "auto":
+            return "xla", obstacle
         if obstacle:
             raise UsageError(
                 f"--model.attention flash cannot be used: {obstacle}; change that, or use --model.attention auto"
@@ -64,7 +73,9 @@ def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> st
       UsageError: as in `choose_kernel`.
     """
     documents = "documents" in config.batch_arrays()
-    return choose_kernel(config.model, config.precision.compute, "gpu", documents, capability)[0]
+    return choose_kernel(config.model, config.precision.compute, "gpu", documents, capability, config.sequence_chunks)[
+        0
+    ]
 
 
 def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:
@@ -102,15 +113,17 @@ def capability_of(device) -> tuple[int, ...]:
     return tuple(int(part) for part in number.split(".")) if number[:1].isdigit() else HOPPER
 
 
-def _flash_obstacle(model: ModelConfig, compute: str, platform: str, capability: tuple[int, ...]) -> str | None:
+def _flash_obstacle(
+    model: ModelConfig, compute: str, platform: str, capability: tuple[int, ...], chunks: int
+) -> str | None:
     if obstacle := _gpu_obstacle(platform, capability):
         return obstacle
     if compute not in ("bf16", "fp16", "fp8"):
         return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
     if not 16 <= model.head_size <= 128:
         return f"it needs a head size from 16 to 128 and hidden / heads is {model.head_size}"
-    if model.sequence % BLOCK:
-        return f"it needs a multiple of {BLOCK} positions and --model.sequence is {model.sequence}"
+    if model.sequence % (BLOCK * chunks):
+        return f"it needs a multiple of {BLOCK * chunks} positions and --model.sequence is {model.sequence}"
     return None
 
 

@@ -33,6 +33,7 @@ def what_runs(
     size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
     parameters, compute = count_parameters(model), config.precision.compute
     unrolled = ", layers without a loop" if train.unroll == "on" else ""
+    unrolled += f", over context by {config.across}" if config.across else ""
     unrolled += ", two streams" if train.streams == 2 else ""
     unrolled += f", experts by {model.grouped}" if isinstance(model, MixtureConfig) else ""
     unrolled += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""

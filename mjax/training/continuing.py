@@ -58,7 +58,7 @@ LEARNED = {
 }  # fmt: skip
 FREE = {
     "model": ("attention",),
-    "mesh": (*NAMES, "sequence_parallel", "schedule", "chunks", "zero"),
+    "mesh": (*NAMES, "context_attention", "sequence_parallel", "schedule", "chunks", "zero"),
     "data": ("test_path", "cache"),
     "train": (
         "steps", "tokens", "micro_batch", "recompute", "unroll", "streams", "loss_chunks", "eval_interval",

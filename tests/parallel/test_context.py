@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import mjax
 from mjax.config import MeshConfig
 from mjax.errors import UsageError
 from mjax.models import across, causal
@@ -22,6 +23,7 @@ from tests.models.test_llama import FAMILIES, assert_equals_reference
 from tests.models.test_llama import config_of as llama_config
 from tests.models.test_mixture import config_of as mixture_config
 from tests.small import BLOOM, batch_of, gradient_program, named, small_config
+from tests.training.test_trainer import losses as losses_of
 
 PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
 MODELS = {
@@ -249,6 +251,33 @@ def test_arrays_of_a_batch_are_split_where_they_have_positions():
         "choices": P(("data", "expert"), None, "context"),
         "row": P(("data", "expert")),
     }
+
+
+# --- Runs -------------------------------------------------------------------------------------------------------------
+
+
+def _run_config(steps=60, **mesh):
+    config = small_config(2, 1, 4, mesh=mesh, samples=PACKED)
+    optimizer = replace(config.optimizer, learning_rate=2e-3)  # with 1e-2 rounding grows tenfold in 20 steps
+    return replace(config, optimizer=optimizer, train=replace(config.train, steps=steps, eval_interval=0))
+
+
+def _trained(config, folder, **options):
+    mjax.Trainer(config, folder, show=False, **options).train()
+    return losses_of(folder)
+
+
+def test_a_run_has_the_losses_of_one_device_and_continues_on_another_context(tmp_path, fewer_devices, quick_runs):
+    """Sixty steps with dropout and documents: on one device; on context 4, then 1, then 2 with balanced chunks."""
+    whole = _trained(replace(_run_config(), mesh=MeshConfig()), tmp_path / "whole")
+    until_20, until_40 = ({"callbacks": [lambda record, last=last: record.step == last]} for last in (20, 40))
+    moved = tmp_path / "moved"
+    assert len(_trained(_run_config(context=4, zero=1), moved, **until_20)) < 25
+    _trained(_run_config(), moved, **until_40)
+    found = _trained(_run_config(context=2, context_attention="gather", zero=3), moved)
+    assert len(found) == len(whole) == 60
+    assert found == pytest.approx(whole, rel=1e-5)
+    assert max(whole) > 1.001 * min(whole)  # it learns
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------
