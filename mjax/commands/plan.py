@@ -252,6 +252,7 @@ def _run(planned: _Planned) -> Section:
         "active_parameters": active,
         "mesh": axes.as_typed(mesh),
         "sequence_parallel": mesh.splits_tokens,
+        "context_attention": config.across,
         "devices": mesh.devices,
         "global_batch": train.global_batch,
         "micro_batch": train.micro_batch,
@@ -262,6 +263,7 @@ def _run(planned: _Planned) -> Section:
         "devices": f"{mesh.devices:,} = {axes.in_words(mesh, axes.PIPE)}" + ", sequence parallel" * mesh.splits_tokens,
         "global batch": f"{train.global_batch:,} = {mesh.data} replicas × {config.micro_batches} micro-batches "
         f"of {train.micro_batch}",
+        **({"attention over context": config.across} if config.across else {}),
         "recomputation": train.recompute,
         "ZeRO": mesh.zero,
     }

@@ -33,7 +33,7 @@ from mjax.models.kernels import capability_of, resolved_on_gpu
 from mjax.planner.float8 import check_float8
 from mjax.planner.loss_chunks import with_loss_chunks
 from mjax.planner.memory import HEADROOM, Memory, free_share, memory_of, predict_memory
-from mjax.planner.search import value_of, with_values
+from mjax.planner.search import LEAST_POSITIONS, value_of, with_values
 from mjax.validation import validate
 
 # Ranks of the cost of a change; a combination costs their sum.
@@ -170,17 +170,18 @@ def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
     mesh, train = config.mesh, config.train
     losses = [each.train.loss_chunks for each in (config, *with_loss_chunks(config, predict_memory(config)))]
     recomputes = [each for each in RECOMPUTE if RECOMPUTE[each] >= RECOMPUTE[train.recompute]]
-    for (pipe, data, model), recompute in itertools.product(_meshes(config), recomputes):
-        devices = pipe * data * model
-        moved = OTHER_MESH * ((pipe, data, model) != (mesh.pipe, mesh.data, mesh.model))
+    for (pipe, data, context, model), recompute in itertools.product(_meshes(config), recomputes):
+        devices = pipe * data * context * model
+        moved = OTHER_MESH * ((pipe, data, context, model) != (mesh.pipe, mesh.data, mesh.context, mesh.model))
         moved += MORE_GPUS * (devices > mesh.devices) * devices // mesh.devices
         splits = {mesh.sequence_parallel, True} if model > 1 else {mesh.sequence_parallel}
-        zeros = [stage for stage in ZERO if stage >= mesh.zero and (data > 1 or stage == mesh.zero)]
+        zeros = [stage for stage in ZERO if stage >= mesh.zero and (data * context > 1 or stage == mesh.zero)]
         micro_batches = _micro_batches(train.micro_batch, train.global_batch // data)
         for micro_batch, split, zero, chunks in itertools.product(micro_batches, splits, zeros, losses):
             every = {
                 "mesh.pipe": pipe,
                 "mesh.data": data,
+                "mesh.context": context,
                 "mesh.model": model,
                 "mesh.sequence_parallel": split,
                 "mesh.zero": zero,
@@ -198,22 +199,33 @@ def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield price, values
 
 
-def _meshes(config: Config) -> list[tuple[int, int, int]]:
-    """The config's own mesh; those that give `data` to `model` or `pipe`; and those with two to sixty-four times the
-    GPUs."""
-    mesh = config.mesh
-    found = [(mesh.pipe, mesh.data, mesh.model)]
+def _meshes(config: Config) -> list[tuple[int, int, int, int]]:
+    """The config's own mesh; those that give `data` to `context`, `model` or `pipe`; and those with two to sixty-four
+    times the GPUs: (pipe, data, context, model)."""
+    mesh, positions = config.mesh, config.model.sequence
+    found = [(mesh.pipe, mesh.data, mesh.context, mesh.model)]
     for factor in (2, 4, 8):
         if mesh.data % factor == 0:
+            data = mesh.data // factor
             found += [
-                (mesh.pipe, mesh.data // factor, mesh.model * factor),
-                (mesh.pipe * factor, mesh.data // factor, mesh.model),
+                (mesh.pipe, data, mesh.context, mesh.model * factor),
+                (mesh.pipe * factor, data, mesh.context, mesh.model),
+                (mesh.pipe, data, mesh.context * factor, mesh.model),
             ]
     for factor in (2, 4, 8, 16, 32, 64):
-        found += [(mesh.pipe, mesh.data, mesh.model * factor), (mesh.pipe * factor, mesh.data, mesh.model)]
-        found += [(mesh.pipe, mesh.data * factor, mesh.model)]
-    # Devices of `model` communicate in every layer, so they should share a server: at most eight, unless it has more.
-    return [axes for axes in found if axes[2] <= max(8, mesh.model)]
+        found += [
+            (mesh.pipe, mesh.data, mesh.context, mesh.model * factor),
+            (mesh.pipe * factor, mesh.data, mesh.context, mesh.model),
+            (mesh.pipe, mesh.data * factor, mesh.context, mesh.model),
+            (mesh.pipe, mesh.data, mesh.context * factor, mesh.model),
+        ]
+
+    def is_sensible(context: int, model: int) -> bool:
+        # Devices of `model` communicate in every layer, so they should share a server: at most eight, unless it has
+        # more. Sequences are split if they are long.
+        return model <= max(8, mesh.model) and (context == mesh.context or positions // context >= LEAST_POSITIONS)
+
+    return [axes for axes in found if is_sensible(*axes[2:])]
 
 
 def _micro_batches(largest: int, share: int) -> list[int]:

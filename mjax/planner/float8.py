@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from mjax.config import Config, MeshConfig
 from mjax.errors import UsageError
-from mjax.parallel.axes import DATA, MODEL, sizes
+from mjax.parallel.axes import DATA, MODEL, copies, sizes
 from mjax.parallel.float8 import BACKWARD
 from mjax.planner.rates import Rates
 from mjax.state.precision import in_float8
@@ -172,9 +172,9 @@ def agreement_seconds(agreed: tuple[tuple[str, ...], ...], mesh: MeshConfig, rat
     Those of weights are over `model` only; where the others are too, XLA combines them with one of these.
     """
     over_model = over_data = 0.0
-    for axes in agreed if mesh.data > 1 else (each for each in agreed if DATA in each):
+    for axes in agreed if copies(mesh) > 1 else (each for each in agreed if DATA in each):
         seconds = rates.agree(math.prod(sizes(mesh)[axis] for axis in axes), 1 if MODEL in axes else mesh.model)
-        if DATA in axes and mesh.data > 1:
+        if DATA in axes and copies(mesh) > 1:
             over_data += seconds
         else:
             over_model += seconds

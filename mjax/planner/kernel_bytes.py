@@ -61,16 +61,16 @@ class Kernels(NamedTuple):
 @lru_cache(maxsize=1024)
 def kernels_of(of: trace.Traced, kernel: str, recompute: str) -> Kernels:
     """The kernels of a traced model; arguments as in `trace.layer_backward`."""
-    sequence, ranks = of.model.sequence, of.ranks
+    ranks = of.ranks
     layer, constants = trace.layer_program(of)
     backward, head = trace.layer_backward(of, kernel, recompute), trace.head(of).program
     inputs = enumerate(backward.program.inputs[backward.constants :], backward.constants)
     # A scale is a number, which weights have as well.
     tokens = [value for number, value in inputs if number not in backward.weights and backward.program.shape(value)]
     return Kernels(
-        moved(layer, layer.inputs[constants : constants + 1], sequence, ranks, recompute == "none"),
-        moved(backward.program, tokens, sequence, ranks),
-        moved(head, head.inputs[-1:], sequence, ranks),
+        moved(layer, layer.inputs[constants : constants + 1], of.scores, ranks, recompute == "none"),
+        moved(backward.program, tokens, of.scores, ranks),
+        moved(head, head.inputs[-1:], of.scores, ranks),
         backward.kept,
     )
 
@@ -107,12 +107,12 @@ def looped(kept: float, weights: float, beside: bool) -> tuple[float, int]:
     return (fills, 0) if beside else (fills + COPIES_OF_KEPT * kept + COPIES_OF_WEIGHTS * weights, COPY_KERNELS)
 
 
-def moved(program: Program, tokens: Iterable[int], sequence: int, ranks: int, kept: bool = False) -> Moved:
+def moved(program: Program, tokens: Iterable[int], last_dims: tuple[int, int], ranks: int, kept: bool = False) -> Moved:
     """What the regions of a program move.
 
     Args:
       tokens: inputs that depend on the tokens.
-      sequence: positions; arrays of [..., s, s] are attention's scores.
+      last_dims: of attention's scores (`Traced.scores`).
       ranks: of `model`; on one, a sum over it is no kernel.
       kept: inputs of products in float8 are kept for the backward pass.
     """
@@ -129,7 +129,7 @@ def moved(program: Program, tokens: Iterable[int], sequence: int, ranks: int, ke
 
     def is_score(value: int) -> bool:
         shape = program.shape(value)
-        return len(shape) > 2 and shape[-2:] == (sequence, sequence)
+        return len(shape) > 2 and shape[-2:] == last_dims
 
     total, scores, kernels = 0.0, 0.0, 0
     for region in regions:

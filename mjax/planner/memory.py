@@ -33,6 +33,7 @@ import numpy as np
 
 from mjax.config import Config
 from mjax.models.kernels import FUSED, HOPPER, attention_on_gpu
+from mjax.parallel.axes import copies
 from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.parallel.zero import sums_by_layer, sums_in_last
 from mjax.planner import muon
@@ -142,7 +143,7 @@ class _Sizes:
         sample = _Sample(*trace.of_micro_batch(of, samples, lambda of: _of_sample(of, kernel, recompute)))
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it beside one of them, so its probabilities exist twice.
-        beside = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and mesh.data > 1))
+        beside = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and copies(mesh) > 1))
         scores = sample.scores * ((config.model.attention_dropout > 0) + self.width * beside)
         train = config.train
         kept = sample.kept_apart if train.unroll == "on" else sample.kept
@@ -177,7 +178,7 @@ class _Sizes:
     def sharded(self) -> bool:
         """True if weights are gathered from shards."""
         mesh = self.config.mesh
-        return mesh.pipe > 1 or (mesh.zero > 0 and mesh.data > 1)
+        return mesh.pipe > 1 or (mesh.zero > 0 and copies(mesh) > 1)
 
     @property
     def of_layer(self) -> float:
@@ -186,10 +187,10 @@ class _Sizes:
 
     @property
     def batch(self) -> float:
-        """Bytes of the replica's rows of a batch."""
+        """Bytes of the device's part of a batch."""
         arrays = self.config.batch_arrays().values()
         total = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
-        return total * self.config.train.global_batch / self.config.mesh.data
+        return total * self.config.train.global_batch / copies(self.config.mesh)
 
 
 class _Sample(NamedTuple):
@@ -209,7 +210,7 @@ class _Sample(NamedTuple):
 @lru_cache(maxsize=1024)
 def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
     layer, backward, head = trace.layer_forward(of), trace.layer_backward(of, kernel, recompute), trace.head(of)
-    width, work = WIDTHS[of.compute], backward_work(backward, of.model.sequence)
+    width, work = WIDTHS[of.compute], backward_work(backward, of.scores)
     scores = (each.batch * each.m * each.n for each in layer.of_activations if kernel not in FUSED)
     besides = [size for elements, size in head.kept if elements != head.logits]
     return _Sample(
@@ -336,7 +337,7 @@ def _backward(sizes: _Sizes) -> Memory:
     # The gradient of the embedding as output layer waits for that as input; in a pipeline it is accumulated at once.
     waiting = c * held.table if sizes.config.mesh.pipe == 1 else 0.0
     of_layers = _layer_gradients(sizes)
-    if sizes.config.train.unroll == "on" and sizes.config.mesh.data == 1 and not sizes.accumulates:
+    if sizes.config.train.unroll == "on" and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
         of_layers /= sizes.layers  # in no stack: each takes less than what its layer kept, which is free then
     gradients = of_layers + _sums(sizes) + waiting
     work = sizes.work + _weights_in_hand(sizes)
@@ -368,7 +369,7 @@ def _reduction(sizes: _Sizes) -> Memory:
     wide = sizes.master * (whole + held.gathered_shards)
     if sums_by_layer(sizes.config):
         wide = sizes.master * (held.shared + held.stored)
-    if mesh.data == 1 and not sizes.accumulates:
+    if copies(mesh) == 1 and not sizes.accumulates:
         return _memory(sizes, "reduction", 0.0, sizes.width * whole, workspace=sizes.batch)  # nothing is summed
     # They are converted one by one, so the last one that exists in both dtypes is the largest.
     both = not (sums_by_layer(sizes.config) or held.gathered or sizes.accumulates or sizes.width == sizes.master)

@@ -19,7 +19,7 @@ from mjax.planner.float8 import roundings
 from mjax.training.program import REDUCTIONS, Operation, Program, is_float8
 from mjax.training.trace import Backward
 
-STAND_IN = "pure_callback"  # for a kernel that exists only on a GPU (`models/attention.py`)
+STAND_IN = "pure_callback"  # for a kernel that exists only on a GPU (`models/attention_kernels.py`)
 FUNCTIONS = {"tanh", "erf", "erfc", "exp", "exp2", "log", "log1p", "expm1", "logistic", "sin", "cos"}
 
 
@@ -184,11 +184,11 @@ class Work:
     biases: int
 
 
-def backward_work(backward: Backward, sequence: int) -> Work:
+def backward_work(backward: Backward, last_dims: tuple[int, int]) -> Work:
     """Walk a layer's backward pass in an order in which everything is computed as late as possible.
 
     Args:
-      sequence: positions; arrays of [..., s, s] are attention's scores, which XLA recomputes only when it needs them.
+      last_dims: of attention's scores (`Traced.scores`), which XLA recomputes only when it needs them.
     """
     program, regions = backward.program, Regions(backward.program)
     carried = program.inputs[backward.constants : backward.constants + backward.carried]
@@ -199,7 +199,7 @@ def backward_work(backward: Backward, sequence: int) -> Work:
 
     def is_score(value: int) -> bool:
         shape = program.shape(value)
-        return len(shape) > 2 and shape[-2:] == (sequence, sequence)
+        return len(shape) > 2 and shape[-2:] == last_dims
 
     def held_by(region: Region) -> int:
         written = [value for value in region.outputs if not regions.is_wide(value) or is_single(value)]

@@ -43,8 +43,9 @@ from mjax.planner.step_time import StepTime
 from mjax.validation import check_streams
 
 SEARCHED = (
-    "mesh.pipe", "mesh.data", "mesh.model", "mesh.expert", "mesh.sequence_parallel", "mesh.schedule", "mesh.chunks",
-    "mesh.zero", "train.micro_batch", "train.recompute", "train.streams", "train.loss_chunks",
+    "mesh.pipe", "mesh.data", "mesh.model", "mesh.expert", "mesh.context", "mesh.context_attention",
+    "mesh.sequence_parallel", "mesh.schedule", "mesh.chunks", "mesh.zero", "train.micro_batch", "train.recompute",
+    "train.streams", "train.loss_chunks",
 )  # fmt: skip
 """Fields in which candidates differ."""
 
@@ -57,6 +58,9 @@ TimeOf = Callable[[Config], StepTime]
 
 SERVER = 8
 """Ranks of `expert` and `model` together, at most: they communicate in every layer."""
+
+LEAST_POSITIONS = 2048
+"""Of a rank of `context`: with fewer, its products and collectives are small."""
 
 # --- Candidates -------------------------------------------------------------------------------------------------------
 
@@ -80,9 +84,17 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
         possible = divisors(math.gcd(data, experts)) if experts else [1]
         return [ranks for ranks in possible if ranks * model <= max(SERVER, model) or ranks == fixed.get("mesh.expert")]
 
-    for pipe, data, model in meshes(config, devices):
+    def ways(model: int, context: int) -> list[str]:
+        """Of attention over `context`: `auto` where there is none."""
+        if context == 1:
+            return ["auto"]
+        of_heads = config.model.heads // model % context == 0
+        gathers = config.model.sequence % (2 * context) == 0 and config.model.attention != "cudnn"
+        return ["heads"] * of_heads + ["gather"] * gathers
+
+    for pipe, data, context, model in meshes(config, devices, fixed.get("mesh.context")):
         for micro_batch in divisors(unit // data):
-            tokens = micro_batch * config.model.sequences * config.model.sequence
+            tokens = micro_batch * config.model.sequences * config.model.sequence // context
             splits = tokens % model == 0 and (model > 1 or "mesh.sequence_parallel" in fixed)
             in_groups = pipe > 1 and unit // data // micro_batch % pipe == 0
             possible = {
@@ -90,10 +102,12 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
                 "mesh.data": [data],
                 "mesh.model": [model],
                 "mesh.expert": expert_ranks(data, model),
+                "mesh.context": [context],
+                "mesh.context_attention": or_kept("mesh.context_attention", ways(model, context)),
                 "mesh.sequence_parallel": [False, True] if splits else [False],
                 "mesh.schedule": or_kept("mesh.schedule", SCHEDULES if pipe > 1 else SCHEDULES[:1]),
                 "mesh.chunks": divisors(config.model.layers // config.model.period // pipe) if in_groups else [1],
-                "mesh.zero": or_kept("mesh.zero", ZERO if data > 1 else ZERO[:1]),
+                "mesh.zero": or_kept("mesh.zero", ZERO if data * context > 1 else ZERO[:1]),
                 "train.micro_batch": [micro_batch],
                 "train.recompute": RECOMPUTE,
                 "train.streams": STREAMS if pipe == 1 and model > 1 else STREAMS[:1],
@@ -115,15 +129,18 @@ def _has_streams(config: Config) -> bool:
     return True
 
 
-def meshes(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
-    """(pipe, data, model) whose product is `devices` and which divide the model and the global batch."""
+def meshes(config: Config, devices: int, context: int | None = None) -> Iterator[tuple[int, int, int, int]]:
+    """(pipe, data, context, model) whose product is `devices` and which divide the model and the global batch; with
+    this `context`, or with those that leave a rank `LEAST_POSITIONS`."""
     model, unit = config.model, batch_unit(config)
     matrices = math.gcd(*model.columns().values())
+    parts = [each for each in divisors(model.sequence) if each == 1 or model.sequence // each >= LEAST_POSITIONS]
     for tensor in filter(model.splits, divisors(math.gcd(devices, matrices))):
         for pipe in divisors(math.gcd(devices // tensor, model.layers // model.period)):
-            data = devices // (tensor * pipe)
-            if unit % data == 0:
-                yield pipe, data, tensor
+            rest = devices // (tensor * pipe)
+            for part in parts if context is None else [context]:
+                if rest % part == 0 and unit % (rest // part) == 0:
+                    yield pipe, rest // part, part, tensor
 
 
 def batch_unit(config: Config) -> int:
@@ -264,10 +281,13 @@ def alternatives(found: Found) -> list[Alternative]:
     """For each field, what the best candidate would lose with another value of it, with all others searched again.
 
     Fields with the same value in every candidate are left out, and those that follow from others: `data` is what `pipe`
-    and `model` leave, and without a pipeline there are no schedule and no chunks.
+    and `model` leave, and without a pipeline there are no schedule and no chunks, and without `context` no attention
+    over it.
     """
     best = found.ranked[0]
     follow = {"mesh.data"} if best.config.mesh.pipe > 1 else {"mesh.data", "mesh.schedule", "mesh.chunks"}
+    if best.config.mesh.context == 1:
+        follow.add("mesh.context_attention")
     listed = []
     for name in SEARCHED:
         if name in follow:

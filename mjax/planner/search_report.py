@@ -120,7 +120,9 @@ def cost(candidate: Candidate, devices: int, question: Question) -> Cost:
 
 def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float | None) -> list[str]:
     split = any(each.config.mesh.expert > 1 for each in shown)
-    header = ["", "pipe", "data", *(["expert"] if split else []), "model", "schedule", "micro-batch", "recompute"]
+    cut = any(each.config.mesh.context > 1 for each in shown)
+    header = ["", "pipe", "data", *(["expert"] if split else []), *(["context"] if cut else []), "model", "schedule"]
+    header += ["micro-batch", "recompute"]
     header += ["seq. par.", "streams", "ZeRO"]
     some = any(each.config.train.loss_chunks > 1 for each in shown)
     header += ["loss chunks"] if some else []
@@ -131,7 +133,8 @@ def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float
         chunks = f" × {mesh.chunks}" if mesh.chunks > 1 else ""
         rows.append(
             [
-                number, mesh.pipe, mesh.data, *([mesh.expert] if split else []), mesh.model,
+                number, mesh.pipe, mesh.data, *([mesh.expert] if split else []),
+                *([_context(candidate.config)] if cut else []), mesh.model,
                 f"{mesh.schedule}{chunks}" if mesh.pipe > 1 else "-", train.micro_batch, train.recompute,
                 "yes" if mesh.splits_tokens else "-", train.streams, mesh.zero or "-",
                 *([train.loss_chunks if train.loss_chunks > 1 else "-"] if some else []),
@@ -141,6 +144,10 @@ def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float
             ]
         )  # fmt: skip
     return table(header, rows)
+
+
+def _context(config: Config) -> str:
+    return f"{config.mesh.context} ({config.across})" if config.across else "1"
 
 
 def held_back_by(candidate: Candidate, found: Found) -> str:

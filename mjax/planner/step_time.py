@@ -9,7 +9,9 @@ from mjax.batch_size import BatchSizes
 from mjax.config import Config
 
 # Parts of a step, in display order.
-PARTS = ("matmul", "attention", "elementwise", "head", "model", "expert", "pipe", "bubble", "data", "optimizer")
+PARTS = (
+    "matmul", "attention", "elementwise", "head", "model", "context", "expert", "pipe", "bubble", "data", "optimizer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,12 @@ class StepTime:
         elementwise: memory-bound kernels of the layers.
         head: embedding, logits and loss, without their collectives.
         model: exposed collectives over `model`; with Muon also those of its matrices.
+        context: attention's collectives over `context`.
         expert: collectives over `expert`, to the experts of a mixture and back.
         pipe: messages between stages.
         bubble: idle time while the pipeline fills and drains.
-        data: sums and gathers over `data`, and of the embedding over `pipe`; with Muon those of its matrices.
+        data: sums and gathers over `data` and `context`, and of the embedding over `pipe`; with Muon those of its
+          matrices.
         optimizer: accumulation of gradients, norm, update of the weights.
       model_tflops: TFLOP/s of one GPU, counted as in `model_flops` (nothing for recomputation, full attention).
       mfu: those over the peak.

@@ -18,6 +18,7 @@ The parts of a step, and how each is modelled:
                       bandwidth, and launches; with a loop over layers also what it fills and copies
     float8            the layers' products at `float8` × its peak. Scales and rounding are memory-bound kernels of the
                       trace; ranks agree on a scale in an all-reduce of one number (`float8.py`)
+    context           attention's collectives, which nothing hides
     experts           products of a mixture: as many rows for each expert, or in the worst case all tokens to the same
                       experts; whole tiles of rows. Their tokens' way over `expert` and back is not hidden
     collectives       a ring: bytes sent over its slowest link, which the rings that leave a server together share, and
@@ -43,7 +44,7 @@ from mjax.config import Config
 from mjax.hardware import Gpu
 from mjax.models.build import count_parameters
 from mjax.models.kernels import FUSED, attention_on_gpu
-from mjax.parallel.axes import EXPERT, MODEL
+from mjax.parallel.axes import CONTEXT, EXPERT, MODEL, copies
 from mjax.parallel.grouped import ROWS
 from mjax.planner import kernel_bytes, muon
 from mjax.planner.bubble import bubble, empty_messages
@@ -116,7 +117,7 @@ class _Step:
         )
         self.element, self.float8 = WIDTHS[config.precision.compute], in_float8(config.precision)
         self.gathered = 1 if self.float8 else self.element  # bytes per element of what products are gathered for
-        self.tokens = config.train.micro_batch * model.sequences * model.sequence
+        self.tokens = config.train.micro_batch * model.sequences * model.sequence // mesh.context
         capability = rates.gpu.compute_capability
         self.kernel = attention_on_gpu(config, capability)
         self.flash = self.software.flash and self.kernel in FUSED
@@ -169,6 +170,7 @@ class _Step:
             "attention": self._attention,
             "elementwise": self._kernels[0],
             "model": self._exposed_forward(len(self.layer.branches) * self._layer_sum) + over_model,
+            "context": sum(self._over_context),
             "expert": sum(self._over_experts),
             "data": self._waits(self._over_data(self.gathered), self._forward_work) + over_data,
         }
@@ -206,6 +208,7 @@ class _Step:
         return {
             **work,
             "model": self._exposed_backward + repeated + over_model,
+            "context": sum(self._over_context) + attention * self._over_context[0] + whole * self._over_context[1],
             "expert": sum(self._over_experts) + attention * self._over_experts[0],
             "data": self._waits(stored, beside) + over_data,
         }
@@ -255,8 +258,21 @@ class _Step:
         for each in program.operations:
             if each.is_collective and axes_of(each.equation) == (EXPERT,):
                 whole = max(program.bytes(value) for value in (each.inputs[0], each.outputs[0]))
-                found[each.name] += self.rates.gather(mesh.expert, mesh.model, self.samples * whole)
+                found[each.name] += self.rates.gather(mesh.expert, mesh.model * mesh.context, self.samples * whole)
         return found["all_gather"], found["reduce_scatter"]
+
+    @cached_property
+    def _over_context(self) -> tuple[float, float]:
+        """A layer's collectives over `context` in its forward pass, before attention and after it; the backward pass
+        has the transpose of each, and recomputation those before again."""
+        mesh, found, back = self.config.mesh, [0.0, 0.0], 0
+        for each in trace.layer_program(self.of)[0].operations:
+            if each.is_collective and axes_of(each.equation) == (CONTEXT,):
+                program = trace.layer_program(self.of)[0]
+                whole = max(program.bytes(value) for value in (each.inputs[0], each.outputs[0]))
+                found[back == 3] += self.rates.gather(mesh.context, mesh.model, self.samples * whole)
+                back += each.name == "all_to_all"  # of queries, keys and values, then of the result
+        return tuple(found)
 
     @cached_property
     def _attention(self) -> float:
@@ -383,10 +399,10 @@ class _Step:
         """A collective of `width` bytes for each of `weights`, over all replicas; but of those of `experts`, which
         `expert` splits, over the replicas that share them."""
         mesh = self.config.mesh
-        seconds = collective(mesh.data, mesh.model, width * (weights - experts))
+        seconds = collective(copies(mesh), mesh.model, width * (weights - experts))
         if not experts:
             return seconds
-        return seconds + collective(mesh.data // mesh.expert, mesh.model * mesh.expert, width * experts)
+        return seconds + collective(copies(mesh) // mesh.expert, mesh.model * mesh.expert, width * experts)
 
     @cached_property
     def _message(self) -> float:
@@ -394,7 +410,7 @@ class _Step:
         mesh = self.config.mesh
         whole = self.element * self.stream
         split = mesh.splits_tokens or self.software.splits_messages
-        sent = self.rates.send(mesh.pipe, mesh.model * mesh.data, whole / (mesh.model if split else 1))
+        sent = self.rates.send(mesh.pipe, mesh.model * copies(mesh), whole / (mesh.model if split else 1))
         if split and not mesh.splits_tokens:
             sent += self.rates.gather(mesh.model, 1, whole)
         return sent
@@ -430,7 +446,7 @@ class _Step:
     def _sums_over_data(self, m: int) -> float:
         """Gradients over `data`, and ZeRO-1's gathers; for the embedding also over `pipe`."""
         mesh, rates, software = self.config.mesh, self.rates, self.software
-        stage, across = mesh.model * mesh.data, software.gradient_bytes + self.element
+        stage, across = mesh.model * copies(mesh), software.gradient_bytes + self.element
         seconds = rates.gather(mesh.pipe, stage, across * self.held.shared)
         shared = self.held.shared / mesh.pipe
         weights = shared if mesh.zero == 3 else self.held.layers + shared
@@ -440,7 +456,7 @@ class _Step:
             whole = self._over_replicas(rates.sum, software.gradient_bytes, weights, self.held.experts)
             # A traced program sums each stack as one; the last of them and the embedding have nothing beside them.
             last = (shared + self.held.largest) * (software.written is None)
-            alone = rates.sum(mesh.data, mesh.model, software.gradient_bytes * last)
+            alone = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
             return seconds + (max(alone, whole - beside) if hidden else whole)
         of_layers = weights - shared
         if mesh.zero == 3 or not hidden:
@@ -448,7 +464,7 @@ class _Step:
             experts = 0.0 if mesh.zero == 3 else self.held.experts
             return seconds + self._over_replicas(rates.gather, across, weights - narrow / across, experts)
         # The embedding has no layer beside it, before the first and after the last.
-        seconds += rates.gather(mesh.data, mesh.model, across * shared)
+        seconds += rates.gather(copies(mesh), mesh.model, across * shared)
         gathered = self._over_replicas(rates.gather, self.gathered, of_layers, self.held.experts)
         summed = self._over_replicas(rates.gather, software.gradient_bytes, of_layers, self.held.experts)
         at_once = self.layers * self._forward_work * (m == 1)  # of several micro-batches all weights are gathered first
@@ -459,7 +475,7 @@ class _Step:
         mesh = self.config.mesh
         weights = self.held.layers + self.held.shared / mesh.pipe
         if mesh.zero == 3:
-            weights = (weights + (mesh.expert - 1) * self.held.experts) / mesh.data
+            weights = (weights + (mesh.expert - 1) * self.held.experts) / copies(mesh)
         added = m * weights if m > 1 else 0.0
         moved = self.software.optimizer_bytes * self.held.stored + self.software.accumulate_bytes * added
         if self.config.optimizer.name == "adamw":

@@ -20,6 +20,7 @@ NAMES = {
     "elementwise": "LayerNorm, GELU, dropout, sums",
     "head": "embedding and head",
     "model": "collectives over model",
+    "context": "collectives over context",
     "expert": "collectives over expert",
     "pipe": "messages between stages",
     "bubble": "bubble of the pipeline",

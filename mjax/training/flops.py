@@ -72,7 +72,7 @@ def _head(config: Config) -> float:
 
 def _whole(config: Config) -> Traced:
     """The traced model without any split."""
-    return replace(Traced.of(config), ranks=1, sequence_parallel=False, expert=1)
+    return replace(Traced.of(config), ranks=1, sequence_parallel=False, expert=1, context=1, across=None)
 
 
 def peak_tflops(device_kind: str, compute: str) -> float | None:

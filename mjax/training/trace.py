@@ -4,9 +4,9 @@ A model states itself once, in its modules. Every size comes from the traced pro
 has and of which shapes, what it keeps for its backward pass, what its head reads and writes. So a new architecture gets
 its FLOPs, its plan and its MFU without further code.
 
-One layer is traced for one sample on one rank of `model`: everything is proportional to the samples of a micro-batch
-(but for the rows of experts, see `of_micro_batch`), and all layers are alike. Dropout is left out, since its masks are
-recomputed and never kept.
+One layer is traced for one sample on one rank of `model`, or for this rank of `context`'s positions of it: everything
+is proportional to the samples of a micro-batch (but for the rows of experts, see `of_micro_batch`), and all layers are
+alike. Dropout is left out, since its masks are recomputed and never kept.
 
     stacks_forward   the number of layers of each stack, and products and sums of one of them, or of a turn of several
     layer_forward    the same of a layer, for a model with one stack
@@ -38,6 +38,7 @@ from mjax.models.build import layers_differ
 from mjax.models.kernels import FUSED
 from mjax.parallel.grouped import STAND_IN, WHOLE_STAND_IN
 from mjax.parallel.mesh import abstract_mesh, batch_specs
+from mjax.parallel.tokens import Across
 from mjax.parallel.zero import gather_weights
 from mjax.state.layout import lay_out
 from mjax.state.precision import COMPUTE_TYPES
@@ -128,6 +129,8 @@ class Traced:
       ranks: of `model`.
       sequence_parallel: as `mesh.sequence_parallel`.
       expert: ranks of `expert`.
+      context: ranks of `context`.
+      across: as `Config.across`.
       samples: that a layer and a head are traced for.
     """
 
@@ -137,13 +140,22 @@ class Traced:
     ranks: int
     sequence_parallel: bool
     expert: int = 1
+    context: int = 1
+    across: Across | None = None
     samples: int = 1
 
     @classmethod
     def of(cls, config: Config) -> Traced:
         """The traced part of a config."""
         model, mesh = _undisturbed(config.model), config.mesh
-        return cls(model, config.data, config.precision.compute, mesh.model, mesh.splits_tokens, mesh.expert)
+        compute, split = config.precision.compute, mesh.splits_tokens
+        return cls(model, config.data, compute, mesh.model, split, mesh.expert, mesh.context, config.across)
+
+    @property
+    def scores(self) -> tuple[int, int]:
+        """The last dims of attention's scores: positions of a rank's queries, and of their keys."""
+        sequence = self.model.sequence
+        return sequence // (self.context if self.across == "gather" else 1), sequence
 
     def config(self, kernel: str = "xla", recompute: str = "none", grouped: str = STAND_IN) -> Config:
         """A config for its samples on one rank; `grouped` stands in for the products of experts."""
@@ -152,7 +164,12 @@ class Traced:
         return Config(
             model=replace(model, grouped=grouped) if isinstance(model, MixtureConfig) else model,
             mesh=MeshConfig(
-                data=self.expert, model=self.ranks, expert=self.expert, sequence_parallel=self.sequence_parallel
+                data=self.expert,
+                model=self.ranks,
+                expert=self.expert,
+                context=self.context,
+                context_attention=self.across or "auto",
+                sequence_parallel=self.sequence_parallel,
             ),
             data=DataConfig(mock=True, **options),
             precision=PrecisionConfig(compute=self.compute),
