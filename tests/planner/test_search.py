@@ -48,12 +48,13 @@ def everything(
 ):
     """Every combination, also of settings that cannot run."""
     shapes = [shape for shape in product(range(1, devices + 1), repeat=3) if math.prod(shape) == devices]
+    names = ("expert", "sequence_parallel", "schedule", "chunks", "zero")
     others = product(experts, (False, True), ("1f1b", "zb-h1"), range(1, config.model.layers + 1), zeros)
     for (shape, other), micro_batch, recompute, number in product(
         product(shapes, list(others)), range(1, config.train.global_batch + 1), recomputes, streams
     ):
         train = replace(config.train, micro_batch=micro_batch, recompute=recompute, streams=number)
-        yield replace(config, mesh=MeshConfig(*shape, *other), train=train)
+        yield replace(config, mesh=MeshConfig(*shape, **dict(zip(names, other, strict=True))), train=train)
 
 
 def runs(config):
@@ -317,7 +318,7 @@ def test_a_candidate_is_described_by_what_it_has():
         "pipe 1 × data 1 × model 2, micro-batches of 2, no recomputation, two streams"
     )
     assert describe(SMALL) == "pipe 1 × data 1 × model 1, micro-batches of 1, no recomputation"
-    mesh = MeshConfig(2, 2, 2, 1, sequence_parallel=True, chunks=2, zero=3)
+    mesh = MeshConfig(2, 2, 2, sequence_parallel=True, chunks=2, zero=3)
     train = replace(SMALL.train, recompute="full")
     assert describe(replace(SMALL, mesh=mesh, train=train)) == (
         "pipe 2 × data 2 × model 2, 1f1b with 2 chunks, micro-batches of 1, full recomputation, sequence parallelism, "
