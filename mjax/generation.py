@@ -7,8 +7,9 @@ a new token costs one position of work instead of a whole sequence:
     loop      draw a token from the logits; read it → logits after it, cache with one more slot
 
 The loop is a `while_loop` inside the same `shard_map` as everything else: no token passes through Python, and it ends
-as soon as every sequence has ended. The weights are split over `model` as in training. Replicas along `data` do the
-same work, so every process of a cluster has the result. Who wants to see the text grow is called with each token.
+as soon as every sequence has ended. The weights are split over `model` as in training, and positions over `context`:
+each of its ranks reads a part of the prompts and keeps a part of the cache. Replicas along `data` do the same work, so
+every process of a cluster has the result. Who wants to see the text grow is called with each token.
 
 **Positions.** A token's slot in the cache is its position. Prompts of different lengths are padded on the right; each
 sequence writes its next token over its own padding (`CausalModel.prefill` says why padding is never read).
@@ -19,6 +20,7 @@ is an argument, so a second request of similar size compiles nothing.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,9 +41,8 @@ from mjax.config import Config
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
-from mjax.models.attention import KeyValues
 from mjax.models.block import decode_blocks, of_each
-from mjax.models.causal import CausalModel
+from mjax.models.causal import Cache, CausalModel
 from mjax.parallel.turns import run_in_turns
 from mjax.parallel.zero import gather_for_inference, gather_in_loop
 from mjax.sampling import Sampling, draw
@@ -63,7 +64,7 @@ class _State(NamedTuple):
       ended: bool [b].
       at_eod: bool [b], ended because the model ended the document.
       logits: [b, v], of the token at position `lengths`.
-      cached: keys and values [l, b, S, n / p, d].
+      cached: what the model has read.
     """
 
     tokens: Array
@@ -71,7 +72,7 @@ class _State(NamedTuple):
     ended: Array
     at_eod: Array
     logits: Array
-    cached: KeyValues
+    cached: Cache
 
 
 def _generate(
@@ -109,7 +110,7 @@ def _generate(
         logits, cached = weights.decode(tokens[sequences, lengths - 1], state.cached, lengths - 1, decode)
         return _State(tokens, lengths, at_eod | (lengths >= request["limits"]), at_eod, logits, cached)
 
-    logits, cached = weights.prefill(prompts, lengths, slots, decode)
+    logits, cached = weights.prefill(prompts, lengths, slots, decode, config.across)
     tokens = jnp.pad(prompts, [(0, 0), (0, slots - prompts.shape[1])])
     nobody = jnp.zeros(lengths.shape, bool)
     state = _State(tokens, lengths, nobody, nobody, logits, cached)
@@ -217,8 +218,11 @@ class Generator:
             self._listener(index, int(position), int(token) if more else None)
 
     def _width(self, needed: int) -> int:
-        """`needed` rounded up to a power of two from 16 on, limited by the number of positions."""
-        return min(1 << (max(int(needed), 16) - 1).bit_length(), self.config.model.sequence)
+        """`needed` rounded up to a power of two from 16 on, and to equal parts for the ranks of `context`; limited by
+        the number of positions."""
+        parts = math.lcm(self.config.sequence_chunks, self.config.mesh.context)
+        power = 1 << (max(int(needed), 16) - 1).bit_length()
+        return min(-(-power // parts) * parts, self.config.model.sequence)
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         model = self.config.model

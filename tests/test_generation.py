@@ -91,6 +91,14 @@ def full_forward(sequence=16):
         ((1, 4), QWEN),
         ((1, 4), {**OLMO, "kv_heads": 1}),
         ((1, 2), {**OLMO, "layers": 4, "full_attention_every": 2}),
+        ((1, 2), {"mesh": {"context": 2}}),
+        ((1, 1), {"mesh": {"context": 4, "context_attention": "gather"}}),
+        ((1, 1), {**WINDOW, "mesh": {"context": 4, "context_attention": "gather"}}),
+        pytest.param((1, 2), {**BLOOM, "mesh": {"context": 2}}, marks=pytest.mark.long),
+        pytest.param((1, 2), {**QWEN, "mesh": {"context": 2}}, marks=pytest.mark.long),
+        pytest.param(
+            (1, 2), {**OLMO, "layers": 4, "full_attention_every": 2, "mesh": {"context": 2}}, marks=pytest.mark.long
+        ),
     ],
 )
 def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass_at_every_position(mesh, changes):
@@ -98,7 +106,7 @@ def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass_at_ev
 
     def logits_of_both(model, tokens):
         prompts = jnp.where(jnp.arange(8) < lengths[:, None], tokens[:, :8], 0)
-        row, cached = model.prefill(prompts, jnp.asarray(lengths), slots=16)
+        row, cached = model.prefill(prompts, jnp.asarray(lengths), 16, across=config.across)
         rows, read = [row], jnp.asarray(lengths)
         for _ in range(last - max(lengths)):
             row, cached = model.decode(tokens[jnp.arange(3), read], cached, read)
@@ -403,6 +411,7 @@ def test_a_continuation_keeps_the_space_that_its_first_token_begins_with():
         {"data": 2, "model": 2, "zero": 3, "sequence_parallel": True},
         {"pipe": 4, "data": 1, "model": 2, "zero": 1},
         {"pipe": 2, "data": 2, "model": 2, "chunks": 2, "zero": 3},
+        {"pipe": 2, "context": 2, "model": 2, "context_attention": "gather"},
     ],
 )
 def test_a_model_spread_over_a_pipeline_or_in_shards_writes_what_one_device_writes(mesh):

@@ -16,11 +16,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.model_config import ModelConfig
 from mjax.models.across import attend_across
-from mjax.models.attention_kernels import attend, for_every_query
+from mjax.models.attention_kernels import for_every_query
 from mjax.models.context import Context
 from mjax.models.flash import MASKED
 from mjax.models.positions import NO_POSITIONS, Positions, distance_penalty
-from mjax.parallel import random
+from mjax.parallel import mappings, random
+from mjax.parallel.axes import CONTEXT
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mjax.parallel.streams import Enter, Leave, Phases, alone
 
@@ -86,9 +87,9 @@ class Attention(nnx.Module):
         (q, k, v), slopes = alone(self._project(x, context), context.tokens), self.positions.slopes()
         window = self.config.window_at(context.place)
         if cached is None:
-            attended = attend(q, k, v, self.config.attention, slopes=slopes, window=window)
+            attended = attend_across(q, k, v, self.config.attention, context.tokens, slopes, window=window)
         else:
-            attended = attend_cached(q, k, v, cached, lengths, slopes, window)
+            attended = attend_cached(q, k, v, cached, lengths, context.slots, slopes, window)
         return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), KeyValues(k, v)
 
     def _project(self, x: Array, context: Context) -> Phases:
@@ -117,36 +118,44 @@ def attend_cached(
     v: Array,
     cached: KeyValues,
     lengths: Array,
+    slots: Array,
     slopes: Array | None = None,
     window: int | None = None,
 ) -> Array:
     """Attention of one new position of each sequence over the positions before it and itself.
 
-    The cache is only read, so a scan over layers need not copy it; the new key and value are a separate column.
+    The cache is only read, so a scan over layers need not copy it; the new key and value are a separate column. Where
+    the slots are split over `context`, every rank attends to its own, and two sums and a maximum of one number per head
+    and sequence join the parts (flash-decoding).
 
     Args:
       q, k, v: [b, 1, n, d], of the new positions.
-      cached: [b, S, n, d]; the first `lengths` slots of a sequence are its positions.
-      lengths: int [b].
+      cached: [b, S, n, d].
+      lengths: int [b], positions of each sequence before the new one.
+      slots: int [S], which positions this rank's slots hold; those from `lengths` on hold nothing yet. The same on all
+        ranks of `context`, or split over it.
       slopes: [n], of ALiBi for these heads.
       window: how many positions the new one sees, including itself; None: all.
 
     Returns:
-      [b, 1, n, d].
+      [b, 1, n, d], the same on all ranks of `context`.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
+    over = frozenset({CONTEXT}) & mappings.varying_axes(slots)
     q = q / math.sqrt(q.shape[-1])
     k, v = for_every_query(q, k, v)
     cached = KeyValues(*for_every_query(q, *cached))
     before = jnp.einsum("bqnd,bknd->bnqk", q, cached.keys, preferred_element_type=wide)
-    slots = jnp.arange(cached.keys.shape[1])
-    if slopes is not None:  # the slot is the position; the new one, at `lengths`, has distance 0 to itself
+    if slopes is not None:  # the new position, at `lengths`, has distance 0 to itself
         before = before + distance_penalty(slopes, (slots - lengths[:, None])[:, None], wide)
     visible = slots < lengths[:, None]
     if window is not None:
         visible = visible & (slots > lengths[:, None] - window)
     before = before + jnp.where(visible, 0.0, MASKED).astype(wide)[:, None, None]
     itself = jnp.einsum("bqnd,bqnd->bnq", q, k, preferred_element_type=wide)[..., None]
-    probabilities = jax.nn.softmax(jnp.concatenate([before, itself], -1), axis=-1).astype(q.dtype)
-    context = jnp.einsum("bnqk,bknd->bqnd", probabilities[..., :-1], cached.values)
-    return context + jnp.einsum("bnqk,bknd->bqnd", probabilities[..., -1:], v)
+    highest = jnp.maximum(mappings.maximum(before.max(-1, keepdims=True), tuple(over)), itself)
+    before, itself = jnp.exp(before - highest), jnp.exp(itself - highest)
+    total = mappings.sum_over(before.sum(-1, keepdims=True), over) + itself
+    before, itself = ((part / total).astype(q.dtype) for part in (before, itself))
+    attended = mappings.sum_over(jnp.einsum("bnqk,bknd->bqnd", before, cached.values), over)
+    return attended + jnp.einsum("bnqk,bknd->bqnd", itself, v)

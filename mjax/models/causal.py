@@ -6,7 +6,7 @@ A model derives from `CausalModel` and defines `embed` and `output`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,26 @@ from mjax.models.block import decode_blocks, run_blocks
 from mjax.models.context import Context
 from mjax.models.output import Output
 from mjax.parallel import mappings
-from mjax.parallel.axes import MODEL
+from mjax.parallel.axes import CONTEXT, MODEL
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.random import DropoutKey
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import Across, Tokens
 
 # (stacked layers, x, context, cached keys and values, lengths) → (x, new keys and values)
 DecodeBlocks = Callable[[nnx.Module, Array, Context, KeyValues | None, Array], tuple[Array, KeyValues]]
+
+
+class Cache(NamedTuple):
+    """What a model has read of some sequences.
+
+    Attributes:
+      layers: keys and values of all layers, [l, b, S, n / p, d].
+      slots: int32 [S], which positions this rank's slots hold: all, in order, or its part of them, which then varies
+        over `context`.
+    """
+
+    layers: KeyValues
+    slots: Array
 
 
 class CausalModel(nnx.Module):
@@ -87,48 +100,72 @@ class CausalModel(nnx.Module):
     # --- Generation ---------------------------------------------------------------------------------------------------
 
     def prefill(
-        self, prompts: Array, lengths: Array, slots: int, decode: DecodeBlocks = decode_blocks
-    ) -> tuple[Array, KeyValues]:
+        self,
+        prompts: Array,
+        lengths: Array,
+        slots: int,
+        decode: DecodeBlocks = decode_blocks,
+        across: Across | None = None,
+    ) -> tuple[Array, Cache]:
         """Read whole prompts at once, and keep the keys and values of their positions.
 
         The slot in the cache is the position. So prompts of different lengths are padded on the right: causal attention
-        never sees later positions, and decoding overwrites the padding before it could.
+        never sees later positions, and decoding overwrites the padding before it could. With `across` every rank of
+        `context` reads a part of the positions, as in training, and keeps it; of the slots behind the prompts each has
+        an equal part, too.
 
         Args:
           prompts: int [b, s], padded on the right with any valid id.
           lengths: int [b], tokens of each prompt, at least 1.
-          slots: size of the cache, at least s.
+          slots: size of the cache over all ranks of `context`, at least s; both are multiples of
+            `Config.sequence_chunks` and of that axis.
           decode: runs the layers; not `decode_blocks` if they are spread over a pipeline.
+          across: how attention sees the positions of other ranks of `context`; None: every rank reads all of them.
 
         Returns:
-          Logits of the token after each prompt [b, v], replicated over `model`, and the cache [l, b, slots, n / p, d].
+          Logits of the token after each prompt [b, v], replicated over `model` and `context`, and the cache.
         """
-        context = Context(Tokens(*prompts.shape))
-        x, new = decode(self.blocks, self.embed({"tokens": prompts}, context), context, None, lengths)
-        last = jnp.take_along_axis(context.tokens.by_sequence(x), (lengths - 1)[:, None, None], axis=1)[:, 0]
-        room = [(0, 0), (0, 0), (0, slots - prompts.shape[1]), (0, 0), (0, 0)]
-        return self._row(last), jax.tree.map(lambda part: jnp.pad(part, room), new)
+        width, ranks = prompts.shape[1], mappings.size(CONTEXT) if across else 1
+        context = Context(Tokens(prompts.shape[0], width // ranks, across=across))
+        places, more = context.tokens.places(), (slots - width) // ranks
+        first = width + more * mappings.rank(CONTEXT) if across else width
+        x = self.embed({"tokens": prompts[:, places]}, context)
+        x, new = decode(self.blocks, x, context, None, lengths)
+        is_last = places == (lengths - 1)[:, None]
+        last = context.tokens.by_sequence(x).sum(1, where=is_last[..., None])  # of one, so exact
+        if across:
+            last = mappings.sum_over(last, frozenset({CONTEXT}))
+        room = [(0, 0), (0, 0), (0, more), (0, 0), (0, 0)]
+        layers = jax.tree.map(lambda part: jnp.pad(part, room), new)
+        return self._row(last), Cache(layers, jnp.concatenate([places, first + jnp.arange(more, dtype=jnp.int32)]))
 
     def decode(
-        self, tokens: Array, cached: KeyValues, lengths: Array, decode: DecodeBlocks = decode_blocks
-    ) -> tuple[Array, KeyValues]:
+        self, tokens: Array, cached: Cache, lengths: Array, decode: DecodeBlocks = decode_blocks
+    ) -> tuple[Array, Cache]:
         """Read one token of each sequence, whose `lengths` previous tokens are in the cache.
 
         Args:
           tokens: int [b], the tokens at positions `lengths`.
-          cached: [l, b, S, n / p, d].
-          lengths: int [b], below S.
+          cached: by `prefill` and `decode`.
+          lengths: int [b], below the number of all slots.
           decode: as for `prefill`.
 
         Returns:
-          Logits of the next token [b, v], replicated over `model`, and the cache including it.
+          Logits of the next token [b, v], replicated over `model` and `context`, and the cache including it.
         """
-        context = Context(Tokens(tokens.shape[0], 1), positions=lengths[:, None])
+        slots = cached.slots
+        context = Context(Tokens(tokens.shape[0], 1), positions=lengths[:, None], slots=slots)
         x = self.embed({"tokens": tokens[:, None]}, context)
-        x, new = decode(self.blocks, x, context, cached, lengths)
+        x, new = decode(self.blocks, x, context, cached.layers, lengths)
+        here = slots == lengths[:, None]  # [b, S]
+        at = jnp.where(here.any(-1), here.argmax(-1), slots.size)  # beyond the last: on another rank
         sequences = jnp.arange(tokens.shape[0])
-        cached = jax.tree.map(lambda slots, one: slots.at[:, sequences, lengths].set(one[:, :, 0]), cached, new)
-        return self._row(x), cached
+
+        def written(layers: Array, one: Array) -> Array:
+            one = mappings.vary(one[:, :, 0], mappings.varying_axes(layers))
+            return layers.at[:, sequences, at].set(one, mode="drop")
+
+        return self._row(x), Cache(jax.tree.map(written, cached.layers, new), slots)
 
     def _row(self, x: Array) -> Array:
         """Logits of one position of each sequence: x [b, h] → [b, v], replicated over `model`."""

@@ -22,6 +22,7 @@ class Context:
         where a rank has a part of their positions.
       place: of a layer in the pattern of layers that the model repeats, from 0.
       layer: number of a layer in the model, from 1.
+      slots: int [S], which positions the slots of a cache hold on this rank; only where one is read.
       loss_chunks: parts of the vocabulary, one after the other, in which the loss is computed (`Output.cross_entropy`).
     """
 
@@ -32,6 +33,7 @@ class Context:
     place: int = 0
     loss_chunks: int = 1
     layer: Array | int = 0
+    slots: Array | None = None
 
     def of_layer(self, number: Array | int, place: int = 0) -> Context:
         """The context of a layer, numbered from 1; 0 is the embedding."""

@@ -80,7 +80,7 @@ def test_a_position_after_a_cache_attends_as_the_last_of_a_whole_sequence():
     last = [x[rows, lengths][:, None] for x in (q, k, v)]
     # What lies behind the cached positions is nobody's: it must not matter.
     found = attend_cached(
-        *last, KeyValues(k.at[0, 15].set(9.0).at[1, 9:].set(9.0), v.at[1, 9:].set(9.0)), lengths, slopes
+        *last, KeyValues(k.at[0, 15].set(9.0).at[1, 9:].set(9.0), v.at[1, 9:].set(9.0)), lengths, jnp.arange(16), slopes
     )
     np.testing.assert_allclose(found[:, 0], _textbook(q, k, v)[rows, lengths], atol=2e-6)
 
