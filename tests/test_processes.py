@@ -89,9 +89,18 @@ class Group:
         return self.outputs()
 
 
-def test_two_processes_train_and_save_what_one_does(alone, tmp_path):
-    alone(tmp_path / "one", *MESH)
-    with Group(tmp_path / "two", count=2) as group:
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MESH,
+        # A process has a part of the positions of every sequence, and reads no others.
+        pytest.param(["--mesh.data", "1", "--mesh.model", "1", "--mesh.context", "4"], marks=pytest.mark.long),
+    ],
+    ids=lambda flags: "-".join(flags),
+)
+def test_two_processes_train_and_save_what_one_does(mesh, alone, tmp_path):
+    alone(tmp_path / "one", *mesh)
+    with Group(tmp_path / "two", *mesh, count=2) as group:
         first, second = group.finish()
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
     assert "step 12/12" in first

@@ -217,6 +217,15 @@ class BlendedDataset:
         Raises:
           IndexError: there is no such sample.
         """
+        part, number = self._source(index)
+        return part[number]
+
+    def part(self, index: int, tokens: slice) -> np.ndarray:
+        """Some of the tokens of sample `index`, int32 [t]; raises as for a whole one."""
+        part, number = self._source(index)
+        return part.part(number, tokens)
+
+    def _source(self, index: int) -> tuple[Sequence[np.ndarray], int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a blend of {len(self)}")
-        return self.parts[self.dataset_index[index]][int(self.dataset_sample_index[index])]
+        return self.parts[self.dataset_index[index]], int(self.dataset_sample_index[index])

@@ -150,8 +150,9 @@ class IndexedDataset:
         tokens.flags.writeable = False  # writing to it would not change the file
         return tokens
 
-    def join(self, sequences: np.ndarray, begin: int, end: int) -> np.ndarray:
-        """Tokens of `sequences` [n ≥ 1], concatenated, from token `begin` of the first up to `end` of the last.
+    def join(self, sequences: np.ndarray, begin: int, end: int, part: slice = slice(None)) -> np.ndarray:
+        """Tokens of `sequences` [n ≥ 1], concatenated, from token `begin` of the first up to `end` of the last; of
+        these only a `part` is read.
 
         Raises:
           UsageError: a file has been cut short since it was opened.
@@ -161,6 +162,9 @@ class IndexedDataset:
         stops = starts + self.lengths[sequences]
         stops[-1] = starts[-1] + end
         starts[0] += begin
+        before = np.cumsum(stops - starts) - (stops - starts)  # tokens in front of each sequence
+        first, last, _ = part.indices(int((stops - starts).sum()))
+        starts, stops = (starts + np.clip(bound - before, 0, stops - starts) for bound in (first, last))
         return self._read(list(zip(starts.tolist(), stops.tolist(), strict=True)))
 
     def _read(self, ranges: list[tuple[int, int]]) -> np.ndarray:

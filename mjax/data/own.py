@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from mjax.batch_size import BatchSizes
+from mjax.data.batches import of_positions
 from mjax.errors import UsageError
 
 Arrays = Mapping[str, np.ndarray]
@@ -31,15 +32,15 @@ class OwnBatches:
         self.source, self.sizes, self.arrays = source, sizes, arrays
         self._next, self._last = 0, (-1, {})
 
-    def at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-        """The rows of the batch of `step`.
+    def at(self, step: int, rows: slice = slice(None), positions: slice = slice(None)) -> dict[str, np.ndarray]:
+        """The rows of the batch of `step`, and of their positions those requested.
 
         Raises:
           UsageError: the source ends before this step, or gives something else than the model takes.
         """
         if self._last[0] != step:
             self._last = step, self._checked(step, self._read(step))
-        return {name: array[rows] for name, array in self._last[1].items()}
+        return of_positions({name: array[rows] for name, array in self._last[1].items()}, positions)
 
     def _read(self, step: int) -> Arrays:
         if callable(self.source):

@@ -260,7 +260,11 @@ class GPTDataset:
         return len(self.shuffle_index)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Sample `index`, int32 [s + 1], padded with `PAD`.
+        """Sample `index`, int32 [s + 1], padded with `PAD`; raises as `part`."""
+        return self.part(index, slice(None))
+
+    def part(self, index: int, tokens: slice) -> np.ndarray:
+        """Some of the tokens of sample `index`; only these are read and checked: int32 [t].
 
         Raises:
           IndexError: there is no such sample.
@@ -270,11 +274,13 @@ class GPTDataset:
             raise IndexError(f"sample {index} of {self.indexed.prefix}, whose order was drawn for {len(self)}")
         row = int(self.shuffle_index[index])
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
-        tokens = self.indexed.join(self.document_index[first : last + 1], begin, end + self.extra_token)
+        begins, ends, _ = tokens.indices(self.sequence + 1)
+        documents = self.document_index[first : last + 1]
+        found = self.indexed.join(documents, begin, end + self.extra_token, slice(begins, ends))
         fix = "set --model.vocabulary to that of the tokenizer the data was prepared with"
-        check_ids(tokens, self.vocabulary, f"sample {index} of {self.indexed.prefix}", "the model's vocabulary", fix)
-        sample = np.full(self.sequence + 1, PAD, np.int32)
-        sample[: len(tokens)] = tokens
+        check_ids(found, self.vocabulary, f"sample {index} of {self.indexed.prefix}", "the model's vocabulary", fix)
+        sample = np.full(ends - begins, PAD, np.int32)
+        sample[: len(found)] = found
         return sample
 
 
@@ -344,3 +350,7 @@ class MockDataset:
         random = np.random.default_rng([self.seed, index])
         start, stride = random.integers(self.vocabulary), random.integers(1, 8)
         return ((start + stride * np.arange(self.sequence + 1)) % self.vocabulary).astype(np.int32)
+
+    def part(self, index: int, tokens: slice) -> np.ndarray:
+        """Some of the tokens of sample `index`, int32 [t]."""
+        return self[index][tokens]

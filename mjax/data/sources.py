@@ -218,9 +218,11 @@ def _bundle(config, training, validation, eod, tokenizer, summary, notes) -> Tra
             return dict  # its dataset makes a complete sample
         return partial(labelled, names=data.batch_types(evaluation), eod=eod, mask_eod=data.mask_eod_loss)
 
+    # Whether a document began before a position is not known from a part of its sample.
+    apart = config.model.samples == "text" and not (data.reset_positions or data.reset_attention)
     return TrainingData(
-        training=Batches(training, BatchSizes.of(config), label(False)),
-        validation=Batches(validation, whole, label(True)) if validation is not None else None,
+        training=Batches(training, BatchSizes.of(config), label(False), apart),
+        validation=Batches(validation, whole, label(True), apart) if validation is not None else None,
         tokenizer=tokenizer,
         summary=summary,
         notes=notes,

@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from mjax.batch_size import BatchSizes
+from mjax.data.batches import of_positions
 from mjax.tasks.rows import Batch, Examples
 
 
@@ -32,12 +33,13 @@ class EpochBatches:
         self.steps = len(examples) // batch
         self._order = lru_cache(maxsize=2)(self._draw)
 
-    def at(self, step: int, rows: slice = slice(None)) -> Batch:
-        """The batch of `step` (from 0), or some of its rows: the arrays of `Config.batch_arrays`."""
+    def at(self, step: int, rows: slice = slice(None), positions: slice = slice(None)) -> Batch:
+        """The batch of `step` (from 0), or some of its rows and positions: the arrays of `Config.batch_arrays`."""
         epoch, position = divmod(step, self.steps)
         size = self.sizes.size(step)
         chosen = self._order(epoch)[position * size : (position + 1) * size][rows]
-        return self.examples.batch(chosen) | {name: label[chosen] for name, label in self.examples.labels.items()}
+        batch = self.examples.batch(chosen) | {name: label[chosen] for name, label in self.examples.labels.items()}
+        return of_positions(batch, positions)
 
     def _draw(self, epoch: int) -> np.ndarray:
         # The legacy generator, whose numbers NumPy guarantees never to change.

@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -24,6 +25,7 @@ from mjax.data.sources import TrainingData, open_data
 from mjax.launch import Distributed
 from mjax.models.kernel_trial import with_kernel
 from mjax.models.protocol import Model
+from mjax.parallel import axes
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.processes import from_first, is_first, told_to_stop
 from mjax.state.checkpoint import Checkpoints
@@ -302,27 +304,35 @@ class Run:
         return self.programs[size]
 
     def _to_devices(self, batches: Batches, step: int, evaluation: bool = False) -> dict[str, jax.Array]:
-        """The batch of `step`; a process reads only the rows of its own devices, and a device gets its positions."""
+        """The batch of `step`; a process reads only the rows and positions of its own devices."""
         size, shardings = batches.sizes.size(step), self.program.batch_shardings
+        shapes = {name: (size, *shape) for name, (shape, _) in self.config.batch_arrays(evaluation).items()}
+        has_positions = {name for name in shapes if axes.CONTEXT in shardings[name].spec}
 
-        def bounds(index: tuple[slice, ...]) -> tuple[int, int]:
-            return index[0].indices(size)[:2]
+        def bounds(index: tuple[slice, ...], name: str, dim: int) -> tuple[int, int]:
+            return index[dim].indices(shapes[name][dim])[:2]
 
-        arrays = self.config.batch_arrays(evaluation)
-        own = {
-            bounds(index)
-            for name, (shape, _) in arrays.items()
-            for index in shardings[name].addressable_devices_indices_map((size, *shape)).values()
-        }
-        rows = {part: batches.at(step, slice(*part)) for part in own}
+        own = [
+            (name, index)
+            for name, shape in shapes.items()
+            for index in shardings[name].addressable_devices_indices_map(shape).values()
+        ]
+        columns = [bounds(index, name, -1) for name, index in own if name in has_positions]
+        first, last = min(columns, default=(0,))[0], max((end for _, end in columns), default=None)
+        rows = {bounds(index, name, 0) for name, index in own}
+        parts = {part: batches.at(step, slice(*part), slice(first, last)) for part in rows}
+
+        def on_device(index: tuple[slice, ...], name: str) -> np.ndarray:
+            array = parts[bounds(index, name, 0)][name]
+            if name not in has_positions:
+                return array
+            begin, end = bounds(index, name, -1)
+            return array[..., begin - first : end - first]
+
         with jax.transfer_guard("allow"):  # the intended transfer
             return {
-                name: jax.make_array_from_callback(
-                    (size, *shape),
-                    shardings[name],
-                    lambda index, name=name: rows[bounds(index)][name][:, *index[1:]],
-                )
-                for name, (shape, _) in arrays.items()
+                name: jax.make_array_from_callback(shape, shardings[name], partial(on_device, name=name))
+                for name, shape in shapes.items()
             }
 
     def evaluate(self, step: int, model: Model, validation: Batches) -> tuple[float, dict[str, float]]:

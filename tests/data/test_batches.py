@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mjax.batch_size import BatchSizes
-from mjax.data.batches import Batches, label_entropy, prefetch
+from mjax.data.batches import Batches, label_entropy, of_positions, prefetch
 from mjax.data.samples import MockDataset
 
 BATCHES = Batches(MockDataset(vocabulary=1000, sequence=8, seed=0), BatchSizes.constant(6))
@@ -33,6 +33,23 @@ def test_a_row_is_the_same_whoever_asks_for_which_rows(step, begin, count):
     whole, part = BATCHES.at(step), BATCHES.at(step, rows)
     for name in ("tokens", "labels"):
         assert (part[name] == whole[name][rows]).all()
+
+
+@given(begin=st.integers(0, 7), count=st.integers(1, 8))
+def test_so_is_a_position(begin, count):
+    positions = slice(begin, min(begin + count, 8))
+    for apart in (False, True):
+        batches = Batches(BATCHES.dataset, BATCHES.sizes, apart=apart)
+        whole, part = BATCHES.at(3), batches.at(3, slice(1, 4), positions)
+        for name in ("tokens", "labels"):
+            assert (part[name] == whole[name][1:4, positions]).all()
+
+
+def test_of_arrays_without_positions_all_is_kept():
+    batch = {"tokens": np.zeros((2, 8)), "label": np.ones(2), "choices": np.zeros((2, 3, 8)), "other": np.ones((2, 3))}
+    found = of_positions(batch, slice(2, 5))
+    assert {name: array.shape for name, array in found.items()} == {
+        "tokens": (2, 3), "label": (2,), "choices": (2, 3, 3), "other": (2, 3)}  # fmt: skip
 
 
 def test_a_batch_is_the_same_whatever_was_asked_before():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from mjax.data import blend
 from mjax.data.blend import BlendedDataset, build_blend_index, normalize, number_within, parse_blend, samples_of_parts
+from mjax.data.samples import MockDataset
 from mjax.errors import UsageError
 
 
@@ -93,6 +94,8 @@ def test_a_blend_gives_the_samples_of_its_parts_in_their_order():
     for index in (-1, 6):
         with pytest.raises(IndexError):
             data[index]
+    text = BlendedDataset([MockDataset(50, 8, seed) for seed in (1, 2)], [0.5, 0.5], 6)
+    assert all((text.part(i, slice(3, 7)) == text[i][3:7]).all() for i in range(6))
 
 
 def test_a_blend_without_weights_that_is_too_small_says_how_to_repeat_it():

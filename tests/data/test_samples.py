@@ -132,6 +132,20 @@ def test_samples_tile_the_shuffled_documents_and_share_one_token(indexed, sequen
         assert sample.tolist() == stream[row * sequence : (row + 1) * sequence + 1].tolist()
 
 
+@given(data=st.data())
+def test_a_part_of_a_sample_is_that_part_of_it_and_nothing_else_is_read(indexed, data):
+    samples = GPTDataset(indexed, range(len(indexed)), 100, 64, seed=3, keep_tail=True)
+    index, first = data.draw(st.integers(0, len(samples) - 1)), data.draw(st.integers(0, 65))
+    last, read = data.draw(st.integers(first, 65)), []
+    whole = samples[index]
+    with pytest.MonkeyPatch.context() as patch:
+        ranges = type(indexed)._read
+        patch.setattr(type(indexed), "_read", lambda self, found: read.extend(found) or ranges(self, found))
+        part = samples.part(index, slice(first, last))
+    assert part.tolist() == whole[first:last].tolist()
+    assert sum(end - begin for begin, end in read) == (whole[first:last] >= 0).sum()
+
+
 def test_epochs_are_the_fewest_that_hold_the_samples(tmp_path):
     data = dataset_of(tmp_path, [10, 11])  # 21 tokens: 4 samples of 5, and one token is shared
     assert [GPTDataset(data, range(2), samples, 5, 0).epochs for samples in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]
