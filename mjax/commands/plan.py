@@ -62,6 +62,10 @@ class PlanArguments:
     by default the usual bandwidth for the GPU, in proportion to --devices-per-node."""
     save_program: Path | None = None
     """With --compile: write the step into this file, to compile it on a cluster or to read it."""
+    longest: Count | None = None
+    """Find the longest sequence that fits on 1, 2, 4, … up to this many GPUs. Needs --gpu."""
+    longest_figure: Path | None = None
+    """With --longest: plot it into this file: .png, .pdf or .svg."""
     search: Annotated[SearchArguments, tyro.conf.arg(name="")] = field(default_factory=SearchArguments)
     json: bool = False
     """Print one JSON object instead of tables."""
@@ -184,12 +188,16 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
 
 def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration | None]:
     """The given GPU with the described server, and its rates; refuses flags that cannot work."""
-    for name in ("schedule_figure", "memory_figure", "communication_figure"):
+    for name in ("schedule_figure", "memory_figure", "communication_figure", "longest_figure"):
         if (file := getattr(arguments, name)) is not None:
             check_picture(f"--{name.replace('_', '-')}", file)
     check_search(arguments.search, arguments.gpu)
     if arguments.save_program is not None and not arguments.compile:
         raise UsageError("--save-program saves the program of --compile; add --compile --gpu h100")
+    if arguments.longest_figure is not None and arguments.longest is None:
+        raise UsageError("--longest-figure plots what --longest finds; add --longest 64")
+    if arguments.longest is not None and arguments.gpu is None:
+        raise UsageError(f"--longest {arguments.longest} needs a GPU to plan for; add --gpu, such as --gpu h100")
     per_server, network, file = arguments.devices_per_node, arguments.network, arguments.calibration
     if arguments.gpu is not None:
         gpu = gpu_named(arguments.gpu).in_server(per_server, network)
@@ -340,6 +348,18 @@ def _time(planned: _Planned) -> Section | None:
     return time_section(planned.config, gpu, planned.calibration)
 
 
+def _longest(planned: _Planned) -> Section | None:
+    """The longest sequence on each number of GPUs, on request."""
+    arguments, gpu = planned.arguments, planned.gpu
+    if arguments.longest is None:
+        return None
+    from mjax.planner.longest import run_longest
+
+    Rates(gpu, planned.calibration, planned.config.precision.compute)  # refuses a dtype without known rates
+    config, file = planned.config, arguments.longest_figure
+    return run_longest(config, arguments.config, arguments.longest, gpu, planned.calibration, file)
+
+
 def _compile(planned: _Planned) -> Section | None:
     """The step as compiled by XLA for a GPU, on request."""
     if not planned.arguments.compile:
@@ -358,5 +378,6 @@ SECTIONS: dict[str, Callable[[_Planned], Section | None]] = {
     "communication": _communication,
     "time": _time,
     "search": lambda planned: planned.searched,
+    "longest": _longest,
     "compile": _compile,
 }

@@ -33,7 +33,8 @@ from mjax.parallel.axes import MODEL
 from mjax.parallel.random import DropoutKey, dropout
 
 FLASH_STAND_IN = "cudnn, traced only"
-"""Kernel name for a program that is only traced: inputs, outputs and residuals of cuDNN's, on a machine without it."""
+"""Kernel name for a program that is only traced: inputs, outputs and residuals of cuDNN's or `flash`, on a machine
+without them."""
 
 FLASH_INTERPRETED = "flash, interpreted"
 """Kernel name for `flash` without a GPU: hundreds of times slower, for tests."""
@@ -81,7 +82,7 @@ def attend(
     seen = _Seen(rate, key, documents, causal, slopes, window, first_head, places)
     if kernel in ("cudnn", FLASH_STAND_IN):
         assert rate == 0.0 or key is None, "cuDNN attention has no dropout in JAX's public interface"
-        assert places is None, "cuDNN attention has queries and keys of the same positions"
+        assert places is None or kernel == FLASH_STAND_IN, "cuDNN attention has queries and keys of the same positions"
         return _attend_cudnn(q, k, v, kernel, seen)
     if kernel in ("flash", FLASH_INTERPRETED):
         return _attend_flash(q, k, v, kernel, seen)

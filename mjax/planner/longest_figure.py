@@ -1,0 +1,60 @@
+"""The longest sequences of a model as a plot: positions over the number of GPUs, a line for each way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+if TYPE_CHECKING:
+    from mjax.planner.longest import Longest
+
+# Okabe and Ito's palette, distinguishable with colour blindness; each way has a marker of its own, too. Labels stand
+# above the highest line and below the others.
+STYLES = (("#0072B2", "o", 7), ("#009E73", "s", -15), ("#888888", "^", -15))
+INK, SOFT_INK = "#222222", "#666666"
+
+
+def draw_longest(found: list[Longest], file: Path, name: str, gpu: str) -> None:
+    """Draw the longest sequences into `file`: .png, .pdf or .svg."""
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    plot = figure.add_subplot()
+    ways = list(dict.fromkeys(each.way for each in found))
+    for way, (colour, marker, above) in zip(ways, STYLES, strict=False):
+        own = [each for each in found if each.way == way]
+        counts, lengths = [each.devices for each in own], [each.sequence for each in own]
+        plot.plot(counts, lengths, color=colour, marker=marker, linewidth=2, label=way.name)
+        for count, length in zip(counts, lengths, strict=True):
+            plot.annotate(
+                in_short(length),
+                (count, length),
+                (0, above),
+                textcoords="offset points",
+                ha="center",
+                size=9,
+                color=colour,
+            )
+    plot.set_xscale("log", base=2)
+    plot.set_yscale("log", base=2)
+    plot.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    plot.yaxis.set_major_locator(LogLocator(base=4))
+    plot.yaxis.set_minor_locator(NullLocator())
+    plot.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_short(int(value))))
+    plot.margins(x=0.06, y=0.12)
+    plot.set_xlabel(f"{gpu} GPUs", color=SOFT_INK)
+    plot.set_title(f"Longest sequence of {name} that fits", loc="left", size=13, weight="bold", color=INK)
+    plot.set_ylabel("positions", color=SOFT_INK)
+    plot.grid(axis="y", alpha=0.3)
+    plot.spines[["top", "right"]].set_visible(False)
+    plot.legend(frameon=False, loc="upper left")
+    figure.savefig(file)
+
+
+def in_short(positions: int) -> str:
+    """A number of positions: 131,072 → 128k, 1,572,864 → 1.5M."""
+    for unit, word in ((2**20, "M"), (2**10, "k")):
+        if positions >= unit:
+            return f"{positions / unit:.3g}{word}"
+    return str(positions)
