@@ -56,7 +56,10 @@ ELSEWHERE = {
     "decoder-sparse-step": "model.expert-interval", "first-k-dense-replace": "model.dense-layers",
     # --- mesh
     "expert-model-parallel-size": "mesh.expert", "expert-parallel-size": "mesh.expert", "ep": "mesh.expert",
-    "ep-size": "mesh.expert",
+    "ep-size": "mesh.expert", "context-parallel-size": "mesh.context", "cp": "mesh.context", "cp-size": "mesh.context",
+    "context-parallel-degree": "mesh.context", "ulysses-parallel-degree": "mesh.context",
+    "sequence-parallel-size": "mesh.context", "cp-comm-type": "mesh.context-attention",
+    "context-parallel-load-balance": "mesh.context-attention",
     "tensor-model-parallel-size": "mesh.model", "tensor-parallel-size": "mesh.model", "tp": "mesh.model",
     "tp-size": "mesh.model", "model-parallel-size": "mesh.model", "pipeline-model-parallel-size": "mesh.pipe",
     "pipeline-parallel-size": "mesh.pipe", "pp": "mesh.pipe", "pp-size": "mesh.pipe",

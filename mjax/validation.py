@@ -333,7 +333,10 @@ def check_devices(config: Config, found: int, name: str = "this config") -> None
     """
     mesh = config.mesh
     if mesh.devices != found:
-        flags = "--mesh.pipe, --mesh.data and --mesh.model" if mesh.pipe > 1 else "--mesh.data and --mesh.model"
+        usual = (axes.DATA, axes.MODEL)  # `expert` is laid over `data`, and needs no devices of its own
+        shown = [name for name in axes.NAMES if name in usual or (name != axes.EXPERT and getattr(mesh, name) > 1)]
+        *first, last = (f"--mesh.{name}" for name in shown)
+        flags = f"{', '.join(first)} and {last}"
         raise UsageError(
             f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} "
             f"({axes.in_words(mesh)}); {found} found: "

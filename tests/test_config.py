@@ -429,6 +429,10 @@ def test_a_mesh_of_another_size_than_the_machine_says_what_to_type():
     assert str(error.value) == (
         "gpt_8b needs 512 devices (data 64 × model 8); 1 found: set --mesh.data and --mesh.model, or --simulate 512"
     )
+    with pytest.raises(
+        UsageError, match=r"set --mesh\.pipe, --mesh\.data, --mesh\.context and --mesh\.model, or --sim"
+    ):
+        check_devices(_with(mesh={"pipe": 2, "context": 4, "data": 2, "expert": 2}), 1)
 
 
 def test_a_config_is_found_where_one_stands(tmp_path, monkeypatch):

@@ -29,6 +29,8 @@ TYPED = {
     ("train", "--num_train_epochs", "3"): "type --train.steps (mjax counts steps",
     ("train", "--tensor-model-parallel-size", "8"): "type --mesh.model 8",
     ("train", "--expert-model-parallel-size", "8"): "type --mesh.expert 8",
+    ("train", "--context-parallel-size", "8"): "type --mesh.context 8",
+    ("train", "--cp-comm-type", "a2a"): "type --mesh.context-attention",
     ("train", "--config", "moe_demo", "--num-experts", "8"): "type --model.experts 8",
     ("train", "--num-experts", "8"): "for this model; it is --model.experts, for --model.kind mixture: leave it out",
     ("train", "--micro-batch-size", "4"): "type --train.micro-batch 4",

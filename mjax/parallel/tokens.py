@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mjax.parallel import mappings
+from mjax.parallel import mappings, scopes
 from mjax.parallel.axes import CONTEXT, MODEL
 
 Across = Literal["heads", "gather"]
@@ -72,7 +72,8 @@ class Tokens:
     def cut(self, x: Array) -> Array:
         """The columns of an array of a batch for the positions `places`, from those that the mesh gives this rank:
         [..., s] → the same."""
-        return mappings.balanced(x) if self.across == "gather" else x
+        with jax.named_scope(scopes.EMBEDDING):
+            return mappings.balanced(x) if self.across == "gather" else x
 
     def all_positions(self, x: Array, dim: int = 1) -> Array:
         """An array with this rank's positions along a dim, with those of all ranks, in order: [b, s, …] → [b, whole,

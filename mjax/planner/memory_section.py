@@ -55,6 +55,8 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     lines = []
     if gpu is not None:
         rows["layers"] = layers_in_words(values["unrolled"], values["streams"])
+        if values["unrolled"] and config.mesh.context > 1 and config.train.recompute != "none":
+            rows["layers"] += " (over context XLA then recomputed many at once: llama3_8b_128k took 64 GiB, not 34)"
         if sums_beside_layers(config):
             rows["layers"] += "; gradients are summed over data beside them"
         free = free_share(memory.total, gpu.usable_bytes)
