@@ -32,7 +32,8 @@ MODELS = {
     "bloom": BLOOM | {"heads": 8, "hidden": 64},
     "pre-LN": {"kind": "bert", "layernorm": "pre"},
     "post-LN": {"kind": "bert", "layernorm": "post"},
-    "multiple choice": {"head": "multiple_choice", "choices": 2},
+    "multiple choice": {"head": "multiple_choice", "answers": 2},
+    "classification": {"head": "classification", "answers": 3},
     "span": {"head": "span"},
 }
 WAYS = ("heads", "gather")
@@ -58,6 +59,9 @@ CASES = [
     (4, "gather",    1,     2,    2,   1,    False, "selective", "loop",   "bloom"),
     (2, "gather",    2,     1,    1,   0,    True,  "none",      "loop",   "span"),
     (2, "heads",     2,     1,    1,   0,    True,  "none",      "loop",   "multiple choice"),
+    (4, "gather",    1,     1,    2,   3,    False, "full",      "apart",  "multiple choice"),
+    (4, "heads",     1,     2,    1,   1,    False, "selective", "loop",   "span"),
+    (2, "gather",    1,     2,    2,   1,    False, "selective", "loop",   "classification"),
 ]
 # fmt: on
 OFTEN = {0, 1, 2, 5, 9, 10, 11, 12}
