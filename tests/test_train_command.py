@@ -65,7 +65,7 @@ def test_a_run_leaves_what_the_readme_says(uninterrupted):
     assert json.loads((left / "config.json").read_text())["model"]["hidden"] == 32
     start = json.loads((left / "environment.json").read_text())[-1]
     assert start["attention"] == "xla_blocks"
-    assert start["mesh"] == {"pipe": 1, "data": 1, "expert": 1, "model": 1}
+    assert start["mesh"] == {"pipe": 1, "data": 1, "expert": 1, "context": 1, "model": 1}
     assert (left / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(entry.name for entry in (left / "checkpoints").iterdir()) == ["12", "8", "good.json"]
     assert "validation loss" in output

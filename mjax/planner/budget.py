@@ -107,7 +107,8 @@ def possible_rungs(rungs: list[Rung], devices: int, keep: Collection[str] = ()) 
 
 
 def family_ladder(family: str) -> list[Rung]:
-    """The configs whose name begins with `family`, smallest first; not those for demonstration.
+    """The configs whose name begins with `family`, smallest first; not those for demonstration, and of a model that has
+    one at several lengths that with the shortest.
 
     Raises:
       UsageError: there are none.
@@ -118,7 +119,13 @@ def family_ladder(family: str) -> list[Rung]:
         families = sorted({re.match("[a-z]+", name)[0] for name in names})
         raise UsageError(f"--family {family}: no config's name begins so; use {either(families)}")
     rungs = [Rung(name, load_config(name)) for name in chosen]
-    return sorted(rungs, key=lambda rung: count_parameters(rung.config.model))
+    sizes = [count_parameters(rung.config.model) for rung in rungs]
+    shortest: dict[int, int] = {}
+    for size, rung in zip(sizes, rungs, strict=True):
+        length = rung.config.model.sequence
+        shortest[size] = min(length, shortest.get(size, length))
+    kept = [each for each in zip(sizes, rungs, strict=True) if each[1].config.model.sequence == shortest[each[0]]]
+    return [rung for _, rung in sorted(kept, key=lambda each: each[0])]
 
 
 def run_budget(

@@ -137,7 +137,7 @@ def test_a_weight_is_read_twice_and_written_in_one_byte_and_transposed():
 def test_ranks_agree_on_the_scales_of_four_inputs_and_four_gradients_and_on_those_of_weights_together():
     for program, depends in _programs(mesh={"model": 4, "sequence_parallel": True}, recompute="selective"):
         axes = agreed(program, depends)
-        assert sorted(axes, key=len)[1:] == [("model", "data", "expert")] * 4
+        assert sorted(axes, key=len)[1:] == [("model", "data", "expert", "context")] * 4
         rates = Rates(H100, H100_RATES, "fp8")
         over_model, over_data = agreement_seconds(axes, MeshConfig(data=1, model=4), rates)
         assert (over_model, over_data) == (pytest.approx(4 * rates.agree(4, 1)), 0)

@@ -43,7 +43,7 @@ def test_a_step_that_was_saved_computes_the_same_bits(tmp_path):
 
     saved = open_program(file)
     assert saved.step.nr_devices == 4
-    assert saved.manifest["mesh"] == {"pipe": 1, "data": 4, "expert": 1, "model": 1}
+    assert saved.manifest["mesh"] == {"pipe": 1, "data": 4, "expert": 1, "context": 1, "model": 1}
     assert saved.manifest["config"]["model"]["hidden"] == config.model.hidden
     assert saved.manifest["gpu"] == "none"
     assert [(a["name"], a["shape"], a["dtype"]) for a in saved.manifest["arguments"]] == [

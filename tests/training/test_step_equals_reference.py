@@ -222,7 +222,7 @@ def test_blocked_attention_equals_the_serial_reference():
 
 def test_a_region_that_f_does_not_open_is_refused(monkeypatch):
     monkeypatch.setattr(mappings, "enter", lambda x: x)
-    with pytest.raises(ValueError, match=r"expected float64\[16,32\]{V:\(data,expert\)}"):
+    with pytest.raises(ValueError, match=r"expected float64\[16,32\]{V:\(data,expert,context\)}"):
         largest_error(small_config(2, 4, compute="fp64"))
 
 

@@ -141,7 +141,7 @@ def test_a_run_is_opened_generated_from_and_planned(tmp_path):
     with pytest.raises(UsageError, match="has no tokenizer"):
         mjax.generate(tmp_path, "The")
     plan = mjax.plan(CONFIG, "h100")
-    assert plan["run"]["mesh"] == {"pipe": 1, "data": 8, "expert": 1, "model": 2}
+    assert plan["run"]["mesh"] == {"pipe": 1, "data": 8, "expert": 1, "context": 1, "model": 2}
     assert plan["memory"]["total"] > 0
     with pytest.raises(UsageError, match="there is no task"):
         mjax.evaluate(tmp_path, "nothing", "x")
