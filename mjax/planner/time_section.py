@@ -89,7 +89,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     if worst:
         rows = {
             "balanced router": f"{1e3 * step.total:,.1f} ms a step, as above: every expert has as many tokens",
-            "worst router": f"{1e3 * worst.total:,.1f} ms: all tokens choose the same experts, on the same ranks",
+            **_other_router(config, worst.total),
             **rows,
         }
     if step.caveats:
@@ -97,6 +97,14 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     total = ("a step", f"{1e3 * step.total:,.1f}", "100.0%")
     lines = [*table(("", "ms", "share"), [*parts, total]), *named_rows(rows)]
     return Section(f"Time on {gpu.name}, predicted", values, lines)
+
+
+def _other_router(config: Config, seconds: float) -> dict[str, str]:
+    """The row of a router that gives all tokens to the same experts: the worst, if only some ranks have these."""
+    chosen = f"{1e3 * seconds:,.1f} ms: all tokens choose the same experts"
+    if config.mesh.expert > 1:
+        return {"worst router": f"{chosen}, on the same ranks"}
+    return {"one-sided router": f"{chosen}, which every GPU has"}
 
 
 def _error_bar(config: Config, step: StepTime, calibration: Calibration) -> str:

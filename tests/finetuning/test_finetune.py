@@ -235,6 +235,7 @@ def test_every_kind_of_task_is_learned_from_its_published_format(task, layernorm
     [
         ("--mesh.data", 2, "--mesh.model", 2, "--mesh.sequence-parallel", "--mesh.zero", 3),
         ("--mesh.data", 2, "--mesh.pipe", 2, "--train.micro-batch", 2, "--train.recompute", "full"),
+        ("--mesh.context", 4, "--mesh.data", 2, "--mesh.context-attention", "gather"),
     ],
 )
 def test_a_mesh_ends_in_the_same_counts_and_losses_as_one_device(task, mesh, capsys, tmp_path):
