@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from benchmarks.published import whole_rows
-from mjax import cli
+from mjax import cli, launch
 from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.hardware import GIB, USABLE_FRACTION, gpu_named
@@ -96,7 +96,8 @@ def test_memory_that_jax_was_not_told_to_take_is_pointed_at(monkeypatch):
         assert "FRACTION" not in str(refused.value)
 
 
-def test_xla_is_given_the_share_of_the_memory_that_a_plan_counts_with_unless_the_user_has_said():
+def test_xla_is_given_the_share_of_the_memory_that_a_plan_counts_with_unless_the_user_has_said(monkeypatch):
+    monkeypatch.setattr(launch, "host_memory", lambda: 32 * GIB)
     environment = {}
     claim_gpu_memory(environment)
     assert environment == {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(USABLE_FRACTION)}
@@ -104,6 +105,16 @@ def test_xla_is_given_the_share_of_the_memory_that_a_plan_counts_with_unless_the
         environment = {name: "0.5"}
         claim_gpu_memory(environment)
         assert environment == {name: "0.5"}
+
+
+def test_xla_may_pin_as_much_host_memory_as_there_is_if_that_is_more_than_its_default(monkeypatch):
+    monkeypatch.setattr(launch, "host_memory", lambda: 2000 * GIB)
+    environment = {MEMORY_FRACTIONS[0]: "0.5"}
+    claim_gpu_memory(environment)
+    assert environment == {MEMORY_FRACTIONS[0]: "0.5", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "2000"}
+    environment |= {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "100"}
+    claim_gpu_memory(environment)
+    assert environment["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "100"
 
 
 def test_a_gpu_says_what_may_be_allocated_and_a_cpu_refuses_nothing():
