@@ -58,9 +58,11 @@ CASES = [
     (4, "gather",    1,     2,    2,   1,    False, "selective", "loop",   "bloom"),
     (2, "gather",    2,     1,    1,   0,    True,  "none",      "loop",   "span"),
     (2, "heads",     2,     1,    1,   0,    True,  "none",      "loop",   "multiple choice"),
+    (4, "heads",     1,     1,    2,   3,    False, "offload",   "loop",   "gpt"),
+    (2, "gather",    2,     1,    1,   0,    True,  "offload",   "loop",   "bloom"),
 ]
 # fmt: on
-OFTEN = {0, 1, 2, 5, 9, 10, 11, 12}
+OFTEN = {0, 1, 2, 5, 9, 10, 11, 12, 17}
 
 
 @pytest.mark.parametrize(

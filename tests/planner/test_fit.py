@@ -167,6 +167,31 @@ def test_the_gpu_at_hand_is_asked_for_its_attention_kernel(monkeypatch):
         check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
 
 
+def test_activations_that_do_not_fit_into_this_machines_memory_are_refused(monkeypatch):
+    config = load_config("gpt_345m")
+    train = replace(config.train, recompute="offload", micro_batch=8)
+    config = replace(config, train=train, mesh=replace(config.mesh, data=jax.device_count()))
+    config = replace(config, train=replace(train, global_batch=8 * jax.device_count()))
+    memory = predict_memory(config)
+    monkeypatch.setattr(fit, "memory_of", lambda device: (2 * memory.total, "NVIDIA V100"))
+    monkeypatch.setattr(fit, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(fit, "host_memory", lambda: int(jax.device_count() * memory.host))
+    check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
+    monkeypatch.setattr(fit, "host_memory", lambda: int(jax.device_count() * memory.host) - 1)
+    with pytest.raises(
+        UsageError, match=r"gpt_345m keeps 0.4 GiB of activations in host memory for each GPU, and this"
+    ):
+        check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
+
+
+def test_a_proposal_says_what_it_takes_of_host_memory_and_takes_no_more_than_there_is():
+    config = load_config("llama3_8b_128k")
+    usable = predict_memory(replace(config, train=replace(config.train, recompute="offload"))).total / 0.94
+    offload = next(each for each in changes_that_fit(config, usable) if "offload" in each.flags)
+    assert offload.needs(config) == "30.4 GiB and 4.0 GiB of host memory"
+    assert not [each for each in changes_that_fit(config, usable, host=2**30) if "offload" in each.flags]
+
+
 def test_training_that_hardly_fits_begins_with_a_warning(monkeypatch, tmp_path, capsys):
     config = load_config(TINY[-1])
     config = replace(config, mesh=replace(config.mesh, data=8, model=2), train=replace(config.train, micro_batch=1))
