@@ -71,6 +71,8 @@ def main() -> int:
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     print(f"\n{named}; {len(os.sched_getaffinity(0))} CPU cores")
     if arguments.write is not None:
+        for row in rows:
+            row.pop("date", None)  # of a row that was added later
         kept = {**table, "date": f"{date.today()}", "versions": versions, "rows": rows}
         arguments.write.write_text(json.dumps(kept, indent=1) + "\n")
     if failed:
@@ -92,11 +94,12 @@ def config_of(row: dict) -> Config:
 
 
 def compiled(config: Config) -> dict[str, int]:
-    """Bytes per device that XLA allocates for the train step of `config`."""
+    """Bytes per device that XLA allocates for the train step of `config`, and those of host memory if there are any."""
     from mjax.planner.compile import compile_step
 
     memory = compile_step(config, "h100").memory
-    return {"argument": memory.arguments, "temporary": memory.temporaries, "total": memory.total}
+    found = {"argument": memory.arguments, "temporary": memory.temporaries, "total": memory.total}
+    return found | ({"host": memory.host} if memory.host else {})
 
 
 if __name__ == "__main__":

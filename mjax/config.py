@@ -177,8 +177,10 @@ class TrainConfig:
     T: thousands to trillions) that many sequences per step. The last is global_batch."""
     micro_batch: Count = 8
     """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Recomputation in the backward pass: none; the attention core and cheap element-wise work; or whole layers."""
+    recompute: Literal["none", "selective", "full", "offload"] = "none"
+    """Recomputation in the backward pass: none; the attention core and cheap element-wise work; or whole layers.
+    offload: as full, with the layers' inputs in host memory until the backward pass; in a loop over the layers, not in
+    a pipeline."""
     unroll: Literal["auto", "on", "off"] = "auto"
     """Compile the layers one after the other instead of a loop over them: faster on a GPU, and compiles longer. auto:
     on GPUs if the step fits into their memory; not in a pipeline, with FSDP or beyond 80 layers."""

@@ -40,6 +40,9 @@ class Gpu:
       node_bandwidth: bytes per second, in one direction, between one GPU and the others of its server.
       network_bandwidth_per_node: bytes per second, in one direction, between servers: all network cards of a server.
       node_latency, network_latency: seconds per message from GPU to GPU, within a server and between servers.
+      host_bandwidth: bytes per second, in one direction, between one GPU and the memory of its server: what its slot
+        carries. Two GPUs that share a PCIe switch share its way to the processor, which no data sheet counts.
+      host_memory_per_node: bytes of memory of a server; None if its data sheet does not fix it.
       sources: of the numbers.
     """
 
@@ -53,6 +56,8 @@ class Gpu:
     gpus_per_node: int
     node_bandwidth: float
     network_bandwidth_per_node: float
+    host_bandwidth: float
+    host_memory_per_node: float | None
     sources: tuple[str, ...]
     node_latency: float = 3.4e-6
     network_latency: float = 14e-6
@@ -66,13 +71,19 @@ class Gpu:
         """The same GPU in another server.
 
         Args:
-          gpus: per server; by default the usual number.
+          gpus: per server; by default the usual number. The server's memory is in proportion.
           network: gigabits per second of all network cards of a server; by default in proportion to its GPUs.
         """
         gpus = gpus or self.gpus_per_node
-        share = self.network_bandwidth_per_node * gpus / self.gpus_per_node
-        bandwidth = share if network is None else network * GB / 8
-        return replace(self, gpus_per_node=gpus, network_bandwidth_per_node=bandwidth)
+        share = gpus / self.gpus_per_node
+        bandwidth = share * self.network_bandwidth_per_node if network is None else network * GB / 8
+        memory = None if self.host_memory_per_node is None else share * self.host_memory_per_node
+        return replace(self, gpus_per_node=gpus, network_bandwidth_per_node=bandwidth, host_memory_per_node=memory)
+
+    @property
+    def host_bytes(self) -> float | None:
+        """Memory of a server for each of its GPUs; None if it is not known."""
+        return None if self.host_memory_per_node is None else self.host_memory_per_node / self.gpus_per_node
 
     def peak(self, compute: str) -> float | None:
         """Peak in FLOP/s for a compute dtype of the config, or None if the table has none."""
@@ -115,6 +126,9 @@ _PCIE = (
 )
 # As reported by nvidia-smi, slightly below the round number.
 _SMI = "memory: the total that nvidia-smi prints"
+# One way over 16 lanes, by the data sheets of the GPUs; 15.75, 31.5 and 63 without the encoding of the bits.
+_PCIE_3, _PCIE_4, _PCIE_5 = 16 * GB, 32 * GB, 64 * GB
+_SYSTEM = "system memory: data sheet of {}"
 
 GPUS: tuple[Gpu, ...] = (
     Gpu(
@@ -128,7 +142,9 @@ GPUS: tuple[Gpu, ...] = (
         gpus_per_node=8,
         node_bandwidth=150 * GB,
         network_bandwidth_per_node=50 * GB,
-        sources=(_V100, "DGX-1 data sheet: four 100 Gb/s network cards", _SMI),
+        host_bandwidth=_PCIE_3,
+        host_memory_per_node=512 * GB,
+        sources=(_V100, "DGX-1 data sheet: four 100 Gb/s network cards", _SYSTEM.format("DGX-1"), _SMI),
     ),
     Gpu(
         name="v100",
@@ -141,7 +157,9 @@ GPUS: tuple[Gpu, ...] = (
         gpus_per_node=8,
         node_bandwidth=150 * GB,
         network_bandwidth_per_node=50 * GB,
-        sources=(_V100, "DGX-1 data sheet: four 100 Gb/s network cards", _SMI),
+        host_bandwidth=_PCIE_3,
+        host_memory_per_node=512 * GB,
+        sources=(_V100, "DGX-1 data sheet: four 100 Gb/s network cards", _SYSTEM.format("DGX-1"), _SMI),
     ),
     Gpu(
         name="v100-dgx2h",
@@ -154,10 +172,13 @@ GPUS: tuple[Gpu, ...] = (
         gpus_per_node=16,
         node_bandwidth=150 * GB,
         network_bandwidth_per_node=100 * GB,
+        host_bandwidth=_PCIE_3,
+        host_memory_per_node=1500 * GB,
         sources=(
             "arXiv 1909.08053, section 5: 39 TFLOP/s are 30% of the peak; 16 GPUs and eight InfiniBand cards a server, "
             "300 GB/s both ways through NVSwitch, 100 GB/s between servers",
             "memory clock 958 MHz × 4,096 bits × 2: 981 GB/s",
+            _SYSTEM.format("DGX-2"),
             _SMI,
         ),
     ),
@@ -172,7 +193,14 @@ GPUS: tuple[Gpu, ...] = (
         gpus_per_node=16,
         node_bandwidth=150 * GB,
         network_bandwidth_per_node=100 * GB,
-        sources=("DGX-2 data sheet: 2 PFLOP/s on 16 GPUs, eight 100 Gb/s network cards, NVSwitch", _V100, _SMI),
+        host_bandwidth=_PCIE_3,
+        host_memory_per_node=1500 * GB,
+        sources=(
+            "DGX-2 data sheet: 2 PFLOP/s on 16 GPUs, eight 100 Gb/s network cards, NVSwitch",
+            _V100,
+            _SYSTEM.format("DGX-2"),
+            _SMI,
+        ),
     ),
     Gpu(
         name="a100-40gb",
@@ -185,7 +213,9 @@ GPUS: tuple[Gpu, ...] = (
         gpus_per_node=8,
         node_bandwidth=300 * GB,
         network_bandwidth_per_node=200 * GB,
-        sources=(_A100, _DGX_A100, "1,555 GB/s: A100 40GB data sheet", _SMI),
+        host_bandwidth=_PCIE_4,
+        host_memory_per_node=1000 * GB,
+        sources=(_A100, _DGX_A100, "1,555 GB/s: A100 40GB data sheet", _SYSTEM.format("DGX A100 320GB"), _SMI),
     ),
     Gpu(
         name="a100",
@@ -198,7 +228,9 @@ GPUS: tuple[Gpu, ...] = (
         gpus_per_node=8,
         node_bandwidth=300 * GB,
         network_bandwidth_per_node=200 * GB,
-        sources=(_A100 + ", 2,039 GB/s", _DGX_A100, _SMI),
+        host_bandwidth=_PCIE_4,
+        host_memory_per_node=2000 * GB,
+        sources=(_A100 + ", 2,039 GB/s", _DGX_A100, _SYSTEM.format("DGX A100 640GB"), _SMI),
     ),
     Gpu(
         name="a100-40gb-pcie",
@@ -211,6 +243,8 @@ GPUS: tuple[Gpu, ...] = (
         gpus_per_node=8,
         node_bandwidth=32 * GB,
         network_bandwidth_per_node=25 * GB,
+        host_bandwidth=_PCIE_4,
+        host_memory_per_node=None,
         sources=(_A100, "1,555 GB/s: A100 40GB data sheet", _PCIE, _SMI),
     ),
     Gpu(
@@ -224,6 +258,8 @@ GPUS: tuple[Gpu, ...] = (
         gpus_per_node=8,
         node_bandwidth=32 * GB,
         network_bandwidth_per_node=25 * GB,
+        host_bandwidth=_PCIE_4,
+        host_memory_per_node=None,
         sources=(_A100 + ", 1,935 GB/s", _PCIE, _SMI),
     ),
     Gpu(
@@ -237,7 +273,9 @@ GPUS: tuple[Gpu, ...] = (
         gpus_per_node=8,
         node_bandwidth=450 * GB,
         network_bandwidth_per_node=400 * GB,
-        sources=(_H100, _DGX_H100, _SMI),
+        host_bandwidth=_PCIE_5,
+        host_memory_per_node=2000 * GB,
+        sources=(_H100, _DGX_H100, _SYSTEM.format("DGX H100"), _SMI),
     ),
     Gpu(
         name="h100-pcie",
@@ -250,6 +288,8 @@ GPUS: tuple[Gpu, ...] = (
         gpus_per_node=8,
         node_bandwidth=64 * GB,
         network_bandwidth_per_node=25 * GB,
+        host_bandwidth=_PCIE_5,
+        host_memory_per_node=None,
         sources=(
             "NVIDIA H100 PCIe data sheet, 2022: 1,513 TFLOP/s of FP8, 756.5 of 16 bits, 378 of TF32, 2 TB/s",
             _PCIE,
@@ -267,7 +307,14 @@ GPUS: tuple[Gpu, ...] = (
         gpus_per_node=8,
         node_bandwidth=450 * GB,
         network_bandwidth_per_node=400 * GB,
-        sources=("NVIDIA H200 data sheet, 2024: the products of H100, 4.8 TB/s, NVLink 900 GB/s", _DGX_H100, _SMI),
+        host_bandwidth=_PCIE_5,
+        host_memory_per_node=2000 * GB,
+        sources=(
+            "NVIDIA H200 data sheet, 2024: the products of H100, 4.8 TB/s, NVLink 900 GB/s",
+            _DGX_H100,
+            _SYSTEM.format("DGX H200"),
+            _SMI,
+        ),
     ),
     Gpu(
         name="b200",
@@ -280,6 +327,8 @@ GPUS: tuple[Gpu, ...] = (
         gpus_per_node=8,
         node_bandwidth=900 * GB,
         network_bandwidth_per_node=400 * GB,
+        host_bandwidth=_PCIE_5,
+        host_memory_per_node=None,
         sources=(
             "HGX B200 data sheet, 2024, for eight and with sparsity: 72 PFLOP/s of FP8, 36 of 16 bits, 18 of TF32",
             "DGX B200 data sheet: 64 TB/s on eight GPUs, NVLink 14.4 TB/s both ways, eight 400 Gb/s network cards",

@@ -20,6 +20,8 @@ SET_BY_MJAX: dict[str, str] = {}
 """Environment variables that mjax has set in this process, for environment.json."""
 # Two names of one setting; JAX refuses to start with both.
 MEMORY_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+# GiB of host memory that XLA may pin for all GPUs of a process, and its default.
+PINNED_LIMIT, PINNED_DEFAULT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
 # Environment variables in which launchers give the number of processes: Slurm's srun, Open MPI's mpirun.
 PROCESS_COUNTS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
 
@@ -55,13 +57,22 @@ def set_variable(name: str, value: str, environment: MutableMapping[str, str] = 
 
 
 def claim_gpu_memory(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let XLA use nine tenths of a GPU's memory unless the environment says otherwise.
+    """Let XLA use nine tenths of a GPU's memory, and pin as much of the host's as there is, unless the environment says
+    otherwise.
 
-    XLA's default is three quarters. The rest is for CUDA, cuBLAS and NCCL. `mjax plan` uses the same share
-    (`hardware.USABLE_FRACTION`).
+    XLA's default is three quarters of a GPU's memory. The rest is for CUDA, cuBLAS and NCCL. `mjax plan` uses the same
+    share (`hardware.USABLE_FRACTION`). Host memory is pinned as it is needed, by `train.recompute offload`, and XLA's
+    default limit is less than servers have.
     """
     if not any(name in environment for name in MEMORY_FRACTIONS):
         set_variable(MEMORY_FRACTIONS[0], str(USABLE_FRACTION), environment)
+    if PINNED_LIMIT not in environment and host_memory() >> 30 > PINNED_DEFAULT:
+        set_variable(PINNED_LIMIT, str(host_memory() >> 30), environment)
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def restart_with_huge_pages() -> None:

@@ -33,6 +33,7 @@ def validate(config: Config, name: str = "this config") -> None:
     config.model.check(config)
     _check_sequence_parallel(config)
     check_streams(config)
+    check_offload(config)
     _check_schedules(config)
     _check_for_one(config, "name", "muon", "muon_momentum", "muon_adjust_lr")
     _check_data(config, name)
@@ -160,6 +161,36 @@ def check_streams(config: Config) -> None:
             f"--train.streams 2 cannot cut a --train.micro-batch of {train.micro_batch} in two halves; "
             f"use a multiple of {parts}"
         )
+
+
+def check_offload(config: Config) -> None:
+    """Refuse activations in host memory where they would stay on the device, or cannot leave it."""
+    mesh, train = config.mesh, config.train
+    if train.recompute != "offload":
+        return
+    given = "--train.recompute offload does not work with"
+    if mesh.pipe > 1:
+        raise UsageError(
+            f"{given} --mesh.pipe {mesh.pipe}, whose stages keep activations by slot on the device; "
+            "use --train.recompute full"
+        )
+    if train.unroll == "on" or train.streams == 2:
+        # Compiled for H100s, all copies to the host stood in the backward pass (docs/benchmarks.md).
+        what = "--train.streams 2" if train.streams == 2 else "--train.unroll on"
+        raise UsageError(
+            f"{given} {what}: without a loop over the layers XLA copies their inputs to the host only in the backward "
+            "pass, which saves nothing; leave it out, or use --train.recompute full"
+        )
+
+
+def can_run_layers(config: Config) -> bool:
+    """Whether the streams and the recomputation of a config are possible: neither check above refuses them."""
+    try:
+        check_streams(config)
+        check_offload(config)
+    except UsageError:
+        return False
+    return True
 
 
 def _check_schedules(config: Config) -> None:

@@ -273,6 +273,20 @@ def _with(**sections):
             _with(mesh={"pipe": 2}, train={"unroll": "on"}),
             "--train.unroll on does not work with --mesh.pipe 2, whose stages keep activations by slot; leave it out",
         ),
+        (
+            _with(mesh={"pipe": 2}, train={"recompute": "offload"}),
+            "--train.recompute offload does not work with --mesh.pipe 2, whose stages keep activations by slot on the "
+            "device; use --train.recompute full",
+        ),
+        (
+            _with(train={"recompute": "offload", "unroll": "on"}),
+            "--train.recompute offload does not work with --train.unroll on: without a loop over the layers XLA copies "
+            "their inputs to the host only in the backward pass, which saves nothing; leave it out, or use --train.re",
+        ),
+        (
+            _with(mesh={"model": 2}, train={"recompute": "offload", "streams": 2}),
+            "--train.recompute offload does not work with --train.streams 2: without a loop",
+        ),
         (_with(train={"loss_chunks": 0}), "--train.loss-chunks is 0; it must be at least 1 and at most 64"),
         (_with(train={"loss_chunks": 65}), "--train.loss-chunks is 65; it must be at least 1 and at most 64"),
         (_with(train={"streams": 2}), "--train.streams 2 hides the communication of --mesh.model, which is 1 here"),

@@ -34,5 +34,17 @@ def test_a_peak_is_dense_and_in_flops():
         assert 14 * 2**30 < gpu.usable_bytes < gpu.memory_bytes
 
 
+def test_the_link_to_the_host_is_one_way_of_sixteen_lanes_and_a_server_of_other_size_has_its_share_of_memory():
+    lanes = {7: 16e9, 8: 32e9, 9: 64e9, 10: 64e9}
+    for gpu in GPUS:
+        assert gpu.host_bandwidth == lanes[gpu.compute_capability[0]]
+    h100 = gpu_named("h100")
+    assert (h100.host_memory_per_node, h100.host_bytes) == (2e12, 2.5e11)
+    half = h100.in_server(4)
+    assert (half.host_memory_per_node, half.host_bytes) == (1e12, 2.5e11)
+    pcie = gpu_named("h100-pcie").in_server(4)
+    assert (pcie.host_memory_per_node, pcie.host_bytes) == (None, None)
+
+
 def test_a_gpu_without_bf16_is_used_with_fp16():
     assert {gpu.name for gpu in GPUS if gpu.sixteen_bits == "fp16"} == {"v100-16gb", "v100", "v100-dgx2h", "v100-dgx2"}

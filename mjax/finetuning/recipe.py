@@ -68,7 +68,9 @@ class FinetuneArguments:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
     """Examples per forward pass of a data-parallel replica; by default all of its share, in a pipeline one."""
-    recompute: Annotated[Literal["none", "selective", "full"], tyro.conf.arg(name="train.recompute")] = "none"
+    recompute: Annotated[Literal["none", "selective", "full", "offload"], tyro.conf.arg(name="train.recompute")] = (
+        "none"
+    )
     """Activations that the backward pass recomputes, as in training."""
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
     """Dtype of activations and matrix products; by default as in pre-training."""

@@ -33,6 +33,11 @@ is one stack to everything that divides layers, such as a pipeline.
 The residuals of a layer have names, and `recompute` selects which of them are kept (arXiv 2205.05198, section 5):
 `none` keeps what autodiff needs, `selective` the names below, `full` only the layer's input, and which experts a router
 chose.
+
+`offload` keeps the same as `full`, but the layer's input in host memory. It is the one residual from which all others
+can be computed again, and the smallest: nothing that grows with the sequence stays on the device for each layer, and
+the link to the host carries least. A copy out runs beside the whole forward pass of its layer. For a copy back the
+layer waits: XLA starts it where the layer begins, and not during the one before.
 """
 
 from __future__ import annotations
@@ -63,7 +68,11 @@ KEPT: dict[str, tuple[str, ...] | None] = {
     "none": None,
     "selective": ("qkv", "context", "residual", "mlp_up", "experts"),
     "full": ("experts",),
+    "offload": ("experts",),
 }
+
+INPUT = "layer"
+"""The name of a layer's input, which the other choices keep without a name."""
 
 Sums = dict[str, Array]
 Halves = tuple[Array, Array]
@@ -214,7 +223,7 @@ def run_blocks(
       blocks: a stack of layers, or `Turns`, or an `nnx.List` of these; weights have a leading layer dim.
       x: [t, h].
       context: of its tokens.
-      recompute: `none`, `selective` or `full`.
+      recompute: `none`, `selective`, `full` or `offload`.
       first_layer: number of the first of these layers in the model, from 1; it selects the dropout masks.
       weights_of: for each stack (`of_each`) the function that turns the stored shards of a layer into its weights, if
         they are gathered layer by layer.
@@ -250,6 +259,19 @@ def _with_sums(found: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
     return found if isinstance(found, tuple) else (found, {})
 
 
+def _policy(recompute: str, *also: str) -> Callable:
+    """What `jax.checkpoint` keeps: the names of `KEPT`, and `also`; with `offload` a layer's input in host memory."""
+    policies, kept = jax.checkpoint_policies, KEPT[recompute]
+    if recompute == "offload":
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(kept),
+            names_which_can_be_offloaded=[INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return policies.save_only_these_names(*kept, *also)
+
+
 def _run_stack(
     turns: Sequence,
     x: Array,
@@ -264,14 +286,15 @@ def _run_stack(
     def layer_of(weights_of: Callable | None) -> Callable:
         def layer(place, x, layer_and_number):
             block, number = layer_and_number
+            if recompute == "offload":
+                x = checkpoint_name(x, INPUT)
             if weights_of is not None and again:
                 block = weights_of(block)
             return _with_sums(block(x, context.of_layer(number, place)))
 
         kept = KEPT[recompute]
         if kept is not None:
-            policy = jax.checkpoint_policies.save_only_these_names(*kept)
-            layer = jax.checkpoint(layer, prevent_cse=unroll, policy=policy, static_argnums=0)
+            layer = jax.checkpoint(layer, prevent_cse=unroll, policy=_policy(recompute), static_argnums=0)
         elif weights_of is not None and again:
             layer = jax.checkpoint(layer, prevent_cse=unroll, policy=all_but_gathered_weights, static_argnums=0)
         return jax.jit(layer, static_argnums=0, inline=True) if unroll else layer  # traced once
@@ -393,7 +416,7 @@ def run_halves(
     def phases(layers: list, x: Array, context: Context) -> Phases:
         sums: Sums = {}
         for number, (layer, place) in enumerate(zip(layers, places, strict=True), first_layer):
-            x = checkpoint_name(x, "layer")
+            x = checkpoint_name(x, INPUT)
             x, found = _with_sums((yield from phases_of(layer, x, context.of_layer(number, place))))
             sums = _added(sums, found)
         return x, sums
@@ -403,9 +426,8 @@ def run_halves(
         (x, sums), (y, others) = together(*halves, contexts[0].tokens, again=recompute != "none")
         return (x, y), _added(sums, others)
 
-    kept = KEPT[recompute]
-    if kept is not None:
-        run = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names("layer", *kept))
+    if KEPT[recompute] is not None:
+        run = jax.checkpoint(run, policy=_policy(recompute, INPUT))
     return run(layers, xs)
 
 

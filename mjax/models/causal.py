@@ -70,7 +70,7 @@ class CausalModel(nnx.Module):
         Args:
           ids: int [b, s], replicated over `model`.
           key: dropout masks of this forward pass; None for evaluation.
-          recompute: `none`, `selective` or `full`.
+          recompute: `none`, `selective`, `full` or `offload`.
           positions: int [b, s], position of each token; by default 0 … s − 1.
           documents: int [b, s], number of each token's document, if attention must stay within it.
 

@@ -42,6 +42,7 @@ class AllocatedMemory:
       aliased: outputs that reuse memory of arguments: the new state that of the old.
       temporaries: everything that lives within a step: the weights in the compute dtype, gradients, activations.
       peak: the maximum of all these at one time.
+      host: temporaries in host memory.
     """
 
     arguments: int
@@ -49,6 +50,7 @@ class AllocatedMemory:
     aliased: int
     temporaries: int
     peak: int
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -191,6 +193,7 @@ def compile_step(
             stats.alias_size_in_bytes,
             stats.temp_size_in_bytes,
             stats.peak_memory_in_bytes,
+            stats.host_temp_size_in_bytes,
         ),
         program=_read(text, dict(mesh.shape)),
         text=text,

@@ -15,7 +15,7 @@ from mjax.hardware import GIB, gpu_named
 from mjax.planner.comms import Collective, axes_name, human_bytes, ledger
 from mjax.planner.compile import Compilation, check_compile, compile_step, versions
 from mjax.planner.hlo import ScheduledCollective
-from mjax.planner.memory import predict_memory
+from mjax.planner.memory import Memory, predict_memory
 from mjax.planner.roofline import roofline
 from mjax.planner.saved_program import check_save, save_program
 from mjax.planner.section import Section, named_rows, table
@@ -49,7 +49,7 @@ def compile_and_tell(config: Config, gpu: str, per_server: int, file: Path | Non
     """
     with announcing() as announce:
         compiled = compile_step(config, gpu, per_server, announce)
-        formula = predict_memory(compiled.config, gpu_named(gpu).compute_capability).total
+        formula = predict_memory(compiled.config, gpu_named(gpu).compute_capability)
         section = compile_section(compiled, totals(ledger(config).records), formula)
         if file is not None:
             announce(f"writing {file}")
@@ -64,13 +64,13 @@ def compile_and_tell(config: Config, gpu: str, per_server: int, file: Path | Non
     return section
 
 
-def compile_section(compiled: Compilation, expected: Counts, formula: float) -> Section:
+def compile_section(compiled: Compilation, expected: Counts, formula: Memory) -> Section:
     """The section of a plan.
 
     Args:
       compiled: the step.
       expected: the ledger's counts, in the same way: every branch taken.
-      formula: bytes on a device, from `predict_memory`.
+      formula: from `predict_memory`.
     """
     memory, kernels, rows = compiled.memory, compiled.program.kernels, _rows(compiled.program.collectives)
     found = {(tuple(row["axes"]), row["kind"], row["dtype"]): (row["calls"], row["bytes"]) for row in rows}
@@ -83,7 +83,8 @@ def compile_section(compiled: Compilation, expected: Counts, formula: float) -> 
         "streams": compiled.config.train.streams,
         "seconds": {"tracing": compiled.tracing, "compiling": compiled.compiling},
         "resident_bytes": compiled.resident,
-        "memory": asdict(memory) | {"total": memory.total, "formula": formula, "gpu": compiled.gpu_memory},
+        "memory": asdict(memory)
+        | {"total": memory.total, "formula": formula.total, "host_formula": formula.host, "gpu": compiled.gpu_memory},
         "collectives": rows,
         "ledger": [
             _named(key)
@@ -191,10 +192,15 @@ def _memory(memory: dict[str, float], outputs: float) -> list[str]:
     lines = table(("memory of a device", "GiB"), [(name, f"{size / GIB:.2f}") for name, size in rows.items()])
     formula = memory["formula"]
     difference = f"{formula / memory['total'] - 1:+.1%}"
-    return [
-        *lines,
-        f"The formula predicts {formula / GIB:.2f} GiB, {difference}. The GPU has {memory['gpu'] / GIB:.1f} GiB.",
-    ]
+    lines.append(
+        f"The formula predicts {formula / GIB:.2f} GiB, {difference}. The GPU has {memory['gpu'] / GIB:.1f} GiB."
+    )
+    if memory["host"] or memory["host_formula"]:
+        lines.append(
+            f"In host memory for this device: {memory['host'] / GIB:.2f} GiB; the formula predicts "
+            f"{memory['host_formula'] / GIB:.2f} GiB."
+        )
+    return lines
 
 
 def _collectives(rows: Rows) -> list[str]:

@@ -11,6 +11,7 @@ last.
     selective recomputation attention, LayerNorm and GELU again, but no matrix product with weights
     a smaller micro-batch   the same work in smaller, slower products; shorter bubbles in a pipeline
     full recomputation      the forward pass a second time: a third more work
+    offload                 the same, and copies of the layers' inputs to host memory and back
     ZeRO-3                  weights gathered in every layer, forward and backward
     more `model` or `pipe`  the same GPUs, less data parallelism: more communication, bubbles
     more GPUs
@@ -27,20 +28,21 @@ from typing import Any
 from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.hardware import GIB, USABLE_FRACTION
-from mjax.launch import MEMORY_FRACTIONS
+from mjax.launch import MEMORY_FRACTIONS, host_memory
 from mjax.models.build import layers_differ
 from mjax.models.kernels import capability_of, resolved_on_gpu
 from mjax.planner.float8 import check_float8
 from mjax.planner.loss_chunks import with_loss_chunks
-from mjax.planner.memory import HEADROOM, Memory, free_share, memory_of, predict_memory
+from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, memory_of, predict_memory
 from mjax.planner.search import LEAST_POSITIONS, value_of, with_values
 from mjax.validation import validate
 
 # Ranks of the cost of a change; a combination costs their sum.
-SEQUENCE_PARALLEL, ZERO_1, LOSS_CHUNKS, SELECTIVE, SMALLER_MICRO_BATCH, FULL, ZERO_3, OTHER_MESH, MORE_GPUS = (
-    1, 2, 3, 4, 8, 16, 24, 32, 128,
+SEQUENCE_PARALLEL, ZERO_1, LOSS_CHUNKS, SELECTIVE, SMALLER_MICRO_BATCH, FULL, OFFLOAD, ZERO_3, OTHER_MESH, MORE_GPUS = (
+    1, 2, 3, 4, 8, 16, 20, 24, 32, 128,
 )  # fmt: skip
-RECOMPUTE, ZERO = {"none": 0, "selective": SELECTIVE, "full": FULL}, {0: 0, 1: ZERO_1, 3: ZERO_3}
+RECOMPUTE = {"none": 0, "selective": SELECTIVE, "full": FULL, "offload": OFFLOAD}
+ZERO = {0: 0, 1: ZERO_1, 3: ZERO_3}
 
 DEFAULT_FRACTION = 0.75  # of a GPU's memory, JAX's default
 
@@ -62,14 +64,17 @@ class Change:
     price: int
 
     def needs(self, config: Config) -> str:
-        """Its memory: `20.2 GiB`, or `20.2 GiB on each of 16` if it uses another number of devices than `config`."""
+        """Its memory: `20.2 GiB`, or `20.2 GiB on each of 16` if it uses another number of devices than `config`; and
+        host memory, if it needs some."""
         devices = self.config.mesh.devices
         more = f" on each of {devices:,}" if devices != config.mesh.devices else ""
-        return f"{self.memory.total / GIB:.1f} GiB{more}"
+        host = f" and {self.memory.host / GIB:.1f} GiB of host memory" if self.memory.host else ""
+        return f"{self.memory.total / GIB:.1f} GiB{host}{more}"
 
 
-def changes_that_fit(config: Config, usable: float, count: int = 3) -> list[Change]:
-    """The cheapest changes with which `config` leaves HEADROOM of `usable` bytes free, cheapest first.
+def changes_that_fit(config: Config, usable: float, count: int = 3, host: float | None = None) -> list[Change]:
+    """The cheapest changes with which `config` leaves HEADROOM of `usable` bytes free and needs at most `host` bytes of
+    host memory for each device (None if these are not known), cheapest first.
 
     No proposal contains another. The global batch, the model and its numbers do not change.
     """
@@ -79,6 +84,8 @@ def changes_that_fit(config: Config, usable: float, count: int = 3) -> list[Chan
             continue
         changed = with_values(config, values)
         if not _runs(changed) or free_share((memory := predict_memory(changed)).total, usable) < HEADROOM:
+            continue
+        if not fits_host(memory, host):
             continue
         typed = (f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in values.items())
         found.append((values, Change(" ".join(typed), changed, memory, price)))
@@ -114,7 +121,8 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
         say("memory  not predicted, since this model has layers of several kinds; nothing is refused before it runs")
         return
     try:
-        if warning := check_memory(config, *found, name):
+        host = host_memory() / jax.local_device_count()
+        if warning := check_memory(config, *found, name, host):
             say(f"memory  {warning}")
     except UsageError as error:
         if not force:
@@ -122,7 +130,7 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
         say(f"memory  {error}; continuing because of --force")
 
 
-def check_memory(config: Config, usable: float, gpu: str, name: str = "this config") -> str:
+def check_memory(config: Config, usable: float, gpu: str, name: str = "this config", host: float | None = None) -> str:
     """Refuse what does not fit, with the numbers and changes that would fit.
 
     Args:
@@ -130,18 +138,24 @@ def check_memory(config: Config, usable: float, gpu: str, name: str = "this conf
       usable: bytes that XLA may allocate on each device.
       gpu: name of the device.
       name: name of the config in messages.
+      host: bytes of this machine's memory for each device; None if they are not known.
 
     Returns:
       A warning if it fits but leaves less than HEADROOM free, else an empty string.
 
     Raises:
-      UsageError: it needs more than `usable`.
+      UsageError: it needs more than `usable`, or more than `host`.
     """
     memory = predict_memory(config)
+    if not fits_host(memory, host):
+        raise UsageError(
+            f"{name} keeps {memory.host / GIB:.1f} GiB of activations in host memory for each GPU, and this machine "
+            f"has {host / GIB:.1f} GiB for each; use --train.recompute full, or a smaller --train.micro-batch"
+        )
     free = free_share(memory.total, usable)
     if free >= HEADROOM:
         return ""
-    changes = changes_that_fit(config, usable)
+    changes = changes_that_fit(config, usable, host=host)
     nearest = "; or ".join(f"{change.flags} ({change.needs(config)})" for change in changes)
     if free >= 0:
         advice = f"what leaves more, cheapest first: {nearest}" if changes else "no change of mesh leaves more"

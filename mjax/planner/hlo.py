@@ -39,6 +39,8 @@ FREE = {
 LIBRARIES = {"__cudnn$fmha": "attention, cuDNN", "__cublas": "matrix product, cuBLAS"}  # by the call's target
 PALLAS, FLASH = "__gpu$xla.gpu.triton", "/flash_"  # its target, and the names of our kernels
 CONTROL = ("while", "conditional", "call")  # run other computations
+HOST = ":S(5)"  # the memory space of an array in host memory, in its layout
+TO_HOST, FROM_HOST = "copy to host memory", "copy from host memory"  # kernels of no multiprocessor
 
 
 class HloError(ValueError):
@@ -292,6 +294,23 @@ class Module:
             found += filter(None, map(self.kernel_of, self._all_lines([line])))
         raise HloError(f"nothing waits for {start.name}")
 
+    # --- Host memory --------------------------------------------------------------------------------------------------
+
+    def host_copy(self, line: Line) -> tuple[str, int] | None:
+        """The direction and the bytes of a copy between device and host that `line` starts, or is; None for others.
+
+        Arrays of all layers stay where they are: a slice of one moves, or is written in place.
+        """
+        if HOST not in line.shape or not line.opcode.startswith(("copy", "fusion", "dynamic-")):
+            return None
+        if line.opcode.endswith("-done"):
+            return None
+        found = re.findall(r"[a-z]\w*\[[\d,]+\](?:\{[^}]*\})?", line.shape)  # without numbers, such as indices
+        if not found:
+            return None
+        result = found[0] if line.opcode == "copy-start" else found[-1]
+        return TO_HOST if HOST in result else FROM_HOST, min(arrays_of(shape)[0][1] for shape in found)
+
     # --- Kernels ------------------------------------------------------------------------------------------------------
 
     def kernel_of(self, line: Line) -> str | None:
@@ -301,8 +320,12 @@ class Module:
             return None
         if opcode.endswith("-done") or opcode == "async-update":
             return None
+        if copied := self.host_copy(line):
+            return copied[0]
         if opcode == "custom-call":
             target = re.search(r'custom_call_target="([^"]*)"', line.attributes)[1]
+            if target == "AllocateBuffer":
+                return None
             if target == PALLAS and FLASH in line.source:
                 return "attention, Pallas"
             known = (kernel for prefix, kernel in LIBRARIES.items() if target.startswith(prefix))

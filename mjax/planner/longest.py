@@ -1,9 +1,9 @@
 """`mjax plan --gpu … --longest N`: the longest sequence that a model can be trained on with 1, 2, 4, … N GPUs.
 
 All GPUs share one sequence at a time, over `model`, within a server, and over `context`; weights and optimizer are
-sharded over all ranks (ZeRO-3), layers are recomputed and the loss is computed in chunks. Beside it stands the same
-without `context`, where GPUs that `model` leaves have sequences of their own. A length counts if it leaves HEADROOM of
-the memory free, as in the search.
+sharded over all ranks (ZeRO-3), layers are recomputed, from inputs on the GPU or in host memory (`offload`), and the
+loss is computed in chunks. Beside it stands the same without `context`, where GPUs that `model` leaves have sequences
+of their own. A length counts if it leaves HEADROOM of the memory free, as in the search.
 
 Memory grows with the length of a sequence, almost in proportion: attention never writes out its scores (`flash`, or
 cuDNN's). So the longest is found by a few predictions along straight lines, each from a traced program.
@@ -46,7 +46,7 @@ class Way:
     recompute: str = "full"
 
 
-WAYS = (Way("over context", True), Way("without context", False))
+WAYS = (Way("over context, offloaded", True, "offload"), Way("over context", True), Way("without context", False))
 
 
 @dataclass(frozen=True)

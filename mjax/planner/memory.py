@@ -2,7 +2,8 @@
 
     masters, moments       float32: 12 bytes per element (8 of a matrix with Muon), sharded by `parallel/zero.py`
     weights to compute     a copy in the compute dtype, cast at the start of the step, gathered if sharded
-    kept activations       kept for the backward pass, for every layer and micro-batch in flight
+    kept activations       kept for the backward pass, for every layer and micro-batch in flight; with `train.recompute
+                           offload` those in host memory are counted apart
     gradients              of each weight in the compute dtype; float32 accumulators with several micro-batches
     logits                 [b s, v / p] of one micro-batch
     work                   temporaries of one layer's backward pass at its peak
@@ -62,6 +63,7 @@ class Memory:
       activations: kept for the backward pass.
       logits: vocabulary scores; 0 if the peak is at another point.
       workspace: everything else, mostly the temporaries of one layer.
+      host: in host memory, for this device: the inputs of all layers with `train.recompute offload`. Not in `total`.
       moment: the point of the peak: `head`, `backward`, `reduction` or `update`.
     """
 
@@ -71,6 +73,7 @@ class Memory:
     activations: float = 0.0
     logits: float = 0.0
     workspace: float = 0.0
+    host: float = 0.0
     moment: str = "backward"
 
     @property
@@ -87,6 +90,11 @@ class Memory:
 def free_share(needed: float, usable: float) -> float:
     """The fraction of `usable` bytes left free by `needed`; below HEADROOM the run may not fit."""
     return 1 - needed / usable
+
+
+def fits_host(memory: Memory, host: float | None) -> bool:
+    """Whether what is kept in host memory fits into the `host` bytes of a device; None if they are not known."""
+    return host is None or memory.host <= host
 
 
 def memory_of(device) -> tuple[float, str] | None:
@@ -124,7 +132,8 @@ class _Sizes:
       master: bytes of a master weight and of a gradient accumulator.
       layers: of a chunk: those of one forward pass.
       stream: this rank's rows of the residual stream.
-      kept: residuals of a layer.
+      kept: residuals of a layer on the device.
+      host: residuals of all layers in host memory.
       factors: operands and results of a layer's products with weights.
       work: temporaries of a layer's backward pass, without its weights.
       biases: written-out bias of cuDNN's attention, and its unused gradient.
@@ -157,6 +166,7 @@ class _Sizes:
             if mesh.zero == 0 and sums_in_last(config):
                 # XLA computes the gradients of weights after those of all streams, beside the sums over `data`.
                 self.kept = max(self.kept, self.factors)
+        self.host = self.layers * sample.offloaded
         self.work = sample.work + scores
         shared = "documents" not in config.batch_arrays()  # by all samples
         self.biases = sample.biases / (samples if shared else 1) * (kernel == "cudnn")
@@ -198,6 +208,7 @@ class _Sample(NamedTuple):
 
     stream: float
     kept: float
+    offloaded: float
     kept_apart: float
     factors: float
     work: float
@@ -216,6 +227,7 @@ def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
     return _Sample(
         stream=backward.stream,
         kept=backward.kept,
+        offloaded=backward.offloaded,
         kept_apart=backward.kept_apart,
         factors=width * sum(each.batch * each.m * (each.k + each.n) for each in layer.of_weights),
         work=STREAMS_IN_HAND * backward.stream + max(work.peak, _of_experts(of, layer)) + 2 * work.gathered,
@@ -242,7 +254,7 @@ def _of_experts(of: trace.Traced, layer: trace.Layer) -> int:
 
 
 def kept_by_layer(config: Config) -> float:
-    """Bytes that a layer keeps for one micro-batch from its forward to its backward pass."""
+    """Bytes that a layer keeps on the device for one micro-batch from its forward to its backward pass."""
     return _Sizes(config, attention_on_gpu(config)).kept
 
 
@@ -326,7 +338,7 @@ def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **oth
     masters = sizes.master * sizes.held.stored
     with_one = sizes.held.matrices if sizes.config.optimizer.name == "muon" else 0
     moments = 2 * masters - sizes.master * with_one
-    return Memory(masters + computed, moments, gradients, **others, moment=moment)
+    return Memory(masters + computed, moments, gradients, **others, host=sizes.host, moment=moment)
 
 
 def _backward(sizes: _Sizes) -> Memory:

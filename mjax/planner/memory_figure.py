@@ -13,6 +13,7 @@ from mjax.hardware import GIB, Gpu
 from mjax.models.kernels import HOPPER, resolved_on_gpu
 from mjax.parallel.axes import PIPE, in_words
 from mjax.planner.memory import HEADROOM, Memory, free_share, predict_memory
+from mjax.validation import can_run_layers
 
 # Okabe and Ito's palette: distinguishable with colour blindness.
 COLOURS = {
@@ -76,14 +77,16 @@ def draw_memory(config: Config, file: Path, gpu: Gpu | None = None) -> None:
 
 
 def variants(config: Config) -> dict[str, Memory]:
-    """The memory in each recomputation mode, with and without sequence parallelism if `model` is above 1."""
+    """The memory in each recomputation mode that is possible, with and without sequence parallelism if `model` is above
+    1; the picture has that of the device."""
     found = {}
     for split in (False, True) if config.mesh.model > 1 else (False,):
-        for recompute in ("none", "selective", "full"):
-            changed = replace(
-                config,
-                mesh=replace(config.mesh, sequence_parallel=split),
-                train=replace(config.train, recompute=recompute),
-            )
+        for recompute in ("none", "selective", "full", "offload"):
+            train = replace(config.train, recompute=recompute)
+            if recompute == "offload":
+                train = replace(train, unroll="off", streams=1)
+            changed = replace(config, mesh=replace(config.mesh, sequence_parallel=split), train=train)
+            if not can_run_layers(changed):
+                continue
             found[f"{recompute}, sequence parallel" if split else recompute] = predict_memory(changed)
     return found

@@ -10,7 +10,7 @@ from mjax.hardware import GIB, Gpu
 from mjax.models.kernels import HOPPER, resolved_on_gpu
 from mjax.planner.fit import changes_that_fit
 from mjax.planner.loss_chunks import loss_in_words
-from mjax.planner.memory import HEADROOM, free_share, predict_memory
+from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory
 from mjax.planner.section import Section, named_rows
 from mjax.planner.unrolling import layers_in_words, sums_beside_layers, with_unrolling
 from mjax.state.precision import in_float8
@@ -36,6 +36,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     values: dict[str, Any] = {
         "total": memory.total,
         **memory.parts,
+        "host": memory.host,
         "moment": memory.moment,
         "attention": config.model.attention,
         "unrolled": config.train.unroll == "on",
@@ -47,6 +48,8 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     }
     rows = {kind: f"{size / GIB:8.2f} GiB" for kind, size in memory.parts.items()}
     rows["total"] = f"{memory.total / GIB:8.2f} GiB on each device, {WHEN[memory.moment]}"
+    if memory.host:
+        rows["host memory"] = f"{memory.host / GIB:8.2f} GiB for each device: the inputs of all layers"
     rows["attention"] = f"by {values['attention']}"
     if values["float8"]:
         rows["products"] = "with the layers' weights in float8: e4m3, gradients e5m2; all others in bf16"
@@ -60,11 +63,14 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         if sums_beside_layers(config):
             rows["layers"] += "; gradients are summed over data beside them"
         free = free_share(memory.total, gpu.usable_bytes)
-        changes = [] if free >= HEADROOM else changes_that_fit(config, gpu.usable_bytes)
+        changes = [] if free >= HEADROOM else changes_that_fit(config, gpu.usable_bytes, host=gpu.host_bytes)
+        if memory.host:
+            values |= _of_server(config, memory, gpu)
+            rows["host memory"] += f"; {_server_in_words(values)}"
         values |= {
             "gpu": gpu.name,
             "usable": gpu.usable_bytes,
-            "fits": free >= 0,
+            "fits": free >= 0 and fits_host(memory, gpu.host_bytes),
             "free": free,
             "changes": [
                 {"flags": change.flags, "total": change.memory.total, "devices": change.config.mesh.devices}
@@ -86,3 +92,17 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         draw_memory(config, figure, gpu)
         rows["picture"] = str(figure)
     return Section("Memory", values, [*named_rows(rows), *lines])
+
+
+def _of_server(config: Config, memory: Memory, gpu: Gpu) -> dict[str, float | None]:
+    """Bytes of host memory in a server: what all of its devices need, and what it has, None if that is not known."""
+    devices = min(gpu.gpus_per_node, config.mesh.devices)
+    return {"host_of_server": devices * memory.host, "host_memory": gpu.host_memory_per_node}
+
+
+def _server_in_words(values: dict[str, Any]) -> str:
+    needed, there = values["host_of_server"], values["host_memory"]
+    if there is None:
+        return f"{needed / GIB:,.1f} GiB in a server, whose memory is not known"
+    words = f"{needed / GIB:,.1f} of the {there / GIB:,.0f} GiB of a server"
+    return words if needed <= there else f"{words}, which is too much: use --train.recompute full"

@@ -105,6 +105,10 @@ class Rates:
         latency = self.gpu.node_latency if self._inside(ranks, stride) else self.gpu.network_latency
         return sent / self._bandwidth(ranks, stride) + latency + self.calibration.collective
 
+    def host(self, moved: float) -> float:
+        """A copy between the device and host memory, at the nominal rate of their link: nobody has timed it."""
+        return moved / self.gpu.host_bandwidth
+
     def bytes(self, moved: float) -> float:
         """Bytes that a kernel reads and writes."""
         return moved / (self.gpu.memory_bandwidth * self.calibration.memory)

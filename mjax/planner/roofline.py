@@ -4,7 +4,8 @@ Each kernel takes the longer of two times: its FLOPs over the peak, and the byte
 of the memory, at the rates of the model of time (`rates.py`). A slice inside a fusion counts with the bytes it takes,
 and an update in place with those it writes. The collectives run beside the kernels as rings, one after the other within
 a server, and beside these one after the other between servers: the step waits for one only where the program needs its
-result before it has arrived (*exposed*).
+result before it has arrived (*exposed*). Copies to and from host memory run beside all of these, one after the other in
+each direction, at the nominal rate of the link.
 
 The kernels, their order and their bytes are those of the compiler. The times are not measured.
 """
@@ -27,6 +28,7 @@ from mjax.planner.instructions import MOVES, moves
 from mjax.planner.rates import Rates
 
 PRODUCTS, ATTENTION, COLLECTIVES = "products", "attention", "collectives, exposed"
+HOST_COPIES = "host memory, exposed"
 COPIES, FILLS, OPTIMIZER = "copies", "fills with zeros", "optimizer"
 
 LATENCY = 10e-6  # seconds of a collective without bytes
@@ -85,14 +87,15 @@ def roofline(text: str, gpu: Gpu, devices: int = 1, compute: str = "bf16") -> Ro
 
 
 class _Cost(NamedTuple):
-    """A kernel, or a collective, each time that it runs; `copies_stack` as in `Roofline.copied_stacks`."""
+    """A kernel, or a transfer, each time that it runs; `copies_stack` as in `Roofline.copied_stacks`. A transfer has a
+    `link`, on which one waits for the other."""
 
     kind: str
     seconds: float
     bytes: float
     flops: float = 0.0
     copies_stack: bool = False
-    between: bool = False
+    link: str = ""
 
 
 class _Replay:
@@ -102,10 +105,10 @@ class _Replay:
         self.module, self.gpu, self.rates, self.devices = module, rates.gpu, rates, devices
         self.rows: dict[str, Row] = defaultdict(Row)
         self.now = self.communicating = 0.0
-        self.link_free: dict[bool, float] = defaultdict(float)  # when the ring ends: between servers, within one
+        self.link_free: dict[str, float] = defaultdict(float)  # by link, when its last transfer ends
         self.copied_stacks = 0
         self.costs: dict[str, list[_Cost | None]] = {}  # of the kernels of a computation, which may run many times
-        self.arrives: dict[str, float] = {}
+        self.arrives: dict[str, tuple[str, float]] = {}  # by the line that starts a transfer, its kind and its end
 
     def run(self, name: str) -> None:
         lines = self.module.computations[name]
@@ -116,7 +119,7 @@ class _Replay:
             if cost is not None:
                 self._run(line, cost)
             elif line.opcode.endswith("-done") and line.operands and line.operands[0] in self.arrives:
-                self._wait(self.arrives.pop(line.operands[0]))
+                self._wait(*self.arrives.pop(line.operands[0]))
             elif line.opcode in CONTROL:
                 for inner, times, _ in self.module.inner(line):
                     for _ in range(times):
@@ -125,22 +128,22 @@ class _Replay:
     def _run(self, line: Line, cost: _Cost) -> None:
         row = self.rows[cost.kind]
         row.kernels, row.bytes, row.flops = row.kernels + 1, row.bytes + cost.bytes, row.flops + cost.flops
-        if cost.kind != COLLECTIVES:
+        if not cost.link:
             row.seconds += cost.seconds
             self.now += cost.seconds
             self.copied_stacks += cost.copies_stack
             return
-        self.communicating += cost.seconds
-        arrives = max(self.now, self.link_free[cost.between]) + cost.seconds
-        self.link_free[cost.between] = arrives
+        self.communicating += cost.seconds * (cost.kind == COLLECTIVES)
+        arrives = max(self.now, self.link_free[cost.link]) + cost.seconds
+        self.link_free[cost.link] = arrives
         if line.opcode.endswith("-start"):
-            self.arrives[line.name] = arrives
+            self.arrives[line.name] = cost.kind, arrives
         else:
-            self._wait(arrives)
+            self._wait(cost.kind, arrives)
 
-    def _wait(self, until: float) -> None:
+    def _wait(self, kind: str, until: float) -> None:
         waited = max(0.0, until - self.now)
-        self.rows[COLLECTIVES].seconds += waited
+        self.rows[kind].seconds += waited
         self.now += waited
 
     def _cost(self, line: Line, shapes: dict[str, str]) -> _Cost | None:
@@ -149,6 +152,11 @@ class _Replay:
             return self._collective(line, shapes)
         if line.opcode in (*FREE, *CONTROL) or line.opcode.endswith(("-done", "async-update")):
             return None
+        if copied := self.module.host_copy(line):
+            direction, moved = copied
+            return _Cost(HOST_COPIES, self.rates.host(moved), moved, link=direction)
+        if self.module.kernel_of(line) is None:
+            return None  # a buffer that nobody fills
         return self._kernel(line, shapes)
 
     # --- Collectives --------------------------------------------------------------------------------------------------
@@ -161,7 +169,8 @@ class _Replay:
             return None
         share = {"all-reduce": 2 * others / ranks, "all-gather": others, "permute": 1.0}
         sent = operand * share.get(operation, others / ranks)
-        return _Cost(COLLECTIVES, LATENCY + sent / self._link(members), sent, between=not self._in_a_server(members))
+        link = "server" if self._in_a_server(members) else "network"
+        return _Cost(COLLECTIVES, LATENCY + sent / self._link(members), sent, link=link)
 
     def _link(self, members: Sequence[int]) -> float:
         """Bytes per second of a ring; those of neighbours in a server share its network cards."""

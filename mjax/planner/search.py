@@ -35,12 +35,11 @@ from typing import Any
 
 from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig
-from mjax.errors import UsageError
 from mjax.parallel import axes
 from mjax.planner.loss_chunks import with_loss_chunks
-from mjax.planner.memory import HEADROOM, Memory, free_share
+from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share
 from mjax.planner.step_time import StepTime
-from mjax.validation import check_streams
+from mjax.validation import can_run_layers
 
 SEARCHED = (
     "mesh.pipe", "mesh.data", "mesh.model", "mesh.expert", "mesh.context", "mesh.context_attention",
@@ -49,7 +48,7 @@ SEARCHED = (
 )  # fmt: skip
 """Fields in which candidates differ."""
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full", "offload")
 SCHEDULES = ("1f1b", "zb-h1")
 ZERO = (0, 1, 3)
 STREAMS = (1, 2)
@@ -117,16 +116,8 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
             for *mesh, _, recompute, streams, chunks in product(*options):
                 portions = replace(train, micro_batch=micro_batch, recompute=recompute, streams=streams)
                 candidate = replace(config, mesh=MeshConfig(*mesh), train=replace(portions, loss_chunks=chunks))
-                if streams == 1 or _has_streams(candidate):
+                if (streams == 1 and recompute != "offload") or can_run_layers(candidate):
                     yield candidate
-
-
-def _has_streams(config: Config) -> bool:
-    try:
-        check_streams(config)
-    except UsageError:
-        return False
-    return True
 
 
 def meshes(config: Config, devices: int, context: int | None = None) -> Iterator[tuple[int, int, int, int]]:
@@ -176,6 +167,7 @@ class Found:
       roomy: all that fit and leave HEADROOM of that free, fastest first.
       tight: those that fit and leave less, fastest first.
       too_big: those that do not fit, with their bytes.
+      without_host: number of those that need more host memory than there is.
     """
 
     devices: int
@@ -183,6 +175,7 @@ class Found:
     roomy: list[Candidate]
     tight: list[Candidate]
     too_big: list[tuple[Config, float]]
+    without_host: int = 0
 
     @property
     def ranked(self) -> list[Candidate]:
@@ -192,7 +185,7 @@ class Found:
     @property
     def tried(self) -> int:
         """Number of candidates."""
-        return len(self.roomy) + len(self.tight) + len(self.too_big)
+        return len(self.roomy) + len(self.tight) + len(self.too_big) + self.without_host
 
     def free(self, candidate: Candidate) -> float:
         """The fraction of the memory that a candidate leaves free."""
@@ -207,6 +200,7 @@ def search(
     capacity: float,
     keep: Collection[str] = (),
     progress: Callable[[list[Config]], Iterable[Config]] = iter,
+    host: float | None = None,
 ) -> Found:
     """Try every candidate and rank those that fit.
 
@@ -218,20 +212,24 @@ def search(
       capacity: bytes of a device for the program.
       keep: fields of `SEARCHED` that stay as in `config`.
       progress: passes the candidates through, and may show progress.
+      host: bytes of host memory for each device, more than which no candidate may need; None if they are not known.
     """
-    roomy, tight, too_big = [], [], []
+    roomy, tight, too_big, without_host = [], [], [], 0
     for candidate in progress(list(candidates(config, devices, keep))):
         memory = memory_of(candidate)
         tried = [(candidate, memory)]
         if free_share(memory.total, capacity) < HEADROOM and "train.loss_chunks" not in keep:
             tried += [(each, memory_of(each)) for each in with_loss_chunks(candidate, memory)]
         for each, memory in tried:
+            if not fits_host(memory, host):
+                without_host += 1
+                continue
             if memory.total > capacity:
                 too_big.append((each, memory.total))
                 continue
             fitting = roomy if free_share(memory.total, capacity) >= HEADROOM else tight
             fitting.append(Candidate(each, memory, time_of(each)))
-    return Found(devices, capacity, sorted(roomy, key=rank), sorted(tight, key=rank), too_big)
+    return Found(devices, capacity, sorted(roomy, key=rank), sorted(tight, key=rank), too_big, without_host)
 
 
 def rank(candidate: Candidate) -> tuple:
@@ -339,7 +337,10 @@ def describe(config: Config) -> str:
     if mesh.pipe > 1:
         words.append(f"{mesh.schedule} with {mesh.chunks} chunks" if mesh.chunks > 1 else mesh.schedule)
     words.append(f"micro-batches of {train.micro_batch}")
-    words.append(f"{'no' if train.recompute == 'none' else train.recompute} recomputation")
+    if train.recompute == "offload":
+        words.append("full recomputation from inputs in host memory")
+    else:
+        words.append(f"{'no' if train.recompute == 'none' else train.recompute} recomputation")
     if mesh.splits_tokens:
         words.append("sequence parallelism")
     if train.streams == 2:

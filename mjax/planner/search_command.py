@@ -93,7 +93,7 @@ def run_search(
 
 def find(config: Config, devices: int, gpu: Gpu, calibration: Calibration | None, keep: Collection[str] = ()) -> Found:
     """All ways to run `config` on this many GPUs; with a progress bar on a terminal."""
-    return search(config, devices, *predictions(gpu, calibration), gpu.usable_bytes, keep, _showing)
+    return search(config, devices, *predictions(gpu, calibration), gpu.usable_bytes, keep, _showing, gpu.host_bytes)
 
 
 def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, TimeOf]:
@@ -195,6 +195,11 @@ def refuse_too_big(
     """
     if found.ranked:
         return
+    if not found.too_big:
+        raise UsageError(
+            f"all {found.tried:,} ways to run {name} on {found.devices} × {gpu} need more host memory than there is; "
+            "leave out --keep train.recompute"
+        )
     nearest, least = min(found.too_big, key=lambda pair: pair[1])
     enough = enough_devices(config, found.devices, memory_of, found.capacity, gpus_per_node, keep)
     advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {LARGEST:,} is enough either"

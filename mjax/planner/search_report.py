@@ -75,6 +75,7 @@ def report(
             "tried": found.tried,
             "too_big": len(found.too_big),
             "tight": len(found.tight),
+            "without_host": found.without_host,
             "seconds": seconds,
             "best": [_values(*each) for each in zip(shown, costs, strict=True)],
             "alternatives": [_alternative_values(each) for each in others],
@@ -84,8 +85,9 @@ def report(
         },
         lines=[
             f"{found.tried:,} ways to run it: {len(found.too_big):,} are too big for {found.capacity / GIB:.1f} GiB, "
-            f"{len(found.tight):,} leave less than {HEADROOM:.0%} of it free, {len(found.roomy):,} fit "
-            f"({seconds:.1f} s)",
+            f"{len(found.tight):,} leave less than {HEADROOM:.0%} of it free, "
+            + (f"{found.without_host:,} need more host memory than there is, " if found.without_host else "")
+            + f"{len(found.roomy):,} fit ({seconds:.1f} s)",
             "",
             *_table(found, shown, costs, question.price),
             "",
@@ -126,7 +128,9 @@ def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float
     header += ["seq. par.", "streams", "ZeRO"]
     some = any(each.config.train.loss_chunks > 1 for each in shown)
     header += ["loss chunks"] if some else []
-    header += ["s/step", "TFLOP/s", "MFU", "GiB", "days", "GPU-hours", *(["cost"] if price else []), "held back by"]
+    offloaded = any(each.memory.host for each in shown)
+    header += ["s/step", "TFLOP/s", "MFU", "GiB", *(["host GiB"] if offloaded else [])]
+    header += ["days", "GPU-hours", *(["cost"] if price else []), "held back by"]
     rows = []
     for number, (candidate, spent) in enumerate(zip(shown, costs, strict=True), 1):
         mesh, train, time = candidate.config.mesh, candidate.config.train, candidate.time
@@ -139,7 +143,9 @@ def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float
                 "yes" if mesh.splits_tokens else "-", train.streams, mesh.zero or "-",
                 *([train.loss_chunks if train.loss_chunks > 1 else "-"] if some else []),
                 f"{time.mean:.3g}", f"{time.model_tflops:.0f}", "-" if time.mfu is None else f"{time.mfu:.1%}",
-                f"{candidate.memory.total / GIB:.1f}", f"{spent.days:.3g}", f"{spent.gpu_hours:,.0f}",
+                f"{candidate.memory.total / GIB:.1f}",
+                *([f"{candidate.memory.host / GIB:.1f}" if candidate.memory.host else "-"] if offloaded else []),
+                f"{spent.days:.3g}", f"{spent.gpu_hours:,.0f}",
                 *([f"{spent.money:,.0f}"] if price else []), held_back_by(candidate, found),
             ]
         )  # fmt: skip

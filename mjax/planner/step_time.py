@@ -10,7 +10,8 @@ from mjax.config import Config
 
 # Parts of a step, in display order.
 PARTS = (
-    "matmul", "attention", "elementwise", "head", "model", "context", "expert", "pipe", "bubble", "data", "optimizer",
+    "matmul", "attention", "elementwise", "head", "model", "context", "expert", "pipe", "bubble", "data", "host",
+    "optimizer",
 )  # fmt: skip
 
 
@@ -31,6 +32,7 @@ class StepTime:
         bubble: idle time while the pipeline fills and drains.
         data: sums and gathers over `data` and `context`, and of the embedding over `pipe`; with Muon those of its
           matrices.
+        host: exposed copies of the layers' inputs to host memory and back.
         optimizer: accumulation of gradients, norm, update of the weights.
       model_tflops: TFLOP/s of one GPU, counted as in `model_flops` (nothing for recomputation, full attention).
       mfu: those over the peak.

@@ -24,6 +24,8 @@ The parts of a step, and how each is modelled:
     collectives       a ring: bytes sent over its slowest link, which the rings that leave a server together share, and
                       a message's latency for each rank. What a product hides (`software.Overlap`) counts only beyond
                       the product's time
+    host memory       a layer's input over the link between GPU and server, at its nominal rate: out beside the whole
+                      forward pass of the layer, back beside nothing
     pipeline          work of all micro-batches, then fill and drain as in the schedule (`schedules.py`), in lock-step;
                       the head is on the last stage, for which all others wait
     once per step     sums over `data`, gathers of weights, the bytes of the optimizer; Muon's products (`muon.py`)
@@ -100,6 +102,9 @@ def predict_time(
         error, caveats = None, (*caveats, "nobody has timed the attention kernel flash, which counts as cuDNN's here")
     if config.model.parted_experts():
         error, caveats = None, (*caveats, "nobody has timed the products of experts, which count as cuBLAS's here")
+    if config.train.recompute == "offload":
+        link = f"{gpu.host_bandwidth / 1e9:g} GB/s one way"
+        error, caveats = None, (*caveats, f"nobody has timed the copies to host memory, which count at {link} here")
     mean = mean_over_run(config, step.seconds, total)
     return StepTime(seconds, tflops, tflops * 1e12 / rates.peak, error, mean, caveats)
 
@@ -165,7 +170,7 @@ class _Step:
     def _forward(self) -> dict[str, float]:
         """A layer's forward pass."""
         over_model, over_data = self._agreed(0)
-        return {
+        forward = {
             "matmul": self._forward_products,
             "attention": self._attention,
             "elementwise": self._kernels[0],
@@ -174,6 +179,20 @@ class _Step:
             "expert": sum(self._over_experts),
             "data": self._waits(self._over_data(self.gathered), self._forward_work) + over_data,
         }
+        return forward | {"host": max(0.0, self._to_host - sum(forward.values()))}
+
+    @cached_property
+    def _to_host(self) -> float:
+        """A copy of what a layer keeps in host memory, one way."""
+        kernel = "cudnn" if self.flash else "xla"
+        recompute = self.config.train.recompute
+
+        def kept(of: trace.Traced) -> tuple[float, ...]:
+            return (trace.layer_backward(of, kernel, recompute).offloaded,)
+
+        if recompute != "offload":
+            return 0.0
+        return self.rates.host(*trace.of_micro_batch(self.of, self.samples, kept))
 
     @property
     def _forward_work(self) -> float:
@@ -189,7 +208,7 @@ class _Step:
         again, software = self.config.train.recompute, self.software
         to_inputs = sum(self._product(each, each.k, each.n) for each in self.layer.of_weights)
         over_model, over_data = self._agreed(1)
-        whole, attention = again == "full", again != "none"
+        whole, attention = again in ("full", "offload"), again != "none"
         repeated, split = 0.0, self.config.mesh.splits_tokens
         if whole and split:  # of a layer's gathers and scatters only the last scatter can be dead code
             repeated = self._exposed_forward(2 * self._layer_gather + software.repeated_sums * self._layer_scatter)
@@ -211,6 +230,7 @@ class _Step:
             "context": sum(self._over_context) + attention * self._over_context[0] + whole * self._over_context[1],
             "expert": sum(self._over_experts) + attention * self._over_experts[0],
             "data": self._waits(stored, beside) + over_data,
+            "host": self._to_host,
         }
 
     @cached_property

@@ -25,6 +25,7 @@ NAMES = {
     "pipe": "messages between stages",
     "bubble": "bubble of the pipeline",
     "data": "sums and gathers over data",
+    "host": "copies to host memory and back",
     "optimizer": "gradient accumulation, update",
 }
 DAY = 86_400
@@ -113,6 +114,7 @@ def _error_bar(config: Config, step: StepTime, calibration: Calibration) -> str:
         missing = "fp8; bf16 was" if in_float8(config.precision) else "sequences of this length; others were"
         missing = "the attention kernel flash; others were" if config.model.attention == "flash" else missing
         missing = "mixtures of experts; others were" if config.model.parted_experts() else missing
+        missing = "activations in host memory; others were" if config.train.recompute == "offload" else missing
         return f"none for {missing} compared with {found}"
     between = step.between(step.total)
     if between is None:

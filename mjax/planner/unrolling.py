@@ -31,7 +31,8 @@ def with_unrolling(config: Config, usable: float | None) -> Config:
     of many layers early (`models/block.py`). And so does a mixture of experts, whose rows of several layers XLA would
     have in memory at once: compiled for 8 H100s it needed up to 40% more than predicted; and a model with layers of
     several kinds, whose memory is not predicted. And so do sequences over `context`: without a loop XLA recomputes
-    several layers at once, beside all-to-alls; compiled for 8 H100s, `llama3_8b_128k` needed 64 instead of 34 GiB.
+    several layers at once, beside all-to-alls; compiled for 8 H100s, `llama3_8b_128k` needed 64 instead of 34 GiB. And
+    so do activations in host memory, which without a loop would stay on the device until the backward pass.
 
     Args:
       config: validated; `model.attention` is a kernel's name, or `auto`, resolved as on a GPU.
@@ -50,6 +51,7 @@ def is_looped(config: Config, usable: float | None) -> bool:
         return False
     mesh = config.mesh
     kept = config.model.parted_experts() or layers_differ(config.model) or mesh.context > 1
+    kept = kept or config.train.recompute == "offload"
     if usable is None or mesh.pipe > 1 or config.model.layers > MOST_LAYERS or kept:
         return True
     if mesh.zero == 3 and (mesh.devices > MOST_GPUS or (mesh.model > 1 and not mesh.splits_tokens)):

@@ -184,4 +184,4 @@ def kind_of(instruction: Instruction, part: str) -> str | None:
         return ATTENTION
     if kernel.startswith("matrix product") or kernel in ("dot", "convolution"):
         return PRODUCTS
-    return COPIES if instruction.moves or kernel == "copy" else OTHER
+    return COPIES if instruction.moves or kernel.startswith("copy") else OTHER

@@ -42,7 +42,8 @@ def model_flops(config: Config, causal: bool = False) -> float:
 def hardware_flops(config: Config, causal: bool = False) -> float:
     """As `model_flops`, with the forward products that `train.recompute` and `train.loss_chunks` do again."""
     train = config.train
-    again = {"none": 0.0, "selective": _attention(config, causal), "full": _layers(config, causal)}
+    whole = _layers(config, causal)
+    again = {"none": 0.0, "selective": _attention(config, causal), "full": whole, "offload": whole}
     scores = head(_whole(config)).products[-1].flops if train.loss_chunks > 1 else 0.0
     return model_flops(config, causal) + train.global_batch * (again[train.recompute] + scores)
 

@@ -16,7 +16,11 @@ from jax.extend.core import Literal
 from mjax.parallel.scopes import GROUPED
 
 # The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next product.
-VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "pvary", "name", "copy", "stop_gradient", "reduce_precision"}
+# A copy between device and host is no kernel either: an engine of its own makes it.
+VIEWS = {
+    "reshape", "squeeze", "expand_dims", "transpose", "pvary", "name", "copy", "stop_gradient", "reduce_precision",
+    "device_put",
+}  # fmt: skip
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
 SILENT = {"pvary", "axis_index"}  # they name a mesh axis but send nothing
 # Besides products and collectives, these read and write whole arrays; all other operations fuse.

@@ -82,7 +82,8 @@ class Backward:
     Attributes:
       program: of it; first come `constants` inputs, then `carried` ones, passed from layer to layer.
       weights: inputs that are weights; the others after the constants depend on the tokens.
-      kept: bytes that the forward pass keeps for it, without weights: of the stacks of a loop.
+      kept: bytes that the forward pass keeps for it on the device, without weights: of the stacks of a loop.
+      offloaded: bytes that it keeps in host memory.
       kept_apart: the same without a loop, where two views of one array are kept once.
       stream: bytes of this rank's rows of the residual stream.
     """
@@ -92,6 +93,7 @@ class Backward:
     carried: int
     weights: frozenset[int]
     kept: int
+    offloaded: int
     kept_apart: int
     stream: int
 
@@ -311,14 +313,17 @@ def _backward(forward: Forward, weights, micro_batch, x: Array) -> Backward:
     first, backward = _scans(jaxpr)
     (_, kept), (constants, carried) = map(_constants_and_carried, (first, backward))
     stacks, layer = set(jaxpr.invars[:-2]), Program(first.params["jaxpr"])
-    stacked = [value for value in layer.outputs[kept:] if value is not None]
+    results = zip(layer.outputs, first.outvars, strict=True)
+    stacked = [(value, variable.aval) for value, variable in list(results)[kept:] if value is not None]
+    here = [value for value, aval in stacked if aval.memory_space != jax.memory.Space.Host]
     return Backward(
         program=Program(backward.params["jaxpr"]),
         constants=constants,
         carried=carried,
         weights=frozenset(i for i, v in enumerate(backward.invars) if not isinstance(v, Literal) and v in stacks),
-        kept=sum(map(layer.bytes, stacked)),
-        kept_apart=sum(map(layer.bytes, set(stacked))),
+        kept=sum(map(layer.bytes, here)),
+        offloaded=sum(layer.bytes(value) for value, aval in stacked if aval.memory_space == jax.memory.Space.Host),
+        kept_apart=sum(map(layer.bytes, set(here))),
         stream=bytes_of(x),
     )
 

@@ -40,6 +40,8 @@ WINDOWS = {"window": 5, "full_attention_every": 2}
         pytest.param(1, 1, {}, "none", "on", FIRST, marks=pytest.mark.long),
         (2, 2, {"sequence_parallel": True, "zero": 3}, "full", "off", {**SECOND, **DEEPSEEK}),
         (2, 2, {"sequence_parallel": True, "zero": 3}, "full", "off", FIRST),
+        pytest.param(2, 1, {"zero": 3}, "offload", "off", {**SECOND, **DEEPSEEK}, marks=pytest.mark.long),
+        pytest.param(1, 1, {}, "offload", "off", {**FIRST, "dense_layers": 2, **WINDOWS}, marks=pytest.mark.long),
         (2, 1, {"zero": 1}, "selective", "on", {**THIRD, **WINDOWS}),
         pytest.param(2, 1, {"zero": 3}, "none", "on", SECOND, marks=pytest.mark.long),
         pytest.param(2, 1, {"zero": 1}, "none", "on", FIRST, marks=pytest.mark.long),

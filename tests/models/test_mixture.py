@@ -86,6 +86,10 @@ PACKED = {"reset_attention": True, "mask_eod_loss": True}
         (2, 2, 2, True, 3, "selective", "off", 1, {"mesh": {"schedule": "zb-h1", "chunks": 2}}),
         (4, 1, 1, False, 1, "selective", "on", 1, {"mesh": {"expert": 4}, "samples": PACKED}),
         (4, 2, 1, True, 3, "full", "off", 2, {"mesh": {"expert": 2}, **DEEPSEEK}),
+        (2, 1, 1, False, 1, "offload", "off", 2, {}),
+        pytest.param(
+            4, 2, 1, True, 3, "offload", "off", 2, {"mesh": {"expert": 2}, **DEEPSEEK}, marks=pytest.mark.long
+        ),
         (4, 1, 2, False, 3, "none", "off", 1, {"mesh": {"expert": 2, "schedule": "zb-h1"}}),
         (2, 2, 1, False, 0, "none", "off", 2, {"mesh": {"expert": 2}, "kv_heads": 2}),
         (1, 1, 2, False, 0, "selective", "off", 2, {"mesh": {"schedule": "zb-h1"}, **DEEPSEEK}),
@@ -229,7 +233,7 @@ def test_the_router_has_its_weight_in_float32_in_a_run_in_bf16(zero, unroll, mon
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize(("recompute", "unroll"), [("selective", "off"), ("full", "on")])
+@pytest.mark.parametrize(("recompute", "unroll"), [("selective", "off"), ("full", "on"), ("offload", "off")])
 def test_experts_are_chosen_once_whatever_is_recomputed(recompute, unroll):
     """A score that differs in its last bit when it is computed again could choose another expert."""
     config = small_config(1, 1, 8, recompute, unroll=unroll, **{**MIXTURE, "layers": 3})

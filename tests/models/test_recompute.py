@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from mjax.config import load_config
+from tests.models.test_mixture import MIXTURE
+from tests.small import small_config
 from tests.traced import equations, traced_step
 
 LAYERS = 72
@@ -27,6 +30,12 @@ def _stacked_residuals(jaxpr):
     forward = next(e for e in equations(jaxpr, "scan") if e.params["length"] == LAYERS)
     stacked = [variable.aval for variable in forward.outvars if variable.aval.shape[:1] == (LAYERS,)]
     return [(aval.shape[1:], aval.dtype) for aval in stacked]
+
+
+def _spaces(jaxpr, length=LAYERS):
+    """The memory spaces of what the forward scan stacks."""
+    forward = next(e for e in equations(jaxpr, "scan") if e.params["length"] == length)
+    return [variable.aval.memory_space for variable in forward.outvars if variable.aval.shape[:1] == (length,)]
 
 
 def _bytes(shapes):
@@ -52,6 +61,22 @@ def test_with_sequence_parallelism_all_that_a_layer_keeps_is_divided(recompute, 
     config, jaxpr = _step(recompute, sequence_parallel=True)
     sbh = 1024 * 8 * config.model.hidden
     assert _bytes(_stacked_residuals(jaxpr)) / sbh == pytest.approx(kept, abs=0.01)
+
+
+@pytest.mark.parametrize(("split", "kept"), [(False, 2.0), (True, 2 / 8)])
+def test_with_offload_a_layer_keeps_its_input_in_host_memory_and_nothing_on_the_device(split, kept):
+    config, jaxpr = _step("offload", split)
+    sbh = 1024 * 8 * config.model.hidden
+    assert _spaces(jaxpr) == [jax.memory.Space.Host]
+    assert _bytes(_stacked_residuals(jaxpr)) / sbh == pytest.approx(kept, abs=0.01)
+    assert set(_spaces(_step("full", split)[1])) == {jax.memory.Space.Device}
+
+
+def test_with_offload_the_experts_that_a_router_chose_stay_on_the_device():
+    config = small_config(1, 1, 8, "offload", **{**MIXTURE, "layers": 3})
+    _, jaxpr = traced_step(config)
+    assert sorted(map(str, _spaces(jaxpr, 3))).count(str(jax.memory.Space.Host)) == 1
+    assert len(_spaces(jaxpr, 3)) > 1
 
 
 def test_without_recomputation_sequence_parallelism_keeps_the_gathered_inputs_of_the_two_regions():

@@ -62,9 +62,11 @@ CASES = [
     (4, "gather",    1,     1,    2,   3,    False, "full",      "apart",  "multiple choice"),
     (4, "heads",     1,     2,    1,   1,    False, "selective", "loop",   "span"),
     (2, "gather",    1,     2,    2,   1,    False, "selective", "loop",   "classification"),
+    (4, "heads",     1,     1,    2,   3,    False, "offload",   "loop",   "gpt"),
+    (2, "gather",    2,     1,    1,   0,    True,  "offload",   "loop",   "bloom"),
 ]
 # fmt: on
-OFTEN = {0, 1, 2, 5, 9, 10, 11, 12}
+OFTEN = {0, 1, 2, 5, 9, 10, 11, 12, 20}
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from mjax.planner.comms import ledger, source_of
 from mjax.planner.compile import check_compile, compile_step, sheet_names
 from mjax.planner.compile_section import compile_section, totals
 from mjax.planner.instructions import read_instructions
+from mjax.planner.memory import Memory, predict_memory
 from mjax.planner.saved_program import open_program, save_program
 from mjax.profiling.kernels import ELSEWHERE, KINDS, kind_of
 from tests.conftest import ROOT
@@ -66,6 +67,7 @@ MODES = {
         kv_heads=2,
         samples={"reset_positions": True, "reset_attention": True},
     ),
+    "inputs in host memory": lambda: config_of({"data": 2, "model": 4, "zero": 3}, 1, "offload"),
     "pipe, data and model": lambda: config_of({"pipe": 2, "data": 2, "model": 2}, 1),
 }
 
@@ -86,6 +88,11 @@ def test_the_ledger_counts_the_bytes_that_the_compiled_step_sends(mode, tmp_path
     for key, (calls, _) in expected.items():
         found = sum(c.calls for c in compiled.program.collectives if (c.axes, c.operation, c.dtype) == key)
         assert 1 <= found <= calls, key
+    copies = {"copy to host memory", "copy from host memory"}.intersection(compiled.program.launches)
+    assert compiled.memory.host == predict_memory(compiled.config).host
+    assert (":S(5)" in texts[0], len(copies), compiled.memory.host > 0) == (
+        (True, 2, True) if mode == "inputs in host memory" else (False, 0, False)
+    )
     if mode == "tensor parallel":
         check_report(config, compiled, expected, tmp_path)
         instructions = read_instructions(texts[0]).values()  # a profile finds something of every kind
@@ -94,7 +101,7 @@ def test_the_ledger_counts_the_bytes_that_the_compiled_step_sends(mode, tmp_path
 
 def check_report(config, compiled, expected, folder):
     """What `mjax plan` says of it: one more compilation would cost a minute."""
-    section = compile_section(compiled, expected, formula=1.1 * compiled.memory.total)
+    section = compile_section(compiled, expected, Memory(1.1 * compiled.memory.total, 0.0, 0.0))
     values = json.loads(json.dumps(section.values))
     assert all(row["ledger"]["bytes"] == row["compiled"]["bytes"] > 0 for row in values["ledger"])
     assert {"over", "model", "data"} <= set(section.text.split())

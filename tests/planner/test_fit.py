@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from benchmarks.published import whole_rows
-from mjax import cli
+from mjax import cli, launch
 from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.hardware import GIB, USABLE_FRACTION, gpu_named
@@ -96,7 +96,8 @@ def test_memory_that_jax_was_not_told_to_take_is_pointed_at(monkeypatch):
         assert "FRACTION" not in str(refused.value)
 
 
-def test_xla_is_given_the_share_of_the_memory_that_a_plan_counts_with_unless_the_user_has_said():
+def test_xla_is_given_the_share_of_the_memory_that_a_plan_counts_with_unless_the_user_has_said(monkeypatch):
+    monkeypatch.setattr(launch, "host_memory", lambda: 32 * GIB)
     environment = {}
     claim_gpu_memory(environment)
     assert environment == {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(USABLE_FRACTION)}
@@ -104,6 +105,16 @@ def test_xla_is_given_the_share_of_the_memory_that_a_plan_counts_with_unless_the
         environment = {name: "0.5"}
         claim_gpu_memory(environment)
         assert environment == {name: "0.5"}
+
+
+def test_xla_may_pin_as_much_host_memory_as_there_is_if_that_is_more_than_its_default(monkeypatch):
+    monkeypatch.setattr(launch, "host_memory", lambda: 2000 * GIB)
+    environment = {MEMORY_FRACTIONS[0]: "0.5"}
+    claim_gpu_memory(environment)
+    assert environment == {MEMORY_FRACTIONS[0]: "0.5", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "2000"}
+    environment |= {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "100"}
+    claim_gpu_memory(environment)
+    assert environment["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "100"
 
 
 def test_a_gpu_says_what_may_be_allocated_and_a_cpu_refuses_nothing():
@@ -154,6 +165,31 @@ def test_the_gpu_at_hand_is_asked_for_its_attention_kernel(monkeypatch):
     monkeypatch.setattr(fit, "capability_of", lambda device: (7, 0))
     with pytest.raises(UsageError, match="gpt_345m needs"):
         check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
+
+
+def test_activations_that_do_not_fit_into_this_machines_memory_are_refused(monkeypatch):
+    config = load_config("gpt_345m")
+    train = replace(config.train, recompute="offload", micro_batch=8)
+    config = replace(config, train=train, mesh=replace(config.mesh, data=jax.device_count()))
+    config = replace(config, train=replace(train, global_batch=8 * jax.device_count()))
+    memory = predict_memory(config)
+    monkeypatch.setattr(fit, "memory_of", lambda device: (2 * memory.total, "NVIDIA V100"))
+    monkeypatch.setattr(fit, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(fit, "host_memory", lambda: int(jax.device_count() * memory.host))
+    check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
+    monkeypatch.setattr(fit, "host_memory", lambda: int(jax.device_count() * memory.host) - 1)
+    with pytest.raises(
+        UsageError, match=r"gpt_345m keeps 0.4 GiB of activations in host memory for each GPU, and this"
+    ):
+        check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
+
+
+def test_a_proposal_says_what_it_takes_of_host_memory_and_takes_no_more_than_there_is():
+    config = load_config("llama3_8b_128k")
+    usable = predict_memory(replace(config, train=replace(config.train, recompute="offload"))).total / 0.94
+    offload = next(each for each in changes_that_fit(config, usable) if "offload" in each.flags)
+    assert offload.needs(config) == "30.4 GiB and 4.0 GiB of host memory"
+    assert not [each for each in changes_that_fit(config, usable, host=2**30) if "offload" in each.flags]
 
 
 def test_training_that_hardly_fits_begins_with_a_warning(monkeypatch, tmp_path, capsys):

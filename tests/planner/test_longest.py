@@ -17,7 +17,7 @@ from mjax.planner.longest_figure import in_short
 from mjax.planner.memory import HEADROOM
 from tests.small import small_config
 
-OVER, WITHOUT = WAYS
+_, OVER, WITHOUT = WAYS
 H100 = gpu_named("h100")
 
 

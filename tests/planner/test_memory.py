@@ -44,6 +44,40 @@ def test_predicted_memory_is_within_five_percent_of_what_xla_allocates(row):
     assert abs(error(row)) < 0.05
 
 
+OFFLOADED = [row for row in ROWS if "host" in row]
+
+
+@pytest.mark.parametrize("row", OFFLOADED, ids=lambda row: row["name"])
+def test_with_offload_host_memory_has_the_bytes_that_full_recomputation_keeps_on_the_device(row):
+    config = config_of(row)
+    memory = predict_memory(config)
+    full = predict_memory(replace(config, train=replace(config.train, recompute="full")))
+    assert config.model.sequence >= 8192
+    assert memory.activations == 0 < memory.host == full.activations == row["host"]
+    assert full.total - memory.total == pytest.approx(memory.host)
+    assert full.host == 0
+
+
+def test_the_plan_has_a_row_for_host_memory_of_a_device_and_of_a_server():
+    config = config_of(next(row for row in OFFLOADED if row["config"] == "llama3_8b_128k"))
+    h100 = gpu_named("h100")
+    section = memory_section(config, h100)
+    words = "4.00 GiB for each device: the inputs of all layers; 32.0 of the 1,863 GiB of a server"
+    assert words in section.text
+    assert {"host": 4 * 2**30, "host_of_server": 32 * 2**30, "host_memory": 2e12, "fits": True}.items() <= (
+        section.values.items()
+    )
+    small = memory_section(config, replace(h100, host_memory_per_node=16 * 2**30))
+    assert "32.0 of the 16 GiB of a server, which is too much: use --train.recompute full" in small.text
+    assert not small.values["fits"]
+    unknown = memory_section(config, gpu_named("h100-pcie"))
+    assert "32.0 GiB in a server, whose memory is not known" in unknown.text
+    assert "4.00 GiB for each device: the inputs of all layers\n" in memory_section(config).text
+    full = memory_section(replace(config, train=replace(config.train, recompute="full")), h100)
+    assert "host memory" not in full.text
+    assert full.values["host"] == 0
+
+
 def test_the_compiled_configs_are_of_all_sizes_and_modes():
     configs = [config_of(row) for row in ROWS]
     assert len(ROWS) >= 24
@@ -52,7 +86,7 @@ def test_the_compiled_configs_are_of_all_sizes_and_modes():
     assert max(sizes) > 1.7e11
     assert {config.model.kind for config in configs} == {"gpt", "bert", "llama", "mixture"}
     assert {config.model.biased_scores for config in configs} == {False, True}
-    assert {config.train.recompute for config in configs} == {"none", "selective", "full"}
+    assert {config.train.recompute for config in configs} == {"none", "selective", "full", "offload"}
     assert {config.mesh.zero for config in configs} == {0, 1, 3}
     assert {config.mesh.sequence_parallel for config in configs} == {False, True}
     assert {config.mesh.schedule for config in configs if config.mesh.pipe > 1} == {"gpipe", "1f1b", "zb-h1"}
@@ -164,6 +198,11 @@ def test_the_picture_has_totals_the_limit_of_the_gpu_and_says_what_is_too_much(t
     without = file.read_text()
     assert all(f">{total:.1f}<" in without for total in totals.values())
     assert "usable" not in without
+    assert set(totals) == {
+        f"{name}{split}" for name in ("none", "selective", "full", "offload") for split in ("", ", sequence parallel")
+    }
+    piped = replace(config, mesh=replace(config.mesh, data=8, pipe=8))
+    assert "offload" not in variants(piped)
 
 
 def test_the_plan_shows_bytes_by_kind_that_add_up(capsys, tmp_path):

@@ -4,7 +4,8 @@ import pytest
 
 from mjax.hardware import gpu_named
 from mjax.planner.calibration import H100 as RATES
-from mjax.planner.roofline import COLLECTIVES, COPIES, FILLS, LATENCY, PRODUCTS, roofline
+from mjax.planner.hlo import FROM_HOST, TO_HOST, read_program
+from mjax.planner.roofline import COLLECTIVES, COPIES, FILLS, HOST_COPIES, LATENCY, PRODUCTS, roofline
 from tests.planner.test_hlo import PROGRAM
 
 H100 = gpu_named("h100")
@@ -44,6 +45,36 @@ def test_tiles_that_do_not_fill_the_gpu_and_a_short_inner_dim_cost_time():
 
     assert rate(1536, 1536, 8192) < 0.8 * rate(1536, 6144, 8192) < 0.8 * rate(8192, 8192, 8192)
     assert rate(8192, 8192, 1024) < 0.9 * rate(8192, 8192, 8192)
+
+
+def test_a_copy_to_host_memory_runs_beside_products_and_the_step_waits_for_the_rest_of_it():
+    layer, link = 2 * 1024**2, H100.host_bandwidth
+    shapes = "(bf16[40,1024,1024]{2,1,0:S(5)}, bf16[1,1024,1024]{2,1,0}, s32[])", "bf16[40,1024,1024]{2,1,0:S(5)}"
+    back = "((bf16[40,1024,1024]{2,1,0:S(5)}, s32[]), bf16[1,1024,1024]{2,1,0}, u32[])"
+    text = program(
+        "%x = bf16[8192,8192]{1,0} parameter(0)",
+        "%w = bf16[8192,8192]{1,0} parameter(1)",
+        "%one = bf16[1,1024,1024]{2,1,0} parameter(2)",
+        "%i = s32[] parameter(3)",
+        '%stack = bf16[40,1024,1024]{2,1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"',
+        f"%out = ({shapes[0]}, {shapes[1]}, u32[]) fusion-start(%stack, %one, %i), kind=kCustom, calls=%written",
+        cublas("y", "bf16[8192,8192]{1,0}", "x", "w"),
+        f"%there = {shapes[1]} fusion-done(%out)",
+        f"%in = {back} fusion-start(%there, %i), kind=kCustom, calls=%sliced",
+        "%here = bf16[1,1024,1024]{2,1,0} fusion-done(%in)",
+        "%again = (bf16[1,1024,1024]{2,1,0:S(5)}, bf16[1,1024,1024]{2,1,0}, u32[]) copy-start(%here)",
+        "%gone = bf16[1,1024,1024]{2,1,0:S(5)} copy-done(%again)",
+        inside=INSIDE,
+    )
+    found = roofline(text, H100)
+    row = found.rows[HOST_COPIES]
+    assert (row.kernels, row.bytes) == (3, 3 * layer)
+    assert layer / link < found.rows[PRODUCTS].seconds  # so the first is hidden
+    assert row.seconds == pytest.approx(2 * layer / link)
+    assert found.seconds == pytest.approx(row.seconds + found.rows[PRODUCTS].seconds)
+    launches = read_program(text, {"data": 1}).launches
+    assert {name: launches[name] for name in (TO_HOST, FROM_HOST)} == {TO_HOST: 2, FROM_HOST: 1}
+    assert not [name for name in launches if "AllocateBuffer" in name]
 
 
 INSIDE = """%sliced (stack: bf16[40,1024,1024], i: s32[]) -> f32[1,1024,1024] {

@@ -27,6 +27,7 @@ SMALL = replace(SMALL, data=replace(SMALL.data, mock=True))
 class Bytes:
     total: float
     moment: str = "backward"
+    host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,12 @@ def changed(config, **sections):
 
 
 def everything(
-    config, devices, zeros=(0, 1, 3), recomputes=("none", "selective", "full"), streams=(1, 2), experts=(1,)
+    config,
+    devices,
+    zeros=(0, 1, 3),
+    recomputes=("none", "selective", "full", "offload"),
+    streams=(1, 2),
+    experts=(1,),
 ):
     """Every combination, also of settings that cannot run."""
     shapes = [shape for shape in product(range(1, devices + 1), repeat=3) if math.prod(shape) == devices]
@@ -207,6 +213,24 @@ def test_what_leaves_under_five_percent_free_is_ranked_only_where_nothing_leaves
     assert found.ranked == found.tight
 
 
+def test_candidates_that_need_more_host_memory_than_there_is_are_counted_and_left_out():
+    def memory(config):
+        return Bytes(1, host=float(config.train.micro_batch) if config.train.recompute == "offload" else 0.0)
+
+    unknown, known = (search(SMALL, 4, memory, time_of, 2, host=host) for host in (None, 2.0))
+    offloaded = [each for each in known.ranked if each.config.train.recompute == "offload"]
+    assert {each.config.train.micro_batch for each in offloaded} == {1, 2}
+    assert unknown.without_host == 0 < known.without_host == len(unknown.ranked) - len(known.ranked)
+    assert known.tried == unknown.tried
+    assert not [
+        each for each in unknown.ranked if each.config.train.recompute == "offload" and each.config.mesh.pipe > 1
+    ]
+    kept = changed(SMALL, train={"recompute": "offload"})
+    found = search(kept, 4, memory, time_of, 2, ["train.recompute"], host=0.5)
+    with pytest.raises(UsageError, match=r"all .* ways to run small on 4 × h100 need more host memory than there is"):
+        refuse_too_big(found, kept, "small", "h100", memory, 8, ["train.recompute"])
+
+
 def test_of_candidates_that_take_the_same_time_the_simplest_comes_first():
     found = search(SMALL, 4, lambda _: Bytes(1), lambda config: Seconds(2 + 1e-5 * drawn(config, "noise")), 2)
     best = found.ranked[0].config
@@ -216,10 +240,11 @@ def test_of_candidates_that_take_the_same_time_the_simplest_comes_first():
 
 def test_an_alternative_is_the_fastest_with_another_value_or_says_what_it_would_need():
     def bytes_of(config):
-        return Bytes({"none": 9, "selective": 5, "full": 1}[config.train.recompute] + config.train.micro_batch)
+        kept = {"none": 9, "selective": 5, "full": 1, "offload": 1}[config.train.recompute]
+        return Bytes(kept + config.train.micro_batch)
 
     def seconds_of(config):
-        return Seconds(1 + config.mesh.pipe + 0.25 * (config.train.recompute == "full"))
+        return Seconds(1 + config.mesh.pipe + 0.25 * (config.train.recompute in ("full", "offload")))
 
     found = search(SMALL, 4, bytes_of, seconds_of, 6.5)
     others = {other.field: other for other in alternatives(found)}
@@ -323,6 +348,9 @@ def test_a_candidate_is_described_by_what_it_has():
     assert describe(replace(SMALL, mesh=mesh, train=train)) == (
         "pipe 2 × data 2 × model 2, 1f1b with 2 chunks, micro-batches of 1, full recomputation, sequence parallelism, "
         "ZeRO-3"
+    )
+    assert describe(changed(SMALL, train={"recompute": "offload"})).endswith(
+        "micro-batches of 1, full recomputation from inputs in host memory"
     )
 
 

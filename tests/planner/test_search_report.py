@@ -17,6 +17,7 @@ from mjax.planner.time_section import run_tokens
 class Bytes:
     parameters: float
     activations: float
+    host: float = 0.0
     moment: ClassVar[str] = "backward"
 
     @property
@@ -48,13 +49,19 @@ class Seconds:
 
 
 def memory_of(config):
-    held = {"none": 60, "selective": 30, "full": 3}[config.train.recompute] * config.train.micro_batch
-    return Bytes(160 * GIB / (config.mesh.pipe * config.mesh.model), GIB * held / config.mesh.model)
+    held = {"none": 60, "selective": 30, "full": 3, "offload": 0}[config.train.recompute] * config.train.micro_batch
+    host = 3 * GIB * config.train.micro_batch if config.train.recompute == "offload" else 0.0
+    return Bytes(160 * GIB / (config.mesh.pipe * config.mesh.model), GIB * held / config.mesh.model, host)
 
 
 def time_of(config):
     mesh, recompute = config.mesh, config.train.recompute
-    products = 3.0 * {"none": 1.0, "selective": 1.02, "full": 4 / 3}[recompute] * config.train.global_batch / 512
+    products = (
+        3.0
+        * {"none": 1.0, "selective": 1.02, "full": 4 / 3, "offload": 1.4}[recompute]
+        * config.train.global_batch
+        / 512
+    )
     products *= 0.9 if config.model.attention_dropout == 0 else 1.0
     bubble = products * (mesh.pipe - 1) / config.micro_batches / mesh.chunks
     return Seconds(products, 0.01 * mesh.model * mesh.data / mesh.devices * 512, bubble)
@@ -89,6 +96,23 @@ def test_the_report_says_what_was_tried_and_shows_the_fastest(found):
     assert rows[0][1:4] == [str(mesh.pipe), str(mesh.data), str(mesh.model)]
     assert f"{best.time.total:.3g}" in rows[0]
     assert "cost" not in text
+
+
+def test_host_memory_has_a_column_where_a_candidate_needs_some_and_what_lacks_it_is_counted():
+    config = load_config("gpt_8b")
+    kept = ["mesh.zero", "mesh.schedule", "mesh.sequence_parallel", "train.recompute", "train.micro_batch"]
+    own = replace(config, train=replace(config.train, recompute="offload", micro_batch=4))
+    section = report(search(own, 64, memory_of, time_of, 71 * GIB, kept, host=12 * GIB), question(config=own), 1.5)
+    header = next(line for line in section.lines if "s/step" in line)
+    row = next(line for line in section.lines if line.startswith("1 "))
+    assert "GiB  host GiB  days" in header
+    assert row[: header.index("host GiB") + len("host GiB")].endswith("12.0")
+    assert section.values["best"][0]["memory"]["host"] == 12 * GIB
+    less = replace(search(config, 64, memory_of, time_of, 71 * GIB, kept), without_host=5)
+    section = report(less, question(), 1.5)
+    assert "5 need more host memory than there is, " in section.text
+    assert section.values["without_host"] == 5
+    assert "host GiB" not in section.text
 
 
 def test_the_cost_is_that_of_all_steps_of_the_run(found):

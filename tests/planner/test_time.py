@@ -33,6 +33,7 @@ from mjax.planner.section import good_to
 from mjax.planner.software import MEGATRON_2021, MEGATRON_2022, MJAX, Overlap, mjax_overlap
 from mjax.planner.step_time import PARTS
 from mjax.planner.time import predict_time
+from mjax.training.flops import hardware_flops
 from tests.conftest import ROOT
 from tests.small import small_config
 
@@ -152,6 +153,8 @@ ROOFLINE = (
     ("gpt_1b", 8, "selective", "off", {}, 163.2),
     ("gpt_1b", 8, "full", "off", {}, 168.5),
     ("gpt_8b", 8, "selective", "off", {"model": 8, "sequence_parallel": True}, 172.9),
+    ("gpt_1b", 8, "offload", "off", {}, 184.7),
+    ("gpt_8b", 8, "offload", "off", {"model": 8, "sequence_parallel": True}, 217.9),
 )
 # The same in float8; a name may have a number of layers.
 SPLIT = {"model": 8, "sequence_parallel": True}
@@ -247,9 +250,34 @@ def _config(**changes):
 def test_the_parts_add_up_to_the_step_and_the_mfu_is_model_flops_over_the_peak():
     found = predict_time(_config(mesh={"pipe": 2, "model": 2}), H100)
     assert sum(found.parts.values()) == found.total
-    assert all((found.parts[name] > 0) == (name not in ("expert", "context")) for name in PARTS)
+    assert all((found.parts[name] > 0) == (name not in ("context", "expert", "host")) for name in PARTS)
     assert found.mfu == pytest.approx(found.model_tflops / 989.4)
     assert 0.05 < found.mfu < 0.8
+
+
+def test_a_copy_to_host_memory_hides_behind_its_layer_and_the_copy_back_does_not():
+    model = {"sequence": 8192, "layers": 8}
+    full, offload = (
+        _config(model=model, train={"recompute": recompute, "unroll": "off"}) for recompute in ("full", "offload")
+    )
+    layers, micro_batches, stream = 8, 8, 2 * 4 * 8192 * 2048
+    found, before = predict_time(offload, H100), predict_time(full, H100)
+    once = micro_batches * layers * stream / 64e9
+    assert found.parts["host"] == pytest.approx(once)
+    assert before.parts["host"] == 0
+    for part in set(PARTS) - {"host", "elementwise"}:
+        assert found.parts[part] == before.parts[part]
+    assert found.parts["elementwise"] < before.parts["elementwise"]  # no stack to fill and to copy
+    assert hardware_flops(offload) == hardware_flops(full)
+    forward = (found.total - found.parts["host"]) / micro_batches / layers  # at least that of a layer
+    slow = replace(H100, host_bandwidth=stream / (2 * forward))
+    assert (
+        once * 64e9 / slow.host_bandwidth
+        < predict_time(offload, slow).parts["host"]
+        < (2 * once * 64e9 / slow.host_bandwidth)
+    )
+    assert (found.error, before.error) == (None, before.error)
+    assert "nobody has timed the copies to host memory, which count at 64 GB/s one way here" in found.caveats
 
 
 def test_nothing_is_faster_than_the_peak():

@@ -205,6 +205,12 @@ def test_layers_are_unrolled_where_the_step_fits_and_no_loop_is_needed(usable, l
         assert with_unrolling(told, usable).train.unroll == asked
 
 
+def test_inputs_of_layers_in_host_memory_need_a_loop():
+    config, _ = gpt_1b(40, micro_batch=8)
+    offload = replace(config, train=replace(config.train, recompute="offload"))
+    assert [with_unrolling(each, 70 * GIB).train.unroll for each in (config, offload)] == ["on", "off"]
+
+
 def test_two_streams_need_no_loop():
     config, _ = gpt_1b(2, streams=2, model=2)
     assert with_unrolling(config, None).train.unroll == "on"

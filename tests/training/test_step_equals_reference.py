@@ -45,7 +45,7 @@ CHOICES = Case(
     tensor=(1, 2, 4),
     sequence_parallel=(False, True),
     zero=(0, 1, 3),
-    recompute=("none", "selective", "full"),
+    recompute=("none", "selective", "full", "offload"),
     dropout=(0.0, 0.1),
     packed=(False, True),
     kernel=("xla", "xla_blocks"),
@@ -81,6 +81,10 @@ CASES = [
     Case("post-LN", "1f1b",  2, 2, 4, 1, False, 0, "full",      0.1, False, "xla",        "loop",   3),
     Case("post-LN", "zb-h1", 4, 1, 1, 4, False, 0, "full",      0.0, False, "xla",        "loop",   3),
     Case("post-LN", "zb-h1", 4, 1, 2, 2, False, 1, "none",      0.1, False, "xla_blocks", "loop",   1),
+    Case("gpt",     "",      1, 1, 4, 2, True,  3, "offload",   0.1, True,  "xla",        "loop",   3),
+    Case("bloom",   "",      1, 1, 2, 4, False, 1, "offload",   0.0, False, "xla_blocks", "loop",   1),
+    Case("pre-LN",  "",      1, 1, 1, 1, False, 0, "offload",   0.1, False, "xla_blocks", "loop",   1),
+    Case("post-LN", "",      1, 1, 1, 2, True,  0, "offload",   0.0, False, "xla",        "loop",   3),
 ]
 # ZeRO-1 sums layer by layer, in the last micro-batch; with one it also gathers so. Without ZeRO the last one is outside
 # the loop too.
@@ -164,6 +168,7 @@ def _goes_together(case):
         and (case.data > 1 or not case.zero)
         and not (case.packed and case.model.endswith("LN"))
         and not (case.layers != "loop" and case.schedule)
+        and not (case.recompute == "offload" and (case.schedule or case.layers != "loop"))
         and (case.layers != "halves" or (case.tensor > 1 and case.data < 4 and case.zero < 3))
         and case.pipe * case.data * case.tensor <= 16
     )
@@ -183,7 +188,7 @@ def test_every_two_choices_that_go_together_are_in_a_case():
 
 @pytest.mark.long
 @pytest.mark.parametrize("dropout", [0.1, 0.0])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "offload"])
 @pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 4), (8, 1), (1, 8)])
 def test_meshes_without_a_pipeline_equal_the_serial_reference(data, model, recompute, dropout):
     config = small_config(
