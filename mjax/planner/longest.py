@@ -75,7 +75,13 @@ class Longest:
 
 
 def longest(
-    config: Config, devices: int, way: Way, gpus_per_node: int, memory_of: MemoryOf, capacity: float
+    config: Config,
+    devices: int,
+    way: Way,
+    gpus_per_node: int,
+    memory_of: MemoryOf,
+    capacity: float,
+    host: float | None = None,
 ) -> tuple[Config, Memory] | None:
     """The config with the longest sequence that fits on this many GPUs, and its memory; of equals that with the fewest
     ranks of `model`. None: not even `STEP` positions a rank fit.
@@ -87,7 +93,12 @@ def longest(
       gpus_per_node: `model` stays within them.
       memory_of: bytes of a config on its fullest device.
       capacity: bytes of a device for the program.
+      host: bytes of host memory for each device; None: unknown, and taken to be enough.
     """
+
+    def share(memory: Memory) -> float:
+        return max(memory.total / ((1 - HEADROOM) * capacity), memory.host / host if host else 0.0)
+
     found = []
     for mesh in _meshes(config, devices, way, gpus_per_node):
         train = replace(
@@ -104,7 +115,7 @@ def longest(
             model = replace(config.model, sequence=steps * STEP * mesh.context)
             return replace(config, model=model, mesh=mesh, train=train)
 
-        steps = largest(lambda steps, of=of: memory_of(of(steps)).total, (1 - HEADROOM) * capacity)
+        steps = largest(lambda steps, of=of: share(memory_of(of(steps))), 1.0)
         if steps:
             found.append(of(steps))
     if not found:
@@ -161,7 +172,7 @@ def run_longest(
     with progress("longest sequences", len(counts) * len(WAYS), transient=True) as advance:
         for way in WAYS:
             for count in counts:
-                fits = longest(config, count, way, gpu.gpus_per_node, memory_of, gpu.usable_bytes)
+                fits = longest(config, count, way, gpu.gpus_per_node, memory_of, gpu.usable_bytes, gpu.host_bytes)
                 if fits is not None:
                     found.append(Longest(way, *fits, time_of(fits[0])))
                 advance(1)

@@ -12,8 +12,12 @@ if TYPE_CHECKING:
     from mjax.planner.longest import Longest
 
 # Okabe and Ito's palette, distinguishable with colour blindness; each way has a marker of its own, too. Labels stand
-# above the highest line and below the others.
-STYLES = (("#0072B2", "o", 7), ("#009E73", "s", -15), ("#888888", "^", -15))
+# above the first line, to the left of the second, and below the last.
+STYLES = (
+    ("#0072B2", "o", (0, 7), "center"),
+    ("#009E73", "s", (-6, 3), "right"),
+    ("#888888", "^", (0, -15), "center"),
+)
 INK, SOFT_INK = "#222222", "#666666"
 
 
@@ -22,7 +26,7 @@ def draw_longest(found: list[Longest], file: Path, name: str, gpu: str) -> None:
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     plot = figure.add_subplot()
     ways = list(dict.fromkeys(each.way for each in found))
-    for way, (colour, marker, above) in zip(ways, STYLES, strict=False):
+    for way, (colour, marker, offset, side) in zip(ways, STYLES, strict=False):
         own = [each for each in found if each.way == way]
         counts, lengths = [each.devices for each in own], [each.sequence for each in own]
         plot.plot(counts, lengths, color=colour, marker=marker, linewidth=2, label=way.name)
@@ -30,9 +34,9 @@ def draw_longest(found: list[Longest], file: Path, name: str, gpu: str) -> None:
             plot.annotate(
                 in_short(length),
                 (count, length),
-                (0, above),
+                offset,
                 textcoords="offset points",
-                ha="center",
+                ha=side,
                 size=9,
                 color=colour,
             )
@@ -42,7 +46,7 @@ def draw_longest(found: list[Longest], file: Path, name: str, gpu: str) -> None:
     plot.yaxis.set_major_locator(LogLocator(base=4))
     plot.yaxis.set_minor_locator(NullLocator())
     plot.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_short(int(value))))
-    plot.margins(x=0.06, y=0.12)
+    plot.margins(x=0.1, y=0.12)
     plot.set_xlabel(f"{gpu} GPUs", color=SOFT_INK)
     plot.set_title(f"Longest sequence of {name} that fits", loc="left", size=13, weight="bold", color=INK)
     plot.set_ylabel("positions", color=SOFT_INK)

@@ -30,6 +30,7 @@ def small():
 @dataclass(frozen=True)
 class Bytes:
     total: float
+    host: float = 0.0
 
 
 def memory_of(config):
@@ -71,6 +72,16 @@ def test_the_longest_fits_and_the_next_longer_does_not():
     assert config.mesh.context * config.mesh.model == 4
     longer = replace(config.model, sequence=config.model.sequence + STEP * config.mesh.context)
     assert memory_of(replace(config, model=longer)).total > (1 - HEADROOM) * capacity
+
+
+def test_host_memory_is_a_limit_too():
+    def with_host(config):
+        return Bytes(memory_of(config).total, 100_000.0 * config.model.sequence / config.mesh.devices)
+
+    config, memory = longest(small(), 4, WAYS[0], 8, with_host, 3 * GIB, 1 * GIB)
+    assert config.train.recompute == "offload"
+    assert 0.8 * GIB < memory.host <= 1 * GIB
+    assert memory.total < 0.5 * 3 * GIB
 
 
 def test_with_context_twice_the_gpus_have_twice_the_sequence_and_without_they_do_not():
