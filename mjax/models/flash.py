@@ -10,7 +10,7 @@ With P = softmax(S), M the mask over 1 − rate, and O = (P ∘ M) V, the backwa
 
     kernel     a program has       and goes through         it writes
     forward    a block of queries  blocks of keys           O, and for each row the logarithm of its sum
-    keys       a block of keys     blocks of queries        dK and dV, for each query head
+    keys       a block of keys     blocks of queries        dK and dV, summed over the query heads of a key's head
     queries    a block of queries  blocks of keys           dQ
 """
 
@@ -96,7 +96,7 @@ def _backward(how: How, residuals, gradient: Array):
     batch, positions, heads, size = q.shape
     wide = jnp.float32
     deltas = jnp.einsum("bsnd,bsnd->bns", out.astype(wide), gradient.astype(wide))
-    specs = _Specs(q, k, beside)
+    specs, of_keys = _Specs(q, k, beside), _Specs(q, k, beside, q.shape[2] // k.shape[2])
     inputs = (q, k, v, gradient, log_sums, deltas, *beside)
     rest = {
         "compiler_params": triton.CompilerParams(num_warps=4, num_stages=2),
@@ -105,11 +105,12 @@ def _backward(how: How, residuals, gradient: Array):
     to_k, to_v = pl.pallas_call(
         partial(_keys_kernel, how=how, size=size),
         in_specs=[
-            specs.queries, specs.key_block, specs.key_block, specs.queries, specs.rows, specs.rows, *specs.beside,
+            of_keys.queries, of_keys.key_block, of_keys.key_block, of_keys.queries, of_keys.rows, of_keys.rows,
+            *of_keys.beside,
         ],
-        out_specs=[specs.query_block, specs.query_block],
-        out_shape=[_like(q, (batch, k.shape[1], heads, size))] * 2,
-        grid=(k.shape[1] // BLOCK, batch, heads),
+        out_specs=[of_keys.key_block, of_keys.key_block],
+        out_shape=[_like(q, k.shape)] * 2,
+        grid=(k.shape[1] // BLOCK, batch, k.shape[2]),
         name=_name("keys", how, 4),
         **rest,
     )(*inputs)  # fmt: skip
@@ -125,18 +126,10 @@ def _backward(how: How, residuals, gradient: Array):
         name=_name("queries", how, 3),
         **rest,
     )(*inputs)  # fmt: skip
-    return to_q, _sum_of_group(to_k, k), _sum_of_group(to_v, v), None
+    return to_q, to_k, to_v, None
 
 
 flash_attention.defvjp(_forward, _backward)
-
-
-def _sum_of_group(gradient: Array, like: Array) -> Array:
-    """The sum over the query heads of each key-value head, in float32: [b, s, n, d] → [b, s, k, d]."""
-    if gradient.shape == like.shape:
-        return gradient
-    grouped = gradient.reshape(*like.shape[:3], -1, like.shape[-1])
-    return grouped.sum(3, dtype=jnp.float32).astype(like.dtype)
 
 
 def _like(x: Array, shape: tuple[int, ...] | None = None, dtype=None) -> jax.ShapeDtypeStruct:
@@ -150,20 +143,21 @@ def _name(kernel: str, how: How, products: int) -> str:
 
 
 class _Specs:
-    """What a program of the grid (block, sample, query head) gets of each array. Head sizes are padded to a power of
-    two, as Triton's tiles need; `_load` masks the padding."""
+    """What a program of the grid (block, sample, head) gets of each array. A head is a query head, or with `queries`
+    above 1 a key-value head with its query heads. Head sizes are padded to a power of two, as Triton's tiles need;
+    `_load` masks the padding."""
 
-    def __init__(self, q: Array, k: Array, beside: Beside):
-        positions, size, group = q.shape[1], pl.next_power_of_2(q.shape[-1]), q.shape[2] // k.shape[2]
+    def __init__(self, q: Array, k: Array, beside: Beside, queries: int = 1):
+        positions, size, group = q.shape[1], pl.next_power_of_2(q.shape[-1]), q.shape[2] // k.shape[2] // queries
         all_positions = k.shape[1]
         self.query_block = pl.BlockSpec((None, BLOCK, None, size), lambda i, b, n: (b, i, n, 0))
-        self.queries = pl.BlockSpec((None, positions, None, size), lambda i, b, n: (b, 0, n, 0))
+        self.queries = pl.BlockSpec((None, positions, queries, size), lambda i, b, n: (b, 0, n, 0))
         self.key_block = pl.BlockSpec((None, BLOCK, None, size), lambda i, b, n: (b, i, n // group, 0))
         self.keys = pl.BlockSpec((None, all_positions, None, size), lambda i, b, n: (b, 0, n // group, 0))
         self.row_block = pl.BlockSpec((None, None, BLOCK), lambda i, b, n: (b, n, i))
-        self.rows = pl.BlockSpec((None, None, positions), lambda i, b, n: (b, n, 0))
+        self.rows = pl.BlockSpec((None, queries, positions), lambda i, b, n: (b, n, 0))
         documents = pl.BlockSpec((None, all_positions), lambda i, b, n: (b, 0))
-        slope = pl.BlockSpec((1,), lambda i, b, n: (n,))
+        slope = pl.BlockSpec((queries,), lambda i, b, n: (n,))
         starts = pl.BlockSpec((2,), lambda i, b, n: (0,))
         every = Beside(self.rows, self.rows, documents, slope, starts)
         self.beside = [None if array is None else spec for array, spec in zip(beside, every, strict=True)]
@@ -176,10 +170,14 @@ def _span(block) -> pl.Slice:
     return pl.ds(block * BLOCK, BLOCK)
 
 
-def _load(ref, size: int, block=None) -> Array:
-    """Rows of a reference [s, padded size], all of it or a block; zeros in the padding."""
+def _load(ref, size: int, *block) -> Array:
+    """Rows of a reference [s, padded size], all of it or a block, or [s, heads, padded size], a block of a head; zeros
+    in the padding."""
     mask = (jnp.arange(ref.shape[-1]) < size)[None, :]
-    return triton.load(ref if block is None else ref.at[_span(block), :], mask=mask, other=0.0)
+    if block:
+        first, *head = block
+        ref = ref.at[_span(first), *head, :]
+    return triton.load(ref, mask=mask, other=0.0)
 
 
 def _store(ref, values: Array, size: int) -> None:
@@ -188,19 +186,21 @@ def _store(ref, values: Array, size: int) -> None:
 
 
 class _Query(NamedTuple):
-    """A block of queries: its number among this rank's, and among all, which those of keys are counted with."""
+    """A block of queries: its number among this rank's, and among all, which those of keys are counted with; and its
+    head among those of the program."""
 
     own: Array
     place: Array
+    head: Array | int
 
 
-def _query(own, blocks: int, beside: Beside) -> _Query:
+def _query(own, blocks: int, beside: Beside, head: Array | int = 0) -> _Query:
     """The block with this number, of so many."""
     if beside.starts is None:
-        return _Query(own, own)
+        return _Query(own, own, head)
     half = blocks // 2
     first, second = beside.starts[0], beside.starts[1]
-    return _Query(own, jnp.where(own < half, first + own, second + own - half))
+    return _Query(own, jnp.where(own < half, first + own, second + own - half), head)
 
 
 def _scores(q: Array, k: Array, query: _Query, key, beside: Beside, how: How, size: int) -> Array:
@@ -214,7 +214,7 @@ def _scores(q: Array, k: Array, query: _Query, key, beside: Beside, how: How, si
         if how.window is not None:
             seen &= column > row - how.window
     if beside.slopes is not None:
-        scores += (LOG2_E * beside.slopes[0]) * (column - row).astype(jnp.float32)
+        scores += (LOG2_E * beside.slopes[query.head]) * (column - row).astype(jnp.float32)
     if beside.documents is not None:
         same = beside.documents[_span(query.place)][:, None] == beside.documents[_span(key)][None, :]
         seen = same if seen is None else seen & same
@@ -225,7 +225,7 @@ def _dropped(x: Array, query: _Query, key, beside: Beside, how: How) -> Array:
     """A tile of probabilities, or of their gradients, with dropout."""
     if beside.first is None:
         return x
-    first, second = (words[_span(query.own)][:, None] for words in (beside.first, beside.second))
+    first, second = (words[query.head, _span(query.own)][:, None] for words in (beside.first, beside.second))
     column = (key * BLOCK + jnp.arange(BLOCK)[None, :]).astype(jnp.uint32)
     return jnp.where(keeps(how.rate, first, second, column), x * (1.0 / (1.0 - how.rate)), 0.0)
 
@@ -289,20 +289,22 @@ def _keys_kernel(q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *ref
     beside, key, k, v = Beside(*beside), pl.program_id(0), _load(k_ref, size), _load(v_ref, size)
     blocks = q_ref.shape[0] // BLOCK
 
-    def add(own, carry):
+    def add(head, own, carry):
         to_k, to_v = carry
-        query = _query(own, blocks, beside)
-        q, gradient = _load(q_ref, size, own), _load(gradient_ref, size, own)
-        of_rows = log_sum_ref[_span(own)], delta_ref[_span(own)]
+        query = _query(own, blocks, beside, head)
+        q, gradient = _load(q_ref, size, own, head), _load(gradient_ref, size, own, head)
+        of_rows = log_sum_ref[head, _span(own)], delta_ref[head, _span(own)]
         kept, to_scores = _tile(q, k, v, gradient, *of_rows, query, key, beside, how, size)
         to_v += triton.dot(kept.astype(gradient.dtype).T, gradient)
         return to_k + triton.dot(to_scores.astype(q.dtype).T, q), to_v
 
+    def of_head(head, sums):
+        for run in _queries_of(key, blocks, beside, how):
+            sums = lax.fori_loop(*run, partial(add, head), sums)
+        return sums
+
     nothing = jnp.zeros(k.shape, jnp.float32)
-    sums = nothing, nothing
-    for run in _queries_of(key, blocks, beside, how):
-        sums = lax.fori_loop(*run, add, sums)
-    to_k, to_v = sums
+    to_k, to_v = lax.fori_loop(0, q_ref.shape[1], of_head, (nothing, nothing))
     _store(to_k_ref, to_k, size)
     _store(to_v_ref, to_v, size)
 
