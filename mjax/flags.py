@@ -99,6 +99,7 @@ ELSEWHERE = {
     "rampup-batch-size": "train.batch-rampup", "recompute-activations": "train.recompute",
     "recompute-granularity": "train.recompute", "gradient-checkpointing": "train.recompute",
     "activation-checkpointing": "train.recompute", "checkpoint-activations": "train.recompute",
+    "cpu-offloading-num-layers": "train.recompute",
     "random-seed": "train.seed seed", "eval-iters": "train.eval-batches", "eval-steps": "train.eval-interval",
     "val-check-interval": "train.eval-interval",
     # --- precision
@@ -142,6 +143,7 @@ NOTES = {
     "fp8": "with the value fp8", "fp16": "with the value fp16", "bf16": "with the value bf16, which is the default",
     "recompute-activations": "with the value selective", "gradient-checkpointing": "with the value full",
     "checkpoint-activations": "with the value full", "activation-checkpointing": "with the value full",
+    "cpu-offloading-num-layers": "with the value offload, for all layers",
     "use-distributed-optimizer": "with the value 1", "fsdp": "with the value 3",
     "use-megatron-fsdp": "with the value 3",
     "lr-warmup-fraction": "it counts steps", "warmup-ratio": "it counts steps",

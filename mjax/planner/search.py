@@ -167,7 +167,7 @@ class Found:
       roomy: all that fit and leave HEADROOM of that free, fastest first.
       tight: those that fit and leave less, fastest first.
       too_big: those that do not fit, with their bytes.
-      without_host: number of those that need more host memory than there is.
+      without_host: number of those that fit but need more host memory than there is.
     """
 
     devices: int
@@ -221,11 +221,11 @@ def search(
         if free_share(memory.total, capacity) < HEADROOM and "train.loss_chunks" not in keep:
             tried += [(each, memory_of(each)) for each in with_loss_chunks(candidate, memory)]
         for each, memory in tried:
-            if not fits_host(memory, host):
-                without_host += 1
-                continue
             if memory.total > capacity:
                 too_big.append((each, memory.total))
+                continue
+            if not fits_host(memory, host):
+                without_host += 1
                 continue
             fitting = roomy if free_share(memory.total, capacity) >= HEADROOM else tight
             fitting.append(Candidate(each, memory, time_of(each)))

@@ -132,7 +132,7 @@ def test_the_written_config_trains(tmp_path, fewer_devices, capsys):
         (["--write", "plan.py"], "--write is for the search; add --devices, such as --devices 8"),
         (["--devices", "8", "--gpu", "v100"], "bf16"),
         (["--devices", "8", "--gpu", "h100", "--keep", "mesh.zeros"], "did you mean 'mesh.zero'?"),
-        (["--devices", "1", "--gpu", "h100"], "takes 156.0 GiB of 71.7; use --devices 4, where it fits"),
+        (["--devices", "1", "--gpu", "h100"], "takes 155.5 GiB of 71.7; use --devices 4, where it fits"),
         (["--config", "bloom_176b", "--devices", "384", "--gpu", "a100"], "grows there by multiples of 16; use"),
     ],
 )
