@@ -29,6 +29,9 @@ MESHES = [
     MeshConfig(data=2, model=2, sequence_parallel=True, zero=3),
     MeshConfig(pipe=2, data=2, model=2, chunks=2),
     MeshConfig(pipe=4, model=2, zero=1),
+    MeshConfig(context=2, context_attention="heads"),
+    MeshConfig(context=4, context_attention="gather", data=2, model=2, sequence_parallel=True, zero=3),
+    MeshConfig(context=2, context_attention="gather", pipe=2),
 ]
 
 
