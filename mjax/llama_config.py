@@ -77,6 +77,10 @@ class LlamaConfig(ModelConfig):
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
+    def unscaled_sequence(self) -> int:
+        return self.rope_original or round(self.sequence / self.rope_factor)
+
+    @property
     def turned(self) -> int:
         """Dims of a head that rotary positions turn."""
         return int(self.head_size * self.rope_share)
