@@ -12,6 +12,8 @@ from mjax.bounds import Bounds, Count, Positive
 from mjax.errors import UsageError
 from mjax.model_config import TUNING, ModelConfig, Rate, Tuned, register
 
+RopeScaling = Literal["none", "linear", "llama3", "yarn"]
+
 
 @register
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class LlamaConfig(ModelConfig):
     """Base of the rotary frequencies, θ (arXiv 2104.09864)."""
     rope_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0
     """Share of a head that is turned; the rest knows no positions."""
-    rope_scaling: Annotated[Literal["none", "linear", "llama3", "yarn"], TUNING] = "none"
+    rope_scaling: Annotated[RopeScaling, TUNING] = "none"
     """How frequencies are lowered for sequences longer than those of pretraining: all alike, as Llama 3.1 does, or by
     YaRN (arXiv 2309.00071)."""
     rope_factor: Annotated[float, Bounds(ge=1), TUNING] = 1.0
@@ -73,6 +75,10 @@ class LlamaConfig(ModelConfig):
     def groups(self) -> int:
         """Heads of keys and values, k."""
         return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def unscaled_sequence(self) -> int:
+        return self.rope_original or round(self.sequence / self.rope_factor)
 
     @property
     def turned(self) -> int:

@@ -112,6 +112,11 @@ class ModelConfig:
         return {name: ((self.sequence,), dtype) for name, dtype in data.batch_types(evaluation).items()}
 
     @property
+    def unscaled_sequence(self) -> int:
+        """Positions before rotary ones were scaled; `sequence` where they are not."""
+        return self.sequence
+
+    @property
     def groups(self) -> int:
         """Heads of keys and values, k."""
         return self.heads

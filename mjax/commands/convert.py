@@ -36,6 +36,7 @@ from mjax.interop.convert import (
     import_config,
     write_run,
 )
+from mjax.interop.extend import extended, extension, for_longer_texts
 from mjax.interop.family import Family
 from mjax.interop.fast_tokenizer import fast_tokenizer
 from mjax.interop.model_card import CARD, description, history, imported_card, read_card, with_block
@@ -71,6 +72,9 @@ class FromHfArguments:
     """Let torch read an old pytorch_model.bin, tensors only; for folders without a safetensors file."""
     draw_heads: bool = False
     """Initialise the BERT heads that are missing in the folder at random (MLM head, pooler, order head)."""
+    rope: Annotated[str | None, tyro.conf.arg(metavar="KIND:FACTOR")] = None
+    """Lower the rotary frequencies for longer sequences: yarn:8, llama3:8 or linear:4, for a model of 8,192 positions
+    65,536 or 32,768. By default positions stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +120,15 @@ def from_hf(arguments: FromHfArguments) -> int:
     values = read_object(source / "config.json")
     family = find_family(values, source / "config.json")
     model = model_config(family, values, str(source / "config.json"), arguments.vocabulary_multiple)
+    model = extended(model, arguments.rope, str(source))
     config = import_config(model, str(source))
     tokenizer = find_tokenizer(source, arguments.tokenizer)
     check_vocabulary(tokenizer, model)
-    card = imported_card(source, f"a {family.model}")
+    longer = arguments.rope and extension(model, arguments.rope)
+    card = imported_card(source, f"a {family.model}" + (f", with {longer}" if longer else ""))
     carries = tokenizer is not None and arguments.tokenizer is None and model.causal
     carried = carried_files(source, values) if carries else {}
+    carried = for_longer_texts(carried, model.sequence) if longer else carried
     tensors = open_tensors(source, arguments.allow_pickle)
     family = as_stored(family, tensors)
     found = find_tensors(family, tensors, model, str(source), arguments.draw_heads)
@@ -134,6 +141,8 @@ def from_hf(arguments: FromHfArguments) -> int:
         write_run(output, config, tokenizer, blocks, carried, card)
 
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
+    if longer:
+        print(f"{longer}; evaluate it with --task positions and --task needle, and train it on long texts")
     if tokenizer is not None and not carried:
         for name in (GENERATION, TEMPLATE):
             if (source / name).is_file():

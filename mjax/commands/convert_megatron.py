@@ -19,6 +19,7 @@ from mjax.interop.convert import (
     import_config,
     write_run,
 )
+from mjax.interop.extend import extended, extension, for_longer_texts
 from mjax.interop.megatron.arguments import Activation, model_config
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
 from mjax.interop.megatron.decoder import DECODER, MIXTURE, DecoderTensors, decoder_config
@@ -58,6 +59,9 @@ class FromMegatronArguments:
     vocabulary_multiple: Count = 128
     """Pad the embedding with zero rows to a multiple of this, so that --mesh.model divides it; padding is never
     predicted."""
+    rope: Annotated[str | None, tyro.conf.arg(metavar="KIND:FACTOR")] = None
+    """Lower the rotary frequencies for longer sequences: yarn:8, llama3:8 or linear:4, for a model of 8,192 positions
+    65,536 or 32,768. By default positions stay as they are."""
 
 
 def from_megatron(arguments: FromMegatronArguments) -> int:
@@ -73,6 +77,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     checkpoint = open_checkpoint(source, arguments.step)
     place = str(checkpoint.folder)
     model, tensors = _model(checkpoint, arguments)
+    model = extended(model, arguments.rope, place)
+    longer = arguments.rope and extension(model, arguments.rope)
     layernorm = getattr(model, "layernorm", "pre")
     if layernorm == "post" and not checkpoint.old_names:
         raise UsageError(
@@ -83,6 +89,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     carried = (
         carried_files(source, {}) if tokenizer is not None and arguments.tokenizer is None and model.causal else {}
     )
+    carried = for_longer_texts(carried, model.sequence) if longer else carried
     rows = model.vocabulary
     vocabulary = _vocabulary(arguments.vocabulary, tokenizer, checkpoint, rows)
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
@@ -93,7 +100,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
         family = family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
     found = find_tensors(family, tensors, model, place)
 
-    card = imported_card(source, family.model)
+    card = imported_card(source, family.model + (f", with {longer}" if longer else ""))
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     with progress("reading", 4 * count_parameters(model)) as read:
@@ -101,6 +108,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
 
     print(f"{output}: {count_parameters(model):,} parameters of {family.model}, checkpoint 0, from {place}")
     print(_what_was_taken(checkpoint, model, rows))
+    if longer:
+        print(f"{longer}; evaluate it with --task positions and --task needle, and train it on long texts")
     if family is MIXTURE and (left_out := balance_left_out(checkpoint.arguments, place)):
         print(left_out)
     print_next_steps(source, output, model, tokenizer)

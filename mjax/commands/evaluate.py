@@ -12,21 +12,23 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn
 
 from mjax import launch
-from mjax.bounds import Count
+from mjax.bounds import Count, check_bounds
 from mjax.compiled_programs import keep_programs
 from mjax.config import Config, MeshConfig, read_config
 from mjax.data.outputs import facts
-from mjax.errors import UsageError, either
+from mjax.data.tokenizers import Tokenizer
+from mjax.errors import UsageError, check_picture, either
 from mjax.launch import Distributed
+from mjax.model_config import ModelConfig
 from mjax.progress import progress
-from mjax.tasks.interface import FOR_TEXT, Metric, Task
+from mjax.tasks.interface import FOR_TEXT, DrawnTask, Metric, Task
 from mjax.tasks.labelled import (
     TASKS,
     LabelledTask,
@@ -37,24 +39,31 @@ from mjax.tasks.labelled import (
     write_predictions,
 )
 from mjax.tasks.lambada import Lambada
+from mjax.tasks.needle import Needle, NeedleOptions
 from mjax.tasks.perplexity import Perplexity
+from mjax.tasks.positions import Positions, PositionsOptions
 from mjax.tasks.wikitext import WikiText103
 
 # name → (data, tokenizer, positions of the model, --overlap) → task
-TEXT_TASKS: dict[str, Callable[..., Task]] = {"wikitext103": WikiText103, "lambada": Lambada, "perplexity": Perplexity}
+SHORT_TASKS: dict[str, Callable[..., Task]] = {"wikitext103": WikiText103, "lambada": Lambada, "perplexity": Perplexity}
+# name → (data, tokenizer, config of the model, the task's options) → task
+LONG_TASKS: dict[str, Callable[..., DrawnTask]] = {"positions": Positions, "needle": Needle}
+TEXT_TASKS = (*SHORT_TASKS, *LONG_TASKS)
 
 
 @dataclass(frozen=True)
 class EvaluateArguments:
-    """Evaluate a trained model: perplexity per word on WikiText103, last words of LAMBADA, perplexity of any text."""
+    """Evaluate a trained model: perplexity per word on WikiText103, last words of LAMBADA, perplexity of any text, and
+    what it makes of long ones: perplexity by position, and whether it finds a needle in a haystack."""
 
     checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
     """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     task: str
-    """wikitext103, lambada or perplexity; for a run of `mjax finetune` mnli, qqp, race, squad1.1 or squad2.0."""
+    """wikitext103, lambada, perplexity, positions or needle; for a run of `mjax finetune` mnli, qqp, race, squad1.1 or
+    squad2.0."""
     data: str
-    """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity any .txt, .jsonl or .parquet file, or the
-    prefix of an indexed dataset; for the other tasks a published file or folder."""
+    """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity, positions and needle any .txt, .jsonl or
+    .parquet file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
     step: int | None = None
     """Checkpoint to use; by default the newest intact one."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
@@ -62,6 +71,10 @@ class EvaluateArguments:
     overlap: int | None = None
     """Tokens by which the window advances over a text that is longer than the model's sequence, and which are scored;
     the rest is context. By default 32 for wikitext103, and the model's sequence length for perplexity."""
+    positions: PositionsOptions = field(default_factory=PositionsOptions)
+    needle: NeedleOptions = field(default_factory=NeedleOptions)
+    figure: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Picture of the results of positions or needle, .png, .pdf or .svg."""
     predictions: Path | None = None
     """Folder for prediction files, in the official format of the task that a run was fine-tuned for."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -103,12 +116,12 @@ def evaluate(arguments: EvaluateArguments) -> int:
     return 0
 
 
-def metrics_of(folder: str | Path, task: str, data: str, **options) -> dict[str, float | int | str]:
+def metrics_of(folder: str | Path, task: str, data: str, **options) -> dict[str, Any]:
     """Metrics of a task by name, as `mjax evaluate --json` prints them.
 
     Args:
       folder: of the run.
-      task: wikitext103, lambada or perplexity; for a fine-tuned run its task.
+      task: wikitext103, lambada, perplexity, positions or needle; for a fine-tuned run its task.
       data: file of the task.
       options: other fields of `EvaluateArguments`, such as `mesh` or `step`.
 
@@ -126,8 +139,16 @@ def _check(arguments: EvaluateArguments) -> None:
     check_name(task, of_text + labelled)
     if task in of_text and arguments.predictions is not None:
         raise UsageError(f"--predictions is for {either(labelled)}; leave it out, {task} predicts text")
-    if task in labelled and arguments.overlap is not None:
-        raise UsageError(f"--overlap is for {either(of_text)}; leave it out, {task} has its own rule for long texts")
+    if task not in SHORT_TASKS and arguments.overlap is not None:
+        raise UsageError(f"--overlap is for {either(SHORT_TASKS)}; leave it out, {task} cuts long texts its own way")
+    for name in LONG_TASKS:
+        if task != name and getattr(arguments, name) != type(getattr(arguments, name))():
+            raise UsageError(f"flags that begin with --{name} are for --task {name}; leave them out for {task}")
+        check_bounds(getattr(arguments, name), f"--{name}.")
+    if arguments.figure is not None:
+        if task not in LONG_TASKS:
+            raise UsageError(f"--figure is for {either(LONG_TASKS)}; leave it out, {task} has no picture")
+        check_picture("--figure", arguments.figure)
 
 
 def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
@@ -137,7 +158,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     from mjax.parallel import processes
     from mjax.parallel.mesh import make_mesh
     from mjax.state.checkpoint import restore_weights
-    from mjax.tasks.scoring import Scorer, TaskScorer
+    from mjax.tasks.scoring import LossScorer, Scorer, TaskScorer
 
     # --- The run and the file -----------------------------------------------------------------------------------------
     notices = Console(stderr=True, highlight=False, quiet=not processes.is_first())
@@ -148,10 +169,11 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     with notices.status(f"reading {arguments.data}"):
         if labelled:
             task = open_task(arguments.task, (), (arguments.data,), tokenizer, saved.model.sequence)
-            sets, unit, scorer_of = task.validation, "rows", TaskScorer
+            size, unit, scorer_of = sum(map(len, task.validation.values())), "rows", TaskScorer
         else:
-            task = TEXT_TASKS[arguments.task](arguments.data, tokenizer, saved.model.sequence, arguments.overlap)
-            sets, unit, scorer_of = dict(enumerate(task.passes)), "windows", Scorer
+            task = _text_task(arguments, tokenizer, saved.model)
+            scorer_of = LossScorer if isinstance(task, Positions) else Scorer
+            size, unit = sum(map(len, task.passes)), "windows"
     if labelled:
         for note in task.notes:
             say(note)
@@ -163,14 +185,29 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     scorer = scorer_of(config, make_mesh(config.mesh))
     step, model = restore_weights(run, scorer.abstract_model, arguments.step, say)
 
-    # --- Scores, metrics, predictions ---------------------------------------------------------------------------------
+    # --- Scores, metrics, predictions and pictures --------------------------------------------------------------------
     columns = MofNCompleteColumn(), TextColumn(unit)
-    with progress(arguments.task, sum(map(len, sets.values())), *columns, console=notices, transient=True) as advance:
-        scores = {name: scorer(model, rows, advance) for name, rows in sets.items()}
+    with progress(arguments.task, size, *columns, console=notices, transient=True) as advance:
+        if labelled:
+            scores = {name: scorer(model, rows, advance) for name, rows in task.validation.items()}
+        else:
+            scores = scorer(model, task.passes, advance)
+    metrics = task.metrics(scores)
     if processes.is_first() and arguments.predictions is not None:
         for file in write_predictions(arguments.predictions, task, scores):
             say(f"predictions  {file}")
-    return step, task.metrics(scores if labelled else list(scores.values()))
+    if processes.is_first() and arguments.figure is not None:
+        task.draw(scores, arguments.figure, f"{run}, step {step:,}, on {arguments.data}")
+        say(f"picture  {arguments.figure}")
+    return step, metrics
+
+
+def _text_task(arguments: EvaluateArguments, tokenizer: Tokenizer, model: ModelConfig) -> Task:
+    """The task on its file."""
+    name, data = arguments.task, arguments.data
+    if name in SHORT_TASKS:
+        return SHORT_TASKS[name](data, tokenizer, model.sequence, arguments.overlap)
+    return LONG_TASKS[name](data, tokenizer, model, getattr(arguments, name))
 
 
 def _read_run(arguments: EvaluateArguments) -> Config:
@@ -209,4 +246,9 @@ def report(arguments: EvaluateArguments, step: int, metrics: Sequence[Metric]) -
         return
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{arguments.task} on {arguments.data}: {arguments.checkpoint}, step {step}\n", markup=False)
-    console.print(facts((metric.name.replace("_", " "), metric.shown, metric.remark) for metric in metrics))
+    lines = [metric for metric in metrics if isinstance(metric.shown, str)]
+    console.print(facts((metric.name.replace("_", " "), metric.shown, metric.remark) for metric in lines))
+    for metric in metrics:
+        if metric not in lines:
+            console.print()
+            console.print(metric.shown)

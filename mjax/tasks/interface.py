@@ -7,9 +7,10 @@ import operator
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from rich.table import Table
 
 from mjax.data.corpus import Document, TextFiles, find_files
 from mjax.errors import RunError, UsageError
@@ -72,14 +73,14 @@ class Metric:
 
     Attributes:
       name: key of the JSON object.
-      value: None if it is unknown.
-      shown: formatted for people.
+      value: None if it is unknown; of a table its rows, an object each.
+      shown: formatted for people; a table is printed below the other metrics.
       remark: explanation.
     """
 
     name: str
-    value: float | int | None
-    shown: str
+    value: float | int | list[dict[str, Any]] | None
+    shown: str | Table
     remark: str = ""
 
     @classmethod
@@ -106,6 +107,13 @@ class Task(Protocol):
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """The results, from one score for each of `passes`."""
+
+
+class DrawnTask(Task, Protocol):
+    """A task whose results are a picture too."""
+
+    def draw(self, scores: Sequence[Any], file: Path, source: str) -> None:
+        """Draw them into `file`, .png, .pdf or .svg; `source` says in a line what was evaluated on what."""
 
 
 def perplexity(nats: float) -> float:

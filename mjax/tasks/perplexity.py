@@ -50,14 +50,7 @@ class Perplexity:
             the overlap does not fit.
         """
         overlap = check_overlap(positions if overlap is None else overlap, positions)
-        if index_file(data).is_file() or token_file(data).is_file() or data.endswith((".bin", ".idx")):
-            documents = _of_dataset(data, tokenizer)
-            metadata = read_metadata(data)
-            self.bytes = None if metadata is None else metadata.text_bytes
-        else:
-            texts = [document.text for document in read_documents(data)]
-            documents = (tokenizer.encode(text) for text in texts)
-            self.bytes = sum(len(text.encode("utf-8")) for text in texts)
+        documents, self.bytes = open_text(data, tokenizer)
         windows: list[Window] = []
         self.documents = 0
         for tokens in documents:
@@ -85,6 +78,23 @@ class Perplexity:
             Metric.count("documents", self.documents),
             Metric.count("windows", score.windows),
         ]
+
+
+def open_text(data: str, tokenizer: Tokenizer) -> tuple[Iterator[Sequence[int]], int | None]:
+    """The tokens of every document, without ends of documents, and the bytes of the whole text, if they are known.
+
+    Args:
+      data: a .txt, .jsonl or .parquet file, a folder or a pattern of such; or the prefix of an indexed dataset.
+      tokenizer: of the model.
+
+    Raises:
+      UsageError: there is nothing under that name, or the dataset was made with another tokenizer.
+    """
+    if index_file(data).is_file() or token_file(data).is_file() or data.endswith((".bin", ".idx")):
+        metadata = read_metadata(data)
+        return _of_dataset(data, tokenizer), None if metadata is None else metadata.text_bytes
+    texts = [document.text for document in read_documents(data)]
+    return (tokenizer.encode(text) for text in texts), sum(len(text.encode("utf-8")) for text in texts)
 
 
 def _of_dataset(prefix: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:

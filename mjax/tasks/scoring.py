@@ -104,32 +104,33 @@ class RowScorer(ABC):
 # --- Text -------------------------------------------------------------------------------------------------------------
 
 
-class Scorer(RowScorer):
+class TextScorer(RowScorer):
     """Scores windows of text with a causal model."""
 
-    @staticmethod
-    def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: Context) -> Array:
-        """Loss and number of correct labels of each row, [b, 2].
+    @abstractmethod
+    def result(self, window: Window, numbers: np.ndarray) -> Any:
+        """The score of a window, from the head's numbers for its row."""
 
-        The counts are exact: a window has far fewer labels than 2^24, up to which float32 represents every integer.
+    @abstractmethod
+    def together(self, scores: Sequence[Any]) -> Any:
+        """The score of a list of windows, from those of each."""
+
+    def __call__(
+        self,
+        model: CausalModel,
+        passes: Sequence[Sequence[Window]],
+        on_progress: Callable[[int], None] = lambda windows: None,
+    ) -> list[Any]:
+        """Score the windows of each of a task's `passes`; arguments as in `score_each`.
+
+        Windows of all passes share batches, so many short passes fill them.
         """
-        tokens, labels, counts = context.tokens, batch["labels"], batch["loss_mask"]  # [b, s]
-        logits = weights.logits(x, tokens)  # [b s, v / p]
-        losses = tokens.by_sequence(vocab_parallel_cross_entropy(logits, labels.reshape(-1)))
-        correct = (tokens.by_sequence(vocab_parallel_argmax(logits)) == labels) & counts
-        return jnp.stack([losses.sum(-1, where=counts), correct.sum(-1, dtype=losses.dtype)], -1)  # [b, 2]
-
-    def score(
-        self, model: CausalModel, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
-    ) -> Score:
-        """Score all `windows` together; arguments as in `score_each`."""
-        return sum(self.score_each(model, windows, on_progress), Score())
-
-    __call__ = score
+        scores = iter(self.score_each(model, [window for windows in passes for window in windows], on_progress))
+        return [self.together([next(scores) for _ in windows]) for windows in passes]
 
     def score_each(
         self, model: CausalModel, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
-    ) -> list[Score]:
+    ) -> list[Any]:
         """Score each of `windows`.
 
         Args:
@@ -137,16 +138,15 @@ class Scorer(RowScorer):
           windows: of at most `model.sequence` + 1 tokens each.
           on_progress: called with the number of windows that have been scored since the last call.
         """
-        scores: list[Score] = [Score()] * len(windows)
+        scores: list[Any] = [None] * len(windows)
         size = self.config.train.global_batch
         batches = (
             (chosen, width, _padded([windows[index] for index in chosen], width, size))
             for width, chosen in self._batches(windows)
         )
         for chosen, rows in self.rows(model, batches):
-            for index, (loss, correct) in zip(chosen, rows.tolist(), strict=False):  # the rest is padding
-                counted = windows[index].counted
-                scores[index] = Score(loss, counted, int(correct), 1, int(correct == counted))
+            for index, numbers in zip(chosen, rows, strict=False):  # the rest is padding
+                scores[index] = self.result(windows[index], numbers)
             on_progress(len(chosen))
         return scores
 
@@ -167,6 +167,55 @@ class Scorer(RowScorer):
         mesh, tokens = self.config.mesh, width * self.config.train.micro_batch
         splits = not mesh.sequence_parallel or tokens // mesh.context % mesh.model == 0
         return width if splits and width % (2 * mesh.context) == 0 else self.config.model.sequence
+
+
+class Scorer(TextScorer):
+    """Gives every window a `Score`: the sum of its losses and the number of correct labels."""
+
+    @staticmethod
+    def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: Context) -> Array:
+        """Loss and number of correct labels of each row, [b, 2].
+
+        The counts are exact: a window has far fewer labels than 2^24, up to which float32 represents every integer.
+        """
+        tokens, labels, counts = context.tokens, batch["labels"], batch["loss_mask"]  # [b, s]
+        logits = weights.logits(x, tokens)  # [b s, v / p]
+        losses = tokens.by_sequence(vocab_parallel_cross_entropy(logits, labels.reshape(-1)))
+        correct = (tokens.by_sequence(vocab_parallel_argmax(logits)) == labels) & counts
+        return jnp.stack([losses.sum(-1, where=counts), correct.sum(-1, dtype=losses.dtype)], -1)  # [b, 2]
+
+    def result(self, window: Window, numbers: np.ndarray) -> Score:
+        loss, correct = numbers.tolist()
+        return Score(loss, window.counted, int(correct), 1, int(correct == window.counted))
+
+    def together(self, scores: Sequence[Score]) -> Score:
+        return sum(scores, Score())
+
+    def score(
+        self, model: CausalModel, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
+    ) -> Score:
+        """Score all `windows` together; arguments as in `score_each`."""
+        return self.together(self.score_each(model, windows, on_progress))
+
+
+class LossScorer(TextScorer):
+    """Gives every window the losses of its labels that count, nats, float32 [counted], in order."""
+
+    @staticmethod
+    def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: Context) -> Array:
+        """The loss at every position of each row, [b, s]; a rank of `context` fills in those that it has."""
+        tokens = context.tokens
+        losses = vocab_parallel_cross_entropy(weights.logits(x, tokens), batch["labels"].reshape(-1))
+        row = mappings.vary(jnp.zeros((tokens.sequences, tokens.whole), losses.dtype), mappings.varying_axes(losses))
+        return row.at[:, tokens.places()].set(tokens.by_sequence(losses))
+
+    def result(self, window: Window, numbers: np.ndarray) -> np.ndarray:
+        last = len(window.tokens) - 1
+        return numbers[last - window.counted : last].astype(np.float32)
+
+    def together(self, scores: Sequence[np.ndarray]) -> np.ndarray:
+        """[windows, counted], of windows with equally many labels that count."""
+        return np.stack(scores)
 
 
 def _padded(windows: Sequence[Window], width: int, size: int) -> Batch:

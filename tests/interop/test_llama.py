@@ -1,16 +1,21 @@
 """config.json of Llama, Mistral, Qwen and OLMo 2: what it says, and what is refused."""
 
+import json
 import tracemalloc
 from dataclasses import replace
 
 import pytest
 
-from mjax.config import LlamaConfig, MixtureConfig, load_config
+from mjax import cli
+from mjax.config import BERTConfig, GPTConfig, LlamaConfig, MixtureConfig, load_config, read_config
 from mjax.errors import UsageError
 from mjax.interop.convert import family_of, find_family
+from mjax.interop.extend import extended, for_longer_texts
 from mjax.interop.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from mjax.interop.mixture import MIXTRAL, OLMOE, QWEN3_MOE
 from mjax.interop.settings import config_values, fits, model_config
+from tests.interop.folders import LLAMA as SMALL_LLAMA
+from tests.interop.folders import tensors_of, write_folder
 
 FAMILIES = {
     "llama2_7b": LLAMA,
@@ -297,3 +302,78 @@ def test_windows_of_a_qwen_come_from_either_spelling_and_go_out(every):
 def test_a_model_that_no_class_has_is_refused_with_what_they_have():
     with pytest.raises(UsageError, match=r"--model\.rope-share 0\.5"):
         family_of(LlamaConfig(rope_share=0.5))
+
+
+# --- Longer sequences -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "factor", "original"), [("yarn:8", 8.0, 8192), ("llama3:2.5", 2.5, 8192), ("linear:4", 4.0, None)]
+)
+def test_rope_makes_sequences_longer_by_the_factor_and_goes_out_and_comes_back(given, factor, original):
+    trained = load_config("llama3_8b").model
+    model = extended(trained, given, "DIR")
+    changed = {"rope_scaling": given.split(":")[0], "rope_factor": factor, "rope_original": original}
+    assert model == replace(trained, sequence=round(8192 * factor), **changed)
+    written = config_values(LLAMA, model)
+    assert written["rope_scaling"]["factor"] == written["rope_parameters"]["factor"] == factor
+    assert written["rope_scaling"].get("original_max_position_embeddings") == original
+    assert written["max_position_embeddings"] == model.sequence
+    assert read({**written, "model_type": "llama"}) == replace(model, head_dim=model.head_size)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("yarn", "--rope yarn is not a scaling and a factor above 1; the scalings are linear, llama3 or yarn: use"),
+        ("yarn:1", "--rope yarn:1 is not a scaling and a factor above 1; "),
+        ("llama3:-2", "use --rope llama3:8 for sequences eight times as long"),
+        ("yarn:nan", "--rope yarn:nan is not"),
+        ("yarn:inf", "--rope yarn:inf is not"),
+        ("longrope:8", "--rope longrope:8 is not .* linear, llama3 or yarn: use --rope yarn:8 for"),
+        ("none:8", "--rope none:8 is not"),
+        ("yarn:1.00001", r"makes 8,192.08192 of the 8,192 positions of DIR; .* use a factor such as yarn:2"),
+        ("linear:1e7", r"must be a whole number below 2\^31: use a factor such as linear:64"),
+    ],
+)
+def test_a_rope_that_no_config_can_have_is_refused(given, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        extended(load_config("llama3_8b").model, given, "DIR")
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (read(LLAMA_31), "DIR already has rotary positions with llama3:8, 131,072 of them; leave --rope out"),
+        (GPTConfig(), "--rope yarn:8 is for rotary positions and DIR is a GPT without; leave it out"),
+        (GPTConfig(positions="alibi"), "DIR is a GPT without"),
+        (BERTConfig(), "DIR is a BERT without"),
+    ],
+)
+def test_a_model_whose_positions_cannot_be_scaled_keeps_them(model, sentence):
+    assert extended(model, None, "DIR") is model
+    with pytest.raises(UsageError, match=sentence):
+        extended(model, "yarn:8", "DIR")
+
+
+def test_a_tokenizer_that_would_cut_longer_texts_off_does_so_no_more():
+    files = {"tokenizer_config.json": b'{"model_max_length": 8192, "bos_token": "<s>"}', "chat_template.jinja": b"x"}
+    longer = for_longer_texts(files, 65_536)
+    assert json.loads(longer["tokenizer_config.json"]) == {"model_max_length": 65_536, "bos_token": "<s>"}
+    assert longer["chat_template.jinja"] == b"x"
+    assert for_longer_texts(files, 8192) == files
+    assert for_longer_texts({}, 8192) == {}
+
+
+def test_a_conversion_with_rope_says_what_it_did_and_is_not_repeated(tmp_path, capsys):
+    write_folder(tmp_path / "hf", SMALL_LLAMA, tensors_of(SMALL_LLAMA))
+    argv = ["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "run"), "--rope", "yarn:8"]
+    assert cli.main(argv) == 0
+    assert "--rope yarn:8, 128 positions instead of 16; evaluate it with --task positions" in capsys.readouterr().out
+    assert "with --rope yarn:8, 128 positions instead of 16" in (tmp_path / "run" / "README.md").read_text()
+    model = read_config(tmp_path / "run" / "config.json").model
+    assert (model.sequence, model.rope_scaling, model.rope_factor, model.rope_original) == (128, "yarn", 8.0, 16)
+    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert cli.main(["convert", "from-hf", str(tmp_path / "out"), str(tmp_path / "again"), "--rope", "yarn:2"]) == 2
+    assert "already has rotary positions with yarn:8, 128 of them" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()

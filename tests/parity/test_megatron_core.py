@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mjax import cli
+from mjax.config import read_config
 from mjax.interop.megatron.pickles import read_metadata
 from tests.parity.megatron_written import scores_of, write_with_megatron_core
 
@@ -46,6 +47,17 @@ def test_a_decoder_has_the_logits_of_megatron_core(written, kind, layout, tmp_pa
     theirs = np.load(written / f"{kind}.npz")
     _, ours = scores_of(run, theirs["ids"])
     np.testing.assert_allclose(ours[..., :VOCABULARY], theirs["scores"][..., :VOCABULARY], atol=2e-5)
+
+
+def test_a_decoder_gets_longer_positions_with_rope_unless_it_has_them(written, tmp_path, capsys):
+    argv = ["convert", "from-megatron", "", str(tmp_path / "run"), "--vocabulary", str(VOCABULARY), "--rope", "yarn:4"]
+    assert cli.main([*argv[:2], str(written / "narrow_torch"), *argv[3:]]) == 0
+    assert "--rope yarn:4, 40 positions instead of 10" in capsys.readouterr().out
+    model = read_config(tmp_path / "run" / "config.json").model
+    assert (model.sequence, model.rope_scaling, model.rope_factor, model.rope_original) == (40, "yarn", 4.0, 10)
+    for kind, sentence in (("llama", "already has rotary positions with llama3:32"), ("gpt", "is a GPT without")):
+        assert cli.main([*argv[:2], str(written / f"{kind}_torch"), str(tmp_path / kind), *argv[4:]]) == 2
+        assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", DECODERS)

@@ -79,9 +79,17 @@ def test_perplexity_and_bits_per_byte_are_those_of_the_newest_checkpoint(folder,
 
 
 @pytest.mark.parametrize("task", FILES)
-def test_a_mesh_of_eight_devices_prints_what_one_device_does(folder, capsys, task):
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("--mesh.data", 2, "--mesh.model", 2, "--mesh.pipe", 2, "--mesh.sequence-parallel", "--mesh.zero", 3),
+        ("--mesh.context", 2, "--mesh.context-attention", "heads"),
+        ("--mesh.context", 2, "--mesh.context-attention", "gather", "--mesh.data", 2),
+    ],
+    ids=["three axes", "heads over context", "positions over context"],
+)
+def test_a_mesh_prints_what_one_device_does(folder, capsys, task, mesh):
     one = printed(capsys, folder, task)
-    mesh = ("--mesh.data", 2, "--mesh.model", 2, "--mesh.pipe", 2, "--mesh.sequence-parallel", "--mesh.zero", 3)
     many = printed(capsys, folder, task, *mesh)
     assert many.keys() == one.keys()
     for name, value in one.items():

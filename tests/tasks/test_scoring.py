@@ -19,7 +19,7 @@ from mjax.parallel.cross_entropy import vocab_parallel_argmax
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
 from mjax.tasks.interface import Score, Window
-from mjax.tasks.scoring import Scorer
+from mjax.tasks.scoring import LossScorer, Scorer
 from mjax.tasks.windows import overlapping_windows
 from tests.small import QUICKLY, small_config
 
@@ -29,6 +29,9 @@ MESHES = [
     MeshConfig(data=2, model=2, sequence_parallel=True, zero=3),
     MeshConfig(pipe=2, data=2, model=2, chunks=2),
     MeshConfig(pipe=4, model=2, zero=1),
+    MeshConfig(context=2, context_attention="heads"),
+    MeshConfig(context=4, context_attention="gather", data=2, model=2, sequence_parallel=True, zero=3),
+    MeshConfig(context=2, context_attention="gather", pipe=2),
 ]
 
 
@@ -113,6 +116,24 @@ def test_scores_are_those_of_numpy_on_the_full_logits():
 def test_every_mesh_scores_what_one_device_does(mesh):
     scorer, model = scorer_and_model(mesh)
     assert_same(scorer.score(model, windows()), by_numpy(windows()))
+
+
+@pytest.mark.parametrize("mesh", [ONE, MESHES[0], *MESHES[3:]], ids=str)
+def test_losses_of_single_labels_are_those_of_numpy_and_of_every_mesh(mesh):
+    scorer, model = scorer_and_model(mesh)
+    losses = LossScorer(scorer.config, make_mesh(mesh)).score_each(model, windows()[:3])
+    for found, window in zip(losses, windows(), strict=False):
+        assert found.shape == (window.counted,)
+        for last in (window.counted, window.counted - 30):  # that the order is right too
+            expected = by_numpy([Window(window.tokens[: len(window.tokens) - window.counted + last], last)])
+            assert found[:last].sum() == pytest.approx(expected.loss, rel=1e-4)
+
+
+def test_the_scores_of_passes_are_those_of_each_by_itself():
+    scorer, model = scorer_and_model()
+    passes = [windows()[:3], windows()[3:20], []]
+    for ours, theirs in zip(scorer(model, passes), passes, strict=True):
+        assert_same(ours, scorer.score(model, theirs))
 
 
 def test_what_fills_the_last_batch_counts_nothing_and_every_window_is_reported_once():

@@ -1,0 +1,213 @@
+"""The needle in a haystack: does a model find a sentence in a long text, wherever it is?
+
+A fact that nobody can guess is put into filler text, and asked for at the end:
+
+    eod │ filler … The magic number of Lisbon is 7421 and no other. … filler │ What is the magic number of Lisbon? The
+        0%              depth, share of the filler before the fact            │ magic number of Lisbon is → 7421
+
+The number counts as found if greedy decoding writes it, all of it. That is so exactly if each of its tokens is the most
+likely one given the true tokens before it, so one forward pass decides it, as in `lambada.py`.
+
+The length is that of everything, answer included, and exact: the filler is cut to it. Every sample has a city, a number
+and a place in the text of its own, drawn from the seed; all depths of a length have the same, so that they differ in
+depth only. Within the filler the fact follows the end of a sentence, where there is one less than half a step of
+depth before its place.
+
+Source: Greg Kamradt, "Needle In A Haystack – Pressure Testing LLMs", 2023; one number of a city as in the Gemini 1.5
+report (arXiv 2403.05530, section 5.2.1.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from rich.table import Table
+
+from mjax.bounds import Bounds, Count, Seed
+from mjax.data.tokenizers import Tokenizer
+from mjax.errors import UsageError
+from mjax.model_config import ModelConfig
+from mjax.tasks.interface import Metric, Score, Window
+from mjax.tasks.perplexity import open_text
+
+FACT = " The magic number of {city} is {number} and no other."
+"""The number is followed by a word: some tokenizers have tokens of a digit and a full stop."""
+QUESTION = " What is the magic number of {city}? The magic number of {city} is"
+ANSWER = " {number}"
+CITIES = (
+    *("Accra", "Athens", "Baku", "Berlin", "Bogota", "Cairo", "Dakar", "Delhi", "Doha", "Hanoi", "Havana", "Kyoto"),
+    *("Lima", "Lisbon", "Madrid", "Minsk", "Nairobi", "Oslo", "Paris", "Porto", "Quito", "Riga", "Rome", "Seoul"),
+    *("Sofia", "Tallinn", "Tunis", "Turin", "Vienna", "Zagreb"),
+)  # fmt: skip
+NUMBERS = 1000, 10_000
+SENTENCE_ENDS = (".", "!", "?", "\n")
+
+
+@dataclass(frozen=True)
+class NeedleOptions:
+    """Flags of the task."""
+
+    lengths: tuple[int, ...] = ()
+    """Tokens of the whole text; by default an eighth, a quarter, a half and all of the model's sequence."""
+    depths: Annotated[int, Bounds(ge=2)] = 11
+    """Places of the fact, from the beginning of the text to its end."""
+    samples: Count = 4
+    """Cities and numbers asked for at each length and depth."""
+    seed: Seed = 1234
+    """Draws the cities, the numbers and the stretches of filler text."""
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The tokens of a fact, of the question for it and of the answer, and where in the text its filler begins."""
+
+    fact: list[int]
+    question: list[int]
+    answer: list[int]
+    begin: float
+
+    @property
+    def size(self) -> int:
+        """Tokens besides the filler, the end of document before it included."""
+        return 1 + len(self.fact) + len(self.question) + len(self.answer)
+
+
+class Needle:
+    """The task on files of text, or on a dataset, which are the filler.
+
+    Attributes:
+      lengths: tokens of the whole text, in ascending order.
+      depths: shares of the filler before the fact, from 0 to 1.
+      passes: the windows of each cell of the grid, lengths within depths: len(depths) · len(lengths) lists.
+    """
+
+    def __init__(self, data: str, tokenizer: Tokenizer, model: ModelConfig, options: NeedleOptions):
+        """Read the filler and hide the facts.
+
+        Args:
+          data: a .txt, .jsonl or .parquet file, a folder or a pattern of such; or the prefix of an indexed dataset.
+          tokenizer: of the model.
+          model: config of the model.
+          options: of the task.
+
+        Raises:
+          UsageError: there is nothing under that name, or too little for the filler; a length is above the model's
+            sequence, or too short for the fact and the question.
+        """
+        self.options, self.unscaled = options, model.unscaled_sequence
+        samples = [_draw(tokenizer, options.seed, number) for number in range(options.samples)]
+        self.lengths = _lengths(options.lengths, model.sequence, max(sample.size for sample in samples))
+        self.depths = np.linspace(0, 1, options.depths)
+        documents, _ = open_text(data, tokenizer)
+        filler = np.fromiter(chain.from_iterable(documents), np.int32)
+        if len(filler) < (needed := self.lengths[-1] - min(sample.size for sample in samples)):
+            raise UsageError(
+                f"{data} has {len(filler):,} tokens and a text of {self.lengths[-1]:,} needs {needed:,} of filler; "
+                "give more text, or lower --needle.lengths"
+            )
+        ends = _sentence_ends(filler, tokenizer)
+        self.passes: list[Sequence[Window]] = [
+            [_window(sample, filler, ends, depth, length, options.depths, tokenizer.eod) for sample in samples]
+            for depth in self.depths
+            for length in self.lengths
+        ]
+
+    def metrics(self, scores: Sequence[Score]) -> list[Metric]:
+        """The share of numbers that were found, and of every cell."""
+        found, asked = sum(score.right for score in scores), sum(score.windows for score in scores)
+        correct, labels = sum(score.correct for score in scores), sum(score.labels for score in scores)
+        rows = [
+            {"depth": float(depth), "length": length, "found": score.right, "samples": score.windows}
+            for (depth, length), score in zip(self._cells(), scores, strict=True)
+        ]
+        return [
+            Metric.share("found", found, asked, f"{found:,} of {asked:,} numbers are written by greedy decoding"),
+            Metric.share("correct_tokens", correct, labels, "of the numbers' tokens, each given the true ones before"),
+            Metric.number("loss", sum(scores, Score()).mean, "nats per token of the numbers"),
+            Metric.count("samples", self.options.samples, f"in each cell, from seed {self.options.seed}"),
+            Metric("cells", rows, self._table(self._shares(scores))),
+        ]
+
+    def draw(self, scores: Sequence[Score], file: Path, source: str) -> None:
+        """Draw the share that was found, depth × length, into `file`, .png, .pdf or .svg; `source` is for the title."""
+        from mjax.tasks.pictures import draw_needle  # matplotlib takes a second to import
+
+        about = f"{source}\n{self.options.samples} numbers in each cell, seed {self.options.seed}"
+        draw_needle(self._shares(scores), self.lengths, self.depths, file, about, self.unscaled)
+
+    def _cells(self) -> list[tuple[float, int]]:
+        return [(depth, length) for depth in self.depths for length in self.lengths]
+
+    def _shares(self, scores: Sequence[Score]) -> np.ndarray:
+        """The share that was found, [depths, lengths]."""
+        shares = [score.right / score.windows for score in scores]
+        return np.array(shares).reshape(len(self.depths), len(self.lengths))
+
+    def _table(self, shares: np.ndarray) -> Table:
+        columns = (f"{length:,}" for length in self.lengths)
+        table = Table("depth", *columns, box=None, header_style="bold", pad_edge=False)
+        for column in table.columns:
+            column.justify = "right"
+        for depth, row in zip(self.depths, shares, strict=True):
+            table.add_row(f"{depth:.0%}", *(f"{share:.0%}" for share in row))
+        return table
+
+
+def _draw(tokenizer: Tokenizer, seed: int, number: int) -> _Sample:
+    """Sample `number`, from the seed alone.
+
+    The question is encoded with its answer, and the answer begins where the tokens of the question alone end: some
+    tokenizers encode a number differently at the beginning of a text.
+    """
+    random = np.random.default_rng([seed, number])
+    words = {"city": CITIES[random.integers(len(CITIES))], "number": int(random.integers(*NUMBERS))}
+    alone = tokenizer.encode(QUESTION.format(**words))
+    whole = tokenizer.encode((QUESTION + ANSWER).format(**words))
+    common = next((i for i, pair in enumerate(zip(alone, whole, strict=False)) if pair[0] != pair[1]), len(alone))
+    fact = tokenizer.encode(FACT.format(**words))
+    return _Sample(list(fact), list(whole[:common]), list(whole[common:]), random.random())
+
+
+def _lengths(given: tuple[int, ...], sequence: int, shortest: int) -> tuple[int, ...]:
+    """The lengths in ascending order, by default those halvings of the sequence that have room for the texts."""
+    lengths = tuple(sorted(set(given))) or tuple(
+        sequence >> halvings for halvings in (3, 2, 1, 0) if sequence >> halvings >= 2 * shortest or not halvings
+    )
+    if lengths[-1] > sequence:
+        raise UsageError(
+            f"--needle.lengths {lengths[-1]} is longer than the model's sequence of {sequence:,} tokens; use "
+            f"{sequence} at most, or convert the model with --rope to have more"
+        )
+    if lengths[0] < shortest:
+        raise UsageError(
+            f"a text of --needle.lengths {lengths[0]} tokens has no room for a fact and its question; use {shortest} "
+            f"or more, of the model's {sequence:,}"
+        )
+    return lengths
+
+
+def _sentence_ends(filler: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Where a sentence may begin: indices of the tokens after those that end one, ascending."""
+    ids = [token for token in np.unique(filler).tolist() if tokenizer.decode([token]).endswith(SENTENCE_ENDS)]
+    return np.flatnonzero(np.isin(filler, ids)) + 1
+
+
+def _window(
+    sample: _Sample, filler: np.ndarray, ends: np.ndarray, depth: float, length: int, depths: int, eod: int
+) -> Window:
+    """A text of exactly `length` tokens, of which those of the answer count."""
+    size = length - sample.size
+    begin = int(sample.begin * (len(filler) - size + 1))
+    place = round(depth * size)
+    if place < size:  # at 100% the fact is the last thing before the question
+        index = np.searchsorted(ends, begin + place, side="right") - 1
+        moved = int(ends[index]) - begin if index >= 0 else 0
+        place = moved if moved >= 0 and place - moved <= size / (2 * (depths - 1)) else place
+    text = filler[begin : begin + size]
+    parts = [[eod], text[:place], sample.fact, text[place:], sample.question, sample.answer]
+    return Window(np.concatenate(parts).astype(np.int32), len(sample.answer))

@@ -1,0 +1,184 @@
+"""Perplexity by position: does a model predict better the more it has read?
+
+Long documents are cut into stretches of L tokens, each of which the model reads from position 1. Label p of a stretch
+is predicted from the p tokens before it, so the mean loss at p over all stretches shows what p tokens of context are
+worth. It falls with p as long as the model uses what lies further back; it levels off where the model no longer does,
+and rises where positions are too many for it, such as beyond those of its training.
+
+    stretch 0   [eod t1 … t_L−1] → t1 … t_L          the document from its beginning
+    stretch 1   [t_L … t_2L−1] → t_L+1 … t_2L        and on from there; the rest, shorter than L, is left out
+
+Every stretch has every position, so all bins are means over the same text, and comparable. That is why documents with
+fewer than L tokens are left out, and counted. The standard error of a bin is that of the mean over stretches: the
+labels within a stretch are not independent.
+
+Source: the loss over positions of long documents, as in the Gemini 1.5 report (arXiv 2403.05530, section 5.2.1, figure
+7), there cumulative; and sliding-window perplexity by length in YaRN (arXiv 2309.00071, section 4.3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from rich.table import Table
+
+from mjax.bounds import Count
+from mjax.data.tokenizers import Tokenizer
+from mjax.errors import RunError, UsageError
+from mjax.model_config import ModelConfig
+from mjax.tasks.interface import Metric, Window, perplexity
+from mjax.tasks.perplexity import open_text
+from mjax.tasks.windows import overlapping_windows
+
+
+@dataclass(frozen=True)
+class PositionsOptions:
+    """Flags of the task."""
+
+    length: Count | None = None
+    """Tokens that the model reads at once; by default its sequence. Shorter documents are left out."""
+    bins: Count = 16
+    """Bins of positions, fewer where there are not as many positions."""
+    spacing: Literal["log", "equal"] = "log"
+    """Bins whose width grows with the position, or bins of equal width."""
+
+
+class Positions:
+    """The task on files of text, or on a dataset.
+
+    Attributes:
+      passes: the stretches of all documents, one list.
+      length: L, labels of a stretch.
+      edges: first position of each bin, from 1, and the end of the last [bins + 1].
+      split: positions before they were scaled, or half the length: the metrics compare what is before and after.
+    """
+
+    def __init__(self, data: str, tokenizer: Tokenizer, model: ModelConfig, options: PositionsOptions):
+        """Read the documents and cut them into stretches.
+
+        Args:
+          data: a .txt, .jsonl or .parquet file, a folder or a pattern of such; or the prefix of an indexed dataset.
+          tokenizer: of the model.
+          model: config of the model.
+          options: of the task.
+
+        Raises:
+          UsageError: there is nothing under that name, no document is long enough, the dataset was made with another
+            tokenizer, or the length is above the model's sequence.
+        """
+        self.length = model.sequence if options.length is None else options.length
+        if not 2 <= self.length <= model.sequence:
+            raise UsageError(
+                f"--positions.length {self.length} does not fit a model of {model.sequence:,} positions; use 2 to "
+                f"{model.sequence}"
+            )
+        documents, _ = open_text(data, tokenizer)
+        stretches: list[Window] = []
+        self.documents = self.used = self.tokens = longest = 0
+        for tokens in documents:
+            found = overlapping_windows(np.array([tokenizer.eod, *tokens], np.int32), self.length, self.length)
+            whole = [window for window in found if window.counted == self.length]
+            self.documents, self.used = self.documents + bool(len(tokens)), self.used + bool(whole)
+            self.tokens, longest = self.tokens + len(tokens), max(longest, len(tokens))
+            stretches += whole
+        if not stretches:
+            raise UsageError(
+                f"{data} has no document of {self.length:,} tokens, the longest has {longest:,}; give longer texts, or "
+                f"use --positions.length {max(2, 1 << max(1, longest).bit_length() - 1)}"
+            )
+        self.passes: list[Sequence[Window]] = [stretches]
+        self.edges = bin_edges(self.length, options.bins, options.spacing)
+        self.spacing = options.spacing
+        self.scaled = model.unscaled_sequence < self.length
+        self.split = model.unscaled_sequence if self.scaled else self.length // 2
+
+    def metrics(self, scores: Sequence[np.ndarray]) -> list[Metric]:
+        """The loss before and after `split`, what was read, and the loss of every bin.
+
+        Args:
+          scores: the losses of all stretches, nats [stretches, L], in a list.
+        """
+        (losses,) = scores
+        bins = self.bins(losses)
+        before, after = losses[:, : self.split].mean(1), losses[:, self.split :].mean(1)
+        gain, error = mean_and_error(before - after)
+        left_out = self.tokens - losses.size
+        return [
+            Metric.number("loss", float(losses.mean(dtype=np.float64)), "nats per token, all positions"),
+            Metric.number("loss_before", mean_and_error(before)[0], f"positions 1 to {self.split:,}"),
+            Metric.number("loss_after", mean_and_error(after)[0], f"positions {self.split + 1:,} to {self.length:,}"),
+            Metric.number("gain", gain, f"of the later positions{_plus_minus(error)}; below 0 they are worse"),
+            Metric("gain_error", error, "unknown" if error is None else f"{error:.4f}", "standard error of the gain"),
+            Metric.count(
+                "documents", self.used, f"of {self.documents:,}; the others have fewer than {self.length:,} tokens"
+            ),
+            Metric.count("stretches", len(losses), f"of {self.length:,} tokens each"),
+            Metric.count("tokens", losses.size, f"and {left_out:,} left out, of short documents and at the ends"),
+            Metric("bins", bins, _table(bins)),
+        ]
+
+    def bins(self, losses: np.ndarray) -> list[dict[str, float | int | None]]:
+        """The rows of the table: first and last position of each bin, its mean loss, and how many labels it has.
+
+        Args:
+          losses: nats [stretches, L].
+
+        Raises:
+          RunError: a loss is not finite.
+        """
+        if not np.isfinite(losses).all():
+            raise RunError(
+                "the model's loss on this text is not finite; try --precision.compute fp32, or an earlier --step"
+            )
+        rows = []
+        for first, end in pairwise(self.edges.tolist()):
+            mean, error = mean_and_error(losses[:, first - 1 : end - 1].mean(1, dtype=np.float64))
+            rows.append(
+                {"first": first, "last": end - 1, "loss": mean, "standard_error": error}
+                | {"perplexity": perplexity(mean), "tokens": len(losses) * (end - first)}
+            )
+        return rows
+
+    def draw(self, scores: Sequence[np.ndarray], file: Path, source: str) -> None:
+        """Draw the loss of every bin into `file`, .png, .pdf or .svg; `source` is for the title."""
+        from mjax.tasks.pictures import draw_positions  # matplotlib takes a second to import
+
+        (losses,) = scores
+        about = (
+            f"{len(losses):,} stretches of {self.length:,} tokens from {self.used:,} of {self.documents:,} documents"
+        )
+        trained = self.split if self.scaled else None
+        draw_positions(self.bins(losses), file, f"{source}\n{about}", trained, self.spacing == "log")
+
+
+def bin_edges(length: int, bins: int, spacing: str) -> np.ndarray:
+    """First positions of the bins, from 1, and length + 1: whole numbers that grow [at most bins + 1]."""
+    spread = np.geomspace if spacing == "log" else np.linspace
+    return np.unique(np.round(spread(1, length + 1, bins + 1)).astype(np.int64))
+
+
+def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
+    """The mean of independent values [n] and its standard error, which is None for a single value."""
+    mean = float(values.mean(dtype=np.float64))
+    return mean, float(values.std(ddof=1, dtype=np.float64) / math.sqrt(len(values))) if len(values) > 1 else None
+
+
+def _plus_minus(error: float | None) -> str:
+    return "" if error is None else f", ± {error:.4f}"
+
+
+def _table(rows: list[dict[str, float | int | None]]) -> Table:
+    table = Table("positions", "loss", "±", "perplexity", "tokens", box=None, header_style="bold", pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    for row in rows:
+        span = f"{row['first']:,}" if row["first"] == row["last"] else f"{row['first']:,} – {row['last']:,}"
+        error = "" if row["standard_error"] is None else f"{row['standard_error']:.4f}"
+        table.add_row(span, f"{row['loss']:.4f}", error, f"{row['perplexity']:,.2f}", f"{row['tokens']:,}")
+    return table

@@ -1,0 +1,60 @@
+"""`mjax convert from-hf --rope`: the logits that `transformers` has with the same scaling, past the original length."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax import cli
+
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+
+from tests.parity.outputs import batch_of  # noqa: E402
+from tests.parity.outputs import logits_of as logits_of_peer  # noqa: E402
+from tests.parity.peers import imported  # noqa: E402
+from tests.parity.test_convert_llama_transformers import LLAMA3, SMALL, peer_of  # noqa: E402
+from tests.parity.test_llama_transformers import in_float64, logits_of  # noqa: E402, F401
+
+pytestmark = pytest.mark.parity
+
+ORIGINAL = SMALL["max_position_embeddings"]
+ROPES = {
+    "yarn:8": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": ORIGINAL},
+    "llama3:8": {**LLAMA3, "original_max_position_embeddings": ORIGINAL},
+    "linear:8": {"rope_type": "linear", "factor": 8.0},
+}
+
+
+@pytest.mark.parametrize("given", ROPES)
+@pytest.mark.parametrize("family", ["llama", "qwen 3"])
+def test_an_unscaled_checkpoint_has_the_logits_of_the_scaled_model(family, given, tmp_path):
+    unscaled = peer_of(family)
+    config, weights = imported(unscaled, tmp_path, "--rope", given)
+    assert config.model.sequence == 8 * ORIGINAL
+    rope = {**ROPES[given], "rope_theta": unscaled.config.rope_parameters["rope_theta"]}
+    longer = transformers.AutoConfig.from_pretrained(
+        tmp_path / "hf", rope_parameters=rope, max_position_embeddings=8 * ORIGINAL, attn_implementation="eager"
+    )
+    scaled = type(unscaled)(longer).eval()
+    scaled.load_state_dict(unscaled.state_dict())
+    batch = batch_of(config.model)
+    assert batch["tokens"].shape[1] == 8 * ORIGINAL
+    with torch.no_grad():
+        expected, without = (logits_of_peer(peer.double(), batch).numpy() for peer in (scaled, unscaled))
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda weight: jnp.asarray(weight, jnp.float64), jax.device_get(weights))
+        abstract = jax.eval_shape(lambda: wide)
+        found = logits_of(config, abstract, wide, batch)[..., : config.model.vocabulary]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
+    assert np.abs(found - without).max() > 1e-2  # the scaling is not without effect
+
+    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["rope_parameters"].items() >= rope.items()
+    assert written["rope_scaling"].items() >= ROPES[given].items()
+    again = type(unscaled).from_pretrained(tmp_path / "out", attn_implementation="eager").double().eval()
+    with torch.no_grad():
+        np.testing.assert_array_equal(logits_of_peer(again, batch).numpy(), expected)
