@@ -198,6 +198,21 @@ def test_the_answer_is_what_follows_the_tokens_of_the_question_alone(folder, tmp
             assert tokenizer.decode(window.tokens[-window.counted :].tolist()).strip().isdigit()
 
 
+def test_of_a_large_file_no_more_is_read_than_filler_needs(tmp_path):
+    encoded = []
+
+    class Counting(ByteTokenizer):
+        def encode(self, text):
+            encoded.append(len(text))
+            return super().encode(text)
+
+    data = written(tmp_path / "large.jsonl", *["All work and no play. " * 500] * 10)
+    Needle(str(data), Counting(), LlamaConfig(sequence=256), NeedleOptions(samples=1, depths=2))
+    texts = [size for size in encoded if size > 1000]
+    assert sum(texts[:-1]) < 100 * 256 <= sum(texts)
+    assert len(texts) == 3
+
+
 def test_lengths_are_halvings_of_the_sequence_with_room_for_the_texts(folder):
     assert needle(folder, sequence=2048).lengths == (256, 512, 1024, 2048)
     assert needle(folder, sequence=600).lengths == (300, 600)
