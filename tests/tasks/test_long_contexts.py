@@ -92,7 +92,7 @@ def test_documents_are_cut_into_stretches_of_all_positions_and_short_ones_are_co
     values = {metric.name: metric.value for metric in task.metrics([losses])}
     remarks = {metric.name: metric.remark for metric in task.metrics([losses])}
     assert (values["documents"], values["stretches"], values["tokens"]) == (2, 3, 15)
-    assert remarks["documents"] == "of 3; the others have fewer than 5 tokens"
+    assert remarks["documents"] == "of 3; those with fewer than 5 tokens are left out"
     assert remarks["tokens"].startswith("and 4 left out")
 
 
