@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -46,6 +45,8 @@ CITIES = (
 )  # fmt: skip
 NUMBERS = 1000, 10_000
 SENTENCE_ENDS = (".", "!", "?", "\n")
+ENOUGH = 100
+"""Times the longest text; what a larger file has beyond that is not read."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,7 @@ class Needle:
         samples = [_draw(tokenizer, options.seed, number) for number in range(options.samples)]
         self.lengths = _lengths(options.lengths, model.sequence, max(sample.size for sample in samples))
         self.depths = np.linspace(0, 1, options.depths)
-        documents, _ = open_text(data, tokenizer)
-        filler = np.fromiter(chain.from_iterable(documents), np.int32)
+        filler = _filler(data, tokenizer, ENOUGH * self.lengths[-1])
         if len(filler) < (needed := self.lengths[-1] - min(sample.size for sample in samples)):
             raise UsageError(
                 f"{data} has {len(filler):,} tokens and a text of {self.lengths[-1]:,} needs {needed:,} of filler; "
@@ -189,6 +189,18 @@ def _lengths(given: tuple[int, ...], sequence: int, shortest: int) -> tuple[int,
             f"or more, of the model's {sequence:,}"
         )
     return lengths
+
+
+def _filler(data: str, tokenizer: Tokenizer, enough: int) -> np.ndarray:
+    """The documents of a file one after the other, int32, those that bring the number of tokens to `enough`."""
+    found, size = [np.zeros(0, np.int32)], 0
+    documents, _ = open_text(data, tokenizer)
+    for tokens in documents:
+        found.append(np.asarray(tokens, np.int32))
+        size += len(tokens)
+        if size >= enough:
+            break
+    return np.concatenate(found)
 
 
 def _sentence_ends(filler: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:

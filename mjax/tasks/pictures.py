@@ -112,7 +112,7 @@ def draw_needle(
 
 def _finish(figure: Figure, axes: Any, file: Path, title: str, about: str) -> None:
     """The title, two lines below it, and the file."""
-    axes.set_title(title, loc="left", size=12, weight="bold", color=INK, pad=46)
+    axes.set_title(title, loc="left", size=12, weight="bold", color=INK, pad=40)
     axes.annotate(
         about, (0, 1), xycoords="axes fraction", xytext=(0, 17), textcoords="offset points", color=SOFT_INK, size=8.5,
         parse_math=False,  # a name may contain dollars

@@ -88,9 +88,10 @@ class Positions:
             self.tokens, longest = self.tokens + len(tokens), max(longest, len(tokens))
             stretches += whole
         if not stretches:
+            shorter = f", or use --positions.length {1 << longest.bit_length() - 1}" if longest > 1 else ""
             raise UsageError(
-                f"{data} has no document of {self.length:,} tokens, the longest has {longest:,}; give longer texts, or "
-                f"use --positions.length {max(2, 1 << max(1, longest).bit_length() - 1)}"
+                f"{data} has no document of {self.length:,} tokens, the longest has {longest:,}; give longer "
+                f"texts{shorter}"
             )
         self.passes: list[Sequence[Window]] = [stretches]
         self.edges = bin_edges(self.length, options.bins, options.spacing)
@@ -116,7 +117,9 @@ class Positions:
             Metric.number("gain", gain, f"of the later positions{_plus_minus(error)}; below 0 they are worse"),
             Metric("gain_error", error, "unknown" if error is None else f"{error:.4f}", "standard error of the gain"),
             Metric.count(
-                "documents", self.used, f"of {self.documents:,}; the others have fewer than {self.length:,} tokens"
+                "documents",
+                self.used,
+                f"of {self.documents:,}; those with fewer than {self.length:,} tokens are left out",
             ),
             Metric.count("stretches", len(losses), f"of {self.length:,} tokens each"),
             Metric.count("tokens", losses.size, f"and {left_out:,} left out, of short documents and at the ends"),

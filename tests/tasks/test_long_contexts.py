@@ -92,7 +92,7 @@ def test_documents_are_cut_into_stretches_of_all_positions_and_short_ones_are_co
     values = {metric.name: metric.value for metric in task.metrics([losses])}
     remarks = {metric.name: metric.remark for metric in task.metrics([losses])}
     assert (values["documents"], values["stretches"], values["tokens"]) == (2, 3, 15)
-    assert remarks["documents"] == "of 3; the others have fewer than 5 tokens"
+    assert remarks["documents"] == "of 3; those with fewer than 5 tokens are left out"
     assert remarks["tokens"].startswith("and 4 left out")
 
 
@@ -198,6 +198,21 @@ def test_the_answer_is_what_follows_the_tokens_of_the_question_alone(folder, tmp
             assert tokenizer.decode(window.tokens[-window.counted :].tolist()).strip().isdigit()
 
 
+def test_of_a_large_file_no_more_is_read_than_filler_needs(tmp_path):
+    encoded = []
+
+    class Counting(ByteTokenizer):
+        def encode(self, text):
+            encoded.append(len(text))
+            return super().encode(text)
+
+    data = written(tmp_path / "large.jsonl", *["All work and no play. " * 500] * 10)
+    Needle(str(data), Counting(), LlamaConfig(sequence=256), NeedleOptions(samples=1, depths=2))
+    texts = [size for size in encoded if size > 1000]
+    assert sum(texts[:-1]) < 100 * 256 <= sum(texts)
+    assert len(texts) == 3
+
+
 def test_lengths_are_halvings_of_the_sequence_with_room_for_the_texts(folder):
     assert needle(folder, sequence=2048).lengths == (256, 512, 1024, 2048)
     assert needle(folder, sequence=600).lengths == (300, 600)
@@ -241,7 +256,7 @@ def test_a_model_that_looks_back_120_tokens_finds_what_is_that_near(folder):
 def test_every_mesh_has_the_figures_of_one_device(folder, mesh):
     cases = {
         ("near", "needle", "story.jsonl"): {"needle": NeedleOptions(lengths=(256,), depths=5)},
-        ("far", "positions", "repeated.jsonl"): {},
+        ("never", "positions", "story.jsonl"): {},
     }
     for case, options in cases.items():
         one, many = found_by(folder, *case, **options), found_by(folder, *case, mesh=mesh, **options)
