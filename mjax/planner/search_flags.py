@@ -20,8 +20,9 @@ class SearchArguments:
     """Search at this global batch, in sequences; samples and learning rate of the run stay, so the number of steps
     changes."""
     keep: tuple[str, ...] = ()
-    """Fields to keep fixed in the search: any of mesh.pipe, mesh.data, mesh.model, mesh.sequence_parallel,
-    mesh.schedule, mesh.chunks, mesh.zero, train.micro_batch, train.recompute, train.streams, train.loss_chunks."""
+    """Fields to keep fixed in the search: any of mesh.pipe, mesh.data, mesh.model, mesh.expert, mesh.context,
+    mesh.context_attention, mesh.sequence_parallel, mesh.schedule, mesh.chunks, mesh.zero, train.micro_batch,
+    train.recompute, train.streams, train.loss_chunks."""
     top: Count = 10
     """Number of candidates to show, fastest first."""
     price: NotNegative | None = None
