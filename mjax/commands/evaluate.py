@@ -162,7 +162,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
 
     # --- The run and the file -----------------------------------------------------------------------------------------
     notices = Console(stderr=True, highlight=False, quiet=not processes.is_first())
-    say = lambda line: notices.print(line, markup=False)  # noqa: E731
+    say = lambda line: notices.print(line, markup=False, soft_wrap=True)  # noqa: E731
     run, labelled = arguments.checkpoint, arguments.task in TASKS
     saved = _read_run(arguments)
     tokenizer = run_tokenizer(run, saved.model, arguments.tokenizer)

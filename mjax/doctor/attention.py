@@ -12,7 +12,7 @@ from mjax.doctor.finding import GREEN, RED, YELLOW, Found, advice_on, check
 from mjax.doctor.numerics import relative_error
 from mjax.errors import UsageError
 from mjax.model_config import GPTConfig, ModelConfig
-from mjax.models import attention, kernel_trial
+from mjax.models import attention_kernels, kernel_trial
 
 # Largest allowed difference from NumPy's float64, relative to the largest value: products of 16-bit inputs are summed
 # in float32, and probabilities and results rounded to 8 (bf16) or 11 (fp16) bits.
@@ -68,7 +68,7 @@ def largest_error(kernel: str, model: ModelConfig, compute: str, documents: bool
     options = kernel_trial.trial_options(model, shape[1], documents)
 
     def total(q, k, v):
-        out = attention.attend(q, k, v, kernel, **options).astype(jnp.float32)
+        out = attention_kernels.attend(q, k, v, kernel, **options).astype(jnp.float32)
         return jnp.square(out).sum(), out
 
     gradients, output = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(*inputs)

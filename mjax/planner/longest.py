@@ -181,7 +181,12 @@ def run_longest(
     if file is not None:
         from mjax.planner.longest_figure import draw_longest
 
-        draw_longest(found, file, name, gpu.name)
+        points = {
+            way.name: [(each.devices, each.sequence) for each in found if each.way == way]
+            for way in WAYS
+            if any(each.way == way for each in found)
+        }
+        draw_longest(points, file, name, gpu.name)
     values = {
         "gpu": gpu.name,
         "figure": None if file is None else str(file),

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-if TYPE_CHECKING:
-    from mjax.planner.longest import Longest
 
 # Okabe and Ito's palette, distinguishable with colour blindness; each way has a marker of its own, too. Labels stand
 # above the first line, to the left of the second, and below the last.
@@ -21,15 +18,19 @@ STYLES = (
 INK, SOFT_INK = "#222222", "#666666"
 
 
-def draw_longest(found: list[Longest], file: Path, name: str, gpu: str) -> None:
-    """Draw the longest sequences into `file`: .png, .pdf or .svg."""
+def draw_longest(found: Mapping[str, Sequence[tuple[int, int]]], file: Path, name: str, gpu: str) -> None:
+    """Draw the longest sequences.
+
+    Args:
+      found: by way, highest first, the numbers of GPUs and of positions.
+      file: .png, .pdf or .svg.
+      name, gpu: of the config and of the GPU, for the title and the axis.
+    """
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     plot = figure.add_subplot()
-    ways = list(dict.fromkeys(each.way for each in found))
-    for way, (colour, marker, offset, side) in zip(ways, STYLES, strict=False):
-        own = [each for each in found if each.way == way]
-        counts, lengths = [each.devices for each in own], [each.sequence for each in own]
-        plot.plot(counts, lengths, color=colour, marker=marker, linewidth=2, label=way.name)
+    for (way, points), (colour, marker, offset, side) in zip(found.items(), STYLES, strict=False):
+        counts, lengths = zip(*points, strict=True)
+        plot.plot(counts, lengths, color=colour, marker=marker, linewidth=2, label=way)
         for count, length in zip(counts, lengths, strict=True):
             plot.annotate(
                 in_short(length),

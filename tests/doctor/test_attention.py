@@ -10,7 +10,7 @@ from mjax.config import load_config
 from mjax.doctor.attention import check_attention, largest_error, reference
 from mjax.doctor.finding import GREEN, RED, YELLOW
 from mjax.errors import UsageError
-from mjax.models import attention, kernel_trial
+from mjax.models import attention_kernels, kernel_trial
 
 
 @pytest.fixture
@@ -20,12 +20,12 @@ def chosen(monkeypatch):
 
 
 def broken(monkeypatch, **changes):
-    right = attention.attend
+    right = attention_kernels.attend
 
     def attend(q, k, v, kernel, **options):
         return right(q, k, v, kernel, **{**options, **changes})
 
-    monkeypatch.setattr(attention, "attend", attend)
+    monkeypatch.setattr(attention_kernels, "attend", attend)
 
 
 def small(name, **changes):
@@ -91,7 +91,7 @@ def test_a_config_in_fp64_is_not_said_to_be_tried_in_it(chosen):
 
 
 def test_numbers_that_are_none_are_the_worst(monkeypatch):
-    monkeypatch.setattr(attention, "attend", lambda q, k, v, kernel, **options: q * np.nan)
+    monkeypatch.setattr(attention_kernels, "attend", lambda q, k, v, kernel, **options: q * np.nan)
     assert not largest_error("xla", load_config("gpt_demo").model, "fp32", False) < 1
 
 

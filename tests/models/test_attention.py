@@ -10,7 +10,7 @@ import pytest
 
 from mjax.config import GPTConfig
 from mjax.errors import UsageError
-from mjax.models import attention, kernel_trial
+from mjax.models import attention_kernels, kernel_trial
 from mjax.models.attention_kernels import attend
 from mjax.models.kernel_trial import resolve_attention
 from mjax.models.positions import alibi_slopes
@@ -177,7 +177,7 @@ def test_cudnn_is_not_tried_with_documents_on_an_odd_number_of_positions():
 
 
 def test_a_kernel_with_wrong_numbers_is_found_at_the_start(monkeypatch):
-    right = attention.attend
+    right = attention_kernels.attend
 
     def attend(q, k, v, kernel, **options):
         return right(q, k, v, kernel, **options) * (1.5 if kernel == "xla_blocks" else 1.0)
@@ -188,7 +188,7 @@ def test_a_kernel_with_wrong_numbers_is_found_at_the_start(monkeypatch):
 
 
 def test_a_kernel_that_does_not_keep_to_documents_is_found_at_the_start(monkeypatch):
-    right = attention.attend
+    right = attention_kernels.attend
 
     def attend(q, k, v, kernel, documents, **options):
         return right(q, k, v, kernel, documents=documents if kernel == "xla" else None, **options)
@@ -200,7 +200,7 @@ def test_a_kernel_that_does_not_keep_to_documents_is_found_at_the_start(monkeypa
 
 
 def test_a_kernel_that_leaves_alibi_out_is_found_at_the_start(monkeypatch):
-    right = attention.attend
+    right = attention_kernels.attend
 
     def attend(q, k, v, kernel, slopes, **options):
         return right(q, k, v, kernel, slopes=slopes if kernel == "xla" else None, **options)
@@ -213,7 +213,7 @@ def test_a_kernel_that_leaves_alibi_out_is_found_at_the_start(monkeypatch):
 
 @pytest.mark.parametrize("window", [5, 100])
 def test_a_kernel_that_leaves_the_window_out_is_found_at_the_start(monkeypatch, window):
-    right = attention.attend
+    right = attention_kernels.attend
 
     def attend(q, k, v, kernel, window, **options):
         return right(q, k, v, kernel, window=window if kernel == "xla" else None, **options)

@@ -10,6 +10,7 @@ import pytest
 
 from mjax import cli
 from mjax.batch_size import BatchSizes
+from mjax.data.batches import of_positions
 from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
 from mjax.training import loop
@@ -94,8 +95,8 @@ def test_an_evaluation_weighs_masked_tokens_by_their_number_and_pairs_alike(run)
     class Validation:
         sizes = BatchSizes.constant(8)
 
-        def at(self, step, rows=slice(None)):
-            return {name: array[rows] for name, array in batches[step].items()}
+        def at(self, step, rows=slice(None), positions=slice(None)):
+            return of_positions({name: array[rows] for name, array in batches[step].items()}, positions)
 
     loss, metrics = run.evaluate(1, weights, Validation())
     each = np.stack([_expected(run, weights, batch) for batch in batches])

@@ -126,8 +126,8 @@ def test_an_evaluation_weighs_its_batches_by_the_labels_that_count(evaluating):
     class Validation:
         sizes = BatchSizes.constant(8)
 
-        def at(self, step, rows):
-            return {name: array[rows] for name, array in batches[step].items()}
+        def at(self, step, rows, positions):
+            return {name: array[rows, positions] for name, array in batches[step].items()}
 
     placed = [run.program.on_devices(batch) for batch in batches]
     whole, tail = (float(run.program.eval_step(weights, batch).loss) for batch in placed)
