@@ -80,19 +80,19 @@ def full_forward(sequence=16):
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        ((1, 1), {}),
+        pytest.param((1, 1), {}, marks=pytest.mark.long),
         ((1, 4), {}),
-        ((1, 1), BLOOM),
+        pytest.param((1, 1), BLOOM, marks=pytest.mark.long),
         ((1, 2), BLOOM),
         ((1, 1), {"window": 1}),
-        ((1, 2), WINDOW),
+        pytest.param((1, 2), WINDOW, marks=pytest.mark.long),
         ((1, 2), QWEN),
-        ((1, 2), OLMO),
-        ((1, 4), QWEN),
+        pytest.param((1, 2), OLMO, marks=pytest.mark.long),
+        pytest.param((1, 4), QWEN, marks=pytest.mark.long),
         ((1, 4), {**OLMO, "kv_heads": 1}),
         ((1, 2), {**OLMO, "layers": 4, "full_attention_every": 2}),
         ((1, 2), {"mesh": {"context": 2}}),
-        ((1, 1), {"mesh": {"context": 4, "context_attention": "gather"}}),
+        pytest.param((1, 1), {"mesh": {"context": 4, "context_attention": "gather"}}, marks=pytest.mark.long),
         ((1, 1), {**WINDOW, "mesh": {"context": 4, "context_attention": "gather"}}),
         pytest.param((1, 2), {**BLOOM, "mesh": {"context": 2}}, marks=pytest.mark.long),
         pytest.param((1, 2), {**QWEN, "mesh": {"context": 2}}, marks=pytest.mark.long),
@@ -409,7 +409,7 @@ def test_a_continuation_keeps_the_space_that_its_first_token_begins_with():
     "mesh",
     [
         {"data": 2, "model": 2, "zero": 3, "sequence_parallel": True},
-        {"pipe": 4, "data": 1, "model": 2, "zero": 1},
+        pytest.param({"pipe": 4, "data": 1, "model": 2, "zero": 1}, marks=pytest.mark.long),
         {"pipe": 2, "data": 2, "model": 2, "chunks": 2, "zero": 3},
         {"pipe": 2, "context": 2, "model": 2, "context_attention": "gather"},
     ],
@@ -430,7 +430,7 @@ def test_a_model_spread_over_a_pipeline_or_in_shards_writes_what_one_device_writ
 # --- Streaming, standard input, several samples -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (1, 2)])
+@pytest.mark.parametrize("mesh", [(1, 1), pytest.param((1, 2), marks=pytest.mark.long)])
 def test_a_listener_hears_every_token_and_every_end(mesh):
     generator, model = generator_and_model(*mesh)
     sampling, heard = Sampling(tokens=6, temperature=1.5, seed=3), {}

@@ -23,6 +23,7 @@ def python(code):
     return [sys.executable, "-c", code]
 
 
+@pytest.mark.long
 def test_a_dry_run_leaves_its_tables(tmp_path):
     command = [sys.executable, "benchmarks/gpu.py", "--output", str(tmp_path / "day"), "--tiny", "--parts"]
     parts = ["about", "first", "calibrate"]

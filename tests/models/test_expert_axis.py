@@ -149,6 +149,7 @@ def _run_config(**mesh):
     return replace(config, train=replace(config.train, steps=6, eval_interval=0))
 
 
+@pytest.mark.long
 def test_a_run_continues_on_another_expert_axis_with_the_same_losses(tmp_path, fewer_devices):
     def trained(config, name, **options):
         mjax.Trainer(config, tmp_path / name, show=False, **options).train()

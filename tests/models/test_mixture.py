@@ -58,9 +58,9 @@ def config_of(data=1, model=1, micro_batch=2, recompute="none", mesh=None, unrol
     "config",
     [
         config_of(),
-        config_of(router_normalized=False, dropout=0.0, kv_heads=2),
+        pytest.param(config_of(router_normalized=False, dropout=0.0, kv_heads=2), marks=pytest.mark.long),
         config_of(**DEEPSEEK),
-        config_of(experts=1, experts_per_token=1, recompute="full"),
+        pytest.param(config_of(experts=1, experts_per_token=1, recompute="full"), marks=pytest.mark.long),
         config_of(**DEEPSEEK, balance_bias=0.01),
     ],
     ids=["softmax", "not normalised", "sigmoid, groups, shared", "one expert", "bias"],
@@ -76,9 +76,9 @@ PACKED = {"reset_attention": True, "mask_eod_loss": True}
 @pytest.mark.parametrize(
     ("data", "model", "pipe", "sequence_parallel", "zero", "recompute", "unroll", "micro_batch", "changes"),
     [
-        (2, 2, 1, True, 1, "selective", "on", 4, {}),
+        pytest.param(2, 2, 1, True, 1, "selective", "on", 4, {}, marks=pytest.mark.long),
         pytest.param(1, 2, 1, False, 0, "full", "on", 2, DEEPSEEK, marks=pytest.mark.long),
-        (4, 1, 1, False, 3, "none", "off", 1, {"samples": PACKED}),
+        pytest.param(4, 1, 1, False, 3, "none", "off", 1, {"samples": PACKED}, marks=pytest.mark.long),
         pytest.param(2, 2, 1, True, 3, "full", "off", 2, {"kv_heads": 2}, marks=pytest.mark.long),
         pytest.param(2, 1, 1, False, 1, "none", "on", 2, {"tied": True}, marks=pytest.mark.long),
         (1, 4, 1, True, 0, "none", "off", 8, DEEPSEEK),
@@ -86,12 +86,14 @@ PACKED = {"reset_attention": True, "mask_eod_loss": True}
         (2, 2, 2, True, 3, "selective", "off", 1, {"mesh": {"schedule": "zb-h1", "chunks": 2}}),
         (4, 1, 1, False, 1, "selective", "on", 1, {"mesh": {"expert": 4}, "samples": PACKED}),
         (4, 2, 1, True, 3, "full", "off", 2, {"mesh": {"expert": 2}, **DEEPSEEK}),
-        (2, 1, 1, False, 1, "offload", "off", 2, {}),
+        pytest.param(2, 1, 1, False, 1, "offload", "off", 2, {}, marks=pytest.mark.long),
         pytest.param(
             4, 2, 1, True, 3, "offload", "off", 2, {"mesh": {"expert": 2}, **DEEPSEEK}, marks=pytest.mark.long
         ),
         (4, 1, 2, False, 3, "none", "off", 1, {"mesh": {"expert": 2, "schedule": "zb-h1"}}),
-        (2, 2, 1, False, 0, "none", "off", 2, {"mesh": {"expert": 2}, "kv_heads": 2}),
+        pytest.param(
+            2, 2, 1, False, 0, "none", "off", 2, {"mesh": {"expert": 2}, "kv_heads": 2}, marks=pytest.mark.long
+        ),
         (1, 1, 2, False, 0, "selective", "off", 2, {"mesh": {"schedule": "zb-h1"}, **DEEPSEEK}),
         pytest.param(
             2,

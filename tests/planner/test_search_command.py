@@ -172,6 +172,7 @@ def asked(config, gpu, devices, keep=(), top=10):
     return run_search(SearchArguments(devices=devices, keep=keep, top=top), "small", config, gpu)[1]
 
 
+@pytest.mark.long
 def test_thirty_billion_on_forty_gigabytes_leave_five_percent_free_or_a_warning(tmp_path):
     config = load_config("gpt_8b")
     model = replace(config.model, layers=48, hidden=7168, heads=56, sequence=2048)
