@@ -98,9 +98,8 @@ def _check_context(config: Config) -> None:
     model, mesh = config.model, config.mesh
     parts = max(config.sequence_chunks, mesh.context)
     if model.sequence % parts:
-        what = f"the {parts} parts of" if parts > mesh.context else "the"
         raise UsageError(
-            f"--mesh.context {mesh.context} does not divide {what} {model.sequence} positions; "
+            f"--mesh.context {mesh.context} cannot cut {model.sequence} positions into {parts} equal parts; "
             f"use a --model.sequence that is a multiple of {parts}, or --mesh.context "
             f"{_listed([n for n in _divisors(model.sequence * mesh.context // parts) if n > 1] or [1])}"
         )

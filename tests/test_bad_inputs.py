@@ -137,6 +137,15 @@ WRONG = {
     "flag of another trainer": (
         _train("--tensor-model-parallel-size", "2"), 2, "no --tensor-model-parallel-size; type --mesh.model 2",
     ),
+    "a context that does not divide the positions": (
+        _train("--mesh.data", "5", "--mesh.context", "3"), 2, "--mesh.context 3 cannot cut 16 positions into 6",
+    ),
+    "offloading in a pipeline": (
+        _train("--mesh.pipe", "2", "--mesh.data", "4", "--train.recompute", "offload"), 2, "--train.recompute offload",
+    ),
+    "a task of evaluation that is not there": (
+        lambda p: ["evaluate", "--run", str(p / "runs" / "done"), "--task", "needles", "--data", "x"], 2, "needle",
+    ),
     "run and config": (
         lambda p: ["train", "--run", str(p / "runs" / "done"), *TINY], 2, "has no effect with --run",
     ),

@@ -293,10 +293,10 @@ def test_a_run_has_the_losses_of_one_device_and_continues_on_another_context(tmp
 @pytest.mark.parametrize(
     ("mesh", "model", "message"),
     [
-        ({"context": 3}, {}, r"--mesh.context 3 does not divide .*16 positions; use a --model.sequence that is a "),
+        ({"context": 3}, {}, r"--mesh.context 3 cannot cut 16 positions into .* equal parts; use a --model"),
         (
             {"context": 16, "context_attention": "gather"}, {"sequence": 16},
-            r"--mesh.context 16 does not divide the 32 parts of 16 positions; .* --mesh.context 2, 4 or 8$",
+            r"--mesh.context 16 cannot cut 16 positions into 32 equal parts; .* --mesh.context 2, 4 or 8$",
         ),
         (
             {"context": 4, "context_attention": "heads", "model": 4}, {},
