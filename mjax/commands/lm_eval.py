@@ -27,7 +27,7 @@ HELP = """usage: mjax lm-eval [--run RUN] [--simulate N] [flags of lm-eval run]
   --simulate N    number of CPU devices to simulate
 
 Everything else is passed to EleutherAI's lm-evaluation-harness (pip install lm-eval); --model_args of mjax
-are run, step, pipe, data, model, compute, attention and tokenizer.
+are run, step, pipe, data, context, model, compute, attention and tokenizer.
 """
 
 

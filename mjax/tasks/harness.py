@@ -52,7 +52,7 @@ class HarnessModel(TemplateLM):
     Args (`--model_args run=runs/x,model=8`):
       run: its folder; checkpoint is the same.
       step: checkpoint to use; by default the newest intact one.
-      pipe, data, model: the mesh, which may differ from training.
+      pipe, data, context, model: the mesh, which may differ from training.
       compute: bf16, fp16 or fp32; by default as in training.
       attention: the kernel, as in training.
       batch_size: sequences per forward pass of a data-parallel replica (`--batch_size`); auto: as in training.
@@ -70,6 +70,7 @@ class HarnessModel(TemplateLM):
         step: int | None = None,
         pipe: int = 1,
         data: int = 1,
+        context: int = 1,
         model: int = 1,
         compute: str | None = None,
         attention: str = "auto",
@@ -94,7 +95,7 @@ class HarnessModel(TemplateLM):
         self.text = run_tokenizer(run, saved.model, tokenizer, "tokenizer=KIND:FILE in --model_args")
         self.ends = ends_of_text(run, self.text.eod, tokenizer)
         micro_batch = None if batch_size == "auto" else int(batch_size)
-        shape = MeshConfig(pipe=pipe, data=data, model=model)
+        shape = MeshConfig(pipe=pipe, data=data, context=context, model=model)
         self.config = with_kernel(inference_config(saved, shape, attention, micro_batch, compute), tqdm.write)
         mesh = make_mesh(self.config.mesh)
         self.scorer, self.generator = Scorer(self.config, mesh), Generator(self.config, mesh)

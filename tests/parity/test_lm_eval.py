@@ -178,7 +178,7 @@ def test_a_local_task_has_the_figures_of_hf(folder, ours, theirs):
 def test_the_command_runs_a_local_task_on_a_mesh_with_the_same_figures(folder, ours):
     arguments = [
         *(sys.executable, "-m", "mjax", "lm-eval", "--simulate", "4", "run", "--model", "mjax"),
-        *("--model_args", f"checkpoint={folder / 'run'},compute=fp32,data=2,model=2", "--tasks", ",".join(TASKS)),
+        *("--model_args", f"checkpoint={folder / 'run'},compute=fp32,context=2,model=2", "--tasks", ",".join(TASKS)),
         *("--include_path", str(folder / "tasks"), "--output_path", str(folder / "results")),
     ]
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"), "HF_HUB_OFFLINE": "1"}
