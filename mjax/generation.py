@@ -20,7 +20,6 @@ is an argument, so a second request of similar size compiles nothing.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.models.block import decode_blocks, of_each
 from mjax.models.causal import Cache, CausalModel
+from mjax.models.kernels import position_unit
 from mjax.parallel.turns import run_in_turns
 from mjax.parallel.zero import gather_for_inference, gather_in_loop
 from mjax.sampling import Sampling, draw
@@ -218,11 +218,11 @@ class Generator:
             self._listener(index, int(position), int(token) if more else None)
 
     def _width(self, needed: int) -> int:
-        """`needed` rounded up to a power of two from 16 on, and to equal parts for the ranks of `context`; limited by
-        the number of positions."""
-        parts = math.lcm(self.config.sequence_chunks, self.config.mesh.context)
+        """`needed` rounded up to a power of two from 16 on, and to what the mesh and the kernel of attention divide;
+        limited by the number of positions."""
+        unit = position_unit(self.config)
         power = 1 << (max(int(needed), 16) - 1).bit_length()
-        return min(-(-power // parts) * parts, self.config.model.sequence)
+        return min(-(-power // unit) * unit, self.config.model.sequence)
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         model = self.config.model

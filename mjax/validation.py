@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from mjax.batch_size import BatchSizes, parse_schedule
 from mjax.bounds import check_bounds
@@ -101,7 +102,7 @@ def _check_context(config: Config) -> None:
         raise UsageError(
             f"--mesh.context {mesh.context} cannot cut {model.sequence} positions into {parts} equal parts; "
             f"use a --model.sequence that is a multiple of {parts}, or --mesh.context "
-            f"{_listed([n for n in _divisors(model.sequence * mesh.context // parts) if n > 1] or [1])}"
+            f"{_listed([n for n in _divisors(model.sequence) if n > 1 and _cuts(config, n)] or [1])}"
         )
     heads = model.heads // mesh.model
     possible = _listed(_divisors(heads)[1:] or [1])
@@ -116,6 +117,13 @@ def _check_context(config: Config) -> None:
             "--mesh.context-attention gather has queries of some positions and keys of all, and --model.attention "
             "cudnn takes equal ones; use --model.attention flash, or --mesh.context-attention heads"
         )
+
+
+def _cuts(config: Config, context: int) -> bool:
+    """Whether so many ranks of `context` can have equal parts of a sequence."""
+    there = replace(config, mesh=replace(config.mesh, context=context))
+    heads = there.across != "heads" or config.model.heads // config.mesh.model % context == 0
+    return heads and config.model.sequence % max(there.sequence_chunks, context) == 0
 
 
 def _check_sequence_parallel(config: Config) -> None:

@@ -427,6 +427,16 @@ def test_a_model_spread_over_a_pipeline_or_in_shards_writes_what_one_device_writ
     assert found[0][0].tokens
 
 
+@pytest.mark.parametrize(
+    ("mesh", "width"), [({}, 64), ({"context": 2, "context_attention": "gather"}, 256), ({"context": 4}, 64)]
+)
+def test_prompts_are_as_wide_as_the_flash_kernel_and_the_mesh_need_them(mesh, width):
+    """A block of 64 positions is the least it takes, and with gathered keys every half of a rank's queries."""
+    model = replace(small_config(sequence=512, heads=4).model, attention="flash")
+    config = replace(small_config(), model=model, mesh=MeshConfig(**mesh))
+    assert Generator(config, make_mesh(config.mesh))._width(5) == width
+
+
 # --- Streaming, standard input, several samples -----------------------------------------------------------------------
 
 

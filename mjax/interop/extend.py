@@ -53,7 +53,7 @@ def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
         )
     kind, factor = _parsed(given)
     sequence = model.sequence * factor
-    if sequence != int(sequence) or sequence >= LONGEST:
+    if sequence >= LONGEST or sequence != int(sequence):
         raise UsageError(
             f"--rope {given} makes {sequence:,.10g} of the {model.sequence:,} positions of {source}; it must be a "
             f"whole number below 2^31: use a factor such as {kind}:{max(2, round(min(factor, 64)))}"

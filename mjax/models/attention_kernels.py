@@ -3,13 +3,14 @@
 | kernel       | where            | implementation                                                          |
 |--------------|------------------|-------------------------------------------------------------------------|
 | `cudnn`      | GPUs since A100  | cuDNN's fused flash attention: no s × s matrix in memory, no dropout     |
-| `flash`      | GPUs since A100  | flash attention in Pallas, with dropout (`flash.py`); only if asked for  |
+| `flash`      | GPUs since A100  | flash attention in Pallas, with dropout (`flash.py`); only if asked for, |
+|              |                  | or for queries of some positions                                        |
 | `xla`        | anywhere         | scores, softmax and weighted sum, compiled by XLA                       |
 | `xla_blocks` | meant for CPUs   | the same over four blocks of queries, skipping keys that none sees      |
 
 All take q, k, v [b, s, n, d] with this rank's heads and return [b, s, n, d]. `xla` and `flash` also take the queries of
-some positions with the keys of all (`across.py`). The kernel of a run is resolved once, at
-the start, by rule (`kernels.py`) and by running it (`kernel_trial.py`); nothing falls back later.
+some positions with the keys of all (`across.py`). The kernel of a run is resolved once, at the start, by rule
+(`kernels.py`) and by running it (`kernel_trial.py`); nothing falls back later.
 
 If a sample has several documents that must be kept apart, all kernels take the number of each token's document and mask
 other documents. With ALiBi all take the slopes of the heads (`positions.py`) and add a penalty on distance to the
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mjax.models.flash import MASKED, Beside, How, flash_attention
-from mjax.models.kernels import BLOCK
+from mjax.models.kernels import BLOCK, FLASH_INTERPRETED
 from mjax.models.positions import distance_penalty
 from mjax.parallel import mappings, scopes
 from mjax.parallel.axes import MODEL
@@ -35,9 +36,6 @@ from mjax.parallel.random import DropoutKey, dropout
 FLASH_STAND_IN = "cudnn, traced only"
 """Kernel name for a program that is only traced: inputs, outputs and residuals of cuDNN's or `flash`, on a machine
 without them."""
-
-FLASH_INTERPRETED = "flash, interpreted"
-"""Kernel name for `flash` without a GPU: hundreds of times slower, for tests."""
 
 
 @jax.named_scope(scopes.ATTENTION)
@@ -141,6 +139,9 @@ def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, seen: _Seen) -> Arr
 def _attend_flash(q: Array, k: Array, v: Array, kernel: str, seen: _Seen) -> Array:
     rate, key, documents, causal, slopes, window, _, places = seen
     positions, heads = q.shape[1:3]
+    cut = positions if places is None else positions // 2
+    assert not cut % BLOCK, "flash takes whole blocks of queries (position_unit)"
+    assert not k.shape[1] % BLOCK, "flash takes whole blocks of keys (position_unit)"
     first = second = None
     if key is not None and rate > 0.0:
         heads = seen.heads(heads)

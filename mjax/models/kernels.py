@@ -6,6 +6,7 @@ Training asks for the local GPU, the planner for one that may be elsewhere.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from mjax.config import Config
@@ -21,6 +22,8 @@ BLOCK = 64
 """Positions of a tile of `flash`."""
 SMALLEST = 16
 """Rows and columns of Triton's smallest product: all sizes of the grouped products are multiples."""
+FLASH_INTERPRETED = "flash, interpreted"
+"""Kernel name for `flash` without a GPU: hundreds of times slower, for tests."""
 
 
 def choose_kernel(
@@ -64,6 +67,13 @@ def choose_kernel(
     if platform != "gpu":
         return "xla_blocks", obstacle
     return ("xla" if obstacle else "cudnn"), obstacle
+
+
+def position_unit(config: Config) -> int:
+    """What the positions of a program are a multiple of, with the kernel in `model.attention`: ranks of `context` have
+    equal parts, and `flash` takes whole blocks."""
+    block = BLOCK if config.model.attention in ("flash", FLASH_INTERPRETED) else 1
+    return math.lcm(block * config.sequence_chunks, config.mesh.context)
 
 
 def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> str:

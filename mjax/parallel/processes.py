@@ -143,7 +143,7 @@ def local_devices() -> list[int] | None:
     """
     if "JAX_LOCAL_DEVICE_IDS" in os.environ:
         return None
-    place, count = _place_on_host()
+    place, count = place_on_host()
     visible = _visible_gpus() if count > 1 else 0
     if visible <= 1:
         return []
@@ -156,7 +156,7 @@ def local_devices() -> list[int] | None:
     return list(range(place * share, (place + 1) * share))
 
 
-def _place_on_host() -> tuple[int, int]:
+def place_on_host() -> tuple[int, int]:
     """Index of this process among those the launcher started on this host, and their number."""
     if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
         return int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]), int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])

@@ -279,7 +279,8 @@ def _row(trial: Trial, arguments: SearchArguments, is_best: bool) -> list[str]:
     if best is None:
         return [*row, *[""] * 4, duration(trial, arguments), ""]
     mesh, mfu = best.config.mesh, best.time.mfu
-    row += [f"{mesh.pipe} × {mesh.data} × {mesh.model}", f"{best.time.mean:.3g}", "-" if mfu is None else f"{mfu:.1%}"]
+    sizes = [mesh.pipe, mesh.data, *([mesh.context] if mesh.context > 1 else []), mesh.model]
+    row += [" × ".join(map(str, sizes)), f"{best.time.mean:.3g}", "-" if mfu is None else f"{mfu:.1%}"]
     row += [f"{best.memory.total / GIB:.1f}", f"{trial.days:.3g}", f"{24 * trial.days * arguments.devices:,.0f}"]
     return row
 

@@ -121,7 +121,9 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
         say("memory  not predicted, since this model has layers of several kinds; nothing is refused before it runs")
         return
     try:
-        host = host_memory() / jax.local_device_count()
+        from mjax.parallel.processes import place_on_host  # imports JAX
+
+        host = host_memory() / (jax.local_device_count() * place_on_host()[1])
         if warning := check_memory(config, *found, name, host):
             say(f"memory  {warning}")
     except UsageError as error:

@@ -29,6 +29,7 @@ from mjax.planner.search_command import predictions
 from mjax.planner.section import Section, table
 from mjax.planner.step_time import StepTime
 from mjax.progress import progress
+from mjax.validation import validate
 
 STEP = 1024
 """Positions of a rank of `context` come in multiples of this."""
@@ -108,6 +109,8 @@ def longest(
             batch_rampup=None,
             batch_schedule=None,
             recompute=way.recompute,
+            unroll="off" if way.recompute == "offload" else config.train.unroll,
+            streams=1,
             loss_chunks=max(CHUNKS, config.train.loss_chunks) if scores_in_chunks(config.model) else 1,
         )
 
@@ -115,6 +118,8 @@ def longest(
             model = replace(config.model, sequence=steps * STEP * mesh.context)
             return replace(config, model=model, mesh=mesh, train=train)
 
+        if not _runs(of(FIRST)):
+            continue
         steps = largest(lambda steps, of=of: share(memory_of(of(steps))), 1.0)
         if steps:
             found.append(of(steps))
@@ -122,6 +127,15 @@ def longest(
         return None
     best = max(found, key=lambda each: (each.model.sequence, -each.mesh.model))
     return best, memory_of(best)
+
+
+def _runs(config: Config) -> bool:
+    """Whether training would take a config: not with gathered keys and values if cuDNN's kernel is asked for."""
+    try:
+        validate(replace(config, data=replace(config.data, mock=True)))
+    except UsageError:
+        return False
+    return True
 
 
 def _meshes(config: Config, devices: int, way: Way, gpus_per_node: int) -> Iterator[MeshConfig]:

@@ -79,6 +79,9 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         }
         verdict = "it fits" if free >= HEADROOM else "it may not fit" if free >= 0 else "it does not fit"
         rows["verdict"] = f"{verdict} into the {gpu.usable_bytes / GIB:.1f} GiB that are usable on {gpu.name}"
+        if not fits_host(memory, gpu.host_bytes):
+            share = f"{gpu.host_bytes / GIB:,.0f} GiB of host memory that a server has for each GPU"
+            rows["verdict"] += f", but not into the {share}: use --train.recompute full, or a smaller micro-batch"
         if 0 <= free < HEADROOM:
             rows["verdict"] += f": {free:.1%} are left free, and the prediction may be off by {HEADROOM:.0%}"
         lines = [f"{change.flags}  →  {change.needs(config)}" for change in changes]

@@ -5,6 +5,7 @@ same loss curve. Candidates that `mjax.validation` would refuse are never made, 
 
     model         divides devices, heads, feed-forward width and padded vocabulary
     pipe          divides the remaining devices, and the layers
+    context       divides the remaining devices and the positions, of which a rank keeps `LEAST_POSITIONS`
     data          is the rest, and divides the global batch
     micro-batch   divides a replica's share of the global batch
     chunks        divide the layers of a stage, and above 1 take micro-batches in groups of `pipe`
@@ -13,8 +14,8 @@ With a ramp-up or a schedule of the batch, each of these holds for each of its s
 divisor.
 
 Of settings that do the same, only the simplest is a candidate: no schedule and no chunks without a pipeline, no
-sequence parallelism on one rank of `model`, no ZeRO on one rank of `data`. The schedule gpipe is left out: it has the
-bubble of 1f1b and at least its memory.
+sequence parallelism on one rank of `model`, no ZeRO on one rank of `data` and `context`. The schedule gpipe is left
+out: it has the bubble of 1f1b and at least its memory.
 
 The memory of every candidate is predicted; one that lacks memory where the logits are the peak is tried with the loss
 in chunks too. Those that do not fit are dropped, and the others ranked by the predicted time of the whole run: with a
@@ -35,6 +36,7 @@ from typing import Any
 
 from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig
+from mjax.models.kernels import BLOCK
 from mjax.parallel import axes
 from mjax.planner.loss_chunks import with_loss_chunks
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share
@@ -84,14 +86,17 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
         return [ranks for ranks in possible if ranks * model <= max(SERVER, model) or ranks == fixed.get("mesh.expert")]
 
     def ways(model: int, context: int) -> list[str]:
-        """Of attention over `context`: `auto` where there is none."""
-        if context == 1:
-            return ["auto"]
+        """Of attention over `context`."""
+        unit = 2 * context * (BLOCK if config.model.attention == "flash" else 1)
         of_heads = config.model.heads // model % context == 0
-        gathers = config.model.sequence % (2 * context) == 0 and config.model.attention != "cudnn"
-        return ["heads"] * of_heads + ["gather"] * gathers
+        gathers = config.model.sequence % unit == 0 and config.model.attention != "cudnn"
+        found, kept = ["heads"] * of_heads + ["gather"] * gathers, fixed.get("mesh.context_attention")
+        if kept is None:
+            return found
+        return [kept] if kept in found or (kept == "auto" and found) else []
 
     for pipe, data, context, model in meshes(config, devices, fixed.get("mesh.context")):
+        over_context = ways(model, context) if context > 1 else or_kept("mesh.context_attention", ["auto"])
         for micro_batch in divisors(unit // data):
             tokens = micro_batch * config.model.sequences * config.model.sequence // context
             splits = tokens % model == 0 and (model > 1 or "mesh.sequence_parallel" in fixed)
@@ -102,7 +107,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
                 "mesh.model": [model],
                 "mesh.expert": expert_ranks(data, model),
                 "mesh.context": [context],
-                "mesh.context_attention": or_kept("mesh.context_attention", ways(model, context)),
+                "mesh.context_attention": over_context,
                 "mesh.sequence_parallel": [False, True] if splits else [False],
                 "mesh.schedule": or_kept("mesh.schedule", SCHEDULES if pipe > 1 else SCHEDULES[:1]),
                 "mesh.chunks": divisors(config.model.layers // config.model.period // pipe) if in_groups else [1],
@@ -130,7 +135,7 @@ def meshes(config: Config, devices: int, context: int | None = None) -> Iterator
         for pipe in divisors(math.gcd(devices // tensor, model.layers // model.period)):
             rest = devices // (tensor * pipe)
             for part in parts if context is None else [context]:
-                if rest % part == 0 and unit % (rest // part) == 0:
+                if rest % part == 0 and unit % (rest // part) == 0 and model.sequence % part == 0:
                     yield pipe, rest // part, part, tensor
 
 
@@ -242,7 +247,7 @@ def complexity(config: Config) -> tuple[int, ...]:
     mesh, train = config.mesh, config.train
     schedule = SCHEDULES.index(mesh.schedule) if mesh.schedule in SCHEDULES else len(SCHEDULES)
     recompute = RECOMPUTE.index(train.recompute)
-    first = mesh.pipe, mesh.model, mesh.chunks, schedule, mesh.zero
+    first = mesh.pipe, mesh.model, mesh.context, mesh.chunks, schedule, mesh.zero
     return *first, recompute, mesh.sequence_parallel, train.streams, train.micro_batch, train.loss_chunks
 
 

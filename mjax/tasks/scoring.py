@@ -30,6 +30,7 @@ from mjax.config import Config
 from mjax.models.causal import CausalModel
 from mjax.models.context import Context
 from mjax.models.heads import TaskBERT
+from mjax.models.kernels import position_unit
 from mjax.models.protocol import Model
 from mjax.parallel import mappings
 from mjax.parallel.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
@@ -162,11 +163,12 @@ class TextScorer(RowScorer):
                 yield width, group[first : first + size]
 
     def _width(self, needed: int) -> int:
-        """`needed` rounded up to a power of two from 64 on, limited by the number of positions."""
+        """`needed` rounded up to a power of two from 64 on, limited by the number of positions; all of them where the
+        mesh or the kernel of attention cannot divide it."""
         width = min(1 << (max(needed, NARROWEST) - 1).bit_length(), self.config.model.sequence)
         mesh, tokens = self.config.mesh, width * self.config.train.micro_batch
         splits = not mesh.sequence_parallel or tokens // mesh.context % mesh.model == 0
-        return width if splits and width % (2 * mesh.context) == 0 else self.config.model.sequence
+        return width if splits and width % position_unit(self.config) == 0 else self.config.model.sequence
 
 
 class Scorer(TextScorer):

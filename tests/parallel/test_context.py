@@ -295,6 +295,10 @@ def test_a_run_has_the_losses_of_one_device_and_continues_on_another_context(tmp
     [
         ({"context": 3}, {}, r"--mesh.context 3 cannot cut 16 positions into .* equal parts; use a --model"),
         (
+            {"context": 2, "context_attention": "gather"}, {"sequence": 81},
+            r"cannot cut 81 positions into 4 equal parts; .* --mesh.context 1$",
+        ),
+        (
             {"context": 16, "context_attention": "gather"}, {"sequence": 16},
             r"--mesh.context 16 cannot cut 16 positions into 32 equal parts; .* --mesh.context 2, 4 or 8$",
         ),

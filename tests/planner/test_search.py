@@ -316,6 +316,27 @@ def test_devices_that_no_mesh_fits_are_refused_with_those_that_do(devices, keep,
         check_searchable(SMALL, devices, 8, keep)
 
 
+@pytest.mark.parametrize(
+    ("keep", "changes", "found"),
+    [
+        ({"context": 4, "context_attention": "heads"}, {}, {"heads"}),
+        ({"context": 8, "context_attention": "heads"}, {}, set()),
+        ({"context": 8, "context_attention": "gather"}, {}, {"gather"}),
+        ({"context": 8, "context_attention": "auto"}, {}, {"auto"}),
+        ({"context": 8}, {}, {"gather"}),
+        ({"context": 4}, {"sequence": 30}, set()),
+        ({"context": 2}, {"attention": "flash", "sequence": 320}, {"heads"}),
+        ({"context": 2}, {"attention": "cudnn"}, {"heads"}),
+    ],
+)
+def test_a_kept_context_is_tried_where_it_can_run(keep, changes, found):
+    config = changed(SMALL, model={"sequence": 64, "attention_dropout": 0.0, **changes}, mesh=keep)
+    each = list(candidates(config, 8, {f"mesh.{name}" for name in keep}))
+    assert {candidate.mesh.context_attention for candidate in each} == found
+    for candidate in each:
+        validate(replace(candidate, data=replace(candidate.data, mock=True)))
+
+
 def test_a_config_that_is_wrong_in_itself_is_refused():
     with pytest.raises(UsageError, match=r"--model.heads 5 does not divide hidden size 32"):
         check_searchable(changed(SMALL, model={"heads": 5}), 8, 8)
