@@ -102,7 +102,7 @@ def _by_hand(model, context, continuation):
     tokens = [*context, *continuation][-(POSITIONS + 1) :]
     specs = nnx.get_partition_spec(model.weights)
     forward = jax.shard_map(
-        GPT.__call__, mesh=model.scorer._sharding.mesh, in_specs=(specs, P()), out_specs=P(None, None, MODEL)
+        GPT.__call__, mesh=model.scorer._mesh, in_specs=(specs, P()), out_specs=P(None, None, MODEL)
     )
     ids = np.zeros((1, POSITIONS), np.int32)
     ids[0, : len(tokens) - 1] = tokens[:-1]
