@@ -1,5 +1,7 @@
 """Every notebook runs from its first cell to its last, and is committed with what its cells show."""
 
+import ast
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from ipykernel.kernelspec import write_kernel_spec
+from IPython.core.inputtransformer2 import TransformerManager
 from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
@@ -69,6 +72,22 @@ def test_a_notebook_runs_and_shows_what_is_committed(file, tmp_path):
     environment, resources = _environment(file.stem in LONG), {"metadata": {"path": str(file.parent)}}
     NotebookClient(fresh, km=_kernel(tmp_path), timeout=900, resources=resources).execute(env=environment)
     assert _shown(committed) == _shown(fresh)
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_what_a_notebook_imports_from_mjax_is_there(file):
+    """Most notebooks run only with the long tests; a name that went is seen at once."""
+    cells = [cell.source for cell in nbformat.read(file, as_version=4).cells if cell.cell_type == "code"]
+    statements = [
+        node
+        for cell in cells
+        for node in ast.walk(ast.parse(TransformerManager().transform_cell(cell)))
+        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "mjax"
+    ]
+    for statement in statements:
+        module = importlib.import_module(statement.module)
+        for name in statement.names:
+            assert hasattr(module, name.name) or importlib.util.find_spec(f"{statement.module}.{name.name}")
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
