@@ -12,6 +12,7 @@ from mjax.data.blend import parse_blend
 from mjax.data.samples import split_sequences
 from mjax.errors import UsageError, either
 from mjax.model_config import KIND_FLAG
+from mjax.models.kernels import ways_across
 from mjax.parallel import axes
 from mjax.parallel.schedules import check_counts
 
@@ -122,8 +123,7 @@ def _check_context(config: Config) -> None:
 def _cuts(config: Config, context: int) -> bool:
     """Whether so many ranks of `context` can have equal parts of a sequence."""
     there = replace(config, mesh=replace(config.mesh, context=context))
-    heads = there.across != "heads" or config.model.heads // config.mesh.model % context == 0
-    return heads and config.model.sequence % max(there.sequence_chunks, context) == 0
+    return there.across in ways_across(there)
 
 
 def _check_sequence_parallel(config: Config) -> None:

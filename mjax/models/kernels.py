@@ -76,6 +76,22 @@ def position_unit(config: Config) -> int:
     return math.lcm(block * config.sequence_chunks, config.mesh.context)
 
 
+def ways_across(config: Config) -> list[str]:
+    """How attention can see the positions of other ranks of `context` (`--mesh.context-attention`): by heads where
+    their number allows it, by gathered keys unless `model.attention` is cuDNN's, which takes as many queries as keys;
+    and the positions have to be a multiple of `position_unit`."""
+
+    def possible(way: str) -> bool:
+        there = replace(config, mesh=replace(config.mesh, context_attention=way))
+        if config.model.sequence % position_unit(there):
+            return False
+        if way == "heads":
+            return config.model.heads // config.mesh.model % config.mesh.context == 0
+        return config.model.attention != "cudnn"
+
+    return [way for way in ("heads", "gather") if possible(way)]
+
+
 def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> str:
     """The kernel that the rule chooses for `config` on an NVIDIA GPU.
 

@@ -36,7 +36,7 @@ from typing import Any
 
 from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig
-from mjax.models.kernels import BLOCK
+from mjax.models.kernels import ways_across
 from mjax.parallel import axes
 from mjax.planner.loss_chunks import with_loss_chunks
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share
@@ -87,10 +87,8 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
 
     def ways(model: int, context: int) -> list[str]:
         """Of attention over `context`."""
-        unit = 2 * context * (BLOCK if config.model.attention == "flash" else 1)
-        of_heads = config.model.heads // model % context == 0
-        gathers = config.model.sequence % unit == 0 and config.model.attention != "cudnn"
-        found, kept = ["heads"] * of_heads + ["gather"] * gathers, fixed.get("mesh.context_attention")
+        found = ways_across(replace(config, mesh=MeshConfig(context=context, model=model)))
+        kept = fixed.get("mesh.context_attention")
         if kept is None:
             return found
         return [kept] if kept in found or (kept == "auto" and found) else []
