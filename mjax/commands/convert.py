@@ -36,7 +36,7 @@ from mjax.interop.convert import (
     import_config,
     write_run,
 )
-from mjax.interop.extend import extended, extension, for_longer_texts
+from mjax.interop.extend import Extension, extended
 from mjax.interop.family import Family
 from mjax.interop.fast_tokenizer import fast_tokenizer
 from mjax.interop.model_card import CARD, description, history, imported_card, read_card, with_block
@@ -121,14 +121,13 @@ def from_hf(arguments: FromHfArguments) -> int:
     family = find_family(values, source / "config.json")
     model = model_config(family, values, str(source / "config.json"), arguments.vocabulary_multiple)
     model = extended(model, arguments.rope, str(source))
+    extension = Extension(model, arguments.rope)
     config = import_config(model, str(source))
     tokenizer = find_tokenizer(source, arguments.tokenizer)
     check_vocabulary(tokenizer, model)
-    longer = arguments.rope and extension(model, arguments.rope)
-    card = imported_card(source, f"a {family.model}" + (f", with {longer}" if longer else ""))
+    card = imported_card(source, extension.named(f"a {family.model}"))
     carries = tokenizer is not None and arguments.tokenizer is None and model.causal
-    carried = carried_files(source, values) if carries else {}
-    carried = for_longer_texts(carried, model.sequence) if longer else carried
+    carried = extension.carried(carried_files(source, values) if carries else {})
     tensors = open_tensors(source, arguments.allow_pickle)
     family = as_stored(family, tensors)
     found = find_tensors(family, tensors, model, str(source), arguments.draw_heads)
@@ -141,8 +140,7 @@ def from_hf(arguments: FromHfArguments) -> int:
         write_run(output, config, tokenizer, blocks, carried, card)
 
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
-    if longer:
-        print(f"{longer}; evaluate it with --task positions and --task needle, and train it on long texts")
+    extension.announce()
     if tokenizer is not None and not carried:
         for name in (GENERATION, TEMPLATE):
             if (source / name).is_file():

@@ -19,7 +19,7 @@ from mjax.interop.convert import (
     import_config,
     write_run,
 )
-from mjax.interop.extend import extended, extension, for_longer_texts
+from mjax.interop.extend import Extension, extended
 from mjax.interop.megatron.arguments import Activation, model_config
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
 from mjax.interop.megatron.decoder import DECODER, MIXTURE, DecoderTensors, decoder_config
@@ -78,7 +78,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     place = str(checkpoint.folder)
     model, tensors = _model(checkpoint, arguments)
     model = extended(model, arguments.rope, place)
-    longer = arguments.rope and extension(model, arguments.rope)
+    extension = Extension(model, arguments.rope)
     layernorm = getattr(model, "layernorm", "pre")
     if layernorm == "post" and not checkpoint.old_names:
         raise UsageError(
@@ -86,10 +86,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
             "megatron-core ignores it; convert another model"
         )
     tokenizer = find_tokenizer(source, arguments.tokenizer)
-    carried = (
-        carried_files(source, {}) if tokenizer is not None and arguments.tokenizer is None and model.causal else {}
-    )
-    carried = for_longer_texts(carried, model.sequence) if longer else carried
+    carries = tokenizer is not None and arguments.tokenizer is None and model.causal
+    carried = extension.carried(carried_files(source, {}) if carries else {})
     rows = model.vocabulary
     vocabulary = _vocabulary(arguments.vocabulary, tokenizer, checkpoint, rows)
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
@@ -100,7 +98,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
         family = family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
     found = find_tensors(family, tensors, model, place)
 
-    card = imported_card(source, family.model + (f", with {longer}" if longer else ""))
+    card = imported_card(source, extension.named(family.model))
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     with progress("reading", 4 * count_parameters(model)) as read:
@@ -108,8 +106,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
 
     print(f"{output}: {count_parameters(model):,} parameters of {family.model}, checkpoint 0, from {place}")
     print(_what_was_taken(checkpoint, model, rows))
-    if longer:
-        print(f"{longer}; evaluate it with --task positions and --task needle, and train it on long texts")
+    extension.announce()
     if family is MIXTURE and (left_out := balance_left_out(checkpoint.arguments, place)):
         print(left_out)
     print_next_steps(source, output, model, tokenizer)

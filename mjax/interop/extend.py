@@ -18,6 +18,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import get_args
 
 from mjax.errors import UsageError, either
@@ -79,9 +80,36 @@ def _parsed(given: str) -> tuple[str, float]:
     return kind, factor
 
 
-def extension(model: ModelConfig, given: str) -> str:
-    """Say in a line what `extended` did to this model, its result."""
-    return f"--rope {given}, {model.sequence:,} positions instead of {round(model.sequence / model.rope_factor):,}"
+@dataclass(frozen=True)
+class Extension:
+    """What a conversion says and does besides `extended`; without `--rope` nothing.
+
+    Attributes:
+      model: the result of `extended`.
+      given: as there.
+    """
+
+    model: ModelConfig
+    given: str | None
+
+    @property
+    def line(self) -> str:
+        """What `extended` did."""
+        before = round(self.model.sequence / self.model.rope_factor)
+        return f"--rope {self.given}, {self.model.sequence:,} positions instead of {before:,}"
+
+    def named(self, what: str) -> str:
+        """The model as its card calls it."""
+        return what if self.given is None else f"{what}, with {self.line}"
+
+    def carried(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """The `carried_files`, with a tokenizer whose limit does not cut off the longer texts."""
+        return dict(files) if self.given is None else for_longer_texts(files, self.model.sequence)
+
+    def announce(self) -> None:
+        """Print what was done and what comes next."""
+        if self.given is not None:
+            print(f"{self.line}; evaluate it with --task positions and --task needle, and train it on long texts")
 
 
 def for_longer_texts(carried: Mapping[str, bytes], positions: int) -> dict[str, bytes]:
