@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mjax.data.atomic import put
+from mjax.figures import save
 from mjax.training.pictures import smoothed
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:cyan")
@@ -56,6 +56,4 @@ def draw_runs(runs: Mapping[str, Sequence[dict[str, Any]]], file: Path, by_token
         panel.grid(alpha=0.25)
     for text in axes.legend(frameon=False).get_texts():
         text.set_parse_math(False)
-    temporary = file.with_name(f"{file.stem}.tmp{file.suffix}")
-    figure.savefig(temporary)
-    put(temporary, file)
+    save(figure, file)

@@ -11,7 +11,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator, PercentFormatter, StrMethodFormatter
 
-BARS, LINE, INK = "#0072B2", "#E69F00", "#222222"  # of Okabe and Ito's palette
+from mjax.figures import INK, save
+
+BARS, LINE = "#0072B2", "#E69F00"  # of Okabe and Ito's palette
 BINS_A_DECADE = 12  # at most
 POINTS = 2000  # of the line, at most
 
@@ -63,4 +65,4 @@ def draw_lengths(lengths: np.ndarray, name: str, file: Path) -> None:
     axes.set_title(
         f"{name}: {len(lengths):,} documents{aside}, {present.sum():,} tokens", color=INK, fontsize=10, parse_math=False
     )
-    figure.savefig(file)
+    save(figure, file)

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mjax.data.atomic import put
+from mjax.figures import save
 from mjax.finetuning.seed import best_of
 
 Epochs = Mapping[int, list[dict]]  # `SeedRun.epochs`, by seed
@@ -75,6 +75,4 @@ def draw(metric: str, epochs: Epochs, file: Path, title: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    temporary = file.with_suffix(".tmp.png")
-    figure.savefig(temporary)
-    put(temporary, file)
+    save(figure, file)

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from mjax.figures import INK, SOFT_INK, save
 from mjax.parallel import scopes
 from mjax.planner.comms import Ledger, axes_name, human_bytes
 
@@ -27,7 +28,6 @@ COLOURS = {
     "": "#000000",
 }
 HATCHES = {"": "", "forward": "", "backward": "///", "recomputation": "..."}
-INK, SOFT_INK = "#222222", "#666666"
 
 
 def draw_communication(ledger: Ledger, file: Path | BinaryIO, name: str = "") -> None:
@@ -70,7 +70,7 @@ def draw_communication(ledger: Ledger, file: Path | BinaryIO, name: str = "") ->
         bars.text(0, 1.03, f"not drawn: {', '.join(few)}", transform=bars.transAxes, size=9, color=SOFT_INK)
     handles = [Patch(**_style(*key)) for key in shown]
     figure.legend(handles, list(shown.values()), loc="outside lower left", ncols=4, frameon=False, labelcolor=INK)
-    figure.savefig(file)
+    save(figure, file)
 
 
 def pieces(ledger: Ledger) -> dict[tuple[str, str], float]:

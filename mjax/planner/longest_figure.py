@@ -8,6 +8,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from mjax.figures import INK, SOFT_INK, save
+
 # Okabe and Ito's palette, distinguishable with colour blindness; each way has a marker of its own, too. Labels stand
 # above the first line, to the left of the second, and below the last.
 STYLES = (
@@ -15,7 +17,6 @@ STYLES = (
     ("#009E73", "s", (-6, 3), "right"),
     ("#888888", "^", (0, -15), "center"),
 )
-INK, SOFT_INK = "#222222", "#666666"
 
 
 def draw_longest(found: Mapping[str, Sequence[tuple[int, int]]], file: Path, name: str, gpu: str) -> None:
@@ -54,7 +55,7 @@ def draw_longest(found: Mapping[str, Sequence[tuple[int, int]]], file: Path, nam
     plot.grid(axis="y", alpha=0.3)
     plot.spines[["top", "right"]].set_visible(False)
     plot.legend(frameon=False, loc="upper left")
-    figure.savefig(file)
+    save(figure, file)
 
 
 def in_short(positions: int) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from mjax.config import Config
+from mjax.figures import INK, SOFT_INK, save
 from mjax.hardware import GIB, Gpu
 from mjax.models.kernels import HOPPER, resolved_on_gpu
 from mjax.parallel.axes import PIPE, in_words
@@ -26,7 +27,7 @@ COLOURS = {
 }
 
 
-INK, SOFT_INK, TOO_MUCH = "#222222", "#666666", "#B00020"
+TOO_MUCH = "#B00020"
 
 
 def draw_memory(config: Config, file: Path, gpu: Gpu | None = None) -> None:
@@ -73,7 +74,7 @@ def draw_memory(config: Config, file: Path, gpu: Gpu | None = None) -> None:
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=len(COLOURS), frameon=False, fontsize=9, columnspacing=1.2)
-    figure.savefig(file)
+    save(figure, file)
 
 
 def variants(config: Config) -> dict[str, Memory]:

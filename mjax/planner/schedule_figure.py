@@ -23,11 +23,12 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from mjax.figures import INK, SOFT_INK, save
 from mjax.parallel.schedules import Schedule, Slots
 
 # Okabe and Ito's palette: apart for every kind of colour vision, and of different lightness too.
 COLOURS = {"forward": "#0072B2", "backward": "#E69F00", "weight gradient": "#009E73"}
-IDLE, INK, SOFT_INK = "#DCDCDC", "#222222", "#666666"
+IDLE = "#DCDCDC"
 
 DPI, POINT = 150, 150 / 72  # pixels in an inch, and in a point
 MARGINS = 132, 150, 195, 98  # pixels to the left, to the right, above and below the rows
@@ -81,7 +82,7 @@ def draw_schedule(
     summary = f"bubble {bubble};  {schedule.ticks} ticks;  in flight: {in_flight}"
     line(98, summary, size=10.5 * scale, color=SOFT_INK)
     _draw_legend(figure, schedule, (left / size[0], 1 - scale * 148 / size[1]), scale)
-    figure.savefig(file)
+    save(figure, file)
 
 
 def describe_bubble(schedule: Schedule, forward: float, backward: float, weight: float = 0.0) -> str:

@@ -12,9 +12,9 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
-from mjax.data.atomic import put
+from mjax.figures import INK, SOFT_INK, save
 
-LINE, MARK, INK, SOFT_INK = "#0072B2", "#D55E00", "#222222", "#666666"  # of Okabe and Ito's palette
+LINE, MARK = "#0072B2", "#D55E00"  # of Okabe and Ito's palette
 FOUND = LinearSegmentedColormap.from_list("found", ["#D55E00", "#F6E3C5", "#0072B2"])
 MOST_TICKS = 12
 LEGIBLE = 12  # lengths of a heat map, at most, that have room for their numbers
@@ -117,6 +117,4 @@ def _finish(figure: Figure, axes: Any, file: Path, title: str, about: str) -> No
         about, (0, 1), xycoords="axes fraction", xytext=(0, 17), textcoords="offset points", color=SOFT_INK, size=8.5,
         parse_math=False,  # a name may contain dollars
     )  # fmt: skip
-    temporary = file.with_name(f"{file.stem}.tmp{file.suffix}")
-    figure.savefig(temporary)
-    put(temporary, file)
+    save(figure, file)

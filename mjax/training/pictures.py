@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mjax.data.atomic import put
+from mjax.figures import save
 
 if TYPE_CHECKING:  # matplotlib takes a second to import
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 LEGIBLE = 16  # experts of a heat map, at most, that have room for their numbers
 
@@ -50,7 +49,7 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None
         panel.grid(alpha=0.25)
         if panel.get_legend_handles_labels()[0]:
             panel.legend(frameon=False)
-    _save(figure, file)
+    save(figure, file)
 
 
 def draw_experts(records: Iterable[dict[str, Any]], step: int, shares: np.ndarray, file: Path, title: str) -> None:
@@ -97,13 +96,7 @@ def draw_experts(records: Iterable[dict[str, Any]], step: int, shares: np.ndarra
         for (layer, expert), share in np.ndenumerate(shares):
             dark = abs(norm(share) - 0.5) > 0.3
             heat.text(expert, layer + 1, f"{share:.1%}", ha="center", va="center", color="white" if dark else "0.2")
-    _save(figure, file)
-
-
-def _save(figure: Figure, file: Path) -> None:
-    temporary = file.with_suffix(".tmp.png")
-    figure.savefig(temporary)
-    put(temporary, file)
+    save(figure, file)
 
 
 def _draw_curves(axes: Axes, records: list[dict[str, Any]], name: str, form: str) -> None:

@@ -1,7 +1,5 @@
 """The picture of what a device sends: a bar for each axis, as long as its bytes, in the colours of the sources."""
 
-from io import BytesIO
-
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
@@ -28,11 +26,9 @@ LEDGER = Ledger(
 )
 
 
-def pixels_of(ledger):
+def pixels_of(ledger, file):
     """How many pixels of each colour the picture has."""
-    file = BytesIO()
     draw_communication(ledger, file, "a config")
-    file.seek(0)
     image = imread(file)[..., :3]
     height, width, _ = image.shape
     assert 300 < height < 1000
@@ -52,12 +48,12 @@ def test_a_bar_is_that_of_the_stage_that_sends_most_over_its_axis():
     assert pieces(Ledger(())) == {}
 
 
-def test_bars_are_as_long_as_the_bytes_they_stand_for_and_what_is_too_small_is_left_out():
-    pixels = pixels_of(LEDGER)
+def test_bars_are_as_long_as_the_bytes_they_stand_for_and_what_is_too_small_is_left_out(tmp_path):
+    pixels = pixels_of(LEDGER, tmp_path / "comms.png")
     shown = {part for part, count in pixels.items() if count > 50}
     assert shown == {scopes.LAYER, scopes.EMBEDDING, scopes.GRADIENT}
     assert pixels[scopes.GRADIENT] / pixels[scopes.EMBEDDING] == pytest.approx(2, rel=0.1)
 
 
-def test_a_step_of_one_device_gives_an_empty_picture():
-    assert not any(pixels_of(Ledger(())).values())
+def test_a_step_of_one_device_gives_an_empty_picture(tmp_path):
+    assert not any(pixels_of(Ledger(()), tmp_path / "comms.png").values())

@@ -1,0 +1,24 @@
+"""What all pictures have in common: two inks, and a file that exists completely or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mjax.data.atomic import put
+
+if TYPE_CHECKING:  # matplotlib takes a second to import
+    from matplotlib.figure import Figure
+
+INK, SOFT_INK = "#222222", "#666666"
+
+
+def save(figure: Figure, file: Path) -> None:
+    """Write a picture under a temporary name, then under its own, so that no reader sees half of it.
+
+    Args:
+      file: .png, .pdf or .svg; replaced if it exists.
+    """
+    temporary = file.with_name(f"{file.stem}.tmp{file.suffix}")
+    figure.savefig(temporary)
+    put(temporary, file)
