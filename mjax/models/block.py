@@ -370,6 +370,8 @@ def _scan(
     if period == 1:
         return jax.lax.scan(partial(layers[0], 0), x, (turns[0], beside))
 
+    each = period // len(turns)  # layers of a turn in a group
+
     def grouped(tree, size: int):
         return jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), tree)
 
@@ -377,12 +379,13 @@ def _scan(
         found, (stacks, others) = [], parts
         for place in range(period):
             number, turn = divmod(place, len(turns))
-            one = jax.tree.map(itemgetter(number), stacks[turn]), jax.tree.map(itemgetter(place), others)
-            x, new = layers[turn](place, x, one)
+            block = stacks[turn] if each == 1 else jax.tree.map(itemgetter(number), stacks[turn])
+            x, new = layers[turn](place, x, (block, jax.tree.map(itemgetter(place), others)))
             found.append(new)
         return x, join(found)
 
-    stacks = [grouped(turn, period // len(turns)) for turn in turns]
+    # A dim of one would cost memory: XLA copies the stack of gradients where it leaves the loop.
+    stacks = list(turns) if each == 1 else [grouped(turn, each) for turn in turns]
     return jax.lax.scan(group, x, (stacks, grouped(beside, period)))
 
 

@@ -17,6 +17,7 @@ from mjax.models.protocol import Model
 from mjax.names import leaf_name
 from mjax.parallel.axes import EXPERT
 from mjax.parallel.layers import metadata_of
+from mjax.parallel.stacks import STACK, stack_and_turn
 
 
 def build_model(seed: int | Array, config: ModelConfig, dtype=jnp.float32) -> Model:
@@ -52,7 +53,14 @@ def has_several_stacks(config: ModelConfig) -> bool:
 
 def layers_differ(config: ModelConfig) -> bool:
     """Whether the model has layers of several kinds, one after the other or in turns."""
-    return has_several_stacks(config) or any(name.startswith("blocks.turns.") for name in abstract_weights(config))
+    return len(layers_of_kinds(config)) > 1
+
+
+@lru_cache(maxsize=64)
+def layers_of_kinds(config: ModelConfig) -> dict[tuple[int, int], int]:
+    """The layers of each stack and turn (`models/block.py`), by their numbers; of one stack alone under (0, 0)."""
+    weights = abstract_weights(config).items()
+    return {stack_and_turn(name): shape[0] for name, (shape, _) in weights if STACK.match(name)}
 
 
 def scores_in_chunks(config: ModelConfig) -> bool:

@@ -119,17 +119,23 @@ def name_in_layer(name: str) -> str:
     return STACK.sub("blocks.", name)
 
 
+def stack_and_turn(name: str) -> tuple[int, int]:
+    """The numbers of the stack and of the turn of a stacked weight: 'blocks.1.mlp.up' → (1, 0)."""
+    stack, turn = (int(number or 0) for number in STACK.match(name).groups())
+    return stack, turn
+
+
 def numbers_of_layers(depths: Mapping[str, int]) -> dict[str, range]:
     """The layers of the model, from 1, whose weights are stacked in each array, from the number of layers in it."""
     turns, of_stack = {}, {}
     for name, layers in depths.items():
-        stack, turn = (int(number or 0) for number in STACK.match(name).groups())
+        stack, turn = stack_and_turn(name)
         turns[stack] = max(turns.get(stack, 1), turn + 1)
         of_stack[stack] = layers
     first = {stack: 1 + sum(of_stack[other] * turns[other] for other in of_stack if other < stack) for stack in turns}
     found = {}
     for name, layers in depths.items():
-        stack, turn = (int(number or 0) for number in STACK.match(name).groups())
+        stack, turn = stack_and_turn(name)
         start, step = first[stack] + turn, turns[stack]
         found[name] = range(start, start + layers * step, step)
     return found

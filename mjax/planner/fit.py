@@ -29,7 +29,6 @@ from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.hardware import GIB, USABLE_FRACTION
 from mjax.launch import MEMORY_FRACTIONS, host_memory
-from mjax.models.build import layers_differ
 from mjax.models.kernels import capability_of, resolved_on_gpu
 from mjax.planner.float8 import check_float8
 from mjax.planner.loss_chunks import with_loss_chunks
@@ -117,9 +116,6 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
         return
     check_float8(config, device.device_kind, capability_of(device))
     config = resolved_on_gpu(config, capability_of(device))
-    if layers_differ(config.model):
-        say("memory  not predicted, since this model has layers of several kinds; nothing is refused before it runs")
-        return
     try:
         from mjax.parallel.processes import place_on_host  # imports JAX
 

@@ -14,7 +14,7 @@ from mjax.parallel.float8 import BACKWARD
 from mjax.planner.rates import Rates
 from mjax.state.precision import in_float8
 from mjax.training.program import Operation, Program, axes_of, is_float8
-from mjax.training.trace import Traced, stacks_forward
+from mjax.training.trace import kinds_of, layer_forward
 
 ADA = (8, 9)
 """Compute capability of the first GPUs with float8 products; Hopper's is 9.0."""
@@ -51,8 +51,8 @@ def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:
             f"--precision.compute fp8 multiplies micro-batches of a multiple of {MULTIPLE} tokens, and --train.micro-"
             f"batch {train.micro_batch} has {tokens}; use a --train.micro-batch that is a multiple of {MULTIPLE}"
         )
-    for _, layer in stacks_forward(Traced.of(config)):
-        for product in layer.program.products:
+    for _, of in kinds_of(config):
+        for product in layer_forward(of).program.products:
             if product.of_weight and (product.k % MULTIPLE or product.n % MULTIPLE):
                 raise UsageError(
                     f"--precision.compute fp8 multiplies matrices whose sizes are multiples of {MULTIPLE}, and a rank "

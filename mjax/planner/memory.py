@@ -26,6 +26,8 @@ Letters as everywhere: b, s, v; c bytes of the compute dtype, p devices along `m
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -40,7 +42,7 @@ from mjax.parallel.zero import sums_by_layer, sums_in_last
 from mjax.planner import muon
 from mjax.planner.rates import WIDTHS
 from mjax.planner.regions import backward_work
-from mjax.planner.weights import held_by
+from mjax.planner.weights import Held, held_by
 from mjax.training import trace
 
 # Share of a GPU's memory that has to stay free: predictions are off by up to this.
@@ -130,12 +132,12 @@ class _Sizes:
       config, held: the config, and the weights of a device.
       width: c, bytes of the compute dtype.
       master: bytes of a master weight and of a gradient accumulator.
-      layers: of a chunk: those of one forward pass.
+      layers: of a chunk, those of one forward pass, by kind.
       stream: this rank's rows of the residual stream.
-      kept: residuals of a layer on the device.
-      host: residuals of all layers in host memory.
-      factors: operands and results of a layer's products with weights.
-      work: temporaries of a layer's backward pass, without its weights.
+      kept: residuals of a chunk's layers on the device.
+      host: the same in host memory.
+      factors: operands and results of the products with weights of a chunk's layers.
+      work: temporaries of a layer's backward pass, without its weights; of the kind that needs most.
       biases: written-out bias of cuDNN's attention, and its unused gradient.
       logits: vocabulary scores, of a chunk of the loss.
       heads: other residuals of the head, and their gradients.
@@ -146,33 +148,50 @@ class _Sizes:
         self.config, self.held = config, held_by(config.model, mesh)
         self.width = WIDTHS[config.precision.compute]
         self.master = max(4, self.width)
-        self.layers = config.model.layers // (mesh.pipe * mesh.chunks)
-        of = trace.Traced.of(config)
-        samples = config.train.micro_batch
-        sample = _Sample(*trace.of_micro_batch(of, samples, lambda of: _of_sample(of, kernel, recompute)))
+        kinds, samples = trace.kinds_of(config), config.train.micro_batch
+        of_kinds = [
+            _Sample(*trace.of_micro_batch(of, samples, lambda of: _of_sample(of, kernel, recompute))) for _, of in kinds
+        ]
+        self.layers = [
+            _Kind(
+                of.kind, count // (mesh.pipe * mesh.chunks), mesh.chunks, held_by(config.model, mesh, of.kind), sample
+            )
+            for (count, of), sample in zip(kinds, of_kinds, strict=True)
+        ]
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it beside one of them, so its probabilities exist twice.
         beside = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and copies(mesh) > 1))
-        scores = sample.scores * ((config.model.attention_dropout > 0) + self.width * beside)
-        train = config.train
-        kept = sample.kept_apart if train.unroll == "on" else sample.kept
-        self.stream, self.kept, self.factors = sample.stream, kept, sample.factors
-        early = train.unroll == "on" and train.streams == 1 and not self.by_layer
-        if early and mesh.splits_tokens and recompute != "none":
-            self.kept += self.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
-        if train.unroll == "on":
-            # Without a loop the shards of a layer that are gathered again are kept from the forward pass.
-            self.kept += self.master * self.held.gathered_shards / config.model.layers
-            if mesh.zero == 0 and sums_in_last(config):
-                # XLA computes the gradients of weights after those of all streams, beside the sums over `data`.
-                self.kept = max(self.kept, self.factors)
-        self.host = self.layers * sample.offloaded
-        self.work = sample.work + scores
+        masks = (config.model.attention_dropout > 0) + self.width * beside
+        sample = max(of_kinds, key=lambda sample: sample.work + masks * sample.scores)
+        self.stream, self.factors = sample.stream, self.of_layers(lambda kind: kind.sample.factors)
+        self.kept = self.of_layers(self._kept)
+        self.host = self.of_layers(lambda kind: kind.sample.offloaded)
+        self.work = sample.work + masks * sample.scores
         shared = "documents" not in config.batch_arrays()  # by all samples
-        self.biases = sample.biases / (samples if shared else 1) * (kernel == "cudnn")
+        biases = max(sample.biases for sample in of_kinds)
+        self.biases = biases / (samples if shared else 1) * (kernel == "cudnn")
         rows = config.model.padded_vocabulary // mesh.model
-        self.logits = sample.logits * rows_of_chunks(rows, train.loss_chunks)[0].stop / rows
+        self.logits = sample.logits * rows_of_chunks(rows, config.train.loss_chunks)[0].stop / rows
         self.heads = sample.heads
+
+    def of_layers(self, bytes_of: Callable[[_Kind], float]) -> float:
+        """The sum of something over the layers of a chunk."""
+        return sum(kind.layers * bytes_of(kind) for kind in self.layers)
+
+    def _kept(self, kind: _Kind) -> float:
+        """Residuals of a layer on the device."""
+        mesh, train = self.config.mesh, self.config.train
+        if train.unroll != "on":
+            return kind.sample.kept
+        kept = kind.sample.kept_apart
+        if mesh.splits_tokens and train.recompute != "none" and train.streams == 1 and not self.by_layer:
+            kept += kind.sample.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
+        # Without a loop the shards of a layer that are gathered again are kept from the forward pass.
+        kept += self.master * kind.held.gathered_shards / kind.of_device
+        if mesh.zero == 0 and sums_in_last(self.config):
+            # XLA computes the gradients of weights after those of all streams, beside the sums over `data`.
+            kept = max(kept, kind.sample.factors)
+        return kept
 
     @property
     def accumulates(self) -> bool:
@@ -192,8 +211,8 @@ class _Sizes:
 
     @property
     def of_layer(self) -> float:
-        """Elements of the weights of one layer, as used in the computation."""
-        return self.held.layers / (self.layers * self.config.mesh.chunks)
+        """Elements of the weights of one layer, as used in the computation; of the kind with most."""
+        return max(kind.held.layers / kind.of_device for kind in self.layers)
 
     @property
     def batch(self) -> float:
@@ -201,6 +220,27 @@ class _Sizes:
         arrays = self.config.batch_arrays().values()
         total = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
         return total * self.config.train.global_batch / copies(self.config.mesh)
+
+
+class _Kind(NamedTuple):
+    """Layers of one kind (`trace.kinds_of`) on a device: how many in each of its chunks, the weights of all, and sizes
+    of one layer."""
+
+    kind: trace.Kind | None
+    layers: int
+    chunks: int
+    held: Held
+    sample: _Sample
+
+    @property
+    def stack(self) -> int:
+        """Its number."""
+        return self.kind[0] if self.kind else 0
+
+    @property
+    def of_device(self) -> int:
+        """Layers in all chunks."""
+        return self.layers * self.chunks
 
 
 class _Sample(NamedTuple):
@@ -254,8 +294,10 @@ def _of_experts(of: trace.Traced, layer: trace.Layer) -> int:
 
 
 def kept_by_layer(config: Config) -> float:
-    """Bytes that a layer keeps on the device for one micro-batch from its forward to its backward pass."""
-    return _Sizes(config, attention_on_gpu(config)).kept
+    """Bytes that a layer keeps on the device for one micro-batch from its forward to its backward pass; their mean,
+    where layers differ."""
+    sizes = _Sizes(config, attention_on_gpu(config))
+    return sizes.kept / sum(kind.layers for kind in sizes.layers)
 
 
 def _in_flight(config: Config) -> tuple[int, int]:
@@ -297,8 +339,8 @@ def _layer_gradients(sizes: _Sizes) -> float:
     held, mesh, chunks = sizes.held, sizes.config.mesh, sizes.config.mesh.chunks
     if mesh.pipe > 1 and mesh.schedule == "zb-h1":
         return 0.0  # W computes them one by one, after B
-    if sizes.config.train.unroll == "on" and held.gathered:  # those of the last layer
-        return sizes.master * held.gathered_shards / sizes.layers
+    if sizes.config.train.unroll == "on" and held.gathered:  # those of the layer that is last there
+        return sizes.master * sizes.layers[0].held.gathered_shards / sizes.layers[0].of_device
     if sizes.by_layer:
         return (sizes.width + sizes.master) * sizes.of_layer
     return (sizes.width * (held.layers - held.gathered) + sizes.master * held.gathered_shards) / chunks
@@ -306,11 +348,11 @@ def _layer_gradients(sizes: _Sizes) -> float:
 
 def _activations(sizes: _Sizes) -> float:
     if sizes.config.mesh.pipe == 1:
-        return sizes.kept * sizes.layers
+        return sizes.kept
     slots, pending = _in_flight(sizes.config)
     # The backward pass reads its slot of the ring buffer into a separate array. ZB-H1: both factors of each kernel's
     # gradient wait.
-    return sizes.layers * (sizes.kept * (slots + 1) + sizes.factors * (pending + (pending > 0)))
+    return sizes.kept * (slots + 1) + sizes.factors * (pending + (pending > 0))
 
 
 def _messages(sizes: _Sizes) -> float:
@@ -323,14 +365,19 @@ def _messages(sizes: _Sizes) -> float:
 
 
 def _weights_in_hand(sizes: _Sizes) -> float:
-    """Bytes of the weights of one layer that a scan has sliced from the stack, or gathered, and of their gradients; and
-    of the copy of a chunk's weights, if a stage has several."""
+    """Bytes of the weights that a turn of a scan has sliced from the stack, or gathered, and of their gradients; and of
+    the copy of a chunk's weights, if a stage has several."""
     chunks = sizes.config.mesh.chunks
-    gathered = sizes.held.gathered / (sizes.layers * chunks)
-    # Reduce-scatter of float32 gradients whose shards are not contiguous: a copy in another order.
-    transposed = sizes.master * sizes.held.transposed / (sizes.layers * chunks)
-    in_hand = sizes.width * sizes.of_layer + (sizes.width + sizes.master) * gathered
-    return in_hand + transposed + (sizes.width * sizes.held.layers / chunks if chunks > 1 else 0.0)
+
+    def of_layer(kind: _Kind) -> float:
+        held, narrow, wide = kind.held, sizes.width, sizes.master
+        # Reduce-scatter of float32 gradients whose shards are not contiguous: a copy in another order.
+        return (narrow * held.layers + (narrow + wide) * held.gathered + wide * held.transposed) / kind.of_device
+
+    of_loops = Counter()
+    for kind in sizes.layers:  # those that take turns are in one loop
+        of_loops[kind.stack] += of_layer(kind)
+    return max(of_loops.values()) + (sizes.width * sizes.held.layers / chunks if chunks > 1 else 0.0)
 
 
 def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **others: float) -> Memory:
@@ -350,7 +397,7 @@ def _backward(sizes: _Sizes) -> Memory:
     waiting = c * held.table if sizes.config.mesh.pipe == 1 else 0.0
     of_layers = _layer_gradients(sizes)
     if sizes.config.train.unroll == "on" and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
-        of_layers /= sizes.layers  # in no stack: each takes less than what its layer kept, which is free then
+        of_layers = sizes.width * sizes.of_layer  # in no stack: each takes less than what its layer kept, free then
     gradients = of_layers + _sums(sizes) + waiting
     work = sizes.work + _weights_in_hand(sizes)
     work += _messages(sizes) + sizes.biases + sizes.batch

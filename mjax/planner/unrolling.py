@@ -30,9 +30,9 @@ def with_unrolling(config: Config, usable: float | None) -> Config:
     loop is as fast, and over `model` without sequence parallelism, where nothing keeps XLA from gathering the weights
     of many layers early (`models/block.py`). And so does a mixture of experts, whose rows of several layers XLA would
     have in memory at once: compiled for 8 H100s it needed up to 40% more than predicted; and a model with layers of
-    several kinds, whose memory is not predicted. And so do sequences over `context`: without a loop XLA recomputes
-    several layers at once, beside all-to-alls; compiled for 8 H100s, `llama3_8b_128k` needed 64 instead of 34 GiB. And
-    so do activations in host memory, which without a loop would stay on the device until the backward pass.
+    several kinds, of which nobody has compared the two. And so do sequences over `context`: without a loop XLA
+    recomputes several layers at once, beside all-to-alls; compiled for 8 H100s, `llama3_8b_128k` needed 64 instead of
+    34 GiB. And so do activations in host memory, which without a loop would stay on the device until the backward pass.
 
     Args:
       config: validated; `model.attention` is a kernel's name, or `auto`, resolved as on a GPU.

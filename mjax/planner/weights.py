@@ -18,6 +18,7 @@ from mjax.models.build import abstract_weights, matrix_dims
 from mjax.parallel.axes import EXPERT
 from mjax.parallel.axes import sizes as sizes_of
 from mjax.parallel.matrices import Matrices
+from mjax.parallel.stacks import stack_and_turn
 from mjax.parallel.zero import computed_spec, is_layer, storage_of
 
 
@@ -51,9 +52,10 @@ class Held:
     transposed: int = 0
 
 
-def held_by(model: ModelConfig, mesh: MeshConfig) -> Held:
-    """Elements of `model` that one device of `mesh` holds."""
-    return _held(model, _sizes(mesh))
+def held_by(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None = None) -> Held:
+    """Elements of `model` that one device of `mesh` holds; with `kind` (`trace.kinds_of`) of the layers of that kind
+    alone."""
+    return _held(model, _sizes(mesh), kind)
 
 
 def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
@@ -67,9 +69,11 @@ def _sizes(mesh: MeshConfig) -> MeshConfig:
 
 
 @lru_cache(maxsize=4096)
-def _held(model: ModelConfig, mesh: MeshConfig) -> Held:
+def _held(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None) -> Held:
     total: Counter[str] = Counter()
     for name, (shape, spec) in abstract_weights(model).items():
+        if kind is not None and not (is_layer(name) and stack_and_turn(name) == kind):
+            continue
         storage, computed_as = storage_of(name, shape, spec, mesh), computed_spec(shape, spec, mesh)
         stored, computed = _local(shape, storage.spec, mesh), _local(shape, computed_as, mesh)
         total["stored"] += stored

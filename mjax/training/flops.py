@@ -24,8 +24,7 @@ from dataclasses import replace
 
 from mjax.config import Config
 from mjax.hardware import gpu_of
-from mjax.models.build import layers_differ
-from mjax.training.trace import Layer, Traced, head, stacks_forward
+from mjax.training.trace import Layer, Traced, head, kinds_of, layer_forward
 
 
 def model_flops(config: Config, causal: bool = False) -> float:
@@ -44,36 +43,35 @@ def hardware_flops(config: Config, causal: bool = False) -> float:
     train = config.train
     whole = _layers(config, causal)
     again = {"none": 0.0, "selective": _attention(config, causal), "full": whole, "offload": whole}
-    scores = head(_whole(config)).products[-1].flops if train.loss_chunks > 1 else 0.0
+    scores = head(_whole(Traced.of(config))).products[-1].flops if train.loss_chunks > 1 else 0.0
     return model_flops(config, causal) + train.global_batch * (again[train.recompute] + scores)
 
 
 def _layers(config: Config, causal: bool) -> float:
     """Forward FLOPs of the layers per sample."""
-    weights = sum(count * sum(each.flops for each in layer.of_weights) for count, layer in _stacks(config))
+    weights = sum(count * sum(each.flops for each in layer.of_weights) for count, layer in _kinds(config))
     return weights + _attention(config, causal)
 
 
 def _attention(config: Config, causal: bool) -> float:
     """FLOPs of scores and weighted sums."""
-    full = sum(count * sum(each.flops for each in layer.of_activations) for count, layer in _stacks(config))
+    full = sum(count * sum(each.flops for each in layer.of_activations) for count, layer in _kinds(config))
     return full / 2 if causal and config.model.causal else full
 
 
-def _stacks(config: Config) -> list[tuple[int, Layer]]:
-    """The number of layers of each stack, and one of them; of layers that take turns, as `stacks_forward`."""
-    stacks = stacks_forward(_whole(config))
-    return list(stacks) if layers_differ(config.model) else [(config.model.layers, stacks[0][1])]
+def _kinds(config: Config) -> list[tuple[int, Layer]]:
+    """For each kind of layers how many the model has, and one of them."""
+    return [(layers, layer_forward(_whole(of))) for layers, of in kinds_of(config)]
 
 
 def _head(config: Config) -> float:
     """Forward FLOPs after the layers per sample."""
-    return head(_whole(config)).flops
+    return head(_whole(Traced.of(config))).flops
 
 
-def _whole(config: Config) -> Traced:
+def _whole(of: Traced) -> Traced:
     """The traced model without any split."""
-    return replace(Traced.of(config), ranks=1, sequence_parallel=False, expert=1, context=1, across=None)
+    return replace(of, ranks=1, sequence_parallel=False, expert=1, context=1, across=None)
 
 
 def peak_tflops(device_kind: str, compute: str) -> float | None:

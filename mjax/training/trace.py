@@ -5,12 +5,11 @@ has and of which shapes, what it keeps for its backward pass, what its head read
 its FLOPs, its plan and its MFU without further code.
 
 One layer is traced for one sample on one rank of `model`, or for this rank of `context`'s positions of it: everything
-is proportional to the samples of a micro-batch (but for the rows of experts, see `of_micro_batch`), and all layers are
-alike. Dropout is left out, since its masks are recomputed and never kept.
+is proportional to the samples of a micro-batch (but for the rows of experts, see `of_micro_batch`). Where layers
+differ, one of each kind is traced (`kinds_of`). Dropout is left out, since its masks are recomputed and never kept.
 
-    stacks_forward   the number of layers of each stack, and products and sums of one of them, or of a turn of several
-    layer_forward    the same of a layer, for a model with one stack
-    layer_program    a layer's forward pass as it runs, with sequence parallelism
+    layer_forward    products and sums of a layer
+    layer_program    its forward pass as it runs, with sequence parallelism
     layer_backward   what a layer keeps, and what its backward pass does
     head             products of the head, and what it keeps
 """
@@ -30,11 +29,11 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
-from mjax.errors import UsageError
 from mjax.mixture_config import MixtureConfig
 from mjax.model_config import ModelConfig
 from mjax.models.attention_kernels import FLASH_STAND_IN
-from mjax.models.build import layers_differ
+from mjax.models.block import run_blocks, stacks_of, turns_of
+from mjax.models.build import layers_differ, layers_of_kinds
 from mjax.models.kernels import FUSED
 from mjax.parallel.grouped import STAND_IN, WHOLE_STAND_IN
 from mjax.parallel.mesh import abstract_mesh, batch_specs
@@ -45,6 +44,8 @@ from mjax.state.precision import COMPUTE_TYPES
 from mjax.training.forward import Forward
 from mjax.training.program import Product, Program, bytes_of, inner_jaxprs, product_of
 from mjax.training.step import micro_batches_of
+
+Kind = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ class Traced:
       context: ranks of `context`.
       across: as `Config.across`.
       samples: that a layer and a head are traced for.
+      kind: of layers that differ: the stack and its turn (`models/block.py`) of which a layer is traced; None: of the
+        only stack.
     """
 
     model: ModelConfig
@@ -145,6 +148,7 @@ class Traced:
     context: int = 1
     across: Across | None = None
     samples: int = 1
+    kind: Kind | None = None
 
     @classmethod
     def of(cls, config: Config) -> Traced:
@@ -198,30 +202,22 @@ def _undisturbed(model: ModelConfig) -> ModelConfig:
     return model if layers_differ(model) else model.one_layer()
 
 
+def kinds_of(config: Config) -> list[tuple[int, Traced]]:
+    """For each kind of layers how many the model has, in order, and what a layer of it depends on."""
+    of, model = Traced.of(config), config.model
+    if not layers_differ(model):
+        return [(model.layers, of)]
+    return [(layers, replace(of, kind=kind)) for kind, layers in layers_of_kinds(model).items()]
+
+
 @lru_cache(maxsize=1024)
-def stacks_forward(of: Traced) -> tuple[tuple[int, Layer], ...]:
-    """For each stack the number of layers, and the forward pass of one; a single stack is traced with one layer. Of
-    layers that take turns, the number of repetitions of their pattern, and the forward pass of one.
-
-    Float8 has the products of bf16, and those are traced, without what rounds their operands."""
-    compute = "bf16" if of.compute == "fp8" else of.compute
-    return _trace(replace(of, sequence_parallel=False, compute=compute).config(), _forward)
-
-
 def layer_forward(of: Traced) -> Layer:
     """The forward pass of a layer.
 
-    Raises:
-      UsageError: layers differ, in which case only FLOPs are known.
-    """
-    stacks = stacks_forward(of)
-    if layers_differ(of.model):
-        what = f"{len(stacks)} stacks of layers" if len(stacks) > 1 else "layers of several kinds in turns"
-        raise UsageError(
-            f"mjax plan predicts models whose layers are all alike, and this one has {what}; "
-            "start train.py without a plan"
-        )
-    return stacks[0][1]
+    Float8 has the products of bf16, and those are traced, without what rounds their operands."""
+    compute = "bf16" if of.compute == "fp8" else of.compute
+    of = replace(of, sequence_parallel=False, compute=compute)
+    return _trace(of, of.config(), _forward)
 
 
 @lru_cache(maxsize=1024)
@@ -232,18 +228,19 @@ def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
       kernel: of attention: `xla`, or a fused one, replaced by a stand-in.
       recompute: as `train.recompute`.
     """
-    return _trace(of.config(kernel, recompute, WHOLE_STAND_IN), _backward)
+    return _trace(of, of.config(kernel, recompute, WHOLE_STAND_IN), _backward)
 
 
 @lru_cache(maxsize=1024)
 def head(of: Traced) -> Head:
     """What follows the last layer."""
-    return _trace(of.config(), _head)
+    of = replace(of, kind=None)
+    return _trace(of, of.config(), _head)
 
 
-def _trace(config: Config, part: Callable) -> Any:
+def _trace(of: Traced, config: Config, part: Callable) -> Any:
     """The result of `part`, called inside the `shard_map` with the forward pass, weights, a micro-batch and the
-    stream."""
+    stream; the blocks among the weights are those of the traced kind."""
     mesh, arrays, found = abstract_mesh(config.mesh), config.batch_arrays(), []
     rows = config.train.global_batch
     batch = {name: jax.ShapeDtypeStruct((rows, *shape), kind) for name, (shape, kind) in arrays.items()}
@@ -252,7 +249,12 @@ def _trace(config: Config, part: Callable) -> Any:
         weights = gather_weights(model, layout.plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
         forward = Forward(config, layout.plan, dict.fromkeys(model.counts(batch), 1.0), np.int32(0))
         micro_batch = jax.tree.map(lambda rows: rows[0], micro_batches_of(config, batch))
-        found.append(part(forward, weights, micro_batch, forward.embed(weights, micro_batch)))
+        x = forward.embed(weights, micro_batch)
+        if of.kind is not None:
+            number, turn = of.kind
+            weights.blocks = turns_of(stacks_of(weights.blocks)[number])[turn]
+            weights.blocks.period = 1  # a window's pattern changes no size
+        found.append(part(forward, weights, micro_batch, x))
         return jnp.zeros(())
 
     with jax.enable_x64(config.precision.compute == "fp64"):
@@ -267,16 +269,19 @@ def layer_program(of: Traced) -> tuple[Program, int]:
     """The forward pass of a layer as it runs, and its number of constant inputs: with the rows of the stream that this
     rank has, with the rounding of operands to float8, and with experts' rows for every distribution of tokens."""
     apart = of.sequence_parallel or of.compute == "fp8" or of.model.parted_experts()
-    layer = _trace(of.config(grouped=WHOLE_STAND_IN), _forward)[0][1] if apart else layer_forward(of)
+    layer = _trace(of, of.config(grouped=WHOLE_STAND_IN), _forward) if apart else layer_forward(of)
     return layer.program, layer.constants
 
 
-def _forward(forward: Forward, weights, micro_batch, x: Array) -> tuple[tuple[int, Layer], ...]:
-    jaxpr = jax.make_jaxpr(lambda blocks, x: forward.layers(blocks, x, micro_batch))(weights.blocks, x).jaxpr
-    return tuple(
-        (scan.params["length"], _layer(Program(scan.params["jaxpr"]), _constants_and_carried(scan)[0], x))
-        for scan in _scans(jaxpr)
-    )
+def _run(forward: Forward, blocks, x: Array, micro_batch) -> Array:
+    """The stream after the layers of a stack."""
+    return run_blocks(blocks, x, forward.layer_context(micro_batch), forward.config.train.recompute)[0]
+
+
+def _forward(forward: Forward, weights, micro_batch, x: Array) -> Layer:
+    jaxpr = jax.make_jaxpr(lambda blocks, x: _run(forward, blocks, x, micro_batch))(weights.blocks, x).jaxpr
+    (scan,) = _scans(jaxpr)
+    return _layer(Program(scan.params["jaxpr"]), _constants_and_carried(scan)[0], x)
 
 
 def _layer(program: Program, constants: int, x: Array) -> Layer:
@@ -306,7 +311,7 @@ def _backward(forward: Forward, weights, micro_batch, x: Array) -> Backward:
     """The stacked layers run in a scan: its body is one layer, and what it stacks is what a layer keeps."""
 
     def gradients(blocks, x, gradient):
-        y, backward = jax.vjp(lambda blocks, x: forward.layers(blocks, x, micro_batch)[0], blocks, x)
+        y, backward = jax.vjp(lambda blocks, x: _run(forward, blocks, x, micro_batch), blocks, x)
         return y, backward(gradient)
 
     jaxpr = jax.make_jaxpr(gradients)(weights.blocks, x, x).jaxpr

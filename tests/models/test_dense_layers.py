@@ -7,11 +7,13 @@ import pytest
 
 from mjax.errors import UsageError
 from mjax.generation import Generator
+from mjax.hardware import gpu_named
 from mjax.models.build import build_model, count_parameters
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.parallel.zero import cut_into_chunks
 from mjax.planner import fit
 from mjax.planner.memory import predict_memory
+from mjax.planner.time import predict_time
 from mjax.planner.unrolling import is_looped
 from mjax.sampling import Sampling
 from mjax.state.checkpoint import Checkpoints
@@ -202,17 +204,46 @@ def test_what_does_not_go_together_is_refused_in_a_sentence(changes, message):
         validate(config_of(micro_batch=1, **changes), "a test")
 
 
+# --- The plan ---------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("changes", [FIRST, SECOND], ids=["first", "every second"])
-def test_its_memory_is_not_predicted_and_so_its_layers_run_in_a_loop(changes, monkeypatch):
+def test_its_layers_run_in_a_loop_and_a_run_that_does_not_fit_is_refused_before_it_starts(changes, monkeypatch):
     config = small_config(kind="mixture", **changes)
-    with pytest.raises(UsageError, match="mjax plan predicts models whose layers are all alike"):
-        predict_memory(config)
+    needed = predict_memory(config).total
     assert is_looped(config, 80e9)
-    said = []
-    monkeypatch.setattr(fit, "memory_of", lambda _: (80e9, "an H100"))
     monkeypatch.setattr(fit, "capability_of", lambda _: (9, 0))
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    fit.check_gpu_at_hand(config, "a test", False, said.append)
-    assert said == [
-        "memory  not predicted, since this model has layers of several kinds; nothing is refused before it runs"
-    ]
+    monkeypatch.setattr(fit, "memory_of", lambda _: (2 * needed, "an H100"))
+    fit.check_gpu_at_hand(config, "a test", False, pytest.fail)
+    monkeypatch.setattr(fit, "memory_of", lambda _: (0.9 * needed, "an H100"))
+    with pytest.raises(UsageError, match=r"a test needs .* an H100"):
+        fit.check_gpu_at_hand(config, "a test", False, pytest.fail)
+
+
+def test_memory_and_time_are_those_of_the_layers_added_up():
+    gpu = gpu_named("h100")
+
+    def planned(**changes):
+        config = small_config(kind="mixture", feed_forward=512, expert_width=24, attention="xla", **changes)
+        parts = predict_time(config, gpu).parts
+        return np.array([predict_memory(config).activations, *map(parts.get, ("matmul", "attention", "elementwise"))])
+
+    sparse = planned(layers=5) - planned(layers=4)
+    dense = planned(layers=5, dense_layers=2) - planned(layers=4, dense_layers=1)
+    assert (abs(dense / sparse - 1)[[0, 1, 3]] > 0.01).all()  # attention is the same
+    np.testing.assert_allclose(planned(layers=7, dense_layers=3), planned(layers=4) + 3 * dense, rtol=5e-4)
+    np.testing.assert_allclose(planned(layers=6, expert_interval=3), planned(layers=2) + 4 * dense, rtol=5e-4)
+
+
+def test_a_kind_of_layers_has_its_own_weights_in_hand_and_those_that_take_turns_all_of_theirs():
+    def in_hand(feed_forward, **changes):
+        mesh = {"zero": 3}
+        config = small_config(2, kind="mixture", feed_forward=feed_forward, expert_width=8, mesh=mesh, **changes)
+        return predict_memory(config).workspace
+
+    # Layers with experts need most, so wider MLPs in the layers before them change nothing; in their loop they do.
+    assert in_hand(64, layers=4, dense_layers=1, experts=16) == in_hand(32, layers=4, dense_layers=1, experts=16)
+    wider = in_hand(64, layers=4, expert_interval=2, experts=16) - in_hand(32, layers=4, expert_interval=2, experts=16)
+    added = 3 * 32 * (64 - 32)  # elements
+    assert wider == 3 * 4 * added  # sliced, gathered, and their gradients, in float32

@@ -279,7 +279,7 @@ def test_stacks_of_different_layers_run_one_after_the_other(mesh):
             np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=1e-14, err_msg=name)
 
 
-def test_the_flops_of_stacks_are_those_of_their_layers_added_up_and_what_needs_equal_layers_is_refused():
+def test_flops_and_memory_of_stacks_are_those_of_their_layers_added_up_and_a_pipeline_is_refused():
     model = StackedConfig(**vars(replace(MODEL, layers=5)))
     alone = {width: model_flops(config_of(replace(MODEL, layers=1, feed_forward=width))) for width in (24, 48)}
     head = 2 * alone[24] - model_flops(config_of(replace(MODEL, layers=2)))
@@ -287,8 +287,9 @@ def test_the_flops_of_stacks_are_those_of_their_layers_added_up_and_what_needs_e
     assert found == 2 * (alone[24] - head) + 3 * (alone[48] - head) + head
     with pytest.raises(UsageError, match=r"--mesh.pipe 2 cannot split a toy, which has several stacks of layers"):
         ledger(config_of(replace(model, layers=6), pipe=2))
-    with pytest.raises(UsageError, match=r"mjax plan predicts models whose layers are all alike"):
-        predict_memory(config_of(model), gpu_named("h100").compute_capability)
+    kept = {width: predict_memory(config_of(replace(MODEL, layers=1, feed_forward=width))) for width in (24, 48)}
+    planned = predict_memory(config_of(model), gpu_named("h100").compute_capability)
+    assert planned.activations == 2 * kept[24].activations + 3 * kept[48].activations
 
 
 # --- What comes with it -----------------------------------------------------------------------------------------------

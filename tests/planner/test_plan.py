@@ -4,7 +4,8 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -176,10 +177,10 @@ def test_what_cannot_be_planned_is_one_sentence_and_exit_code_2(capsys, flags, m
 
 def picture(schedule, *times):
     """The drawn schedule: [height, width, RGB] from 0 to 1."""
-    file = BytesIO()
-    draw_schedule(schedule, file, *times)
-    file.seek(0)
-    return imread(file)[..., :3]
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "schedule.png")
+        draw_schedule(schedule, file, *times)
+        return imread(file)[..., :3]
 
 
 def boxes_at(schedule, time, image):

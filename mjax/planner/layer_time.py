@@ -1,0 +1,338 @@
+"""Predicted seconds of a layer: its products, attention, memory-bound kernels and collectives, forward and backward.
+
+`time.py` says how each is modelled, and puts layers together to a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cached_property
+
+from mjax.config import Config
+from mjax.models.kernels import FUSED, attention_on_gpu
+from mjax.parallel.axes import CONTEXT, EXPERT, copies
+from mjax.parallel.grouped import ROWS
+from mjax.planner import kernel_bytes
+from mjax.planner.float8 import agreement_seconds
+from mjax.planner.kernel_bytes import Kernels, Moved
+from mjax.planner.rates import WIDTHS, Rates
+from mjax.planner.software import Software
+from mjax.planner.unrolling import is_looped
+from mjax.planner.weights import held_by
+from mjax.state.precision import in_float8
+from mjax.training import trace
+from mjax.training.program import Product, axes_of
+
+# Products of the same input are one kernel, and its result is cut apart, if each writes at most so many bytes: XLA's
+# xla_gpu_dot_merger_threshold_mb.
+JOINED_BYTES = 32 * 2**20
+# Rows of a tile of experts' products.
+TILE = ROWS["pallas"]
+
+
+class Common:
+    """What layers and the rest of a step share: the run, the GPU, and collectives; every method returns seconds.
+
+    Attributes:
+      element: bytes of the compute dtype; `gathered`: of what products are gathered for.
+      tokens: of a micro-batch on this rank of `context`, made of `samples`.
+      kernel: of attention; `flash`: whether it writes no scores.
+      kinds: of layers, as in `trace.kinds_of`.
+      stream: elements of a micro-batch's stream on all ranks of `model`.
+    """
+
+    def __init__(self, config: Config, rates: Rates, software: Software):
+        self.config, self.rates, self.software = config, rates, software
+        model, mesh = config.model, config.mesh
+        # What two streams hide was read from programs within a server; between servers it is what one stream hides.
+        beyond = mesh.model > rates.gpu.gpus_per_node
+        self.overlap = software.overlap_of(
+            replace(config, train=replace(config.train, streams=1)) if beyond else config
+        )
+        self.element, self.float8 = WIDTHS[config.precision.compute], in_float8(config.precision)
+        self.gathered = 1 if self.float8 else self.element
+        self.samples = config.train.micro_batch
+        self.tokens = self.samples * model.sequences * model.sequence // mesh.context
+        self.kernel = attention_on_gpu(config, rates.gpu.compute_capability)
+        self.flash = software.flash and self.kernel in FUSED
+        self.kinds = trace.kinds_of(config)
+        self.stream = self.samples * trace.layer_forward(self.kinds[0][1]).elements
+
+    @cached_property
+    def layer_sum(self) -> float:
+        """One sum of a stream over `model`; with sequence parallelism a reduce-scatter and an all-gather."""
+        if self.config.mesh.splits_tokens:
+            return self.layer_scatter + self.layer_gather
+        streams = self.config.train.streams
+        return streams * self.rates.sum(self.config.mesh.model, 1, self.element * self.stream / streams)
+
+    @cached_property
+    def layer_scatter(self) -> float:
+        return self._split(self.element)
+
+    @cached_property
+    def layer_gather(self) -> float:
+        return self._split(self.gathered)
+
+    def _split(self, width: float) -> float:
+        """A gather or a reduce-scatter of a stream over `model`, of `width` bytes per element."""
+        streams = self.config.train.streams
+        return streams * self.rates.gather(self.config.mesh.model, 1, width * self.stream / streams)
+
+    def over_replicas(self, collective: Callable, width: float, weights: float, experts: float = 0.0) -> float:
+        """A collective of `width` bytes for each of `weights`, over all replicas; but of those of `experts`, which
+        `expert` splits, over the replicas that share them."""
+        mesh = self.config.mesh
+        seconds = collective(copies(mesh), mesh.model, width * (weights - experts))
+        if not experts:
+            return seconds
+        return seconds + collective(copies(mesh) // mesh.expert, mesh.model * mesh.expert, width * experts)
+
+    def waits(self, seconds: float, work: float) -> float:
+        """What layers wait for of so many seconds of ZeRO's collectives beside so much work."""
+        return seconds - min(self.overlap.weights * seconds, work)
+
+    def seconds_of(self, moved: Moved) -> float:
+        return self.rates.traffic(moved.bytes + moved.weights, moved.kernels)
+
+    @cached_property
+    def looped(self) -> bool:
+        """Whether the layers of a traced program run in a loop."""
+        return self.software.written is None and is_looped(self.config, self.rates.gpu.usable_bytes)
+
+
+class LayerTime(Common):
+    """The work of one device in a layer, part by part; every method returns seconds.
+
+    Attributes:
+      of, layer: of its kind, and its products.
+      weights: elements of its weights, as used in the computation; of them `experts` are split over `expert`.
+      worst: all tokens of a mixture choose the same experts.
+    """
+
+    def __init__(
+        self, config: Config, rates: Rates, software: Software, layers: int, of: trace.Traced, worst: bool = False
+    ):
+        super().__init__(config, rates, software)
+        self.of, self.layer, self.worst = of, trace.layer_forward(of), worst
+        held, of_stage = held_by(config.model, config.mesh, of.kind), layers / config.mesh.pipe
+        self.weights, self.experts = held.layers / of_stage, held.experts / of_stage
+
+    @cached_property
+    def passes(self) -> list[dict[str, float]]:
+        """By part: the forward pass, and the halves of the backward pass: inputs, weights."""
+        return [self._forward(), self._backward_inputs(), {"matmul": self._weight_gradients(self.layer.of_weights)}]
+
+    def _forward(self) -> dict[str, float]:
+        """A layer's forward pass."""
+        over_model, over_data = self._agreed(0)
+        forward = {
+            "matmul": self._forward_products,
+            "attention": self._attention,
+            "elementwise": self._kernels[0],
+            "model": self._exposed_forward(len(self.layer.branches) * self.layer_sum) + over_model,
+            "context": sum(self._over_context),
+            "expert": sum(self._over_experts),
+            "data": self.waits(self._over_data(self.gathered), self.forward_work) + over_data,
+        }
+        return forward | {"host": max(0.0, self._to_host - sum(forward.values()))}
+
+    @cached_property
+    def _to_host(self) -> float:
+        """A copy of what a layer keeps in host memory, one way."""
+        kernel = "cudnn" if self.flash else "xla"
+        recompute = self.config.train.recompute
+
+        def kept(of: trace.Traced) -> tuple[float, ...]:
+            return (trace.layer_backward(of, kernel, recompute).offloaded,)
+
+        if recompute != "offload":
+            return 0.0
+        return self.rates.host(*trace.of_micro_batch(self.of, self.samples, kept))
+
+    @property
+    def forward_work(self) -> float:
+        """What a layer computes in its forward pass."""
+        return self._forward_products + self._attention + self._kernels[0]
+
+    def _backward_inputs(self) -> dict[str, float]:
+        """A layer's backward pass without its weight gradients, including recomputation."""
+        again, software = self.config.train.recompute, self.software
+        to_inputs = sum(self._product(each, each.k, each.n) for each in self.layer.of_weights)
+        over_model, over_data = self._agreed(1)
+        whole, attention = again in ("full", "offload"), again != "none"
+        repeated, split = 0.0, self.config.mesh.splits_tokens
+        if whole and split:  # of a layer's gathers and scatters only the last scatter can be dead code
+            repeated = self._exposed_forward(2 * self.layer_gather + software.repeated_sums * self.layer_scatter)
+            repeated -= self.overlap.repeated * self.layer_gather
+        elif whole:
+            repeated = self._exposed_forward(software.repeated_sums * self.layer_sum)
+        elif attention and split:  # the two gathers are repeated
+            repeated = 2 * self.layer_gather - min(2 * self.overlap.repeated * self.layer_gather, to_inputs)
+        work = {
+            "matmul": to_inputs + whole * self._forward_products,
+            "attention": self._attention_backward + attention * self._attention,
+            "elementwise": self._kernels[1] + self._loop,
+        }
+        stored = self._over_data(self.gathered) + self._over_data(software.gradient_bytes)
+        beside = sum(work.values()) + self._weight_gradients(self.layer.of_weights)
+        return {
+            **work,
+            "model": self._exposed_backward + repeated + over_model,
+            "context": sum(self._over_context) + attention * self._over_context[0] + whole * self._over_context[1],
+            "expert": sum(self._over_experts) + attention * self._over_experts[0],
+            "data": self.waits(stored, beside) + over_data,
+            "host": self._to_host,
+        }
+
+    @cached_property
+    def _forward_products(self) -> float:
+        return sum(
+            self._product(each, n, each.k)
+            for each, columns in zip(self.layer.of_weights, self.layer.joined, strict=True)
+            for n in ((each.n,) if self._is_joined(columns) else columns)
+        )
+
+    def _is_joined(self, columns: tuple[int, ...]) -> bool:
+        """Whether products of the same input run as one."""
+        written = self.element * self.tokens * max(columns)
+        return len(columns) > 1 and not self.float8 and (self.software.written is not None or written <= JOINED_BYTES)
+
+    def _weight_gradients(self, products: Iterable[Product]) -> float:
+        s, found = self.config.train.streams, 0.0
+        for each in products:
+            rows, groups = self._rows(each)
+            found += s * self.rates.product(each.k, each.n, rows / s, groups, float8=self.float8)
+        return found
+
+    def _product(self, each: Product, n: int, k: int) -> float:
+        """[tokens, k] × [k, n] for the tokens of a product with a weight, in two halves with two streams."""
+        streams, (rows, groups) = self.config.train.streams, self._rows(each)
+        return streams * self.rates.product(rows / streams, n, k, groups, float8=self.float8)
+
+    def _rows(self, each: Product) -> tuple[float, int]:
+        """The rows of a product with a weight, and how many weights have as many each: of experts whole tiles."""
+        if not each.grouped:
+            return self.samples * each.m, 1
+        model, mesh = self.config.model, self.config.mesh
+        rows, groups = self.samples * each.m, each.batch
+        if self.worst:
+            own = model.parted_experts() // mesh.expert
+            rows, groups = self.tokens * mesh.expert, min(model.taken_experts(), own)
+        return TILE * math.ceil(rows / TILE), groups
+
+    @cached_property
+    def _over_experts(self) -> tuple[float, float]:
+        """A layer's gathers over `expert` in its forward pass, and its reduce-scatters; each is the other's transpose
+        in the backward pass, and recomputation gathers again."""
+        program, mesh = trace.layer_program(self.of)[0], self.config.mesh
+        found = {"all_gather": 0.0, "reduce_scatter": 0.0}
+        for each in program.operations:
+            if each.is_collective and axes_of(each.equation) == (EXPERT,):
+                whole = max(program.bytes(value) for value in (each.inputs[0], each.outputs[0]))
+                found[each.name] += self.rates.gather(mesh.expert, mesh.model * mesh.context, self.samples * whole)
+        return found["all_gather"], found["reduce_scatter"]
+
+    @cached_property
+    def _over_context(self) -> tuple[float, float]:
+        """A layer's collectives over `context` in its forward pass, before attention and after it; the backward pass
+        has the transpose of each, and recomputation those before again."""
+        mesh, found, back = self.config.mesh, [0.0, 0.0], 0
+        for each in trace.layer_program(self.of)[0].operations:
+            if each.is_collective and axes_of(each.equation) == (CONTEXT,):
+                program = trace.layer_program(self.of)[0]
+                whole = max(program.bytes(value) for value in (each.inputs[0], each.outputs[0]))
+                found[back == 3] += self.rates.gather(mesh.context, mesh.model, self.samples * whole)
+                back += each.name == "all_to_all"  # of queries, keys and values, then of the result
+        return tuple(found)
+
+    @cached_property
+    def _attention(self) -> float:
+        if self.flash:
+            return self._flash(backward=False)
+        return self._score_products + self._scores[0]
+
+    @cached_property
+    def _attention_backward(self) -> float:
+        if self.flash:  # five products for two: it recomputes the scores (arXiv 2307.08691)
+            return self._flash(backward=True)
+        return 2 * self._score_products + self._scores[1]
+
+    def _flash(self, backward: bool) -> float:
+        products, model = self.layer.of_activations, self.config.model
+        flops = self.samples * sum(each.flops for each in products) / (2 if model.causal else 1)
+        return self.rates.flash((2.5 if backward else 1) * flops, products[0].k, model.sequence, backward)
+
+    @cached_property
+    def _score_products(self) -> float:
+        products = self.layer.of_activations
+        return sum(self.rates.product(each.m, each.n, each.k, each.batch * self.samples) for each in products)
+
+    @cached_property
+    def _scores(self) -> tuple[float, float]:
+        """Passes over stored scores, in the forward and in the backward pass."""
+        written = self.software.written
+        if written is None:
+            return tuple(self.rates.traffic(each.scores, 3) for each in self.traced[:2])
+        elements = self.samples * max(each.batch * each.m * each.n for each in self.layer.of_activations)
+        forward = self.rates.traffic(written.scores * elements * self.element / 2, 3)
+        return forward, written.backward * forward
+
+    @cached_property
+    def traced(self) -> Kernels:
+        """What the traced kernels move for a micro-batch."""
+        kernel = "cudnn" if self.flash else "xla"
+        return kernel_bytes.of_micro_batch(self.of, kernel, self.config.train.recompute, self.samples)
+
+    @cached_property
+    def _kernels(self) -> tuple[float, float]:
+        """Memory-bound kernels of a layer, forward, and backward with what is computed again."""
+        mesh, written = self.config.mesh, self.software.written
+        if written is None:
+            cut = [2 * self.element * self.tokens * sum(each) for each in self.layer.joined if self._is_joined(each)]
+            forward, backward = map(self.seconds_of, self.traced[:2])
+            return forward + self.rates.traffic(sum(cut), len(cut)), backward
+        stream = written.stream * self.stream / (mesh.model if mesh.splits_tokens else 1)
+        mlp = written.mlp * self.samples * kernel_bytes.activations(self.of)
+        forward = self.rates.traffic((stream + mlp) * self.element / 2, written.kernels)
+        return forward, (written.backward + (self.config.train.recompute != "none")) * forward
+
+    @cached_property
+    def _loop(self) -> float:
+        """What a loop over layers costs for each: filling stacks and copying."""
+        if not self.looped:
+            return 0.0
+        return self.rates.traffic(
+            *kernel_bytes.looped(self.traced.kept, self.element * self.weights, self.overlap.copies)
+        )
+
+    def _agreed(self, backward: int) -> tuple[float, float]:
+        """The all-reduces of the scales of arrays in float8, over `model` only and over `data`."""
+        if not self.float8:
+            return 0.0, 0.0
+        return agreement_seconds(self.traced[backward].agreed, self.config.mesh, self.rates)
+
+    def _exposed_forward(self, seconds: float) -> float:
+        """What a layer waits for of so many seconds of collectives in a forward pass."""
+        return seconds - min(self.overlap.forward * seconds, self._forward_products)
+
+    @cached_property
+    def _exposed_backward(self) -> float:
+        """What a layer waits for of its backward collectives: those beside the weight gradients of the column-parallel
+        layers before them, or with two streams beside all products, cost nothing up to the time that these take."""
+        split, two = self.config.mesh.splits_tokens, self.config.train.streams == 2
+        hidden = self.overlap.backward * (2 * self.layer_scatter if split else self.layer_sum)
+        sums = 0.0
+        for branch in self.layer.branches:
+            beside = self._weight_gradients(branch if two else branch[:-1])
+            beside += two * sum(self._product(each, each.k, each.n) for each in branch)
+            sums += self.layer_sum - min(hidden, beside)
+        return sums
+
+    def _over_data(self, width: float) -> float:
+        """ZeRO-3: a gather of a layer's weights, or a scatter of their gradients, of `width` bytes per element."""
+        if self.config.mesh.zero != 3:
+            return 0.0
+        return self.over_replicas(self.rates.gather, width, self.weights, self.experts)
