@@ -42,7 +42,17 @@ def _script(page: Path, blocks) -> str:
     return "\n".join(parts)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page)], ids=lambda page: page.name)
+LONG = ("extending.md", "python.md")  # train for a minute
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=pytest.mark.long if page.name in LONG else ())
+        for page in PAGES
+        if _blocks(page)
+    ],
+)
 def test_the_python_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path):
     blocks = _blocks(page)
     environment = os.environ | {

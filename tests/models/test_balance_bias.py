@@ -141,6 +141,7 @@ def test_muon_leaves_the_bias_to_its_rule():
     assert (moves > 0).any()
 
 
+@pytest.mark.long
 def test_a_router_that_prefers_some_experts_comes_to_use_all():
     """All tokens have a part in common, for which two of eight experts have high scores: so all choose these."""
     loads = {}

@@ -162,6 +162,7 @@ def test_greedy_text_is_what_the_whole_forward_pass_gives(changes, mesh):
     assert found.tokens == ids[3:]
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_a_pipeline_opens_on_one_device(tmp_path):
     config = biased(1, 1, compute="fp32", mesh={"pipe": 2, "chunks": 2}, **{**SECOND, "layers": 8})
     there = biased(1, 1, compute="fp32", **{**SECOND, "layers": 8})

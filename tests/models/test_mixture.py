@@ -84,7 +84,9 @@ PACKED = {"reset_attention": True, "mask_eod_loss": True}
         (1, 4, 1, True, 0, "none", "off", 8, DEEPSEEK),
         pytest.param(2, 2, 2, True, 1, "none", "off", 1, {"mesh": {"schedule": "1f1b"}}, marks=pytest.mark.long),
         (2, 2, 2, True, 3, "selective", "off", 1, {"mesh": {"schedule": "zb-h1", "chunks": 2}}),
-        (4, 1, 1, False, 1, "selective", "on", 1, {"mesh": {"expert": 4}, "samples": PACKED}),
+        pytest.param(
+            4, 1, 1, False, 1, "selective", "on", 1, {"mesh": {"expert": 4}, "samples": PACKED}, marks=pytest.mark.long
+        ),
         (4, 2, 1, True, 3, "full", "off", 2, {"mesh": {"expert": 2}, **DEEPSEEK}),
         pytest.param(2, 1, 1, False, 1, "offload", "off", 2, {}, marks=pytest.mark.long),
         pytest.param(
@@ -203,7 +205,7 @@ def _losses(data, model, sequence_parallel=False, expert=1):
     "mesh",
     [
         pytest.param((4, 1), marks=pytest.mark.long),
-        (4, 1, False, 4),
+        pytest.param((4, 1, False, 4), marks=pytest.mark.long),
         pytest.param((2, 2, True), marks=pytest.mark.long),
         pytest.param((1, 4), marks=pytest.mark.long),
         pytest.param((4, 2, True, 2), marks=pytest.mark.long),

@@ -305,6 +305,7 @@ def losses_of(folder, name, *flags):
     return [record["loss"] for record in read_metrics(folder / name / "metrics.jsonl")]
 
 
+@pytest.mark.long
 def test_a_run_is_continued_bit_for_bit_and_on_another_mesh(tmp_path):
     same = "--optimizer.decay-steps", "4", *WIDE
     whole = losses_of(tmp_path, "whole", "--train.steps", "4", *same)

@@ -248,8 +248,8 @@ def test_a_model_that_looks_back_120_tokens_finds_what_is_that_near(folder):
     "mesh",
     [
         MeshConfig(context=2, context_attention="heads"),
-        MeshConfig(context=4, context_attention="gather", data=2, zero=3),
-        MeshConfig(pipe=2, data=2, model=2, sequence_parallel=True),
+        pytest.param(MeshConfig(context=4, context_attention="gather", data=2, zero=3), marks=pytest.mark.long),
+        pytest.param(MeshConfig(pipe=2, data=2, model=2, sequence_parallel=True), marks=pytest.mark.long),
     ],
     ids=str,
 )
