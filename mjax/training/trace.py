@@ -186,11 +186,11 @@ class Traced:
 def of_micro_batch(of: Traced, samples: int, found: Callable[[Traced], tuple[float, ...]]) -> list[float]:
     """What `found` reads from the trace of one sample, for the samples of a micro-batch: it is proportional to them.
 
-    But rows of experts fill tiles, whose number is a constant and a part proportional to the samples: a model with
+    But rows of experts fill tiles, whose number is a constant and a part proportional to the samples: a layer with
     experts is traced for one sample and for two.
     """
     one = found(of)
-    if samples == 1 or not of.model.parted_experts():
+    if samples == 1 or not any(each.grouped for each in layer_forward(of).of_weights):
         return [samples * first for first in one]
     two = found(replace(of, samples=2))
     return [first + (samples - 1) * (second - first) for first, second in zip(one, two, strict=True)]
