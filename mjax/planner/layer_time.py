@@ -95,6 +95,7 @@ class Common:
         return seconds - min(self.overlap.weights * seconds, work)
 
     def seconds_of(self, moved: Moved) -> float:
+        """Memory-bound kernels."""
         return self.rates.traffic(moved.bytes + moved.weights, moved.kernels)
 
     @cached_property
