@@ -63,6 +63,11 @@ def layers_of_kinds(config: ModelConfig) -> dict[tuple[int, int], int]:
     return {stack_and_turn(name): shape[0] for name, (shape, _) in weights if STACK.match(name)}
 
 
+def repeats_in_stack(config: ModelConfig) -> bool:
+    """Whether layers of one stack differ in what is no weight, such as windows; a loop then runs several at once."""
+    return config.period > 1 + max(turn for _, turn in layers_of_kinds(config))
+
+
 def scores_in_chunks(config: ModelConfig) -> bool:
     """Whether the model has a loss in chunks (`train.loss_chunks`)."""
     return not_from_output(type(_traced(config))) is None

@@ -205,6 +205,20 @@ def test_the_picture_has_totals_the_limit_of_the_gpu_and_says_what_is_too_much(t
     assert "offload" not in variants(piped)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({}, False), ({"full_attention_every": 4}, True), ({"full_attention_every": 4, "unroll": "on"}, False)],
+    ids=["one window", "a pattern", "without a loop"],
+)
+def test_the_plan_says_where_a_pattern_of_windows_takes_more_than_it_predicts(changes, said):
+    config = load_config("qwen3_8b")
+    unroll = changes.pop("unroll", "off")
+    train = replace(config.train, unroll=unroll)
+    config = replace(config, model=replace(config.model, window=1024, **changes), train=train)
+    (row,) = [line for line in memory_section(config, gpu_named("h100")).lines if line.startswith("layers")]
+    assert ("a pattern of windows then took more" in row) == said
+
+
 def test_the_plan_shows_bytes_by_kind_that_add_up(capsys, tmp_path):
     file = tmp_path / "memory.png"
     flags = ["plan", "--config", "gpt_8b", "--model.attention-dropout", "0"]
