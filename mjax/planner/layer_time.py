@@ -104,21 +104,21 @@ class Common:
         return self.software.written is None and is_looped(self.config, self.rates.gpu.usable_bytes)
 
 
-class LayerTime(Common):
+class LayerTime:
     """The work of one device in a layer, part by part; every method returns seconds.
 
     Attributes:
+      run: what all layers and the rest of the step share; `config` to `samples` are its own.
       of, layer: of its kind, and its products.
       weights: elements of its weights, as used in the computation; of them `experts` are split over `expert`.
       worst: all tokens of a mixture choose the same experts.
     """
 
-    def __init__(
-        self, config: Config, rates: Rates, software: Software, layers: int, of: trace.Traced, worst: bool = False
-    ):
-        super().__init__(config, rates, software)
+    def __init__(self, run: Common, layers: int, of: trace.Traced, worst: bool = False):
+        self.run, self.config, self.rates, self.software = run, run.config, run.rates, run.software
+        self.overlap, self.element, self.samples = run.overlap, run.element, run.samples
         self.of, self.layer, self.worst = of, trace.layer_forward(of), worst
-        held, of_stage = held_by(config.model, config.mesh, of.kind), layers / config.mesh.pipe
+        held, of_stage = held_by(run.config.model, run.config.mesh, of.kind), layers / run.config.mesh.pipe
         self.weights, self.experts = held.layers / of_stage, held.experts / of_stage
 
     @cached_property
@@ -133,17 +133,17 @@ class LayerTime(Common):
             "matmul": self._forward_products,
             "attention": self._attention,
             "elementwise": self._kernels[0],
-            "model": self._exposed_forward(len(self.layer.branches) * self.layer_sum) + over_model,
+            "model": self._exposed_forward(len(self.layer.branches) * self.run.layer_sum) + over_model,
             "context": sum(self._over_context),
             "expert": sum(self._over_experts),
-            "data": self.waits(self._over_data(self.gathered), self.forward_work) + over_data,
+            "data": self.run.waits(self._over_data(self.run.gathered), self.forward_work) + over_data,
         }
         return forward | {"host": max(0.0, self._to_host - sum(forward.values()))}
 
     @cached_property
     def _to_host(self) -> float:
         """A copy of what a layer keeps in host memory, one way."""
-        kernel = "cudnn" if self.flash else "xla"
+        kernel = "cudnn" if self.run.flash else "xla"
         recompute = self.config.train.recompute
 
         def kept(of: trace.Traced) -> tuple[float, ...]:
@@ -166,25 +166,26 @@ class LayerTime(Common):
         whole, attention = again in ("full", "offload"), again != "none"
         repeated, split = 0.0, self.config.mesh.splits_tokens
         if whole and split:  # of a layer's gathers and scatters only the last scatter can be dead code
-            repeated = self._exposed_forward(2 * self.layer_gather + software.repeated_sums * self.layer_scatter)
-            repeated -= self.overlap.repeated * self.layer_gather
+            sent = 2 * self.run.layer_gather + software.repeated_sums * self.run.layer_scatter
+            repeated = self._exposed_forward(sent)
+            repeated -= self.overlap.repeated * self.run.layer_gather
         elif whole:
-            repeated = self._exposed_forward(software.repeated_sums * self.layer_sum)
+            repeated = self._exposed_forward(software.repeated_sums * self.run.layer_sum)
         elif attention and split:  # the two gathers are repeated
-            repeated = 2 * self.layer_gather - min(2 * self.overlap.repeated * self.layer_gather, to_inputs)
+            repeated = 2 * self.run.layer_gather - min(2 * self.overlap.repeated * self.run.layer_gather, to_inputs)
         work = {
             "matmul": to_inputs + whole * self._forward_products,
             "attention": self._attention_backward + attention * self._attention,
             "elementwise": self._kernels[1] + self._loop,
         }
-        stored = self._over_data(self.gathered) + self._over_data(software.gradient_bytes)
+        stored = self._over_data(self.run.gathered) + self._over_data(software.gradient_bytes)
         beside = sum(work.values()) + self._weight_gradients(self.layer.of_weights)
         return {
             **work,
             "model": self._exposed_backward + repeated + over_model,
             "context": sum(self._over_context) + attention * self._over_context[0] + whole * self._over_context[1],
             "expert": sum(self._over_experts) + attention * self._over_experts[0],
-            "data": self.waits(stored, beside) + over_data,
+            "data": self.run.waits(stored, beside) + over_data,
             "host": self._to_host,
         }
 
@@ -198,20 +199,22 @@ class LayerTime(Common):
 
     def _is_joined(self, columns: tuple[int, ...]) -> bool:
         """Whether products of the same input run as one."""
-        written = self.element * self.tokens * max(columns)
-        return len(columns) > 1 and not self.float8 and (self.software.written is not None or written <= JOINED_BYTES)
+        written = self.element * self.run.tokens * max(columns)
+        if len(columns) == 1 or self.run.float8:
+            return False
+        return self.software.written is not None or written <= JOINED_BYTES
 
     def _weight_gradients(self, products: Iterable[Product]) -> float:
         s, found = self.config.train.streams, 0.0
         for each in products:
             rows, groups = self._rows(each)
-            found += s * self.rates.product(each.k, each.n, rows / s, groups, float8=self.float8)
+            found += s * self.rates.product(each.k, each.n, rows / s, groups, float8=self.run.float8)
         return found
 
     def _product(self, each: Product, n: int, k: int) -> float:
         """[tokens, k] × [k, n] for the tokens of a product with a weight, in two halves with two streams."""
         streams, (rows, groups) = self.config.train.streams, self._rows(each)
-        return streams * self.rates.product(rows / streams, n, k, groups, float8=self.float8)
+        return streams * self.rates.product(rows / streams, n, k, groups, float8=self.run.float8)
 
     def _rows(self, each: Product) -> tuple[float, int]:
         """The rows of a product with a weight, and how many weights have as many each: of experts whole tiles."""
@@ -221,7 +224,7 @@ class LayerTime(Common):
         rows, groups = self.samples * each.m, each.batch
         if self.worst:
             own = model.parted_experts() // mesh.expert
-            rows, groups = self.tokens * mesh.expert, min(model.taken_experts(), own)
+            rows, groups = self.run.tokens * mesh.expert, min(model.taken_experts(), own)
         return TILE * math.ceil(rows / TILE), groups
 
     @cached_property
@@ -251,13 +254,13 @@ class LayerTime(Common):
 
     @cached_property
     def _attention(self) -> float:
-        if self.flash:
+        if self.run.flash:
             return self._flash(backward=False)
         return self._score_products + self._scores[0]
 
     @cached_property
     def _attention_backward(self) -> float:
-        if self.flash:  # five products for two: it recomputes the scores (arXiv 2307.08691)
+        if self.run.flash:  # five products for two: it recomputes the scores (arXiv 2307.08691)
             return self._flash(backward=True)
         return 2 * self._score_products + self._scores[1]
 
@@ -284,7 +287,7 @@ class LayerTime(Common):
     @cached_property
     def traced(self) -> Kernels:
         """What the traced kernels move for a micro-batch."""
-        kernel = "cudnn" if self.flash else "xla"
+        kernel = "cudnn" if self.run.flash else "xla"
         return kernel_bytes.of_micro_batch(self.of, kernel, self.config.train.recompute, self.samples)
 
     @cached_property
@@ -292,10 +295,11 @@ class LayerTime(Common):
         """Memory-bound kernels of a layer, forward, and backward with what is computed again."""
         mesh, written = self.config.mesh, self.software.written
         if written is None:
-            cut = [2 * self.element * self.tokens * sum(each) for each in self.layer.joined if self._is_joined(each)]
-            forward, backward = map(self.seconds_of, self.traced[:2])
+            width = 2 * self.element * self.run.tokens
+            cut = [width * sum(each) for each in self.layer.joined if self._is_joined(each)]
+            forward, backward = map(self.run.seconds_of, self.traced[:2])
             return forward + self.rates.traffic(sum(cut), len(cut)), backward
-        stream = written.stream * self.stream / (mesh.model if mesh.splits_tokens else 1)
+        stream = written.stream * self.run.stream / (mesh.model if mesh.splits_tokens else 1)
         mlp = written.mlp * self.samples * kernel_bytes.activations(self.of)
         forward = self.rates.traffic((stream + mlp) * self.element / 2, written.kernels)
         return forward, (written.backward + (self.config.train.recompute != "none")) * forward
@@ -303,7 +307,7 @@ class LayerTime(Common):
     @cached_property
     def _loop(self) -> float:
         """What a loop over layers costs for each: filling stacks and copying."""
-        if not self.looped:
+        if not self.run.looped:
             return 0.0
         return self.rates.traffic(
             *kernel_bytes.looped(self.traced.kept, self.element * self.weights, self.overlap.copies)
@@ -311,7 +315,7 @@ class LayerTime(Common):
 
     def _agreed(self, backward: int) -> tuple[float, float]:
         """The all-reduces of the scales of arrays in float8, over `model` only and over `data`."""
-        if not self.float8:
+        if not self.run.float8:
             return 0.0, 0.0
         return agreement_seconds(self.traced[backward].agreed, self.config.mesh, self.rates)
 
@@ -324,16 +328,16 @@ class LayerTime(Common):
         """What a layer waits for of its backward collectives: those beside the weight gradients of the column-parallel
         layers before them, or with two streams beside all products, cost nothing up to the time that these take."""
         split, two = self.config.mesh.splits_tokens, self.config.train.streams == 2
-        hidden = self.overlap.backward * (2 * self.layer_scatter if split else self.layer_sum)
+        hidden = self.overlap.backward * (2 * self.run.layer_scatter if split else self.run.layer_sum)
         sums = 0.0
         for branch in self.layer.branches:
             beside = self._weight_gradients(branch if two else branch[:-1])
             beside += two * sum(self._product(each, each.k, each.n) for each in branch)
-            sums += self.layer_sum - min(hidden, beside)
+            sums += self.run.layer_sum - min(hidden, beside)
         return sums
 
     def _over_data(self, width: float) -> float:
         """ZeRO-3: a gather of a layer's weights, or a scatter of their gradients, of `width` bytes per element."""
         if self.config.mesh.zero != 3:
             return 0.0
-        return self.over_replicas(self.rates.gather, width, self.weights, self.experts)
+        return self.run.over_replicas(self.rates.gather, width, self.weights, self.experts)

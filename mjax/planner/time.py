@@ -105,10 +105,7 @@ class _Step(Common):
     def __init__(self, config: Config, rates: Rates, software: Software, worst: bool = False):
         super().__init__(config, rates, software)
         self.end, self.held = trace.head(self.kinds[0][1]), held_by(config.model, config.mesh)
-        self.layers = [
-            (layers // config.mesh.pipe, LayerTime(config, rates, software, layers, of, worst))
-            for layers, of in self.kinds
-        ]
+        self.layers = [(n // config.mesh.pipe, LayerTime(self, n, of, worst)) for n, of in self.kinds]
 
     def seconds(self, m: int) -> dict[str, float]:
         """The parts of a step of `m` micro-batches on each replica."""
