@@ -2,8 +2,9 @@
 # make llama        a small Llama on the same text, which learns faster than the GPT
 # make bert         a small BERT on the same text, which learns to find masked words and the order of sentences
 # make check        lint and the tests that compile nothing: about a minute, for work in progress
-# make test         lint and the whole suite, on simulated devices
+# make test         lint and the suite but for what takes long, on simulated devices
 # make test-parity  what compares with torch, transformers and megatron-core, and what takes long
+# make test-products  all other combinations of options, for an hour
 # Each makes .venv and installs what it needs.
 
 PYTHON ?= python3
@@ -13,8 +14,9 @@ WORKERS ?= 2
 # NLTK's sentence rules, plain tables, from a package that carries them; nothing of it is executed.
 PUNKT = data/punkt/llama_index/core/_static/nltk_cache
 
-# A worker takes whole files: what the tests of a file share is compiled once. Huge pages spare it a tenth of its time.
-PYTEST = GLIBC_TUNABLES=glibc.malloc.hugetlb=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile
+# A worker takes whole files, in the order of tests/conftest.py: what the tests of a file share is compiled once. Huge
+# pages spare it a tenth of its time.
+PYTEST = GLIBC_TUNABLES=glibc.malloc.hugetlb=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What compiles nothing: data, flags and configs, schedules, files of others, scores, what a plan is searched with.
 CHECK = data test_bad_inputs.py test_batch_size.py test_config.py test_flags.py test_hardware.py test_packages.py \
@@ -25,7 +27,7 @@ CHECK = data test_bad_inputs.py test_batch_size.py test_config.py test_flags.py 
     planner/test_config_file.py planner/test_fit.py planner/test_hlo.py planner/test_search.py \
     planner/test_search_report.py profiling/test_gpu_trace.py training/test_environment.py
 
-.PHONY: train llama bert lint check test test-parity format clean
+.PHONY: train llama bert lint check test test-parity test-products format clean
 
 train: data/demo.idx
 	.venv/bin/python train.py --config gpt_demo
@@ -53,7 +55,10 @@ test: lint
 	$(PYTEST)
 
 test-parity: .venv/installed-parity
-	$(PYTEST) --parity --long -m "parity or long"
+	$(PYTEST) --parity --long -m "(parity or long) and not product"
+
+test-products: .venv/installed-parity
+	$(PYTEST) --parity --product -m product
 
 format: .venv/installed-dev
 	.venv/bin/ruff check --fix .

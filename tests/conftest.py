@@ -74,13 +74,21 @@ def pytest_addoption(parser):
         "--parity", action="store_true", help="run the comparisons with torch, transformers and megatron-core"
     )
     parser.addoption("--long", action="store_true", help="run what takes minutes besides: make test-parity does")
+    parser.addoption("--product", action="store_true", help="run products of options whole, for an hour and more")
+
+
+# Files that take longest, the notebooks ten minutes, start first, so that no worker waits for the last file of another.
+LONGEST = ("test_notebooks.py", "test_llama_transformers.py", "test_mixture_transformers.py", "test_processes.py")
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     for item in items:
         if item.get_closest_marker("parity") and not config.getoption("--parity"):
             item.add_marker(pytest.mark.skip(reason="compares with another library: make test-parity"))
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="takes long: make test-parity, or pytest --long"))
+        if item.get_closest_marker("product") and not config.getoption("--product"):
+            item.add_marker(pytest.mark.skip(reason="every two of its options meet in other cases: pytest --product"))
         if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

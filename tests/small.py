@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -137,13 +136,6 @@ def packing_of(samples: int, positions: int) -> dict[str, np.ndarray]:
         "positions": (place - starts).astype(np.int32),
         "loss_mask": (place * 7 + row * 3) % samples < row,
     }
-
-
-def half_of_product(*choices) -> list[tuple]:
-    """Half of a product of three or more choices, in which every two of them still stand together: those combinations
-    whose places add up to an even number."""
-    numbered = product(*map(enumerate, choices))
-    return [tuple(value for _, value in each) for each in numbered if sum(place for place, _ in each) % 2 == 0]
 
 
 @cache

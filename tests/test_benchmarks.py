@@ -45,6 +45,7 @@ def measured():
     return json.loads(run("--peers", "none", "--rounds", "3", "--steps", "2", "--json").stdout)
 
 
+@pytest.mark.long
 def test_the_benchmark_of_a_tiny_config_has_every_figure(measured):
     (row,) = measured["rows"]
     assert row["name"] == "mjax"
@@ -68,6 +69,7 @@ def test_the_record_says_what_was_measured(measured):
     assert "--rounds 3" in measured["command"]
 
 
+@pytest.mark.long
 def test_a_contender_that_fails_is_a_row_with_its_reason():
     output = run("--peers", "none", "--mesh.model", "2", code=1).stdout
     assert "mjax failed: " in output
@@ -79,6 +81,7 @@ def test_a_peer_that_does_not_exist_is_refused():
     assert "names 'keras'; use eager" in run("--peers", "keras", code=2).stderr
 
 
+@pytest.mark.long
 def test_the_benchmark_of_indices_prints_a_row_for_everything_it_measures():
     sizes = ["--rounds", "1", "--tokens", "100000", "--samples", "1000", "--sequences", "1000", "--batch", "4"]
     # Without megatron-core, whose ten processes need a minute to import it; tests/parity compares the indices.
@@ -92,6 +95,7 @@ def test_the_benchmark_of_indices_prints_a_row_for_everything_it_measures():
     assert rows == ["what", "---", *["build"] * 3, "start", *["blend"] * 4, *["read"] * 2, "open"]
 
 
+@pytest.mark.long
 def test_the_benchmark_of_grouped_products_counts_the_tiles_of_each_load(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["grouped.py", "--shape", "tiny", "--rounds", "1", "--rows", "5", "100"])
     assert grouped.main() == 0
@@ -274,6 +278,7 @@ def test_a_process_is_ended_where_a_measurement_breaks_off(monkeypatch):
     assert process.stopped
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("gpu", "compute"), [("h100", "bf16"), ("v100", "fp16")])
 def test_the_five_models_of_the_comparison_can_run_on_one_device(gpu, compute):
     from benchmarks.predicted import CASES, Arguments, cases

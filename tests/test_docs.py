@@ -42,7 +42,7 @@ def _script(page: Path, blocks) -> str:
     return "\n".join(parts)
 
 
-LONG = ("extending.md", "python.md")  # train for a minute
+LONG = ("extending.md", "how-it-works.md", "planning.md", "python.md")  # train or plan for half a minute and more
 
 
 @pytest.mark.parametrize(

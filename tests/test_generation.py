@@ -89,9 +89,9 @@ def full_forward(sequence=16):
         ((1, 2), QWEN),
         pytest.param((1, 2), OLMO, marks=pytest.mark.long),
         pytest.param((1, 4), QWEN, marks=pytest.mark.long),
-        ((1, 4), {**OLMO, "kv_heads": 1}),
+        pytest.param((1, 4), {**OLMO, "kv_heads": 1}, marks=pytest.mark.long),
         ((1, 2), {**OLMO, "layers": 4, "full_attention_every": 2}),
-        ((1, 2), {"mesh": {"context": 2}}),
+        pytest.param((1, 2), {"mesh": {"context": 2}}, marks=pytest.mark.long),
         pytest.param((1, 1), {"mesh": {"context": 4, "context_attention": "gather"}}, marks=pytest.mark.long),
         ((1, 1), {**WINDOW, "mesh": {"context": 4, "context_attention": "gather"}}),
         pytest.param((1, 2), {**BLOOM, "mesh": {"context": 2}}, marks=pytest.mark.long),
@@ -325,6 +325,7 @@ def test_the_command_prints_prompt_and_continuation_as_plain_text_where_there_is
     assert "prompt 1: stopped after 58 of 200 tokens, because the model has 64 positions" in notice
 
 
+@pytest.mark.long
 def test_another_step_and_another_number_of_devices_can_be_chosen(run_folder, capsys):
     def output(*flags):
         run_generate(arguments_of("--checkpoint", run_folder, "--prompt", "The", "--tokens", 12, "--json", *flags))
@@ -408,10 +409,10 @@ def test_a_continuation_keeps_the_space_that_its_first_token_begins_with():
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"data": 2, "model": 2, "zero": 3, "sequence_parallel": True},
+        pytest.param({"data": 2, "model": 2, "zero": 3, "sequence_parallel": True}, marks=pytest.mark.long),
         pytest.param({"pipe": 4, "data": 1, "model": 2, "zero": 1}, marks=pytest.mark.long),
         {"pipe": 2, "data": 2, "model": 2, "chunks": 2, "zero": 3},
-        {"pipe": 2, "context": 2, "model": 2, "context_attention": "gather"},
+        pytest.param({"pipe": 2, "context": 2, "model": 2, "context_attention": "gather"}, marks=pytest.mark.long),
     ],
 )
 def test_a_model_spread_over_a_pipeline_or_in_shards_writes_what_one_device_writes(mesh):

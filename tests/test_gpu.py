@@ -17,6 +17,7 @@ from mjax.models.attention_kernels import FLASH_INTERPRETED, attend
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.random import DropoutKey
 from mjax.training.step import build_program
+from tests.products import one_in
 from tests.small import small_config
 
 GPU = jax.default_backend() == "gpu"
@@ -80,7 +81,8 @@ def steps_of(config, count, device):
 
 
 @pytest.mark.parametrize(
-    ("compute", "recompute", "tolerance"), [("bf16", "none", 2e-2), ("fp16", "selective", 4e-3), ("fp32", "full", 1e-3)]
+    ("compute", "recompute", "tolerance"),
+    one_in(3, [("bf16", "none", 2e-2), ("fp16", "selective", 4e-3), ("fp32", "full", 1e-3)]),
 )
 def test_two_steps_have_the_loss_and_gradient_of_float64_on_a_cpu(compute, recompute, tolerance):
     scale = {"initial_loss_scale": 2.0**10} if compute == "fp16" else {}

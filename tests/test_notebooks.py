@@ -70,7 +70,9 @@ def test_a_notebook_runs_and_shows_what_is_committed(file, tmp_path):
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     environment, resources = _environment(file.stem in LONG), {"metadata": {"path": str(file.parent)}}
-    NotebookClient(fresh, km=_kernel(tmp_path), timeout=900, resources=resources).execute(env=environment)
+    NotebookClient(fresh, km=_kernel(tmp_path), timeout=900, resources=resources).execute(
+        env=environment, cleanup_kc=True
+    )
     assert _shown(committed) == _shown(fresh)
 
 

@@ -89,6 +89,7 @@ class Group:
         return self.outputs()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -221,6 +222,7 @@ def test_processes_on_two_hosts_meet_and_a_cut_cable_ends_both(hosts, tmp_path):
     assert re.search(rf"mjax: error: process 0 on {hosts[0]} \(pid \d+\) has not been heard of for \d+ s", second)
 
 
+@pytest.mark.long
 def test_processes_that_nobody_joins_end_after_the_start_timeout_with_a_sentence(tmp_path):
     """One that waits for another, and one that waits for process 0: JAX's client would abort both."""
     short = ["--distributed.start-timeout", "5"]

@@ -2,6 +2,7 @@ import gzip
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from mjax.commands import dedup as dedup_module
 from mjax.commands.dedup import DedupArguments, dedup
 from mjax.errors import RunError, UsageError
 from tests.conftest import ROOT
+from tests.products import one_in
 
 STORY = "It was a bright cold day in April and the clocks were striking thirteen as Winston Smith slipped through"
 
@@ -239,8 +241,7 @@ def test_an_input_that_changes_while_it_is_read_is_noticed(mixed, tmp_path, monk
         run(*mixed, output=tmp_path / "out.jsonl")
 
 
-@pytest.mark.parametrize("flags", [[], ["--overwrite"]])
-@pytest.mark.parametrize("command", ["dedup", "clean"])
+@pytest.mark.parametrize(("command", "flags"), one_in(3, product(["dedup", "clean"], [[], ["--overwrite"]])), ids=str)
 def test_a_run_killed_before_any_file_operation_leaves_a_whole_output_or_none_and_can_be_repeated(
     tmp_path, command, flags
 ):

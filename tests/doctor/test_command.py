@@ -39,6 +39,7 @@ def doctor(*flags, **variables):
     )
 
 
+@pytest.mark.long
 def test_on_this_machine_nothing_is_red_and_two_devices_are_called_simulated(tmp_path):
     flags = "--xla_force_host_platform_device_count=2"
     result = doctor("--json", "--runs", str(tmp_path), JAX_PLATFORMS="cpu", XLA_FLAGS=flags)

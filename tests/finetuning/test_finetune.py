@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from mjax.state.layout import lay_out
 from mjax.training.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.finetuning.pretrained import arguments_of, tuned, write_run
+from tests.products import diagonal, seldom
 from tests.small import named
 from tests.tasks.synthetic import write_task
 from tests.test_bad_inputs import fingerprint
@@ -82,6 +84,7 @@ def weights_of(run):
     return named(restore_weights(run, lay_out(config, make_mesh(config.mesh)).abstract_model, None, print)[1])
 
 
+@pytest.mark.long
 def test_a_separable_set_is_learned_and_the_report_has_every_seed_their_median_and_the_best(done):
     report = report_of(done)
     assert [seed["seed"] for seed in report["seeds"]] == [1234, 1235]
@@ -228,16 +231,15 @@ def test_every_kind_of_task_is_learned_from_its_published_format(task, layernorm
         assert (tmp_path / "predictions" / file.name).read_text() == file.read_text()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("task", ["mnli", "race", "squad2.0"])
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        ("--mesh.data", 2, "--mesh.model", 2, "--mesh.sequence-parallel", "--mesh.zero", 3),
-        ("--mesh.data", 2, "--mesh.pipe", 2, "--train.micro-batch", 2, "--train.recompute", "full"),
-        ("--mesh.context", 4, "--mesh.data", 2, "--mesh.context-attention", "gather"),
-    ],
+TASKS = ("mnli", "race", "squad2.0")
+MESHES = (
+    ("--mesh.data", 2, "--mesh.model", 2, "--mesh.sequence-parallel", "--mesh.zero", 3),
+    ("--mesh.data", 2, "--mesh.pipe", 2, "--train.micro-batch", 2, "--train.recompute", "full"),
+    ("--mesh.context", 4, "--mesh.data", 2, "--mesh.context-attention", "gather"),
 )
+
+
+@pytest.mark.parametrize(("task", "mesh"), seldom(product(TASKS, MESHES), some=diagonal(3, TASKS, MESHES)))
 def test_a_mesh_ends_in_the_same_counts_and_losses_as_one_device(task, mesh, capsys, tmp_path):
     run = write_run(tmp_path / "bert", dropout=0.1)
     files = write_task(tmp_path / "data", task, train=64, validation=22)

@@ -87,6 +87,7 @@ def test_on_every_mesh_five_steps_give_the_losses_and_biases_of_serial_ones(data
     assert {-STEPS, STEPS} < set(moves), "the test should have experts that are always chosen, and some that change"
 
 
+@pytest.mark.long
 def test_the_size_of_a_micro_batch_changes_no_bit_of_the_bias():
     (_, one, _), (_, four, _) = (steps_on_mesh(biased(micro_batch=size, compute="fp32")) for size in (1, 4))
     assert one[BIAS].dtype == np.float32
@@ -117,6 +118,7 @@ def test_a_skipped_step_leaves_the_bias():
     np.testing.assert_array_equal(after[BIAS], before[BIAS])
 
 
+@pytest.mark.long
 def test_a_run_that_is_resumed_there_or_on_another_mesh_has_the_bias_of_one_that_was_not_stopped(tmp_path):
     config = biased(2, 1, compute="fp32", mesh={"pipe": 2, "chunks": 2, "zero": 1})
     _, expected, _ = steps_on_mesh(config, range(4))

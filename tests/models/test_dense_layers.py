@@ -24,6 +24,7 @@ from tests import mixture_reference
 from tests.against_reference import in_layer_order, largest_error
 from tests.models.test_balance_bias import biased, steps_on_mesh
 from tests.models.test_mixture import DEEPSEEK, config_of
+from tests.products import one_in
 from tests.small import QUICKLY, batch_of, named, small_config, weights_of
 
 FIRST = {"layers": 4, "dense_layers": 1, "feed_forward": 40}
@@ -40,7 +41,9 @@ WINDOWS = {"window": 5, "full_attention_every": 2}
         pytest.param(1, 1, {}, "selective", "off", {**THIRD, **WINDOWS}, marks=pytest.mark.long),
         pytest.param(1, 1, {}, "none", "off", {**FIRST, "dense_layers": 2, **WINDOWS}, marks=pytest.mark.long),
         pytest.param(1, 1, {}, "none", "on", FIRST, marks=pytest.mark.long),
-        (2, 2, {"sequence_parallel": True, "zero": 3}, "full", "off", {**SECOND, **DEEPSEEK}),
+        pytest.param(
+            2, 2, {"sequence_parallel": True, "zero": 3}, "full", "off", {**SECOND, **DEEPSEEK}, marks=pytest.mark.long
+        ),
         pytest.param(2, 2, {"sequence_parallel": True, "zero": 3}, "full", "off", FIRST, marks=pytest.mark.long),
         pytest.param(2, 1, {"zero": 3}, "offload", "off", {**SECOND, **DEEPSEEK}, marks=pytest.mark.long),
         pytest.param(1, 1, {}, "offload", "off", {**FIRST, "dense_layers": 2, **WINDOWS}, marks=pytest.mark.long),
@@ -48,7 +51,9 @@ WINDOWS = {"window": 5, "full_attention_every": 2}
         pytest.param(2, 1, {"zero": 3}, "none", "on", SECOND, marks=pytest.mark.long),
         pytest.param(2, 1, {"zero": 1}, "none", "on", FIRST, marks=pytest.mark.long),
         (1, 1, {"pipe": 2, "schedule": "1f1b"}, "none", "off", SECOND),
-        (2, 1, {"pipe": 2, "chunks": 2, "zero": 3}, "none", "off", {**SECOND, "layers": 8}),
+        pytest.param(
+            2, 1, {"pipe": 2, "chunks": 2, "zero": 3}, "none", "off", {**SECOND, "layers": 8}, marks=pytest.mark.long
+        ),
         pytest.param(
             1, 2, {"pipe": 2, "schedule": "zb-h1", "chunks": 2}, "full", "off", {**SECOND, "layers": 8, **WINDOWS},
             marks=pytest.mark.long,
@@ -67,7 +72,7 @@ def test_loss_and_every_gradient_equal_the_serial_reference(data, model, mesh, r
 
 @pytest.mark.parametrize(
     ("data", "mesh", "changes"),
-    [(1, {}, FIRST), (2, {"pipe": 2, "zero": 1}, SECOND)],
+    one_in(2, [(1, {}, FIRST), (2, {"pipe": 2, "zero": 1}, SECOND)]),
     ids=["first", "every second"],
 )
 def test_the_bias_of_those_layers_that_have_a_router_follows_their_tokens(data, mesh, changes):
@@ -108,7 +113,7 @@ def test_gradients_are_named_by_the_number_of_their_layer_in_the_model(changes, 
         assert mine == [f"{stack}.{weight} of layer {number}" for number in numbers]
 
 
-@pytest.mark.parametrize("changes", [FIRST, SECOND], ids=["first", "every second"])
+@pytest.mark.parametrize("changes", one_in(2, [FIRST, SECOND]), ids=["first", "every second"])
 def test_a_layer_has_the_initial_weights_that_it_has_in_a_model_where_all_layers_are_alike(changes):
     alike = build_model(0, small_config(kind="mixture", **{**changes, "dense_layers": 0, "expert_interval": 1}).model)
     found, whole = named(build_model(0, small_config(kind="mixture", **changes).model)), named(alike)
@@ -144,8 +149,8 @@ def test_parameters_and_flops_are_those_of_the_layers_added_up():
     ("changes", "mesh"),
     [
         (FIRST, {}),
-        ({**THIRD, "window": 3, "full_attention_every": 2}, {}),
-        ({**SECOND, "layers": 8}, {"pipe": 2, "chunks": 2}),
+        pytest.param({**THIRD, "window": 3, "full_attention_every": 2}, {}, marks=pytest.mark.long),
+        pytest.param({**SECOND, "layers": 8}, {"pipe": 2, "chunks": 2}, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -208,7 +213,7 @@ def test_what_does_not_go_together_is_refused_in_a_sentence(changes, message):
 # --- The plan ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [FIRST, SECOND], ids=["first", "every second"])
+@pytest.mark.parametrize("changes", one_in(2, [FIRST, SECOND]), ids=["first", "every second"])
 def test_its_layers_run_in_a_loop_and_a_run_that_does_not_fit_is_refused_before_it_starts(changes, monkeypatch):
     config = small_config(kind="mixture", **changes)
     needed = predict_memory(config).total
@@ -222,6 +227,7 @@ def test_its_layers_run_in_a_loop_and_a_run_that_does_not_fit_is_refused_before_
         fit.check_gpu_at_hand(config, "a test", False, pytest.fail)
 
 
+@pytest.mark.long
 def test_memory_and_time_are_those_of_the_layers_added_up():
     gpu = gpu_named("h100")
 
@@ -237,6 +243,7 @@ def test_memory_and_time_are_those_of_the_layers_added_up():
     np.testing.assert_allclose(planned(layers=6, expert_interval=3), planned(layers=2) + 4 * dense, rtol=5e-4)
 
 
+@pytest.mark.long
 def test_a_kind_of_layers_has_its_own_weights_in_hand_and_those_that_take_turns_all_of_theirs():
     def in_hand(feed_forward, **changes):
         mesh = {"zero": 3}

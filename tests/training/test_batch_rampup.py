@@ -46,6 +46,7 @@ def ramped(tmp_path_factory):
     return result, _records(folder)
 
 
+@pytest.mark.long
 def test_a_ramp_is_the_steps_by_hand_over_the_same_samples(ramped):
     config, (result, records) = _config(), ramped
     model, mesh = config.model, make_mesh(config.mesh)

@@ -126,6 +126,7 @@ def test_the_gradients_of_the_heads_are_reached_first():
     assert set(order[-3:]) == {"embedding", "positions", "token_types"}
 
 
+@pytest.mark.long
 def test_a_run_records_both_losses_and_how_often_the_order_is_found(tmp_path, fewer_devices, capfd):
     flags = ["--model.kind", "bert", "--model.layernorm", "post"]
     assert cli.main(["train", *command(tmp_path)[2:], *flags]) == 0

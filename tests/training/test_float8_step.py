@@ -20,7 +20,8 @@ from tests.against_reference import STEP, in_layer_order
 from tests.small import batch_of, gradient_program, initial_state, program_of, small_config
 from tests.training.test_step_equals_reference import CASES, config_of
 
-FEW = ("gpt--1-1-2", "gpt-zb-h1", "pre-LN-gpipe")  # of each kind of mesh one; all others with --long
+OFTEN = ("gpt--1-1-2-2-False-0", "pre-LN-gpipe")
+SOME = ("gpt-zb-h1", "bloom--1-1-4", "bloom-1f1b-2", "pre-LN--1-1-2", "post-LN--1-1-4", "post-LN-zb-h1-4-1-2")
 
 
 @pytest.fixture
@@ -53,7 +54,8 @@ def _loss_and_gradients(config, order=None):
 
 def _marked(case):
     name = "-".join(map(str, case))
-    return pytest.param(case, id=name, marks=() if name.startswith(FEW) else pytest.mark.long)
+    mark = pytest.mark.long if name.startswith(SOME) else pytest.mark.product
+    return pytest.param(case, id=name, marks=() if name.startswith(OFTEN) else mark)
 
 
 @pytest.mark.parametrize("case", [_marked(case) for case in CASES if case.layers != "halves"])

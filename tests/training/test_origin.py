@@ -28,6 +28,7 @@ from mjax.training.step import build_program
 from tests import reference
 from tests.against_reference import in_layer_order
 from tests.interop.whole_weights import reader_of
+from tests.products import one_in
 from tests.small import named
 from tests.tiny_config import config as tiny
 
@@ -71,7 +72,7 @@ def serial_losses(weights, config, steps):
     return losses
 
 
-@pytest.mark.parametrize("mesh", ["one device", pytest.param("pipeline and ZeRO-1", marks=pytest.mark.long), "ZeRO-3"])
+@pytest.mark.parametrize("mesh", one_in(3, ["ZeRO-3", "pipeline and ZeRO-1", "one device"]))
 def test_losses_after_init_are_those_of_a_serial_model_with_the_same_weights(
     mesh, source, tmp_path, fewer_devices, capsys
 ):

@@ -46,7 +46,7 @@ def interleaved(tmp_path_factory):
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"pipe": 1, "data": 1, "model": 1},
+        pytest.param({"pipe": 1, "data": 1, "model": 1}, marks=pytest.mark.long),
         {"pipe": 1, "data": 4, "model": 2, "zero": 3},
         pytest.param(
             {"pipe": 4, "data": 1, "model": 2, "schedule": "zb-h1", "sequence_parallel": True}, marks=pytest.mark.long

@@ -55,6 +55,7 @@ def test_importing_mjax_imports_no_jax_and_every_name_is_there():
         mjax.nothing  # noqa: B018
 
 
+@pytest.mark.long
 def test_a_function_of_the_step_trains_as_the_same_data_by_config(tmp_path, whole):
     records = []
     result = mjax.Trainer(CONFIG, tmp_path, data=batch, callbacks=[records.append]).train()

@@ -18,6 +18,7 @@ from mjax.training.display import Display, lasting_console
 from mjax.training.metrics import MetricsLog, read_metrics
 from mjax.training.pictures import draw_loss
 from tests.conftest import ROOT
+from tests.products import one_in
 from tests.training.test_metrics import _record
 
 
@@ -266,7 +267,7 @@ print("left", file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("stdout", ["pipe", "/dev/full", "closed"])
+@pytest.mark.parametrize("stdout", one_in(3, ["pipe", "/dev/full", "closed"]))
 def test_a_process_whose_stdout_fails_reaches_its_end_with_exit_code_0(stdout):
     command = [sys.executable, "-c", SHOWING]
     if stdout == "pipe":
