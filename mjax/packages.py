@@ -10,7 +10,8 @@ def installed() -> dict[str, str]:
     """Version of each package by name, in lower case with hyphens; of two, the one that Python would import."""
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
-        name, version = distribution.metadata.get("Name"), distribution.metadata.get("Version")
+        named = distribution.metadata  # a property that reads the file
+        name, version = named.get("Name"), named.get("Version")
         if name and version:  # an interrupted installation leaves a folder without them
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
     return found

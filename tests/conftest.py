@@ -77,6 +77,16 @@ def pytest_addoption(parser):
     parser.addoption("--product", action="store_true", help="run products of options whole, for an hour and more")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Without --parity torch and transformers are not even imported, unless a file of their tests is named."""
+    named = any("parity" in argument for argument in config.args)
+    return (
+        True
+        if collection_path == ROOT / "tests" / "parity" and not config.getoption("--parity") and not named
+        else None
+    )
+
+
 # Files that take longest, the notebooks ten minutes, start first, so that no worker waits for the last file of another.
 LONGEST = ("test_notebooks.py", "test_llama_transformers.py", "test_mixture_transformers.py", "test_processes.py")
 

@@ -18,18 +18,15 @@ from benchmarks.fitting import Measurement
 from mjax.config import DataConfig, load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
-from mjax.packages import cuda_build
 from mjax.planner.calibration import H100, read_calibration
 from mjax.planner.compile import SHEETS, _without_compilation_cache
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
 from mjax.state.manifest import write_manifest
+from tests.compiler import needs_compiler
 from tests.conftest import ROOT
 from tests.test_train_command import CONFIG, environment
 
-needs_compiler = pytest.mark.skipif(
-    cuda_build() is None, reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
-)
 TEXT = str(ROOT / "requirements.txt")
 
 

@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks.calibrate import PRODUCTS, Arguments, Kernel, _product, drawn, kernels, loop_of
-from mjax.packages import cuda_build
 from mjax.planner.compile import SHEETS, _without_compilation_cache
 from mjax.planner.hlo import Module
+from tests.compiler import needs_compiler
 
-needs_compiler = pytest.mark.skipif(
-    cuda_build() is None, reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
-)
 TARGETS = ("__cublas", "__cudnn$fmha")
 
 

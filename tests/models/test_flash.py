@@ -16,19 +16,16 @@ from mjax.errors import UsageError
 from mjax.hardware import gpu_named
 from mjax.models.attention_kernels import FLASH_INTERPRETED, attend
 from mjax.models.kernels import choose_kernel
-from mjax.packages import cuda_build
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.random import DropoutKey
 from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
 from mjax.planner.roofline import ATTENTION, roofline
 from mjax.planner.time import predict_time
+from tests.compiler import needs_compiler
 from tests.planner.test_waste import gpt_1b
 from tests.products import diagonal, seldom
 
-needs_compiler = pytest.mark.skipif(
-    cuda_build() is None, reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
-)
 POSITIONS = 192  # three blocks
 DOCUMENTS = np.sort(np.random.default_rng(1).integers(0, 4, (2, POSITIONS)), axis=1).astype(np.int32)
 OPTIONS = {

@@ -18,7 +18,6 @@ from mjax.generation import Generator
 from mjax.hardware import gpu_named
 from mjax.models.block import Block, stack
 from mjax.models.build import build_model, count_parameters
-from mjax.packages import cuda_build
 from mjax.parallel.mesh import make_mesh
 from mjax.planner.comms import ledger
 from mjax.planner.compile import compile_step
@@ -28,6 +27,7 @@ from mjax.sampling import Sampling
 from mjax.training.flops import model_flops
 from mjax.training.metrics import read_metrics
 from tests import toy_model
+from tests.compiler import needs_compiler
 from tests.conftest import ROOT
 from tests.products import one_in
 from tests.reference import QUICKLY
@@ -346,7 +346,7 @@ def test_greedy_text_is_what_the_whole_forward_pass_gives():
     assert found.tokens == ids[3:]
 
 
-@pytest.mark.skipif(cuda_build() is None, reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt")
+@needs_compiler
 def test_the_ledger_and_the_predicted_memory_are_those_of_the_compiled_step():
     model = replace(MODEL, hidden=1024, feed_forward=2816, sequence=1024, vocabulary=32_000, attention="auto")
     config = replace(

@@ -15,14 +15,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
-from mjax.packages import cuda_build
 from mjax.parallel.grouped import INTERPRETED, group, grouped_product, tiles_at_most
 from mjax.parallel.mesh import make_mesh
 from mjax.planner.compile import SHEETS, _without_compilation_cache
-
-needs_compiler = pytest.mark.skipif(
-    cuda_build() is None, reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
-)
+from tests.compiler import needs_compiler
 
 E, H, F, ROWS, ASSIGNMENTS = 5, 6, 10, 4, 29
 LOADS = {  # rows of each group

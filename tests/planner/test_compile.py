@@ -19,7 +19,6 @@ from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
 from mjax.models.build import count_parameters
-from mjax.packages import cuda_build
 from mjax.planner import compile as ahead
 from mjax.planner.comms import ledger, source_of
 from mjax.planner.compile import check_compile, compile_step, sheet_names
@@ -28,12 +27,9 @@ from mjax.planner.instructions import read_instructions
 from mjax.planner.memory import Memory, predict_memory
 from mjax.planner.saved_program import open_program, save_program
 from mjax.profiling.kernels import ELSEWHERE, KINDS, kind_of
+from tests.compiler import needs_compiler
 from tests.conftest import ROOT
 from tests.small import small_config
-
-needs_compiler = pytest.mark.skipif(
-    cuda_build() is None, reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
-)
 
 # Of a real model: cuDNN's attention, a vocabulary that is split, dropout between the layers.
 MODEL = {"layers": 4, "hidden": 256, "heads": 8, "sequence": 128, "vocabulary": 1000, "vocabulary_multiple": 1024}

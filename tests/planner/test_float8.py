@@ -9,7 +9,6 @@ from mjax import cli
 from mjax.config import MeshConfig, load_config
 from mjax.errors import UsageError
 from mjax.hardware import GPUS, gpu_named
-from mjax.packages import cuda_build
 from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.compile import compile_step
 from mjax.planner.float8 import (
@@ -26,10 +25,8 @@ from mjax.planner.memory import predict_memory
 from mjax.planner.rates import Rates, filled_share
 from mjax.planner.roofline import PRODUCTS, roofline
 from mjax.training.trace import Traced, layer_backward, layer_program
+from tests.compiler import needs_compiler
 
-needs_compiler = pytest.mark.skipif(
-    cuda_build() is None, reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
-)
 H100 = gpu_named("h100")
 
 

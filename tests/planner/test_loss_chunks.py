@@ -10,7 +10,6 @@ import pytest
 
 from mjax.config import load_config
 from mjax.hardware import GIB, gpu_named
-from mjax.packages import cuda_build
 from mjax.planner.compile import compile_step
 from mjax.planner.fit import changes_that_fit
 from mjax.planner.loss_chunks import CHUNKS, with_loss_chunks
@@ -18,10 +17,8 @@ from mjax.planner.memory import predict_memory
 from mjax.planner.memory_section import memory_section
 from mjax.planner.roofline import PRODUCTS, roofline
 from mjax.planner.time import predict_time
+from tests.compiler import needs_compiler
 
-needs_compiler = pytest.mark.skipif(
-    cuda_build() is None, reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
-)
 H100 = gpu_named("h100")
 # Layers, few enough that the logits are the peak; micro-batch; recomputation.
 CASES = {"llama32_1b": (8, 2, "selective"), "gpt_1b": (12, 16, "none")}

@@ -11,17 +11,14 @@ import pytest
 
 from mjax.config import load_config
 from mjax.hardware import GIB, gpu_named
-from mjax.packages import cuda_build
 from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
 from mjax.planner.memory_section import memory_section
 from mjax.planner.roofline import COLLECTIVES, COPIES, FILLS, PRODUCTS, roofline
 from mjax.planner.time import predict_time
 from mjax.planner.unrolling import MOST_LAYERS, with_unrolling
+from tests.compiler import needs_compiler
 
-needs_compiler = pytest.mark.skipif(
-    cuda_build() is None, reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
-)
 H100 = gpu_named("h100")
 NEWER = jax.__version_info__ >= (0, 11)
 
