@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Literal
 
 Splits = Literal["layers", "batch", "positions", "columns"]
@@ -107,16 +108,19 @@ def devices(mesh) -> int:
     return math.prod(sizes(mesh).values())
 
 
+@lru_cache(maxsize=1024)
 def replicas(mesh) -> int:
     """Number of parts of a batch: devices along all axes that split it."""
     return math.prod(sizes(mesh)[name] for name in splitting("batch"))
 
 
+@lru_cache(maxsize=1024)
 def copies(mesh) -> int:
     """Number of ranks that have a copy of a weight that neither layers nor columns nor experts split."""
     return math.prod(sizes(mesh)[name] for name in holding())
 
 
+@cache
 def splitting(what: Splits) -> tuple[str, ...]:
     """Names of the axes that split `what`, outermost first."""
     return tuple(axis.name for axis in AXES if axis.splits == what)

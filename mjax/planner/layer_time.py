@@ -23,7 +23,7 @@ from mjax.planner.unrolling import is_looped
 from mjax.planner.weights import held_by
 from mjax.state.precision import in_float8
 from mjax.training import trace
-from mjax.training.program import Product, axes_of
+from mjax.training.program import Product
 
 # Products of the same input are one kernel, and its result is cut apart, if each writes at most so many bytes: XLA's
 # xla_gpu_dot_merger_threshold_mb.
@@ -231,12 +231,9 @@ class LayerTime:
     def _over_experts(self) -> tuple[float, float]:
         """A layer's gathers over `expert` in its forward pass, and its reduce-scatters; each is the other's transpose
         in the backward pass, and recomputation gathers again."""
-        program, mesh = trace.layer_program(self.of)[0], self.config.mesh
-        found = {"all_gather": 0.0, "reduce_scatter": 0.0}
-        for each in program.operations:
-            if each.is_collective and axes_of(each.equation) == (EXPERT,):
-                whole = max(program.bytes(value) for value in (each.inputs[0], each.outputs[0]))
-                found[each.name] += self.rates.gather(mesh.expert, mesh.model * mesh.context, self.samples * whole)
+        mesh, found = self.config.mesh, {"all_gather": 0.0, "reduce_scatter": 0.0}
+        for name, whole in trace.layer_collectives(self.of, EXPERT):
+            found[name] += self.rates.gather(mesh.expert, mesh.model * mesh.context, self.samples * whole)
         return found["all_gather"], found["reduce_scatter"]
 
     @cached_property
@@ -244,12 +241,9 @@ class LayerTime:
         """A layer's collectives over `context` in its forward pass, before attention and after it; the backward pass
         has the transpose of each, and recomputation those before again."""
         mesh, found, back = self.config.mesh, [0.0, 0.0], 0
-        for each in trace.layer_program(self.of)[0].operations:
-            if each.is_collective and axes_of(each.equation) == (CONTEXT,):
-                program = trace.layer_program(self.of)[0]
-                whole = max(program.bytes(value) for value in (each.inputs[0], each.outputs[0]))
-                found[back == 3] += self.rates.gather(mesh.context, mesh.model, self.samples * whole)
-                back += each.name == "all_to_all"  # of queries, keys and values, then of the result
+        for name, whole in trace.layer_collectives(self.of, CONTEXT):
+            found[back == 3] += self.rates.gather(mesh.context, mesh.model, self.samples * whole)
+            back += name == "all_to_all"  # of queries, keys and values, then of the result
         return tuple(found)
 
     @cached_property

@@ -42,7 +42,7 @@ from mjax.parallel.zero import gather_weights
 from mjax.state.layout import lay_out
 from mjax.state.precision import COMPUTE_TYPES
 from mjax.training.forward import Forward
-from mjax.training.program import Product, Program, bytes_of, inner_jaxprs, product_of
+from mjax.training.program import Product, Program, axes_of, bytes_of, inner_jaxprs, product_of
 from mjax.training.step import micro_batches_of
 
 Kind = tuple[int, int]
@@ -271,6 +271,17 @@ def layer_program(of: Traced) -> tuple[Program, int]:
     apart = of.sequence_parallel or of.compute == "fp8" or of.model.parted_experts()
     layer = _trace(of, of.config(grouped=WHOLE_STAND_IN), _forward) if apart else layer_forward(of)
     return layer.program, layer.constants
+
+
+@lru_cache(maxsize=1024)
+def layer_collectives(of: Traced, axis: str) -> tuple[tuple[str, int], ...]:
+    """The collectives over this axis alone in a layer's forward pass, in order: their names, and bytes of the larger of
+    their input and output."""
+    program = layer_program(of)[0]
+    found = [each for each in program.operations if each.is_collective and axes_of(each.equation) == (axis,)]
+    return tuple(
+        (each.name, max(program.bytes(value) for value in (each.inputs[0], each.outputs[0]))) for each in found
+    )
 
 
 def _run(forward: Forward, blocks, x: Array, micro_batch) -> Array:
