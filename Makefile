@@ -4,7 +4,7 @@
 # make check        lint and the tests that compile nothing: about a minute, for work in progress
 # make test         lint and the suite but for what takes long, on simulated devices
 # make test-parity  what compares with torch, transformers and megatron-core, and what takes long
-# make test-products  all other combinations of options, for an hour
+# make test-products  all other combinations of options
 # Each makes .venv and installs what it needs.
 
 PYTHON ?= python3
@@ -22,7 +22,7 @@ PYTEST = GLIBC_TUNABLES=glibc.malloc.hugetlb=1 .venv/bin/python -m pytest -n $(W
 CHECK = data test_bad_inputs.py test_batch_size.py test_config.py test_flags.py test_hardware.py test_packages.py \
     test_progress.py test_resolve.py parallel/test_schedules.py training/test_agreement.py training/test_health.py \
     training/test_metrics.py finetuning/test_batches.py interop/test_fast_tokenizer.py interop/test_megatron_files.py \
-    interop/test_refusals.py tasks/test_labelled_refusals.py tasks/test_sentence_tasks.py tasks/test_squad.py \
+    interop/test_refusals.py test_products.py tasks/test_labelled_refusals.py tasks/test_sentence_tasks.py tasks/test_squad.py \
     tasks/test_squad_scores.py tasks/test_tasks.py tasks/test_windows.py planner/test_calibration.py \
     planner/test_config_file.py planner/test_fit.py planner/test_hlo.py planner/test_search.py \
     planner/test_search_report.py profiling/test_gpu_trace.py training/test_environment.py

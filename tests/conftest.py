@@ -74,7 +74,7 @@ def pytest_addoption(parser):
         "--parity", action="store_true", help="run the comparisons with torch, transformers and megatron-core"
     )
     parser.addoption("--long", action="store_true", help="run what takes minutes besides: make test-parity does")
-    parser.addoption("--product", action="store_true", help="run products of options whole, for an hour and more")
+    parser.addoption("--product", action="store_true", help="run products of options whole: make test-products")
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -57,6 +57,7 @@ def test_the_benchmark_of_a_tiny_config_has_every_figure(measured):
     assert row["first_step_seconds"] > row["ms"] / 1e3
 
 
+@pytest.mark.long
 def test_the_record_says_what_was_measured(measured):
     assert measured["config"]["data"]["mock"] is True
     assert measured["config"]["train"]["global_batch"] == 8

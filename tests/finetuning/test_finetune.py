@@ -98,6 +98,7 @@ def test_a_separable_set_is_learned_and_the_report_has_every_seed_their_median_a
     assert (done / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_every_epoch_is_measured_and_the_first_of_the_best_is_kept(done):
     for seed in report_of(done)["seeds"]:
         epochs = read_epochs(done / f"seed-{seed['seed']}")
@@ -119,11 +120,13 @@ def test_every_epoch_is_measured_and_the_first_of_the_best_is_kept(done):
     assert losses[0] != losses[1]
 
 
+@pytest.mark.long
 def test_the_number_by_which_processes_agree_to_stop_grows_from_seed_to_seed(done, asked):
     """JAX stops them after the number that follows the highest it was asked with, so none may come again."""
     assert asked == list(range(1, 201))  # 100 steps a seed
 
 
+@pytest.mark.long
 def test_the_best_folder_is_a_run_that_is_evaluated_to_the_same_figures_on_any_mesh(done, mnli, capsys, tmp_path):
     best = report_of(done)["best"]
     assert os.readlink(done / "best") == f"seed-{best['seed']}/best"
@@ -137,6 +140,7 @@ def test_the_best_folder_is_a_run_that_is_evaluated_to_the_same_figures_on_any_m
         assert written.startswith("index\tprediction\n0\t")
 
 
+@pytest.mark.long
 def test_a_file_without_labels_gives_predictions_alone(done, mnli, capsys, tmp_path):
     (tmp_path / "test_matched.tsv").write_text("index\tsentence1\tsentence2\n7\tthe old bird\tindeed the bird\n")
     data = tmp_path / "test_matched.tsv"
@@ -148,6 +152,7 @@ def test_a_file_without_labels_gives_predictions_alone(done, mnli, capsys, tmp_p
     assert "has no labels to compute metrics from; add --predictions FOLDER" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_what_is_done_is_not_trained_again(run, mnli, done, capsys):
     before = fingerprint(done / "seed-1234")
     report = tuned(capsys, run, "mnli", mnli, *MNLI)
@@ -155,6 +160,7 @@ def test_what_is_done_is_not_trained_again(run, mnli, done, capsys):
     assert fingerprint(done / "seed-1234") == before
 
 
+@pytest.mark.long
 def test_the_table_names_seeds_figures_and_the_median(run, mnli, done, capsys):
     assert finetune(arguments_of(run, "mnli", mnli, *MNLI)) == 0
     out, err = capsys.readouterr()
@@ -168,6 +174,7 @@ def test_the_table_names_seeds_figures_and_the_median(run, mnli, done, capsys):
     assert "\x1b" not in out + err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flag",
     [("--batch", 8), ("--epochs", 6), ("--sequence", 40), ("--weight-decay", 0), ("--precision.compute", "bf16")],
@@ -182,10 +189,8 @@ def test_a_folder_is_continued_only_with_what_it_was_begun_with(run, mnli, done,
     assert fingerprint(done) == before
 
 
-@pytest.mark.parametrize(
-    ("stop", "damaged"),
-    [(40, False), *(pytest.param(*case, marks=pytest.mark.long) for case in ((40, True), (51, False), (100, False)))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("stop", "damaged"), [(40, False), (40, True), (51, False), (100, False)])
 def test_one_that_is_told_to_stop_continues_bit_for_bit(run, mnli, done, monkeypatch, capsys, tmp_path, stop, damaged):
     """Step 40 ends an epoch, which is measured when the command runs again, or continued from the epoch before where
     its checkpoint is damaged; 51 is in the middle of one, 100 is the last of all."""

@@ -66,8 +66,8 @@ def steps_on_mesh(config, seeds=range(STEPS), state=None, limit=np.inf):
     [
         (1, 1, {}),
         pytest.param(4, 1, {}, marks=pytest.mark.long),
-        (1, 2, {"sequence_parallel": True}),
-        (2, 1, {"pipe": 2, "chunks": 2, "zero": 1}),
+        pytest.param(1, 2, {"sequence_parallel": True}, marks=pytest.mark.long),
+        pytest.param(2, 1, {"pipe": 2, "chunks": 2, "zero": 1}, marks=pytest.mark.long),
         (4, 1, {"zero": 3}),
         (4, 1, {"expert": 2, "zero": 1}),
     ],

@@ -57,9 +57,9 @@ def config_of(data=1, model=1, micro_batch=2, recompute="none", mesh=None, unrol
 @pytest.mark.parametrize(
     "config",
     [
-        config_of(),
+        pytest.param(config_of(), marks=pytest.mark.long),
         pytest.param(config_of(router_normalized=False, dropout=0.0, kv_heads=2), marks=pytest.mark.long),
-        config_of(**DEEPSEEK),
+        pytest.param(config_of(**DEEPSEEK), marks=pytest.mark.long),
         pytest.param(config_of(experts=1, experts_per_token=1, recompute="full"), marks=pytest.mark.long),
         config_of(**DEEPSEEK, balance_bias=0.01),
     ],
