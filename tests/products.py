@@ -35,9 +35,9 @@ def seldom(cases, often=(), some=None) -> list:
     return [pytest.param(*case, marks=marks.get(repr(case), pytest.mark.product)) for case in cases]
 
 
-def one_in(n, cases) -> list:
-    """`cases` as parameters, of which each `n`-th runs often; the others are `long`."""
+def one_in(n, cases, often=(), others=pytest.mark.long) -> list:
+    """`cases` as parameters, of which each `n`-th has the mark `often`, by default none, and the others `others`."""
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long if i % n else ())
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=others if i % n else often)
         for i, case in enumerate(cases)
     ]

@@ -324,7 +324,7 @@ def test_the_campaign_of_faults_sees_other_losses_and_other_weights(tmp_path, mo
         assert (outcome.silent, outcome.words) == (bool(words), words)
 
 
-@pytest.mark.long
+@pytest.mark.product
 def test_the_campaign_of_faults_ends_with_its_table():
     flags = ["--only", "damage,poisonings", "--tries", "1", "--workers", "1", "--markdown"]
     command = [sys.executable, str(ROOT / "benchmarks" / "faults.py"), *flags]

@@ -9,13 +9,13 @@ from mjax import cli
 from mjax.data.tokenizers import load_tokenizer
 from tests.conftest import ROOT
 from tests.data.vocabularies import NAMES, TEXTS, specs
+from tests.products import one_in
 
 CONFIG = ["--config", str(ROOT / "tests" / "tiny_config.py"), "--mesh.data", "8", "--mesh.model", "2"]
 OPTIONS = ["--train.micro-batch", "1", "--train.steps", "1", "--optimizer.warmup-steps", "0", "--data.no-mock"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", one_in(3, NAMES, often=pytest.mark.long, others=pytest.mark.product))
 def test_generation_finds_the_tokenizer_of_the_data_in_the_run(tmp_path, capsys, kind):
     spec = specs(tmp_path)[kind]
     tokenizer = load_tokenizer(spec)

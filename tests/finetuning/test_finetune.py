@@ -25,7 +25,7 @@ from mjax.state.layout import lay_out
 from mjax.training.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.finetuning.pretrained import arguments_of, tuned, write_run
-from tests.products import diagonal, seldom
+from tests.products import diagonal, one_in, seldom
 from tests.small import named
 from tests.tasks.synthetic import write_task
 from tests.test_bad_inputs import fingerprint
@@ -189,8 +189,10 @@ def test_a_folder_is_continued_only_with_what_it_was_begun_with(run, mnli, done,
     assert fingerprint(done) == before
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("stop", "damaged"), [(40, False), (40, True), (51, False), (100, False)])
+@pytest.mark.parametrize(
+    ("stop", "damaged"),
+    one_in(2, [(40, True), (40, False), (51, False), (100, False)], often=pytest.mark.long, others=pytest.mark.product),
+)
 def test_one_that_is_told_to_stop_continues_bit_for_bit(run, mnli, done, monkeypatch, capsys, tmp_path, stop, damaged):
     """Step 40 ends an epoch, which is measured when the command runs again, or continued from the epoch before where
     its checkpoint is damaged; 51 is in the middle of one, 100 is the last of all."""

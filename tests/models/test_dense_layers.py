@@ -37,18 +37,18 @@ WINDOWS = {"window": 5, "full_attention_every": 2}
     ("data", "model", "mesh", "recompute", "unroll", "changes"),
     [
         (1, 1, {}, "none", "off", FIRST),
-        pytest.param(1, 1, {}, "none", "off", SECOND, marks=pytest.mark.long),
+        pytest.param(1, 1, {}, "none", "off", SECOND, marks=pytest.mark.product),
         pytest.param(1, 1, {}, "selective", "off", {**THIRD, **WINDOWS}, marks=pytest.mark.long),
-        pytest.param(1, 1, {}, "none", "off", {**FIRST, "dense_layers": 2, **WINDOWS}, marks=pytest.mark.long),
-        pytest.param(1, 1, {}, "none", "on", FIRST, marks=pytest.mark.long),
+        pytest.param(1, 1, {}, "none", "off", {**FIRST, "dense_layers": 2, **WINDOWS}, marks=pytest.mark.product),
+        pytest.param(1, 1, {}, "none", "on", FIRST, marks=pytest.mark.product),
         pytest.param(
             2, 2, {"sequence_parallel": True, "zero": 3}, "full", "off", {**SECOND, **DEEPSEEK}, marks=pytest.mark.long
         ),
-        pytest.param(2, 2, {"sequence_parallel": True, "zero": 3}, "full", "off", FIRST, marks=pytest.mark.long),
+        pytest.param(2, 2, {"sequence_parallel": True, "zero": 3}, "full", "off", FIRST, marks=pytest.mark.product),
         pytest.param(2, 1, {"zero": 3}, "offload", "off", {**SECOND, **DEEPSEEK}, marks=pytest.mark.long),
-        pytest.param(1, 1, {}, "offload", "off", {**FIRST, "dense_layers": 2, **WINDOWS}, marks=pytest.mark.long),
+        pytest.param(1, 1, {}, "offload", "off", {**FIRST, "dense_layers": 2, **WINDOWS}, marks=pytest.mark.product),
         pytest.param(2, 1, {"zero": 1}, "selective", "on", {**THIRD, **WINDOWS}, marks=pytest.mark.long),
-        pytest.param(2, 1, {"zero": 3}, "none", "on", SECOND, marks=pytest.mark.long),
+        pytest.param(2, 1, {"zero": 3}, "none", "on", SECOND, marks=pytest.mark.product),
         pytest.param(2, 1, {"zero": 1}, "none", "on", FIRST, marks=pytest.mark.long),
         (1, 1, {"pipe": 2, "schedule": "1f1b"}, "none", "off", SECOND),
         pytest.param(

@@ -12,7 +12,7 @@ import pytest
 from mjax.config import Config, DataConfig, LlamaConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.models.llama import rotary_of
 from mjax.parallel.zero import sums_by_layer
-from tests.products import diagonal, seldom
+from tests.products import diagonal, one_in, seldom
 from tests.reference import QUICKLY
 from tests.small import batch_of, gradient_program, named, weights_of
 from tests.training.test_step_equals_reference import CASES
@@ -246,9 +246,10 @@ def found_on(config):
     return float(loss), {name: np.asarray(gradient) for name, gradient in named(gradients).items()}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("family", "case"), list(zip(cycle(FAMILIES), CASES, strict=False)), ids=lambda each: str(each)[:60]
+    ("family", "case"),
+    one_in(3, zip(cycle(FAMILIES), CASES, strict=False), often=pytest.mark.long, others=pytest.mark.product),
+    ids=lambda each: str(each)[:60],
 )
 def test_every_two_choices_of_a_run_give_what_one_device_gives(family, case):
     """The one device is compared with the serial reference above; it draws the same dropout masks."""

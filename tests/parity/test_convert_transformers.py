@@ -100,7 +100,7 @@ def test_an_import_gives_the_loss_and_gradients_of_transformers(name, tmp_path):
     ("name", "data", "parallel"),
     [
         pytest.param("four heads", 1, 1, marks=pytest.mark.product),
-        ("three heads", 2, 3),
+        pytest.param("three heads", 2, 3, marks=pytest.mark.product),
         pytest.param("BLOOM, four heads", 1, 1, marks=pytest.mark.product),
         ("BLOOM, three heads", 2, 3),
     ],

@@ -22,6 +22,7 @@ from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.tokenizers import SCHEMES, ByteTokenizer, load_tokenizer
 from tests.conftest import ROOT
 from tests.data.vocabularies import NAMES, NASTY, specs
+from tests.products import one_in
 
 pytestmark = pytest.mark.parity
 pytest.importorskip("megatron.core", reason="needs megatron-core (pip install -r requirements-parity.txt)")
@@ -152,7 +153,9 @@ def test_sentences_split_by_workers_and_over_a_million_characters_are_those_of_m
     assert same(tmp_path / "ours", tmp_path / "theirs")
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.int64, np.uint16])
+@pytest.mark.parametrize(
+    "dtype", one_in(4, [np.uint8, np.int16, np.int32, np.int64, np.uint16], (), pytest.mark.product)
+)
 def test_a_merge_is_byte_for_byte_that_of_megatron(tmp_path, dtype):
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 

@@ -13,7 +13,7 @@ from mjax.config import MixtureConfig
 from mjax.models.build import build_model
 from mjax.names import leaf_name
 from tests.mixture_reference import place_of
-from tests.products import diagonal, seldom
+from tests.products import diagonal, one_in, seldom
 from tests.small import gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
@@ -134,9 +134,9 @@ def test_loss_and_gradients_equal_those_of_transformers(family, mesh):
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        ("first layer dense", "one device"),
+        pytest.param("first layer dense", "one device", marks=pytest.mark.product),
         ("first layer dense", "data 2 × model 2, FSDP"),
-        ("experts in every second layer", "model 4, sequence parallel"),
+        pytest.param("experts in every second layer", "model 4, sequence parallel", marks=pytest.mark.product),
         ("experts in every second layer", "pipe 2"),
     ],
 )
@@ -144,7 +144,7 @@ def test_with_dense_layers_loss_and_gradients_equal_those_of_transformers(family
     _compare(family, MESHES[mesh], 0.0)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *PARTLY_DENSE])
+@pytest.mark.parametrize("family", one_in(2, [*FAMILIES, *PARTLY_DENSE], others=pytest.mark.product))
 def test_with_the_auxiliary_loss_of_all_layers_they_do_on_one_device(family):
     _compare(family, {}, 0.5, micro_batch=4)
 

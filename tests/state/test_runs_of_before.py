@@ -41,8 +41,8 @@ def runs(tmp_path):
     [
         ("gpt", ""),
         ("bert", ""),
-        pytest.param("bloom", "", marks=pytest.mark.long),
-        pytest.param("interleaved", "", marks=pytest.mark.long),
+        pytest.param("bloom", "", marks=pytest.mark.product),
+        pytest.param("interleaved", "", marks=pytest.mark.product),
         pytest.param("interleaved", "--mesh.pipe 1 --mesh.chunks 1", marks=pytest.mark.long),
         pytest.param("gpt", "--mesh.pipe 2 --mesh.model 2", marks=pytest.mark.long),
     ],

@@ -147,7 +147,7 @@ def test_a_run_records_both_losses_and_how_often_the_order_is_found(tmp_path, fe
     assert "holds a BERT, which generates no text" in capfd.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.product
 def test_a_bert_learns_to_find_masked_tokens_and_the_order_of_text_it_has_not_seen(tmp_path):
     flags = (
         "--model.kind bert --model.layernorm post --model.hidden 64 --model.sequence 32 --model.vocabulary 200 "
