@@ -22,8 +22,8 @@ LONG = (
     "02_pipeline", "03_data", "04_from_and_to_hugging_face", "05_bert_depth", "06_before_the_run",
     "07_train_from_python", "08_from_gpt2_to_llama", "09_mixture_of_experts",
 )  # fmt: skip
-# Six models are trained in 08, for two minutes each; but for `make test-products` they take a few steps, and what it says
-# of their losses is not judged.
+# Notebook 08 trains six models for two minutes each. Only `make test-products` does that; elsewhere they take a few
+# steps, and what the notebook says of their losses is not judged.
 SHORTER = {" steps=100": " steps=6", "eval_interval=100": "eval_interval=6", "warmup_steps=20": "warmup_steps=2"}
 JUDGED = 'assert after < before - 0.1, "rotary positions are the step that a small model feels"'
 LARGEST = 400_000  # bytes of a notebook, pictures included
