@@ -80,12 +80,10 @@ def pytest_addoption(parser):
 
 def pytest_ignore_collect(collection_path, config):
     """Without --parity torch and transformers are not even imported, unless a file of their tests is named."""
-    named = any("parity" in argument for argument in config.args)
-    return (
-        True
-        if collection_path == ROOT / "tests" / "parity" and not config.getoption("--parity") and not named
-        else None
-    )
+    if collection_path != ROOT / "tests" / "parity" or config.getoption("--parity"):
+        return None
+    named = any("parity" in Path(argument.partition("::")[0]).parts for argument in config.args)
+    return None if named else True
 
 
 # Files that take longest, the notebooks ten minutes, start first, so that no worker waits for the last file of another.
@@ -100,6 +98,6 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="takes long: make test-parity, or pytest --long"))
         if item.get_closest_marker("product") and not config.getoption("--product"):
-            item.add_marker(pytest.mark.skip(reason="every two of its options meet in other cases: pytest --product"))
+            item.add_marker(pytest.mark.skip(reason="left to make test-products"))
         if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

@@ -21,6 +21,7 @@ from mjax.training.optimizer import optimizer_of
 from mjax.validation import validate
 from tests.against_reference import in_layer_order
 from tests.models.test_llama import MODEL as LLAMA
+from tests.products import one_in
 from tests.small import QUICKLY, batch_of, named, program_of, small_config
 from tests.training.test_trainer import CONFIG, batch, losses
 
@@ -177,11 +178,7 @@ def _config(model, mesh=None, adjust="match_rms_adamw", **optimizer):
     return replace(small_config(compute="fp64"), model=model, mesh=mesh or MeshConfig(), optimizer=optimizer)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.long if i % 3 else ()) for i, case in enumerate(CASES)],
-    ids=lambda case: "-".join(map(str, case)),
-)
+@pytest.mark.parametrize("case", one_in(3, zip(CASES, strict=True)), ids=lambda case: "-".join(map(str, case)))
 def test_the_direction_of_every_weight_equals_the_serial_twin(case):
     mesh = MeshConfig(case.pipe, case.data, case.tensor, chunks=case.chunks, zero=case.zero)
     config = _config(MODELS[case.model], mesh, case.adjust)
