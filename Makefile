@@ -1,10 +1,10 @@
 # make train        a small GPT on real text, from nothing to a sample of its writing (about five minutes on two CPU cores)
 # make llama        a small Llama on the same text, which learns faster than the GPT
 # make bert         a small BERT on the same text, which learns to find masked words and the order of sentences
-# make check        lint and the tests that compile nothing: about a minute, for work in progress
-# make test         lint and the suite but for what takes long, on simulated devices
-# make test-parity  what compares with torch, transformers and megatron-core, and what takes long
-# make test-products  all other combinations of options
+# make check        lint and every test that takes less than 0.1 s, for work in progress
+# make test         every claim of the README, on simulated devices
+# make test-ci      what .ci/run adds to it: comparisons with torch, transformers and megatron-core, more meshes, faults
+# make test-all     everything: products of options, notebooks, planted mistakes, every Python, the CUDA compiler
 # Each makes .venv and installs what it needs.
 
 PYTHON ?= python3
@@ -14,20 +14,11 @@ WORKERS ?= 2
 # NLTK's sentence rules, plain tables, from a package that carries them; nothing of it is executed.
 PUNKT = data/punkt/llama_index/core/_static/nltk_cache
 
-# A worker takes whole files, in the order of tests/conftest.py: what the tests of a file share is compiled once. Huge
+# A worker takes whole files, the longest first: what the tests of a file share is compiled once. Huge
 # pages spare it a tenth of its time.
 PYTEST = GLIBC_TUNABLES=glibc.malloc.hugetlb=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# What compiles nothing: data, flags and configs, schedules, files of others, scores, what a plan is searched with.
-CHECK = data test_bad_inputs.py test_batch_size.py test_config.py test_flags.py test_hardware.py test_packages.py \
-    test_progress.py test_resolve.py parallel/test_schedules.py training/test_agreement.py training/test_health.py \
-    training/test_metrics.py finetuning/test_batches.py interop/test_fast_tokenizer.py interop/test_megatron_files.py \
-    interop/test_refusals.py test_products.py tasks/test_labelled_refusals.py tasks/test_sentence_tasks.py tasks/test_squad.py \
-    tasks/test_squad_scores.py tasks/test_tasks.py tasks/test_windows.py planner/test_calibration.py \
-    planner/test_config_file.py planner/test_fit.py planner/test_hlo.py planner/test_search.py \
-    planner/test_search_report.py profiling/test_gpu_trace.py training/test_environment.py
-
-.PHONY: train llama bert lint check test test-parity test-products format clean
+.PHONY: train llama bert lint check test test-ci test-all format clean
 
 train: data/demo.idx
 	.venv/bin/python train.py --config gpt_demo
@@ -49,16 +40,16 @@ lint: .venv/installed-dev
 	.venv/bin/ruff format --check .
 
 check: lint
-	$(PYTEST) $(addprefix tests/,$(CHECK))
+	$(PYTEST) --tier check
 
 test: lint
 	$(PYTEST)
 
-test-parity: .venv/installed-parity
-	$(PYTEST) --parity --long -m "(parity or long) and not product"
+test-ci: .venv/installed-parity
+	$(PYTEST) --tier ci --beyond test
 
-test-products: .venv/installed-parity
-	$(PYTEST) --parity --product -m product
+test-all: lint .venv/installed-parity
+	$(PYTEST) --tier all
 
 format: .venv/installed-dev
 	.venv/bin/ruff check --fix .
@@ -81,4 +72,4 @@ format: .venv/installed-dev
 	@touch $@
 
 clean:
-	rm -rf .venv .jax_cache .pytest_cache .ruff_cache build *.egg-info
+	rm -rf .venv .pytest_cache .ruff_cache build *.egg-info

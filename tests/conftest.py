@@ -5,6 +5,8 @@ import gc
 import os
 import signal
 import sys
+import time
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,8 +26,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # A busy machine may keep a simulated device from a collective for longer than the 40 s after which XLA aborts.
     flags += [COMPILE_QUICKLY, "--xla_cpu_collective_call_terminate_timeout_seconds=200"]
 os.environ["XLA_FLAGS"] = " ".join(flags).strip()
-# Of what tests start too; nothing goes home.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".jax_cache")
+# Of what tests start too. Clones of one machine share a cache, so that each compiles only what is new in it.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mjax-tests"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 import hypothesis  # noqa: E402
@@ -65,39 +68,88 @@ def quick_runs():
         yield
 
 
-def pytest_sessionfinish():
-    """Pytest and Python collect garbage several times as they end, seconds each after so many traces."""
-    gc.freeze()
+# --- Tiers ------------------------------------------------------------------------------------------------------------
+
+TIERS = ("check", "test", "ci", "all")
+"""Each has the tests of those before it: `make check`, `make test`, `.ci/run`, `make test-all`."""
+
+SECONDS = ROOT / "tests" / "seconds.txt"
+
+
+def measured_seconds() -> dict[str, float]:
+    """Processor time of the test functions that take 0.1 s or more, by `file::function`; `--measure` writes it."""
+    rows = (line.split() for line in SECONDS.read_text().splitlines() if not line.startswith("#"))
+    return {name: float(seconds) for seconds, name in rows}
+
+
+def function_of(item) -> str:
+    return f"{item.path.relative_to(ROOT)}::{item.originalname}"
+
+
+def tier_of(item, slow) -> str:
+    """The first tier that runs a test: that of its mark; otherwise `test` if it takes 0.1 s, and `check` if not."""
+    tiers = [tier for tier in ("ci", "all") if item.get_closest_marker(tier)]
+    if item.get_closest_marker("parity"):
+        tiers.append("ci")
+    if function_of(item) in slow:
+        tiers.append("test")
+    return max(tiers, key=TIERS.index, default="check")
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--parity", action="store_true", help="run the comparisons with torch, transformers and megatron-core"
-    )
-    parser.addoption("--long", action="store_true", help="run what takes minutes besides: make test-parity does")
-    parser.addoption("--product", action="store_true", help="run products of options whole: make test-products")
+    parser.addoption("--tier", choices=TIERS, default="test", help="run the tests of this tier, and of those before it")
+    parser.addoption("--beyond", choices=TIERS, help="leave out the tests of this tier, and of those before it")
+    parser.addoption("--measure", action="store_true", help="write tests/seconds.txt: which tests take 0.1 s or more")
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Without --parity torch and transformers are not even imported, unless a file of their tests is named."""
-    if collection_path != ROOT / "tests" / "parity" or config.getoption("--parity"):
+    """Below the tier `ci` torch and transformers are not even imported, unless a file of their tests is named."""
+    if collection_path != ROOT / "tests" / "parity" or config.getoption("--tier") in ("ci", "all"):
         return None
     named = any("parity" in Path(argument.partition("::")[0]).parts for argument in config.args)
     return None if named else True
 
 
-# Files that take longest, the notebooks ten minutes, start first, so that no worker waits for the last file of another.
-LONGEST = ("test_notebooks.py", "test_llama_transformers.py", "test_mixture_transformers.py", "test_processes.py")
-
-
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    """Select the tier. What takes longest starts first, so that no worker waits for the last file of another."""
+    slow, tier, beyond = measured_seconds(), config.getoption("--tier"), config.getoption("--beyond")
+    first = TIERS.index(beyond) + 1 if beyond else 0
+    wanted = TIERS[first : TIERS.index(tier) + 1]
+    selected = [item for item in items if tier_of(item, slow) in wanted]
+    config.hook.pytest_deselected(items=[item for item in items if tier_of(item, slow) not in wanted])
+    of_file = Counter()
+    for function in {function_of(item) for item in selected}:
+        of_file[ROOT / function.partition("::")[0]] += slow.get(function, 0)
+    items[:] = sorted(selected, key=lambda item: -of_file[item.path])
     for item in items:
-        if item.get_closest_marker("parity") and not config.getoption("--parity"):
-            item.add_marker(pytest.mark.skip(reason="compares with another library: make test-parity"))
-        if item.get_closest_marker("long") and not config.getoption("--long"):
-            item.add_marker(pytest.mark.skip(reason="takes long: make test-parity, or pytest --long"))
-        if item.get_closest_marker("product") and not config.getoption("--product"):
-            item.add_marker(pytest.mark.skip(reason="left to make test-products"))
         if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+_seconds: Counter = Counter()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    begun = sum(os.times()[:4])
+    try:
+        return (yield)
+    finally:
+        _seconds[function_of(item)] += sum(os.times()[:4]) - begun
+
+
+def pytest_sessionstart(session):
+    """Forget programs that were compiled more than a week ago."""
+    if not hasattr(session.config, "workerinput"):
+        for file in CACHE.glob("*"):
+            if file.stat().st_mtime < time.time() - 7 * 86400:
+                file.unlink(missing_ok=True)
+
+
+def pytest_sessionfinish(session):
+    """Pytest and Python collect garbage several times as they end, seconds each after so many traces."""
+    gc.freeze()
+    if session.config.getoption("--measure") and not hasattr(session.config, "workerinput"):
+        known = measured_seconds() | _seconds  # of this run, and of tests that it did not select
+        rows = [f"{seconds:.1f} {name}" for name, seconds in sorted(known.items()) if seconds >= 0.1]
+        SECONDS.write_text("\n".join(["# Written by `pytest --measure`: processor seconds, test function.", *rows, ""]))

@@ -1,4 +1,4 @@
-"""Parts of products of options: what runs often, what runs before a change lands, and what `pytest --product` adds."""
+"""Parts of products of options: what runs often, what runs before a change lands, and what `make test-all` adds."""
 
 from itertools import combinations, product
 
@@ -26,16 +26,16 @@ def diagonal(n, *choices) -> list[tuple]:
 
 
 def seldom(cases, often=(), some=None) -> list:
-    """`cases` as parameters of a test. They have the mark `product`, but for those `often`, which have none, and
-    `some`, which are `long`: by default as many as it takes for every two values to meet.
+    """`cases` as parameters of a test. They are left to the tier `all`, but for those `often`, which have none, and
+    `some`, which run in `ci`: by default as many as it takes for every two values to meet.
     """
     cases = list(cases)
     some = covering(cases, often) if some is None else some
-    marks = {repr(case): pytest.mark.long for case in some} | {repr(case): () for case in often}
-    return [pytest.param(*case, marks=marks.get(repr(case), pytest.mark.product)) for case in cases]
+    marks = {repr(case): pytest.mark.ci for case in some} | {repr(case): () for case in often}
+    return [pytest.param(*case, marks=marks.get(repr(case), pytest.mark.all)) for case in cases]
 
 
-def one_in(n, cases, often=(), others=pytest.mark.long) -> list:
+def one_in(n, cases, often=(), others=pytest.mark.ci) -> list:
     """`cases` as parameters, of which each `n`-th has the mark `often`, by default none, and the others `others`."""
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=others if i % n else often)

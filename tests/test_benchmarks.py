@@ -42,7 +42,7 @@ def measured():
     return json.loads(run("--peers", "none", "--rounds", "3", "--steps", "2", "--json").stdout)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_benchmark_of_a_tiny_config_has_every_figure(measured):
     (row,) = measured["rows"]
     assert row["name"] == "mjax"
@@ -57,7 +57,7 @@ def test_the_benchmark_of_a_tiny_config_has_every_figure(measured):
     assert row["first_step_seconds"] > row["ms"] / 1e3
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_record_says_what_was_measured(measured):
     assert measured["config"]["data"]["mock"] is True
     assert measured["config"]["train"]["global_batch"] == 8
@@ -67,7 +67,7 @@ def test_the_record_says_what_was_measured(measured):
     assert "--rounds 3" in measured["command"]
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_contender_that_fails_is_a_row_with_its_reason():
     output = run("--peers", "none", "--mesh.model", "2", code=1).stdout
     assert "mjax failed: " in output
@@ -79,7 +79,7 @@ def test_a_peer_that_does_not_exist_is_refused():
     assert "names 'keras'; use eager" in run("--peers", "keras", code=2).stderr
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_benchmark_of_indices_prints_a_row_for_everything_it_measures():
     sizes = ["--rounds", "1", "--tokens", "100000", "--samples", "1000", "--sequences", "1000", "--batch", "4"]
     # Without megatron-core, whose ten processes need a minute to import it; tests/parity compares the indices.
@@ -93,7 +93,7 @@ def test_the_benchmark_of_indices_prints_a_row_for_everything_it_measures():
     assert rows == ["what", "---", *["build"] * 3, "start", *["blend"] * 4, *["read"] * 2, "open"]
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_benchmark_of_grouped_products_counts_the_tiles_of_each_load(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["grouped.py", "--shape", "tiny", "--rounds", "1", "--rows", "5", "100"])
     assert grouped.main() == 0
@@ -276,7 +276,7 @@ def test_a_process_is_ended_where_a_measurement_breaks_off(monkeypatch):
     assert process.stopped
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize(("gpu", "compute"), [("h100", "bf16"), ("v100", "fp16")])
 def test_the_five_models_of_the_comparison_can_run_on_one_device(gpu, compute):
     from benchmarks.predicted import CASES, Arguments, cases
@@ -324,7 +324,7 @@ def test_the_campaign_of_faults_sees_other_losses_and_other_weights(tmp_path, mo
         assert (outcome.silent, outcome.words) == (bool(words), words)
 
 
-@pytest.mark.product
+@pytest.mark.all
 def test_the_campaign_of_faults_ends_with_its_table():
     flags = ["--only", "damage,poisonings", "--tries", "1", "--workers", "1", "--markdown"]
     command = [sys.executable, str(ROOT / "benchmarks" / "faults.py"), *flags]

@@ -93,7 +93,7 @@ def test_operands_of_products_come_from_arguments():
         check(compiled(constant_weight(*first.sizes, jnp.bfloat16)), products=1)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_arrays_are_random_and_each_call_changes_them():
     found = all_kernels(jax.devices()[:4], kinds=("copy", "product", "sum"), shrink=256)
     for kernel in found:

@@ -87,7 +87,7 @@ def test_where_jax_is_imported_already_it_is_told(own_home, monkeypatch):
         jax.config.update("jax_compilation_cache_max_size", before[1])
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_second_start_reads_the_programs_of_the_first_and_trains_the_same(own_home):
     def start(name):
         flags = ["--config", str(ROOT / "tests" / "tiny_config.py"), "--runs", str(own_home), "--name", name]

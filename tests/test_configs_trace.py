@@ -56,7 +56,7 @@ jax.distributed.shutdown()
 """
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_trillion_parameter_mesh_compiles_at_toy_widths_with_its_whole_schedule():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

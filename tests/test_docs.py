@@ -48,7 +48,7 @@ LONG = ("extending.md", "how-it-works.md", "planning.md", "python.md")  # train 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.name, marks=pytest.mark.long if page.name in LONG else ())
+        pytest.param(page, id=page.name, marks=pytest.mark.ci if page.name in LONG else ())
         for page in PAGES
         if _blocks(page)
     ],

@@ -80,24 +80,24 @@ def full_forward(sequence=16):
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        pytest.param((1, 1), {}, marks=pytest.mark.long),
+        pytest.param((1, 1), {}, marks=pytest.mark.ci),
         ((1, 4), {}),
-        pytest.param((1, 1), BLOOM, marks=pytest.mark.long),
+        pytest.param((1, 1), BLOOM, marks=pytest.mark.ci),
         ((1, 2), BLOOM),
         ((1, 1), {"window": 1}),
-        pytest.param((1, 2), WINDOW, marks=pytest.mark.long),
+        pytest.param((1, 2), WINDOW, marks=pytest.mark.ci),
         ((1, 2), QWEN),
-        pytest.param((1, 2), OLMO, marks=pytest.mark.long),
-        pytest.param((1, 4), QWEN, marks=pytest.mark.long),
-        pytest.param((1, 4), {**OLMO, "kv_heads": 1}, marks=pytest.mark.long),
+        pytest.param((1, 2), OLMO, marks=pytest.mark.ci),
+        pytest.param((1, 4), QWEN, marks=pytest.mark.ci),
+        pytest.param((1, 4), {**OLMO, "kv_heads": 1}, marks=pytest.mark.ci),
         ((1, 2), {**OLMO, "layers": 4, "full_attention_every": 2}),
-        pytest.param((1, 2), {"mesh": {"context": 2}}, marks=pytest.mark.long),
-        pytest.param((1, 1), {"mesh": {"context": 4, "context_attention": "gather"}}, marks=pytest.mark.long),
+        pytest.param((1, 2), {"mesh": {"context": 2}}, marks=pytest.mark.ci),
+        pytest.param((1, 1), {"mesh": {"context": 4, "context_attention": "gather"}}, marks=pytest.mark.ci),
         ((1, 1), {**WINDOW, "mesh": {"context": 4, "context_attention": "gather"}}),
-        pytest.param((1, 2), {**BLOOM, "mesh": {"context": 2}}, marks=pytest.mark.long),
-        pytest.param((1, 2), {**QWEN, "mesh": {"context": 2}}, marks=pytest.mark.long),
+        pytest.param((1, 2), {**BLOOM, "mesh": {"context": 2}}, marks=pytest.mark.ci),
+        pytest.param((1, 2), {**QWEN, "mesh": {"context": 2}}, marks=pytest.mark.ci),
         pytest.param(
-            (1, 2), {**OLMO, "layers": 4, "full_attention_every": 2, "mesh": {"context": 2}}, marks=pytest.mark.long
+            (1, 2), {**OLMO, "layers": 4, "full_attention_every": 2, "mesh": {"context": 2}}, marks=pytest.mark.ci
         ),
     ],
 )
@@ -325,7 +325,7 @@ def test_the_command_prints_prompt_and_continuation_as_plain_text_where_there_is
     assert "prompt 1: stopped after 58 of 200 tokens, because the model has 64 positions" in notice
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_another_step_and_another_number_of_devices_can_be_chosen(run_folder, capsys):
     def output(*flags):
         run_generate(arguments_of("--checkpoint", run_folder, "--prompt", "The", "--tokens", 12, "--json", *flags))
@@ -409,10 +409,10 @@ def test_a_continuation_keeps_the_space_that_its_first_token_begins_with():
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param({"data": 2, "model": 2, "zero": 3, "sequence_parallel": True}, marks=pytest.mark.long),
-        pytest.param({"pipe": 4, "data": 1, "model": 2, "zero": 1}, marks=pytest.mark.long),
+        pytest.param({"data": 2, "model": 2, "zero": 3, "sequence_parallel": True}, marks=pytest.mark.ci),
+        pytest.param({"pipe": 4, "data": 1, "model": 2, "zero": 1}, marks=pytest.mark.ci),
         {"pipe": 2, "data": 2, "model": 2, "chunks": 2, "zero": 3},
-        pytest.param({"pipe": 2, "context": 2, "model": 2, "context_attention": "gather"}, marks=pytest.mark.long),
+        pytest.param({"pipe": 2, "context": 2, "model": 2, "context_attention": "gather"}, marks=pytest.mark.ci),
     ],
 )
 def test_a_model_spread_over_a_pipeline_or_in_shards_writes_what_one_device_writes(mesh):
@@ -441,7 +441,7 @@ def test_prompts_are_as_wide_as_the_flash_kernel_and_the_mesh_need_them(mesh, wi
 # --- Streaming, standard input, several samples -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), pytest.param((1, 2), marks=pytest.mark.long)])
+@pytest.mark.parametrize("mesh", [(1, 1), pytest.param((1, 2), marks=pytest.mark.ci)])
 def test_a_listener_hears_every_token_and_every_end(mesh):
     generator, model = generator_and_model(*mesh)
     sampling, heard = Sampling(tokens=6, temperature=1.5, seed=3), {}

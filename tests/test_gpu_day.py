@@ -23,7 +23,7 @@ def python(code):
     return [sys.executable, "-c", code]
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_dry_run_leaves_its_tables(tmp_path):
     command = [sys.executable, "benchmarks/gpu.py", "--output", str(tmp_path / "day"), "--tiny", "--parts"]
     parts = ["about", "first", "calibrate"]
@@ -42,7 +42,7 @@ def test_a_dry_run_leaves_its_tables(tmp_path):
     assert (tmp_path / "day" / "calibration.json").exists()
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_command_that_fails_hangs_or_crashes_is_named_and_the_next_one_runs(tmp_path, capsys):
     found = day(tmp_path)
     found.run("failing", python("import sys; print('why'); sys.exit(3)"), 30)

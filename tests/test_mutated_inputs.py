@@ -275,7 +275,7 @@ for one in (spin, allocate, refuse, ramble, differ, lambda folder: os.abort(), l
 """
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_campaign_tells_defects_of_every_kind():
     ended = subprocess.run(
         [sys.executable, "-c", DEFECTS], capture_output=True, text=True, check=False, cwd=ROOT, timeout=300

@@ -67,8 +67,8 @@ def _shorter(source: str) -> str:
 
 def _marks_of(name: str):
     if name.startswith("08"):
-        return pytest.mark.product
-    return pytest.mark.long if name in LONG else ()
+        return pytest.mark.all
+    return pytest.mark.ci if name in LONG else ()
 
 
 def test_there_are_notebooks():
@@ -83,7 +83,7 @@ def test_there_are_notebooks():
             next(file for file in NOTEBOOKS if file.stem.startswith("08")),
             False,
             id="08, a few steps",
-            marks=pytest.mark.long,
+            marks=pytest.mark.ci,
         ),
     ],
 )

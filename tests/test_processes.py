@@ -89,13 +89,13 @@ class Group:
         return self.outputs()
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "mesh",
     [
         MESH,
         # A process has a part of the positions of every sequence, and reads no others.
-        pytest.param(["--mesh.data", "1", "--mesh.model", "1", "--mesh.context", "4"], marks=pytest.mark.long),
+        pytest.param(["--mesh.data", "1", "--mesh.model", "1", "--mesh.context", "4"], marks=pytest.mark.ci),
     ],
     ids=lambda flags: "-".join(flags),
 )
@@ -112,7 +112,7 @@ def test_two_processes_train_and_save_what_one_does(mesh, alone, tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / "two" / "run" / "metrics.jsonl")] == list(range(1, 15))
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_sigterm_sent_again_and_again_to_one_process_stops_both_after_the_same_saved_step(tmp_path):
     impatient = str(ROOT / "tests" / "impatient_launcher.py")
     with Group(tmp_path, *LONG, "--config", impatient, count=2) as group:
@@ -121,7 +121,7 @@ def test_sigterm_sent_again_and_again_to_one_process_stops_both_after_the_same_s
     assert f"checkpoint {max(losses(tmp_path))} saved" in first
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_four_processes_compute_what_one_does_and_a_killed_one_is_named_and_its_run_continues_bit_for_bit(
     alone, tmp_path
 ):
@@ -151,7 +151,7 @@ def test_four_processes_compute_what_one_does_and_a_killed_one_is_named_and_its_
     assert losses(tmp_path) == uninterrupted
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_stopped_process_is_reported_and_then_given_up(tmp_path):
     with Group(tmp_path, *LONG, "--distributed.heartbeat", "12", "--distributed.watchdog", "4", count=2) as group:
         first, stopped = group.processes
@@ -167,7 +167,7 @@ def test_a_stopped_process_is_reported_and_then_given_up(tmp_path):
     assert re.search(rf"mjax: error: {name} has not been heard of for \d+ s, since step \d+", output)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_an_error_in_one_process_ends_the_others_with_its_words(tmp_path):
     (tmp_path / "run").mkdir()
     with Group(tmp_path, count=2) as group:
@@ -206,7 +206,7 @@ def hosts():
                 subprocess.run(["ip", "netns", "delete", name], check=False)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_processes_on_two_hosts_meet_and_a_cut_cable_ends_both(hosts, tmp_path):
     # Gloo meets at the address of the host's name, so each has a name and an /etc/hosts of its own.
     (tmp_path / "hosts").write_text("".join(f"10.77.0.{i} {name}\n" for i, name in enumerate(hosts, start=1)))
@@ -222,7 +222,7 @@ def test_processes_on_two_hosts_meet_and_a_cut_cable_ends_both(hosts, tmp_path):
     assert re.search(rf"mjax: error: process 0 on {hosts[0]} \(pid \d+\) has not been heard of for \d+ s", second)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_processes_that_nobody_joins_end_after_the_start_timeout_with_a_sentence(tmp_path):
     """One that waits for another, and one that waits for process 0: JAX's client would abort both."""
     short = ["--distributed.start-timeout", "5"]
@@ -248,7 +248,7 @@ def test_processes_that_disagree_end_before_the_first_step_and_say_in_what(tmp_p
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_run_folder_that_two_processes_do_not_share_is_found_at_the_start(tmp_path):
     with Group(tmp_path, count=2, differing={1: ["--runs", str(tmp_path / "elsewhere")]}) as group:
         outputs = group.finish(code=2)
@@ -258,7 +258,7 @@ def test_a_run_folder_that_two_processes_do_not_share_is_found_at_the_start(tmp_
     assert list((tmp_path / "run").iterdir()) == []
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_what_one_process_refuses_before_it_starts_ends_the_others_with_its_words(tmp_path):
     with Group(tmp_path, count=2, differing={1: ["--train.stepz", "9"]}) as group:
         first, second = group.finish(code=2)

@@ -26,17 +26,17 @@ def test_what_runs_often_is_not_covered_again():
     often = [("gpipe", 1, {}, "none"), ("1f1b", 2, {}, "full")]
     found = seldom(product(*CHOICES), often)
     assert named(found, None) == often
-    assert pairs(named(found, "long") + often) == pairs(product(*CHOICES))
-    assert len(named(found, "product")) == 36 - len(often) - len(named(found, "long")) > 20
+    assert pairs(named(found, "ci") + often) == pairs(product(*CHOICES))
+    assert len(named(found, "all")) == 36 - len(often) - len(named(found, "ci")) > 20
 
 
 def test_every_option_is_on_a_diagonal():
     found = diagonal(3, "abcd", range(3))
     assert found == [("a", 0), ("b", 2), ("c", 1), ("d", 0)]
-    assert named(seldom(product("abcd", range(3)), some=found), "long") == found
+    assert named(seldom(product("abcd", range(3)), some=found), "ci") == found
 
 
 def test_one_in_three_runs_often():
     found = one_in(3, [1, (2,), 3, 4])
     assert named(found, None) == [(1,), (4,)]
-    assert named(found, "long") == [(2,), (3,)]
+    assert named(found, "ci") == [(2,), (3,)]

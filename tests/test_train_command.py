@@ -92,7 +92,7 @@ def _wait_for_step(process, folder, step):
         time.sleep(0.005)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_run_killed_in_the_middle_continues_bit_for_bit(uninterrupted, tmp_path):
     for step in (5, 10):
         process = _start(tmp_path)
@@ -103,7 +103,7 @@ def test_a_run_killed_in_the_middle_continues_bit_for_bit(uninterrupted, tmp_pat
     assert losses(tmp_path) == uninterrupted[2]
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_sigterm_sent_again_and_again_saves_exits_75_and_the_same_command_continues_bit_for_bit(
     uninterrupted, tmp_path
 ):

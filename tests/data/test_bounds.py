@@ -109,7 +109,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("packing", [".gz", ".zst"])
-@pytest.mark.long
+@pytest.mark.ci
 def test_gigabytes_in_a_small_file_end_in_a_sentence_under_a_limit_on_memory(tmp_path, packing):
     file = tmp_path / f"a.jsonl{packing}"
     with gzip.open(file, "wb", compresslevel=1) if packing == ".gz" else zstd.open(file, "wb") as stream:

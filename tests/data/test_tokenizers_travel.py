@@ -15,7 +15,7 @@ CONFIG = ["--config", str(ROOT / "tests" / "tiny_config.py"), "--mesh.data", "8"
 OPTIONS = ["--train.micro-batch", "1", "--train.steps", "1", "--optimizer.warmup-steps", "0", "--data.no-mock"]
 
 
-@pytest.mark.parametrize("kind", one_in(3, NAMES, often=pytest.mark.long, others=pytest.mark.product))
+@pytest.mark.parametrize("kind", one_in(3, NAMES, often=pytest.mark.ci, others=pytest.mark.all))
 def test_generation_finds_the_tokenizer_of_the_data_in_the_run(tmp_path, capsys, kind):
     spec = specs(tmp_path)[kind]
     tokenizer = load_tokenizer(spec)

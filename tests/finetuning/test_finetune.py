@@ -84,7 +84,7 @@ def weights_of(run):
     return named(restore_weights(run, lay_out(config, make_mesh(config.mesh)).abstract_model, None, print)[1])
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_separable_set_is_learned_and_the_report_has_every_seed_their_median_and_the_best(done):
     report = report_of(done)
     assert [seed["seed"] for seed in report["seeds"]] == [1234, 1235]
@@ -98,7 +98,7 @@ def test_a_separable_set_is_learned_and_the_report_has_every_seed_their_median_a
     assert (done / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_every_epoch_is_measured_and_the_first_of_the_best_is_kept(done):
     for seed in report_of(done)["seeds"]:
         epochs = read_epochs(done / f"seed-{seed['seed']}")
@@ -120,13 +120,13 @@ def test_every_epoch_is_measured_and_the_first_of_the_best_is_kept(done):
     assert losses[0] != losses[1]
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_number_by_which_processes_agree_to_stop_grows_from_seed_to_seed(done, asked):
     """JAX stops them after the number that follows the highest it was asked with, so none may come again."""
     assert asked == list(range(1, 201))  # 100 steps a seed
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_best_folder_is_a_run_that_is_evaluated_to_the_same_figures_on_any_mesh(done, mnli, capsys, tmp_path):
     best = report_of(done)["best"]
     assert os.readlink(done / "best") == f"seed-{best['seed']}/best"
@@ -140,7 +140,7 @@ def test_the_best_folder_is_a_run_that_is_evaluated_to_the_same_figures_on_any_m
         assert written.startswith("index\tprediction\n0\t")
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_file_without_labels_gives_predictions_alone(done, mnli, capsys, tmp_path):
     (tmp_path / "test_matched.tsv").write_text("index\tsentence1\tsentence2\n7\tthe old bird\tindeed the bird\n")
     data = tmp_path / "test_matched.tsv"
@@ -152,7 +152,7 @@ def test_a_file_without_labels_gives_predictions_alone(done, mnli, capsys, tmp_p
     assert "has no labels to compute metrics from; add --predictions FOLDER" in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_what_is_done_is_not_trained_again(run, mnli, done, capsys):
     before = fingerprint(done / "seed-1234")
     report = tuned(capsys, run, "mnli", mnli, *MNLI)
@@ -160,7 +160,7 @@ def test_what_is_done_is_not_trained_again(run, mnli, done, capsys):
     assert fingerprint(done / "seed-1234") == before
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_table_names_seeds_figures_and_the_median(run, mnli, done, capsys):
     assert finetune(arguments_of(run, "mnli", mnli, *MNLI)) == 0
     out, err = capsys.readouterr()
@@ -174,7 +174,7 @@ def test_the_table_names_seeds_figures_and_the_median(run, mnli, done, capsys):
     assert "\x1b" not in out + err
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "flag",
     [("--batch", 8), ("--epochs", 6), ("--sequence", 40), ("--weight-decay", 0), ("--precision.compute", "bf16")],
@@ -191,7 +191,7 @@ def test_a_folder_is_continued_only_with_what_it_was_begun_with(run, mnli, done,
 
 @pytest.mark.parametrize(
     ("stop", "damaged"),
-    one_in(2, [(40, True), (40, False), (51, False), (100, False)], often=pytest.mark.long, others=pytest.mark.product),
+    one_in(2, [(40, True), (40, False), (51, False), (100, False)], often=pytest.mark.ci, others=pytest.mark.all),
 )
 def test_one_that_is_told_to_stop_continues_bit_for_bit(run, mnli, done, monkeypatch, capsys, tmp_path, stop, damaged):
     """Step 40 ends an epoch, which is measured when the command runs again, or continued from the epoch before where
@@ -221,7 +221,7 @@ def test_one_that_is_told_to_stop_continues_bit_for_bit(run, mnli, done, monkeyp
         np.testing.assert_array_equal(again[name], weight, err_msg=name)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("task", "layernorm"), [("qqp", "post"), ("race", "pre"), ("squad1.1", "post"), ("squad2.0", "pre")]
 )
@@ -258,7 +258,7 @@ def test_a_mesh_ends_in_the_same_counts_and_losses_as_one_device(task, mesh, cap
     assert many["best"]["figures"] == pytest.approx(one["best"]["figures"], rel=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_two_processes_print_one_report_that_of_one_process(run, capsys, tmp_path):
     files = write_task(tmp_path / "data", "mnli", train=64, validation=22)
     recipe = ("--batch", 16, "--learning-rate", 1e-3, "--epochs", 2)

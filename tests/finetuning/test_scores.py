@@ -17,7 +17,7 @@ from tests.finetuning.test_heads import HEADS
 from tests.small import examples_of, gradient_program, named, small_config
 
 COUNT = 11  # no multiple of any batch
-LONG = pytest.mark.long
+LONG = pytest.mark.ci
 SP = {"sequence_parallel": True}
 
 

@@ -246,7 +246,7 @@ def test_rows_that_pad_the_vocabulary_change_no_loss_and_are_never_the_best(sour
     assert logits[..., 257:].max() < -1e30
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_an_imported_model_is_trained_on_any_mesh_and_exported_again(tmp_path, capsys):
     # Shape and settings are those of the other tests of the command line, which share the compiled step.
     shape = {"n_embd": 32, "n_head": 4, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}

@@ -65,9 +65,9 @@ def steps_on_mesh(config, seeds=range(STEPS), state=None, limit=np.inf):
     ("data", "model", "mesh"),
     [
         (1, 1, {}),
-        pytest.param(4, 1, {}, marks=pytest.mark.long),
-        pytest.param(1, 2, {"sequence_parallel": True}, marks=pytest.mark.long),
-        pytest.param(2, 1, {"pipe": 2, "chunks": 2, "zero": 1}, marks=pytest.mark.long),
+        pytest.param(4, 1, {}, marks=pytest.mark.ci),
+        pytest.param(1, 2, {"sequence_parallel": True}, marks=pytest.mark.ci),
+        pytest.param(2, 1, {"pipe": 2, "chunks": 2, "zero": 1}, marks=pytest.mark.ci),
         (4, 1, {"zero": 3}),
         (4, 1, {"expert": 2, "zero": 1}),
     ],
@@ -87,7 +87,7 @@ def test_on_every_mesh_five_steps_give_the_losses_and_biases_of_serial_ones(data
     assert {-STEPS, STEPS} < set(moves), "the test should have experts that are always chosen, and some that change"
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_size_of_a_micro_batch_changes_no_bit_of_the_bias():
     (_, one, _), (_, four, _) = (steps_on_mesh(biased(micro_batch=size, compute="fp32")) for size in (1, 4))
     assert one[BIAS].dtype == np.float32
@@ -118,7 +118,7 @@ def test_a_skipped_step_leaves_the_bias():
     np.testing.assert_array_equal(after[BIAS], before[BIAS])
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_run_that_is_resumed_there_or_on_another_mesh_has_the_bias_of_one_that_was_not_stopped(tmp_path):
     config = biased(2, 1, compute="fp32", mesh={"pipe": 2, "chunks": 2, "zero": 1})
     _, expected, _ = steps_on_mesh(config, range(4))
@@ -143,7 +143,7 @@ def test_muon_leaves_the_bias_to_its_rule():
     assert (moves > 0).any()
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_router_that_prefers_some_experts_comes_to_use_all():
     """All tokens have a part in common, for which two of eight experts have high scores: so all choose these."""
     loads = {}

@@ -94,7 +94,7 @@ def test_a_position_after_a_cache_attends_as_the_last_of_a_whole_sequence():
 SIX = {"vocabulary_multiple": 6}  # ranks of `model`: a head each
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("data", "model", "recompute", "mesh", "changes"),
     [
@@ -113,7 +113,7 @@ def test_loss_and_every_gradient_equal_the_serial_reference(data, model, recompu
     assert max(errors.values()) < 1e-12, errors
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize("option", ["positions", "embedding_layernorm"])
 def test_each_option_alone_equals_the_serial_reference(option):
     errors = largest_error(small_config(1, 2, micro_batch=4, compute="fp64", **{option: BLOOM[option]}))

@@ -37,28 +37,28 @@ WINDOWS = {"window": 5, "full_attention_every": 2}
     ("data", "model", "mesh", "recompute", "unroll", "changes"),
     [
         (1, 1, {}, "none", "off", FIRST),
-        pytest.param(1, 1, {}, "none", "off", SECOND, marks=pytest.mark.product),
-        pytest.param(1, 1, {}, "selective", "off", {**THIRD, **WINDOWS}, marks=pytest.mark.long),
-        pytest.param(1, 1, {}, "none", "off", {**FIRST, "dense_layers": 2, **WINDOWS}, marks=pytest.mark.product),
-        pytest.param(1, 1, {}, "none", "on", FIRST, marks=pytest.mark.product),
+        pytest.param(1, 1, {}, "none", "off", SECOND, marks=pytest.mark.all),
+        pytest.param(1, 1, {}, "selective", "off", {**THIRD, **WINDOWS}, marks=pytest.mark.ci),
+        pytest.param(1, 1, {}, "none", "off", {**FIRST, "dense_layers": 2, **WINDOWS}, marks=pytest.mark.all),
+        pytest.param(1, 1, {}, "none", "on", FIRST, marks=pytest.mark.all),
         pytest.param(
-            2, 2, {"sequence_parallel": True, "zero": 3}, "full", "off", {**SECOND, **DEEPSEEK}, marks=pytest.mark.long
+            2, 2, {"sequence_parallel": True, "zero": 3}, "full", "off", {**SECOND, **DEEPSEEK}, marks=pytest.mark.ci
         ),
-        pytest.param(2, 2, {"sequence_parallel": True, "zero": 3}, "full", "off", FIRST, marks=pytest.mark.product),
-        pytest.param(2, 1, {"zero": 3}, "offload", "off", {**SECOND, **DEEPSEEK}, marks=pytest.mark.long),
-        pytest.param(1, 1, {}, "offload", "off", {**FIRST, "dense_layers": 2, **WINDOWS}, marks=pytest.mark.product),
-        pytest.param(2, 1, {"zero": 1}, "selective", "on", {**THIRD, **WINDOWS}, marks=pytest.mark.long),
-        pytest.param(2, 1, {"zero": 3}, "none", "on", SECOND, marks=pytest.mark.product),
-        pytest.param(2, 1, {"zero": 1}, "none", "on", FIRST, marks=pytest.mark.long),
+        pytest.param(2, 2, {"sequence_parallel": True, "zero": 3}, "full", "off", FIRST, marks=pytest.mark.all),
+        pytest.param(2, 1, {"zero": 3}, "offload", "off", {**SECOND, **DEEPSEEK}, marks=pytest.mark.ci),
+        pytest.param(1, 1, {}, "offload", "off", {**FIRST, "dense_layers": 2, **WINDOWS}, marks=pytest.mark.all),
+        pytest.param(2, 1, {"zero": 1}, "selective", "on", {**THIRD, **WINDOWS}, marks=pytest.mark.ci),
+        pytest.param(2, 1, {"zero": 3}, "none", "on", SECOND, marks=pytest.mark.all),
+        pytest.param(2, 1, {"zero": 1}, "none", "on", FIRST, marks=pytest.mark.ci),
         (1, 1, {"pipe": 2, "schedule": "1f1b"}, "none", "off", SECOND),
         pytest.param(
-            2, 1, {"pipe": 2, "chunks": 2, "zero": 3}, "none", "off", {**SECOND, "layers": 8}, marks=pytest.mark.long
+            2, 1, {"pipe": 2, "chunks": 2, "zero": 3}, "none", "off", {**SECOND, "layers": 8}, marks=pytest.mark.ci
         ),
         pytest.param(
             1, 2, {"pipe": 2, "schedule": "zb-h1", "chunks": 2}, "full", "off", {**SECOND, "layers": 8, **WINDOWS},
-            marks=pytest.mark.long,
+            marks=pytest.mark.ci,
         ),
-        pytest.param(4, 1, {"expert": 2, "zero": 1}, "none", "off", FIRST, marks=pytest.mark.long),
+        pytest.param(4, 1, {"expert": 2, "zero": 1}, "none", "off", FIRST, marks=pytest.mark.ci),
     ],
     ids=str,
 )  # fmt: skip
@@ -149,8 +149,8 @@ def test_parameters_and_flops_are_those_of_the_layers_added_up():
     ("changes", "mesh"),
     [
         (FIRST, {}),
-        pytest.param({**THIRD, "window": 3, "full_attention_every": 2}, {}, marks=pytest.mark.long),
-        pytest.param({**SECOND, "layers": 8}, {"pipe": 2, "chunks": 2}, marks=pytest.mark.long),
+        pytest.param({**THIRD, "window": 3, "full_attention_every": 2}, {}, marks=pytest.mark.ci),
+        pytest.param({**SECOND, "layers": 8}, {"pipe": 2, "chunks": 2}, marks=pytest.mark.ci),
     ],
     ids=str,
 )
@@ -167,7 +167,7 @@ def test_greedy_text_is_what_the_whole_forward_pass_gives(changes, mesh):
     assert found.tokens == ids[3:]
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_checkpoint_of_a_pipeline_opens_on_one_device(tmp_path):
     config = biased(1, 1, compute="fp32", mesh={"pipe": 2, "chunks": 2}, **{**SECOND, "layers": 8})
     there = biased(1, 1, compute="fp32", **{**SECOND, "layers": 8})
@@ -227,7 +227,7 @@ def test_its_layers_run_in_a_loop_and_a_run_that_does_not_fit_is_refused_before_
         fit.check_gpu_at_hand(config, "a test", False, pytest.fail)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_memory_and_time_are_those_of_the_layers_added_up():
     gpu = gpu_named("h100")
 
@@ -243,7 +243,7 @@ def test_memory_and_time_are_those_of_the_layers_added_up():
     np.testing.assert_allclose(planned(layers=6, expert_interval=3), planned(layers=2) + 4 * dense, rtol=5e-4)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_kind_of_layers_has_its_own_weights_in_hand_and_those_that_take_turns_all_of_theirs():
     def in_hand(feed_forward, **changes):
         mesh = {"zero": 3}

@@ -125,7 +125,7 @@ def test_the_ledger_has_what_the_docstring_of_experts_says():
 # --- Steps and runs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.ci), 3])
 def test_the_direction_of_muon_is_that_of_one_device(zero):
     optimizer = OptimizerConfig(name="muon", weight_decay=0.1)
 
@@ -147,7 +147,7 @@ def _run_config(**mesh):
     return replace(config, train=replace(config.train, steps=6, eval_interval=0))
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_run_continues_on_another_expert_axis_with_the_same_losses(tmp_path, fewer_devices):
     def trained(config, name, **options):
         mjax.Trainer(config, tmp_path / name, show=False, **options).train()
@@ -159,7 +159,7 @@ def test_a_run_continues_on_another_expert_axis_with_the_same_losses(tmp_path, f
     assert trained(replace(_run_config(), mesh=MeshConfig()), "moved") == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_generation_on_ranks_of_expert_gives_the_tokens_of_one_device():
     def tokens(**mesh):
         config = small_config(**{**MIXTURE, "layers": 2, "experts": 8}, dropout=0.0)

@@ -64,7 +64,7 @@ def test_output_and_gradients_are_those_of_xla_with_the_same_masks(name, heads):
 @pytest.mark.parametrize(
     ("name", "rank", "kernel"),
     [
-        pytest.param(name, rank, kernel, marks=() if i % 4 == rank and kernel != "xla" else pytest.mark.long)
+        pytest.param(name, rank, kernel, marks=() if i % 4 == rank and kernel != "xla" else pytest.mark.ci)
         for i, name in enumerate(OPTIONS)
         for rank in (0, 1)
         for kernel in ([FLASH_INTERPRETED, "xla"] if i < 3 else [FLASH_INTERPRETED])

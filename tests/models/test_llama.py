@@ -191,10 +191,10 @@ def assert_equals_reference(family, config):
 @pytest.mark.parametrize(  # llama has a table of its own for the output; in qwen 2 it is the embedding
     ("family", "mesh"),
     [
-        pytest.param("llama", "2 × 4, sequence parallel, FSDP", marks=pytest.mark.long),
+        pytest.param("llama", "2 × 4, sequence parallel, FSDP", marks=pytest.mark.ci),
         ("qwen 2", "2 × 4, sequence parallel, FSDP"),
         ("llama", "pipe 2, ZeRO-1"),
-        pytest.param("qwen 2", "pipe 2, ZeRO-1", marks=pytest.mark.long),
+        pytest.param("qwen 2", "pipe 2, ZeRO-1", marks=pytest.mark.ci),
     ],
 )
 def test_with_the_loss_in_chunks_they_equal_it_too(family, mesh):
@@ -248,7 +248,7 @@ def found_on(config):
 
 @pytest.mark.parametrize(
     ("family", "case"),
-    one_in(3, zip(cycle(FAMILIES), CASES, strict=False), often=pytest.mark.long, others=pytest.mark.product),
+    one_in(3, zip(cycle(FAMILIES), CASES, strict=False), often=pytest.mark.ci, others=pytest.mark.all),
     ids=lambda each: str(each)[:60],
 )
 def test_every_two_choices_of_a_run_give_what_one_device_gives(family, case):

@@ -57,10 +57,10 @@ def config_of(data=1, model=1, micro_batch=2, recompute="none", mesh=None, unrol
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(config_of(), marks=pytest.mark.long),
-        pytest.param(config_of(router_normalized=False, dropout=0.0, kv_heads=2), marks=pytest.mark.long),
-        pytest.param(config_of(**DEEPSEEK), marks=pytest.mark.long),
-        pytest.param(config_of(experts=1, experts_per_token=1, recompute="full"), marks=pytest.mark.long),
+        pytest.param(config_of(), marks=pytest.mark.ci),
+        pytest.param(config_of(router_normalized=False, dropout=0.0, kv_heads=2), marks=pytest.mark.ci),
+        pytest.param(config_of(**DEEPSEEK), marks=pytest.mark.ci),
+        pytest.param(config_of(experts=1, experts_per_token=1, recompute="full"), marks=pytest.mark.ci),
         config_of(**DEEPSEEK, balance_bias=0.01),
     ],
     ids=["softmax", "not normalised", "sigmoid, groups, shared", "one expert", "bias"],
@@ -76,13 +76,13 @@ PACKED = {"reset_attention": True, "mask_eod_loss": True}
 @pytest.mark.parametrize(
     ("data", "model", "pipe", "sequence_parallel", "zero", "recompute", "unroll", "micro_batch", "changes"),
     [
-        pytest.param(2, 2, 1, True, 1, "selective", "on", 4, {}, marks=pytest.mark.long),
-        pytest.param(1, 2, 1, False, 0, "full", "on", 2, DEEPSEEK, marks=pytest.mark.long),
-        pytest.param(4, 1, 1, False, 3, "none", "off", 1, {"samples": PACKED}, marks=pytest.mark.long),
-        pytest.param(2, 2, 1, True, 3, "full", "off", 2, {"kv_heads": 2}, marks=pytest.mark.long),
-        pytest.param(2, 1, 1, False, 1, "none", "on", 2, {"tied": True}, marks=pytest.mark.long),
+        pytest.param(2, 2, 1, True, 1, "selective", "on", 4, {}, marks=pytest.mark.ci),
+        pytest.param(1, 2, 1, False, 0, "full", "on", 2, DEEPSEEK, marks=pytest.mark.ci),
+        pytest.param(4, 1, 1, False, 3, "none", "off", 1, {"samples": PACKED}, marks=pytest.mark.ci),
+        pytest.param(2, 2, 1, True, 3, "full", "off", 2, {"kv_heads": 2}, marks=pytest.mark.ci),
+        pytest.param(2, 1, 1, False, 1, "none", "on", 2, {"tied": True}, marks=pytest.mark.ci),
         (1, 4, 1, True, 0, "none", "off", 8, DEEPSEEK),
-        pytest.param(2, 2, 2, True, 1, "none", "off", 1, {"mesh": {"schedule": "1f1b"}}, marks=pytest.mark.long),
+        pytest.param(2, 2, 2, True, 1, "none", "off", 1, {"mesh": {"schedule": "1f1b"}}, marks=pytest.mark.ci),
         pytest.param(
             2,
             2,
@@ -93,20 +93,16 @@ PACKED = {"reset_attention": True, "mask_eod_loss": True}
             "off",
             1,
             {"mesh": {"schedule": "zb-h1", "chunks": 2}},
-            marks=pytest.mark.long,
+            marks=pytest.mark.ci,
         ),
         pytest.param(
-            4, 1, 1, False, 1, "selective", "on", 1, {"mesh": {"expert": 4}, "samples": PACKED}, marks=pytest.mark.long
+            4, 1, 1, False, 1, "selective", "on", 1, {"mesh": {"expert": 4}, "samples": PACKED}, marks=pytest.mark.ci
         ),
         (4, 2, 1, True, 3, "full", "off", 2, {"mesh": {"expert": 2}, **DEEPSEEK}),
-        pytest.param(2, 1, 1, False, 1, "offload", "off", 2, {}, marks=pytest.mark.long),
-        pytest.param(
-            4, 2, 1, True, 3, "offload", "off", 2, {"mesh": {"expert": 2}, **DEEPSEEK}, marks=pytest.mark.long
-        ),
+        pytest.param(2, 1, 1, False, 1, "offload", "off", 2, {}, marks=pytest.mark.ci),
+        pytest.param(4, 2, 1, True, 3, "offload", "off", 2, {"mesh": {"expert": 2}, **DEEPSEEK}, marks=pytest.mark.ci),
         (4, 1, 2, False, 3, "none", "off", 1, {"mesh": {"expert": 2, "schedule": "zb-h1"}}),
-        pytest.param(
-            2, 2, 1, False, 0, "none", "off", 2, {"mesh": {"expert": 2}, "kv_heads": 2}, marks=pytest.mark.long
-        ),
+        pytest.param(2, 2, 1, False, 0, "none", "off", 2, {"mesh": {"expert": 2}, "kv_heads": 2}, marks=pytest.mark.ci),
         pytest.param(
             1,
             1,
@@ -117,7 +113,7 @@ PACKED = {"reset_attention": True, "mask_eod_loss": True}
             "off",
             2,
             {"mesh": {"schedule": "zb-h1"}, **DEEPSEEK},
-            marks=pytest.mark.long,
+            marks=pytest.mark.ci,
         ),
         pytest.param(
             2,
@@ -129,7 +125,7 @@ PACKED = {"reset_attention": True, "mask_eod_loss": True}
             "off",
             1,
             {"mesh": {"schedule": "gpipe"}, "samples": PACKED},
-            marks=pytest.mark.long,
+            marks=pytest.mark.ci,
         ),
     ],
     ids=str,
@@ -171,11 +167,11 @@ def test_the_size_of_a_micro_batch_changes_nothing_but_with_the_balance_loss_of_
     [
         {},
         {"data": 2, "model": 2, "mesh": {"sequence_parallel": True}},
-        pytest.param({"data": 4, "mesh": {"expert": 4}}, marks=pytest.mark.long),
+        pytest.param({"data": 4, "mesh": {"expert": 4}}, marks=pytest.mark.ci),
     ],
     ids=["1", "4", "expert"],
 )
-@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.ci), 2])
 def test_experts_without_a_token_and_all_tokens_to_the_same(k, mesh, monkeypatch):
     """The first k of four experts are chosen by all tokens, here and in the reference; the others have no gradient."""
 
@@ -226,11 +222,11 @@ def _losses(data, model, sequence_parallel=False, expert=1):
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param((4, 1), marks=pytest.mark.long),
-        pytest.param((4, 1, False, 4), marks=pytest.mark.long),
-        pytest.param((2, 2, True), marks=pytest.mark.long),
-        pytest.param((1, 4), marks=pytest.mark.long),
-        pytest.param((4, 2, True, 2), marks=pytest.mark.long),
+        pytest.param((4, 1), marks=pytest.mark.ci),
+        pytest.param((4, 1, False, 4), marks=pytest.mark.ci),
+        pytest.param((2, 2, True), marks=pytest.mark.ci),
+        pytest.param((1, 4), marks=pytest.mark.ci),
+        pytest.param((4, 2, True, 2), marks=pytest.mark.ci),
     ],
     ids=str,
 )

@@ -203,11 +203,11 @@ class StackedConfig(toy_model.ToyConfig):
 @pytest.mark.parametrize(
     ("mesh", "kind"),
     [
-        pytest.param("1 × 1", BalancedConfig, marks=pytest.mark.long),
+        pytest.param("1 × 1", BalancedConfig, marks=pytest.mark.ci),
         ("2 × 4", BalancedConfig),
-        pytest.param("pipe 2", BalancedConfig, marks=pytest.mark.long),
-        pytest.param("pipe 2, two chunks", BalancedConfig, marks=pytest.mark.long),
-        pytest.param("pipe 2, split backward passes", BalancedConfig, marks=pytest.mark.long),
+        pytest.param("pipe 2", BalancedConfig, marks=pytest.mark.ci),
+        pytest.param("pipe 2, two chunks", BalancedConfig, marks=pytest.mark.ci),
+        pytest.param("pipe 2, split backward passes", BalancedConfig, marks=pytest.mark.ci),
         ("two streams", InPhasesConfig),  # and an MLP that is not written in phases
     ],
 )
@@ -268,7 +268,7 @@ def test_logits_of_its_own_are_those_of_the_loss_and_are_refused_in_chunks():
 
 
 @pytest.mark.parametrize(
-    "mesh", ["1 × 1", pytest.param("2 × 4", marks=pytest.mark.long), "2 × 4, sequence parallel, FSDP"]
+    "mesh", ["1 × 1", pytest.param("2 × 4", marks=pytest.mark.ci), "2 × 4, sequence parallel, FSDP"]
 )
 def test_stacks_of_different_layers_run_one_after_the_other(mesh):
     with jax.enable_x64(True):
@@ -308,7 +308,7 @@ def losses_of(folder, name, *flags):
     return [record["loss"] for record in read_metrics(folder / name / "metrics.jsonl")]
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_run_is_continued_bit_for_bit_and_on_another_mesh(tmp_path):
     same = "--optimizer.decay-steps", "4", *WIDE
     whole = losses_of(tmp_path, "whole", "--train.steps", "4", *same)

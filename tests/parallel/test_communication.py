@@ -166,7 +166,7 @@ print("arguments", compiled.memory_analysis().argument_size_in_bytes)
 """
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_8b_compiles_for_512_devices():
     environment = {
         "JAX_PLATFORMS": "cpu",

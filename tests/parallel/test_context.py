@@ -71,7 +71,7 @@ OFTEN = {1, 2, 5, 9, 10, 11, 20}
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if i in OFTEN else pytest.mark.long) for i, case in enumerate(CASES)],
+    [pytest.param(case, marks=() if i in OFTEN else pytest.mark.ci) for i, case in enumerate(CASES)],
     ids=lambda case: "-".join(map(str, case)),
 )
 def test_loss_and_every_gradient_equal_the_serial_reference(case):
@@ -99,13 +99,13 @@ def test_loss_and_every_gradient_equal_the_serial_reference(case):
         ("mistral", "heads", {"context": 4}),
         ("mistral", "gather", {"context": 4, "model": 2, "zero": 3}),
         ("two key-value heads with a bias", "heads", {"context": 4, "model": 2, "sequence_parallel": True}),
-        pytest.param("one key-value head", "heads", {"context": 2, "model": 4, "pipe": 2}, marks=pytest.mark.long),
-        pytest.param("one key-value head", "gather", {"context": 2, "model": 2, "data": 2}, marks=pytest.mark.long),
-        pytest.param("alternating windows", "heads", {"context": 2, "pipe": 2}, marks=pytest.mark.long),
-        pytest.param("alternating windows", "gather", {"context": 2, "pipe": 2}, marks=pytest.mark.long),
-        pytest.param("qwen 3", "gather", {"context": 2, "data": 2, "zero": 3}, marks=pytest.mark.long),
+        pytest.param("one key-value head", "heads", {"context": 2, "model": 4, "pipe": 2}, marks=pytest.mark.ci),
+        pytest.param("one key-value head", "gather", {"context": 2, "model": 2, "data": 2}, marks=pytest.mark.ci),
+        pytest.param("alternating windows", "heads", {"context": 2, "pipe": 2}, marks=pytest.mark.ci),
+        pytest.param("alternating windows", "gather", {"context": 2, "pipe": 2}, marks=pytest.mark.ci),
+        pytest.param("qwen 3", "gather", {"context": 2, "data": 2, "zero": 3}, marks=pytest.mark.ci),
         pytest.param(
-            "geglu, half a head turned, yarn", "heads", {"context": 2, "data": 2, "zero": 1}, marks=pytest.mark.long
+            "geglu, half a head turned, yarn", "heads", {"context": 2, "data": 2, "zero": 1}, marks=pytest.mark.ci
         ),
     ],
 )
@@ -117,9 +117,9 @@ def test_so_do_those_of_a_llama_with_grouped_heads_windows_and_documents(family,
     ("way", "mesh", "changes"),
     [
         ("heads", {"context": 2, "expert": 2, "zero": 1}, {}),
-        pytest.param("gather", {"context": 2, "expert": 2}, {}, marks=pytest.mark.long),
-        pytest.param("gather", {"context": 2, "pipe": 2, "zero": 3}, {}, marks=pytest.mark.long),
-        pytest.param("heads", {"context": 4, "sequence_parallel": True}, {"model": 2}, marks=pytest.mark.long),
+        pytest.param("gather", {"context": 2, "expert": 2}, {}, marks=pytest.mark.ci),
+        pytest.param("gather", {"context": 2, "pipe": 2, "zero": 3}, {}, marks=pytest.mark.ci),
+        pytest.param("heads", {"context": 4, "sequence_parallel": True}, {"model": 2}, marks=pytest.mark.ci),
     ],
 )
 def test_so_do_those_of_a_mixture(way, mesh, changes):
@@ -130,7 +130,7 @@ def test_so_do_those_of_a_mixture(way, mesh, changes):
     assert max(errors.values()) < 1e-12, errors
 
 
-@pytest.mark.parametrize("over", ["batch", pytest.param("layers", marks=pytest.mark.long)])
+@pytest.mark.parametrize("over", ["batch", pytest.param("layers", marks=pytest.mark.ci)])
 def test_a_balance_loss_over_more_than_a_sequence_is_that_of_one_device_too(over):
     def found(mesh):
         config = mixture_config(1, 1, 4, mesh=mesh, layers=2, sequence=16, balance_over=over)
@@ -273,7 +273,7 @@ def _trained(config, folder, **options):
     return losses_of(folder)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_run_has_the_losses_of_one_device_and_continues_on_another_context(tmp_path, fewer_devices, quick_runs):
     """Sixty steps with dropout and documents: on one device; on context 4, then 1, then 2 with balanced chunks."""
     whole = _trained(replace(_run_config(), mesh=MeshConfig()), tmp_path / "whole")

@@ -40,7 +40,7 @@ def test_every_combination_equals_the_serial_reference(schedule, chunks, pipe, m
     assert max(errors.values()) < 1e-12, errors
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("schedule", "recompute", "mesh"),
     [
@@ -54,7 +54,7 @@ def test_all_kinds_of_parallelism_together_equal_the_serial_reference(schedule, 
     assert max(errors.values()) < 1e-12, errors
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_residual_read_from_the_wrong_slot_is_seen(monkeypatch):
     put = pipeline.put
     monkeypatch.setattr(pipeline, "put", lambda buffer, slot, value: put(buffer, 0 * slot, value))
@@ -76,7 +76,7 @@ def _temporary_bytes(schedule, micro_batches):
     return program.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_memory_of_1f1b_does_not_grow_with_the_number_of_micro_batches_and_that_of_gpipe_does():
     few, many = 8, 32
     one_more = (_temporary_bytes("gpipe", many) - _temporary_bytes("gpipe", few)) / (many - few)

@@ -32,7 +32,7 @@ def plain():
     return _after_five_steps()
 
 
-@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.ci), 3])
 def test_five_steps_give_the_parameters_of_plain_data_parallelism(zero, plain):
     found, norm = _after_five_steps(zero=zero)
     assert norm == pytest.approx(plain[1], rel=1e-12)

@@ -99,9 +99,9 @@ def test_an_import_gives_the_loss_and_gradients_of_transformers(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "parallel"),
     [
-        pytest.param("four heads", 1, 1, marks=pytest.mark.product),
-        pytest.param("three heads", 2, 3, marks=pytest.mark.product),
-        pytest.param("BLOOM, four heads", 1, 1, marks=pytest.mark.product),
+        pytest.param("four heads", 1, 1, marks=pytest.mark.all),
+        pytest.param("three heads", 2, 3, marks=pytest.mark.all),
+        pytest.param("BLOOM, four heads", 1, 1, marks=pytest.mark.all),
         ("BLOOM, three heads", 2, 3),
     ],
 )

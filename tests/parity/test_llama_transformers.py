@@ -225,7 +225,7 @@ def storage_on(mesh, abstract):
 
 
 @pytest.mark.parametrize(
-    "family", ["mistral", "qwen 3", *(pytest.param(name, marks=pytest.mark.product) for name in ("qwen 2.5", "olmo 2"))]
+    "family", ["mistral", "qwen 3", *(pytest.param(name, marks=pytest.mark.all) for name in ("qwen 2.5", "olmo 2"))]
 )
 def test_twenty_steps_of_adamw_follow_torch(family):
     model, kind, settings = FAMILIES[family]
@@ -240,7 +240,7 @@ def test_twenty_steps_of_adamw_follow_torch(family):
 
 @pytest.mark.parametrize(
     ("family", "adjust"),
-    [("llama 2", "match_rms_adamw"), pytest.param("qwen 3", "original", marks=pytest.mark.product)],
+    [("llama 2", "match_rms_adamw"), pytest.param("qwen 3", "original", marks=pytest.mark.all)],
 )
 def test_twenty_steps_of_muon_follow_torch(family, adjust, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch iterates in bf16 whatever the weights are

@@ -153,9 +153,7 @@ def test_sentences_split_by_workers_and_over_a_million_characters_are_those_of_m
     assert same(tmp_path / "ours", tmp_path / "theirs")
 
 
-@pytest.mark.parametrize(
-    "dtype", one_in(4, [np.uint8, np.int16, np.int32, np.int64, np.uint16], (), pytest.mark.product)
-)
+@pytest.mark.parametrize("dtype", one_in(4, [np.uint8, np.int16, np.int32, np.int64, np.uint16], (), pytest.mark.all))
 def test_a_merge_is_byte_for_byte_that_of_megatron(tmp_path, dtype):
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 

@@ -134,9 +134,9 @@ def test_loss_and_gradients_equal_those_of_transformers(family, mesh):
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        pytest.param("first layer dense", "one device", marks=pytest.mark.product),
+        pytest.param("first layer dense", "one device", marks=pytest.mark.all),
         ("first layer dense", "data 2 × model 2, FSDP"),
-        pytest.param("experts in every second layer", "model 4, sequence parallel", marks=pytest.mark.product),
+        pytest.param("experts in every second layer", "model 4, sequence parallel", marks=pytest.mark.all),
         ("experts in every second layer", "pipe 2"),
     ],
 )
@@ -144,7 +144,7 @@ def test_with_dense_layers_loss_and_gradients_equal_those_of_transformers(family
     _compare(family, MESHES[mesh], 0.0)
 
 
-@pytest.mark.parametrize("family", one_in(2, [*FAMILIES, *PARTLY_DENSE], others=pytest.mark.product))
+@pytest.mark.parametrize("family", one_in(2, [*FAMILIES, *PARTLY_DENSE], others=pytest.mark.all))
 def test_with_the_auxiliary_loss_of_all_layers_they_do_on_one_device(family):
     _compare(family, {}, 0.5, micro_batch=4)
 
@@ -187,7 +187,7 @@ def test_logits_equal_those_of_transformers(family):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen 3 moe", *(pytest.param(name, marks=pytest.mark.product) for name in ("mixtral", "olmoe"))]
+    "family", ["qwen 3 moe", *(pytest.param(name, marks=pytest.mark.all) for name in ("mixtral", "olmoe"))]
 )
 def test_twenty_steps_of_adamw_follow_torch(family):
     model = FAMILIES[family][0]

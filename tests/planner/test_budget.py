@@ -112,7 +112,7 @@ def planned(tmp_path_factory):
     return json.loads(lines[-1]), lines[:-1], file
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_plan_is_that_of_the_largest_and_its_command_makes_the_same_config(planned):
     plan, lines, file = planned
     best, tried = plan["budget"]["best"], plan["budget"]["tried"]

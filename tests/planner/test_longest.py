@@ -106,7 +106,7 @@ def test_every_way_has_a_name_of_its_own():
 FLAGS = ["--config", "llama_demo", "--gpu", "h100"]
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_command_prints_a_table_and_draws_it(tmp_path: Path, capsys):
     file = tmp_path / "longest.png"
     assert cli.main(["plan", *FLAGS, "--longest", "2", "--longest-figure", str(file)]) == 0

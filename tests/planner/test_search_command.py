@@ -83,7 +83,7 @@ def test_flags_change_the_batch_and_hold_what_is_kept(capsys):
     assert {each["train.recompute"] for each in plan["search"]["best"]} == {"none"}
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_written_config_trains(tmp_path, fewer_devices, capsys):
     file = tmp_path / "found.py"
     assert cli.main([*SEARCH, "--write", str(file)]) == 0
@@ -142,7 +142,7 @@ def test_what_cannot_be_searched_is_one_sentence_and_exit_code_2(capsys, flags, 
     assert error.count("\n") == 1
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_servers_of_four_gpus_are_searched_and_their_network_counts(capsys):
     flags = ["--train.global-batch", "24", "--gpu", "a100", "--devices", "12", "--devices-per-node", "4"]
     flags += ["--train.unroll", "off"]  # without a loop the sums over `data` are hidden
@@ -172,7 +172,7 @@ def asked(config, gpu, devices, keep=(), top=10):
     return run_search(SearchArguments(devices=devices, keep=keep, top=top), "small", config, gpu)[1]
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_thirty_billion_on_forty_gigabytes_leave_five_percent_free_or_a_warning(tmp_path):
     config = load_config("gpt_8b")
     model = replace(config.model, layers=48, hidden=7168, heads=56, sequence=2048)
@@ -191,7 +191,7 @@ def test_thirty_billion_on_forty_gigabytes_leave_five_percent_free_or_a_warning(
         assert "the best leaves 3.0% and may not fit" in text
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_where_the_batch_grows_seconds_and_days_rank_alike_and_what_is_left_out_is_named():
     config = load_config("gpt_175b")  # from 16 to 1,536 sequences
     config = replace(
@@ -233,7 +233,7 @@ def test_a_batch_that_stays_narrows_nothing():
     assert "nothing like the best would be faster without it" in section.text
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_how_many_gpus_are_enough_is_true(capsys):
     assert cli.main(["plan", "--config", "gpt_39b", "--devices", "8", "--gpu", "h100"]) == 2
     enough = int(capsys.readouterr().err.split("use --devices ")[1].split(",")[0])

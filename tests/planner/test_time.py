@@ -80,7 +80,7 @@ def test_the_rates_in_the_code_are_those_that_the_fit_gives():
             assert getattr(again, name) == pytest.approx(getattr(calibration, name), rel=5e-3), name
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 2)], ids=str)
 def test_the_error_bars_hold_on_every_published_run_of_the_lengths_that_they_are_for(monkeypatch, version):
     """What mjax would take, compiled by either jax, against what other programs took: no rate was fitted to it, but

@@ -61,7 +61,7 @@ def unprofiled(tmp_path_factory, quick_runs):
     return folder / "run"
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_profiled_run_leaves_a_trace_and_the_same_numbers(tmp_path, unprofiled, capsys):
     # Step 4 saves, and step 5 evaluates: both lie between profiled steps.
     assert run(tmp_path, "--profile", "4:7", "--mesh.data", "2", "--mesh.model", "2") == 0
@@ -104,7 +104,7 @@ def test_a_profiled_run_leaves_a_trace_and_the_same_numbers(tmp_path, unprofiled
     assert b"bytes" in gzip.decompress((folder / "memory.pprof").read_bytes())  # pprof's unit of a sample
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_profile_changes_no_number_and_one_that_is_over_is_announced(tmp_path, unprofiled, capsys):
     shutil.copytree(unprofiled, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")
@@ -146,7 +146,7 @@ def test_an_error_within_the_steps_leaves_no_profiler_running(tmp_path, capsys):
 @pytest.mark.parametrize(
     "breaks",
     [
-        *(pytest.param(f"jax.profiler.{name}_trace", marks=pytest.mark.long) for name in ("start", "stop")),
+        *(pytest.param(f"jax.profiler.{name}_trace", marks=pytest.mark.ci) for name in ("start", "stop")),
         "write_perfetto",
     ],
 )

@@ -41,10 +41,10 @@ def runs(tmp_path):
     [
         ("gpt", ""),
         ("bert", ""),
-        pytest.param("bloom", "", marks=pytest.mark.product),
-        pytest.param("interleaved", "", marks=pytest.mark.product),
-        pytest.param("interleaved", "--mesh.pipe 1 --mesh.chunks 1", marks=pytest.mark.long),
-        pytest.param("gpt", "--mesh.pipe 2 --mesh.model 2", marks=pytest.mark.long),
+        pytest.param("bloom", "", marks=pytest.mark.all),
+        pytest.param("interleaved", "", marks=pytest.mark.all),
+        pytest.param("interleaved", "--mesh.pipe 1 --mesh.chunks 1", marks=pytest.mark.ci),
+        pytest.param("gpt", "--mesh.pipe 2 --mesh.model 2", marks=pytest.mark.ci),
     ],
 )
 def test_an_old_run_continues_with_the_losses_it_would_have_had(runs, name, mesh, fewer_devices, capsys):

@@ -160,7 +160,7 @@ def start_command(folder, *flags):
     return subprocess.Popen(
         [sys.executable, "-m", "mjax", "evaluate", *map(str, [*files, *flags])],
         cwd=ROOT,
-        env=environment | {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache")},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -182,7 +182,7 @@ def test_the_command_line_simulates_devices_and_prints_one_json_object(folder, c
     assert "\x1b" not in err
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_two_processes_print_once_what_one_does(folder, capsys):
     expected = printed(capsys, folder, "lambada")
     with socket.socket() as probe:

@@ -129,7 +129,7 @@ def test_a_scaled_model_is_compared_before_and_after_the_positions_of_its_traini
         assert values["gain_error"] is None
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_model_that_uses_its_context_gets_better_with_position(folder):
     """The text says the same again after 60 tokens: who looks further back than that knows what comes then."""
     far, never = (found_by(folder, run, "positions", "repeated.jsonl") for run in ("far", "never"))
@@ -248,9 +248,9 @@ def test_a_model_that_looks_back_120_tokens_finds_what_is_that_near(folder):
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(MeshConfig(context=2, context_attention="heads"), marks=pytest.mark.long),
-        pytest.param(MeshConfig(context=4, context_attention="gather", data=2, zero=3), marks=pytest.mark.long),
-        pytest.param(MeshConfig(pipe=2, data=2, model=2, sequence_parallel=True), marks=pytest.mark.long),
+        pytest.param(MeshConfig(context=2, context_attention="heads"), marks=pytest.mark.ci),
+        pytest.param(MeshConfig(context=4, context_attention="gather", data=2, zero=3), marks=pytest.mark.ci),
+        pytest.param(MeshConfig(pipe=2, data=2, model=2, sequence_parallel=True), marks=pytest.mark.ci),
     ],
     ids=str,
 )

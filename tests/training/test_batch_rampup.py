@@ -46,7 +46,7 @@ def ramped(tmp_path_factory):
     return result, _records(folder)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_ramp_is_the_steps_by_hand_over_the_same_samples(ramped):
     config, (result, records) = _config(), ramped
     model, mesh = config.model, make_mesh(config.mesh)
@@ -75,7 +75,7 @@ def test_tokens_and_rates_follow_the_samples(ramped):
     assert per_token == pytest.approx([per_token[0]] * len(SIZES))
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [3, pytest.param(5, marks=pytest.mark.ci)])
 def test_a_run_that_stops_in_the_middle_of_a_ramp_continues_bit_for_bit(ramped, tmp_path, steps, capsys):
     folder = tmp_path / "run"
     loop.train(_config(steps), folder)

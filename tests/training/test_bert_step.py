@@ -31,7 +31,7 @@ PIPE = {"layers": 4, "heads": 4}
 FULL = {"micro_batch": 4, "activation": "gelu_erf"}
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layernorm", "data", "model", "recompute", "mesh", "changes"),
     [
@@ -53,7 +53,7 @@ def test_figures_and_every_gradient_equal_the_serial_reference(layernorm, data, 
     assert max(errors.values()) < 1e-12, errors
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layernorm", "mesh"),
     [
@@ -126,7 +126,7 @@ def test_the_gradients_of_the_heads_are_reached_first():
     assert set(order[-3:]) == {"embedding", "positions", "token_types"}
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_run_records_both_losses_and_how_often_the_order_is_found(tmp_path, fewer_devices, capfd):
     flags = ["--model.kind", "bert", "--model.layernorm", "post"]
     assert cli.main(["train", *command(tmp_path)[2:], *flags]) == 0
@@ -147,7 +147,7 @@ def test_a_run_records_both_losses_and_how_often_the_order_is_found(tmp_path, fe
     assert "holds a BERT, which generates no text" in capfd.readouterr().err
 
 
-@pytest.mark.product
+@pytest.mark.all
 def test_a_bert_learns_to_find_masked_tokens_and_the_order_of_text_it_has_not_seen(tmp_path):
     flags = (
         "--model.kind bert --model.layernorm post --model.hidden 64 --model.sequence 32 --model.vocabulary 200 "

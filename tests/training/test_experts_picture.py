@@ -32,7 +32,7 @@ def shares_of(folder):
     return found["step"], np.array(found["shares"])
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_run_leaves_the_shares_and_the_picture_of_its_last_step_and_continues_both(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "build_program", functools.cache(loop.build_program))  # compiled once
     records = []

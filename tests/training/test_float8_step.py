@@ -54,7 +54,7 @@ def _loss_and_gradients(config, order=None):
 
 def _marked(case):
     name = "-".join(map(str, case))
-    mark = pytest.mark.long if name.startswith(SOME) else pytest.mark.product
+    mark = pytest.mark.ci if name.startswith(SOME) else pytest.mark.all
     return pytest.param(case, id=name, marks=() if name.startswith(OFTEN) else mark)
 
 
@@ -99,7 +99,7 @@ def test_losses_are_near_those_of_bf16_and_not_the_same(trained):
     [
         (2, 2, {"sequence_parallel": True, "zero": 3}),
         (1, 2, {"pipe": 2, "schedule": "zb-h1"}),
-        pytest.param(4, 1, {"zero": 1}, marks=pytest.mark.long),
+        pytest.param(4, 1, {"zero": 1}, marks=pytest.mark.ci),
     ],
 )
 def test_another_mesh_has_the_same_losses_up_to_rounding(trained, data, model, mesh):
@@ -172,7 +172,7 @@ def test_weights_that_are_gathered_once_a_step_are_in_float8_where_they_are_mult
     assert wide["bfloat16"] - narrow["bfloat16"] == 2 * matrices  # embedding, norms and biases stay
 
 
-@pytest.mark.parametrize("mesh", [{"zero": 1}, pytest.param({"zero": 1, "pipe": 2}, marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("mesh", [{"zero": 1}, pytest.param({"zero": 1, "pipe": 2}, marks=pytest.mark.ci)], ids=str)
 def test_weights_gathered_in_float8_give_the_same_bits_as_in_bf16_and_rounded_by_the_layers(mesh, monkeypatch):
     config = small_config(2, 2, 2, compute="fp8", dropout=0.0, mesh=mesh)
     found = []

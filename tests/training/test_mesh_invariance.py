@@ -6,7 +6,7 @@ import pytest
 
 from tests.small import batch_of, initial_state, named, program_of, small_config
 
-MESHES = [(2, 4), (1, 8), *(pytest.param(*mesh, marks=pytest.mark.long) for mesh in ((8, 1), (2, 2)))]
+MESHES = [(2, 4), (1, 8), *(pytest.param(*mesh, marks=pytest.mark.ci) for mesh in ((8, 1), (2, 2)))]
 STEPS = 8
 
 

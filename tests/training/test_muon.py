@@ -252,9 +252,9 @@ def one_device():
     ("data", "model", "mesh"),
     [
         (2, 2, {"pipe": 2, "chunks": 2, "zero": 1, "sequence_parallel": True}),
-        pytest.param(2, 4, {"zero": 3, "sequence_parallel": True}, marks=pytest.mark.long),
-        pytest.param(8, 1, {}, marks=pytest.mark.long),
-        pytest.param(1, 2, {"pipe": 4, "schedule": "zb-h1"}, marks=pytest.mark.long),
+        pytest.param(2, 4, {"zero": 3, "sequence_parallel": True}, marks=pytest.mark.ci),
+        pytest.param(8, 1, {}, marks=pytest.mark.ci),
+        pytest.param(1, 2, {"pipe": 4, "schedule": "zb-h1"}, marks=pytest.mark.ci),
     ],
 )
 def test_losses_and_weights_of_a_mesh_are_those_of_one_device(data, model, mesh, one_device):
@@ -266,7 +266,7 @@ def test_losses_and_weights_of_a_mesh_are_those_of_one_device(data, model, mesh,
 # --- A run ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_run_continues_bit_for_bit_and_on_another_mesh_and_not_with_another_optimizer(tmp_path, fewer_devices):
     config = replace(CONFIG, optimizer=replace(CONFIG.optimizer, name="muon"), mesh=MeshConfig(data=2, model=2, zero=1))
     config = replace(config, train=replace(config.train, micro_batch=4))

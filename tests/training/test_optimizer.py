@@ -217,7 +217,7 @@ def test_the_moments_of_muon_are_checked_too_and_a_second_one_must_have_a_root()
         assert found == [f"{name} of layer 2"] * broken, (moment, value)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param({}, marks=pytest.mark.long), {"pipe": 2, "zero": 1}])
+@pytest.mark.parametrize("mesh", [pytest.param({}, marks=pytest.mark.ci), {"pipe": 2, "zero": 1}])
 def test_the_update_of_a_batch_whose_loss_is_above_the_limit_is_dropped(mesh):
     config = small_config(2, 2, micro_batch=2, mesh=mesh)
     program = program_of(config)

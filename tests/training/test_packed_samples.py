@@ -30,7 +30,7 @@ PIPE = {"layers": 4, "heads": 4}
 # --- Loss and gradients: products of choices --------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("data", "model", "recompute", "mesh", "changes"),
     [

@@ -85,7 +85,7 @@ def test_one_replica_has_nothing_to_compare_with():
     Replicas(abstract(model), mesh).check(1, model)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_run_whose_replicas_differ_ends_with_exit_code_3_and_saves_nothing_more(tmp_path, monkeypatch, capsys):
     original = loop.build_program
 

@@ -46,12 +46,12 @@ def interleaved(tmp_path_factory):
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param({"pipe": 1, "data": 1, "model": 1}, marks=pytest.mark.long),
+        pytest.param({"pipe": 1, "data": 1, "model": 1}, marks=pytest.mark.ci),
         {"pipe": 1, "data": 4, "model": 2, "zero": 3},
         pytest.param(
-            {"pipe": 4, "data": 1, "model": 2, "schedule": "zb-h1", "sequence_parallel": True}, marks=pytest.mark.long
+            {"pipe": 4, "data": 1, "model": 2, "schedule": "zb-h1", "sequence_parallel": True}, marks=pytest.mark.ci
         ),
-        pytest.param({"pipe": 2, "data": 2, "model": 2, "chunks": 4, "zero": 1}, marks=pytest.mark.long),
+        pytest.param({"pipe": 2, "data": 2, "model": 2, "chunks": 4, "zero": 1}, marks=pytest.mark.ci),
     ],
 )
 def test_a_checkpoint_of_an_interleaved_pipeline_opens_on_another_mesh_and_continues_the_losses(mesh, interleaved):

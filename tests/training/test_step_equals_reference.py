@@ -132,7 +132,7 @@ def config_of(case):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id="-".join(map(str, case)), marks=() if i in OFTEN else pytest.mark.long)
+        pytest.param(case, id="-".join(map(str, case)), marks=() if i in OFTEN else pytest.mark.ci)
         for i, case in enumerate(CASES)
     ],
 )
@@ -147,7 +147,7 @@ def test_loss_and_every_gradient_equal_the_serial_reference(case):
         pytest.param(case, n, id="-".join(map(str, (*case, n))), marks=mark)
         for i, case in enumerate(BY_LAYER)
         for n in (4, 1)  # and two, in CASES
-        for mark in [pytest.mark.product if (i % 2 == 0) == (n == 1) else pytest.mark.long if i else ()]
+        for mark in [pytest.mark.all if (i % 2 == 0) == (n == 1) else pytest.mark.ci if i else ()]
     ],
 )
 def test_sums_of_one_and_of_several_micro_batches_layer_by_layer_equal_it_too(case, micro_batches):
@@ -160,7 +160,7 @@ def test_sums_of_one_and_of_several_micro_batches_layer_by_layer_equal_it_too(ca
     assert max(errors.values()) < 1e-12, errors
 
 
-@pytest.mark.parametrize("micro_batch", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("micro_batch", [pytest.param(1, marks=pytest.mark.ci), 2])
 def test_weights_that_data_does_not_divide_are_summed_layer_by_layer_too(micro_batch):
     config = small_config(3, 1, micro_batch, "selective", "fp64", 0.1, 6, {"zero": 1}, layers=4, unroll="on")
     assert config.model.hidden % 3
@@ -211,12 +211,12 @@ def test_meshes_without_a_pipeline_equal_the_serial_reference(mesh, recompute, d
 @pytest.mark.parametrize(
     ("data", "model", "recompute", "mesh"),
     [
-        pytest.param(2, 4, "none", {"sequence_parallel": True}, marks=pytest.mark.long),
-        pytest.param(1, 8, "selective", {"sequence_parallel": True}, marks=pytest.mark.long),
-        pytest.param(2, 2, "full", {"sequence_parallel": True, "zero": 1}, marks=pytest.mark.long),
-        pytest.param(4, 2, "none", {"zero": 1}, marks=pytest.mark.long),
-        pytest.param(2, 2, "none", {"zero": 3}, marks=pytest.mark.long),
-        pytest.param(4, 2, "selective", {"sequence_parallel": True, "zero": 3}, marks=pytest.mark.long),
+        pytest.param(2, 4, "none", {"sequence_parallel": True}, marks=pytest.mark.ci),
+        pytest.param(1, 8, "selective", {"sequence_parallel": True}, marks=pytest.mark.ci),
+        pytest.param(2, 2, "full", {"sequence_parallel": True, "zero": 1}, marks=pytest.mark.ci),
+        pytest.param(4, 2, "none", {"zero": 1}, marks=pytest.mark.ci),
+        pytest.param(2, 2, "none", {"zero": 3}, marks=pytest.mark.ci),
+        pytest.param(4, 2, "selective", {"sequence_parallel": True, "zero": 3}, marks=pytest.mark.ci),
         (3, 2, "full", {"zero": 3}),  # three divide few dims of a weight: most stay whole
     ],
 )
@@ -226,7 +226,7 @@ def test_sequence_parallelism_and_sharded_storage_change_no_number(data, model, 
     assert max(errors.values()) < 1e-12, errors
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_blocked_attention_equals_the_serial_reference():
     errors = largest_error(small_config(2, 2, micro_batch=2, compute="fp64", attention="xla_blocks"))
     assert max(errors.values()) < 1e-12, errors

@@ -55,7 +55,7 @@ def test_importing_mjax_imports_no_jax_and_every_name_is_there():
         mjax.nothing  # noqa: B018
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_function_of_the_step_trains_as_the_same_data_by_config(tmp_path, whole):
     records = []
     result = mjax.Trainer(CONFIG, tmp_path, data=batch, callbacks=[records.append]).train()
@@ -79,7 +79,7 @@ def test_validation_is_measured_on_batches_of_its_own(tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl") if "val_loss" in record] == [3, 6]
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_an_optimizer_takes_the_place_of_adamw(tmp_path, whole):
     same = mjax.Trainer(CONFIG, tmp_path / "same", data=batch, optimizer=adamw(CONFIG.optimizer))
     assert same.train().exit_code == 0

@@ -146,8 +146,8 @@ def test_steps_that_are_skipped_name_the_gradient(launcher, capfd):
     ("poison", "step", "found"),
     [
         pytest.param(moment(jnp.nan), 5, 7, id="nan-by the next step"),
-        pytest.param(moment(jnp.nan), 8, 8, id="nan-before it is saved", marks=pytest.mark.long),
-        pytest.param(moment(1e30), 5, 7, id="1e30-by the next step", marks=pytest.mark.long),
+        pytest.param(moment(jnp.nan), 8, 8, id="nan-before it is saved", marks=pytest.mark.ci),
+        pytest.param(moment(1e30), 5, 7, id="1e30-by the next step", marks=pytest.mark.ci),
         pytest.param(moment(1e30), 8, 8, id="1e30-before it is saved"),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_command_that_goes_back_does_so_once(launcher, capfd):
     assert "--step 8 goes with --resume" in capfd.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_spike_is_rewound_and_its_batches_are_passed_over_the_same_way_after_a_restart(launcher, capfd):
     launcher.poisons = {13: weights(30.0)}
     assert launcher("--health.spike", "rewind", "--health.rewind-batches", "2") == 0
