@@ -8,7 +8,9 @@
 # Each makes .venv and installs what it needs.
 
 PYTHON ?= python3
-PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
+# Another Python has an environment of its own: `make test PYTHON=python3.13` → .venv-python3.13.
+VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
+PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 
 # NLTK's sentence rules, plain tables, from a package that carries them; nothing of it is executed.
@@ -16,28 +18,28 @@ PUNKT = data/punkt/llama_index/core/_static/nltk_cache
 
 # A worker takes whole files, the longest first: what the tests of a file share is compiled once. Huge
 # pages spare it a tenth of its time.
-PYTEST = GLIBC_TUNABLES=glibc.malloc.hugetlb=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train llama bert lint check test test-ci test-all format clean
+.PHONY: train llama bert lint check test test-ci test-all test-compiler format clean
 
 train: data/demo.idx
-	.venv/bin/python train.py --config gpt_demo
+	$(VENV)/bin/python train.py --config gpt_demo
 
 llama: data/demo.idx
-	.venv/bin/python train.py --config llama_demo
+	$(VENV)/bin/python train.py --config llama_demo
 
-data/demo.idx: | .venv/installed
-	.venv/bin/python -m mjax prepare --demo --output data/demo
+data/demo.idx: | $(VENV)/installed
+	$(VENV)/bin/python -m mjax prepare --demo --output data/demo
 
-bert: .venv/installed
+bert: $(VENV)/installed
 	@test -d $(PUNKT) || $(PIP) --no-deps --no-compile --target data/punkt llama-index-core==0.14.25
-	@test -f data/bert_demo.idx || NLTK_DATA=$(PUNKT) .venv/bin/python -m mjax prepare --demo --output data/bert_demo \
+	@test -f data/bert_demo.idx || NLTK_DATA=$(PUNKT) $(VENV)/bin/python -m mjax prepare --demo --output data/bert_demo \
 	    --tokenizer bert-uncased --split-sentences --no-append-eod
-	.venv/bin/python train.py --config bert_demo
+	$(VENV)/bin/python train.py --config bert_demo
 
-lint: .venv/installed-dev
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
+lint: $(VENV)/installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 
 check: lint
 	$(PYTEST) --tier check
@@ -45,31 +47,47 @@ check: lint
 test: lint
 	$(PYTEST)
 
-test-ci: .venv/installed-parity
+test-ci: $(VENV)/installed-parity
 	$(PYTEST) --tier ci --beyond test
 
-test-all: lint .venv/installed-parity
+test-all: lint $(VENV)/installed-parity test-compiler
 	$(PYTEST) --tier all
+	$(VENV)/bin/python tests/planted.py
+	@for version in 3.11 3.12 3.13; do \
+	    for python in "$$(command -v python$$version)" "$$(pyenv root 2>/dev/null)"/versions/$$version.*/bin/python$$version; do \
+	        if "$$python" -c "" 2>/dev/null; then $(MAKE) test PYTHON="$$python" VENV=.venv-python$$version || exit 1; break; fi; \
+	    done; \
+	done
 
-format: .venv/installed-dev
-	.venv/bin/ruff check --fix .
-	.venv/bin/ruff format .
+# What compiles for NVIDIA GPUs without one, in an environment with JAX's CUDA wheels.
+test-compiler: .venv-cuda/installed
+	.venv-cuda/bin/python -m pytest -m compiler --tier all
 
-.venv/bin/python:
-	$(PYTHON) -m venv .venv
+.venv-cuda/installed: requirements-cuda.txt requirements-dev.txt $(VENV)/bin/python
+	$(VENV)/bin/python -m venv .venv-cuda
+	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-cuda.txt -r requirements-dev.txt
+	@touch $@
 
-.venv/installed: requirements.txt pyproject.toml | .venv/bin/python
+format: $(VENV)/installed-dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("mjax needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is %d.%d; install one (on Ubuntu 22.04: apt install python3.11-venv) and run: make test PYTHON=python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: requirements.txt pyproject.toml | $(VENV)/bin/python
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --editable .
 	@touch $@
 
-.venv/installed-dev: requirements-dev.txt .venv/installed
+$(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed
 	$(PIP) -r requirements-dev.txt
 	@touch $@
 
-.venv/installed-parity: requirements-parity.txt .venv/installed-dev
+$(VENV)/installed-parity: requirements-parity.txt $(VENV)/installed-dev
 	$(PIP) -r requirements-parity.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache build *.egg-info
+	rm -rf .venv* .pytest_cache .ruff_cache build *.egg-info

@@ -45,19 +45,19 @@ REPEATABLE = (
     XlaFlag(
         "xla_gpu_exclude_nondeterministic_ops",
         "true",
-        ">=0.10.2,<0.12",
+        ">=0.10.2,<0.13",
         "the gradient of the embedding is summed in a fixed order instead of by atomics; cuDNN's backward pass too",
     ),
     XlaFlag(
         "xla_gpu_enable_triton_gemm",
         "false",
-        ">=0.10.2,<0.12",
+        ">=0.10.2,<0.13",
         "XLA refuses to compile the step with the flag above and Triton's products: 'Failed to get configs'",
     ),
     XlaFlag(
         "xla_gpu_autotune_level",
         "0",
-        ">=0.10.2,<0.12",
+        ">=0.10.2,<0.13",
         "a restart would choose other kernels for products, by their time at that moment",
     ),
 )

@@ -72,7 +72,7 @@ def check_jax() -> Found:
     jax, jaxlib = installed.get("jax"), installed.get("jaxlib")
     if jax is None or jaxlib is None:
         absent = listed([name for name, version in (("jax", jax), ("jaxlib", jaxlib)) if version is None])
-        return RED, f"not installed: {absent}", 'pip install "jax>=0.10.2,<0.12"'
+        return RED, f"not installed: {absent}", 'pip install "jax>=0.10.2,<0.13"'
     plugins = {name: version for name, version in installed.items() if CUDA_BUILDS.fullmatch(name)}
     majors = {CUDA_BUILDS.fullmatch(name)[1] for name in plugins}
     build = f"jax[cuda{max(majors)}]" if majors else "jax"

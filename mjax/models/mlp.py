@@ -3,11 +3,13 @@ with a gate."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.llama_config import LlamaConfig
@@ -69,5 +71,20 @@ def gated(both: Array, activation: str) -> Array:
 def activate(x: Array, name: str) -> Array:
     """`gelu_tanh`, `gelu_erf` or `silu` of x, in float32 or wider. Shapes: any."""
     wide = x.astype(wide_type(x.dtype))
-    y = jax.nn.silu(wide) if name == "silu" else jax.nn.gelu(wide, approximate=name == "gelu_tanh")
+    match name:
+        case "silu":
+            y = jax.nn.silu(wide)
+        case "gelu_tanh":
+            y = jax.nn.gelu(wide)
+        case "gelu_erf":
+            y = 0.5 * wide * (1 + erf(math.sqrt(0.5) * wide))
     return y.astype(x.dtype)
+
+
+@jax.custom_jvp
+def erf(x: Array) -> Array:
+    """The error function. Its derivative in jax 0.12 has no rule for varying axes, so it is written here."""
+    return lax.erf(x)
+
+
+erf.defjvps(lambda tangent, _, x: tangent * (2 / math.sqrt(math.pi)) * jnp.exp(-x * x))
