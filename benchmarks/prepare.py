@@ -11,7 +11,7 @@ Contenders alternate, after one round of warm-up, and the fastest round of each 
 included, that of the interpreter is not. CPU seconds are of all processes; those of the first process, which reads and
 writes, show how many workers it could feed. All datasets must be byte for byte the same.
 
-Needs megatron-core and torch: run it in the environment of `make test-parity`.
+Needs megatron-core and torch: run it in the environment of `make test-ci`.
 """
 
 import argparse
