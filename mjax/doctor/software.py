@@ -21,6 +21,7 @@ from mjax import packages
 from mjax.doctor.finding import GREEN, RED, YELLOW, Found, check, listed
 
 PYTHON = SpecifierSet(">=3.11")
+TESTED_PYTHON = SpecifierSet("<3.14")
 SHOWN = ("flax", "optax", "orbax-checkpoint", "numpy")
 CUDA_BUILDS = re.compile(r"jax-cuda(\d+)-(?:plugin|pjrt)")
 
@@ -28,9 +29,11 @@ CUDA_BUILDS = re.compile(r"jax-cuda(\d+)-(?:plugin|pjrt)")
 @check("python")
 def check_python(version: tuple[int, ...] = sys.version_info[:3], executable: str = sys.executable) -> Found:
     """Check that mjax supports this Python."""
-    text = ".".join(map(str, version[:3]))
+    text, advice = ".".join(map(str, version[:3])), "python3.13 -m venv .venv, then install"
     if text not in PYTHON:
-        return RED, f"{text}, but mjax needs {PYTHON}", "python3.11 -m venv .venv, then install"
+        return RED, f"{text}, but mjax needs 3.11, 3.12 or 3.13", advice
+    if text not in TESTED_PYTHON:
+        return YELLOW, f"{text}, newer than tested with mjax: 3.11, 3.12 and 3.13", advice
     return GREEN, f"{text}, {executable}"
 
 
