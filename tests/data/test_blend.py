@@ -48,6 +48,11 @@ def test_lanes_join_to_megatrons_walk(monkeypatch, weights, lane):
         assert (used <= samples_of_parts(length, shares)).all()
 
 
+def test_parts_hold_half_a_percent_more():
+    """Megatron's epochs, and so its order, depend on it."""
+    assert samples_of_parts(1001, [0.3, 0.7]) == [303, 705]  # of 300.3 and 700.7, rounded up twice
+
+
 @pytest.mark.parametrize("sizes", [[5], [1, 1, 1], [3, 400], [70, 1, 200, 33], RANDOM.integers(1, 200, 8).tolist()])
 @pytest.mark.parametrize("lane", [7, 600])
 def test_exhausted_datasets_are_skipped(monkeypatch, sizes, lane):
