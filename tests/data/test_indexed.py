@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from mjax.data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter, index_file, token_file
-from mjax.data.samples import GPTDataset
 from mjax.errors import UsageError
 
 DOCUMENTS = [[[1, 2, 3]], [[4]], [[5, 6]]]
@@ -177,11 +176,8 @@ def change(prefix, field, number, value):
         ("length", 0, 2, "sequence 1 begins at byte 6 of the tokens, which is not where the"),
         ("length", 2, 2**31 - 1, "describes 4,294,967,302"),
         ("pointer", 2, 2**40, "sequence 2 begins at byte 1,099,511,627,776 of"),
-        ("pointer", 0, -6, "sequence 0 begins at byte -6 of"),
         ("document", 1, 3, "document 1 ends before it begins"),
         ("document", 3, 9, "its documents cover sequences 0 to 9 of 3"),
-        ("sequences", 0, 2**63, "cut short"),
-        ("boundaries", 0, 2**64 - 1, "cut short"),
     ],
 )
 def test_damaged_field_is_named(tmp_path, field, number, value, words):
@@ -195,7 +191,6 @@ def test_damaged_field_is_named(tmp_path, field, number, value, words):
     ("file", "content", "words"),
     [
         (index_file, lambda old: b"PK\x03\x04 something else", "is not the index of an indexed dataset"),
-        (index_file, lambda old: old[:10], r"d\.idx is cut short"),
         (index_file, lambda old: old[:101], r"d\.idx is cut short"),
         (index_file, lambda old: old + b"\0", "103 bytes where 102"),
         (index_file, lambda old: old + b"\0\0\0", "multimodal"),
@@ -253,76 +248,37 @@ def test_file_cut_short_while_read_is_named(tmp_path, file):
         assert not token_file(tmp_path / "e").exists()
 
 
-SHAPES = [[[3], [1], [2]], [[0], [4], [0]], [[2, 3], [1, 0, 6], [5]], [[1]], [[7] * 9] * 4]
 VALUES = (0, 1, 2, 5, -1, -3, 255, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 
 
-def damaged(index, tokens, random):
-    """An index and tokens with damage of a random kind."""
-    index, tokens, places = bytearray(index), bytearray(tokens), fields(index)
-    kind = random.choice(["cut", "grow", "bits", "bytes", "tokens", "number", "number"])
-    if kind == "cut":
-        del index[random.randint(len(index)) :]
-    elif kind == "grow":
-        index += bytes(random.randint(1, 20))
-    elif kind == "bits":
-        for place in random.randint(0, 8 * len(index), 3):
-            index[place // 8] ^= 1 << (place % 8)
-    elif kind == "bytes":
-        index[random.randint(0, 34) :] = random.bytes(random.randint(0, 200))
-    elif kind == "tokens":
-        change = random.randint(-9, 10)
-        tokens = tokens[:change] if change < 0 else tokens + bytes(change)
-    else:
-        name = random.choice(sorted(places))
-        place, form = places[name][random.randint(len(places[name]))]
-        size, value = struct.calcsize(form), VALUES[random.randint(len(VALUES))]
-        if random.rand() < 0.5:
-            value += struct.unpack_from(form, index, place)[0]
-        index[place : place + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
-    return bytes(index), bytes(tokens)
+def test_any_damage_is_rejected_or_harmless(tmp_path):
+    """Every number of an index replaced by many others, and files cut short anywhere: one sentence each.
 
-
-def described(index, tokens):
-    """The sequences that an index says there are, read number by number."""
-    _, _, code, sequences, _ = HEADER.unpack_from(index)
-    form = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}[code]
-    lengths = struct.unpack_from(f"<{sequences}i", index, 34)
-    pointers = struct.unpack_from(f"<{sequences}q", index, 34 + 4 * sequences)
-    return [list(struct.unpack_from(f"<{n}{form}", tokens, begin)) for begin, n in zip(pointers, lengths, strict=True)]
-
-
-def read_all(prefix):
-    data = IndexedDataset(prefix)
-    sequences = [data.get(i).tolist() for i in range(len(data))]
-    assert data.join(np.arange(len(data)), 0, int(data.lengths[-1])).tolist() == list(chain(*sequences))
-    if data.tokens > 3 and all(token >= 0 for token in chain(*sequences)):
-        samples = GPTDataset(data, range(len(data)), 5, 3, 0)
-        assert {samples[i].shape for i in range(5)} == {(4,)}
-    return sequences
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.all) for seed in range(1, 8))])
-def test_damaged_dataset_is_rejected_or_read_as_described(tmp_path, seed):
-    """Of 1,200 damaged datasets each is rejected in one sentence, or gives exactly what its index says."""
-    random, sound, rejected = np.random.RandomState(seed), [], []
-    for number, shape in enumerate(SHAPES):
-        for vocabulary in (100, 70_000):
-            documents = [[random.randint(0, vocabulary, length) for length in document] for document in shape]
-            prefix = write(tmp_path / f"{number}-{vocabulary}", documents, vocabulary)
-            sound.append((index_file(prefix).read_bytes(), token_file(prefix).read_bytes()))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for case in range(1200):
-        index, tokens = damaged(*sound[case % len(sound)], random)
-        prefix = tmp_path / f"case{case}"  # another name: some file systems sync a file that is replaced
-        index_file(prefix).write_bytes(index)
-        token_file(prefix).write_bytes(tokens)
+    What is not rejected divides the same sequences into other documents.
+    """
+    prefix = write(tmp_path / "d", [[[1, 2], []], [[3, 4, 5], [6], [7] * 4]])
+    whole, tokens = index_file(prefix).read_bytes(), token_file(prefix).read_bytes()
+    sequences = [[1, 2], [], [3, 4, 5], [6], [7] * 4]
+    damaged = [(whole[:length], tokens) for length in range(len(whole))]
+    damaged += [(whole, tokens[:length]) for length in range(len(tokens))]
+    for places in fields(whole).values():
+        for place, form in places:
+            size = struct.calcsize(form)
+            numbers = [(value % 2 ** (8 * size)).to_bytes(size, "little") for value in VALUES]
+            damaged += [(whole[:place] + number + whole[place + size :], tokens) for number in numbers]
+    before, accepted = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
+    for case, contents in enumerate(damaged):
+        prefix = tmp_path / f"case{case}"
+        index_file(prefix).write_bytes(contents[0])
+        token_file(prefix).write_bytes(contents[1])
         try:
-            assert read_all(prefix) == described(index, tokens)
+            data = IndexedDataset(prefix)
         except UsageError as error:
-            rejected.append(str(error))
-        index_file(prefix).unlink()
-        token_file(prefix).unlink()
-    assert 600 < len(rejected) < 1200  # both happen
-    assert all("/case" in sentence and "\n" not in sentence for sentence in rejected)
+            assert "/case" in str(error)
+            assert "\n" not in str(error)
+        else:
+            accepted += 1
+            assert [data.get(i).tolist() for i in range(len(data))] == sequences
+            assert np.diff(data.document_indices).min() >= 0
+    assert 10 < accepted < len(damaged) / 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kilobytes
