@@ -103,25 +103,6 @@ def test_run_goes_with_200_characters_around():
     assert pieces == [text[:496], " " + SENTENCE * 7]
 
 
-@pytest.mark.parametrize(
-    ("evaluation", "text", "runs"),
-    [
-        ([QUESTION], QUESTION.upper().replace(" ", "; "), 1),  # punctuation and capitals do not hide it
-        ([QUESTION], " ".join(QUESTION.split()[:12]) + " and", 0),
-        ([QUESTION, " ".join(QUESTION.split()[:8])], QUESTION, 1),  # the longest run goes
-        (["a b c d e f g h"], "a b c d e f g h", 1),  # 8 words are a run
-        (["i j k l m n o"], "i j k l m n o", 0),  # 7 are not
-    ],
-)
-def test_runs_have_8_to_13_words(evaluation, text, runs):
-    text = SENTENCE * 10 + text + ". " + SENTENCE * 10
-    pieces, found = cut(text, evaluation_grams(evaluation))
-    assert len(found) == runs
-    assert runs or pieces == [text]
-    if evaluation[0] == QUESTION and runs:
-        assert len(re.findall(r"\w+", found[0])) == 13
-
-
 def test_pieces_of_200_characters_go_too():
     grams = evaluation_grams([QUESTION])
     exactly = "x" * 199 + "."

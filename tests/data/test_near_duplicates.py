@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mjax.data import shingles
-from mjax.data.minhash import HASHES, Bands, choose_bands, estimate, sketch, worth_comparing
+from mjax.data.minhash import HASHES, Bands, choose_bands, sketch
 from mjax.data.near_duplicates import ShingleFile, SketchFiles, candidates, find_clusters
 from mjax.data.shingles import jaccard, shingle_hashes, shingle_set, word_hashes
 from mjax.data.workers import Workers
@@ -93,16 +93,6 @@ def test_signatures_keep_to_the_s_curve(threshold, similarity, union):
     assert together == pytest.approx(expected, abs=4 * np.sqrt(expected * (1 - expected) / pairs) + 1 / pairs)
 
 
-@pytest.mark.parametrize("similarity", [0.7, 0])
-def test_estimates_are_unbiased_and_close(similarity):
-    texts = pairs_of_texts(similarity, 200, 300, np.random.default_rng(0))
-    signatures = sketch(texts, 1, "words", choose_bands(0.7)).signatures
-    estimates = estimate(signatures[0::2], signatures[1::2])
-    assert estimates.mean() == pytest.approx(similarity, abs=0.006)
-    assert estimates.std() < 0.031
-    assert estimates.min() > worth_comparing(0.7) or not similarity
-
-
 # --- Clusters ---------------------------------------------------------------------------------------------------------
 
 
@@ -158,14 +148,6 @@ def test_clusters_are_components_of_similar_pairs(tmp_path, threshold):
         other = clusters.similar[one]
         assert clusters.similarity[one] == jaccard(sets[one], sets[other]) >= threshold
         assert clusters.first[one] == clusters.first[other]
-
-
-def test_chain_of_similar_documents_is_one_cluster(tmp_path):
-    words = [f"w{number}" for number in range(150)]
-    texts = [" ".join(words[10 * i : 10 * i + 100]) for i in range(6)]  # neighbours: 90 of 110; ends: 50 of 150
-    clusters = clusters_of([*texts, "something else"], 0.8, tmp_path)
-    assert clusters.first.tolist() == [0, 0, 0, 0, 0, 0, 6]
-    assert clusters.similar[6] == -1
 
 
 def test_joined_documents_are_not_compared_again(tmp_path):

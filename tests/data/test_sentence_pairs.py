@@ -75,16 +75,6 @@ def test_exchanges_at_once_are_those_one_by_one(rows):
     assert found.tolist() == exchanged(list(range(rows)), 6)
 
 
-def test_short_samples_have_every_length():
-    """One word decides both: with 1 in 10 and an even range only even lengths occur."""
-    lengths, boundaries = np.full(60_000, 20, np.int32), np.arange(0, 60_001, 6)
-    wanted = build_pair_index(lengths, boundaries, None, 62, 0.1, 5)[:, 2]
-    assert (wanted < 62).mean() == pytest.approx(0.1 * 60 / 61, abs=0.01)  # of the short ones some are as long
-    assert set(wanted.tolist()) == set(range(2, 63))
-    wanted = build_pair_index(lengths, boundaries, None, 509, 0.1, 5)[:, 2]
-    assert set((wanted[wanted < 509] % 2).tolist()) == {0}
-
-
 def test_epochs_are_whole_and_end():
     lengths, boundaries = np.full(30, 10, np.int32), np.arange(0, 31, 3)  # ten documents, a sample each
     sizes = [len(build_pair_index(lengths, boundaries, samples, 100, 0.1, 1)) for samples in (None, 1, 10, 11, 25)]

@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
 from mjax.config import GPTConfig
 from mjax.data.tokenizers import (
@@ -18,9 +18,7 @@ from mjax.data.tokenizers import (
 from mjax.data.tokenizers.bert import CasedBertTokenizer, UncasedBertTokenizer
 from mjax.errors import UsageError
 from tests.data.vocabularies import (
-    LLAMA,
     NASTY,
-    T5,
     TEXTS,
     byte_of_character,
     foreign_model,
@@ -131,15 +129,6 @@ def opened(library, folder, options=""):
     return load_tokenizer(f"hf:{folder}/tokenizer.json{options}")
 
 
-def test_hf_word_may_have_megatrons_200_characters(tmp_path):
-    library = small_bert(UncasedBertTokenizer, SMALL).library
-    library.model = models.WordPiece(library.get_vocab(), unk_token="[UNK]", max_input_chars_per_word=200)
-    library.add_special_tokens(["[SEP]"])
-    tokenizer = opened(library, tmp_path)
-    assert len(tokenizer.encode("w" * 200)) == 200
-    assert tokenizer.encode("w" * 201) == [SMALL.index("[UNK]")]
-
-
 def test_hf_truncation_padding_and_dropout_are_off(tmp_path):
     library = hf_byte_pairs()
     library.post_processor = processors.TemplateProcessing(
@@ -218,16 +207,6 @@ def test_sentencepiece_end_is_a_control_piece():
         foreign(eos_id=-1)
     with pytest.raises(UsageError, match=r"ends documents with <\|endoftext\|>, which is not a control piece"):
         foreign(eos_id=-1, user_defined_symbols=["<|endoftext|>"])
-
-
-def test_sentencepiece_models_as_llamas_and_t5s():
-    """Llama's puts a space in front and takes it away again; T5's finds symbols in text, but not its end."""
-    llama, t5 = foreign(**LLAMA), foreign(**T5)
-    for text in (text for text in NASTY.values() if "▁" not in text):
-        assert llama.decode(llama.encode(text)) == text
-    assert t5.eod == 1
-    assert t5.encode("times<extra_id_1>times").count(4) == 1
-    assert 1 not in t5.encode("times</s>times")
 
 
 def test_trained_sentencepiece_is_lossless_and_deterministic():
@@ -311,7 +290,3 @@ def test_wordpiece_size_that_fits_is_named(texts, size, kind, words):
     if "use --vocabulary" in words:
         fits = int(str(error.value).split("use --vocabulary ")[1].split()[0])
         assert train_wordpiece(texts, fits, kind).vocabulary == fits
-
-
-def test_wordpiece_learns_from_one_endless_word():
-    assert train_wordpiece(["ab" * 30_000 + " cab"], 11, "bert-uncased").vocabulary == 11
