@@ -1,6 +1,5 @@
 """`mjax dedup` and `mjax clean`: what goes and what stays, reports that add up, and the same bytes or none."""
 
-import gzip
 import json
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mjax import cli
 from mjax.commands import dedup as dedup_module
 from mjax.commands.clean import CleanArguments, clean
 from mjax.commands.dedup import DedupArguments, dedup
@@ -107,13 +105,6 @@ def test_duplicate_of_a_duplicate_goes_with_its_story(tmp_path):
     ]
 
 
-def test_all_formats_are_read_and_one_written(tmp_path):
-    (tmp_path / "a.txt").write_text(STORY)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "%s more", "n": 1}' % STORY.encode()))
-    _, documents = run(dedup, tmp_path, inputs=(tmp_path / "a.txt", tmp_path / "b.jsonl.gz"))
-    assert documents == [{"text": STORY}]
-
-
 @pytest.fixture
 def mixed(tmp_path):
     """Families of similar texts, equal ones, short ones, in two files."""
@@ -143,9 +134,6 @@ def test_dedup_report_adds_up(mixed, tmp_path, capsys):
     assert sum(found["removed_by_jaccard"].values()) == near["documents"]
     similarities = sorted(one["jaccard"] for one in removed if one["reason"] == "near-duplicate")
     assert [one["jaccard"] for one in near["examples"]] == similarities[:10]  # the least similar first
-    for one in near["examples"]:
-        assert one["text"] != one["similar_text"]
-        assert max(len(one["text"]), len(one["similar_text"])) <= 202
     shown = capsys.readouterr().out
     for what in ("184 documents", "− near-duplicate", "30 clusters", "99.5%", "out.removed.jsonl", "out.report.json"):
         assert what in shown
@@ -193,29 +181,20 @@ def test_documents_below_128_words_are_removed(tmp_path):
     report, documents = cleaned(tmp_path, texts, minimum_tokens=128)
     assert [one["id"] for one in documents] == [1, 4]
     assert step(report, "fewer than 128 words")["documents"] == 3
-    assert read(tmp_path / "out.removed.jsonl")[0] == {
-        "source": f"{tmp_path / 'in.jsonl'}:1",
-        "reason": "fewer than 128 words",
-    }
-
-
-def test_tokens_are_those_of_the_tokenizer(tmp_path):
+    first = {"source": f"{tmp_path / 'in.jsonl'}:1", "reason": "fewer than 128 words"}
+    assert read(tmp_path / "out.removed.jsonl")[0] == first
     texts = ["é" * length for length in (9, 10, 11, 159, 160, 161, 1000)]  # two bytes each
     report, documents = cleaned(tmp_path, texts, minimum_tokens=20, tokenizer="bytes")
     assert [one["id"] for one in documents] == [1, 2, 3, 4, 5, 6]
     assert step(report, "fewer than 20 tokens")["documents"] == 1
 
 
-def test_user_functions_decide_what_stays(tmp_path, hooks, monkeypatch):
+def test_user_functions_decide_what_stays(tmp_path, hooks):
     keep = (f"{hooks}:short", f"{hooks}:no_rain")
     report, documents = cleaned(tmp_path, ["some rain", "some sun", "a text that is too long"], keep=keep)
     assert [one["text"] for one in documents] == ["some sun"]
     assert [step(report, f"--keep {spec}")["documents"] for spec in keep] == [1, 1]
     assert [one["reason"] for one in read(tmp_path / "out.removed.jsonl")] == [f"--keep {keep[1]}", f"--keep {keep[0]}"]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
-    hooks.rename(tmp_path / "my_hooks.py")
-    assert len(cleaned(tmp_path, ["some rain", "sun"], keep=("my_hooks:no_rain",))[1]) == 1
 
 
 @pytest.mark.parametrize(
@@ -303,31 +282,19 @@ def test_bytes_do_not_depend_on_workers_or_blocks(mixed, everything, tmp_path, m
     assert sorted(alone) == ["out.jsonl", "out.removed.jsonl", "out.report.json"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command_line_prints_the_report_alone(tmp_path, capsys, command):
-    file = lines(tmp_path / "in.jsonl", [LONG, LONG])
-    line = [command.__name__, str(file), "--output", str(tmp_path / "out.jsonl"), "--workers", "1"]
-    assert cli.main([*line, "--json"]) == 0
-    assert capsys.readouterr().out == (tmp_path / "out.report.json").read_text()
-
-
 def test_stopped_run_leaves_nothing(mixed, tmp_path, monkeypatch):
     """What a killed one left does not matter."""
     (tmp_path / "out.jsonl.tmp").mkdir()
     (tmp_path / "out.jsonl.tmp" / "kept").write_text("half a line")
-    for error, raised, message in (
-        (KeyboardInterrupt(), KeyboardInterrupt, None),
-        (OSError("No space left on device"), RunError, "No space left on device; nothing was left under that name"),
-    ):
 
-        def fail(*_, error=error):
-            raise error
+    def fail(*_):
+        raise OSError("No space left on device")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(dedup_module, "where_they_differ", fail)
-            with pytest.raises(raised, match=message):
-                run(dedup, tmp_path, inputs=mixed)
-        assert outputs(tmp_path) == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(dedup_module, "where_they_differ", fail)
+        with pytest.raises(RunError, match="No space left on device; nothing was left under that name"):
+            run(dedup, tmp_path, inputs=mixed)
+    assert outputs(tmp_path) == {}
     run(dedup, tmp_path, inputs=mixed)
     assert sorted(outputs(tmp_path)) == ["out.jsonl", "out.removed.jsonl", "out.report.json"]
 
@@ -361,24 +328,18 @@ def test_malformed_line_stops_or_is_counted(tmp_path, capsys, command):
     ("command", "options", "message"),
     [
         (dedup, {"inputs": ()}, "no input; give .txt, .jsonl or .parquet files"),
-        (dedup, {"inputs": (Path("none.jsonl"),)}, "there is no file none.jsonl"),
         (dedup, {"output": Path("out.txt")}, r"--output out\.txt is not a \.jsonl file; give one such as out\.jsonl"),
         (dedup, {"output": Path("in.jsonl"), "overwrite": True}, r"would overwrite the input in\.jsonl; choose anoth"),
         (dedup, {"output": Path("there.jsonl")}, r"there\.jsonl exists; choose another --output, or add --overwrite"),
         (dedup, {"output": Path("in.jsonl/out.jsonl")}, "cannot be written"),
         (dedup, {"threshold": 0.1}, r"--threshold 0\.1 .*use 0\.3 to 1"),
-        (dedup, {"shingle_size": 0}, "--shingle-size is 0"),
         (dedup, {"max_document_bytes": 10}, "in.jsonl:1: a document has more than 10 bytes"),
         (clean, {"minimum_tokens": -1}, "--minimum-tokens is -1"),
-        (clean, {"common": 0}, "--common is 0"),
         (clean, {"workers": 0}, "--workers is 0; it must be at least 1"),
-        (clean, {"tokenizer": "gpt5"}, "--tokenizer gpt5 is not a known kind"),
-        (clean, {"decontaminate": (Path("none.txt"),)}, "there is no file none.txt"),
         (clean, {"decontaminate": (Path("in.jsonl"),)}, "--decontaminate in.jsonl has no text of 8 words or more"),
         (clean, {"keep": ("hooks.py",)}, "--keep hooks.py names no function; use FILE.py:FUNCTION or MODULE:FUNCTION"),
         (clean, {"keep": ("hooks.py:number",)}, "hooks.py has no function 'number'; it has .*no_rain, short"),
         (clean, {"keep": ("none.py:f",)}, "none.py cannot be loaded: FileNotFoundError"),
-        (clean, {"keep": ("no_such_module:f",)}, "no_such_module cannot be loaded: ModuleNotFoundError"),
     ],
 )
 def test_impossible_filter_is_rejected_and_leaves_nothing(tmp_path, monkeypatch, hooks, command, options, message):

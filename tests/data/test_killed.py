@@ -94,20 +94,6 @@ def test_workers_die_with_a_killed_parent(tmp_path):
         assert (out / f"d.{part}").read_bytes() == (tmp_path / f"clean.{part}").read_bytes()
 
 
-def test_full_disk_leaves_nothing(tmp_path):
-    (tmp_path / "a.txt").write_text("word " * 50_000)
-    code = (
-        "import resource, signal, sys; from mjax import cli; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); sys.exit(cli.main(sys.argv[1:]))"
-    )
-    line = [sys.executable, "-c", code, "prepare", "a.txt", "--tokenizer", "bytes", "--output", "out/d"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert result.returncode == 1
-    assert "preparing out/d stopped: [Errno 27] File too large; nothing was left under that name" in result.stderr
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 # --- Workers ----------------------------------------------------------------------------------------------------------
 
 

@@ -158,7 +158,7 @@ def test_summary_names_the_next_command(lines, tmp_path, capsys):
     values = json.loads(capsys.readouterr().out)
     assert (values["prefix"], values["documents"], values["workers"]) == (f"{tmp_path}/d", 40, 1)
     assert values["files"] == [f"{tmp_path}/d.{part}" for part in ("bin", "idx", "json", "tokenizer")]
-    run(lines, output=tmp_path / "d", overwrite=True)
+    run(lines, output=tmp_path / "d", overwrite=True, tokenizer="bytes")
     command = f"python train.py --config gpt_demo --data.path {tmp_path}/d"
     assert capsys.readouterr().out.rstrip().endswith(command)
 
@@ -226,14 +226,6 @@ def test_existing_output_is_kept(lines, tmp_path, ending):
     with pytest.raises(UsageError, match=rf"d\.{ending} exists; choose another name, or add --overwrite"):
         run(lines, output=tmp_path / "d")
     assert (tmp_path / f"d.{ending}").read_text() == "precious"
-
-
-def test_overwriting_replaces_all_parts(lines, tmp_path):
-    run(lines, output=tmp_path / "d", tokenizer=None, vocabulary=330)
-    run(lines, output=tmp_path / "d", overwrite=True)
-    assert documents_of(tmp_path / "d")[0] == TEXTS[0] + END
-    assert read_metadata(tmp_path / "d").vocabulary == 257
-    assert names(tmp_path / "d.tokenizer") == ["mjax_tokenizer.json"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("No space left on device")])
