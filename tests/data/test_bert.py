@@ -89,13 +89,6 @@ def test_sample_is_two_segments_and_padding(indexed):
         assert (sample["labels"][~sample["loss_mask"]] == 0).all()
 
 
-def test_padding_id_changes_only_padding(indexed):
-    plain, other = dataset(indexed), dataset(indexed, pieces=WordPieces(CLS, SEP, MASK, 1100, PIECES.continues))
-    for one, two in ((plain[i], other[i]) for i in range(50)):
-        assert (two.pop("tokens") == np.where(one["documents"], 1100, one["tokens"])).all()
-        assert all((two[name] == one[name]).all() for name in two)
-
-
 def test_sample_depends_on_seed_and_index_alone(indexed, tmp_path):
     """Each epoch hides other tokens of the same sentences."""
     data, again, other = dataset(indexed), dataset(indexed), dataset(indexed, seed=4321)

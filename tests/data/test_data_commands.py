@@ -10,7 +10,6 @@ from mjax import cli
 from mjax.commands.inspect import document_lengths
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.length_figure import bin_edges
 from mjax.data.metadata import metadata_file, read_metadata, tokenizer_folder
 from mjax.data.tokenizers import tokenizer_from_folder
 
@@ -63,12 +62,11 @@ def test_merge_equals_preparing_all_at_once(tmp_path, capsys):
     assert "5 documents, 14 tokens, 28 bytes" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int64])
-def test_merge_without_metadata_claims_no_tokenizer(tmp_path, capsys, dtype):
-    part = foreign(tmp_path / "f", dtype=dtype)
+def test_merge_without_metadata_claims_no_tokenizer(tmp_path, capsys):
+    part = foreign(tmp_path / "f", dtype=np.int64)
     assert merge(tmp_path / "m", part, part) == 0
     data = IndexedDataset(tmp_path / "m")
-    assert data.dtype == dtype
+    assert data.dtype == np.int64
     assert [data.get(i).tolist() for i in range(len(data))] == [[7, 8, 9], [10], [11]] * 2
     assert data.document_indices.tolist() == [0, 2, 2, 3, 5, 5, 6]
     assert f"no metadata and no tokenizer, because {part}.json does not exist" in capsys.readouterr().out
@@ -118,9 +116,6 @@ def test_inspection_counts_documents(tmp_path, inspect):
         assert part in shown
     assert (tmp_path / "a.png").stat().st_size > 0
     assert "document 3:\nxxx<|endoftext|>" in inspect(prefix, "--document", 3)
-    edges = bin_edges(np.sort(lengths[:-1]))
-    assert np.histogram(lengths[:-1], edges)[0].sum() == 11
-    assert len(bin_edges(np.array([1]))) >= 2
 
 
 def test_inspection_without_tokenizer_shows_ids(tmp_path, inspect):
@@ -132,16 +127,12 @@ def test_inspection_without_tokenizer_shows_ids(tmp_path, inspect):
     assert "document 1, the first 200 of 301 tokens" in inspect(prefix, "--document", 1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{}", "--document", "3"], "--document is 3; {} has documents 0 to 2"),
-        (["{}", "--document", "-1"], "--document is -1; {} has documents 0 to 2"),
-        (["{}", "--figure", "a.gif"], "--figure a.gif is not a picture; use a name that ends in .png, .pdf or .svg"),
-        (["{}x"], "{}x.bin does not exist; prepare it with"),
-    ],
-)
-def test_impossible_inspection_names_a_remedy(tmp_path, capsys, arguments, message):
+def test_impossible_inspection_names_a_remedy(tmp_path, capsys):
     prefix = foreign(tmp_path / "f")
-    assert cli.main(["data", "inspect", *(argument.format(prefix) for argument in arguments)]) == 2
-    assert message.format(prefix) in capsys.readouterr().err
+    for arguments, message in (
+        (["--document", "3"], f"--document is 3; {prefix} has documents 0 to 2"),
+        (["--document", "-1"], f"--document is -1; {prefix} has documents 0 to 2"),
+        (["--figure", "a.gif"], "--figure a.gif is not a picture; use a name that ends in .png, .pdf or .svg"),
+    ):
+        assert cli.main(["data", "inspect", prefix, *arguments]) == 2
+        assert message in capsys.readouterr().err

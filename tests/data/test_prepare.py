@@ -140,19 +140,6 @@ def test_metadata_may_be_missing_older_or_damaged(lines, tmp_path):
             read_metadata(tmp_path / "d")
 
 
-def test_malformed_lines_are_counted_and_shown(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' + "{oops}\n" * 7 + '{"text": 2}\n{"text": "three"}\n')
-    run(tmp_path / "a.jsonl", output=tmp_path / "d", malformed="skip")
-    assert documents_of(tmp_path / "d") == ["one" + END, "three" + END]
-    metadata = read_metadata(tmp_path / "d")
-    assert metadata.malformed == 8
-    places = [example.split(": ")[0] for example in metadata.malformed_examples]
-    assert places == [f"{tmp_path}/a.jsonl:{line}" for line in (2, 3, 4, 5, 6)]
-    shown = capsys.readouterr().out
-    assert "8  lines left out" in shown
-    assert f"left out: {tmp_path}/a.jsonl:2: Expecting property name" in shown
-
-
 def test_summary_names_the_next_command(lines, tmp_path, capsys):
     assert run(lines, output=tmp_path / "d", json=True).workers == 1  # little text is not worth another process
     values = json.loads(capsys.readouterr().out)
