@@ -8,9 +8,7 @@ import json
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ import pytest
 from mjax import cli
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.tokenizers import SCHEMES, ByteTokenizer, load_tokenizer
+from mjax.data.tokenizers import load_tokenizer
 from tests.conftest import ROOT
 from tests.data.vocabularies import NAMES, NASTY, specs
 from tests.products import diagonal
@@ -43,20 +41,6 @@ TEXTS = [
 LONG = ("word " * 30 + "ends here. ") * 7000  # over a million characters: Megatron cuts it there
 
 
-class WideTokenizer(ByteTokenizer):
-    """Bytes with ids that need four bytes on disk."""
-
-    scheme: ClassVar[str] = "wide"
-    vocabulary = 256 * 300
-    eod = vocabulary - 1
-
-    def encode(self, text: str) -> list[int]:
-        return [299 * byte for byte in super().encode(text)]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     file = tmp_path_factory.mktemp("corpus") / "a.jsonl"
@@ -67,7 +51,7 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
     """What to type after --tokenizer for a tokenizer of each kind."""
-    return {**specs(tmp_path_factory.mktemp("tokenizers")), "wide": "wide"}
+    return specs(tmp_path_factory.mktemp("tokenizers"))
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +103,10 @@ def same(ours: Path | str, theirs: Path | str) -> bool:
     return all(Path(f"{ours}.{part}").read_bytes() == Path(f"{theirs}.{part}").read_bytes() for part in ("bin", "idx"))
 
 
-@pytest.mark.parametrize(
-    ("name", "append_eod", "split_sentences"), diagonal(2, [*NAMES, "wide"], [True, False], [True, False])
-)
+@pytest.mark.parametrize(("name", "append_eod", "split_sentences"), diagonal(2, NAMES, [True, False], [True, False]))
 def test_prepared_bytes_are_megatrons(
     corpus, tokenizers, punkt, tmp_path, monkeypatch, name, append_eod, split_sentences
 ):
-    monkeypatch.setitem(SCHEMES, "wide", WideTokenizer)
     monkeypatch.setattr("nltk.data.path", [str(punkt)])
     spec = tokenizers[name]
     megatron_prepare(corpus, tmp_path / "theirs", load_tokenizer(spec), append_eod, split_sentences)
@@ -134,7 +115,6 @@ def test_prepared_bytes_are_megatrons(
     assert same(tmp_path / "ours", tmp_path / "theirs")
     data = IndexedDataset(tmp_path / "ours")
     assert data.documents == len(TEXTS)
-    assert data.dtype == (np.int32 if name == "wide" else np.uint16)
 
 
 def test_long_sentences_by_workers_are_megatrons(tokenizers, tmp_path, monkeypatch, punkt):
