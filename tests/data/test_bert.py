@@ -1,15 +1,21 @@
-"""BERT's samples: how they are laid out, that they depend on seed and index alone, and what is rejected."""
+"""BERT's samples and masks are Megatron's; they depend on seed and index alone; and what is rejected."""
 
 import hashlib
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from mjax.data import mock_pairs
 from mjax.data.bert import BertDataset
 from mjax.data.cache import IndexCache
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.masking import WordPieces
+from mjax.data.masking import WordPieces, create_masked_lm_predictions, find_words
+from mjax.data.mock_pairs import MockPairs
+from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
+from tests.data.vocabularies import bert_file
+from tests.small import small_config
 
 PAD, CLS, SEP, MASK, VOCABULARY = 0, 1, 2, 3, 1200
 PIECES = WordPieces(CLS, SEP, MASK, PAD, np.arange(VOCABULARY) >= 1000)
@@ -40,18 +46,6 @@ def dataset(indexed, samples=100, sequence=64, seed=1234, pieces=PIECES, **optio
     return BertDataset(indexed, range(indexed.documents), samples, sequence, seed, pieces, **options)
 
 
-def original(sample):
-    """The tokens before any was hidden, without padding."""
-    return np.where(sample["loss_mask"], sample["labels"], sample["tokens"])[sample["documents"] == 0]
-
-
-def segments(sample):
-    """Tokens of both segments, without special ones."""
-    types = sample["token_types"][sample["documents"] == 0]
-    tokens = original(sample)
-    return tokens[types == 0][1:-1].tolist(), tokens[types == 1][:-1].tolist()
-
-
 def digest(samples):
     names = ("tokens", "token_types", "labels", "loss_mask", "documents", "sentence_order")
     arrays = [np.atleast_1d(sample[name]).astype(np.int32) for sample in samples for name in names if name in sample]
@@ -71,22 +65,6 @@ def test_samples_are_megatrons(indexed, sequence, short, order, golden):
     """megatron-core 0.16.1 gives the same figures: tests/parity/test_megatron_bert.py."""
     data = dataset(indexed, 150, sequence, short_probability=short, sentence_order=order)
     assert digest([data[i] for i in range(150)]) == golden
-
-
-def test_sample_is_two_segments_and_padding(indexed):
-    sequence = 64
-    for sample in map(dataset(indexed, sequence=sequence).__getitem__, range(100)):
-        arrays = {name: (array.dtype.name, array.shape) for name, array in sample.items()}
-        integers = dict.fromkeys(("tokens", "token_types", "labels", "documents"), ("int32", (sequence,)))
-        assert arrays == {**integers, "loss_mask": ("bool", (sequence,)), "sentence_order": ("int32", ())}
-        n = int((sample["documents"] == 0).sum())
-        one, two = segments(sample)
-        assert original(sample).tolist() == [CLS, *one, SEP, *([*two, SEP] if two else [])]
-        assert sample["documents"].tolist() == [0] * n + [1] * (sequence - n)
-        assert sample["token_types"].tolist() == [0] * (len(one) + 2) + [1] * (n - len(one) - 2) + [0] * (sequence - n)
-        assert not sample["loss_mask"][n:].any()
-        assert (sample["tokens"][n:] == PAD).all()
-        assert (sample["labels"][~sample["loss_mask"]] == 0).all()
 
 
 def test_sample_depends_on_seed_and_index_alone(indexed, tmp_path):
@@ -143,3 +121,63 @@ def test_invalid_sample_is_rejected(indexed, tmp_path):
     small = WordPieces(CLS, SEP, MASK, PAD, PIECES.continues[:1100])
     with pytest.raises(UsageError, match=r"sample 0 of .* holds the id 1199 and .* is 1,100"):
         dataset(large, samples=1, pieces=small)[0]
+
+
+# --- Masks ------------------------------------------------------------------------------------------------------------
+
+
+def test_word_pieces_are_those_with_two_hashes(tmp_path):
+    tokenizer = load_tokenizer(f"bert-uncased:{bert_file(tmp_path, lowercase=True)}")
+    pieces = WordPieces.of(tokenizer)
+    lines = (tmp_path / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    assert pieces.continues.tolist() == [line.startswith("##") for line in lines]
+    specials = [lines[i] for i in (pieces.cls, pieces.sep, pieces.mask, pieces.pad)]
+    assert specials == ["[CLS]", "[SEP]", "[MASK]", "[PAD]"]
+
+
+def test_words_skip_special_tokens():
+    tokens = np.array([CLS, 1100, 1101, 10, 1100, SEP, 1199, 20, 30, 1000, SEP])
+    places, bounds = find_words(tokens, PIECES)
+    words = [places[a:b].tolist() for a, b in pairwise(bounds)]
+    # A first piece without its word is one; a segment that begins within a word goes on with the last one.
+    assert words == [[1, 2], [3, 4, 6], [7], [8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden"),
+    [
+        ([CLS, 10, SEP], [False, True, False]),
+        ([CLS, SEP], [False, False]),
+        ([CLS, SEP, SEP], [False, False, False]),
+        ([CLS, 10, *range(1000, 1030), SEP], [False] * 33),  # one word of 31 pieces, of which three may be hidden
+    ],
+)
+def test_short_samples_hide_what_they_can(tokens, hidden):
+    assert all(
+        create_masked_lm_predictions(np.array(tokens), 20, PIECES, np.random.RandomState(seed))[1].tolist() == hidden
+        for seed in range(9)
+    )
+
+
+# --- Mock pairs -------------------------------------------------------------------------------------------------------
+
+
+def test_mock_pairs_count_on_in_both_segments():
+    pairs, swapped = MockPairs(vocabulary=60, sequence=16, seed=3), 0
+    arrays = {name: (array.shape, array.dtype.name) for name, array in pairs[7].items()}
+    assert arrays == small_config(kind="bert").batch_arrays()
+    assert (pairs[7]["labels"] != MockPairs(60, 16, 4)[7]["labels"]).any()
+    for index in range(300):
+        sample = pairs[index]
+        masked, text, types = sample["loss_mask"], sample["documents"] == 0, sample["token_types"]
+        assert ((sample["tokens"] == mock_pairs.MASK) == masked).all()
+        assert (sample["tokens"] == sample["labels"])[~masked].all()
+        assert masked.any()
+        assert not (masked | types)[~text].any()
+        assert not masked[0]
+        one, two = sample["labels"][text & (types == 0)][1:], sample["labels"][text & (types == 1)]
+        assert min(len(one), len(two)) > 0
+        counted = [two, one] if sample["sentence_order"] else [one, two]
+        assert (np.diff(np.concatenate(counted)) % (60 - mock_pairs.MASK - 1) == 1).all()
+        swapped += int(sample["sentence_order"])
+    assert 110 < swapped < 190

@@ -82,20 +82,6 @@ def test_blend_that_is_too_small_names_weights():
 
 
 @pytest.mark.parametrize(
-    ("values", "prefixes", "weights"),
-    [
-        (["0.5"], ("0.5",), None),
-        (["a", "b", "c"], ("a", "b", "c"), None),
-        (["0.3", "a", "0.7", " b "], ("a", "b"), (0.3, 0.7)),
-        (["1", "2"], ("2",), (1.0,)),
-    ],
-)
-def test_blend_is_prefixes_with_or_without_weights(values, prefixes, weights):
-    blend = parse_blend(values)
-    assert (blend.prefixes, blend.weights) == (prefixes, weights)
-
-
-@pytest.mark.parametrize(
     ("values", "words"),
     [
         (["0.3", "a", "b"], "--data.train-path .* write a weight before every prefix"),

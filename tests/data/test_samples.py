@@ -135,12 +135,6 @@ def test_sample_part_reads_nothing_else(indexed, monkeypatch):
             assert sum(end - begin for begin, end in read) == (whole[part] >= 0).sum()
 
 
-def test_only_given_documents_are_drawn(tmp_path):
-    part = GPTDataset(dataset_of(tmp_path, [10] * 6), [1, 4], 5, 8, 0)
-    drawn = {int(token) for i in range(len(part)) for token in part[i]}
-    assert drawn <= {*range(10, 20), *range(40, 50)}
-
-
 def test_missing_sample_is_rejected(indexed):
     one_epoch = GPTDataset(indexed, range(50), None, 16, 0)
     assert (one_epoch.epochs, len(one_epoch)) == (1, (indexed.tokens - 1) // 16)

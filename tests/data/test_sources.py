@@ -77,14 +77,6 @@ def test_weighted_blend_mixes_by_its_shares(data):
     assert [origins(opened.validation, 1).count(name) for name in "abc"] == [1, 2, 1]
 
 
-def test_blend_without_weights_gives_everything_once(data):
-    opened = open_data(config_of(steps=18, path=("a", "b"), split="75,25,0"))
-    found = origins(opened.training, 18)
-    assert found.count("a") == found.count("b") == 36  # 599 // 16 is 37 of each
-    with pytest.raises(UsageError, match="74 in all, and 76 are needed"):
-        open_data(config_of(steps=19, path=("a", "b"), split="75,25,0"))
-
-
 def test_each_part_can_have_a_blend(data):
     opened = open_data(config_of(train_path=("1", "a", "1", "b"), valid_path=("c",)))
     assert set(origins(opened.training, 10)) == {"a", "b"}

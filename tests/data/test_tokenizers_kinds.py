@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from functools import partial
 
 import pytest
 from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
@@ -214,14 +215,6 @@ def test_trained_sentencepiece_is_lossless_and_deterministic():
     assert len(long.encode("a wonderful a")) == 3
 
 
-@pytest.mark.parametrize(("size", "limit"), [(9000, "or less"), (200, "or more")])
-def test_sentencepiece_size_that_fits_is_named(size, limit):
-    with pytest.raises(UsageError, match=rf"--vocabulary {size} is too .*; use --vocabulary (\d+) {limit}") as error:
-        train_sentencepiece(TEXTS, size)
-    fits = int(str(error.value).split("use --vocabulary ")[1].split()[0])
-    assert train_sentencepiece(TEXTS, fits).vocabulary == fits
-
-
 @pytest.mark.parametrize("error", [UsageError("line 7 is malformed"), KeyboardInterrupt()])
 def test_sentencepiece_passes_on_what_interrupts_it(error):
     def texts():
@@ -233,7 +226,7 @@ def test_sentencepiece_passes_on_what_interrupts_it(error):
     assert raised.value is error
 
 
-# --- A trained WordPiece ----------------------------------------------------------------------------------------------
+# --- Trained vocabularies ---------------------------------------------------------------------------------------------
 
 FOXES = [
     f"The {colour} fox {verb} over Émile's lazy dogs, {number} times!"
@@ -241,6 +234,9 @@ FOXES = [
         itertools.product(["quick", "brown", "unbelievable"], ["jumps", "jumped", "was jumping", "will believe"])
     )
 ]
+
+
+uncased, cased = (partial(train_wordpiece, scheme=scheme) for scheme in ("bert-uncased", "bert-cased"))
 
 
 @pytest.mark.parametrize(
@@ -266,17 +262,19 @@ def test_trained_wordpiece_knows_letters_and_words(kind, size, text):
 
 
 @pytest.mark.parametrize(
-    ("texts", "size", "kind", "words"),
+    ("train", "texts", "size", "words"),
     [
-        (FOXES, 40, "bert-uncased", r"--vocabulary 40 is too small.*; use --vocabulary \d+ or more"),
-        (FOXES, 90_000, "bert-uncased", r"--vocabulary 90000 is too large.*; use --vocabulary \d+ or less"),
-        (["hello world, hello there"], 8192, "bert-cased", "words yield 42 pieces, its letters alone 75; give more"),
-        (["", " \n"], 100, "bert-uncased", "no text"),
+        (train_sentencepiece, TEXTS, 9000, r"--vocabulary 9000 is too large.*; use --vocabulary \d+ or less"),
+        (train_sentencepiece, TEXTS, 200, r"--vocabulary 200 is too small.*; use --vocabulary \d+ or more"),
+        (uncased, FOXES, 90_000, r"--vocabulary 90000 is too large.*; use --vocabulary \d+ or less"),
+        (uncased, FOXES, 40, r"--vocabulary 40 is too small.*; use --vocabulary \d+ or more"),
+        (cased, ["hello world, hello there"], 8192, "words yield 42 pieces, its letters alone 75; give more text"),
+        (uncased, ["", " \n"], 100, "no text"),
     ],
 )
-def test_wordpiece_size_that_fits_is_named(texts, size, kind, words):
+def test_vocabulary_size_that_fits_is_named(train, texts, size, words):
     with pytest.raises(UsageError, match=words) as error:
-        train_wordpiece(texts, size, kind)
+        train(texts, size)
     if "use --vocabulary" in words:
-        fits = int(str(error.value).split("use --vocabulary ")[1].split()[0])
-        assert train_wordpiece(texts, fits, kind).vocabulary == fits
+        fits = int(str(error.value).split("use --vocabulary ")[1].split()[0].rstrip(","))
+        assert train(texts, fits).vocabulary == fits
