@@ -1,29 +1,33 @@
+"""Text files as documents: every format, blocks of any size, documents without end, and damage that is named."""
+
 import gzip
 import json
+import sys
+import tracemalloc
 from pathlib import Path
 
 import pyarrow
 import pytest
-from backports import zstd
 from pyarrow import parquet
 
 from mjax.data import blocks
-from mjax.data.corpus import TextFiles, find_files
+from mjax.data.blocks import SIZE, zstd
+from mjax.data.corpus import TextFiles, find_files, split_documents
 from mjax.errors import UsageError
 
 TEXTS = ["plain", "naïve “quotes”\u2028and a line separator", "", "tab\tand\r\nreturn", "🙂" * 50, "x" * 700]
+PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}
+MOST = 2 * SIZE
 
 
-def lines_of(texts, **fields):
-    return "".join(
-        json.dumps({"id": i, "text": text, **fields}, ensure_ascii=False) + "\n" for i, text in enumerate(texts)
-    )
+def lines_of(texts):
+    lines = (json.dumps({"id": i, "text": text}, ensure_ascii=False) + "\n" for i, text in enumerate(texts))
+    return "".join(lines).encode()
 
 
 def write(file, data):
     """Write bytes compressed as the name of the file says."""
-    compress = {".gz": gzip.compress, ".zst": zstd.compress}.get(file.suffix, bytes)
-    file.write_bytes(compress(data))
+    file.write_bytes(PACK.get(file.suffix, bytes)(data))
     return file
 
 
@@ -32,105 +36,98 @@ def write_parquet(file, texts, **options):
     return file
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "SIZE", 64)
-    monkeypatch.setattr(blocks, "ROWS", 2)
+def places(corpus):
+    """Where the malformed lines were."""
+    return [example.split(": ")[0].rsplit("/")[-1] for example in corpus.malformed.examples]
 
 
-# --- What is read -----------------------------------------------------------------------------------------------------
+# --- Formats ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
 @pytest.mark.parametrize("size", [1, 64, 2**19])
-def test_lines_come_back_with_their_numbers_whatever_the_size_of_a_block(tmp_path, monkeypatch, ending, size):
+def test_documents_do_not_depend_on_blocks(tmp_path, monkeypatch, ending, size):
     monkeypatch.setattr(blocks, "SIZE", size)
-    file = write(tmp_path / f"a{ending}", lines_of(TEXTS).encode())
-    documents = list(TextFiles([file]))
+    monkeypatch.setattr(blocks, "ROWS", 2)
+    file = tmp_path / f"a{ending}"
+    if ending == ".parquet":
+        write_parquet(file, TEXTS, row_group_size=4)
+    else:
+        write(file, lines_of(TEXTS))
+    corpus = TextFiles([file])
+    documents = list(corpus)
     assert [document.text for document in documents] == TEXTS
     assert [document.source for document in documents] == [f"{file}:{line}" for line in range(1, 7)]
     assert [document.fields["id"] for document in documents] == list(range(6))
+    assert sum(document.size for document in documents) == pytest.approx(corpus.size, abs=len(TEXTS))
+    assert sum(block.size for block in corpus.blocks()) == pytest.approx(corpus.size, abs=8)  # the last checksum
 
 
-def test_the_sizes_of_the_documents_add_up_to_the_file(tmp_path, small_blocks):
-    files = [
-        write(tmp_path / f"a{ending}", lines_of(TEXTS).encode()) for ending in (".jsonl", ".jsonl.gz", ".jsonl.zst")
-    ]
-    files += [write_parquet(tmp_path / "a.parquet", TEXTS), write(tmp_path / "b.txt.gz", b"a text")]
-    for file in files:
-        corpus = TextFiles([file])
-        assert sum(document.size for document in corpus) == pytest.approx(file.stat().st_size, abs=len(TEXTS))
-        assert sum(block.size for block in corpus.blocks()) == pytest.approx(corpus.size, abs=8), "the last checksum"
+def test_text_file_is_one_document(tmp_path):
+    for packing in PACK:
+        file = write(tmp_path / f"a.txt{packing}", b"\xef\xbb\xbfone\r\ntwo\rthree\n")
+        (document,) = TextFiles([file])
+        assert (document.text, document.source, document.fields) == ("one\ntwo\nthree\n", str(file), None)
 
 
-def test_compressed_files_of_several_members_are_read_to_their_end(tmp_path):
-    for ending, compress in ((".gz", gzip.compress), (".zst", zstd.compress)):
-        file = tmp_path / f"a.jsonl{ending}"
-        file.write_bytes(b"".join(compress(lines_of([text]).encode()) for text in TEXTS))
+def test_members_columns_and_blank_lines_are_read(tmp_path):
+    """Compressed files of several members to their end; of Parquet the text's column alone; no blank lines."""
+    for packing in (".gz", ".zst"):
+        file = tmp_path / f"a.jsonl{packing}"
+        file.write_bytes(b"".join(PACK[packing](lines_of([text])) for text in TEXTS))
         assert [document.text for document in TextFiles([file])] == TEXTS
-
-
-@pytest.mark.parametrize("ending", [".txt", ".txt.gz", ".txt.zst"])
-def test_a_text_file_is_one_document_compressed_or_not(tmp_path, ending):
-    file = write(tmp_path / f"a{ending}", b"\xef\xbb\xbfone\r\ntwo\n")
-    (document,) = TextFiles([file])
-    assert (document.text, document.source, document.fields) == ("one\ntwo\n", str(file), None)
-
-
-def test_a_parquet_file_is_a_document_a_row(tmp_path, small_blocks):
-    file = write_parquet(tmp_path / "a.parquet", TEXTS, row_group_size=4)
-    documents = list(TextFiles([file]))
-    assert [document.text for document in documents] == TEXTS
-    assert [document.source for document in documents] == [f"{file}:{row}" for row in range(1, 7)]
-    assert [document.fields["id"] for document in documents] == list(range(6))
-    assert [document.fields for document in TextFiles([file], all_fields=False)] == [{"text": text} for text in TEXTS]
-
-
-def test_blank_lines_are_passed_over_and_counted(tmp_path):
+    table = write_parquet(tmp_path / "a.parquet", ["one"])
+    assert [document.fields for document in TextFiles([table], all_fields=False)] == [{"text": "one"}]
     file = write(tmp_path / "a.jsonl", b'\n  \n{"text": "one"}\n\n{"text": "two"}')
-    assert [(document.text, document.source) for document in TextFiles([file])] == [
-        ("one", f"{file}:3"), ("two", f"{file}:5"),
-    ]  # fmt: skip
+    found = [(document.text, document.source) for document in TextFiles([file])]
+    assert found == [("one", f"{file}:3"), ("two", f"{file}:5")]
 
 
-# --- What is not as it should be --------------------------------------------------------------------------------------
+def test_split_documents_know_their_first_line():
+    assert split_documents("\n\na\nb\n\n  \n\n c\n", "blank-line") == [(3, "a\nb"), (8, " c")]
+    assert split_documents("a\nb\n\n\nc", "2") == [(1, "a\nb"), (5, "c")]
+    assert split_documents("", "blank-line") == split_documents("\n\n", "1") == []
 
 
-@pytest.mark.parametrize("ending", [".jsonl.gz", ".jsonl.zst", ".txt.gz", ".txt.zst"])
-@pytest.mark.parametrize("damage", [lambda data: data[:-6], lambda data: b"no such format" + data])
-def test_a_compressed_file_that_is_cut_short_or_foreign_is_named(tmp_path, ending, damage):
-    file = write(tmp_path / f"a{ending}", lines_of(TEXTS * 20).encode())
-    file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(UsageError, match=r"a\.\w+\.\w+ is damaged or cut short \(.*\); fetch or compress it again"):
-        list(TextFiles([file], malformed="skip"))
+# --- Damage -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"PAR1" * 9])
-def test_a_parquet_file_that_is_cut_short_or_foreign_is_named(tmp_path, damage):
-    file = write_parquet(tmp_path / "a.parquet", TEXTS)
-    file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(UsageError, match=r"a\.parquet is damaged or cut short \(.*\); fetch or write it again"):
-        list(TextFiles([file], malformed="skip"))
+@pytest.mark.parametrize("ending", [".jsonl.gz", ".txt.zst", ".parquet"])
+def test_damaged_file_is_named(tmp_path, ending):
+    file = tmp_path / f"a{ending}"
+    if ending == ".parquet":
+        write_parquet(file, TEXTS)
+    else:
+        write(file, lines_of(TEXTS * 20))
+    whole = file.read_bytes()
+    for damaged in (whole[:-6], b"no such format" + whole, b""):
+        file.write_bytes(damaged)
+        words = r"a\.\S+ is (damaged or cut short \(.*\)|empty, .*); (fetch|fetch or \w+) (or compress )?it again"
+        with pytest.raises(UsageError, match=words):
+            list(TextFiles([file], malformed="skip"))
 
 
-def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path):
-    file = write_parquet(tmp_path / "a.parquet", TEXTS)
+def test_parquet_problems_are_named(tmp_path, monkeypatch):
+    file = tmp_path / "a.parquet"
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
+    write_parquet(file, ["once upon a time"] * 3, **options)
     with pytest.raises(UsageError, match=r"a\.parquet: there is no column 'body', only 'id', 'text'; .* with --key"):
         list(TextFiles([file], key="body", malformed="skip"))
-
-
-def test_a_parquet_file_without_pyarrow_says_what_to_type(tmp_path, monkeypatch):
-    file = write_parquet(tmp_path / "a.parquet", TEXTS)
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(UsageError, match=r"a\.parquet:1: a document has more than 5 bytes"):
+        list(TextFiles([file], most=5))
+    file.write_bytes(file.read_bytes().replace(b"upon", b"upin", 1))  # which the page's checksum tells
+    with pytest.raises(UsageError, match=r"a\.parquet is damaged or cut short"):
+        list(TextFiles([file]))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UsageError, match="which is not installed; type: python -m pip install pyarrow"):
         list(TextFiles([file]))
 
 
-def test_what_is_malformed_is_skipped_and_counted_anew_by_each_reading(tmp_path):
+def test_malformed_lines_are_counted_by_each_reading(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "SIZE", 10)
+    lines = [b'{"text": "one"}', b"\xff", b'{"text": null}', b"[]", b'{"text": "\\ud800"}', b"[" * 100_000]
     files = [
-        write(
-            tmp_path / "a.jsonl", b'{"text": "one"}\n\xff\n{"text": null}\n[]\n{"text": "\\ud800"}\n' + b"[" * 100_000
-        ),
+        write(tmp_path / "a.jsonl", b"\n".join(lines)),
         write(tmp_path / "latin.txt", b"caf\xe9"),
         write_parquet(tmp_path / "a.parquet", ["two", None]),
     ]
@@ -138,8 +135,38 @@ def test_what_is_malformed_is_skipped_and_counted_anew_by_each_reading(tmp_path)
     for _ in range(2):
         assert [document.text for document in corpus] == ["one", "two"]
         assert corpus.malformed.count == 7
-        places = [example.removeprefix(f"{tmp_path}/").split(": ")[0] for example in corpus.malformed.examples]
-        assert places == ["a.jsonl:2", "a.jsonl:3", "a.jsonl:4", "a.jsonl:5", "a.jsonl:6"]
+        assert places(corpus) == [f"a.jsonl:{line}" for line in (2, 3, 4, 5, 6)]
+
+
+# --- Documents without end --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ending", "packing"), [(".txt", ".gz"), (".jsonl", ""), (".jsonl", ".zst")])
+def test_endless_document_is_rejected_in_flat_memory(tmp_path, ending, packing):
+    file = write(tmp_path / f"a{ending}{packing}", bytes(64 * SIZE))
+    tracemalloc.start()
+    try:
+        with pytest.raises(UsageError, match=rf"a\{ending}.*: a document has more than {MOST:,} bytes; split it"):
+            list(TextFiles([file], most=MOST))
+        assert tracemalloc.get_traced_memory()[1] < 4 * MOST
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("packing", PACK)
+def test_line_that_is_too_long_is_skipped(tmp_path, packing):
+    """The lines after it keep their numbers."""
+
+    def line(text):
+        return json.dumps({"text": text}).encode() + b"\n"
+
+    for length in (MOST - 12, MOST - 13, MOST + SIZE, 5 * MOST):  # {"text": ""} and a line end have 13
+        too_long = length > MOST - 13
+        content = [line("first"), line("x" * length), line("y" * 2 * MOST), line("last"), b"no JSON\n"]
+        corpus = TextFiles([write(tmp_path / f"a.jsonl{packing}", b"".join(content))], malformed="skip", most=MOST)
+        found = [(document.text[:5], document.source[-1]) for document in corpus]
+        assert found == [("first", "1"), *([] if too_long else [("xxxxx", "2")]), ("last", "4")]
+        assert [place[-1] for place in places(corpus)] == (["2", "3", "5"] if too_long else ["3", "5"])
 
 
 # --- Which files are meant --------------------------------------------------------------------------------------------
@@ -148,36 +175,32 @@ def test_what_is_malformed_is_skipped_and_counted_anew_by_each_reading(tmp_path)
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("b/2.jsonl", "b/10.jsonl.gz", "b/deep/1.txt", "b/notes.md", "a.jsonl", "c[1].jsonl"):
+    for name in ("b/2.jsonl", "b/10.jsonl.gz", "b/deep/1.txt", "b/notes.md", "a.jsonl", "c[1].jsonl", "code/a.py"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("")
-    return tmp_path
+    Path("empty").mkdir()
 
 
 @pytest.mark.parametrize(
     ("given", "found"),
     [
         (["b"], ["b/10.jsonl.gz", "b/2.jsonl", "b/deep/1.txt"]),
+        (["code"], ["code/a.py"]),
         (["b/*.jsonl", "a.jsonl"], ["b/2.jsonl", "a.jsonl"]),
         (["**/*.txt"], ["b/deep/1.txt"]),
         (["c[1].jsonl"], ["c[1].jsonl"]),
         (["b/*"], ["b/10.jsonl.gz", "b/2.jsonl", "b/notes.md"]),
-        (["./a.jsonl"], ["a.jsonl"]),
     ],
 )
-def test_folders_and_patterns_stand_for_their_files_in_the_order_of_their_paths(folder, given, found):
+def test_folders_and_patterns_mean_sorted_files(folder, given, found):
     assert find_files([Path(name) for name in given]) == [Path(name) for name in found]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_inputs_that_match_nothing_or_twice_are_rejected(folder):
+    for given, message in (
         (["x/*.jsonl"], r"no file matches x/\*\.jsonl; give another pattern"),
         (["b/deep", "b"], r"b/deep/1\.txt is given twice and would be read twice; leave one out"),
         (["empty"], r"the folder empty has no \.jsonl, .* or \.parquet file"),
-    ],
-)
-def test_what_matches_nothing_or_twice_is_refused(folder, given, message):
-    Path("empty").mkdir()
-    with pytest.raises(UsageError, match=message):
-        find_files([Path(name) for name in given])
+    ):
+        with pytest.raises(UsageError, match=message):
+            find_files([Path(name) for name in given])

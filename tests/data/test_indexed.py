@@ -1,31 +1,34 @@
+"""Megatron's .bin and .idx: bytes, reading, writing, and thousands of damaged files."""
+
 import os
+import resource
 import struct
+from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, index_file, token_file
+from mjax.data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter, index_file, token_file
 from mjax.errors import UsageError
 
-DOCUMENTS = [[1, 2, 3], [4], [5, 6]]
+DOCUMENTS = [[[1, 2, 3]], [[4]], [[5, 6]]]
 
 
 def write(prefix, documents=DOCUMENTS, vocabulary=100):
     with IndexedDatasetWriter(prefix, vocabulary) as writer:
         for document in documents:
-            writer.add_document(document)
+            writer.add_document(*document)
     return prefix
 
 
-def change_index(prefix, offset, data):
-    content = bytearray(index_file(prefix).read_bytes())
-    content[offset : offset + len(data)] = data
-    index_file(prefix).write_bytes(content)
+def names(folder):
+    return sorted(file.name for file in folder.iterdir())
 
 
-def test_the_bytes_are_those_of_the_format(tmp_path):
+# --- Reading and writing ----------------------------------------------------------------------------------------------
+
+
+def test_bytes_are_those_of_the_format(tmp_path):
     write(tmp_path / "d")
     assert token_file(tmp_path / "d").read_bytes() == struct.pack("<6H", 1, 2, 3, 4, 5, 6)
     assert index_file(tmp_path / "d").read_bytes() == (
@@ -40,144 +43,84 @@ def test_the_bytes_are_those_of_the_format(tmp_path):
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype", "code"), [(65499, np.uint16, 8), (65500, np.int32, 4)])
-def test_a_vocabulary_of_65500_and_more_is_written_in_four_bytes(tmp_path, vocabulary, dtype, code):
-    data = IndexedDataset(write(tmp_path / "d", [[vocabulary - 1]], vocabulary))
+def test_large_vocabulary_is_written_in_four_bytes(tmp_path, vocabulary, dtype, code):
+    data = IndexedDataset(write(tmp_path / "d", [[[vocabulary - 1]]], vocabulary))
     assert data.dtype == dtype
     assert index_file(tmp_path / "d").read_bytes()[17] == code
     assert data.get(0).tolist() == [vocabulary - 1]
 
 
-@given(documents=st.lists(st.lists(st.lists(st.integers(0, 70000), max_size=5), max_size=4), max_size=6))
-def test_what_was_written_is_read_back(tmp_path_factory, documents):
-    prefix = tmp_path_factory.mktemp("data") / "d"
-    sequences = [sequence for document in documents for sequence in document]
-    with IndexedDatasetWriter(prefix, 70001) as writer:
-        for document in documents:
-            writer.add_document(*document)
-    if not any(sequences):
-        with pytest.raises(UsageError, match="has no tokens"):
-            IndexedDataset(prefix)
-        return
-    data = IndexedDataset(prefix)
-    assert [data.get(i).tolist() for i in range(len(data))] == sequences
-    assert data.lengths.tolist() == [len(sequence) for sequence in sequences]
+@pytest.mark.parametrize("seed", range(8))
+def test_written_documents_are_read_back(tmp_path, seed):
+    """One by one and many at a time they have the same bytes."""
+    random = np.random.default_rng(seed)
+    shapes = [random.integers(0, 5, random.integers(0, 4)) for _ in range(12)]
+    documents = [[random.integers(0, 70_000, length) for length in shape] for shape in shapes]
+    sequences = list(chain(*documents))
+    data = IndexedDataset(write(tmp_path / "d", documents, 70_000))
+    assert [data.get(i).tolist() for i in range(len(data))] == [sequence.tolist() for sequence in sequences]
     assert np.diff(data.document_indices).tolist() == [len(document) for document in documents]
-    assert (data.documents, data.tokens) == (len(documents), sum(map(len, sequences)))
+    assert (data.documents, data.tokens) == (12, sum(map(len, sequences)))
+    with IndexedDatasetWriter(tmp_path / "many", 70_000) as writer:
+        for part in (slice(0, seed), slice(seed, 12)):
+            lengths = np.concatenate([np.empty(0, np.int32), *shapes[part]]).astype(np.int32)
+            tokens = np.concatenate([np.empty(0, np.int64), *chain(*documents[part])])
+            writer.add_documents(tokens, lengths, np.array([len(shape) for shape in shapes[part]], np.int64))
+    for file in (token_file, index_file):
+        assert file(tmp_path / "d").read_bytes() == file(tmp_path / "many").read_bytes()
 
 
-def test_a_part_of_a_sequence_can_be_read(tmp_path):
+def test_part_of_a_sequence_can_be_read(tmp_path):
     data = IndexedDataset(write(tmp_path / "d"))
-    assert data.get(0, 1).tolist() == [2, 3]
-    assert data.get(0, 1, 1).tolist() == [2]
-    assert data.get(0, 3).tolist() == []
-
-
-@pytest.mark.parametrize("request_", [(3,), (-1,), (0, 0, 4), (0, 4), (0, -1, 1), (1, 0, 2)])
-def test_tokens_beyond_a_sequence_are_refused(tmp_path, request_):
-    data = IndexedDataset(write(tmp_path / "d"))
-    with pytest.raises(IndexError):
-        data.get(*request_)
-
-
-def test_a_reader_cannot_change_the_data(tmp_path):
-    data = IndexedDataset(write(tmp_path / "d"))
+    found = [data.get(*request).tolist() for request in ((0, 1), (0, 1, 1), (0, 3))]
+    assert found == [[2, 3], [2], []]
     with pytest.raises(ValueError, match="read-only"):
         data.get(0)[0] = 7
+    for request in ((3,), (-1,), (0, 0, 4), (0, 4), (0, -1, 1)):
+        with pytest.raises(IndexError):
+            data.get(*request)
 
 
-# --- Files that are not right -----------------------------------------------------------------------------------------
+def test_sequences_are_joined_by_short_reads_too(tmp_path, monkeypatch):
+    data = IndexedDataset(write(tmp_path / "d", [[[number] * 5] for number in range(60)]))
+    read, random = os.preadv, np.random.default_rng(0)
+    for most in (None, 3):
+        monkeypatch.setattr(os, "preadv", lambda file, room, place, most=most: read(file, [room[0][:most]], place))
+        for _ in range(20):
+            chosen = np.sort(random.integers(0, 60, random.integers(1, 9)))
+            begin, end = random.integers(0, 3), random.integers(3, 6)
+            expected = np.repeat(chosen, 5)[begin : 5 * len(chosen) - 5 + end]
+            assert data.join(chosen, begin, end).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("file", [token_file, index_file])
-def test_a_missing_file_is_named_with_the_command_that_makes_it(tmp_path, file):
-    prefix = write(tmp_path / "corpus.v1")
-    file(prefix).unlink()
-    with pytest.raises(UsageError) as error:
-        IndexedDataset(prefix)
-    command = f"prepare it with `python -m mjax prepare FILES --output {prefix}`"
-    assert str(error.value) == f"{file(prefix)} does not exist; {command}"
+@pytest.mark.parametrize("token", [-1, 100, 65536 + 1])
+def test_writer_rejects_token_outside_vocabulary(tmp_path, token):
+    with pytest.raises(ValueError, match="do not fit a vocabulary of 100"):
+        write(tmp_path / "d", [[[1, token]]])
+    assert names(tmp_path) == []
 
 
-def test_a_file_given_for_a_prefix_is_answered_with_the_prefix(tmp_path):
-    prefix = write(tmp_path / "d")
-    with pytest.raises(UsageError, match=rf"without the ending: {prefix}$"):
-        IndexedDataset(f"{prefix}.bin")
+@pytest.mark.parametrize(("lengths", "sequences"), [([3], [1]), ([2, 2], [1]), ([4], [2])])
+def test_writer_rejects_counts_that_disagree(tmp_path, lengths, sequences):
+    with pytest.raises(ValueError, match="do not describe 4 tokens"), IndexedDatasetWriter(tmp_path / "d", 9) as writer:
+        writer.add_documents(np.arange(4), np.array(lengths), np.array(sequences))
 
 
-def test_a_foreign_index_is_refused(tmp_path):
-    prefix = write(tmp_path / "d")
-    index_file(prefix).write_bytes(b"PK\x03\x04 something else altogether, of some length")
-    with pytest.raises(UsageError, match="is not the index of an indexed dataset"):
-        IndexedDataset(prefix)
-
-
-@pytest.mark.parametrize(
-    ("offset", "data", "message"),
-    [
-        (9, struct.pack("<Q", 2), "has version 2; mjax reads version 1"),
-        (17, b"\x07", "dtype code 7; mjax reads 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16"),
-        (34 + 36 + 24, struct.pack("<q", 9), "its documents cover sequences 0 to 9 of 3"),
-    ],
-)
-def test_an_index_that_says_what_cannot_be_is_refused(tmp_path, offset, data, message):
-    prefix = write(tmp_path / "d")
-    change_index(prefix, offset, data)
-    with pytest.raises(UsageError, match=message):
-        IndexedDataset(prefix)
-
-
-@pytest.mark.parametrize("length", [10, 34, 60, 101])
-def test_a_truncated_index_is_named(tmp_path, length):
-    prefix = write(tmp_path / "d")
-    whole = index_file(prefix).read_bytes()
-    assert len(whole) == 102
-    index_file(prefix).write_bytes(whole[:length])
-    with pytest.raises(UsageError, match=r"d\.idx is cut short"):
-        IndexedDataset(prefix)
-
-
-@pytest.mark.parametrize(("extra", "message"), [(b"\0", "103 bytes where 102"), (b"\0\0\0", "multimodal")])
-def test_an_index_that_is_too_long_is_refused(tmp_path, extra, message):
-    prefix = write(tmp_path / "d")
-    index_file(prefix).write_bytes(index_file(prefix).read_bytes() + extra)
-    with pytest.raises(UsageError, match=message):
-        IndexedDataset(prefix)
-
-
-@pytest.mark.parametrize(("content", "size"), [(b"\0" * 10, 10), (b"\0" * 14, 14), (b"", 0)])
-def test_a_bin_that_is_shorter_or_longer_than_its_index_says_is_named(tmp_path, content, size):
-    prefix = write(tmp_path / "d")
-    token_file(prefix).write_bytes(content)
-    with pytest.raises(UsageError, match=rf"d\.bin is {size} bytes but .*d\.idx describes 12"):
-        IndexedDataset(prefix)
-
-
-# --- Writing ----------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_stands_under_the_final_name_before_the_end(tmp_path):
-    with IndexedDatasetWriter(tmp_path / "d", 100) as writer:
-        writer.add_document([1, 2])
-        assert not token_file(tmp_path / "d").exists()
-        assert not index_file(tmp_path / "d").exists()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["d.bin", "d.idx"]
-
-
-def test_an_exception_leaves_nothing_new_and_keeps_what_was_there(tmp_path):
+def test_interrupted_writer_keeps_the_old_dataset(tmp_path):
     def interrupted():
-        yield [9, 9, 9, 9]
+        yield [[9, 9, 9, 9]]
+        assert names(tmp_path) == ["d.bin", "d.bin.tmp", "d.idx"]
         raise KeyboardInterrupt
 
     prefix = write(tmp_path / "d")
     with pytest.raises(KeyboardInterrupt):
         write(prefix, interrupted())
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["d.bin", "d.idx"]
+    assert names(tmp_path) == ["d.bin", "d.idx"]
     assert IndexedDataset(prefix).get(0).tolist() == [1, 2, 3]
 
 
-def test_new_tokens_never_stand_beside_an_old_index(tmp_path, monkeypatch):
-    prefix = write(tmp_path / "d")
-    replace = os.replace
+def test_new_tokens_never_meet_an_old_index(tmp_path, monkeypatch):
+    prefix, replace = write(tmp_path / "d"), os.replace
 
     def stopped_before_the_index(file, target):
         if target == index_file(prefix):
@@ -186,42 +129,142 @@ def test_new_tokens_never_stand_beside_an_old_index(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", stopped_before_the_index)
     with pytest.raises(KeyboardInterrupt):
-        write(prefix, [[6, 5, 4], [3], [2, 1]])
+        write(prefix, [[[6, 5, 4]], [[3]], [[2, 1]]])
     assert not index_file(prefix).exists()
 
 
-@pytest.mark.parametrize("token", [-1, 100, 65536 + 1])
-def test_a_token_outside_the_vocabulary_is_refused_rather_than_wrapped(tmp_path, token):
-    with pytest.raises(ValueError, match="do not fit a vocabulary of 100"):
-        write(tmp_path / "d", [[1, token]])
-    assert list(tmp_path.iterdir()) == []
+def test_second_writer_of_a_name_is_rejected(tmp_path):
+    with IndexedDatasetWriter(tmp_path / "d", 100) as first:
+        first.add_document([1, 2, 3])
+        with (
+            pytest.raises(UsageError, match=r"another process is writing .*d; wait"),
+            IndexedDatasetWriter(tmp_path / "d", 100),
+        ):
+            pass
+        first.add_document([4])
+    assert (tmp_path / "d.bin").stat().st_size == 8
+    assert names(tmp_path) == ["d.bin", "d.idx"]
 
 
-@settings(deadline=None, max_examples=30)  # each example waits for the disk
-@given(
-    documents=st.lists(st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=3), max_size=8),
-    cut=st.integers(0, 8),
+# --- Damaged files ----------------------------------------------------------------------------------------------------
+
+
+def fields(index):
+    """Byte and format of every number in an index."""
+    _, _, _, sequences, boundaries = HEADER.unpack_from(index)
+    places = {"version": [(9, "<Q")], "type": [(17, "<B")], "sequences": [(18, "<Q")], "boundaries": [(26, "<Q")]}
+    places["length"] = [(34 + 4 * i, "<i") for i in range(sequences)]
+    places["pointer"] = [(34 + 4 * sequences + 8 * i, "<q") for i in range(sequences)]
+    places["document"] = [(34 + 12 * sequences + 8 * i, "<q") for i in range(boundaries)]
+    return places
+
+
+def change(prefix, field, number, value):
+    """Write another value into a field of an index."""
+    index = bytearray(index_file(prefix).read_bytes())
+    place, form = fields(index)[field][number]
+    struct.pack_into(form, index, place, value)
+    index_file(prefix).write_bytes(index)
+
+
+@pytest.mark.parametrize(
+    ("field", "number", "value", "words"),
+    [
+        ("version", 0, 2, "has version 2; mjax reads version 1"),
+        ("type", 0, 7, "dtype code 7; mjax reads 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16"),
+        ("length", 1, -2, "sequence 1 has -2 tokens"),
+        ("length", 2, 2**31 - 1, "describes 4,294,967,302"),
+        ("pointer", 2, 2**40, "sequence 2 begins at byte 1,099,511,627,776 of"),
+        ("document", 1, 3, "document 1 ends before it begins"),
+        ("document", 3, 9, "its documents cover sequences 0 to 9 of 3"),
+    ],
 )
-def test_documents_added_many_at_a_time_are_those_added_one_by_one(tmp_path_factory, documents, cut):
-    folder = tmp_path_factory.mktemp("data")
-    with IndexedDatasetWriter(folder / "one", 100) as writer:
-        for document in documents:
-            writer.add_document(*document)
-    with IndexedDatasetWriter(folder / "many", 100) as writer:
-        for part in (documents[:cut], documents[cut:]):
-            sequences = [sequence for document in part for sequence in document]
-            writer.add_documents(
-                np.array([token for sequence in sequences for token in sequence], dtype=np.uint16),
-                np.array([len(sequence) for sequence in sequences], dtype=np.int32),
-                np.array([len(document) for document in part], dtype=np.int64),
-            )
-        assert (writer.documents, writer.sequences) == (len(documents), sum(map(len, documents)))
-    for file in (token_file, index_file):
-        assert file(folder / "one").read_bytes() == file(folder / "many").read_bytes()
+def test_damaged_field_is_named(tmp_path, field, number, value, words):
+    prefix = write(tmp_path / "d")
+    change(prefix, field, number, value)
+    with pytest.raises(UsageError, match=words):
+        IndexedDataset(prefix)
 
 
-@pytest.mark.parametrize(("lengths", "sequences"), [([3], [1]), ([2, 2], [1]), ([4], [2]), ([], [])])
-def test_counts_that_do_not_add_up_are_refused(tmp_path, lengths, sequences):
-    with pytest.raises(ValueError, match="do not describe 4 tokens"), IndexedDatasetWriter(tmp_path / "d", 9) as writer:
-        writer.add_documents(np.arange(4), np.array(lengths, dtype=int), np.array(sequences, dtype=int))
-    assert list(tmp_path.iterdir()) == []
+def test_missing_or_foreign_file_is_named(tmp_path):
+    prefix = write(tmp_path / "corpus.v1")
+    with pytest.raises(UsageError, match=rf"without the ending: {prefix}$"):
+        IndexedDataset(f"{prefix}.bin")
+    with pytest.raises(UsageError, match="has no tokens"):
+        IndexedDataset(write(tmp_path / "none", [[[]]]))
+    for content, words in ((b"PK\x03\x04", "is not the index of an indexed dataset"), (b"\0\0\0", "multimodal")):
+        other, whole = write(tmp_path / "d"), index_file(tmp_path / "d").read_bytes()
+        index_file(other).write_bytes(content if content[0] else whole + content)
+        with pytest.raises(UsageError, match=words):
+            IndexedDataset(other)
+    index_file(prefix).unlink()
+    command = f"prepare it with `python -m mjax prepare FILES --output {prefix}`"
+    with pytest.raises(UsageError, match=rf"{prefix}\.idx does not exist; {command}"):
+        IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize(
+    ("field", "number", "value"),
+    [
+        *(("length", 3, 100), ("length", 4, 100), ("pointer", 4, 100), ("pointer", 12, 100)),
+        *(("document", 4, 0), ("document", 9, 100), ("document", 3, 5)),
+    ],
+)
+def test_damage_between_pieces_is_found(tmp_path, monkeypatch, field, number, value):
+    monkeypatch.setattr("mjax.data.indexed.PIECE", 4)
+    prefix = write(tmp_path / "d", [[[length] * length] for length in range(1, 14)])
+    assert IndexedDataset(prefix).tokens == 91
+    change(prefix, field, number, value)
+    with pytest.raises(UsageError, match=r"d\.idx is damaged: (sequence|document) \d+ (begins|ends)"):
+        IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize("file", [token_file, index_file])
+def test_file_cut_short_while_read_is_named(tmp_path, file):
+    prefix = write(tmp_path / "d", [[[1] * 5]] * 4000)
+    data = IndexedDataset(prefix)
+    assert data.get(3999).tolist() == [1] * 5
+    os.truncate(file(prefix), 4096)
+    for read in (lambda: data.get(3999), lambda: data.join(np.array([3998, 3999]), 0, 5)):
+        with pytest.raises(UsageError, match=rf"{file('d').name} was cut short while it was read"):
+            read()
+    if file is token_file:
+        with pytest.raises(UsageError, match=r"d\.bin was cut short"), IndexedDatasetWriter(tmp_path / "e", 9) as whole:
+            list(whole.add_dataset(data))
+        assert not token_file(tmp_path / "e").exists()
+
+
+VALUES = (0, 1, 2, 5, -1, -3, 255, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
+
+
+def test_any_damage_is_rejected_or_harmless(tmp_path):
+    """Every number of an index replaced by many others, and files cut short anywhere: one sentence each.
+
+    What is not rejected divides the same sequences into other documents.
+    """
+    prefix = write(tmp_path / "d", [[[1, 2], []], [[3, 4, 5], [6], [7] * 4]])
+    whole, tokens = index_file(prefix).read_bytes(), token_file(prefix).read_bytes()
+    sequences = [[1, 2], [], [3, 4, 5], [6], [7] * 4]
+    damaged = [(whole[:length], tokens) for length in range(len(whole))]
+    damaged += [(whole, tokens[:length]) for length in range(len(tokens))]
+    for places in fields(whole).values():
+        for place, form in places:
+            size = struct.calcsize(form)
+            numbers = [(value % 2 ** (8 * size)).to_bytes(size, "little") for value in VALUES]
+            damaged += [(whole[:place] + number + whole[place + size :], tokens) for number in numbers]
+    before, accepted, sentences = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0, []
+    for case, contents in enumerate(damaged):
+        prefix = tmp_path / f"case{case}"
+        index_file(prefix).write_bytes(contents[0])
+        token_file(prefix).write_bytes(contents[1])
+        try:
+            data = IndexedDataset(prefix)
+        except UsageError as error:
+            sentences.append(str(error))
+        else:
+            accepted += 1
+            assert [data.get(i).tolist() for i in range(len(data))] == sequences
+            assert np.diff(data.document_indices).min() >= 0
+    assert all("/case" in sentence and "\n" not in sentence for sentence in sentences)
+    assert 10 < accepted < len(damaged) / 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kilobytes

@@ -1,4 +1,4 @@
-"""Killed at any point, `mjax prepare` and `mjax data merge` leave nothing half-written and end in the same bytes."""
+"""Killed at any point, the commands leave nothing half-written and end in the same bytes; workers die with them."""
 
 import json
 import os
@@ -11,20 +11,30 @@ from pathlib import Path
 import pytest
 
 from mjax.commands.prepare import PrepareArguments, prepare
-from mjax.data.indexed import IndexedDatasetWriter
-from mjax.errors import UsageError
+from mjax.data.workers import WORTH_A_WORKER, Workers, all_cores, useful_workers
+from mjax.errors import RunError, UsageError
 from tests.conftest import ROOT
 
 
-@pytest.mark.parametrize("flags", [[], ["--overwrite"]])
-@pytest.mark.parametrize("command", ["prepare", "merge"])
-def test_a_run_killed_before_any_file_operation_leaves_a_whole_dataset_or_none_and_can_be_repeated(
-    tmp_path, command, flags
-):
+@pytest.mark.parametrize(
+    ("command", "flags", "points"),
+    [
+        ("prepare", [], 15),
+        ("prepare", ["--overwrite"], 15),
+        ("clean", ["--overwrite"], 12),
+        ("cache", [], 12),
+        pytest.param("merge", [], 15, marks=pytest.mark.ci),
+        pytest.param("merge", ["--overwrite"], 15, marks=pytest.mark.ci),
+        pytest.param("dedup", [], 12, marks=pytest.mark.ci),
+        pytest.param("dedup", ["--overwrite"], 12, marks=pytest.mark.ci),
+        pytest.param("clean", [], 12, marks=pytest.mark.ci),
+    ],
+)
+def test_run_killed_anywhere_can_be_repeated(tmp_path, command, flags, points):
     line = [sys.executable, "-m", "tests.data.kill_points", command, str(tmp_path / "place"), *flags]
     result = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert int(result.stdout.splitlines()[-1]) >= 15
+    assert int(result.stdout.splitlines()[-1]) >= points
 
 
 # Reads three blocks, then says so and waits: by then its workers are at work or wait for more.
@@ -49,69 +59,71 @@ if __name__ == "__main__":
 """
 
 
-def children_of(process: int) -> list[int]:
-    stats = (file.read_text() for file in Path("/proc").glob("[0-9]*/stat") if file.exists())
-    fields = ((int(stat.split()[0]), stat.rpartition(")")[2].split()) for stat in stats)
-    return [number for number, rest in fields if int(rest[1]) == process and rest[0] != "Z"]
-
-
-def running(process: int) -> bool:
+def fields_of(process: int) -> list[str]:
+    """State and parent of a process, as /proc has them; none if it has ended."""
     stat = Path(f"/proc/{process}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    return stat.read_text().rpartition(")")[2].split()[:2] if stat.exists() else ["Z", ""]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc, as Linux has it")
-def test_workers_die_with_a_parent_that_is_killed_and_the_next_run_takes_over_what_it_left(tmp_path):
-    lines = tmp_path / "a.jsonl"
+def test_workers_die_with_a_killed_parent(tmp_path):
+    """The next run takes over what it left."""
+    lines, out = tmp_path / "a.jsonl", tmp_path / "out"
     lines.write_text("".join(json.dumps({"text": f"document {i} with some words"}) + "\n" for i in range(60)))
     (tmp_path / "stalled.py").write_text(STALLED)
-    (tmp_path / "out").mkdir()
-    line = [sys.executable, str(tmp_path / "stalled.py"), str(lines), str(tmp_path / "out" / "d")]
+    out.mkdir()
+    line = [sys.executable, str(tmp_path / "stalled.py"), str(lines), str(out / "d")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout.readline() == "stalled\n"
-        workers = children_of(parent.pid)
+        processes = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+        workers = [process for process in processes if fields_of(process)[1] == str(parent.pid)]
         assert len(workers) >= 2
         parent.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 60
-    while any(map(running, workers)):
+    while any(fields_of(worker)[0] != "Z" for worker in workers):
         assert time.monotonic() < deadline, "workers outlive their parent"
         time.sleep(0.05)
-    left = sorted(file.name for file in (tmp_path / "out").iterdir())
-    assert left == ["d.bin.tmp", "d.tokenizer.tmp"]
-    (tmp_path / "out" / "d.tokenizer.tmp" / "tokenizer.model").write_text("of another tokenizer")
-
-    prepare(PrepareArguments(output=str(tmp_path / "out" / "d"), inputs=(lines,), tokenizer="bytes"))
-    prepare(PrepareArguments(output=str(tmp_path / "clean"), inputs=(lines,), tokenizer="bytes"))
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["d.bin", "d.idx", "d.json", "d.tokenizer"]
-    assert [file.name for file in (tmp_path / "out" / "d.tokenizer").iterdir()] == ["mjax_tokenizer.json"]
+    assert sorted(file.name for file in out.iterdir()) == ["d.bin.tmp", "d.tokenizer.tmp"]
+    (out / "d.tokenizer.tmp" / "tokenizer.model").write_text("of another tokenizer")
+    for prefix in (out / "d", tmp_path / "clean"):
+        prepare(PrepareArguments(output=str(prefix), inputs=(lines,), tokenizer="bytes"))
+    assert sorted(file.name for file in out.iterdir()) == ["d.bin", "d.idx", "d.json", "d.tokenizer"]
+    assert [file.name for file in (out / "d.tokenizer").iterdir()] == ["mjax_tokenizer.json"]
     for part in ("bin", "idx", "json"):
-        assert (tmp_path / "out" / f"d.{part}").read_bytes() == (tmp_path / f"clean.{part}").read_bytes()
+        assert (out / f"d.{part}").read_bytes() == (tmp_path / f"clean.{part}").read_bytes()
 
 
-def test_two_runs_do_not_write_the_same_dataset_at_once(tmp_path):
-    with IndexedDatasetWriter(tmp_path / "d", 100) as first:
-        first.add_document([1, 2, 3])
-        with (
-            pytest.raises(UsageError, match=r"another process is writing .*d; wait for it, or choose"),
-            IndexedDatasetWriter(tmp_path / "d", 100),
-        ):
-            pass
-        first.add_document([4])
-    assert (tmp_path / "d.bin").stat().st_size == 8
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["d.bin", "d.idx"]
+# --- Workers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_is_full_leaves_nothing(tmp_path):
-    (tmp_path / "a.txt").write_text("word " * 50_000)
-    code = (
-        "import resource, signal, sys; from mjax import cli; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); sys.exit(cli.main(sys.argv[1:]))"
-    )
-    line = [sys.executable, "-c", code, "prepare", "a.txt", "--tokenizer", "bytes", "--output", "out/d"]
-    result = subprocess.run(
-        line, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert result.returncode == 1
-    assert "preparing out/d stopped: [Errno 27] File too large; nothing was left under that name" in result.stderr
-    assert list((tmp_path / "out").iterdir()) == []
+def double(number):
+    time.sleep(0.01 * (number % 3))
+    if number == 50:
+        raise UsageError("fifty is no good")
+    if number == 60:
+        os._exit(9)
+    return 2 * number
+
+
+def test_workers_give_results_in_order():
+    """Items are drawn as they are needed; what a function raises, and a worker's death, are raised here."""
+    with Workers(2) as workers:
+        drawn = []
+        results = workers.map(double, (drawn.append(number) or number for number in range(40)))
+        assert next(results) == 0
+        assert len(drawn) <= 5
+        assert list(results) == list(range(2, 80, 2))
+        with pytest.raises(UsageError, match="fifty is no good"):
+            list(workers.map(double, range(48, 55)))
+        with pytest.raises(RunError, match="one of 2 worker processes was killed"):
+            list(workers.map(double, range(58, 65)))
+
+
+def test_worker_count_follows_the_input():
+    with Workers(1) as workers:
+        assert set(workers.map(lambda _: os.getpid(), range(3))) == {os.getpid()}
+    with pytest.raises(UsageError, match="--workers is 0; it must be at least 1"):
+        Workers(0)
+    counts = useful_workers(None, 100), useful_workers(None, 1000 * WORTH_A_WORKER), useful_workers(5, 100)
+    assert counts == (1, all_cores(), 5)

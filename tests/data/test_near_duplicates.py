@@ -1,10 +1,92 @@
+"""Near-duplicates: shingles are the words of a regular expression, MinHash keeps to its S-curve, clusters are exact."""
+
+import re
+import sys
+
 import numpy as np
 import pytest
 
-from mjax.data.minhash import choose_bands, sketch
+from mjax.data import shingles
+from mjax.data.minhash import HASHES, Bands, choose_bands, sketch
 from mjax.data.near_duplicates import ShingleFile, SketchFiles, candidates, find_clusters
-from mjax.data.shingles import jaccard, shingle_hashes, shingle_set
+from mjax.data.shingles import jaccard, shingle_hashes, shingle_set, word_hashes
 from mjax.data.workers import Workers
+
+# --- Shingles ---------------------------------------------------------------------------------------------------------
+
+TEXTS = [
+    *("a b c d e f", "", "one two", "…!", "x" * 70_000, "a b c d e f", " .İΣß漢 \U0001f600\n ab_", "ab\nİ Σß"),
+    "Naïve CAFÉ_1 naïve  café_1\n漢字 かな, 한국어 ١٢٣ e\u0301",
+]
+
+
+def literal(text, size, unit):
+    """The shingles of a text, spelled out."""
+    units = re.findall(r"\w+", text.lower()) if unit == "words" else list(text)
+    return [tuple(units[i : i + size]) for i in range(max(len(units) - size + 1, 1))] if units else []
+
+
+@pytest.mark.parametrize("unit", ["words", "characters"])
+@pytest.mark.parametrize("size", [1, 2, 5, 13])
+def test_equal_shingles_have_equal_numbers(monkeypatch, size, unit):
+    """Different ones have different numbers, and the blocks in which text is hashed do not show."""
+    hashes, offsets = shingle_hashes(TEXTS, size, unit)
+    expected = [literal(text, size, unit) for text in TEXTS]
+    assert np.diff(offsets.astype(int)).tolist() == [len(each) for each in expected]
+    pairs = set(zip([run for each in expected for run in each], hashes.tolist(), strict=True))
+    assert len(pairs) == len({run for run, _ in pairs}) == len({value for _, value in pairs})
+    monkeypatch.setattr(shingles, "BLOCK", 3)
+    np.testing.assert_array_equal(shingle_hashes(TEXTS[5:], size, unit)[0], hashes[int(offsets[5]) :])
+
+
+def test_words_are_those_of_the_regular_expression():
+    everything = "".join(map(chr, range(sys.maxunicode + 1)))
+    _, starts, ends = word_hashes(everything)
+    assert list(zip(starts, ends, strict=True)) == [match.span() for match in re.finditer(r"\w+", everything)]
+
+
+@pytest.mark.parametrize(
+    ("common", "alone", "similarity"), [(7, 3, 0.7), (700, 300, 0.7), (147, 63, 0.7), (7, 0, 1), (0, 3, 0), (0, 0, 0)]
+)
+def test_jaccard_is_the_exact_float(common, alone, similarity):
+    one, other = np.arange(common, dtype=np.uint64), np.arange(common + alone, dtype=np.uint64)
+    assert jaccard(one, other) == jaccard(other, one) == similarity
+
+
+# --- MinHash ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7, 0.9, 1])
+def test_bands_are_the_most_selective_with_recall(threshold):
+    bands = choose_bands(threshold)
+    assert bands.rows * bands.count <= HASHES
+    assert bands.recall(threshold) >= 0.99
+    more_selective = Bands(bands.rows + 1, HASHES // (bands.rows + 1))
+    assert more_selective.recall(threshold) < 0.99 or bands.rows == HASHES
+
+
+def pairs_of_texts(similarity, union, pairs, random):
+    """Texts of numbers as words: each pair shares `similarity` of its `union` words."""
+    texts, common = [], round(similarity * union)
+    half = common + (union - common) // 2
+    for _ in range(pairs):
+        words = [f"w{number}" for number in random.choice(10**9, union, replace=False)]
+        texts += [" ".join(words[:half]), " ".join(words[:common] + words[half:])]
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("threshold", "similarity", "union"), [(0.5, 0.5, 100), (0.7, 0.7, 10), (0.7, 0.5, 100), (0.9, 0.9, 1000)]
+)
+def test_signatures_keep_to_the_s_curve(threshold, similarity, union):
+    bands, pairs = choose_bands(threshold), 300 if union < 1000 else 80
+    sketches = sketch(pairs_of_texts(similarity, union, pairs, np.random.default_rng(union)), 1, "words", bands)
+    together = (sketches.keys[:, 0::2] == sketches.keys[:, 1::2]).any(axis=0).mean()
+    expected = bands.recall(similarity)
+    assert together == pytest.approx(expected, abs=4 * np.sqrt(expected * (1 - expected) / pairs) + 1 / pairs)
+
+
+# --- Clusters ---------------------------------------------------------------------------------------------------------
 
 
 def sets_of(texts):
@@ -21,20 +103,18 @@ def clusters_of(texts, threshold, folder, distinct=None, batch=1000):
     files.close()
     distinct = np.ones(len(texts), bool) if distinct is None else distinct
     chosen = candidates(files, distinct)
-    shingles = ShingleFile(folder / "shingles", chosen)
-    sets = sets_of(texts)
+    shingles, sets, advanced = ShingleFile(folder / "shingles", chosen), sets_of(texts), []
     shingles.write([sets[number]] for number in chosen)
-    bands_done = []
     with Workers(1) as workers:
-        clusters = find_clusters(files, distinct, shingles, threshold, workers, lambda: bands_done.append(1))
-    assert len(bands_done) == bands.count
+        clusters = find_clusters(files, distinct, shingles, threshold, workers, lambda: advanced.append(1))
+    assert len(advanced) == bands.count
     return clusters
 
 
-def first_of_components(texts, threshold):
+def first_of_components(sets, threshold):
     """The truth, from all pairs."""
-    first, sets = list(range(len(texts))), sets_of(texts)
-    for one in range(len(texts)):
+    first = list(range(len(sets)))
+    for one in range(len(sets)):
         for other in range(one):
             if jaccard(sets[one], sets[other]) >= threshold and first[one] != first[other]:
                 low, high = sorted((first[one], first[other]))
@@ -42,56 +122,29 @@ def first_of_components(texts, threshold):
     return first
 
 
-def variants(random, families, members, words, changed):
-    """Texts in families: each member has up to `changed` words of its own."""
-    texts = []
-    for family in range(families):
-        for _ in range(members):
-            text = [f"f{family}w{number}" for number in range(words)]
-            for place in random.choice(words, random.integers(changed + 1), replace=False):
+@pytest.mark.parametrize("threshold", [0.5, 0.7, 0.9])
+def test_clusters_are_components_of_similar_pairs(tmp_path, threshold):
+    """Each document removed has a partner at or above the threshold."""
+    random, texts = np.random.default_rng(0), []
+    for family in range(14):
+        for _ in range(8):
+            text = [f"f{family}w{number}" for number in range(60)]
+            for place in random.choice(60, random.integers(round(60 * (1 - threshold)) + 1), replace=False):
                 text[place] = f"x{random.integers(10**12)}"
             texts.append(" ".join(text))
-    return [texts[number] for number in random.permutation(len(texts))]
-
-
-@pytest.mark.parametrize("threshold", [0.5, 0.7, 0.9])
-@pytest.mark.parametrize("seed", range(3))
-def test_clusters_are_the_components_of_all_similar_pairs(tmp_path, threshold, seed):
-    texts = variants(np.random.default_rng(seed), 20, 8, 60, round(60 * (1 - threshold)))
-    clusters = clusters_of(texts, threshold, tmp_path, batch=37)
-    expected = first_of_components(texts, threshold)
-    assert len(set(expected)) < len(texts), "there are duplicates"
-    assert clusters.first.tolist() == expected
-
-
-def test_every_removal_has_a_partner_at_or_above_the_threshold(tmp_path):
-    texts = variants(np.random.default_rng(7), 20, 8, 60, 18)
-    clusters, sets = clusters_of(texts, 0.7, tmp_path), sets_of(texts)
+    texts = [texts[number] for number in random.permutation(len(texts))]
+    clusters, sets = clusters_of(texts, threshold, tmp_path, batch=37), sets_of(texts)
+    assert clusters.first.tolist() == first_of_components(sets, threshold)
     removed = np.flatnonzero(clusters.first != np.arange(len(texts)))
-    assert len(removed) > 40
+    assert len(removed) > 10
     for one in removed:
         other = clusters.similar[one]
-        assert clusters.similarity[one] == jaccard(sets[one], sets[other]) >= 0.7
+        assert clusters.similarity[one] == jaccard(sets[one], sets[other]) >= threshold
         assert clusters.first[one] == clusters.first[other]
 
 
-def test_a_chain_of_similar_documents_is_one_cluster(tmp_path):
-    words = [f"w{number}" for number in range(150)]
-    texts = [" ".join(words[10 * i : 10 * i + 100]) for i in range(6)]  # neighbours: 90 of 110; ends: 50 of 150
-    clusters = clusters_of([*texts, "something else"], 0.8, tmp_path)
-    assert clusters.first.tolist() == [0, 0, 0, 0, 0, 0, 6]
-    assert jaccard(*sets_of([texts[0], texts[5]])) < 0.4
-    assert clusters.similar[6] == -1
-
-
-def test_many_copies_of_one_page_are_not_all_compared_with_each_other(tmp_path):
-    texts = [f"{' '.join(f'w{word}' for word in range(100))} number{number}" for number in range(300)]
-    clusters = clusters_of(texts, 0.7, tmp_path)
-    assert (clusters.first == 0).all()
-    assert clusters.compared == clusters.confirmed < 2 * 299
-
-
-def test_what_is_joined_is_not_compared_again_although_others_are_in_the_same_bucket(tmp_path):
+def test_joined_documents_are_not_compared_again(tmp_path):
+    """Nor are pairs of one bucket twice: comparisons stay linear in the copies of a page."""
     common = [f"w{number}" for number in range(80)]
     families = {"a": 60, "b": 2}  # 80 of 122 words in common: below 0.7, but candidates
     texts = [
@@ -102,24 +155,14 @@ def test_what_is_joined_is_not_compared_again_although_others_are_in_the_same_bu
     clusters = clusters_of(texts, 0.7, tmp_path)
     assert clusters.first.tolist() == [0] * 60 + [60] * 2
     assert 60 < clusters.compared < 400, "and not 60 · 59 / 2 more"
-
-
-def test_a_pair_that_shares_several_bands_is_compared_once(tmp_path):
-    common = [f"w{number}" for number in range(66)]
-    texts = [" ".join([*common, *(f"{name}{number}" for number in range(17))]) for name in "ab"]
-    clusters = clusters_of(texts, 0.7, tmp_path)  # 66 of 100: below, but near
+    pair = [" ".join([*common[:66], *(f"{name}{number}" for number in range(17))]) for name in "ab"]
+    clusters = clusters_of(pair, 0.7, tmp_path)  # 66 of 100: below, but near, in several bands
     assert (clusters.compared, clusters.confirmed) == (1, 0)
-    keys = sketch(texts, 1, "words", choose_bands(0.7)).keys
-    assert (keys[:, 0] == keys[:, 1]).sum() > 1, "the test is about something"
 
 
-def test_documents_that_are_not_distinct_take_no_part(tmp_path):
-    texts = ["one text here", "one text here", "one text here"]
-    clusters = clusters_of(texts, 0.7, tmp_path, distinct=np.array([True, False, True]))
+def test_only_distinct_documents_with_words_take_part(tmp_path):
+    clusters = clusters_of(["one text here"] * 3, 0.7, tmp_path, distinct=np.array([True, False, True]))
     assert clusters.first.tolist() == [0, 1, 0]
-
-
-@pytest.mark.parametrize("texts", [[], [""], ["one"], ["", "…", "!"]])
-def test_where_nothing_can_be_similar_nothing_is(tmp_path, texts):
-    if texts:
-        assert clusters_of(texts, 0.7, tmp_path).first.tolist() == list(range(len(texts)))
+    for texts in ([""], ["one"], ["", "…", "!"], ["two words", "Two others."]):
+        clusters = clusters_of(texts, 0.7, tmp_path)
+        assert (clusters.first.tolist(), clusters.compared) == (list(range(len(texts))), 0)

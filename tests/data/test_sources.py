@@ -1,18 +1,17 @@
-"""What `--data.*` opens: one dataset, blends, a blend for every part, and what is refused."""
+"""What `--data.*` opens: one dataset, blends, a blend for every part, sentences for a BERT, and what is rejected."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import tyro
 
-from mjax.commands.train import TrainArguments
-from mjax.config import Config, DataConfig, GPTConfig, TrainConfig, from_dict, to_dict
+from mjax.config import BERTConfig, Config, DataConfig, GPTConfig, TrainConfig, from_dict
 from mjax.data import cache
+from mjax.data.bert import BertDataset
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.data.metadata import DatasetMetadata, tokenizer_folder, write_metadata
 from mjax.data.sources import open_data
-from mjax.data.tokenizers import ByteTokenizer
+from mjax.data.tokenizers import ByteTokenizer, load_tokenizer
 from mjax.errors import UsageError
 from mjax.validation import validate
 
@@ -30,18 +29,20 @@ def data(tmp_path, monkeypatch):
     return tmp_path
 
 
-def described(name, tokenizer="bytes", vocabulary=257, eod=EOD):
+def described(name, tokenizer=None, append_eod=True, **changes):
     """Note a tokenizer beside a dataset, as `mjax prepare` does."""
-    fields = {"append_eod": True, "documents": 40, "tokens": 800, "text_bytes": 760, "inputs": [], "mjax_version": "0"}
-    write_metadata(name, DatasetMetadata(tokenizer=tokenizer, vocabulary=vocabulary, eod=eod, **fields))
-    ByteTokenizer().save(tokenizer_folder(name))
+    tokenizer = tokenizer or ByteTokenizer()
+    fields = {"tokenizer": tokenizer.scheme, "vocabulary": tokenizer.vocabulary, "eod": tokenizer.eod, **changes}
+    fields |= {"documents": 40, "tokens": 800, "text_bytes": 760, "inputs": [], "mjax_version": "0"}
+    write_metadata(name, DatasetMetadata(append_eod=append_eod, **fields))
+    tokenizer.save(tokenizer_folder(name))
 
 
-def config_of(steps=10, batch=4, eval_interval=5, **data):
+def config_of(steps=10, batch=4, **data):
     return Config(
         model=GPTConfig(sequence=16, vocabulary=257),
         data=DataConfig(**data),
-        train=TrainConfig(steps=steps, global_batch=batch, micro_batch=1, eval_interval=eval_interval, eval_batches=1),
+        train=TrainConfig(steps=steps, global_batch=batch, micro_batch=1, eval_interval=5, eval_batches=1),
     )
 
 
@@ -50,62 +51,48 @@ def rows(batches, steps):
     return [row for step in range(steps) for row in batches.at(step)["tokens"].tolist()]
 
 
-def origins(samples):
+def origins(batches, steps):
     """The dataset that each sample comes from."""
-    return "".join(" abc"[min(sample)] for sample in samples)
+    return "".join(" abc"[min(sample)] for sample in rows(batches, steps))
 
 
 # --- What is opened ---------------------------------------------------------------------------------------------------
 
 
-def test_one_dataset_is_split_into_its_parts(data):
+def test_one_dataset_is_split_into_parts(data):
     opened = open_data(config_of(path="a", split="75,25,0"))
     assert opened.summary == "a: 800 tokens in 40 documents, 2 epochs"
-    assert origins(rows(opened.training, 10)) == 40 * "a"
+    assert origins(opened.training, 10) == 40 * "a"
+    drawn = [set(part.dataset.document_index.tolist()) for part in (opened.training, opened.validation)]
+    assert drawn == [set(range(30)), set(range(30, 40))]
     assert opened.notes == ()
 
 
-def test_a_blend_with_weights_mixes_its_datasets_and_says_their_shares(data):
+def test_weighted_blend_mixes_by_its_shares(data):
     opened = open_data(config_of(path=("1", "a", "2", "b", "1", "c"), split="75,25,0"))
-    found = origins(rows(opened.training, 10))
+    found = origins(opened.training, 10)
     assert found[:4] == "bacb"
     assert [found.count(name) for name in "abc"] == [10, 20, 10]
-    assert opened.summary == " + ".join(
-        f"{share}% {name} (800 tokens in 40 documents, 1 epoch)"
-        for share, name in (("25.0", "a"), ("50.0", "b"), ("25.0", "c"))
-    )
-    assert [origins(rows(opened.validation, 1)).count(name) for name in "abc"] == [1, 2, 1]
+    assert opened.summary.startswith("25.0% a (800 tokens in 40 documents, 1 epoch) + 50.0% b (")
+    assert [origins(opened.validation, 1).count(name) for name in "abc"] == [1, 2, 1]
 
 
-def test_a_blend_without_weights_gives_everything_once(data):
-    opened = open_data(config_of(steps=18, path=("a", "b"), split="75,25,0"))
-    found = origins(rows(opened.training, 18))
-    assert found.count("a") == found.count("b") == 36  # 599 // 16 is 37 of each
-    assert opened.summary.startswith("50.0% a (")
-    with pytest.raises(UsageError, match="74 in all, and 76 are needed"):
-        open_data(config_of(steps=19, path=("a", "b"), split="75,25,0"))
-
-
-def test_every_part_can_have_a_blend_of_its_own(data):
+def test_each_part_can_have_a_blend(data):
     opened = open_data(config_of(train_path=("1", "a", "1", "b"), valid_path=("c",)))
-    assert set(origins(rows(opened.training, 10))) == {"a", "b"}
-    assert set(origins(rows(opened.validation, 1))) == {"c"}
-    assert opened.summary.startswith("50.0% a (800 tokens in 40 documents, 1 epoch) + 50.0% b (")
+    assert set(origins(opened.training, 10)) == {"a", "b"}
+    assert set(origins(opened.validation, 1)) == {"c"}
     assert set(opened.validation.dataset.document_index.tolist()) == set(range(40))  # all of c, whatever the split
     with pytest.raises(UsageError, match=r"missing\.bin does not exist"):
         open_data(config_of(train_path=("a",), valid_path=("c",), test_path=("missing",)))
 
 
-def test_the_order_of_a_blend_does_not_depend_on_the_batch_size_or_on_who_reads_which_rows(data):
+def test_blend_order_does_not_depend_on_batch_size(data):
     path = ("0.3", "a", "0.7", "b")
     small, large = (open_data(config_of(40 // batch, batch, path=path, samples=40)).training for batch in (2, 8))
     assert rows(small, 20) == rows(large, 5)
-    split = [large.at(3, slice(begin, begin + 2))["tokens"].tolist() for begin in (0, 2, 4, 6)]
-    assert sum(split, []) == large.at(3)["tokens"].tolist()  # noqa: RUF017
-    assert large.at(3)["tokens"].tolist() == rows(large, 4)[-8:]  # at once, or after what comes before
 
 
-def test_samples_say_what_is_asked_for_and_nothing_else(data):
+def test_samples_have_the_arrays_asked_for(data):
     described("a")
     plain = open_data(config_of(path="a")).training.at(0)
     assert list(plain) == ["tokens", "labels"]
@@ -120,37 +107,33 @@ def test_samples_say_what_is_asked_for_and_nothing_else(data):
         assert documents.tolist() == [0] * end + [1] * (16 - end)
 
 
-def test_a_partial_validation_sample_is_kept_where_asked_and_its_padding_does_not_count(data):
+def test_partial_validation_sample_is_kept(data):
     # Two epochs of 10 documents are 400 tokens: 24 samples and a tail of 15 labels, which this seed draws among the 13.
     config = config_of(path="a", split="75,25,0", validation_tail=True)
     opened = open_data(replace(config, train=replace(config.train, global_batch=13, micro_batch=13, steps=3)))
     batch = opened.validation.at(0)
-    assert batch["tokens"].shape == (13, 16)
     assert sorted(batch["loss_mask"].sum(axis=1).tolist()) == [15] + [16] * 12
     assert (len(opened.training.dataset), len(opened.validation.dataset)) == (1199 // 16, 399 // 16 + 1)
     assert list(opened.training.at(0)) == ["tokens", "labels"]
 
 
-def test_mock_data_take_the_same_options(data):
-    eod = int(open_data(config_of(mock=True)).training.at(0)["tokens"][0, 3])
-    batch = open_data(config_of(mock=True, reset_attention=True, eod=eod)).training.at(0)
-    assert list(batch) == ["tokens", "labels", "documents"]
+def test_mock_data_takes_the_same_options():
+    opened = open_data(config_of(mock=True))
+    tokens = opened.training.at(0)["tokens"]
+    assert (tokens != opened.validation.at(0)["tokens"]).any()
+    batch = open_data(config_of(mock=True, reset_attention=True, eod=int(tokens[0, 3]))).training.at(0)
     assert batch["documents"][0].tolist() == [0] * 4 + [1] * 12
 
 
-def test_indices_are_kept_where_the_config_says_and_notes_tell_of_trouble(data, monkeypatch):
+def test_indices_are_kept_where_config_says(data, monkeypatch):
     monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
     path = ("0.3", "a", "0.7", "b")
     first = open_data(config_of(path=path))
     assert sorted(file.name for file in data.glob("*.cache")) == ["a.cache", "b.cache"]
-    assert first.notes == ()
     (data / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(data / "home"))
     blocked = open_data(config_of(path=path, cache="file/c"))
-    assert blocked.notes == (
-        "file/c cannot be used (Not a directory): the indices are built in memory at every start; "
-        "name another folder with --data.cache",
-    )
+    (note,) = blocked.notes
+    assert note.startswith("file/c cannot be used (Not a directory): the indices are built in memory")
     chosen = open_data(config_of(path=path, cache="chosen"))
     assert len(list((data / "chosen").glob("*.json"))) == 6  # two datasets and a blend, for training and validation
     assert rows(first.training, 10) == rows(blocked.training, 10) == rows(chosen.training, 10)
@@ -159,80 +142,112 @@ def test_indices_are_kept_where_the_config_says_and_notes_tell_of_trouble(data, 
 # --- Tokenizers -------------------------------------------------------------------------------------------------------
 
 
-def test_datasets_of_one_tokenizer_and_of_none_known_blend_and_the_tokenizer_travels_along(data):
-    described("b")
-    described("c")
-    opened = open_data(config_of(path=("1", "a", "1", "b", "1", "c")))
-    assert opened.tokenizer == tokenizer_folder("b")
-
-
 def test_datasets_of_different_tokenizers_are_not_blended(data):
+    for name in "bc":
+        described(name)
+    opened = open_data(config_of(path=("1", "a", "1", "b", "1", "c")))  # that of a is unknown
+    assert opened.tokenizer == tokenizer_folder("b")
     described("a")
     described("b", vocabulary=250, eod=0)
     with pytest.raises(UsageError, match=r"a and b were made with different tokenizers \(bytes of 257 ids, 256 at"):
         open_data(config_of(path=("1", "a", "1", "b")))
+    (tokenizer_folder("c") / "vocab.txt").write_text("another vocabulary of the same size")
+    with pytest.raises(UsageError, match="a and c were made with different tokenizers"):
+        open_data(config_of(train_path=("a",), valid_path=("c",)))
 
 
-def test_tokenizers_of_one_name_and_size_with_other_files_are_not_blended(data):
-    described("a")
-    described("b")
-    (tokenizer_folder("b") / "vocab.txt").write_text("another vocabulary")
-    with pytest.raises(UsageError, match="different tokenizers"):
-        open_data(config_of(train_path=("a",), valid_path=("b",)))
-
-
-def test_resets_need_to_know_which_id_ends_a_document(data):
+def test_ids_without_their_meaning_are_rejected(data):
     with pytest.raises(UsageError, match=r"the end-of-document id of a is unknown, .* give it with --data\.eod"):
         open_data(config_of(path="a", reset_positions=True))
-    batch = open_data(config_of(path="a", reset_positions=True, eod=EOD)).training.at(0)
-    assert (batch["positions"] != np.arange(16)).any()
-
-
-def test_ids_beyond_the_vocabulary_are_refused_when_they_are_read(data):
     config = config_of(path="a")
-    opened = open_data(replace(config, model=replace(config.model, vocabulary=200)))
-    with pytest.raises(
-        UsageError, match=r"of a holds the id 256 and the model's vocabulary is 200; set --model\.vocab"
-    ):
+    small = replace(config, model=replace(config.model, vocabulary=200))
+    opened = open_data(small)
+    with pytest.raises(UsageError, match=r"of a holds the id 256 and the model's vocabulary is 200; set --model\.voc"):
         rows(opened.training, 10)
+    described("a")
+    with pytest.raises(UsageError, match=r"a was made with a tokenizer of 257 ids and --model\.vocabulary is 200"):
+        open_data(small)
+
+
+# --- Sentences for a BERT ---------------------------------------------------------------------------------------------
+
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij", *(f"##{letter}" for letter in "abcdefghij")]
+
+
+def sentences(prefix, spec="bert-uncased:vocab.txt", append_eod=False):
+    """60 documents of 6 sentences, and the vocabulary PIECES."""
+    with open("vocab.txt", "w") as file:
+        file.write("\n".join(PIECES) + "\n")
+    random = np.random.default_rng(0)
+    with IndexedDatasetWriter(prefix, 257) as writer:
+        for _ in range(60):
+            writer.add_document(*(random.integers(5, len(PIECES), random.integers(3, 9)) for _ in range(6)))
+    described(prefix, load_tokenizer(spec), append_eod)
+
+
+def bert_config(*path, **data):
+    model = BERTConfig(layers=1, hidden=8, heads=1, sequence=32, vocabulary=300)
+    return replace(config_of(batch=8, path=path, split="80,20", **data), model=model)
+
+
+def test_bert_reads_the_samples_of_its_part(data):
+    sentences("d")
+    config = bert_config("d")
+    opened = open_data(config)
+    batch = opened.training.at(3)
+    assert {name: (array.shape, str(array.dtype)) for name, array in batch.items()} == {
+        name: ((8, *shape), kind) for name, (shape, kind) in config.batch_arrays().items()
+    }
+    training, validation = opened.training.dataset, opened.validation.dataset
+    assert isinstance(training, BertDataset)
+    for row in range(8):
+        assert all((batch[name][row] == array).all() for name, array in training[24 + row].items())
+    # 48 of 60 documents of 6 sentences are for training, the others for validation.
+    assert training.pair_index[:, 1].max() <= 48 * 6 <= validation.pair_index[:, 0].min()
+    sentences("e")
+    blend = open_data(bert_config("0.75", "d", "0.25", "e")).training.dataset
+    assert np.bincount(blend.dataset_index[:80]).tolist() == [60, 20]
+    changed = open_data(bert_config("d", mask_probability=0.4, short_probability=0.0)).training.dataset
+    assert changed.mask_probability == 0.4
+    assert (training.pair_index[:, 2] < 29).any()
+    assert (changed.pair_index[:, 2] == 29).all()
+
+
+def test_bert_rejects_data_for_other_models(data):
+    sentences("d")
+    for options, words in (
+        ({"spec": "bytes"}, "tokenizer of kind bytes, not a BERT's; type python -m mjax prepare FILES --tokenizer"),
+        ({"append_eod": True}, "e ends each text with an end-of-document token"),
+    ):
+        sentences("e", **options)
+        with pytest.raises(UsageError, match=words):
+            open_data(bert_config("e"))
+    with pytest.raises(UsageError, match="e ends each text with an end-of-document token"):
+        open_data(bert_config("0.5", "d", "0.5", "e"))
+    with pytest.raises(UsageError, match="which a BERT needs to mask words; type python -m mjax prepare"):
+        open_data(bert_config("a"))
 
 
 # --- The config -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("saved", "path"), [("data/a", ("data/a",)), (None, ()), (["1", "x"], ("1", "x"))])
-def test_a_config_json_from_before_blends_still_opens(saved, path):
-    config = from_dict({"data": {"path": saved}})
-    assert config.data.path == path
-    assert from_dict(to_dict(config)) == config
-
-
-@pytest.mark.parametrize("saved", [3, [1, "x"], {"a": 1}])
-def test_a_path_that_is_none_is_refused(saved):
-    with pytest.raises(UsageError, match=r"data\.path is .*, which is not a list of text"):
-        from_dict({"data": {"path": saved}})
+def test_config_from_before_blends_opens():
+    paths = [from_dict({"data": {"path": saved}}).data.path for saved in ("data/a", None, ["1", "x"])]
+    assert paths == [("data/a",), (), ("1", "x")]
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"path": ("a",), "train_path": ("b",)}, "leave out these three, or --data.path"),
-        ({"path": ("a",), "test_path": ("b",)}, "leave out these three, or --data.path"),
         ({"train_path": ("a",)}, "add --data.valid-path, or --train.eval-interval 0"),
-        ({"path": ("1", "a", "b")}, "write a weight before every prefix"),
         ({"train_path": ("a",), "valid_path": ("0", "a")}, "--data.valid-path 0 a has a weight that is not above 0"),
         ({"path": ("a",), "split": "1,x"}, "--data.split '1,x' is not proportions"),
         ({"path": ("a",), "eod": -1}, "--data.eod is -1; it must be 0 or more"),
     ],
 )
-def test_what_cannot_be_read_is_refused_before_anything_starts(settings, words):
+def test_invalid_settings_are_rejected_at_start(settings, words):
     config = config_of(**settings)
     with pytest.raises(UsageError) as error:
         validate(replace(config, optimizer=replace(config.optimizer, min_learning_rate=0.0)))
     assert words in str(error.value)
-
-
-def test_a_blend_is_written_on_the_command_line_as_in_megatron():
-    arguments = tyro.cli(TrainArguments, args=["--data.path", "0.3", "data/a", "0.7", "data/b", "--name", "x"])
-    assert arguments.settings.data.path == ("0.3", "data/a", "0.7", "data/b")
-    assert tyro.cli(TrainArguments, args=["--data.path"]).settings.data.path == ()

@@ -36,7 +36,7 @@ def converted(kind, spelling, folder):
     ("kind", "spelling"),
     [*(("llama 3", spelling) for spelling in SPELLINGS), ("qwen", "a setting"), ("sentencepiece", "a file")],
 )
-def test_a_tokenizer_comes_back_with_its_ids_special_tokens_and_chat(kind, spelling, tmp_path):
+def test_tokenizer_comes_back_with_ids_and_chat(kind, spelling, tmp_path):
     source, run, out = converted(kind, spelling, tmp_path)
     theirs, again = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (source, out))
     assert type(again) is type(theirs)
@@ -67,7 +67,7 @@ def test_a_tokenizer_comes_back_with_its_ids_special_tokens_and_chat(kind, spell
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == generation[0]["eos_token_id"]
 
 
-def test_an_export_comes_in_again_as_it_went_out(tmp_path):
+def test_export_comes_in_again_unchanged(tmp_path):
     _, _, out = converted("llama 3", "a list", tmp_path)
     assert cli.main(["convert", "from-hf", str(out), str(tmp_path / "run2")]) == 0
     assert cli.main(["convert", "to-hf", str(tmp_path / "run2"), str(tmp_path / "out2")]) == 0

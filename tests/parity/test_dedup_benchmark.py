@@ -9,10 +9,10 @@ import pytest
 
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.all]
 
 
-def test_the_benchmark_finds_all_similar_pairs_and_no_others(tmp_path):
+def test_benchmark_finds_all_similar_pairs(tmp_path):
     random = np.random.default_rng(0)
     texts = []
     for family in range(40):

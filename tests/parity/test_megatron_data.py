@@ -7,17 +7,13 @@ import numpy as np
 import pytest
 
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, index_file, token_file
-from mjax.data.samples import GPTDataset, split_sequences
+from mjax.data.samples import GPTDataset
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch", reason="needs torch (pip install -r requirements-parity.txt)")
 pytest.importorskip("megatron.core", reason="needs megatron-core (pip install -r requirements-parity.txt)")
 
 from megatron.core.datasets import gpt_dataset, indexed_dataset  # noqa: E402
-from megatron.core.datasets.blended_megatron_dataset_config import (  # noqa: E402
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
 from megatron.core.datasets.utils import Split  # noqa: E402
 
 # Documents as lists of their sequences' lengths.
@@ -50,9 +46,10 @@ def write_theirs(prefix, documents, vocabulary):
     return prefix
 
 
-@pytest.mark.parametrize("vocabulary", [257, 65499, 65500, 100_000])
+@pytest.mark.parametrize("vocabulary", [65499, 65500])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_both_write_the_same_bytes_and_read_each_others(tmp_path, shape, vocabulary):
+def test_dataset_bytes_are_megatrons(tmp_path, shape, vocabulary):
+    """Each reads what the other one wrote."""
     documents = tokens_of(shape, vocabulary)
     ours = write_ours(tmp_path / "ours", documents, vocabulary)
     theirs = write_theirs(tmp_path / "theirs", documents, vocabulary)
@@ -60,14 +57,12 @@ def test_both_write_the_same_bytes_and_read_each_others(tmp_path, shape, vocabul
         assert file(ours).read_bytes() == file(theirs).read_bytes()
 
     we_read, they_read = IndexedDataset(theirs), indexed_dataset.IndexedDataset(str(ours))
-    assert len(we_read) == len(they_read)
     assert we_read.lengths.tolist() == they_read.sequence_lengths.tolist()
     assert we_read.pointers.tolist() == they_read.index.sequence_pointers.tolist()
     assert we_read.document_indices.tolist() == they_read.document_indices.tolist()
     for i in range(len(we_read)):
         assert we_read.get(i).dtype == they_read.get(i).dtype
         assert we_read.get(i).tolist() == they_read.get(i).tolist()
-    assert we_read.get(0, length=0).tolist() == they_read.get(0, length=0).tolist()
 
 
 # --- The order of samples ---------------------------------------------------------------------------------------------
@@ -108,11 +103,11 @@ EVERYTHING = range(50)
 CASES = {
     # name: documents, samples, sequence, epochs, last epoch shuffled apart
     "one epoch, whole": (EVERYTHING, 59, 16, 1, False),
-    "one epoch, one sample": (EVERYTHING, 1, 16, 1, False),
     "two epochs, last apart": (EVERYTHING, 70, 16, 2, True),
-    "two epochs, last in": (EVERYTHING, 115, 16, 2, False),
-    "three epochs, last apart": (EVERYTHING, 130, 16, 3, True),
-    "three epochs, last in": (EVERYTHING, 170, 16, 3, False),
+    "two epochs, just below 80% of 59": (EVERYTHING, 59 + 46, 16, 2, True),
+    "two epochs, 80% of 59": (EVERYTHING, 59 + 47, 16, 2, False),
+    "three epochs, just below 80%": (EVERYTHING, 118 + 46, 16, 3, True),
+    "three epochs, 80%": (EVERYTHING, 118 + 47, 16, 3, False),
     "four epochs, last apart": (EVERYTHING, 190, 16, 4, True),
     "sequence longer than documents": (EVERYTHING, 10, 200, 3, True),
     "sequence of most of an epoch": (EVERYTHING, 3, 900, 3, False),
@@ -123,10 +118,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("seed", [1234, 0, 2**32 - 1])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_indices_and_samples_are_megatrons(files, tmp_path, case, seed):
+def test_indices_and_samples_are_megatrons(files, tmp_path, case):
     documents, samples, sequence, epochs, apart = case
+    seed = 2**32 - samples
     theirs = megatrons(files, documents, samples, sequence, seed, tmp_path)
     ours = GPTDataset(IndexedDataset(files), documents, samples, sequence, seed)
     assert ours.epochs == epochs
@@ -140,39 +135,8 @@ def test_indices_and_samples_are_megatrons(files, tmp_path, case, seed):
     assert [(ours[i][:-1].tolist(), ours[i][1:].tolist()) for i in range(len(ours))] == drawn(theirs, len(theirs))
 
 
-def test_the_digest_in_the_unit_tests_is_megatrons(files, tmp_path):
+def test_digest_of_unit_tests_is_megatrons(files, tmp_path):
     tokens = [
         tokens + labels[-1:] for tokens, labels in drawn(megatrons(files, range(5, 45), 60, 32, 1234, tmp_path), 60)
     ]
     assert hashlib.sha256(np.array(tokens, np.int32).tobytes()).hexdigest()[:16] == "c931cd01e82ffc11"
-
-
-@pytest.mark.parametrize("split", ["949,50,1", "969, 30, 1", "99,1,0", "1,1,1", "0.8,0.1,0.1", "1", "3,7", "0,1,0"])
-@pytest.mark.parametrize("sequences", [1, 7, 50, 1000, 12345])
-def test_splits_are_megatrons(split, sequences):
-    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
-    for ours, bounds in zip(split_sequences(split, sequences), matrix, strict=True):
-        theirs = range(*(int(round(bound * float(sequences))) for bound in bounds)) if bounds else range(0)  # noqa: RUF046
-        assert list(ours) == list(theirs)
-
-
-@pytest.mark.parametrize("vocabulary", [257, 100_000])
-def test_datasets_that_megatron_merged_are_read_whole(tmp_path, vocabulary):
-    parts = [tokens_of(shape, vocabulary) for shape in SHAPES.values()]
-    for number, documents in enumerate(parts):
-        write_ours(tmp_path / f"part{number}", documents, vocabulary)
-    dtype = indexed_dataset.DType.optimal_dtype(vocabulary)
-    builder = indexed_dataset.IndexedDatasetBuilder(str(token_file(tmp_path / "merged")), dtype=dtype)
-    for number in range(len(parts)):
-        builder.add_index(str(tmp_path / f"part{number}"))
-    builder.finalize(str(index_file(tmp_path / "merged")))
-
-    merged, sequences = (
-        IndexedDataset(tmp_path / "merged"),
-        [s for part in parts for document in part for s in document],
-    )
-    assert [merged.get(i).tolist() for i in range(len(merged))] == [sequence.tolist() for sequence in sequences]
-    assert np.diff(merged.document_indices).tolist() == [len(document) for part in parts for document in part]
-    as_one = write_ours(tmp_path / "as_one", [document for part in parts for document in part], vocabulary)
-    for file in (token_file, index_file):
-        assert file(as_one).read_bytes() == file(tmp_path / "merged").read_bytes()

@@ -9,6 +9,7 @@ from mjax.data.blend import BlendedDataset, build_blend_index, number_within, pa
 from mjax.data.indexed import IndexedDataset
 from mjax.data.samples import GPTDataset, build_sample_index, labelled, split_sequences
 from tests.parity.test_megatron_data import write_ours
+from tests.products import diagonal
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch", reason="needs torch (pip install -r requirements-parity.txt)")
@@ -79,9 +80,7 @@ OPTIONS = {
     "attention": (False, True, False, True, False),
     "loss": (False, False, True, True, False),
     "all three": (True, True, True, True, False),
-    "no extra token": (False, False, False, False, False),
-    "no extra token, all three": (True, True, True, False, False),
-    "tail": (False, False, False, True, True),
+    "no extra token": (True, True, True, False, False),
     "tail, all three": (True, True, True, True, True),
     "tail without extra token": (False, False, False, False, True),
 }
@@ -94,9 +93,8 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_samples_with_every_option_are_megatrons(prefixes, tmp_path, options, size):
+@pytest.mark.parametrize(("options", "size"), diagonal(2, OPTIONS.values(), SIZES.values()))
+def test_samples_with_options_are_megatrons(prefixes, tmp_path, options, size):
     positions, attention, mask_eod, extra, tail = options
     documents, samples, sequence = size
     config = settings(
@@ -120,11 +118,10 @@ def test_samples_with_every_option_are_megatrons(prefixes, tmp_path, options, si
         assert getattr(ours, name).tolist() == getattr(theirs, name).tolist()
     found = [ours_as_theirs(ours[i], positions, attention, mask_eod) for i in range(len(ours))]
     assert found == [theirs_as_ours(theirs[i]) for i in range(len(theirs))]
-    padded = sum(not all(sample["loss_mask"]) for sample in found)
-    assert padded or not tail or mask_eod
 
 
-def test_beyond_2_to_the_24_tokens_a_tail_is_counted_exactly_and_megatron_rounds_it():
+@pytest.mark.all
+def test_large_tail_is_exact_where_megatron_rounds():
     # (2^25 + 3 - 1) / 2: exactly 2^24 + 1 samples, without a tail. In float32 2^25 + 2 is 2^25, one sample less.
     lengths, sequence = np.array([2**25 + 3], np.int32), 2
     documents = np.zeros(1, np.int32)
@@ -138,9 +135,12 @@ def test_beyond_2_to_the_24_tokens_a_tail_is_counted_exactly_and_megatron_rounds
 # --- Splits -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("split", ["98,2", " 1 ,2, 3 ", "1.5,.5", "0.7,0.2,0.1", "7,2,1", "33,33,33", "100,0,0", "5."])
-@pytest.mark.parametrize("sequences", [2, 3, 10, 99, 10_001])
-def test_splits_that_we_take_are_megatrons(split, sequences):
+SPLITS = ["949,50,1", "969, 30, 1", "98,2", " 1 ,2, 3 ", "1.5,.5", "0.8,0.1,0.1", "33,33,33", "0,1,0", "5."]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("sequences", [1, 3, 10, 50, 99, 12345])
+def test_splits_are_megatrons(split, sequences):
     shares, begin = parse_and_normalize_split(split), 0.0
     for part, share in zip(split_sequences(split, sequences), shares, strict=True):
         bounds = begin, begin + share
@@ -148,50 +148,27 @@ def test_splits_that_we_take_are_megatrons(split, sequences):
         assert list(part) == list(range(*(int(round(bound * float(sequences))) for bound in bounds)))  # noqa: RUF046
 
 
-@pytest.mark.parametrize(
-    ("split", "numbers"), [("949/50/1", [949, 50, 1]), ("-1,2", [1, 2, 0]), ("1e3", [1, 3, 0]), ("1_0,5", [1, 0, 5])]
-)
-def test_megatron_reads_numbers_out_of_splits_that_we_refuse(split, numbers):
-    assert np.allclose(parse_and_normalize_split(split), np.array(numbers) / sum(numbers))
-    with pytest.raises(Exception, match="is not proportions"):
-        split_sequences(split, 10)
-
-
 # --- Blends -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        ["a"],
-        ["a", "b"],
-        ["a", "b", "c"],
-        ["0.3", "a", "0.7", "b"],
-        ["30", "a", "70", " b "],
-        ["1e-3", "a", "2", "b", "1", "c"],
-        ["1", "2"],
-        ["5", "a"],
-    ],
-)
-def test_blends_are_written_as_megatron_reads_them(values):
-    prefixes, weights = get_blend_from_list(values)
-    blend = parse_blend(values)
-    assert (list(blend.prefixes), blend.weights) == (prefixes, tuple(weights) if weights else None)
+def test_blends_are_parsed_as_megatrons():
+    for values in ("a b c", "0.3 a 0.7 b", "1e-3 a 2 b 1 c", "1 2"):
+        prefixes, weights = get_blend_from_list(values.split())
+        blend = parse_blend(values.split())
+        assert (list(blend.prefixes), blend.weights) == (prefixes, tuple(weights) if weights else None)
 
 
 WEIGHTS = {
     "two": [0.3, 0.7],
     "equal": [1.0] * 7,
-    "a hundred equal": [1.0] * 100,
     "rare": [1e-5, 1.0, 0.5],
     "halves": list(0.5 ** np.arange(12)),
     "random": list(np.random.RandomState(0).rand(40)),
-    "one": [3.0],
 }
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS.keys())
-def test_the_walk_of_a_blend_is_the_compiled_one(weights):
+def test_blend_walk_is_the_compiled_one(weights):
     size = 200_000
     shares = (np.array(weights) / np.sum(weights)).tolist()
     index, number = np.zeros(size, np.int16), np.zeros(size, np.int64)
@@ -202,17 +179,14 @@ def test_the_walk_of_a_blend_is_the_compiled_one(weights):
     assert (number_within(ours) == number).all()
 
 
-@pytest.mark.parametrize("sizes", [[5], [1, 1, 1], [3, 50_000], [700, 1, 20_000, 333], list(range(1, 200)), [64] * 40])
-def test_the_exhaustive_walk_is_the_compiled_one(sizes):
+@pytest.mark.parametrize("sizes", [[1, 1, 1], [3, 50_000], [700, 1, 20_000, 333], [64] * 40])
+def test_exhaustive_walk_is_the_compiled_one(sizes):
     index, number = np.zeros(sum(sizes), np.int16), np.zeros(sum(sizes), np.int64)
     helpers.build_exhaustive_blending_indices(index, number, sizes, len(sizes))
     parts = [range(size) for size in sizes]
     ours = BlendedDataset(parts, None, None)
     assert (ours.dataset_index == index).all()
     assert (ours.dataset_sample_index == number).all()
-    assert sorted(set(zip(index.tolist(), number.tolist(), strict=True))) == [
-        (part, i) for part, size in enumerate(sizes) for i in range(size)
-    ]
 
 
 @pytest.fixture
@@ -248,9 +222,9 @@ def drawn(prefixes, weights, samples, sequence, split, part):
     return BlendedDataset(parts, shares, samples)
 
 
-@pytest.mark.parametrize("weights", [[0.2, 0.5, 0.3], [1, 1, 1], [30.0, 1.0, 2.0], [0.1, 0.1, 0.1]])
+@pytest.mark.parametrize("weights", [[30.0, 1.0, 2.0], [0.1, 0.1, 0.1]])
 @pytest.mark.parametrize(("split", "sizes"), [("80,20,0", (150, 40, 0)), ("1,1,1", (20, 500, 7))])
-def test_a_blend_with_weights_is_megatrons_in_every_part(prefixes, tmp_path, alone, weights, split, sizes):
+def test_weighted_blend_is_megatrons(prefixes, tmp_path, alone, weights, split, sizes):
     blend = (prefixes, [float(weight) for weight in weights])
     theirs = built_by_megatron(tmp_path, list(sizes), 12, blend=blend, split=split)
     for part, samples in enumerate(sizes):
@@ -262,7 +236,7 @@ def test_a_blend_with_weights_is_megatrons_in_every_part(prefixes, tmp_path, alo
             assert same(ours, theirs[part], samples)
 
 
-def test_a_blend_without_weights_is_megatrons(prefixes, tmp_path, alone):
+def test_blend_without_weights_is_megatrons(prefixes, tmp_path, alone):
     theirs = built_by_megatron(tmp_path, [100, 20, 0], 12, blend=(prefixes, None), split="80,20,0")
     for part, samples in enumerate((100, 20)):
         assert same(drawn(prefixes, None, samples, 12, "80,20,0", part), theirs[part], samples)
@@ -272,7 +246,7 @@ def test_a_blend_without_weights_is_megatrons(prefixes, tmp_path, alone):
     assert same(ours, everything[0], len(ours))
 
 
-def test_a_blend_of_its_own_for_every_part_is_megatrons(prefixes, tmp_path, alone):
+def test_blend_of_each_part_is_megatrons(prefixes, tmp_path, alone):
     blends = [(prefixes[:2], [0.25, 0.75]), ([prefixes[2]], None), None]
     theirs = built_by_megatron(tmp_path, [80, 30, 0], 12, blend_per_split=blends)
     assert same(drawn(prefixes[:2], [0.25, 0.75], 80, 12, "1", 0), theirs[0], 80)

