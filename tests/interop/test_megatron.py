@@ -9,7 +9,6 @@ from mjax import cli
 from mjax.config import Config, GPTConfig, read_config, save_config
 from mjax.errors import UsageError
 from mjax.interop.convert import abstract_weights
-from mjax.interop.megatron import checkpoint
 from mjax.interop.megatron.arguments import model_config
 from mjax.interop.megatron.names import family_of, flat, kind_of, renamed
 from mjax.interop.megatron.ranks import RankTensors
@@ -117,41 +116,25 @@ def test_shares_that_do_not_fit_are_refused(change, words):
 # --- Files of ranks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def write(monkeypatch):
-    """A function that leaves a file of a rank, whose content torch would read."""
-    held = {}
-    monkeypatch.setattr(checkpoint, "load", held.__getitem__)
-    monkeypatch.setattr(checkpoint, "as_arrays", lambda file, arrays: arrays)
-
-    def write(folder, numbers, **content):
-        file = folder / "release" / f"mp_rank_{numbers}" / "model_optim_rng.pt"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-        held[file] = {"checkpoint_version": 3.0} | content
-
-    return write
-
-
 def convert(folder, *flags):
     return cli.main(["convert", "from-megatron", str(folder / "in"), str(folder / "run"), *flags])
 
 
-def test_interleaved_chunks_are_ordered(write, tmp_path):
+def test_interleaved_chunks_are_ordered(write_rank, tmp_path):
     """Two stages with eleven chunks each: the layers go from stage to stage, eleven times."""
     model = replace(SMALL, layers=22)
     weights = draw(model)
     for stage in range(2):
         parts = {chunk: share(weights, model, 3.0, 0, 1, 2 * chunk + stage, 22, 32) for chunk in range(11)}
         chunks = {f"model{chunk}": part for chunk, part in parts.items()}
-        write(tmp_path / "in", f"00_{stage:03}", **chunks)
+        write_rank(tmp_path / "in", f"00_{stage:03}", **chunks)
     assert convert(tmp_path, "--heads", "4", "--vocabulary", "29", "--vocabulary-multiple", "8") == 0
     assert_same(weights_of(tmp_path / "run"), weights)
 
 
-def test_files_of_several_steps_are_refused(write, tmp_path, capsys):
+def test_files_of_several_steps_are_refused(write_rank, tmp_path, capsys):
     for rank in range(2):
-        write(tmp_path / "in", f"{rank:02}", model=share(draw(SMALL), SMALL, 3.0, rank, 2), iteration=5 + rank)
+        write_rank(tmp_path / "in", f"{rank:02}", model=share(draw(SMALL), SMALL, 3.0, rank, 2), iteration=5 + rank)
     assert convert(tmp_path, "--heads", "4") == 2
     assert "iteration is 6, and 5 in" in capsys.readouterr().err
 
@@ -174,10 +157,10 @@ def test_files_of_several_steps_are_refused(write, tmp_path, capsys):
         (1, 640, "--vocabulary 641", None, "--vocabulary is 641; the embedding has 640 rows"),
     ],
 )
-def test_tokenizer_tells_padding_of_vocabulary(write, ranks, padded, flags, vocabulary, words, tmp_path, capsys):
+def test_tokenizer_tells_padding_of_vocabulary(write_rank, ranks, padded, flags, vocabulary, words, tmp_path, capsys):
     model = replace(SMALL, vocabulary=257)
     for rank in range(ranks):
-        write(tmp_path / "in", f"{rank:02}", model=share(draw(model), model, 3.0, rank, ranks, padded=padded))
+        write_rank(tmp_path / "in", f"{rank:02}", model=share(draw(model), model, 3.0, rank, ranks, padded=padded))
     assert convert(tmp_path, "--heads", "4", *flags.split()) == (0 if vocabulary else 2)
     said = capsys.readouterr()
     assert words in (said.out if vocabulary else said.err)
