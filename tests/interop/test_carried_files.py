@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 
+from mjax import cli
+from mjax.chat import Chat
 from mjax.config import Config, DataConfig
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
@@ -14,6 +16,9 @@ from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.training.beginning import write_folder, write_origin
 from mjax.training.origin import Origin
 from tests.data.vocabularies import gpt2_files
+from tests.interop.folders import LLAMA, tensors_of
+from tests.interop.folders import write_folder as write_model
+from tests.parity.chat_tokenizers import write_tokenizer
 
 
 def folder_of(path, settings=None, **files):
@@ -108,3 +113,26 @@ def test_run_keeps_template_only_with_its_tokenizer(tmp_path):
         assert template.exists() == kept
         assert len(said) == (0 if kept else 2)
     assert tokenizer_from_folder(run / "tokenizer").scheme == "bytes"
+
+
+def test_chat_model_survives_import_and_export(tmp_path):
+    size = write_tokenizer("llama 3", "a file", folder_of(tmp_path / "of tokenizer"))
+    config = LLAMA | {"vocab_size": size}
+    source = write_model(tmp_path / "in", config, tensors_of(config))
+    shutil.copytree(tmp_path / "of tokenizer", source, dirs_exist_ok=True)
+    for command, given, output in (("from-hf", "in", "run"), ("to-hf", "run", "out")):
+        assert cli.main(["convert", command, str(tmp_path / given), str(tmp_path / output)]) == 0
+    for name in ("generation_config.json", "tokenizer.json", "special_tokens_map.json", "chat_template.jinja"):
+        read = str if name.endswith("jinja") else json.loads
+        assert read((tmp_path / "out" / name).read_text()) == read((source / name).read_text())
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert exported["eos_token_id"] == json.loads((source / "generation_config.json").read_text())["eos_token_id"]
+
+    template = tmp_path / "run" / "tokenizer" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("{% for", "\n    {% for"))  # which is rendered without the indent
+    chat = Chat(tmp_path / "run", 0)
+    text = chat.render([{"role": "user", "content": "Hi"}])
+    assert text == "<|begin_of_text|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    ids = chat.encode(text)
+    assert ids.count(ids[0]) == 1, "the tokenizer adds no second beginning of text"
+    assert chat.decode(ids[:1]) == ""
