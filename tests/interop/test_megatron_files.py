@@ -3,7 +3,9 @@
 import io
 import pickle
 import sys
+import zipfile
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from mjax.errors import UsageError
 from mjax.interop.megatron.checkpoint import find_folder
 from mjax.interop.megatron.distributed import DistributedTensors
 from mjax.interop.megatron.pickles import Chunk, Stored, read_metadata
+from mjax.interop.torch_files import load_tensors
 
 # --- Format torch_dist ------------------------------------------------------------------------------------------------
 
@@ -238,3 +241,15 @@ def test_missing_torch_is_named(tmp_path, monkeypatch, capsys):
     (folder / "release" / "mp_rank_00" / "model_optim_rng.pt").touch()
     assert cli.main(["convert", "from-megatron", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
     assert "read by torch, which is not installed; type `pip install torch`" in capsys.readouterr().err
+
+
+def test_flipped_bit_in_archive_is_noticed(tmp_path, monkeypatch):
+    """torch.save writes checksums, and torch.load does not compare them."""
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(load=lambda *_, **__: "read"))
+    file = tmp_path / "model_optim_rng.pt"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data/0", b"numbers")
+    assert load_tensors(file) == "read"
+    file.write_bytes(file.read_bytes().replace(b"numbers", b"numberr"))
+    with pytest.raises(zipfile.BadZipFile, match="archive/data/0 in it is not what was written"):
+        load_tensors(file)
