@@ -22,7 +22,6 @@ from mjax.parallel.mesh import make_mesh
 from mjax.parallel.tokens import Tokens
 from tests.data.vocabularies import TEXTS, bert_file
 from tests.interop.folders import read_folder
-from tests.interop.whole_weights import assert_same, weight_arrays
 from tests.parity.megatron_written import opened, scores_of
 from tests.parity.peers import imported, perturbed, rate_of_megatron
 from tests.parity.vocabularies import fetched
@@ -30,6 +29,7 @@ from tests.small import gradient_program, pairs_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+from tests.parity.both_ways import assert_gradients, exported  # noqa: E402
 from tests.parity.outputs import outputs_of_pretraining  # noqa: E402
 from tests.parity.trajectory import losses_of_both  # noqa: E402
 
@@ -81,21 +81,12 @@ def test_model_comes_in_and_goes_out_the_same(kind, shape, tmp_path):
     figures, gradients = program(weights, batch, jnp.int32(0), jnp.float32(1))
     expected.loss.backward()
     assert float(figures[0] + figures[1]) == pytest.approx(expected.loss.item(), rel=1e-5)
-    theirs = {name: weight.grad.numpy() for name, weight in peer.named_parameters()}
-    largest = max(np.abs(gradient).max() for gradient in theirs.values())
-    array = weight_arrays(FAMILIES[kind], gradients, config.model)
-    assert array.keys() == theirs.keys()
-    for name in theirs:
-        np.testing.assert_allclose(array[name], theirs[name], atol=1e-4 * largest, err_msg=name)
-
-    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    again, report = type(peer).from_pretrained(tmp_path / "out", output_loading_info=True, attn_implementation="eager")
-    assert not any(report.values()), report
+    assert_gradients(FAMILIES[kind], gradients, peer, config.model)
+    again = exported(peer, tmp_path)
     with torch.no_grad():
-        found = outputs_of_pretraining(again.eval(), batch)
+        found = outputs_of_pretraining(again, batch)
     assert torch.equal(found.prediction_logits, expected.prediction_logits)
     assert torch.equal(found.seq_relationship_logits, expected.seq_relationship_logits)
-    assert_same(read_folder(tmp_path / "out"), read_folder(tmp_path / "hf"))
 
 
 @pytest.mark.parametrize("kind", ["Bert", pytest.param("MegatronBert", marks=pytest.mark.all)])
@@ -103,13 +94,12 @@ def test_twenty_steps_from_import_follow_torch(kind, tmp_path):
     peer = _peer(kind, "three heads")
     config, weights = imported(peer, tmp_path, "--vocabulary-multiple", "6")
     config = replace(config, mesh=MeshConfig(data=2, model=3))
+
+    def loss_of(peer, batch):
+        return outputs_of_pretraining(peer, batch).loss
+
     ours, theirs = losses_of_both(
-        config,
-        weights,
-        peer,
-        lambda peer, batch: outputs_of_pretraining(peer, batch).loss,
-        lambda step: pairs_of(config, step % 4),
-        rate_at=rate_of_megatron,
+        config, weights, peer, loss_of, lambda step: pairs_of(config, step % 4), rate_at=rate_of_megatron
     )
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
     assert theirs[-1] < theirs[0] - 0.05, "the trajectory went nowhere"
@@ -173,9 +163,8 @@ def test_published_encoder_gives_same_hidden_states(request, tmp_path):
     peer = transformers.BertModel.from_pretrained(source, attn_implementation="eager").eval()
     with torch.no_grad():
         expected = peer(**inputs)
-    tokens, types, mask = (
-        inputs[n].numpy().astype(np.int32) for n in ("input_ids", "token_type_ids", "attention_mask")
-    )
+    names = ("input_ids", "token_type_ids", "attention_mask")
+    tokens, types, mask = (inputs[name].numpy().astype(np.int32) for name in names)
     config, weights = opened(run)
     found = _hidden(config, weights, tokens, types, 1 - mask)
     np.testing.assert_allclose(found[mask == 1], expected.last_hidden_state.numpy()[mask == 1], atol=2e-5, rtol=0)

@@ -13,18 +13,17 @@ from mjax.generation import Generator
 from mjax.inference import inference_config, restore_weights
 from mjax.interop.bloom import BLOOM
 from mjax.interop.gpt2 import GPT2
-from mjax.interop.tensor_files import FLOATS, Kind, open_tensors
 from mjax.parallel.mesh import make_mesh
 from mjax.sampling import Sampling
 from tests.data.vocabularies import NAMES, NASTY, TEXTS, specs
 from tests.interop.folders import read_folder
-from tests.interop.whole_weights import assert_same, weight_arrays
 from tests.parity.megatron_written import scores_of
 from tests.parity.peers import imported, perturbed, rate_of_megatron
 from tests.small import gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+from tests.parity.both_ways import assert_gradients, exported  # noqa: E402
 from tests.parity.outputs import batch_of, logits_of, loss_of  # noqa: E402
 from tests.parity.trajectory import losses_of_both  # noqa: E402
 
@@ -62,27 +61,17 @@ def test_model_comes_in_and_goes_out_the_same(name, tmp_path):
     expected_loss = loss_of(peer, batch)
     expected_loss.backward()
     assert float(loss) == pytest.approx(expected_loss.item(), rel=1e-5)
-    expected = {name: weight.grad.numpy() for name, weight in peer.named_parameters()}
-    largest = max(np.abs(gradient).max() for gradient in expected.values())
-    family = BLOOM if "BLOOM" in name else GPT2
-    array = weight_arrays(family, gradients, config.model)
-    assert array.keys() == expected.keys()
-    for weight in expected:
-        np.testing.assert_allclose(array[weight], expected[weight], atol=1e-4 * largest, err_msg=weight)
+    assert_gradients(BLOOM if "BLOOM" in name else GPT2, gradients, peer, config.model)
     assert not np.asarray(gradients.embedding.table[...])[config.model.vocabulary :].any()
 
-    flags = ("--shard-size", "20KB") if "three" in name else ()
-    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out"), *flags]) == 0
-    again, report = type(peer).from_pretrained(tmp_path / "out", output_loading_info=True, attn_implementation="eager")
-    assert not any(report.values()), report
+    again = exported(peer, tmp_path, *(("--shard-size", "20KB") if "three" in name else ()))
     with torch.no_grad():
         scores = logits_of(peer, batch)
-        assert torch.equal(logits_of(again.eval(), batch), scores)
+        assert torch.equal(logits_of(again, batch), scores)
     _, found = scores_of(tmp_path / "run", batch["tokens"])
     assert found.shape[-1] == 128 * -(-config.model.vocabulary // 128)
     np.testing.assert_allclose(found[..., : config.model.vocabulary], scores.numpy(), atol=2e-5)
     assert found[..., config.model.vocabulary :].max() < -1e30, "padding may be predicted"
-    assert_same(read_folder(tmp_path / "out"), read_folder(tmp_path / "hf"))
 
 
 @pytest.mark.parametrize("name", [pytest.param("three heads", marks=pytest.mark.all), "BLOOM, three heads"])
@@ -182,19 +171,6 @@ def test_pickle_is_read_on_request(legacy, tmp_path, capsys):
     assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     for name, tensor in read_folder(tmp_path / "out").items():
         assert np.array_equal(tensor, state[name].numpy()), name
-
-
-@pytest.mark.parametrize("word", ["F32", "F16", "BF16"])
-def test_pickled_tensors_keep_type_and_numbers(word, tmp_path):
-    dtype = FLOATS[word]
-    tensor = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype.name))
-    torch.save({"t": tensor}, tmp_path / "pytorch_model.bin")
-    tensors = open_tensors(tmp_path, allow_pickle=True)
-    assert tensors.kinds == {"t": Kind(word, (5, 3))}
-    for rows in (slice(None), slice(1, 4)):
-        read = tensors.read("t", rows)
-        assert read.dtype == dtype
-        np.testing.assert_array_equal(read.astype(np.float32), tensor[rows].float().numpy())
 
 
 def test_harmful_pickle_is_refused_unexecuted(tmp_path, capsys):

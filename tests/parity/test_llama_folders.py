@@ -1,6 +1,5 @@
 """A folder of each family of Llamas with its tokenizer: through a run and back, and what it writes from then on."""
 
-import numpy as np
 import pytest
 
 from mjax import cli
@@ -17,7 +16,6 @@ from tests.interop.whole_weights import assert_same
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
 from tests.parity.chat_tokenizers import write_tokenizer  # noqa: E402
-from tests.parity.megatron_written import scores_of  # noqa: E402
 from tests.parity.outputs import with_noise  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -74,6 +72,4 @@ def test_folder_comes_back_and_generates_the_same(name, tmp_path):
     assert len(found.tokens) == 64
     assert len(set(found.tokens)) > 8, "one token over and over says little"
     assert tokenizer.decode(found.tokens)
-    _, scores = scores_of(run, np.array([prompt]))
-    assert scores[..., vocabulary:].max() < -1e30, "padding may be predicted"
     assert tokenizer_from_folder(run / "tokenizer").vocabulary == vocabulary
