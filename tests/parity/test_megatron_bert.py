@@ -23,10 +23,10 @@ from megatron.core.datasets.utils import Split  # noqa: E402
 SEED = 1234
 
 
-def tokenizer_of(pieces, pad=None):
+def tokenizer_of(pieces):
     """What Megatron asks of a tokenizer."""
     words = ["##x" if continues else "x" for continues in pieces.continues.tolist()]
-    ids = {"cls": pieces.cls, "sep": pieces.sep, "mask": pieces.mask, "pad": pieces.pad if pad is None else pad}
+    ids = {"cls": pieces.cls, "sep": pieces.sep, "mask": pieces.mask, "pad": pieces.pad}
     return SimpleNamespace(**ids, inv_vocab=dict(enumerate(words)), unique_identifiers={"class": "none"})
 
 
@@ -35,13 +35,13 @@ def megatrons(monkeypatch, tmp_path):
     """Builds Megatron's dataset, which asks for its rank even where nothing is distributed."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
 
-    def build(indexed, samples, sequence, short, order, documents=None, seed=SEED, pieces=PIECES, mask=0.15):
+    def build(indexed, samples, sequence, short, order, documents=None, seed=SEED, mask=0.15):
         config = bert_dataset.BERTMaskedWordPieceDatasetConfig(
             random_seed=seed,
             sequence_length=sequence,
             path_to_cache=str(tmp_path / "cache"),
             split="1",
-            tokenizer=tokenizer_of(pieces),
+            tokenizer=tokenizer_of(PIECES),
             masking_probability=mask,
             short_sequence_probability=short,
             masking_max_ngram=3,
