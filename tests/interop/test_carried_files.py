@@ -130,7 +130,9 @@ def test_chat_model_survives_import_and_export(tmp_path):
 
     template = tmp_path / "run" / "tokenizer" / "chat_template.jinja"
     template.write_text(template.read_text().replace("{% for", "\n    {% for"))  # which is rendered without the indent
+    template.with_name("generation_config.json").unlink()
     chat = Chat(tmp_path / "run", 0)
+    assert chat.stops == [0, size - 1], "the end of a document, and eos_token"
     text = chat.render([{"role": "user", "content": "Hi"}])
     assert text == "<|begin_of_text|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     ids = chat.encode(text)
