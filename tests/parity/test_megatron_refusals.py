@@ -87,7 +87,7 @@ MISTAKES = {
     "integers": (_mlp(lambda mlp: mlp.to(torch.int8)), f"{TODAY} is of type int8"),
     "eight bits": (_mlp(lambda mlp: mlp.to(torch.float8_e4m3fn)), f"{MLP} is of type torch.float8_e4m3fn"),
     "a tensor larger than its storage": (
-        _mlp(lambda mlp: torch.ones(1).expand(mlp.shape)), f"{MLP} has shape (40, 24) and 4 bytes stored of it",
+        _mlp(lambda mlp: torch.ones(240).as_strided((40, 24), (5, 1))), "(40, 24) and 960 bytes stored of it",
     ),
     "no tensor": (_mlp(lambda mlp: 5), f"{MLP} is 5, which is not a tensor"),
     "not finite": (_mlp(lambda mlp: mlp.log()), f"{TODAY} holds numbers that are not finite"),
