@@ -7,69 +7,29 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 CONFIG = {
-    "model_type": "gpt2",
-    "architectures": ["GPT2LMHeadModel"],
-    "n_layer": 2,
-    "n_embd": 12,
-    "n_head": 3,
-    "n_positions": 16,
-    "vocab_size": 257,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "initializer_range": 0.02,
-    "attn_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-}
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 12, "n_head": 3,
+    "n_positions": 16, "vocab_size": 257, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+}  # fmt: skip
 BERT = {
-    "model_type": "bert",
-    "architectures": ["BertForPreTraining"],
-    "num_hidden_layers": 2,
-    "hidden_size": 12,
-    "num_attention_heads": 3,
-    "intermediate_size": 24,
-    "max_position_embeddings": 16,
-    "vocab_size": 257,
-    "type_vocab_size": 2,
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-12,
-    "initializer_range": 0.02,
-    "attention_probs_dropout_prob": 0.1,
-    "hidden_dropout_prob": 0.1,
-}
+    "model_type": "bert", "architectures": ["BertForPreTraining"], "num_hidden_layers": 2, "hidden_size": 12,
+    "num_attention_heads": 3, "intermediate_size": 24, "max_position_embeddings": 16, "vocab_size": 257,
+    "type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "initializer_range": 0.02,
+    "attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1,
+}  # fmt: skip
 MEGATRON_BERT = BERT | {"model_type": "megatron-bert", "architectures": ["MegatronBertForPreTraining"]}
 BLOOM = {
-    "model_type": "bloom",
-    "architectures": ["BloomForCausalLM"],
-    "n_layer": 2,
-    "hidden_size": 12,
-    "n_head": 3,
-    "seq_length": 16,
-    "vocab_size": 257,
-    "layer_norm_epsilon": 1e-5,
-    "initializer_range": 0.02,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-}
+    "model_type": "bloom", "architectures": ["BloomForCausalLM"], "n_layer": 2, "hidden_size": 12, "n_head": 3,
+    "seq_length": 16, "vocab_size": 257, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0,
+}  # fmt: skip
 LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 16,
-    "vocab_size": 257,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.02,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-}
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 24,
+    "max_position_embeddings": 16, "vocab_size": 257, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02, "rope_theta": 10000.0, "tie_word_embeddings": False, "attention_bias": False,
+    "mlp_bias": False, "attention_dropout": 0.0,
+}  # fmt: skip
 
 
 def tensors_of(config: dict, seed: int = 0) -> dict[str, np.ndarray]:

@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 
+from mjax import cli
+from mjax.chat import Chat
 from mjax.config import Config, DataConfig
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
@@ -14,6 +16,9 @@ from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.training.beginning import write_folder, write_origin
 from mjax.training.origin import Origin
 from tests.data.vocabularies import gpt2_files
+from tests.interop.folders import LLAMA, tensors_of
+from tests.interop.folders import write_folder as write_model
+from tests.parity.chat_tokenizers import write_tokenizer
 
 
 def folder_of(path, settings=None, **files):
@@ -32,7 +37,7 @@ def stored(files, path):
     return path
 
 
-def test_a_template_changed_in_the_run_goes_out_in_both_spellings(tmp_path):
+def test_changed_template_is_exported_in_both_spellings(tmp_path):
     source = folder_of(tmp_path / "in", {"eos_token": "</s>", "chat_template": "old"}, special_tokens_map__json="{}\n")
     run = stored(carried_files(source, {"eos_token_id": 7}), tmp_path / "run")
     assert (run / "chat_template.jinja").read_text() == "old"
@@ -45,7 +50,7 @@ def test_a_template_changed_in_the_run_goes_out_in_both_spellings(tmp_path):
     assert out["special_tokens_map.json"] == b"{}\n"
 
 
-def test_several_templates_go_out_as_one_list_that_no_file_hides(tmp_path):
+def test_several_templates_are_exported_as_one_list(tmp_path):
     named = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
     run = stored(carried_files(folder_of(tmp_path / "in", {"chat_template": named}), {}), tmp_path / "run")
     assert (run / "chat_template.jinja").read_text() == "d"
@@ -54,12 +59,12 @@ def test_several_templates_go_out_as_one_list_that_no_file_hides(tmp_path):
     assert json.loads(out["tokenizer_config.json"])["chat_template"] == named
 
 
-def test_a_file_hides_the_setting_as_in_transformers(tmp_path):
+def test_template_file_takes_precedence_over_setting(tmp_path):
     source = folder_of(tmp_path / "in", {"chat_template": "setting"}, chat_template__jinja="file")
     assert carried_files(source, {})["chat_template.jinja"] == b"file"
 
 
-def test_nothing_is_carried_without_settings_of_a_tokenizer(tmp_path):
+def test_nothing_is_carried_without_tokenizer_settings(tmp_path):
     assert carried_files(folder_of(tmp_path / "in", None, chat_template__jinja="file"), {}) == {}
     assert restored_files(tmp_path / "nowhere") == {}
 
@@ -74,14 +79,14 @@ def test_nothing_is_carried_without_settings_of_a_tokenizer(tmp_path):
         ({}, {"generation_config__json": "{"}, "generation_config.json"),
     ],
 )
-def test_a_damaged_file_is_refused_in_one_sentence(settings, files, said, tmp_path):
+def test_damaged_files_are_refused(settings, files, said, tmp_path):
     with pytest.raises(UsageError, match=said):
         carried_files(folder_of(tmp_path / "in", settings, **files), {})
     with pytest.raises(UsageError, match=said):
         restored_files(tmp_path / "in")
 
 
-def test_byte_pairs_that_are_not_cut_as_gpt2s_are_refused_without_a_tokenizer_json(tmp_path):
+def test_byte_pairs_of_other_words_are_refused(tmp_path):
     source = folder_of(tmp_path / "in", {"tokenizer_class": "GPT2TokenizerFast"})
     gpt2_files(source)
     assert find_tokenizer(source, None).scheme == "gpt2"
@@ -90,31 +95,46 @@ def test_byte_pairs_that_are_not_cut_as_gpt2s_are_refused_without_a_tokenizer_js
         find_tokenizer(source, None)
 
 
-def test_another_tokenizer_of_the_data_replaces_that_of_a_run_with_its_template_in_one_line(tmp_path):
+def test_run_keeps_template_only_with_its_tokenizer(tmp_path):
+    """So does a run that starts from another run; each time one line says what is not kept."""
     files = ",".join(map(str, gpt2_files(tmp_path)))
     for name, spec in {"same": f"gpt2:{files}", "other": "bytes", "run/tokenizer": f"gpt2:{files}"}.items():
         load_tokenizer(spec).save(tmp_path / name)
-    template, said = tmp_path / "run" / "tokenizer" / "chat_template.jinja", []
+    run, config, said = tmp_path / "run", Config(data=DataConfig(mock=True)), []
+    template, origin = run / "tokenizer" / "chat_template.jinja", Origin(str(run), 0, {})
     template.write_text("hello")
-    config = Config(data=DataConfig(mock=True))
     for name, kept in {"same": True, "other": False}.items():
         data = TrainingData(training=None, validation=None, tokenizer=tmp_path / name, summary="")
-        write_folder(config, config, data, tmp_path / "run", said.append)
-        assert template.exists() == kept
-        assert len([line for line in said if "chat template" in line]) == (not kept)
-    assert tokenizer_from_folder(tmp_path / "run" / "tokenizer").scheme == "bytes"
-
-
-def test_a_run_that_starts_from_another_has_its_template_if_the_tokenizer_is_the_same(tmp_path):
-    files = ",".join(map(str, gpt2_files(tmp_path)))
-    for name, spec in {"same": f"gpt2:{files}", "other": "bytes", "run/tokenizer": f"gpt2:{files}"}.items():
-        load_tokenizer(spec).save(tmp_path / name)
-    (tmp_path / "run" / "tokenizer" / "chat_template.jinja").write_text("hello")
-    origin, said = Origin(str(tmp_path / "run"), 0, {}), []
-    for name, kept in {"same": True, "other": False}.items():
         new = tmp_path / f"new, {name}"
         shutil.copytree(tmp_path / name, new / "tokenizer")
-        data = TrainingData(training=None, validation=None, tokenizer=tmp_path / name, summary="")
         write_origin(new, origin, data, said.append)
         assert (new / "tokenizer" / "chat_template.jinja").exists() == kept
-        assert len(said) == (not kept)
+        write_folder(config, config, data, run, said.append)
+        assert template.exists() == kept
+        assert len(said) == (0 if kept else 2)
+    assert tokenizer_from_folder(run / "tokenizer").scheme == "bytes"
+
+
+def test_chat_model_survives_import_and_export(tmp_path):
+    size = write_tokenizer("llama 3", "a file", folder_of(tmp_path / "of tokenizer"))
+    config = LLAMA | {"vocab_size": size}
+    source = write_model(tmp_path / "in", config, tensors_of(config))
+    shutil.copytree(tmp_path / "of tokenizer", source, dirs_exist_ok=True)
+    for command, given, output in (("from-hf", "in", "run"), ("to-hf", "run", "out")):
+        assert cli.main(["convert", command, str(tmp_path / given), str(tmp_path / output)]) == 0
+    for name in ("generation_config.json", "tokenizer.json", "special_tokens_map.json", "chat_template.jinja"):
+        read = str if name.endswith("jinja") else json.loads
+        assert read((tmp_path / "out" / name).read_text()) == read((source / name).read_text())
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert exported["eos_token_id"] == json.loads((source / "generation_config.json").read_text())["eos_token_id"]
+
+    template = tmp_path / "run" / "tokenizer" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("{% for", "\n    {% for"))  # which is rendered without the indent
+    template.with_name("generation_config.json").unlink()
+    chat = Chat(tmp_path / "run", 0)
+    assert chat.stops == [0, size - 1], "the end of a document, and eos_token"
+    text = chat.render([{"role": "user", "content": "Hi"}])
+    assert text == "<|begin_of_text|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    ids = chat.encode(text)
+    assert ids.count(ids[0]) == 1, "the tokenizer adds no second beginning of text"
+    assert chat.decode(ids[:1]) == ""

@@ -1,258 +1,324 @@
-"""`mjax convert` both ways: what becomes of every tensor, every setting and the tokenizer."""
+"""`mjax convert` both ways for each family: what becomes of every tensor, every setting and the tokenizer."""
 
 import json
 import os
+import re
 import shutil
-import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.numpy import bfloat16
-from jax.sharding import PartitionSpec as P
+from tokenizers import BertWordPieceTokenizer, normalizers, pre_tokenizers
 
 from mjax import cli
 from mjax.commands import convert
 from mjax.config import MeshConfig, read_config, save_config
 from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, tokenizer_from_folder
-from mjax.interop.convert import abstract_weights
-from mjax.interop.gpt2 import GPT2
+from mjax.interop import bert, bloom, gpt2, model_folder
+from mjax.interop.convert import abstract_weights, find_family
 from mjax.interop.model_folder import new_folder
-from mjax.interop.settings import model_config
-from mjax.interop.tensor_files import SafetensorsFiles, open_tensors
+from mjax.interop.settings import config_values, model_config
 from mjax.interop.tokenizer_files import find_tokenizer
-from mjax.interop.weights import find_tensors
-from mjax.parallel.axes import DATA, MODEL
-from mjax.parallel.mesh import make_mesh
-from mjax.state.checkpoint import Checkpoints
+from mjax.models.build import build_model, count_parameters
 from mjax.training.metrics import read_metrics
-from mjax.training.step import build_program
-from tests.data.vocabularies import foreign_model, gpt2_files, hf_unigram
-from tests.interop.folders import CONFIG, read_folder, tensors_of, write_folder
-from tests.interop.whole_weights import read_weights
+from tests.data.vocabularies import TEXTS, bert_file, foreign_model, gpt2_files, hf_unigram
+from tests.interop.folders import BERT, BLOOM, CONFIG, LLAMA, MEGATRON_BERT, read_folder, tensors_of, write_folder
+from tests.interop.whole_weights import assert_same, folder_weights, weights_of
 from tests.small import named
 from tests.tiny_config import config as tiny
 
-
-def weights_of(run, config=None):
-    config = config or read_config(run / "config.json")
-    with Checkpoints(run / "checkpoints") as checkpoints:
-        return checkpoints.restore(abstract_weights(config), field="model")[1]
+CONFIGS = {"gpt2": CONFIG, "bert": BERT, "megatron-bert": MEGATRON_BERT, "bloom": BLOOM, "llama": LLAMA}
 
 
-def assert_same(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name, strict=True)
+def to_hf(run, out, *flags):
+    return cli.main(["convert", "to-hf", str(run), str(out), *flags])
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return write_folder(tmp_path_factory.mktemp("source") / "gpt2")
+def from_hf(source, run, *flags):
+    return cli.main(["convert", "from-hf", str(source), str(run), *flags])
+
+
+def settings_in(folder, file="config.json"):
+    return json.loads((folder / file).read_text())
 
 
 @pytest.fixture(scope="module")
-def run(source, tmp_path_factory):
-    """The run folder made of it; the tests below only read it."""
-    run = tmp_path_factory.mktemp("runs") / "gpt2"
-    assert cli.main(["convert", "from-hf", str(source), str(run), "--tokenizer", "bytes"]) == 0
-    return run
+def sources(tmp_path_factory):
+    """A model folder of each family."""
+    folder = tmp_path_factory.mktemp("sources")
+    return {name: write_folder(folder / name, config, tensors_of(config)) for name, config in CONFIGS.items()}
 
 
-# --- Both ways --------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def runs(sources, tmp_path_factory):
+    """The run folders made of them; the tests below only read them."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, source in sources.items():
+        assert from_hf(source, folder / name, "--vocabulary-multiple", "64") == 0
+    return {name: folder / name for name in sources}
 
 
-def test_every_tensor_finds_its_place(source, run):
-    theirs, ours = read_folder(source), named(weights_of(run))
-    assert ours["embedding.table"].shape == (384, 12)
-    np.testing.assert_array_equal(ours["embedding.table"][:257], theirs["transformer.wte.weight"])
-    np.testing.assert_array_equal(ours["positions"], theirs["transformer.wpe.weight"])
-    fused = theirs["transformer.h.1.attn.c_attn.weight"]  # [h, q | k | v]
-    for part, head in ((0, 0), (1, 2), (2, 1)):
-        columns = fused[:, part * 12 + head * 4 : part * 12 + (head + 1) * 4]
-        np.testing.assert_array_equal(ours["blocks.attention.qkv.kernel"][1, :, part, head], columns)
-    np.testing.assert_array_equal(
-        ours["blocks.attention.out.kernel"][0].reshape(12, 12), theirs["transformer.h.0.attn.c_proj.weight"]
-    )
-    np.testing.assert_array_equal(ours["blocks.mlp.down.bias"][0], theirs["transformer.h.0.mlp.c_proj.bias"])
+# --- Tensors ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_exported_is_what_was_imported_bit_for_bit(source, run, tmp_path):
-    assert cli.main(["convert", "to-hf", str(run), str(tmp_path / "out")]) == 0
-    assert_same(read_folder(tmp_path / "out"), read_folder(source))
-    exported = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert {name: exported[name] for name in CONFIG} == CONFIG
-    assert cli.main(["convert", "from-hf", str(tmp_path / "out"), str(tmp_path / "again")]) == 0
-    assert_same(named(weights_of(tmp_path / "again")), named(weights_of(run)))
-    assert read_config(tmp_path / "again" / "config.json") == read_config(run / "config.json")
+def linear(tensors, name, *shape):
+    """A matrix of `torch.nn.Linear` as [in, …]."""
+    return tensors[f"{name}.weight"].T.reshape(-1, *shape)
+
+
+def by_hand(name, tensors):
+    """Some of our weights, those of layer 1 where there are several; 3 heads of 4 numbers."""
+    if name == "gpt2":
+        layer = "transformer.h.1"
+        return {
+            "positions": tensors["transformer.wpe.weight"],
+            "blocks.attention.qkv.kernel": tensors[f"{layer}.attn.c_attn.weight"].reshape(12, 3, 3, 4),
+            "blocks.attention.out.kernel": tensors[f"{layer}.attn.c_proj.weight"].reshape(3, 4, 12),
+            "blocks.mlp.down.bias": tensors[f"{layer}.mlp.c_proj.bias"],
+        }
+    if name == "bloom":  # rows are head by head, and of a head its queries, keys and values
+        layer = "transformer.h.1"
+        qkv = f"{layer}.self_attention.query_key_value"
+        return {
+            "embedding_norm.scale": tensors["transformer.word_embeddings_layernorm.weight"],
+            "blocks.attention.qkv.kernel": linear(tensors, qkv, 3, 3, 4).swapaxes(1, 2),
+            "blocks.attention.qkv.bias": tensors[f"{qkv}.bias"].reshape(3, 3, 4).swapaxes(0, 1),
+            "blocks.mlp.down.kernel": linear(tensors, f"{layer}.mlp.dense_4h_to_h", 12),
+        }
+    if name == "llama":
+        layer = "model.layers.1"
+        halves = [linear(tensors, f"{layer}.self_attn.{part}_proj", 2, 4) for part in "kv"]
+        gates = [linear(tensors, f"{layer}.mlp.{part}_proj", 24) for part in ("gate", "up")]
+        return {
+            "head.table": tensors["lm_head.weight"],
+            "blocks.attention.query.kernel": linear(tensors, f"{layer}.self_attn.q_proj", 4, 4),
+            "blocks.attention.key_value.kernel": np.stack(halves, axis=1),
+            "blocks.mlp.up.kernel": np.stack(gates, axis=1),
+            "blocks.mlp_norm.scale": tensors[f"{layer}.post_attention_layernorm.weight"],
+        }
+    layer = "bert.encoder.layer.1"
+    parts = [f"{layer}.attention.self.{part}" for part in ("query", "key", "value")]
+    norms = {"embedding_norm.scale": "bert.embeddings.LayerNorm.weight"}
+    norms |= {"blocks.mlp_norm.bias": f"{layer}.output.LayerNorm.bias"}
+    if name == "megatron-bert":
+        norms = {"final_norm.scale": "bert.encoder.ln.weight", "blocks.mlp_norm.bias": f"{layer}.ln.bias"}
+    return {ours: tensors[theirs] for ours, theirs in norms.items()} | {
+        "mlm.bias": tensors["cls.predictions.bias"],
+        "blocks.attention.qkv.kernel": np.stack([linear(tensors, part, 3, 4) for part in parts], axis=1),
+        "blocks.attention.qkv.bias": np.stack([tensors[f"{part}.bias"].reshape(3, 4) for part in parts]),
+        "order.kernel": tensors["cls.seq_relationship.weight"].T,
+    }
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_import_puts_every_tensor_in_place(sources, runs, name):
+    theirs, ours = read_folder(sources[name]), weights_of(runs[name])
+    table = next(theirs[each] for each in theirs if re.search(r"\.(wte|(word_embedding|embed_token)s)\.", each))
+    expected = {"embedding.table": table} | by_hand(name, theirs)
+    for weight, tensor in expected.items():
+        found = ours[weight][1] if weight.startswith("blocks.") else ours[weight]
+        np.testing.assert_array_equal(found[: len(tensor)], tensor, err_msg=weight)
+        assert not found[len(tensor) :].any(), "rows of zeros pad the vocabulary"
+    assert ours["embedding.table"].shape[0] == 320
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_export_equals_import_bit_for_bit(sources, runs, name, tmp_path, capsys):
+    assert to_hf(runs[name], tmp_path / "out", "--shard-size", "8KB") == 0
+    assert f"as {CONFIGS[name]['architectures'][0]}," in capsys.readouterr().out
+    tensors = read_folder(sources[name])
+    assert_same(read_folder(tmp_path / "out"), tensors)
+    assert CONFIGS[name].items() <= settings_in(tmp_path / "out").items()
+    assert (tmp_path / "out" / "generation_config.json").exists() == ("bert" not in name)
+    assert from_hf(tmp_path / "out", tmp_path / "again", "--vocabulary-multiple", "64") == 0
+    assert_same(weights_of(tmp_path / "again"), weights_of(runs[name]))
+    assert read_config(tmp_path / "again" / "config.json") == read_config(runs[name] / "config.json")
+
+    index = settings_in(tmp_path / "out", "model.safetensors.index.json")
+    files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
+    assert files == [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    assert index["weight_map"].keys() == tensors.keys()
+    assert set(index["weight_map"].values()) == set(files)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    sizes = [[tensors[each].nbytes for each, place in index["weight_map"].items() if place == file] for file in files]
+    assert all(sum(held) <= 8000 or len(held) == 1 for held in sizes)
+
+
+def without_prefix(tensors):
+    return {name.partition(".")[2] if name.startswith(("tr", "bert")) else name: each for name, each in tensors.items()}
+
+
+def with_masks(tensors):
+    mask = np.tril(np.ones((1, 1, 16, 16), np.uint8))
+    return tensors | {f"transformer.h.{i}.attn.{name}": mask for i in range(2) for name in ("bias", "masked_bias")}
+
+
+def with_output(tensors):
+    words = next(name for name in tensors if tensors[name].shape[0] == 257)
+    return tensors | {"lm_head.weight": tensors[words].copy()}
+
+
+def stored_twice(tensors):
+    """With tied tensors and with buffers, as versions of transformers before 4.31 stored them."""
+    return tensors | {
+        "cls.predictions.decoder.weight": tensors["bert.embeddings.word_embeddings.weight"].copy(),
+        "cls.predictions.decoder.bias": tensors["cls.predictions.bias"].copy(),
+        "bert.embeddings.position_ids": np.arange(16)[None],
+    }
+
+
+def of_tensorflow(tensors):
+    names = {name: name.replace("LayerNorm.weight", "LayerNorm.gamma") for name in tensors}
+    return {names[name].replace("LayerNorm.bias", "LayerNorm.beta"): tensor for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("name", "form"),
     [
-        {"n_inner": 20},
-        {"activation_function": "gelu"},
-        {"n_layer": 1, "n_head": 12, "vocab_size": 256},
-        {
-            "layer_norm_epsilon": 1e-6,
-            "attn_pdrop": 0.1,
-            "resid_pdrop": 0.2,
-            "embd_pdrop": 0.2,
-            "initializer_range": 0.01,
-        },
+        ("gpt2", without_prefix),
+        ("gpt2", with_masks),
+        ("gpt2", with_output),
+        ("bloom", lambda tensors: with_output(without_prefix(tensors))),
+        ("bert", stored_twice),
+        ("megatron-bert", of_tensorflow),
+        ("bert", without_prefix),
     ],
-    ids=str,
 )
-def test_every_setting_travels_both_ways(tmp_path, change):
-    config = {**CONFIG, **change}
-    source = write_folder(tmp_path / "in", config, tensors_of(config))
-    assert cli.main(["convert", "from-hf", str(source), str(tmp_path / "run")]) == 0
-    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    exported = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert {name: exported[name] for name in config} == config
-    assert_same(read_folder(tmp_path / "out"), read_folder(source))
-
-
-def test_what_config_json_leaves_out_is_as_in_transformers():
-    model = model_config(GPT2, {"model_type": "gpt2"}, "config.json", 128)
-    assert (model.layers, model.hidden, model.heads, model.sequence, model.vocabulary) == (12, 768, 12, 1024, 50257)
-    assert (model.padded_vocabulary, model.feed_forward, model.activation) == (50304, None, "gelu_tanh")
-    assert (model.hidden_dropout, model.attention_dropout, model.layernorm_epsilon) == (0.1, 0.1, 1e-5)
-
-
-def _without_prefix(tensors):
-    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-
-
-def _with_buffers_and_output(tensors):
-    mask = np.tril(np.ones((1, 1, 16, 16), np.uint8))
-    buffers = {f"transformer.h.{i}.attn.{name}": mask for i in range(2) for name in ("bias", "masked_bias")}
-    return {**tensors, **buffers, "lm_head.weight": tensors["transformer.wte.weight"].copy()}
-
-
-@pytest.mark.parametrize("form", [_without_prefix, _with_buffers_and_output])
-def test_older_files_give_the_same_weights(tmp_path, run, form):
-    source = write_folder(tmp_path / "in", tensors=form(tensors_of(CONFIG)))
-    assert cli.main(["convert", "from-hf", str(source), str(tmp_path / "run")]) == 0
-    assert_same(named(weights_of(tmp_path / "run")), named(weights_of(run)))
+def test_older_files_give_same_weights(sources, name, form, tmp_path):
+    source = write_folder(tmp_path / "in", CONFIGS[name], form(tensors_of(CONFIGS[name])), parts=3)
+    assert_same(named(folder_weights(source)), named(folder_weights(sources[name])))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
 def test_half_precision_is_widened_without_loss(tmp_path, dtype):
-    tensors = {name: tensor.astype(dtype) for name, tensor in tensors_of(CONFIG).items()}
-    source = write_folder(tmp_path / "in", tensors=tensors)
-    assert cli.main(["convert", "from-hf", str(source), str(tmp_path / "run")]) == 0
-    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    assert_same(read_folder(tmp_path / "out"), {name: tensor.astype(np.float32) for name, tensor in tensors.items()})
+    """The embedding is read in two parts."""
+    config = CONFIG | {"vocab_size": 5000}
+    tensors = {name: tensor.astype(dtype) for name, tensor in tensors_of(config).items()}
+    wide = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+    found = named(folder_weights(write_folder(tmp_path / "in", config, tensors)))
+    assert_same(found, named(folder_weights(write_folder(tmp_path / "wide", config, wide))))
+    np.testing.assert_array_equal(found["embedding.table"][:5000], wide["transformer.wte.weight"])
 
 
-def test_bf16_rounds_and_says_so_in_config_json(source, run, tmp_path):
-    assert cli.main(["convert", "to-hf", str(run), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
-    assert_same(
-        read_folder(tmp_path / "out"), {name: tensor.astype(bfloat16) for name, tensor in read_folder(source).items()}
-    )
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
-
-
-# --- Several files ----------------------------------------------------------------------------------------------------
-
-
-def test_a_model_in_three_files_is_read_as_in_one(tmp_path, run):
-    source = write_folder(tmp_path / "in", parts=3)
-    assert cli.main(["convert", "from-hf", str(source), str(tmp_path / "run")]) == 0
-    assert_same(named(weights_of(tmp_path / "run")), named(weights_of(run)))
-
-
-def test_an_export_is_cut_at_the_shard_size_and_indexed(source, run, tmp_path):
-    assert cli.main(["convert", "to-hf", str(run), str(tmp_path / "out"), "--shard-size", "8KB"]) == 0
-    files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
-    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
-    assert len(files) > 3
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    tensors = read_folder(source)
-    assert index["weight_map"].keys() == tensors.keys()
-    assert set(index["weight_map"].values()) == set(files)
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
-    for file in files:
-        sizes = [tensors[name].nbytes for name, place in index["weight_map"].items() if place == file]
-        assert sum(sizes) <= 8000 or len(sizes) == 1
-    assert_same(read_folder(tmp_path / "out"), tensors)
+def test_bf16_export_rounds_and_names_dtype(sources, runs, tmp_path):
+    assert to_hf(runs["gpt2"], tmp_path / "out", "--dtype", "bf16") == 0
+    rounded = {name: tensor.astype(bfloat16) for name, tensor in read_folder(sources["gpt2"]).items()}
+    assert_same(read_folder(tmp_path / "out"), rounded)
+    assert settings_in(tmp_path / "out")["torch_dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(
-    "mesh", [MeshConfig(model=3), MeshConfig(data=2, model=3, zero=1), MeshConfig(pipe=2, data=2, zero=3)], ids=str
+    ("name", "mesh"), [("gpt2", MeshConfig(data=2, model=3, zero=1)), ("bert", MeshConfig(pipe=2, data=2, zero=3))]
 )
-def test_tensors_are_read_straight_into_the_shards_of_a_mesh(source, run, mesh):
-    config = read_config(run / "config.json")
-    tensors = open_tensors(source)
-    names = find_tensors(GPT2, tensors, config.model, "source")
-    target = abstract_weights(config, mesh)
-    found = read_weights(GPT2, tensors, names, config.model, target)
+def test_tensors_are_read_into_shards_of_mesh(sources, runs, name, mesh):
+    found, target = folder_weights(sources[name], mesh), abstract_weights(read_config(runs[name] / "config.json"), mesh)
     for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(target), strict=True):
         assert ours.sharding == wanted.sharding
-        assert len(ours.sharding.device_set) == mesh.devices
     assert not found.blocks.mlp.up.kernel[...].is_fully_replicated
-    assert_same(named(found), named(weights_of(run)))
+    assert_same(named(found), named(folder_weights(sources[name])))
 
 
-def test_one_tensor_at_a_time_is_in_memory_beside_the_weights(source, run):
-    config, alive = read_config(run / "config.json"), []
+# --- Heads of a BERT --------------------------------------------------------------------------------------------------
 
-    class Watched(SafetensorsFiles):
-        def read(self, name, rows=slice(None)):
-            assert not [other for other, array in alive if array() is not None], name
-            array = super().read(name, rows)
-            alive.append((name, weakref.ref(array)))
-            return array
-
-    tensors = Watched({source / "model.safetensors": []})
-    names = find_tensors(GPT2, tensors, config.model, "source")
-    read_weights(GPT2, tensors, names, config.model, abstract_weights(config))
-    assert {name for name, _ in alive} == tensors_of(CONFIG).keys()
+HEADS = {"mlm.": "the head for masked tokens", "pooler.": "the pooler", "order.": "the order head"}
 
 
-# --- What a run made of it does ---------------------------------------------------------------------------------------
+def test_missing_heads_are_drawn_on_request(runs, tmp_path, capsys):
+    tensors = {name: each for name, each in tensors_of(BERT).items() if not name.startswith(("cls.", "bert.pooler."))}
+    encoder = write_folder(tmp_path / "in", BERT, without_prefix(tensors))  # as BertModel stores it
+    assert from_hf(encoder, tmp_path / "run") == 2
+    assert f"all of {', '.join(HEADS.values())}; its encoder is complete, so add --draw" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert from_hf(encoder, tmp_path / "run", "--draw-heads", "--vocabulary-multiple", "64") == 0
+    assert f"initialised from seed 1234: {', '.join(HEADS.values())}\n" in capsys.readouterr().out
+    found, whole = weights_of(tmp_path / "run"), weights_of(runs["bert"])
+    initial = named(jax.jit(partial(build_model, 1234, read_config(runs["bert"] / "config.json").model))())
+    for name in found:
+        expected = initial if name.startswith(tuple(HEADS)) else whole
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-6, err_msg=name)
 
 
-def test_rows_that_pad_the_vocabulary_change_no_loss_and_are_never_the_best(source, tmp_path):
-    losses = []
-    for multiple in (1, 128):
-        folder = tmp_path / str(multiple)
-        flags = ["--vocabulary-multiple", str(multiple)]
-        assert cli.main(["convert", "from-hf", str(source), str(folder), *flags]) == 0
-        config = read_config(folder / "config.json")
-        config = replace(
-            config,
-            model=replace(config.model, attention="xla"),
-            precision=replace(config.precision, compute="fp32"),
-            train=replace(config.train, global_batch=2, micro_batch=2),
-        )
-        program, weights = build_program(config, make_mesh(MeshConfig())), weights_of(folder, config)
-        rows = np.random.default_rng(0).integers(0, 257, (2, 17)).astype(np.int32)
-        batch = program.on_devices({"tokens": rows[:, :-1], "labels": rows[:, 1:]})
-        losses.append(float(program.eval_step(weights, batch).loss))
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_weights(config))
-    forward = jax.shard_map(
-        lambda weights, tokens: weights(tokens),
-        mesh=make_mesh(MeshConfig()),
-        in_specs=(specs, P(DATA)),
-        out_specs=P(DATA, None, MODEL),
-    )
-    logits = np.asarray(jax.jit(forward)(weights, rows[:, :-1]))
-    assert logits.shape[-1] == 384
-    assert logits[..., 257:].max() < -1e30
+def test_stored_head_is_never_drawn(runs, tmp_path, capsys):
+    lost = ("bert.pooler.", "cls.seq_relationship")
+    masked = {name: tensor for name, tensor in tensors_of(BERT).items() if not name.startswith(lost)}
+    folder = write_folder(tmp_path / "in", BERT, masked)  # BertForMaskedLM
+    assert from_hf(folder, tmp_path / "run", "--draw-heads", "--vocabulary-multiple", "64") == 0
+    assert "initialised from seed 1234: the pooler, the order head\n" in capsys.readouterr().out
+    found, whole = weights_of(tmp_path / "run"), weights_of(runs["bert"])
+    for name in ("mlm.transform.kernel", "mlm.bias"):
+        np.testing.assert_array_equal(found[name], whole[name])
+
+
+# --- Settings ---------------------------------------------------------------------------------------------------------
+
+RATES = {"attn_pdrop": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "initializer_range": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        (CONFIG, {"n_inner": 20}),
+        (CONFIG, {"activation_function": "gelu", "layer_norm_epsilon": 1e-6} | RATES),
+        (BERT, {"intermediate_size": 48, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
+        (BLOOM, {"seq_length": 24, "attention_dropout": 0.1}),
+    ],
+    ids=["width", "rates", "bert", "bloom"],
+)
+def test_settings_survive_import_and_export(config, change):
+    config = config | change
+    family = find_family(config, Path("config.json"))
+    model = model_config(family, config, "config.json", 128)
+    written = config_values(family, model)
+    assert written.items() >= {name: config[name] for name in config.keys() - {"model_type", "architectures"}}.items()
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        (gpt2.GPT2, (12, 768, 12, 1024, 50257, "gelu_tanh", 0.1, 0.1, 1e-5)),
+        (bert.BERT, (12, 768, 12, 512, 30522, "gelu_erf", 0.1, 0.1, 1e-12)),
+        (bert.MEGATRON_BERT, (24, 1024, 16, 512, 29056, "gelu_erf", 0.1, 0.1, 1e-12)),
+        (bloom.BLOOM, (2, 64, 8, 2048, 250880, "gelu_tanh", 0.0, 0.0, 1e-5)),
+    ],
+    ids=["gpt2", "bert", "megatron-bert", "bloom"],
+)
+def test_omitted_settings_default_as_in_transformers(family, expected):
+    model = model_config(family, {"model_type": family.model_type}, "config.json", 128)
+    shape = (model.layers, model.hidden, model.heads, model.sequence, model.vocabulary)
+    rates = (model.hidden_dropout, model.attention_dropout, model.layernorm_epsilon)
+    assert (*shape, model.activation, *rates) == expected
+    assert model.mlp_width == 4 * model.hidden
+
+
+def test_published_bloom_config_is_understood():
+    published = {
+        "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0, "attention_softmax_in_fp32": True,
+        "bias_dropout_fusion": True, "bos_token_id": 1, "eos_token_id": 2, "hidden_dropout": 0.0,
+        "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "masked_softmax_fusion": True, "model_type": "bloom",
+        "n_embed": 1024, "n_inner": None, "n_layer": 24, "num_attention_heads": 16, "offset_alibi": 100,
+        "pad_token_id": 3, "pretraining_tp": 1, "skip_bias_add": True, "skip_bias_add_qkv": False, "unk_token_id": 0,
+        "use_cache": True, "vocab_size": 250880,
+    }  # fmt: skip
+    model = model_config(bloom.BLOOM, published, "config.json", 128)
+    assert (model.layers, model.hidden, model.heads, model.sequence) == (24, 1024, 16, 2048)
+    assert count_parameters(model) == 559_214_592  # that of the model card
+    again = model_config(bloom.BLOOM, published | {"hidden_size": 1024, "n_embed": None}, "config.json", 128)
+    assert again == model, "a second name without a value is no contradiction"
+
+
+# --- Training goes on -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ci
-def test_an_imported_model_is_trained_on_any_mesh_and_exported_again(tmp_path, capsys):
+def test_imported_model_trains_and_is_exported(tmp_path, capsys):
     # Shape and settings are those of the other tests of the command line, which share the compiled step.
-    shape = {"n_embd": 32, "n_head": 4, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
-    source, run = write_folder(tmp_path / "in", {**CONFIG, **shape}, tensors_of({**CONFIG, **shape})), tmp_path / "run"
-    flags = ["--tokenizer", "bytes", "--vocabulary-multiple", "64"]
-    assert cli.main(["convert", "from-hf", str(source), str(run), *flags]) == 0
+    config = CONFIG | {"n_embd": 32, "n_head": 4, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+    source, run = write_folder(tmp_path / "in", config, tensors_of(config)), tmp_path / "run"
+    assert from_hf(source, run, "--tokenizer", "bytes", "--vocabulary-multiple", "64") == 0
     imported = read_config(run / "config.json").model
     assert imported == tiny.model
     save_config(replace(tiny, model=imported), run / "config.json")
@@ -262,114 +328,138 @@ def test_an_imported_model_is_trained_on_any_mesh_and_exported_again(tmp_path, c
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4]
     assert sorted(entry.name for entry in (run / "checkpoints").iterdir()) == ["0", "4"]
 
-    assert cli.main(["convert", "to-hf", str(run), str(tmp_path / "trained")]) == 0
+    assert to_hf(run, tmp_path / "trained") == 0
     trained, before = read_folder(tmp_path / "trained"), read_folder(source)
     moved = {name: float(np.abs(trained[name] - before[name]).max()) for name in before}
     assert all(0 < far < 0.05 for far in moved.values()), "the first steps lead away from the model, not far"
-    assert cli.main(["convert", "to-hf", str(run), str(tmp_path / "first"), "--step", "0"]) == 0
+    assert to_hf(run, tmp_path / "first", "--step", "0") == 0
     assert_same(read_folder(tmp_path / "first"), before)
-    assert "checkpoint 0 of" in capsys.readouterr().out
 
 
 # --- Tokenizers -------------------------------------------------------------------------------------------------------
 
 
-def test_the_tokenizer_travels_along_both_ways(tmp_path):
+def test_gpt2_tokenizer_survives_import_and_export(tmp_path):
     files = gpt2_files(tmp_path)
     given = load_tokenizer("gpt2:" + ",".join(map(str, files)))
-    config = {**CONFIG, "vocab_size": given.vocabulary}
+    config = CONFIG | {"vocab_size": given.vocabulary}
     source = write_folder(tmp_path / "in", config, tensors_of(config))
     for file in files:
         shutil.copy(file, source)
-    assert cli.main(["convert", "from-hf", str(source), str(tmp_path / "run")]) == 0
+    assert from_hf(source, tmp_path / "run") == 0
     assert tokenizer_from_folder(tmp_path / "run" / "tokenizer").encode("The café") == given.encode("The café")
-    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert to_hf(tmp_path / "run", tmp_path / "out") == 0
     for file in files:
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
     for name in ("config.json", "generation_config.json"):
-        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == given.eod
-    described = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    assert (described["tokenizer_class"], described["model_max_length"]) == (
-        "PreTrainedTokenizerFast",
-        16,
-    )
+        assert settings_in(tmp_path / "out", name)["eos_token_id"] == given.eod
+    described = settings_in(tmp_path / "out", "tokenizer_config.json")
+    assert (described["tokenizer_class"], described["model_max_length"]) == ("PreTrainedTokenizerFast", 16)
+
+    hf_unigram().save(str(source / "tokenizer.json"))  # which is preferred
+    assert from_hf(source, tmp_path / "again") == 0
+    given = tokenizer_from_folder(tmp_path / "again" / "tokenizer")
+    assert to_hf(tmp_path / "again", tmp_path / "out again") == 0
+    (tmp_path / "out again" / "mjax_tokenizer.json").unlink()  # as it comes from elsewhere
+    found = find_tokenizer(tmp_path / "out again", None)
+    assert (found.scheme, found.eod, found.encode("a</s> worst")) == ("hf", given.eod, given.encode("a</s> worst"))
 
 
-def test_a_tokenizer_json_is_preferred_and_comes_back_as_it_went(tmp_path):
-    library = hf_unigram()
-    config = {**CONFIG, "vocab_size": 300}
+@pytest.mark.parametrize("lowercase", [True, False], ids=["uncased", "cased"])
+def test_bert_tokenizer_survives_import_and_export(lowercase, tmp_path):
+    kind = "bert-uncased" if lowercase else "bert-cased"
+    file = bert_file(tmp_path / "vocabulary", lowercase)
+    given = load_tokenizer(f"{kind}:{file}")
+    config = BERT | {"vocab_size": given.vocabulary}
     source = write_folder(tmp_path / "in", config, tensors_of(config))
-    library.save(str(source / "tokenizer.json"))
-    for file in gpt2_files(tmp_path):
-        shutil.copy(file, source)
-    assert cli.main(["convert", "from-hf", str(source), str(tmp_path / "run")]) == 0
-    assert tokenizer_from_folder(tmp_path / "run" / "tokenizer").scheme == "hf"
-    given = tokenizer_from_folder(tmp_path / "run" / "tokenizer")
-    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    for description in (True, False):  # of mjax, or as it comes from elsewhere
-        if not description:
-            (tmp_path / "out" / "mjax_tokenizer.json").unlink()
-        found = find_tokenizer(tmp_path / "out", None)
-        assert (found.scheme, found.eod, found.encode("a</s> worst")) == ("hf", given.eod, given.encode("a</s> worst"))
+    shutil.copy(file, source)
+    (source / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase}))
+    assert from_hf(source, tmp_path / "run") == 0
+    assert tokenizer_from_folder(tmp_path / "run" / "tokenizer").scheme == kind
+    assert to_hf(tmp_path / "run", tmp_path / "out") == 0
+    assert (tmp_path / "out" / "vocab.txt").read_bytes() == file.read_bytes()
+    described = settings_in(tmp_path / "out", "tokenizer_config.json")
+    assert (described["do_lower_case"], described["model_max_length"]) == (lowercase, 16)
+    assert settings_in(tmp_path / "out")["pad_token_id"] == given.pad
+    (tmp_path / "out" / "mjax_tokenizer.json").unlink()  # as it comes from elsewhere
+    for kept in ("tokenizer.json", "vocab.txt"):
+        alone = shutil.copytree(tmp_path / "out", tmp_path / kept)
+        (alone / ("vocab.txt" if kept == "tokenizer.json" else "tokenizer.json")).unlink()
+        found = find_tokenizer(alone, None)
+        assert (found.scheme, found.mask, found.eod) == (kind, given.mask, given.eod)
+        assert found.encode_batch(["Ça, déjà vu", *TEXTS]) == given.encode_batch(["Ça, déjà vu", *TEXTS])
 
 
-def test_a_run_without_a_tokenizer_is_given_one_on_its_way_out(source, tmp_path, capsys):
-    run, out = tmp_path / "run", tmp_path / "out"
-    assert cli.main(["convert", "from-hf", str(source), str(run)]) == 0
-    assert "convert again with --tokenizer KIND:FILES" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda library: library.add_tokens(["<extra>"]),
+        lambda library: setattr(library._tokenizer, "normalizer", normalizers.Lowercase()),
+        lambda library: setattr(library._tokenizer, "pre_tokenizer", pre_tokenizers.Whitespace()),
+    ],
+    ids=["a token was added", "accents stay", "other words"],
+)
+def test_tokenizer_unlike_bert_opens_as_hf(change, tmp_path):
+    file = bert_file(tmp_path, True)
+    library = BertWordPieceTokenizer(str(file), lowercase=True)
+    change(library)
+    library.save(str(tmp_path / "tokenizer.json"))
+    file.unlink()
+    assert find_tokenizer(tmp_path, None).scheme == "hf"
+
+
+@pytest.mark.parametrize("said", [None, {"do_lower_case": "yes"}, {"do_lower_case": True, "strip_accents": False}])
+def test_vocabulary_of_unknown_case_is_no_tokenizer(said, tmp_path):
+    bert_file(tmp_path, True)
+    if said is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    assert find_tokenizer(tmp_path, None) is None
+
+
+def test_run_without_tokenizer_gets_one_at_export(runs, tmp_path, capsys):
+    run, out = runs["gpt2"], tmp_path / "out"
     assert cli.main(["generate", "--checkpoint", str(run), "--prompt", "The"]) == 2
-    ways = (
-        "has no tokenizer; add the one its model was trained with: --tokenizer KIND:FILES, or convert the model again"
-    )
-    assert ways in capsys.readouterr().err
-    assert cli.main(["convert", "to-hf", str(run), str(out)]) == 0
+    assert "has no tokenizer; add the one its model was trained with: --tokenizer" in capsys.readouterr().err
+    assert to_hf(run, out) == 0
     assert "has no tokenizer" in capsys.readouterr().out
     assert not (out / "tokenizer.json").exists()
-    assert cli.main(["convert", "to-hf", str(run), str(out), "--tokenizer", "bytes", "--overwrite"]) == 0
+    assert to_hf(run, out, "--tokenizer", "bytes", "--overwrite") == 0
     assert find_tokenizer(out, None).scheme == "bytes"
-    assert json.loads((out / "generation_config.json").read_text())["pad_token_id"] == 256
+    assert settings_in(out, "generation_config.json")["pad_token_id"] == 256
 
 
-def test_a_tokenizer_that_transformers_cannot_have_stops_an_export_before_the_weights(
-    tmp_path, run, capsys, monkeypatch
-):
-    stranger, out = tmp_path / "run", tmp_path / "out"
-    shutil.copytree(run, stranger)
+def test_tokenizer_without_counterpart_stops_export_early(runs, tmp_path, capsys, monkeypatch):
+    stranger, out = shutil.copytree(runs["gpt2"], tmp_path / "run"), tmp_path / "out"
     SentencePieceTokenizer(foreign_model(), "x.model").save(stranger / "tokenizer")
     monkeypatch.setattr(convert.Checkpoints, "find", lambda *_, **__: pytest.fail("the weights were read"))
-    assert cli.main(["convert", "to-hf", str(stranger), str(out)]) == 2
+    assert to_hf(stranger, out) == 2
     assert "--tokenizer none" in capsys.readouterr().err
-    assert not out.exists()
     monkeypatch.undo()
-    assert cli.main(["convert", "to-hf", str(stranger), str(out), "--tokenizer", "none"]) == 0
-    assert sorted(file.name for file in out.iterdir()) == [
-        "README.md",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    ]
+    assert to_hf(stranger, out, "--tokenizer", "none") == 0
+    files = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(file.name for file in out.iterdir()) == files
 
 
 # --- Whole or not at all ----------------------------------------------------------------------------------------------
 
 
-def test_an_export_replaces_a_model_only_when_asked_to_and_nothing_else_ever(run, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert cli.main(["convert", "to-hf", str(run), str(out)]) == 0
+def test_export_replaces_models_only_on_request(runs, tmp_path, capsys):
+    run, out, mine = runs["gpt2"], tmp_path / "out", tmp_path / "mine"
+    assert to_hf(run, out) == 0
     (out / "stray.txt").touch()
-    assert cli.main(["convert", "to-hf", str(run), str(out)]) == 2
+    assert to_hf(run, out) == 2
     assert "exists" in capsys.readouterr().err
-    assert cli.main(["convert", "to-hf", str(run), str(out), "--overwrite"]) == 0
+    assert to_hf(run, out, "--overwrite") == 0
     assert not (out / "stray.txt").exists()
-    assert cli.main(["convert", "to-hf", str(run), str(run), "--overwrite"]) == 2
-    assert "replaces models only" in capsys.readouterr().err
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").touch()
-    assert cli.main(["convert", "to-hf", str(run), str(tmp_path / "mine"), "--overwrite"]) == 2
+    mine.mkdir()
+    (mine / "thesis.txt").touch()
+    for other in (run, mine):
+        assert to_hf(run, other, "--overwrite") == 2
+        assert "replaces models only" in capsys.readouterr().err
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["mine", "out"]
 
 
-def test_a_model_is_there_again_when_its_replacement_is_stopped_between_the_renames(tmp_path, monkeypatch):
+def test_stop_between_renames_restores_old_model(tmp_path, monkeypatch):
     out, beside = tmp_path / "out", tmp_path / "out.replaced"
     for folder in (out, beside):
         folder.mkdir()
@@ -384,12 +474,21 @@ def test_a_model_is_there_again_when_its_replacement_is_stopped_between_the_rena
     monkeypatch.setattr(os, "replace", stopped)
     with pytest.raises(KeyboardInterrupt), new_folder(out) as folder:
         (folder / "theirs").touch()
-    assert {str(entry.relative_to(tmp_path)) for entry in tmp_path.rglob("*")} == {
-        "out", "out/mine", "out.replaced", "out.replaced/mine",
-    }  # fmt: skip
+    left = {str(entry.relative_to(tmp_path)) for entry in tmp_path.rglob("*")}
+    assert left == {"out", "out/mine", "out.replaced", "out.replaced/mine"}
 
 
-def test_a_link_to_a_model_stays_a_link_when_the_model_is_replaced(tmp_path):
+def test_folder_reaches_disk_before_its_rename(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(model_folder, "to_disk", lambda place: written.extend(file.name for file in place.iterdir()))
+    rename = model_folder.rename
+    monkeypatch.setattr(model_folder, "rename", lambda old, new: (written.append("renamed"), rename(old, new)))
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "theirs").touch()
+    assert written == ["theirs", "renamed"]
+
+
+def test_link_to_model_stays_link(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "link").symlink_to("model")
     for name in ("first", "second"):
@@ -397,17 +496,18 @@ def test_a_link_to_a_model_stays_a_link_when_the_model_is_replaced(tmp_path):
             (folder / name).touch()
     assert (tmp_path / "link").is_symlink()
     assert [entry.name for entry in (tmp_path / "model").iterdir()] == ["second"]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "model"]
 
 
-@pytest.mark.parametrize("direction", ["from-hf", "to-hf"])
-def test_a_conversion_that_fails_leaves_nothing_behind(source, run, tmp_path, monkeypatch, direction):
+@pytest.mark.parametrize(
+    ("command", "module", "name"),
+    [("from-hf", "mjax.interop.convert", "write_in_blocks"), ("to-hf", "mjax.commands.convert", "write_tensors")],
+)
+def test_failed_conversion_leaves_nothing(sources, runs, tmp_path, monkeypatch, command, module, name):
     def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(convert, "write_tensors", fail)
-    monkeypatch.setattr(Checkpoints, "save", fail)
+    monkeypatch.setattr(f"{module}.{name}", fail)
     (tmp_path / "out").mkdir()
-    given = source if direction == "from-hf" else run
-    assert cli.main(["convert", direction, str(given), str(tmp_path / "out")]) == 1
+    given = sources["gpt2"] if command == "from-hf" else runs["gpt2"]
+    assert cli.main(["convert", command, str(given), str(tmp_path / "out")]) == 1
     assert [str(entry.relative_to(tmp_path)) for entry in tmp_path.rglob("*")] == ["out"]

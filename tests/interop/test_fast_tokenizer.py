@@ -3,17 +3,14 @@
 import json
 
 import pytest
-import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
-from tokenizers import normalizers
 
 from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, train_sentencepiece
 from mjax.errors import UsageError
 from mjax.interop import fast_tokenizer as module
 from mjax.interop.fast_tokenizer import fast_tokenizer
-from mjax.interop.sentencepiece_file import BPE, CONTROL, UNIGRAM, UNKNOWN, USER_DEFINED, parse_pieces
 from tests.data.vocabularies import LLAMA, NAMES, NASTY, T5, TEXTS, foreign_model, specs
 
 EXACT = [name for name in NAMES if name not in ("sentencepiece, unigram", "sentencepiece, as T5")]
@@ -24,6 +21,9 @@ def both(tmp_path_factory):
     """By name a tokenizer and what is written of it, as `transformers` reads it."""
     given = specs(tmp_path_factory.mktemp("tokenizers"))
     ours = {name: load_tokenizer(given[name]) for name in EXACT} | {"trained": train_sentencepiece(TEXTS, 380)}
+    # It has pieces for runs of several lengths, as code with its indentation leads to.
+    pieces = ["a" * n for n in range(2, 9)] + [" " * n for n in range(2, 9)] + ["ab" * n for n in range(1, 5)]
+    ours["runs"] = train_sentencepiece([" ".join(pieces * 5)] * 3, 280)
     return {name: (tokenizer, _opened(fast_tokenizer(tokenizer))) for name, tokenizer in ours.items()}
 
 
@@ -34,7 +34,7 @@ def assert_same(ours, library, text):
 
 
 @pytest.mark.parametrize("name", [*EXACT, "trained"])
-def test_awkward_texts_have_the_same_ids_and_come_back_the_same(both, name):
+def test_awkward_texts_have_same_ids(both, name):
     for text in [*NASTY.values(), *TEXTS[:3]]:
         assert_same(*both[name], text)
 
@@ -42,22 +42,14 @@ def test_awkward_texts_have_the_same_ids_and_come_back_the_same(both, name):
 @pytest.mark.parametrize("name", ["trained", "sentencepiece, as LLaMA", "bytes"])
 @settings(deadline=None)
 @given(text=st.text())
-def test_any_text_has_the_same_ids_and_comes_back_the_same(both, name, text):
+def test_any_text_has_same_ids(both, name, text):
     assert_same(*both[name], text)
-
-
-@pytest.fixture(scope="module")
-def of_runs():
-    """A tokenizer that has pieces for runs of several lengths, as code with its indentation leads to."""
-    pieces = ["a" * n for n in range(2, 9)] + [" " * n for n in range(2, 9)] + ["ab" * n for n in range(1, 5)]
-    ours = train_sentencepiece([" ".join(pieces * 5)] * 3, 280)
-    return ours, _opened(fast_tokenizer(ours))
 
 
 @settings(deadline=None)
 @given(text=st.text(alphabet="ab \n"))
-def test_runs_of_the_same_letters_and_spaces_are_joined_in_the_same_order(of_runs, text):
-    assert_same(*of_runs, text)
+def test_runs_of_letters_join_in_same_order(both, text):
+    assert_same(*both["runs"], text)
 
 
 def _opened(library):
@@ -66,7 +58,7 @@ def _opened(library):
     return library
 
 
-def test_symbols_of_the_user_are_found_in_text():
+def test_symbols_of_user_are_found():
     options = LLAMA | {"add_dummy_prefix": False, "vocab_size": 400, "user_defined_symbols": ["<mask>", "\n\n", "e"]}
     ours = SentencePieceTokenizer(foreign_model(**options), "x.model")
     library = _opened(fast_tokenizer(ours))
@@ -77,59 +69,29 @@ def test_symbols_of_the_user_are_found_in_text():
 @pytest.mark.parametrize(
     "options", [{}, T5, {"model_type": "word"}, LLAMA | {"treat_whitespace_as_suffix": True}], ids=str
 )
-def test_a_model_of_which_the_library_has_no_equal_is_refused_with_a_way_out(options):
+def test_model_without_counterpart_is_refused(options):
     ours = SentencePieceTokenizer(foreign_model(**options), "x.model")
     with pytest.raises(UsageError, match=r"transformers.*; export the weights alone with --tokenizer none"):
         fast_tokenizer(ours)
 
 
-@pytest.mark.parametrize("options", [{}, LLAMA, T5], ids=["defaults", "as LLaMA", "as T5"])
-def test_a_file_is_read_as_sentencepiece_reads_it(options):
-    content = foreign_model(**options)
-    library, model = sentencepiece.SentencePieceProcessor(model_proto=content), parse_pieces(content)
-    assert len(model.pieces) == library.vocab_size()
-    for number, piece in enumerate(model.pieces):
-        assert (piece.piece, piece.score) == (library.id_to_piece(number), library.get_score(number))
-        assert (piece.type == CONTROL, piece.type == UNKNOWN) == (
-            library.is_control(number),
-            library.is_unknown(number),
-        )
-    assert [piece.piece for piece in model.pieces if piece.type == USER_DEFINED] == options.get(
-        "user_defined_symbols", []
-    )
-    llama = options is LLAMA
-    trainer, normalizer = model.trainer_spec, model.normalizer_spec
-    assert (trainer.model_type == BPE, trainer.model_type == UNIGRAM) == (llama, not llama)
-    folds = normalizer.remove_extra_whitespaces
-    assert (trainer.byte_fallback, folds, not normalizer.precompiled_charsmap) == (llama, not llama, llama)
-    assert (normalizer.add_dummy_prefix, normalizer.escape_whitespaces, trainer.unk_surface) == (True, True, " ⁇ ")
+def without_last_pair(library):
+    values = json.loads(library.to_str())
+    values["model"]["merges"].pop()
+    return Library.from_str(json.dumps(values))
 
 
-def test_a_difference_in_one_piece_or_in_how_it_is_shown_is_found(monkeypatch, both):
-    ours, _ = both["trained"]
+def without_decoder(library):
+    library.decoder = None
+    return library
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(without_last_pair, "as ids"), (without_decoder, "its own ids back as")],
+)
+def test_differences_from_library_are_found(change, words, monkeypatch, both):
     build = module._built
-
-    def without_last_pair(*arguments):
-        library = build(*arguments)
-        values = json.loads(library.to_str())
-        values["model"]["merges"].pop()
-        return Library.from_str(json.dumps(values))
-
-    def in_small_letters(*arguments):
-        library = build(*arguments)
-        library.normalizer = normalizers.Sequence([library.normalizer, normalizers.Lowercase()])
-        return library
-
-    def without_decoder(*arguments):
-        library = build(*arguments)
-        library.decoder = None
-        return library
-
-    for change, shown in [
-        (without_last_pair, "as ids"),
-        (in_small_letters, "as ids"),
-        (without_decoder, "its own ids back as"),
-    ]:
-        monkeypatch.setattr(module, "_built", change)
-        with pytest.raises(UsageError, match=shown):
-            fast_tokenizer(ours)
+    monkeypatch.setattr(module, "_built", lambda *arguments: change(build(*arguments)))
+    with pytest.raises(UsageError, match=words):
+        fast_tokenizer(both["trained"][0])

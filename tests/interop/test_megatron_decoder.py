@@ -1,120 +1,338 @@
-"""Decoders of megatron-core: what each rank holds, by hand, and what is refused."""
+"""Decoders of megatron-core and their mixtures of experts, without torch: what each rank holds in each layout, by hand;
+what arguments become, and what is refused."""
+
+from itertools import product
 
 import numpy as np
 import pytest
 
 from mjax.errors import UsageError
-from mjax.interop.megatron.checkpoint import _architecture
-from mjax.interop.megatron.decoder import DECODER, DecoderTensors, decoder_config
+from mjax.interop.megatron.checkpoint import open_checkpoint
+from mjax.interop.megatron.decoder import DECODER, MIXTURE, DecoderTensors, decoder_config, is_decoder
+from mjax.interop.megatron.experts import balance_left_out, gathered
+from mjax.interop.megatron.names import renamed
+from mjax.interop.megatron.pickles import Chunk, Stored
 from mjax.interop.megatron.ranks import RankTensors
 from mjax.interop.weights import block_reader, find_tensors
+from tests.interop.test_megatron_files import InMemory
 
 H, N, K, D, F, V, LAYERS = 6, 4, 2, 2, 8, 12, 4
+E, S = 4, 4  # experts, width of the shared one
 ARGUMENTS = {
-    "num_attention_heads": N,
-    "group_query_attention": True,
-    "num_query_groups": K,
-    "kv_channels": D,
-    "max_position_embeddings": 16,
-    "normalization": "RMSNorm",
-    "norm_epsilon": 1e-6,
-    "swiglu": True,
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-    "rotary_base": 500_000,
+    "num_attention_heads": N, "group_query_attention": True, "num_query_groups": K, "kv_channels": D,
+    "max_position_embeddings": 16, "normalization": "RMSNorm", "norm_epsilon": 1e-6, "swiglu": True,
+    "add_bias_linear": False, "position_embedding_type": "rope", "rotary_base": 500_000,
     "untie_embeddings_and_output_weights": True,
-}
+}  # fmt: skip
+OF_MIXTURE = ARGUMENTS | {"num_experts": E, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": S}
+OF_MIXTURE |= {"ffn_hidden_size": 20, "moe_ffn_hidden_size": F}
+PARTS = ("query", "key", "value", "out", "gate", "up", "down", "router", "shared gate", "shared up", "shared down")
 
 
-def number(layer, part, row):
-    """What every number of a row is, so that each can be found again."""
-    return 1000 * layer + 100 * part + row
+def matrix(layer, part, rows, columns, expert=0):
+    """A matrix [out, in] none of whose numbers is in another one."""
+    first = 200 * ((layer * len(PARTS) + PARTS.index(part)) * E + expert)
+    return np.arange(first, first + rows * columns, dtype=np.float32).reshape(rows, columns)
 
 
-def matrix(layer, part, rows, columns=H):
-    return np.stack([np.full(columns, number(layer, part, row), np.float32) for row in range(rows)])
+def part_of(array, rank, ranks, axis=0):
+    return np.split(array, ranks, axis=axis)[rank]
 
 
-def share(stage, rank, ranks):
-    """What a rank holds of two stages of two layers each: of a group its queries, its key, its value; gate and up."""
-    q, k, v = (lambda layer, part=part: matrix(layer, part, N * D if part == 0 else K * D) for part in range(3))
+def gate_and_up(layer, shared, width, expert, rank, ranks):
+    """What a tensor rank has of linear_fc1: its gate, then what the gate lets through."""
+    both = [matrix(layer, f"{shared}{part}", width, H, expert) for part in ("gate", "up")]
+    return np.concatenate([part_of(each, rank, ranks) for each in both])
+
+
+def down(layer, shared, width, expert, rank, ranks):
+    return part_of(matrix(layer, f"{shared}down", H, width, expert), rank, ranks, axis=1)
+
+
+def of_experts(layout, layer, rank, ranks, expert_rank, expert_ranks):
+    """The experts of a rank by the rest of their names."""
+    own = range(expert_rank * E // expert_ranks, (expert_rank + 1) * E // expert_ranks)
+    ups = [gate_and_up(layer, "", F, expert, rank, ranks) for expert in own]
+    downs = [down(layer, "", F, expert, rank, ranks) for expert in own]
+    if layout == "grouped, of old":
+        stacked = [np.stack([each.T for each in both]) for both in (ups, downs)]  # [E / q, in, out]
+        return {"weight1": stacked[0].reshape(H, -1), "weight2": stacked[1].reshape(-1, H)}
+    name = "local_experts.{0}.linear_fc{1}.weight" if layout == "one by one" else "linear_fc{1}.weight{0}"
+    found = {name.format(number, 1): matrix for number, matrix in enumerate(ups)}
+    return found | {name.format(number, 2): matrix for number, matrix in enumerate(downs)}
+
+
+def share(layout, stage, rank, ranks, expert_rank=0, expert_ranks=1):
+    """What a rank holds of two stages of two layers each; without a `layout` a decoder without experts."""
     found = {}
     for local in range(2):
         layer, name = 2 * stage + local, f"decoder.layers.{local}"
-        fused = []
-        for group in range(K):
-            fused += [*q(layer)[group * 2 * D : (group + 1) * 2 * D]]
-            fused += [*k(layer)[group * D : (group + 1) * D], *v(layer)[group * D : (group + 1) * D]]
-        fused, gate, up = np.stack(fused), matrix(layer, 3, F), matrix(layer, 4, F)
-        mine = slice(rank * F // ranks, (rank + 1) * F // ranks)
+        parts = {"query": N, "key": K, "value": K}
+        q, k, v = (np.split(matrix(layer, part, heads * D, H), K) for part, heads in parts.items())
+        fused = np.concatenate([each for group in zip(q, k, v, strict=True) for each in group])
         found |= {
             f"{name}.input_layernorm.weight": np.ones(H, np.float32),
             f"{name}.pre_mlp_layernorm.weight": np.ones(H, np.float32),
-            f"{name}.self_attention.linear_qkv.weight": np.split(fused, ranks)[rank],
-            f"{name}.self_attention.linear_proj.weight": np.split(matrix(layer, 5, H, N * D), ranks, axis=1)[rank],
-            f"{name}.mlp.linear_fc1.weight": np.concatenate([gate[mine], up[mine]]),
-            f"{name}.mlp.linear_fc2.weight": np.split(matrix(layer, 6, H, F), ranks, axis=1)[rank],
+            f"{name}.self_attention.linear_qkv.weight": part_of(fused, rank, ranks),
+            f"{name}.self_attention.linear_proj.weight": part_of(matrix(layer, "out", H, N * D), rank, ranks, 1),
         }
-    table = np.split(matrix(0, 7, V), ranks)[rank]
+        if layout is None:
+            found[f"{name}.mlp.linear_fc1.weight"] = gate_and_up(layer, "", F, 0, rank, ranks)
+            found[f"{name}.mlp.linear_fc2.weight"] = down(layer, "", F, 0, rank, ranks)
+            continue
+        experts = of_experts(layout, layer, rank, ranks, expert_rank, expert_ranks)
+        found |= {f"{name}.mlp.experts.{rest}": array for rest, array in experts.items()}
+        found |= {
+            f"{name}.mlp.router.weight": matrix(layer, "router", E, H),
+            f"{name}.mlp.shared_experts.linear_fc1.weight": gate_and_up(layer, "shared ", S, 0, rank, ranks),
+            f"{name}.mlp.shared_experts.linear_fc2.weight": down(layer, "shared ", S, 0, rank, ranks),
+        }
+    table = part_of(np.ones((V, H), np.float32), rank, ranks)
     if stage == 0:
         return found | {"embedding.word_embeddings.weight": table}
     return found | {"decoder.final_layernorm.weight": np.ones(H, np.float32), "output_layer.weight": table + 1}
 
 
-def tensors_of(ranks):
-    pieces = [[share(stage, rank, ranks) for rank in range(ranks)] for stage in range(2)]
-    return RankTensors(pieces, 3.0, "source", gated=True)
+def tensors_of(layout, ranks=1, expert_ranks=1, change=lambda shares: None):
+    """`RankTensors`; `change` takes what the expert ranks of tensor rank 0 and stage 0 hold."""
+    pieces = [
+        [
+            [share(layout, stage, rank, ranks, each, expert_ranks) for each in range(expert_ranks)]
+            for rank in range(ranks)
+        ]
+        for stage in range(2)
+    ]
+    change(pieces[0][0])
+    merged = [[gathered(shares, "source") for shares in piece] for piece in pieces]
+    return RankTensors(merged, 3.0, "source", gated=True)
+
+
+def reader_of(tensors, arguments, family):
+    model = decoder_config(arguments, tensors, "source", 3.0)
+    theirs = DecoderTensors(tensors, model, "source")
+    return block_reader(family, theirs, find_tensors(family, theirs, model, "source"), model, lambda size: None)
+
+
+def check(read, experts):
+    """Every number of every matrix is where it belongs."""
+    query = read("blocks.attention.query.kernel", 0, LAYERS).reshape(LAYERS, H, -1)  # [l, h, n, d]
+    key_value = read("blocks.attention.key_value.kernel", 0, LAYERS).reshape(LAYERS, H, 2, -1)  # [l, h, 2, k, d]
+    for layer in range(LAYERS):
+        np.testing.assert_array_equal(query[layer].T, matrix(layer, "query", N * D, H))
+        for half, part in enumerate(("key", "value")):
+            np.testing.assert_array_equal(key_value[layer, :, half].T, matrix(layer, part, K * D, H))
+    names = ("mlp.up", "mlp.down") if experts else ("mlp.up.kernel", "mlp.down.kernel")
+    mlps = [("", F, *(read(f"blocks.{name}", 0, LAYERS) for name in names))]  # [l, (E), h, 2, f], [l, (E), f, h]
+    if experts:
+        router = read("blocks.mlp.router.kernel", 0, LAYERS)  # [l, h, E]
+        for layer in range(LAYERS):
+            np.testing.assert_array_equal(router[layer].T, matrix(layer, "router", E, H))
+        names = ("shared.up", "shared.down")
+        mlps.append(("shared ", S, *(read(f"blocks.mlp.{name}.kernel", 0, LAYERS) for name in names)))
+    for shared, width, up, out in mlps:
+        up, out = up.reshape(LAYERS, -1, H, 2, width), out.reshape(LAYERS, -1, width, H)
+        for layer, expert in product(range(LAYERS), range(up.shape[1])):
+            for half, part in enumerate(("gate", "up")):
+                theirs = matrix(layer, f"{shared}{part}", width, H, expert)
+                np.testing.assert_array_equal(up[layer, expert, :, half].T, theirs)
+            np.testing.assert_array_equal(out[layer, expert].T, matrix(layer, f"{shared}down", H, width, expert))
+
+
+# --- Tensors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4], ids=["one rank", "a group each", "half a group each"])
-def test_the_shares_of_ranks_and_stages_are_put_together(ranks):
-    tensors = tensors_of(ranks)
+def test_decoder_shares_merge(ranks):
+    tensors = tensors_of(None, ranks)
     model = decoder_config(ARGUMENTS, tensors, "source", 3.0)
     assert (model.layers, model.groups, model.head_size, model.mlp_width, model.tied) == (LAYERS, K, D, F, False)
     assert (model.rope_theta, model.norm_epsilon, model.rope_scaling) == (500_000, 1e-6, "none")
-    theirs = DecoderTensors(tensors, model, "source")
-    read = block_reader(DECODER, theirs, find_tensors(DECODER, theirs, model, "source"), model, lambda size: None)
-    query = read("blocks.attention.query.kernel", 0, LAYERS)  # [l, h, n, d]
-    key_value = read("blocks.attention.key_value.kernel", 0, LAYERS)  # [l, h, 2, k, d]
-    up = read("blocks.mlp.up.kernel", 0, LAYERS)  # [l, h, 2, f]
-    for layer in range(LAYERS):
-        assert query[layer, 0].ravel().tolist() == [number(layer, 0, row) for row in range(N * D)]
-        for part in range(2):
-            assert key_value[layer, 0, part].ravel().tolist() == [number(layer, 1 + part, row) for row in range(K * D)]
-            assert up[layer, 0, part].tolist() == [number(layer, 3 + part, row) for row in range(F)]
-    assert theirs.read("model.layers.3.mlp.up_proj.weight", slice(2, 5))[:, 0].tolist() == [3402, 3403, 3404]
+    check(reader_of(tensors, ARGUMENTS, DECODER), experts=False)
+    some = DecoderTensors(tensors, model, "source").read("model.layers.3.mlp.up_proj.weight", slice(2, 5))
+    np.testing.assert_array_equal(some, matrix(3, "up", F, H)[2:5])
 
 
-def test_a_checkpoint_that_says_nothing_of_rotary_positions_is_a_gpt():
-    names = list(tensors_of(1).kinds)
-    assert _architecture(ARGUMENTS, names) == "decoder"
-    assert _architecture(None, names) == "gpt"
-    assert _architecture(ARGUMENTS, [*names, "embedding.position_embeddings.weight"]) == "gpt"
+@pytest.mark.parametrize(("ranks", "expert_ranks"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("layout", ["one by one", "grouped", "grouped, of old"])
+def test_mixture_shares_merge(layout, ranks, expert_ranks):
+    check(reader_of(tensors_of(layout, ranks, expert_ranks), OF_MIXTURE, MIXTURE), experts=True)
+
+
+@pytest.mark.parametrize("stored", ["all layers in one tensor", "a tensor for each layer", "gate and up apart"])
+def test_experts_stored_as_one_tensor_are_split(stored, tmp_path):
+    tensors = tensors_of("one by one")
+    found = {name.replace(".experts.", ".experts.experts."): tensors.read(name) for name in tensors.kinds}
+    if stored == "gate and up apart":
+        for name in [name for name in found if name.endswith("linear_fc1.weight")]:
+            found[f"{name}_w"], found[f"{name}_v"] = np.split(found.pop(name), 2)
+    else:
+        for layer, part in product(range(LAYERS), (1, 2)):
+            name = f"decoder.layers.{layer}.mlp.experts.experts"
+            each = [found.pop(f"{name}.{expert}.linear_fc{part}.weight") for expert in range(E)]
+            found[f"{name}.linear_fc{part}.weight"] = np.stack(each)
+    if stored == "all layers in one tensor":
+        for name in [name for name in found if name.startswith("decoder.layers.0.")]:
+            each = [found.pop(name.replace("layers.0.", f"layers.{layer}.")) for layer in range(LAYERS)]
+            found[name.replace("layers.0.", "layers.")] = np.stack(each)
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(100_000))
+    listed = {}
+    for number, (name, array) in enumerate(found.items()):
+        whole = Chunk((0,) * array.ndim, array.shape, "__0_0.distcp", number, 4 * array.size)
+        listed[name] = Stored("float32", array.shape, (whole,))
+    parts = dict(enumerate(found.values()))
+    in_memory = InMemory(tmp_path, renamed(listed, "decoder", "source"), parts)
+    check(reader_of(in_memory, OF_MIXTURE, MIXTURE), experts=True)
+
+
+RANK_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_numbers_in_file_names_are_told_apart(stages, write_rank, tmp_path):
+    """Tensor rank, pipeline stage and expert rank; without a pipeline the second number is the expert rank."""
+
+    def opened(expert_tensor_ranks):
+        said = OF_MIXTURE | dict(zip(RANK_SIZES, (2, stages, 2), strict=True))
+        said |= {"expert_tensor_parallel_size": expert_tensor_ranks}
+        for rank, stage, expert_rank in product(range(2), range(stages), range(2)):
+            held = {"model": share("one by one", stage, rank, 2, expert_rank, 2)}
+            if stages == 1:  # the second half of the layers is another chunk
+                held = {"model0": held["model"], "model1": share("one by one", 1, rank, 2, expert_rank, 2)}
+            numbers = (rank, stage, expert_rank) if stages > 1 else (rank, expert_rank)
+            write_rank(tmp_path, "_".join(f"{number:02}" for number in numbers), args=said, **held)
+        return open_checkpoint(tmp_path).tensors
+
+    check(reader_of(opened(2), OF_MIXTURE, MIXTURE), experts=True)
+    with pytest.raises(UsageError, match="expert_tensor_parallel_size was 1, and there are 2 tensor ranks"):
+        opened(1)
+
+
+def test_checkpoint_without_rotary_positions_is_gpt():
+    names = list(tensors_of(None).kinds)
+    assert is_decoder(ARGUMENTS, names)
+    assert not is_decoder(None, names)
+    assert not is_decoder(ARGUMENTS, [*names, "embedding.position_embeddings.weight"])
+
+
+LAYER = "decoder.layers.1.mlp"
+FC1, FC2 = (f"{LAYER}.experts.local_experts.{which}.weight" for which in ("2.linear_fc1", "1.linear_fc2"))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "words"),
     [
-        ({"normalization": "LayerNorm"}, "normalization is 'LayerNorm'"),
-        ({"swiglu": False}, "swiglu is False"),
-        ({"position_embedding_type": "yarn"}, "position_embedding_type is 'yarn'"),
-        ({"rotary_interleaved": True}, "rotary_interleaved is True"),
-        ({"num_experts": 8}, "lacks the matrix decoder.layers.0.mlp.experts.0.linear_fc2.weight"),
-        ({"window_size": (127, 0)}, "window_size"),
-        ({"num_query_groups": 4}, "ask for 24 rows"),
-        ({"kv_channels": "2"}, "kv_channels is '2'"),
-        ({"num_attention_heads": None}, "num_attention_heads is None"),
-        ({"qk_layernorm": "yes"}, "qk_layernorm is 'yes'"),
-        ({"rotary_base": "big"}, "rope_theta would be 'big'"),
-        ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 4}, "both set"),
+        (lambda pair: pair[1].pop(f"{LAYER}.router.weight"), f"only one holds {LAYER}.router.weight"),
+        (lambda pair: pair[1].pop(FC2), "lacks the tensor model.layers.1.mlp.experts.3.down_proj.weight"),
+        (lambda pair: pair[0].update({FC1: np.zeros((2 * F, H))}), f"two expert ranks hold {LAYER}.experts.2."),
+        (
+            lambda pair: pair[1].update({f"{LAYER}.router.weight": np.zeros((5, H))}),
+            "how many experts each of 2 expert",
+        ),
+        (
+            lambda pair: pair[0].update({f"{LAYER}.experts.weight1": np.zeros((H, 3))}),
+            "experts.0.weight1, which is not",
+        ),
+    ],
+    ids=["a tensor of one rank only", "an expert less", "an expert twice", "five experts", "an odd shape"],
+)
+def test_expert_ranks_that_do_not_fit_are_refused(change, words):
+    with pytest.raises(UsageError) as refused:
+        reader_of(tensors_of("one by one", expert_ranks=2, change=change), OF_MIXTURE, MIXTURE)
+    assert words in str(refused.value)
+
+
+# --- Arguments --------------------------------------------------------------------------------------------------------
+
+DENSE, TENSORS = tensors_of(None), tensors_of("one by one")
+SIGMOID = {"moe_router_score_function": "sigmoid"}
+SEQUENCE = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.02}
+IN_GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+LLAMA_3 = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"rotary_percent": 0.5, "qk_layernorm": True}, {"rope_share": 0.5, "qk_norm": "head"}),
+        (LLAMA_3, {"rope_scaling": "llama3", "rope_factor": 32.0, "rope_original": 8192}),
+        ({"rotary_seq_len_interpolation_factor": 4}, {"rope_scaling": "linear", "rope_factor": 4.0}),
+        ({}, {"router": "softmax", "router_normalized": True, "router_scale": 1.0, "balance_loss": 0, "z_loss": 0}),
+        ({"moe_router_pre_softmax": True}, {"router": "softmax", "router_normalized": False}),
+        (SIGMOID, {"router": "sigmoid", "router_normalized": True}),
+        (SIGMOID | {"moe_router_topk": 1}, {"router_normalized": False}),
+        ({"moe_router_topk_scaling_factor": 2.5}, {"router_scale": 2.5}),
+        (SIGMOID | IN_GROUPS, {"router_groups": 2, "router_top_groups": 1}),
+        (IN_GROUPS | {"moe_router_group_topk": 2}, {"router_groups": 1, "router_top_groups": None}),
+        ({"moe_aux_loss_coeff": 0.01}, {"balance_loss": 0.01, "balance_over": "micro_batch"}),
+        ({name: [value] for name, value in SEQUENCE.items()}, {"balance_loss": 0.02, "balance_over": "sequence"}),
+        (SEQUENCE | {"moe_router_load_balancing_type": "none"}, {"balance_loss": 0.0}),
+        ({"moe_z_loss_coeff": 1e-3}, {"z_loss": 1e-3}),
+        ({"moe_layer_freq": [1, 1, 1, 1], "moe_expert_capacity_factor": -1.0}, {"experts": E}),
+        ({"moe_ffn_hidden_size": None}, {"feed_forward": 20, "expert_width": F, "shared_width": S}),
+    ],
+    ids=str,
+)
+def test_arguments_become_matching_fields(given, expected):
+    model = decoder_config(OF_MIXTURE | given, TENSORS, "source", 3.0)
+    assert {name: getattr(model, name) for name in expected} == expected
+    assert not balance_left_out(OF_MIXTURE | given, "source")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (SEQUENCE | {"moe_router_load_balancing_type": "global_aux_loss"}, "mjax has no global_aux_loss 0.02, so"),
+        (
+            {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.01, 0.02]},
+            "mjax has no aux_loss 0.01 and seq_aux_loss 0.02, so the run has none",
+        ),
+        (SIGMOID | IN_GROUPS | SEQUENCE, "mjax has no seq_aux_loss 0.02 with groups of experts, so the run has none"),
     ],
 )
-def test_arguments_that_mjax_does_not_compute_are_refused_in_one_sentence(change, said):
-    tensors = tensors_of(1)
-    with pytest.raises(UsageError, match=said):
-        DecoderTensors(tensors, decoder_config(ARGUMENTS | change, tensors, "source", 3.0), "source")
+def test_unknown_balance_loss_is_left_out(given, words):
+    assert words in balance_left_out(OF_MIXTURE | given, "source")
+    assert decoder_config(OF_MIXTURE | given, TENSORS, "source", 3.0).balance_loss == 0
 
 
-def test_an_old_order_of_queries_is_refused():
+REFUSED = [
+    (DENSE, {"normalization": "LayerNorm"}, "normalization is 'LayerNorm'"),
+    (DENSE, {"position_embedding_type": "yarn"}, "position_embedding_type is 'yarn'"),
+    (DENSE, {"rotary_interleaved": True}, "rotary_interleaved is True"),
+    (DENSE, {"num_experts": 8}, "lacks the matrix decoder.layers.0.mlp.experts.0.linear_fc2.weight"),
+    (DENSE, {"num_query_groups": 4}, "ask for 24 rows"),
+    (DENSE, {"kv_channels": "2"}, "kv_channels is '2'"),
+    (DENSE, {"num_attention_heads": None}, "num_attention_heads is None"),
+    (DENSE, {"qk_layernorm": "yes"}, "qk_layernorm is 'yes'"),
+    (DENSE, {"rotary_base": "big"}, "rope_theta would be 'big'"),
+    (DENSE, LLAMA_3 | {"rotary_seq_len_interpolation_factor": 4}, "both set"),
+    (TENSORS, {"moe_router_enable_expert_bias": True}, "mjax convert does not read the bias of a router"),
+    (TENSORS, {"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps is 0.1, and mjax adds no noise"),
+    (TENSORS, {"moe_expert_capacity_factor": 1.0}, "capacity_factor is 1.0, with which Megatron drops tokens"),
+    (TENSORS, {"moe_layer_freq": [0, 1, 1, 1]}, "moe_layer_freq is [0, 1, 1, 1]"),
+    (TENSORS, {"moe_router_score_function": "sqrtsoftplus"}, "'sqrtsoftplus', and mjax knows softmax and sigmoid"),
+    (TENSORS, {"moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn', and mjax knows aux_loss, seq_aux_loss"),
+    (TENSORS, SIGMOID | IN_GROUPS | {"moe_router_topk": 1}, "score a group by its best 1 experts, and mjax by its"),
+    (TENSORS, IN_GROUPS, "group_topk is 1 without moe_router_pre_softmax"),
+    (TENSORS, {"num_experts": 8}, "num_experts is 8 among the arguments, and 4 by the tensors"),
+    (TENSORS, {"moe_shared_expert_intermediate_size": None}, "and the arguments ask for 0 rows"),
+    (TENSORS, {"moe_router_topk": "2"}, "moe_router_topk is '2', not a whole number"),
+    (TENSORS, {"moe_router_pre_softmax": 1}, "moe_router_pre_softmax is 1, not true or false"),
+    (TENSORS, {"moe_z_loss_coeff": -1.0}, "moe_z_loss_coeff is -1.0, not a number from 0 on"),
+    (TENSORS, {"moe_aux_loss_coeff": [0.1, 0.2]}, "moe_aux_loss_coeff has 2 numbers"),
+    (TENSORS, {"moe_z_loss_coeff": np.zeros(3)}, "moe_z_loss_coeff is a ndarray"),
+    (TENSORS, {"num_experts": None}, "lacks the matrix decoder.layers.0.mlp.linear_fc2.weight"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "change", "words"), REFUSED, ids=[words for _, _, words in REFUSED])
+def test_unsupported_arguments_are_refused_by_name(tensors, change, words):
+    arguments = (OF_MIXTURE if tensors is TENSORS else ARGUMENTS) | change
+    with pytest.raises(UsageError) as refused:
+        DecoderTensors(tensors, decoder_config(arguments, tensors, "source", 3.0), "source")
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_old_order_of_queries_is_refused():
     with pytest.raises(UsageError, match="checkpoint_version is 0"):
-        decoder_config(ARGUMENTS, tensors_of(1), "source", 0)
+        decoder_config(ARGUMENTS, DENSE, "source", 0)

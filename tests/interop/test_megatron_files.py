@@ -1,9 +1,11 @@
 """The files of Megatron without torch: parts of tensors, metadata read as data, which checkpoint is meant."""
 
+import io
 import pickle
 import sys
-from dataclasses import dataclass, replace
-from types import ModuleType
+import zipfile
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from mjax.errors import UsageError
 from mjax.interop.megatron.checkpoint import find_folder
 from mjax.interop.megatron.distributed import DistributedTensors
 from mjax.interop.megatron.pickles import Chunk, Stored, read_metadata
+from mjax.interop.torch_files import load_tensors
 
 # --- Format torch_dist ------------------------------------------------------------------------------------------------
 
@@ -34,147 +37,124 @@ def stacked(tmp_path):
     whole = np.arange(3 * 8 * 6, dtype=np.float32).reshape(3, 8, 6)
     (tmp_path / "__0_0.distcp").write_bytes(bytes(1000))
     chunks, parts = [], {}
-    for number, (layers, columns) in enumerate(
-        [((0, 1), (0, 6)), ((1, 3), (0, 2)), ((1, 2), (2, 6)), ((2, 3), (2, 6))]
-    ):
-        offsets, ends = (layers[0], 0, columns[0]), (layers[1], 8, columns[1])
-        parts[number] = whole[layers[0] : layers[1], :, columns[0] : columns[1]]
-        chunks.append(
-            Chunk(offsets, tuple(e - o for o, e in zip(offsets, ends, strict=True)), "__0_0.distcp", number, 600)
-        )
-    stored = {"decoder.layers.mlp.linear_fc2.weight": Stored("float32", (3, 8, 6), tuple(chunks))}
-    return whole, tmp_path, stored, parts
+    places = [((0, 1), (0, 6)), ((1, 3), (0, 2)), ((1, 2), (2, 6)), ((2, 3), (2, 6))]
+    for number, ((first, end), (left, right)) in enumerate(places):
+        parts[number] = whole[first:end, :, left:right]
+        chunks.append(Chunk((first, 0, left), (end - first, 8, right - left), "__0_0.distcp", number, 600))
+    return whole, tmp_path, Stored("float32", (3, 8, 6), tuple(chunks)), parts
+
+
+STACKED = "decoder.layers.mlp.linear_fc2.weight"
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(2, 5), slice(7, 20)], ids=str)
-def test_layers_that_are_stored_as_one_tensor_are_read_one_by_one(stacked, rows):
+def test_layers_stored_as_one_tensor_are_split(stacked, rows):
     whole, folder, stored, parts = stacked
-    tensors = InMemory(folder, stored, parts)
+    tensors = InMemory(folder, {STACKED: stored}, parts)
     assert list(tensors.kinds) == [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(3)]
     for layer, name in enumerate(tensors.kinds):
         assert tensors.kinds[name].shape == (8, 6)
         np.testing.assert_array_equal(tensors.read(name, rows), whole[layer, rows])
 
 
-def test_what_no_part_covers_is_no_number(stacked):
+def test_parts_that_do_not_cover_tensor_are_missed(stacked):
     _, folder, stored, parts = stacked
-    ((name, tensor),) = stored.items()
-    *others, before_last, last = tensor.chunks  # of equal sizes, so that these still add up
+    *others, before_last, last = stored.chunks  # of equal sizes, so that these still add up
     twice = (*others, before_last, replace(last, offsets=before_last.offsets))
-    tensors = InMemory(folder, {name: replace(tensor, chunks=twice)}, parts)
+    tensors = InMemory(folder, {STACKED: replace(stored, chunks=twice)}, parts)
     assert np.isnan(tensors.read("decoder.layers.2.mlp.linear_fc2.weight")[:, 2:]).all()
-
-
-def test_a_part_that_is_not_listed_is_missed(stacked):
-    _, folder, stored, _ = stacked
-    (tensor,) = stored.values()
-    with pytest.raises(UsageError, match=r"lists other parts of decoder.layers.mlp.linear_fc2.weight than the whole"):
-        DistributedTensors(folder, {"decoder.layers.mlp.linear_fc2.weight": replace(tensor, chunks=tensor.chunks[1:])})
-
-
-def test_a_file_that_is_not_there_is_named(stacked):
-    _, folder, stored, _ = stacked
+    with pytest.raises(UsageError, match=f"lists other parts of {STACKED} than the whole"):
+        DistributedTensors(folder, {STACKED: replace(stored, chunks=stored.chunks[1:])})
+    with pytest.raises(UsageError, match=r"of decoder.layers.mlp.linear_fc2.weight in 5 bytes of the 1,000 of __0_0"):
+        DistributedTensors(folder, {STACKED: replace(stored, chunks=(replace(stored.chunks[0], length=5), *others))})
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(UsageError, match=r"__0_0.distcp does not exist, though .metadata names it"):
-        DistributedTensors(folder, stored)
+        DistributedTensors(folder, {STACKED: stored})
 
 
-@pytest.fixture
-def metadata(monkeypatch):
-    """The classes that .metadata is a pickle of, under torch's names, whether torch is there or not."""
-    modules = {}
-    for name in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", "torch"):
-        modules[name] = ModuleType(name)
-        monkeypatch.setitem(sys.modules, name, modules[name])
-    for package in ("torch.distributed", "torch.distributed.checkpoint"):
-        monkeypatch.setitem(sys.modules, package, ModuleType(package))
-
-    def plain(module, name):
-        made = type(name, (), {"__module__": module, "__init__": lambda self, **values: self.__dict__.update(values)})
-        setattr(modules[module], name, made)
-        return made
-
-    of = "torch.distributed.checkpoint.metadata"
-    names = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")
-    classes = {name: plain(of, name) for name in names}
-    classes["_StorageInfo"] = plain("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    properties = plain(of, "TensorProperties")
-    properties.__getstate__ = lambda self: (self.dtype, None, False, None, False)
-
-    class Dtype:
-        def __reduce__(self):
-            return "bfloat16"
-
-    Dtype.__module__ = "torch"
-    modules["torch"].bfloat16 = Dtype()
-    classes["properties"] = lambda: properties(dtype=modules["torch"].bfloat16)
-    return classes
+# --- .metadata --------------------------------------------------------------------------------------------------------
 
 
-def _metadata_of(make, offsets=(0, 0), file="__0_0.distcp", **info):
-    chunk = make["ChunkStorageMetadata"](offsets=(0, 0), sizes=(4, 3))
-    index = make["MetadataIndex"](fqn="decoder.final", offset=offsets, index=0)
-    extra = make["MetadataIndex"](fqn="decoder.state", offset=None, index=None)
-    place = make["_StorageInfo"](relative_path=file, offset=5, length=70, **info)
-    return make["Metadata"](
-        state_dict_metadata={
-            "decoder.final": make["TensorStorageMetadata"](
-                properties=make["properties"](), size=(4, 3), chunks=[chunk]
-            ),
-            "decoder.state": make["BytesStorageMetadata"](),
-        },
-        storage_data={index: place, extra: place},
-    )
+class Pickler(pickle._Pickler):
+    """Writes classes by the names that they claim, whether there are such modules or not."""
+
+    def save_global(self, named, name=None):
+        self.write(f"c{named.__module__}\n{name or named.__qualname__}\n".encode())
+        self.memoize(named)
+
+    dispatch = pickle._Pickler.dispatch | {type: save_global}
 
 
-def test_metadata_is_read_as_data(metadata, tmp_path):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(_metadata_of(metadata), protocol=4))
+def write_metadata(folder, content):
+    stream = io.BytesIO()
+    Pickler(stream, protocol=2).dump(content)
+    (folder / ".metadata").write_bytes(stream.getvalue())
+    return folder / ".metadata"
+
+
+def of_torch(name, module="metadata", **values):
+    """An object of a class of torch.distributed.checkpoint."""
+    made = type(name, (), {"__module__": f"torch.distributed.checkpoint.{module}"})()
+    made.__dict__.update(values)
+    return made
+
+
+class Called:
+    """A call in a pickle: what it can do to whoever opens it."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+class Dtype:
+    def __reduce__(self):
+        return "bfloat16"
+
+
+Dtype.__module__ = "torch"
+
+
+def metadata(offsets=(0, 0), file="__0_0.distcp", **more):
+    properties = of_torch("TensorProperties")
+    type(properties).__getstate__ = lambda self: (Dtype(), None, False, None, False)
+    chunk = of_torch("ChunkStorageMetadata", offsets=(0, 0), sizes=(4, 3))
+    tensor = of_torch("TensorStorageMetadata", properties=properties, size=(4, 3), chunks=[chunk])
+    place = of_torch("_StorageInfo", "filesystem", relative_path=file, offset=5, length=70, **more)
+    index = of_torch("MetadataIndex", fqn="decoder.final", offset=offsets, index=0)
+    extra = of_torch("MetadataIndex", fqn="decoder.state", offset=None, index=None)
+    listed = {"decoder.final": tensor, "decoder.state": of_torch("BytesStorageMetadata")}
+    return of_torch("Metadata", state_dict_metadata=listed, storage_data={index: place, extra: place})
+
+
+def test_metadata_is_read_as_data(tmp_path):
     chunk = Chunk((0, 0), (4, 3), "__0_0.distcp", 5, 70)
-    assert read_metadata(tmp_path / ".metadata") == {"decoder.final": Stored("bfloat16", (4, 3), (chunk,))}
-
-
-class _Trap:
-    """What a pickle can do to whoever opens it."""
-
-    def __init__(self, file):
-        self.file = file
-
-    def __reduce__(self):
-        return open, (str(self.file), "w")
-
-
-@dataclass
-class _Module:
-    function: object
-
-    def __reduce__(self):
-        return self.function, ()
+    file = write_metadata(tmp_path, metadata())
+    assert read_metadata(file) == {"decoder.final": Stored("bfloat16", (4, 3), (chunk,))}
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(UsageError, match=r"is truncated or not a \.metadata"):
+        read_metadata(file)
 
 
 @pytest.mark.parametrize(
-    ("damage", "expected"),
+    ("make", "words"),
     [
-        (lambda make, folder: _Trap(folder / "sprung"), f"wants to call {open.__module__}.open, which is"),
-        (lambda make, folder: _Module(sys.exc_info), "wants to call sys.exc_info"),
-        (lambda make, folder: _metadata_of(make, file="../secret"), "names '../secret', which is not a file beside it"),
-        (lambda make, folder: _metadata_of(make, offsets=(1, 0)), "is truncated or not a .metadata"),
-        (lambda make, folder: _metadata_of(make, transform_descriptors=["zstd"]), "is stored as ['zstd']"),
-        (lambda make, folder: {"decoder.final": 1}, "is truncated or not a .metadata"),
+        (lambda folder: Called(open, str(folder / "sprung"), "w"), f"wants to call {open.__module__}.open, which is"),
+        (lambda folder: Called(sys.exc_info), "wants to call sys.exc_info"),
+        (lambda folder: metadata(file="../secret"), "names '../secret', which is not a file beside it"),
+        (lambda folder: metadata(offsets=(1, 0)), "is truncated or not a .metadata"),
+        (lambda folder: metadata(transform_descriptors=["zstd"]), "is stored as ['zstd']"),
+        (lambda folder: {"decoder.final": 1}, "is truncated or not a .metadata"),
     ],
     ids=["opens a file", "calls a function", "another folder", "a part without a place", "compressed", "no metadata"],
 )
-def test_metadata_that_is_no_metadata_is_refused_and_runs_nothing(damage, expected, metadata, tmp_path):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(damage(metadata, tmp_path), protocol=4))
+def test_harmful_metadata_is_refused_unexecuted(make, words, tmp_path):
     with pytest.raises(UsageError) as refused:
-        read_metadata(tmp_path / ".metadata")
-    assert expected in str(refused.value)
+        read_metadata(write_metadata(tmp_path, make(tmp_path)))
+    assert words in str(refused.value)
     assert not (tmp_path / "sprung").exists()
-
-
-def test_metadata_that_is_cut_off_is_refused(metadata, tmp_path):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(_metadata_of(metadata))[:-20])
-    with pytest.raises(UsageError, match=r"is truncated or not a \.metadata"):
-        read_metadata(tmp_path / ".metadata")
 
 
 # --- Which checkpoint -------------------------------------------------------------------------------------------------
@@ -198,13 +178,9 @@ def _folders(folder, *names, tracker=None):
         (["iter_12345678"], None, None, "iter_12345678"),
     ],
 )
-def test_the_tracker_or_the_step_says_which(tmp_path, names, tracker, step, found):
-    assert find_folder(_folders(tmp_path, *names, tracker=tracker), step) == tmp_path / found
-
-
-def test_the_folder_of_one_checkpoint_is_taken_as_it_is(tmp_path):
-    folder = _folders(tmp_path, "release") / "release"
-    assert find_folder(folder, None) == folder
+def test_tracker_or_step_selects_checkpoint(tmp_path, names, tracker, step, found):
+    folder = _folders(tmp_path, *names, tracker=tracker)
+    assert find_folder(folder, step) == find_folder(folder / found, None) == folder / found
 
 
 @pytest.mark.parametrize(
@@ -222,7 +198,7 @@ def test_the_folder_of_one_checkpoint_is_taken_as_it_is(tmp_path):
     ],
     ids=str,
 )
-def test_a_folder_that_is_no_checkpoint_is_refused(names, tracker, flags, expected, tmp_path, capsys):
+def test_folders_without_checkpoint_are_refused(names, tracker, flags, expected, tmp_path, capsys):
     (tmp_path / "in").mkdir()
     _folders(tmp_path / "in", *names, tracker=tracker)
     assert cli.main(["convert", "from-megatron", str(tmp_path / "in"), str(tmp_path / "out"), *flags]) == 2
@@ -242,7 +218,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(names, tracker, flags, expect
         ([], "holds neither mp_rank_00 nor .metadata"),
     ],
 )
-def test_ranks_that_are_missing_are_named(ranks, expected, tmp_path, capsys):
+def test_missing_ranks_are_named(ranks, expected, tmp_path, capsys):
     (tmp_path / "in" / "release").mkdir(parents=True)
     for rank in ranks:
         (tmp_path / "in" / "release" / rank).mkdir()
@@ -252,16 +228,28 @@ def test_ranks_that_are_missing_are_named(ranks, expected, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("backend", ["zarr", "fsdp_dtensor"])
-def test_other_formats_are_refused_by_name(backend, tmp_path, capsys):
+def test_other_formats_are_refused(backend, tmp_path, capsys):
     folder = _folders(tmp_path / "in", "release") / "release"
     (folder / "metadata.json").write_text(f'{{"sharded_backend": "{backend}"}}')
     assert cli.main(["convert", "from-megatron", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
     assert f"is in the format '{backend}', and mjax reads torch_dist and torch" in capsys.readouterr().err
 
 
-def test_without_torch_one_sentence_says_what_to_install(tmp_path, monkeypatch, capsys):
+def test_missing_torch_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
     folder = _folders(tmp_path / "in", "release")
     (folder / "release" / "mp_rank_00" / "model_optim_rng.pt").touch()
     assert cli.main(["convert", "from-megatron", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
     assert "read by torch, which is not installed; type `pip install torch`" in capsys.readouterr().err
+
+
+def test_flipped_bit_in_archive_is_noticed(tmp_path, monkeypatch):
+    """torch.save writes checksums, and torch.load does not compare them."""
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(load=lambda *_, **__: "read"))
+    file = tmp_path / "model_optim_rng.pt"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data/0", b"numbers")
+    assert load_tensors(file) == "read"
+    file.write_bytes(file.read_bytes().replace(b"numbers", b"numberr"))
+    with pytest.raises(zipfile.BadZipFile, match="archive/data/0 in it is not what was written"):
+        load_tensors(file)

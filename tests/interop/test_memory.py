@@ -5,14 +5,16 @@ import re
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mjax import cli
 from mjax.state import arrays, blocks
 from tests.interop.folders import LLAMA, read_folder, tensors_of, write_folder
+from tests.interop.whole_weights import assert_same
 
-LARGE = {**LLAMA, "num_hidden_layers": 32, "hidden_size": 256, "intermediate_size": 896}
+# Its embedding is read in several parts, the last of which has the first rows of padding.
+LARGE = {**LLAMA, "num_hidden_layers": 28, "hidden_size": 256, "intermediate_size": 896, "head_dim": 64}
+LARGE |= {"vocab_size": 8201}
 
 
 def peak_of(argv):
@@ -36,29 +38,23 @@ def peak_of(argv):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="anonymous memory is read from /proc")
-def test_neither_direction_holds_the_model(tmp_path, monkeypatch):
+def test_conversions_hold_less_than_half_the_model(tmp_path, monkeypatch):
+    """Folders may be relative and have any name."""
+    monkeypatch.chdir(tmp_path)
     for module in (arrays, blocks):
         monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 20)
-    small = write_folder(tmp_path / "small", LLAMA, tensors_of(LLAMA))
+    small = write_folder(Path("small"), LLAMA, tensors_of(LLAMA))
     tensors = tensors_of(LARGE)
-    source, size = write_folder(tmp_path / "in", LARGE, tensors, parts=3), sum(each.nbytes for each in tensors.values())
+    source, size = (
+        write_folder(Path("in #1 %20?"), LARGE, tensors, parts=3),
+        sum(each.nbytes for each in tensors.values()),
+    )
     assert size > 100e6
     del tensors
-    for name, folder in {"compiled": small, "run": source}.items():  # the first pays for what is loaded once
+    for name, folder in {"first": small, "run #1 %20?": source}.items():  # the first pays for what is loaded once
         taken = [
-            peak_of(["convert", "from-hf", str(folder), str(tmp_path / name)]),
-            peak_of(["convert", "to-hf", str(tmp_path / name), str(tmp_path / f"out {name}"), "--shard-size", "20MB"]),
+            peak_of(["convert", "from-hf", str(folder), name]),
+            peak_of(["convert", "to-hf", name, f"out {name}", "--shard-size", "20MB"]),
         ]
     assert max(taken) < size / 2, [f"{each / 1e6:.0f} MB" for each in taken]
-    theirs, ours = read_folder(source), read_folder(tmp_path / "out run")
-    assert theirs.keys() == ours.keys()
-    assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
-
-
-def test_folders_may_be_relative_and_have_any_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    source = write_folder(Path("in #1 %20?"), LLAMA, tensors_of(LLAMA))
-    assert cli.main(["convert", "from-hf", str(source), "run #1 %20?"]) == 0
-    assert cli.main(["convert", "to-hf", "run #1 %20?", "out"]) == 0
-    theirs, ours = read_folder(source), read_folder(Path("out"))
-    assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
+    assert_same(read_folder(Path("out run #1 %20?")), read_folder(source))

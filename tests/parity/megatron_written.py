@@ -13,14 +13,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from mjax import cli
-from mjax.config import GPTConfig, MeshConfig, PrecisionConfig, read_config
+from mjax.config import DataConfig, GPTConfig, MeshConfig, PrecisionConfig, TrainConfig, read_config
 from mjax.interop.convert import abstract_weights
 from mjax.model_config import as_kind
 from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.state.checkpoint import Checkpoints
 from tests.interop.megatron_files import share
-from tests.small import named
 
 GPT = GPTConfig(layers=2, hidden=24, heads=4, feed_forward=40, sequence=10, vocabulary=29, vocabulary_multiple=128)
 BERT = replace(as_kind(GPT, "bert"), activation="gelu_erf")
@@ -81,19 +80,23 @@ def convert(source, run, *flags):
     return cli.main(["convert", "from-megatron", str(source), str(run), *flags])
 
 
-def weights_of(run):
-    """The weights of a run folder by name."""
+def opened(run):
+    """The config of a run folder, set up for float32, and its weights."""
     config = read_config(run / "config.json")
+    config = replace(
+        config,
+        model=replace(config.model, attention="xla"),
+        data=DataConfig(mock=True),
+        precision=PrecisionConfig(compute="fp32"),
+        train=TrainConfig(global_batch=3, micro_batch=3),
+    )
     with Checkpoints(run / "checkpoints") as checkpoints:
-        return named(checkpoints.restore(abstract_weights(config), field="model")[1])
+        return config, checkpoints.restore(abstract_weights(config), field="model")[1]
 
 
 def scores_of(run, *arrays):
     """The config of a run folder, and what its model says in float32 to the arrays that it takes."""
-    config = read_config(run / "config.json")
-    config = replace(config, model=replace(config.model, attention="xla"), precision=PrecisionConfig(compute="fp32"))
-    with Checkpoints(run / "checkpoints") as checkpoints:
-        _, weights = checkpoints.restore(abstract_weights(config), field="model")
+    config, weights = opened(run)
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_weights(config))
     whole = P(None, None, MODEL)
     forward = jax.shard_map(

@@ -77,7 +77,7 @@ def both(request, tmp_path):
 
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=["question", "system", "three turns"])
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
-def test_a_conversation_has_the_text_and_the_ids_of_transformers(both, messages, tools):
+def test_conversation_has_text_and_ids_of_transformers(both, messages, tools):
     chat, theirs = both
     text = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
     assert chat.render(messages, tools) == text

@@ -1,77 +1,55 @@
 """Llama, Mistral, Qwen and OLMo 2 through `mjax convert`: in with the numbers of `transformers`, out byte for byte."""
 
-import json
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
-from mjax import cli
-from mjax.config import MeshConfig
-from mjax.interop.convert import abstract_weights, family_of
-from mjax.interop.llama import QWEN2
-from mjax.interop.tensor_files import open_tensors
-from mjax.interop.weights import find_tensors
-from tests.interop.whole_weights import read_weights, weight_arrays
+from mjax.interop.convert import family_of
 from tests.small import gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 from tests.interop.folders import read_folder  # noqa: E402
+from tests.parity.both_ways import assert_gradients, exported  # noqa: E402
 from tests.parity.outputs import batch_of, logits_of, loss_of, with_noise  # noqa: E402
 from tests.parity.peers import imported  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
 SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 44,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 24,
-    "attn_implementation": "eager",
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 24, "attn_implementation": "eager", "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED = {**LLAMA3, "rope_theta": 5e5, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 6}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+QWEN = EXPERTS | {"moe_intermediate_size": 20, "norm_topk_prob": True, "head_dim": 10}
 MODELS = {
     "llama": ("Llama", {"num_key_value_heads": 4}),
-    "llama 3.1": (
-        "Llama",
-        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5, "original_max_position_embeddings": 16}},
-    ),
+    "llama 3.1": ("Llama", {"rope_parameters": SCALED}),
     "llama 3.2, tied": ("Llama", {"tie_word_embeddings": True}),
-    "llama, yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama, yarn": ("Llama", {"rope_parameters": YARN}),
     "mistral": ("Mistral", {"sliding_window": 6, "head_dim": 8}),
     "qwen 2.5": ("Qwen2", {}),
-    "qwen 2.5, windows": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "qwen 3, windows": (
-        "Qwen3",
-        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
-    ),
+    "qwen 2.5, windows": ("Qwen2", WINDOWS | {"layer_types": ["sliding_attention", "full_attention"]}),
+    "qwen 3, windows": ("Qwen3", WINDOWS | {"head_dim": 8, "max_window_layers": 0}),
     "qwen 3": ("Qwen3", {"head_dim": 10, "tie_word_embeddings": True}),
     "olmo 2": ("Olmo2", {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "experts_implementation": "eager"}),
-    "qwen 3 moe": (
+    "qwen 3 moe": ("Qwen3Moe", QWEN),
+    "qwen 3 moe, first layer dense": ("Qwen3Moe", QWEN | {"mlp_only_layers": [0]}),
+    "qwen 3 moe, experts in every second layer": (
         "Qwen3Moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
-        | {"head_dim": 10, "experts_implementation": "eager"},
+        QWEN | {"num_hidden_layers": 4, "decoder_sparse_step": 2},
     ),
-    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}),
+    "olmoe": ("Olmoe", EXPERTS),
 }
-MODELS["qwen 3 moe, first layer dense"] = ("Qwen3Moe", {**MODELS["qwen 3 moe"][1], "mlp_only_layers": [0]})
-MODELS["qwen 3 moe, experts in every second layer"] = (
-    "Qwen3Moe",
-    {**MODELS["qwen 3 moe"][1], "num_hidden_layers": 4, "decoder_sparse_step": 2},
-)
 
 
 def peer_of(name):
@@ -82,7 +60,7 @@ def peer_of(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_comes_in_with_its_loss_and_gradients_and_goes_out_byte_for_byte(name, tmp_path):
+def test_model_comes_in_and_goes_out_the_same(name, tmp_path):
     peer = peer_of(name)
     config, weights = imported(peer, tmp_path)
     batch = batch_of(config.model)
@@ -94,54 +72,16 @@ def test_a_model_comes_in_with_its_loss_and_gradients_and_goes_out_byte_for_byte
     expected_loss = loss_of(peer, batch)
     expected_loss.backward()
     assert float(loss) == pytest.approx(expected_loss.item(), rel=2e-6)
-    expected = {name: weight.grad.numpy() for name, weight in peer.named_parameters()}
-    largest = max(np.abs(gradient).max() for gradient in expected.values())
     family = family_of(config.model)
     family = replace(family, names={**family.names, **family.fused})  # as transformers holds them
-    array = weight_arrays(family, gradients, config.model)
-    for name in expected:
-        np.testing.assert_allclose(array[name], expected[name], atol=1e-4 * largest, err_msg=name)
-
-    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    again, report = type(peer).from_pretrained(tmp_path / "out", output_loading_info=True, attn_implementation="eager")
-    assert not any(report.values()), report
+    assert_gradients(family, gradients, peer, config.model)
+    again = exported(peer, tmp_path)
     with torch.no_grad():
-        assert torch.equal(logits_of(again.eval(), batch), logits_of(peer, batch))
-    theirs, ours = read_folder(tmp_path / "hf"), read_folder(tmp_path / "out")
-    assert theirs.keys() == ours.keys()
-    assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
-
-
-def test_positions_are_written_in_both_spellings_and_read_in_either(tmp_path):
-    imported(peer_of("llama 3.1"), tmp_path)
-    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    rope = {**LLAMA3, "original_max_position_embeddings": 16}
-    assert written["rope_parameters"] == {**rope, "rope_theta": 5e5}
-    assert (written["rope_theta"], written["rope_scaling"]) == (5e5, rope)
-    for number, unread in enumerate((("rope_parameters",), ("rope_theta", "rope_scaling"))):
-        values = {name: value for name, value in written.items() if name not in unread}
-        (tmp_path / "out" / "config.json").write_text(json.dumps(values))
-        run = tmp_path / f"again{number}"
-        assert cli.main(["convert", "from-hf", str(tmp_path / "out"), str(run)]) == 0
-        assert (
-            json.loads((run / "config.json").read_text())["model"]
-            == json.loads((tmp_path / "run" / "config.json").read_text())["model"]
-        )
-
-
-@pytest.mark.parametrize("mesh", [{"data": 2, "model": 2, "zero": 3}, {"pipe": 2, "model": 2}])
-def test_weights_come_into_the_shards_of_any_mesh(mesh, tmp_path):
-    config, whole = imported(peer_of("qwen 2.5"), tmp_path)
-    tensors = open_tensors(tmp_path / "hf", False)
-    found = find_tensors(QWEN2, tensors, config.model, "hf")
-    target = abstract_weights(config, MeshConfig(**mesh))
-    shards = read_weights(QWEN2, tensors, found, config.model, target)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(shards), jax.device_get(whole))
+        assert torch.equal(logits_of(again, batch), logits_of(peer, batch))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen 3 moe, first layer dense", "olmoe"])
-def test_files_with_all_experts_of_a_layer_in_one_tensor_are_read_too(name, tmp_path):
+def test_fused_experts_are_read(name, tmp_path):
     peer = peer_of(name)
 
     class Fused:

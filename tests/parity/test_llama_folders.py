@@ -1,6 +1,5 @@
 """A folder of each family of Llamas with its tokenizer: through a run and back, and what it writes from then on."""
 
-import numpy as np
 import pytest
 
 from mjax import cli
@@ -12,25 +11,19 @@ from mjax.parallel.mesh import make_mesh
 from mjax.sampling import Sampling
 from mjax.state.checkpoint import restore_weights
 from tests.interop.folders import read_folder
+from tests.interop.whole_weights import assert_same
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
 from tests.parity.chat_tokenizers import write_tokenizer  # noqa: E402
-from tests.parity.megatron_written import scores_of  # noqa: E402
 from tests.parity.outputs import with_noise  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
 SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 44,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 96,
-    "attn_implementation": "eager",
-    "initializer_range": 0.3,
-}
+    "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 96, "attn_implementation": "eager", "initializer_range": 0.3,
+}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 FAMILIES = {
     "Llama": ("llama 3", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 16}}),
@@ -44,10 +37,10 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("flags", [(), ("--shard-size", "20KB")], ids=["one shard", "several"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_folder_comes_back_byte_for_byte_and_writes_what_mjax_writes(name, flags, tmp_path):
+def test_folder_comes_back_and_generates_the_same(name, tmp_path):
     kind, settings = FAMILIES[name]
+    flags = ("--shard-size", "20KB") if kind == "qwen" else ()
     source, run, out = tmp_path / "in", tmp_path / "run", tmp_path / "out"
     source.mkdir()
     vocabulary = write_tokenizer(kind, "a setting", source)
@@ -59,19 +52,12 @@ def test_a_folder_comes_back_byte_for_byte_and_writes_what_mjax_writes(name, fla
     peer.save_pretrained(source, **({"max_shard_size": "20KB"} if flags else {}))
     assert cli.main(["convert", "from-hf", str(source), str(run)]) == 0
     assert cli.main(["convert", "to-hf", str(run), str(out), *flags]) == 0
-    theirs, ours = read_folder(source), read_folder(out)
-    assert theirs.keys() == ours.keys()
-    assert all(theirs[name].tobytes() == ours[name].tobytes() for name in theirs)
-    assert (
-        theirs["model.embed_tokens.weight"].shape[0]
-        == vocabulary
-        < read_config(run / "config.json").model.padded_vocabulary
-    )
+    assert_same(read_folder(out), read_folder(source))
+    assert len(read_folder(source)["model.embed_tokens.weight"]) == vocabulary
     assert (len(list(out.glob("*.safetensors"))) > 1) == bool(flags)
 
-    model, tokenizer = (
-        getattr(transformers, auto).from_pretrained(out) for auto in ("AutoModelForCausalLM", "AutoTokenizer")
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert type(model) is type(peer)
     assert model.generation_config.eos_token_id == ids.eos_token_id
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)  # which ends no text
@@ -86,6 +72,4 @@ def test_a_folder_comes_back_byte_for_byte_and_writes_what_mjax_writes(name, fla
     assert len(found.tokens) == 64
     assert len(set(found.tokens)) > 8, "one token over and over says little"
     assert tokenizer.decode(found.tokens)
-    _, scores = scores_of(run, np.array([prompt]))
-    assert scores[..., vocabulary:].max() < -1e30, "padding may be predicted"
     assert tokenizer_from_folder(run / "tokenizer").vocabulary == vocabulary

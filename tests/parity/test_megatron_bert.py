@@ -1,7 +1,5 @@
 """BERT's samples against megatron-core's own: its compiled C++ chooses the sentences, its Python masks them."""
 
-import subprocess
-import sys
 from itertools import product
 from types import SimpleNamespace
 
@@ -12,11 +10,8 @@ from mjax.data.bert import BertDataset
 from mjax.data.masking import WordPieces, create_masked_lm_predictions
 from mjax.data.sentence_pairs import build_pair_index
 from mjax.data.tokenizers import load_tokenizer
-from tests.conftest import ROOT
-from tests.data import test_bert
-from tests.data.test_bert import CLS, MASK, SEP, VOCABULARY, digest, text, write
+from tests.data.test_bert import PIECES, SEP, VOCABULARY, text, write
 from tests.data.vocabularies import TEXTS, bert_file
-from tests.products import seldom
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch", reason="needs torch (pip install -r requirements-parity.txt)")
@@ -25,14 +20,13 @@ pytest.importorskip("megatron.core", reason="needs megatron-core (pip install -r
 from megatron.core.datasets import bert_dataset, helpers, indexed_dataset  # noqa: E402
 from megatron.core.datasets.utils import Split  # noqa: E402
 
-PIECES = test_bert.PIECES
 SEED = 1234
 
 
-def tokenizer_of(pieces, pad=None):
+def tokenizer_of(pieces):
     """What Megatron asks of a tokenizer."""
     words = ["##x" if continues else "x" for continues in pieces.continues.tolist()]
-    ids = {"cls": pieces.cls, "sep": pieces.sep, "mask": pieces.mask, "pad": pieces.pad if pad is None else pad}
+    ids = {"cls": pieces.cls, "sep": pieces.sep, "mask": pieces.mask, "pad": pieces.pad}
     return SimpleNamespace(**ids, inv_vocab=dict(enumerate(words)), unique_identifiers={"class": "none"})
 
 
@@ -41,13 +35,13 @@ def megatrons(monkeypatch, tmp_path):
     """Builds Megatron's dataset, which asks for its rank even where nothing is distributed."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
 
-    def build(indexed, samples, sequence, short, order, documents=None, seed=SEED, pieces=PIECES, mask=0.15):
+    def build(indexed, samples, sequence, short, order, documents=None, seed=SEED, mask=0.15):
         config = bert_dataset.BERTMaskedWordPieceDatasetConfig(
             random_seed=seed,
             sequence_length=sequence,
             path_to_cache=str(tmp_path / "cache"),
             split="1",
-            tokenizer=tokenizer_of(pieces),
+            tokenizer=tokenizer_of(PIECES),
             masking_probability=mask,
             short_sequence_probability=short,
             masking_max_ngram=3,
@@ -106,13 +100,12 @@ def datasets(tmp_path_factory):
 
 
 NAMES = ["mixed", "many short", "long sentences", "odd"]
+SETTINGS = [(16, 1.0, True), (64, 0.1, False), (128, 0, True), (512, 0.5, True), (64, 0.4, True)]
 
 
-@pytest.mark.parametrize(
-    ("name", "sequence", "short", "order"),
-    seldom(product(NAMES, (16, 64, 128, 512), (0, 0.1, 0.4, 0.5, 1.0), (True, False))),
-)
-def test_samples_are_megatrons_token_for_token(datasets, megatrons, name, sequence, short, order):
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("sequence", "short", "order"), SETTINGS)
+def test_samples_match_megatron(datasets, megatrons, name, sequence, short, order):
     indexed = datasets[name]
     theirs = megatrons(indexed, 150, sequence, short, order)
     ours = BertDataset(
@@ -124,19 +117,8 @@ def test_samples_are_megatrons_token_for_token(datasets, megatrons, name, sequen
         assert_same(ours[i], as_ours(theirs[i], order))
 
 
-@pytest.mark.parametrize(
-    ("sequence", "short", "order"), [(64, 0.1, True), (128, 0.5, True), (16, 0, True), (64, 0.1, False)]
-)
-def test_the_golden_figures_of_the_default_tests_are_megatrons(datasets, megatrons, sequence, short, order):
-    theirs = megatrons(datasets["mixed"], 150, sequence, short, order)
-    found = digest([as_ours(theirs[i], order) for i in range(150)])
-    (goldens,) = [mark.args[1] for mark in test_bert.test_samples_are_megatrons.pytestmark]
-    assert (sequence, short, order, found) in goldens
-
-
-@pytest.mark.parametrize("seed", [1, 2**31 - 2])
-@pytest.mark.parametrize("documents", [range(30), range(30, 80), range(60, 80)])
-def test_parts_and_seeds_are_megatrons(datasets, megatrons, documents, seed):
+@pytest.mark.parametrize(("documents", "seed"), [(range(30), 1), (range(30, 80), 2**31 - 2)])
+def test_parts_and_seeds_match_megatron(datasets, megatrons, documents, seed):
     theirs = megatrons(datasets["mixed"], 60, 64, 0.1, True, documents, seed)
     ours = BertDataset(datasets["mixed"], documents, 60, 64, seed, PIECES)
     assert ours.pair_index.tolist() == theirs.sample_index.tolist()
@@ -144,8 +126,8 @@ def test_parts_and_seeds_are_megatrons(datasets, megatrons, documents, seed):
         assert_same(ours[i], as_ours(theirs[i]))
 
 
-@pytest.mark.parametrize("mask", [0.01, 0.4, 0.8])
-def test_other_shares_of_masks_are_megatrons(datasets, megatrons, mask):
+@pytest.mark.parametrize("mask", [0.01, 0.8])
+def test_other_mask_shares_match_megatron(datasets, megatrons, mask):
     indexed = datasets["mixed"]
     theirs = megatrons(indexed, 100, 64, 0.1, True, mask=mask)
     ours = BertDataset(indexed, range(indexed.documents), 100, 64, SEED, PIECES, mask_probability=mask)
@@ -153,24 +135,9 @@ def test_other_shares_of_masks_are_megatrons(datasets, megatrons, mask):
         assert_same(ours[i], as_ours(theirs[i]))
 
 
-def test_ours_is_right_with_any_padding_id_and_megatrons_is_not(datasets, megatrons):
-    indexed, pad = datasets["mixed"], 1100
-    pieces = WordPieces(CLS, SEP, MASK, pad, PIECES.continues)
-    theirs = megatrons(indexed, 100, 64, 0.1, True, pieces=pieces)
-    right = megatrons(indexed, 100, 64, 0.1, True)
-    ours = BertDataset(indexed, range(indexed.documents), 100, 64, SEED, pieces)
-    wrong = 0
-    for i in range(100):
-        expected = as_ours(right[i])
-        expected["tokens"] = np.where(expected["documents"], pad, expected["tokens"])
-        assert_same(ours[i], expected)
-        wrong += bool((theirs[i]["types"] == pad).any())
-    assert wrong
-
-
 @pytest.mark.parametrize("documents", [1, 1000, 20_000])
 @pytest.mark.parametrize("epochs", [1, 3])
-def test_the_index_of_many_documents_is_megatrons(documents, epochs):
+def test_index_of_many_documents_matches_megatron(documents, epochs):
     random = np.random.RandomState(documents)
     counts = random.randint(0, 25, documents) + (documents == 1)
     lengths = random.lognormal(3, 0.8, counts.sum()).astype(np.int32)
@@ -182,32 +149,19 @@ def test_the_index_of_many_documents_is_megatrons(documents, epochs):
         assert (ours == theirs).all()
 
 
-def test_the_benchmark_compares_indices_and_samples_that_are_equal():
-    command = [sys.executable, str(ROOT / "benchmarks" / "bert_samples.py")]
-    sizes = ["--rounds", "1", "--documents", "200", "--samples", "20"]
-    result = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
-    rows = [line.split("|")[1].split()[0] for line in result.stdout.splitlines() if line.startswith("| ")]
-    assert rows == ["what", "---", "index", "index", "20", "20"]
-
-
-def test_masks_with_a_real_tokenizer_are_megatrons(tmp_path, megatrons, datasets):
+def test_masks_of_real_tokenizer_match_megatron(tmp_path, megatrons, datasets):
     tokenizer = load_tokenizer(f"bert-uncased:{bert_file(tmp_path / 'v', lowercase=True)}")
     pieces = WordPieces.of(tokenizer)
     words = {number: piece for piece, number in tokenizer.library.get_vocab().items()}
     theirs = megatrons(datasets["mixed"], 1, 64, 0.1, True)
-    theirs.config.tokenizer = SimpleNamespace(
-        cls=tokenizer.cls, sep=tokenizer.sep, mask=tokenizer.mask, inv_vocab=words
-    )
+    ids = {"cls": tokenizer.cls, "sep": tokenizer.sep, "mask": tokenizer.mask}
+    theirs.config.tokenizer = SimpleNamespace(**ids, inv_vocab=words)
     theirs.token_lookup = list(range(tokenizer.vocabulary))
     for seed, sentence in enumerate(TEXTS * 20):
         tokens = [tokenizer.cls, *tokenizer.encode(sentence), tokenizer.sep]
-        masked, places, labels, _, _ = theirs._create_masked_lm_predictions(
-            tokens, len(tokens), np.random.RandomState(seed)
-        )
-        seen, hidden = create_masked_lm_predictions(
-            np.array(tokens, np.int32), len(tokens), pieces, np.random.RandomState(seed)
-        )
+        draws = [np.random.RandomState(seed) for _ in range(2)]
+        masked, places, labels, _, _ = theirs._create_masked_lm_predictions(tokens, len(tokens), draws[0])
+        seen, hidden = create_masked_lm_predictions(np.array(tokens, np.int32), len(tokens), pieces, draws[1])
         assert seen.tolist() == masked
         assert np.flatnonzero(hidden).tolist() == places
         assert np.array(tokens)[hidden].tolist() == labels

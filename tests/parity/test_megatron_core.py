@@ -1,7 +1,6 @@
-"""Models of megatron-core in checkpoints that Megatron wrote: what they compute there they compute here."""
+"""Models of megatron-core in checkpoints that it wrote: what they compute there they compute here."""
 
-import subprocess
-from itertools import product
+import shutil
 
 import numpy as np
 import pytest
@@ -9,118 +8,127 @@ import pytest
 from mjax import cli
 from mjax.config import read_config
 from mjax.interop.megatron.pickles import read_metadata
-from tests.parity.megatron_written import scores_of, write_with_megatron_core
-from tests.products import diagonal, seldom
+from tests.parity.megatron_written import convert, opened, scores_of, write_with_megatron_core
+from tests.small import gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-parity")
 
-from tests.parity.write_megatron_core import DECODERS  # noqa: E402
+from tests.parity.write_megatron_core import MIXTURES  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
 VOCABULARY = 29
+FLAGS = ("--vocabulary", str(VOCABULARY))
+CASES = {
+    "one rank": {
+        "gpt": ("stacked", "single", "torch"), "bert": ("stacked", "torch"), "llama": ("stacked", "apart", "torch"),
+        "narrow": ("single",), "stretched": ("torch",), "mixtral": ("stacked", "single", "apart", "torch"),
+        "before": ("stacked", "apart", "torch"), "deepseek": ("stacked", "torch"), "switch": ("torch",),
+    },
+    "two tensor ranks": {
+        "gpt": ("single", "torch"), "bert": ("single", "torch"), "llama": ("single", "torch"), "narrow": ("torch",),
+        "mixtral": ("stacked", "torch"), "before": ("torch",),
+    },
+    "two expert ranks": {"mixtral": ("stacked", "torch"), "before": ("stacked", "torch")},
+}  # fmt: skip
+"""By ranks and kind the layouts, of those that `write_megatron_core.py` writes."""
+RANKS = {"one rank": {}, "two tensor ranks": {"ranks": 2}, "two expert ranks": {"ranks": 2, "expert_ranks": 2}}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two tensor ranks"])
-def written(request, tmp_path_factory):
-    """The folder that `write_megatron_core` leaves."""
-    return write_with_megatron_core(tmp_path_factory.mktemp("written"), ranks=request.param)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A function: the folder of the checkpoints of so many ranks, written when it is first asked for."""
+    folders = {}
 
+    def folder(ranks):
+        if ranks not in folders:
+            folder = tmp_path_factory.mktemp("written")
+            folders[ranks] = write_with_megatron_core(folder, *CASES[ranks], **RANKS[ranks])
+        return folders[ranks]
 
-LAYOUTS = ("stacked", "single", "torch")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_gpt_has_the_logits_of_megatron_core(written, layout, tmp_path):
-    source, run = written / f"gpt_{layout}", tmp_path / "run"
-    assert cli.main(["convert", "from-megatron", str(source), str(run), "--vocabulary", str(VOCABULARY)]) == 0
-    theirs = np.load(written / "gpt.npz")
-    config, ours = scores_of(run, theirs["ids"])
-    assert config.model.activation == "gelu_tanh"
-    np.testing.assert_allclose(ours[..., :VOCABULARY], theirs["scores"][..., :VOCABULARY], atol=2e-5)
+    return folder
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [*seldom(product(DECODERS, LAYOUTS), diagonal(2, DECODERS, LAYOUTS), some=()), ("llama", "apart")],
-    ids=str,
+    ("ranks", "kind", "layout"),
+    [(ranks, kind, layout) for ranks, kinds in CASES.items() for kind, layouts in kinds.items() for layout in layouts],
 )
-def test_a_decoder_has_the_logits_of_megatron_core(written, kind, layout, tmp_path):
-    source, run = written / f"{kind}_{layout}", tmp_path / "run"
-    assert cli.main(["convert", "from-megatron", str(source), str(run), "--vocabulary", str(VOCABULARY)]) == 0
-    theirs = np.load(written / f"{kind}.npz")
-    _, ours = scores_of(run, theirs["ids"])
-    np.testing.assert_allclose(ours[..., :VOCABULARY], theirs["scores"][..., :VOCABULARY], atol=2e-5)
-
-
-def test_a_decoder_gets_longer_positions_with_rope_unless_it_has_them(written, tmp_path, capsys):
-    argv = ["convert", "from-megatron", "", str(tmp_path / "run"), "--vocabulary", str(VOCABULARY), "--rope", "yarn:4"]
-    assert cli.main([*argv[:2], str(written / "narrow_torch"), *argv[3:]]) == 0
-    assert "--rope yarn:4, 40 positions instead of 10" in capsys.readouterr().out
-    model = read_config(tmp_path / "run" / "config.json").model
-    assert (model.sequence, model.rope_scaling, model.rope_factor, model.rope_original) == (40, "yarn", 4.0, 10)
-    for kind, sentence in (("llama", "already has rotary positions with llama3:32"), ("gpt", "is a GPT without")):
-        assert cli.main([*argv[:2], str(written / f"{kind}_torch"), str(tmp_path / kind), *argv[4:]]) == 2
-        assert sentence in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", DECODERS)
-def test_transformers_computes_the_same_with_the_export_of_a_decoder(written, kind, tmp_path):
-    run, out = tmp_path / "run", tmp_path / "out"
-    flags = ["--vocabulary", str(VOCABULARY)]
-    assert cli.main(["convert", "from-megatron", str(written / f"{kind}_torch"), str(run), *flags]) == 0
-    if kind == "narrow":  # half of a head is turned, with biases: no class has both
-        assert cli.main(["convert", "to-hf", str(run), str(out)]) == 2
+def test_scores_match_megatron_core(written, ranks, kind, layout, tmp_path):
+    run = tmp_path / "run"
+    assert convert(written(ranks) / f"{kind}_{layout}", run, *FLAGS) == 0
+    theirs = np.load(written(ranks) / f"{kind}.npz")
+    expected = theirs["scores"][..., :VOCABULARY]
+    if kind != "bert":
+        _, found = scores_of(run, theirs["ids"])
+        np.testing.assert_allclose(found[..., :VOCABULARY], expected, atol=2e-5)
         return
+    config, (words, order) = scores_of(run, theirs["ids"], theirs["types"], 1 - theirs["text"])
+    text = theirs["text"] == 1
+    assert (config.model.activation, config.model.mlm_activation) == ("gelu_tanh", "gelu_erf")
+    np.testing.assert_allclose(words[..., :VOCABULARY][text], expected[text], atol=2e-5)
+    np.testing.assert_allclose(order, theirs["order"], atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_training_has_losses_and_gradients_of_megatron_core(written, kind, tmp_path):
+    """Where the config has the coefficients of Megatron's arguments: cross entropy, auxiliary losses, and the gradients
+    of all of them together in the routers."""
+    folder, run = written("one rank"), tmp_path / "run"
+    assert convert(folder / f"{kind}_torch", run) == 0  # all rows are tokens: Megatron's softmax has those of padding
+    theirs, (config, weights) = np.load(folder / f"{kind}.npz"), opened(run)
+    losses = {"balance_loss": ("load_balancing_loss", "seq_load_balancing_loss"), "z_loss": ("z_loss",)}
+    losses = {name: its for name, its in losses.items() if getattr(config.model, name)}
+    assert losses.keys() == {"mixtral": {"balance_loss", "z_loss"}, "deepseek": set()}.get(kind, {"balance_loss"})
+    names = ("loss", "router_entropy", *losses, "expert_load")
+    batch = {name: theirs[its].astype(np.int32) for name, its in (("tokens", "ids"), ("labels", "labels"))}
+    found, gradients = gradient_program(config, names)[0](weights, batch, 0, 1.0)
+    found = dict(zip(names, np.asarray(found).tolist(), strict=True))
+    assert found["loss"] == pytest.approx(theirs["loss"].item(), rel=1e-5)
+    for name, its in losses.items():
+        (total,) = (theirs[each].item() for each in its if each in theirs)
+        assert found[name] * config.model.layers == pytest.approx(total, rel=1e-5)
+    ours = np.asarray(gradients.blocks.mlp.router.kernel[...]).swapaxes(1, 2)
+    np.testing.assert_allclose(ours, theirs["routers"], atol=1e-5 * np.abs(theirs["routers"]).max())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("llama", "Qwen3ForCausalLM"), ("stretched", "LlamaForCausalLM"), ("mixtral", "MixtralForCausalLM")],
+)
+def test_transformers_computes_the_same_with_export(written, kind, name, tmp_path):
+    folder, run, out = written("one rank"), tmp_path / "run", tmp_path / "out"
+    assert convert(folder / f"{kind}_torch", run, *FLAGS) == 0
     assert cli.main(["convert", "to-hf", str(run), str(out)]) == 0
-    theirs, model = np.load(written / f"{kind}.npz"), transformers.AutoModelForCausalLM.from_pretrained(out)
+    theirs, model = np.load(folder / f"{kind}.npz"), transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert type(model).__name__ == name
     with torch.no_grad():
         scores = model(torch.tensor(theirs["ids"])).logits.numpy()
     np.testing.assert_allclose(scores, theirs["scores"][..., :VOCABULARY], atol=2e-5)
-    assert f"- converted by mjax from `{kind}_torch`, Megatron's decoder\n" in (out / "README.md").read_text()
+    assert f"- converted by mjax from `{kind}_torch`, Megatron's " in (out / "README.md").read_text()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_bert_has_the_scores_of_megatron_core(written, layout, tmp_path):
-    source, run = written / f"bert_{layout}", tmp_path / "run"
-    assert cli.main(["convert", "from-megatron", str(source), str(run), "--vocabulary", str(VOCABULARY)]) == 0
-    theirs = np.load(written / "bert.npz")
-    text = theirs["text"] == 1
-    config, (of_tokens, of_order) = scores_of(run, theirs["ids"], theirs["types"], 1 - theirs["text"])
-    assert (config.model.activation, config.model.mlm_activation) == ("gelu_tanh", "gelu_erf")
-    np.testing.assert_allclose(of_tokens[..., :VOCABULARY][text], theirs["scores"][..., :VOCABULARY][text], atol=2e-5)
-    np.testing.assert_allclose(of_order, theirs["order"], atol=2e-5)
+def test_rope_flag_lengthens_decoder(written, tmp_path, capsys):
+    rope, folder = (*FLAGS, "--rope", "yarn:4"), written("one rank")
+    assert convert(folder / "narrow_single", tmp_path / "run", *rope) == 0
+    assert "--rope yarn:4, 40 positions instead of 10" in capsys.readouterr().out
+    model = read_config(tmp_path / "run" / "config.json").model
+    assert (model.sequence, model.rope_scaling, model.rope_factor, model.rope_original) == (40, "yarn", 4.0, 10)
+    # Half of a head is turned, with biases: no class of transformers has both.
+    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    for kind, sentence in (("llama", "already has rotary positions with llama3:32"), ("gpt", "is a GPT without")):
+        assert convert(folder / f"{kind}_torch", tmp_path / kind, *rope) == 2
+        assert sentence in capsys.readouterr().err
 
 
-def test_the_gelus_of_a_bert_are_two(written, tmp_path):
-    """Otherwise the test above would pass with one for both."""
-    theirs, run = np.load(written / "bert.npz"), tmp_path / "run"
-    assert cli.main(["convert", "from-megatron", str(written / "bert_torch"), str(run)]) == 0
-    file = run / "config.json"
-    file.write_text(file.read_text().replace('"mlm_activation": "gelu_erf"', '"mlm_activation": "gelu_tanh"'))
-    _, (of_tokens, _) = scores_of(run, theirs["ids"], theirs["types"], 1 - theirs["text"])
-    difference = np.abs(of_tokens[0, :, :VOCABULARY] - theirs["scores"][0, :, :VOCABULARY])
-    assert difference.max() > 1e-4
-
-
-def test_layers_are_one_tensor_or_many_as_the_names_say(written):
-    """Otherwise the cases above would be one."""
-    names = {
-        layout: read_metadata(written / f"gpt_{layout}" / "iter_0000005" / ".metadata")
-        for layout in ("stacked", "single")
-    }
-    assert names["stacked"]["decoder.layers.mlp.linear_fc1.weight"].shape == (3, 40, 24)
-    assert names["single"]["decoder.layers.2.mlp.linear_fc1.weight"].shape == (40, 24)
-    assert "optimizer.state.exp_avg.x" in names["stacked"]
-
-
-def test_a_part_that_is_cut_off_is_named(written, tmp_path, capsys):
-    source = tmp_path / "in"
-    subprocess.run(["cp", "-r", str(written / "gpt_stacked" / "iter_0000005"), str(source)], check=True)
+def test_layouts_differ_and_truncated_part_is_named(written, tmp_path, capsys):
+    stacked, single = (written("one rank") / f"gpt_{layout}" / "iter_0000005" for layout in ("stacked", "single"))
+    assert read_metadata(stacked / ".metadata")["decoder.layers.mlp.linear_fc1.weight"].shape == (3, 40, 24)
+    assert read_metadata(single / ".metadata")["decoder.layers.2.mlp.linear_fc1.weight"].shape == (40, 24)
+    assert "optimizer.state.exp_avg.x" in read_metadata(stacked / ".metadata")
+    source = shutil.copytree(stacked, tmp_path / "in")
     for file in source.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:2000])
-    assert cli.main(["convert", "from-megatron", str(source), str(tmp_path / "run")]) == 2
+    assert convert(source, tmp_path / "run") == 2
     assert "is truncated or damaged" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()

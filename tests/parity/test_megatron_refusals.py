@@ -1,19 +1,15 @@
-"""What a checkpoint of Megatron may get wrong, or what it may want to execute: refused in one sentence each. And what
-a run made of one does.
+"""What a checkpoint of Megatron may get wrong, or what it may want to execute: refused in one sentence each.
 
 tests/interop/test_megatron.py has what needs no torch.
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
-from mjax import cli
-from mjax.config import read_config, save_config
 from tests.interop.megatron_files import draw
 from tests.parity.megatron_written import FLAGS, GPT, convert, write
-from tests.tiny_config import config as tiny
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 
@@ -32,9 +28,7 @@ class _Trap:
 @pytest.mark.parametrize("legacy", [False, True], ids=["an archive", "torch before 1.6"])
 @pytest.mark.parametrize("where", ["args", "optimizer"])
 @pytest.mark.parametrize("called", [f"{open.__module__}.open", "posix.system"])
-def test_a_file_that_would_run_something_is_refused_by_its_name_and_runs_nothing(
-    called, where, legacy, tmp_path, capsys
-):
+def test_harmful_file_is_refused_unexecuted(called, where, legacy, tmp_path, capsys):
     sprung = str(tmp_path / "sprung")
     trap = _Trap(open, (sprung, "w")) if called.endswith("open") else _Trap(os.system, (f"touch {sprung}",))
     source = write(tmp_path / "in", draw(GPT), GPT, legacy=legacy, **{where: {"x": trap}})
@@ -75,34 +69,25 @@ def _mlp(change):
     return _content(damage)
 
 
-def _second_rank(**beside):
-    def damage(source, weights, model):
-        write(source / "other", weights, model, ranks=2, **beside)
-        (source / "other" / "release" / "mp_rank_01").rename(source / "release" / "mp_rank_01")
+def _flipped(content):
+    at = len(content) // 2
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
-    return damage
+
+def _second_rank(source, weights, model):
+    write(source / "other", weights, model, ranks=2)
+    (source / "other" / "release" / "mp_rank_01").rename(source / "release" / "mp_rank_01")
 
 
 MLP, TODAY = "layers.1.mlp.dense_h_to_4h.weight", "decoder.layers.1.mlp.linear_fc1.weight"
 MISTAKES = {
     "cut off": (_bytes(lambda content: content[:3000]), "is truncated or not a file of torch.save"),
-    "empty": (_bytes(lambda content: b""), "is truncated or not a file of torch.save"),
-    "text": (_bytes(lambda content: b"hello"), "is truncated or not a file of torch.save"),
+    "a flipped bit": (_bytes(_flipped), "is not what was written (checksum)"),
     "a list": (_content(lambda content: [1, 2]), "holds a list, and a checkpoint is a dict"),
-    "no model": (_content(lambda content: {"iteration": 5}), "has no model"),
-    "a missing tensor": (_mlp(lambda mlp: None), f"lacks the tensor {TODAY}"),
-    "an unknown tensor": (
-        _content(lambda content: content["model"].update(adapter={"weight": torch.ones(2)})),
-        "a tensor adapter.weight, which is not part of Megatron's GPT with 2 layers",
-    ),
-    "another shape": (
-        _mlp(lambda mlp: torch.ones(80, 24)),
-        f"{TODAY} has shape (80, 24), and the rest of the checkpoint asks for (40, 24)",
-    ),
     "integers": (_mlp(lambda mlp: mlp.to(torch.int8)), f"{TODAY} is of type int8"),
     "eight bits": (_mlp(lambda mlp: mlp.to(torch.float8_e4m3fn)), f"{MLP} is of type torch.float8_e4m3fn"),
     "a tensor larger than its storage": (
-        _mlp(lambda mlp: torch.ones(1).expand(mlp.shape)), f"{MLP} has shape (40, 24) and 4 bytes stored of it",
+        _mlp(lambda mlp: torch.ones(240).as_strided((40, 24), (5, 1))), "(40, 24) and 960 bytes stored of it",
     ),
     "no tensor": (_mlp(lambda mlp: 5), f"{MLP} is 5, which is not a tensor"),
     "not finite": (_mlp(lambda mlp: mlp.log()), f"{TODAY} holds numbers that are not finite"),
@@ -112,13 +97,12 @@ MISTAKES = {
     "arguments that are none": (
         _content(lambda content: content.update(args=[1])), "args is [1], which are not the arguments",
     ),
-    "ranks of another model": (_second_rank(), "has shape (108, 24), and the rest of the checkpoint asks for (72, 24)"),
-    "ranks of another step": (_second_rank(iteration=7), "iteration is 7, and None in"),
+    "ranks of another model": (_second_rank, "has shape (108, 24), and the rest of the checkpoint asks for (72, 24)"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_damaged_checkpoint_is_refused_in_one_sentence(name, tmp_path, capsys):
+def test_damaged_checkpoint_is_refused(name, tmp_path, capsys):
     damage, expected = MISTAKES[name]
     weights = draw(GPT)
     source = write(tmp_path / "in", weights, GPT)
@@ -128,45 +112,3 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(name, tmp_path, capsys)
     assert expected in message
     assert message.count("\n") == 1, "one line"
     assert not (tmp_path / "run").exists()
-
-
-# --- The vocabulary ---------------------------------------------------------------------------------------------------
-
-
-def test_the_tokenizer_says_which_rows_pad_the_vocabulary(tmp_path, capsys):
-    model = replace(GPT, vocabulary=257)
-    for padded, name in ((384, "in"), (640, "wide")):
-        write(tmp_path / name, draw(model), model, padded=padded)
-    assert convert(tmp_path / "in", tmp_path / "run", "--heads", "4", "--tokenizer", "bytes") == 0
-    assert "embedding: 384 rows, 127 of padding left out · no arguments in it: 4 heads" in capsys.readouterr().out
-    assert read_config(tmp_path / "run" / "config.json").model.vocabulary == 257
-    assert convert(tmp_path / "in", tmp_path / "all", "--heads", "4") == 0
-    assert "384 rows, none of them padding" in capsys.readouterr().out
-    assert read_config(tmp_path / "all" / "config.json").model.vocabulary == 384
-    assert convert(tmp_path / "wide", tmp_path / "no", "--heads", "4", "--tokenizer", "bytes") == 2
-    message = capsys.readouterr().err
-    assert "has 257 ids and the embedding 640 rows, more than padding to a multiple of 128 explains" in message
-    flags = ("--heads", "4", "--tokenizer", "bytes", "--vocabulary", "257")
-    assert convert(tmp_path / "wide", tmp_path / "yes", *flags) == 0
-    for given in ("0", "641"):
-        assert convert(tmp_path / "wide", tmp_path / "no", "--heads", "4", "--vocabulary", given) == 2
-        assert f"--vocabulary is {given}; the embedding has 640 rows" in capsys.readouterr().err
-
-
-def test_a_run_made_of_it_generates_evaluates_and_trains(tmp_path, capsys):
-    # Shape and settings are those of the other tests of the command line, which share the compiled step.
-    run, source = tmp_path / "run", write(tmp_path / "in", draw(tiny.model), tiny.model, 2.0, ranks=2, padded=512)
-    flags = ["--heads", "4", "--tokenizer", "bytes", "--vocabulary-multiple", "64"]
-    assert convert(source, run, *flags) == 0
-    assert read_config(run / "config.json").model == tiny.model
-    save_config(tiny, run / "config.json")
-    (tmp_path / "text.txt").write_text("A text that is long enough to be cut into windows. " * 3)
-    capsys.readouterr()
-    assert cli.main(["generate", "--checkpoint", str(run), "--prompt", "The", "--tokens", "3"]) == 0
-    assert capsys.readouterr().out.startswith("The")
-    data = ["--task", "perplexity", "--data", str(tmp_path / "text.txt"), "--json"]
-    assert cli.main(["evaluate", "--checkpoint", str(run), *data]) == 0
-    assert "perplexity" in capsys.readouterr().out
-    mesh = ["--mesh.data", "8", "--mesh.model", "2", "--train.micro-batch", "1", "--train.steps", "4"]
-    assert cli.main(["train", "--resume", str(run), *mesh]) == 0
-    assert (run / "checkpoints" / "4").is_dir()
