@@ -9,7 +9,6 @@ import pytest
 import tyro
 
 from mjax import cli
-from mjax.commands import lm_eval as harness_command
 from mjax.commands.convert import ToHfArguments
 from mjax.commands.evaluate import EvaluateArguments
 from mjax.commands.finetune import FinetuneArguments
@@ -21,23 +20,17 @@ from mjax.mixture_config import MixtureConfig
 
 TYPED = {
     "train --lr 3e-4": "mjax train has no --lr; type --optimizer.learning-rate 3e-4",
-    "train --learning_rate=3e-4": "type --optimizer.learning-rate 3e-4",
     "train --train.learning-rate 3e-4": "type --optimizer.learning-rate 3e-4",
     "train --batch-size 32": "type --train.global-batch 32 (sequences per step over all devices)",
     "train --num_train_epochs 3": "type --train.steps (mjax counts steps",
-    "train --tensor-model-parallel-size 8": "type --mesh.model 8",
     "train --config moe_demo --num-experts 8": "type --model.experts 8",
     "train --num-experts 8": "for this model; it is --model.experts, for --model.kind mixture: leave it out",
-    "train --model.experts 8": "for this model; it is for --model.kind mixture: leave it out",
-    "train --interval 5": "type --checkpoint.interval 5 or --log.interval 5",
     "train --checkpoint.every 5": "--checkpoint.every; type --checkpoint.interval 5\n",
     "train --data.mock True": "--data.mock True: it takes no value; type --data.mock or --data.no-mock",
-    "train --data.no_mock=1": "--data.no-mock 1: it takes no value; type --data.mock or --data.no-mock",
     "plan --json false --compile": "--json false: it takes no value; type --json or --no-json",
     "train --fp16 --train.steps 3": "type --precision.compute (with the value fp16)",
     "train --mesh.dta 2": "mjax train has no --mesh.dta, did you mean --mesh.data?",
     "train --zzz": "mjax train has no --zzz; `mjax train --help` lists its flags",
-    "plan --tp 8": "mjax plan has no --tp; type --mesh.model 8",
     "generate --max-new-tokens 5": "mjax generate has no --max-new-tokens; type --tokens 5",
     "finetune --num-train-epochs 3": "type --epochs",
 }
@@ -125,10 +118,3 @@ def test_to_hf_takes_run_by_place_or_name(argv, monkeypatch):
 def test_run_is_named_after_its_config(tmp_path):
     assert name_of("configs/gpt_8b.py") == name_of("gpt_8b") == "gpt_8b"
     assert name_of(str(tmp_path / "mine" / "config.json")) == "mine"
-
-
-def test_harness_takes_run_beside_its_own_arguments():
-    rest = ["--tasks", "hellaswag", "--model_args", "model=2,data=2"]
-    expected = ["run", "--model", "mjax", "--model_args", "run=runs/x,model=2,data=2", "--tasks", "hellaswag"]
-    assert harness_command._with_run("runs/x", rest) == expected
-    assert harness_command._with_run("runs/x", ["run", *rest]) == expected

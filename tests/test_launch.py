@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mjax import launch
-from mjax.errors import RunError, UnhealthyError, UsageError, explain, one_sentence
+from mjax.errors import RunError, UnhealthyError, UsageError, explain
 from mjax.places import cache_home
 
 
@@ -65,7 +65,3 @@ def test_without_home_there_is_no_cache(monkeypatch):
 def test_error_has_exit_code(error, code, capsys):
     assert explain(error) == code
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_sentence_is_one_printable_line():
-    assert one_sentence("a\nb\x1b[31m\ud800 é\u00a0漢字") == "a\\nb\\x1b[31m\\ud800 é\u00a0漢字"

@@ -3,15 +3,13 @@
 import base64
 import json
 import struct
-import zipfile
 from dataclasses import replace
-from io import BytesIO
 
 import pytest
 
 from benchmarks.mutated_files import READERS
 from benchmarks.mutations import _read, run
-from mjax.errors import LONGEST, RunError, UsageError
+from mjax.errors import LONGEST, RunError, UsageError, one_sentence
 from mjax.interop.megatron.distributed import DistributedTensors
 from mjax.interop.megatron.names import flat
 from mjax.interop.megatron.pickles import Chunk, Stored, read_metadata
@@ -41,15 +39,6 @@ def json_with(*path_and_value):
     return change
 
 
-def last_data_bit(content):
-    """A bit of the last tensor in an archive of torch.save."""
-    with zipfile.ZipFile(BytesIO(content)) as archive:
-        member = [member for member in archive.infolist() if "/data/" in member.filename][-1]
-    name, extra = struct.unpack_from("<HH", content, member.header_offset + 26)
-    place = member.header_offset + 30 + name + extra
-    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
-
-
 def header_of_deep_lists(content):
     """A safetensors file whose header is nested."""
     (size,) = struct.unpack_from("<Q", content)
@@ -62,23 +51,18 @@ RUN, GPT2 = "config.json of a run", "GPT-2 of Hugging Face"
 WORST = [
     (RUN, "config.json", to(DEEP), "nested"),
     (RUN, "config.json", to(b'{"train": {"steps": ' + DIGITS + b"}}"), "is not JSON"),
-    (RUN, "config.json", to(b"\xff{}"), "is not JSON"),
     (RUN, "config.json", to(FOLDER), "cannot be read (Is a directory)"),
     (RUN, "config.json", json_with("optimizer", "epsilon", 10**400), "not a number"),
     (RUN, "config.json", json_with("data", "cache", "\ud800"), "which is not text"),
     (RUN, "config.json", json_with("model", {"heads": 2**60 + 1, "hidden": 2**60}), "use 1, 2"),
-    (RUN, "config.json", json_with("x" * 5000, 1), "unknown field xxxx"),
-    ("dataset's metadata", "d.json", to(DEEP), "nested"),
     ("dataset's metadata", "d.json", json_with("eod", 257), "its counts are impossible"),
     ("metrics.jsonl", "metrics.jsonl", to(FOLDER), "cannot be read (Is a directory); move it away"),
     ("checkpoint", "5/manifest.json", to(DEEP), "manifest.json is not what was written"),
-    ("calibration", "c.json", to(DEEP), "nested"),
     ("request.json", "request.json", json_with("train", [["a.tsv"]]), "--train ['a.tsv'], now a.tsv"),
     ("epochs.json", "epochs.json", to(b"[1]"), "is not a list of epochs"),
     ("tokenizer.json", "tokenizer.json", json_with("normalizer", CHARACTERS), "that is cut off"),
     ("tokenizer.json", "tokenizer.json", json_with("model", "vocab", "a", 2**32 - 1), "the id 4,294,967,295"),
     ("vocab.json, merges.txt", "merges.txt", lambda content: content + b"a " + DIGITS, "does not belong to"),
-    ("tokenizer's folder", "mjax_tokenizer.json", to(DEEP), "nested"),
     ("sentencepiece model", "a.model", lambda content: content + NEW_PIECE, "is not a sentencepiece model"),
     (GPT2, "m/config.json", json_with("n_layer", 10**7), "asks for 10,000,000 layers, and"),
     (GPT2, "m/config.json", json_with("layer_norm_epsilon", 10**400), "not a number from 0 on"),
@@ -87,37 +71,21 @@ WORST = [
     ("text, .jsonl.gz", "a.jsonl.gz", to(b""), "is empty, so it is not a compressed file"),
     ("text, .jsonl", "a.jsonl", lambda content: content + b'{"' + b"x" * 5000 + b'": 1}', "there is no key 'text'"),
 ]
-WORST_WITH_TORCH = [
-    ("pytorch_model.bin", "pytorch_model.bin", last_data_bit, "is not what was written (checksum)"),
-    ("Megatron's ranks", "iter_0000005/mp_rank_01/model_optim_rng.pt", last_data_bit, "was written (checksum)"),
-    ("Megatron's ranks", "latest_checkpointed_iteration.txt", to(DIGITS), "which is not a step"),
-    ("Megatron's torch_dist", "iter_0000005/common.pt", lambda content: content.replace(b"args", b"arks"), "checksum"),
-]
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory):
-    """The files of a reader, written once."""
-    written = {}
-
-    def files(reader):
-        if reader.name not in written:
-            folder = tmp_path_factory.mktemp("sound")
-            reader.write(folder)
-            found = (file for file in sorted(folder.rglob("*")) if file.is_file())
-            written[reader.name] = {str(file.relative_to(folder)): file.read_bytes() for file in found}
-        return written[reader.name]
-
-    return files
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "change", "words"),
-    [*WORST, *(pytest.param(*case, marks=pytest.mark.parity) for case in WORST_WITH_TORCH)],
-)
-def test_meaningless_file_is_rejected_in_one_sentence(tmp_path, sound, name, file, change, words):
+def sound(name, folder):
+    """A reader, and the valid files that it reads."""
     (reader,) = [reader for reader in READERS if reader.name == name]
-    files = sound(reader)
+    folder.mkdir()
+    reader.write(folder)
+    return reader, {
+        str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()
+    }
+
+
+@pytest.mark.parametrize(("name", "file", "change", "words"), WORST)
+def test_meaningless_file_is_rejected_in_one_sentence(tmp_path, name, file, change, words):
+    reader, files = sound(name, tmp_path / "sound")
     changed = {**files, file: change(files[file])}
     assert changed != files
     if words is None:  # read, in time and with little memory
@@ -131,9 +99,8 @@ def test_meaningless_file_is_rejected_in_one_sentence(tmp_path, sound, name, fil
     assert len(sentence) < 2 * LONGEST
 
 
-def test_deeply_nested_cache_is_rebuilt(tmp_path, sound):
-    (reader,) = [reader for reader in READERS if reader.name == "cache of indices"]
-    files = sound(reader)
+def test_deeply_nested_cache_is_rebuilt(tmp_path):
+    reader, files = sound("cache of indices", tmp_path / "sound")
     (manifest,) = [name for name in files if name.endswith(".json")]
     assert _read(reader, {**files, manifest: DEEP}, tmp_path / "case") == _read(reader, files, tmp_path / "whole")
 
@@ -157,15 +124,22 @@ def test_pickle_cannot_claim_memory_or_hold_itself(tmp_path):
         flat(tree)
 
 
+def test_sentence_is_one_printable_line():
+    assert one_sentence("a\nb\x1b[31m\ud800 é\u00a0漢字") == "a\\nb\\x1b[31m\\ud800 é\u00a0漢字"
+
+
 def test_json_has_limited_depth():
     assert parse_json("[" * DEEPEST + "]" * DEEPEST, "a", "b")
     with pytest.raises(UsageError, match="nested"):
         parse_json("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1), "a", "b")
 
 
-@pytest.mark.all
-@pytest.mark.parametrize("reader", [reader.name for reader in READERS])
+IN_CI = {"config.json of a run": pytest.mark.ci, "pytorch_model.bin": pytest.mark.parity}
+
+
+@pytest.mark.parametrize(
+    "reader", [pytest.param(one.name, marks=IN_CI.get(one.name, pytest.mark.all)) for one in READERS]
+)
 def test_no_mutation_is_misread(reader):
     (row,) = run(600, 1, 100, [reader])
-    assert row["tried"] == 100
-    assert row["worst"] == []
+    assert (row["tried"], row["worst"]) == (100, [])

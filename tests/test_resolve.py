@@ -46,12 +46,10 @@ TAKEN = [
     ("--data.train-path megatron b", "", VOCABULARY, 8192, "as in b "),
     ("--data.path a --model.vocabulary-multiple 5000", "", VOCABULARY, 8192, "10,000 rows of the embedding"),
     ("--data.path a --model.vocabulary 50257", "", VOCABULARY, 50257, None),
-    ("--data.path a --model.vocabulary=50257", "", VOCABULARY, 50257, None),
     ("--data.path megatron", "", VOCABULARY, 50257, None),
     ("--data.path a --data.mock", "", VOCABULARY, 50257, None),
     ("--train.steps 5", "", WARMUP, 1, "warm-up of 1 step instead of 3,000, in proportion to the run's length"),
     ("--train.steps 1", "", WARMUP, 0, "warm-up of 0 steps"),
-    ("--train.steps 3000", "", WARMUP, 30, "warm-up of 30 steps"),
     ("--train.steps 3001", "", WARMUP, 3000, None),
     ("--optimizer.decay_steps 100", "", WARMUP, 1, "warm-up of 1 step"),
     ("--train.steps 5 --optimizer.warmup_steps 3000", "", WARMUP, 3000, None),  # refused later
@@ -112,18 +110,7 @@ def run_of(folder, config=GPT):
     return folder
 
 
-SHORT = [
-    "--config",
-    "gpt_345m",
-    "--data.path",
-    "a",
-    "--train.steps",
-    "5",
-    "--mesh.data",
-    "1",
-    "--train.global-batch",
-    "8",
-]
+SHORT = shlex.split("--config gpt_345m --data.path a --train.steps 5 --mesh.data 1 --train.global-batch 8")
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
@@ -134,12 +121,6 @@ def test_command_starts_with_resolved_config(command, data, started, capsys):
     printed = capsys.readouterr()
     said = printed.out if command == "train" else printed.err  # where nothing else but the plan may be
     assert said.count("vocabulary 8,192 as in a (gpt_345m has 50,257)") == 1
-
-
-def test_typed_warmup_that_does_not_fit_is_rejected(data, started, capsys):
-    assert cli.main(["train", *SHORT, "--optimizer.warmup-steps", "5"]) == 2
-    assert "--optimizer.warmup-steps 5 must be below the 5 steps" in capsys.readouterr().err
-    assert not started
 
 
 def test_resumed_run_keeps_config_but_takes_tokens(data, started):

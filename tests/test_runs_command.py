@@ -44,16 +44,11 @@ def runs(tmp_path, monkeypatch):
     return tmp_path / "runs"
 
 
-def test_list_has_line_per_run(runs, monkeypatch, capsys):
+def test_list_has_line_per_run(runs, capsys):
     assert cli.main(["runs"]) == 0
     _, base, fast = capsys.readouterr().out.splitlines()
     assert base.split()[:8] == ["base", "gpt", "2", "×", "32", f"{count_parameters(TINY.model):,}", "12/12", "3.8000"]
     assert (base.split()[8], base.split()[-1], fast.split()[0]) == ("4.5000", "done", "fast")
-    monkeypatch.setenv("COLUMNS", "40")
-    assert cli.main(["runs"]) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
-        ["base", "12/12", "3.8000", "done"], ["fast", "12/12", "3.3000", "done"],
-    ]  # fmt: skip
 
 
 def test_list_as_json_says_state_of_runs(runs, monkeypatch, capsys):
@@ -161,17 +156,14 @@ def test_remove_asks_first(runs, monkeypatch, capsys, answer, kept):
 
 MISTAKES = {
     "compare base base": "takes two or more runs",
-    "compare base fst": "there is no run 'fst' in runs, did you mean 'fast'?",
     "compare base fast --figure no/where.png": "there is no folder no",
     "compare base fast --figure curve.txt": "use a name that ends in .png, .pdf or .svg",
     "compare base empty": "empty has no losses to compare",
-    "--runs nowhere": "there is no folder nowhere",
     "delete base": "mjax runs has no command 'delete'",
     "remove --yes": "takes names of runs",
     "remove bse --yes": "there is no run 'bse' in runs, did you mean 'base'?",
     "remove notes --yes": "is not a run folder",
     "remove . --yes": "there is no run '.' in runs",
-    "remove runs/base/config.json --yes": "is not a run folder",
     "remove link --yes": "runs/link is a link to ",
     "remove base": "stdin is not a terminal; add --yes",
     "remove base busy --yes": "runs/busy is in use by another process",
