@@ -45,6 +45,7 @@ TRAIN_FLAGS = {
     "--model.kind mixture --mesh.expert 4 --mesh.data 2": "does not divide --mesh.data 2",
     "--model.kind mixture --mesh.expert 3 --mesh.data 3 --train.global-batch 24": "does not divide 8 experts",
     "--model.kind mixture --model.router-groups 4 --model.router-top-groups 1 --model.experts-per-token 3": "the 2",
+    "--mesh.context 3": "cannot cut 1024 positions into 6 equal parts",
     "--mesh.context 3 --mesh.context-attention heads --model.sequence 768": "use --mesh.context 2, 4, 8 or 16",
     "--mesh.context 2 --mesh.context-attention gather --model.attention cudnn": "--mesh.context-attention heads",
     "--mesh.model 4 --mesh.sequence-parallel --train.micro-batch 1 --model.sequence 1022": "a multiple of 4, or",
