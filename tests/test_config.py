@@ -14,6 +14,7 @@ from mjax.config import (
     Config,
     DataConfig,
     LlamaConfig,
+    LogConfig,
     MeshConfig,
     TrainConfig,
     as_flag,
@@ -208,19 +209,15 @@ def test_save_config_replaces_whole_file(tmp_path):
     assert read_config(file) == config
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("train.batch_schedule", "0:768 250B:1536"),
-        ("data.path", ("0.3", "my data", "0.7", "b")),
-        ("data.mock", True),
-        ("log.tensorboard", False),
-    ],
-)
-def test_as_flag_parses_back(field, value):
-    section, knob = field.split(".")
-    settings = parse(TrainArguments, shlex.split(as_flag(field, value)), "mjax train").settings
-    assert getattr(getattr(settings, section), knob) == value
+def test_as_flag_parses_back():
+    config = Config(
+        data=DataConfig(path=("0.3", "my data", "0.7", "b"), mock=True),
+        train=TrainConfig(batch_schedule="0:768 250B:1536"),
+        log=LogConfig(tensorboard=False),
+    )
+    flags = [as_flag(name, value) for name, (value, _) in differences(config, Config()).items()]
+    assert len(flags) == 4
+    assert parse(TrainArguments, shlex.split(" ".join(flags)), "mjax train").settings == config
 
 
 def test_differences_name_fields_of_both_models():
@@ -252,7 +249,6 @@ def test_fine_tuned_bert_of_older_config_is_read():
         ({"train": {"recompute": "some"}}, "which is not one of none, selective, full"),
         ({"train": {"batch_rampup": [8, 8]}}, "train.batch_rampup is [8, 8], which is not"),
         ({"model": 3}, "model. must be an object"),
-        ({"model": {"kind": []}}, "there is no model []; there are gpt, bert, bert_task"),
         ({"model": {"kind": "gtp"}}, "there is no model 'gtp', did you mean 'gpt'?"),
         ([], "the config must be an object"),
     ],
@@ -321,9 +317,7 @@ def test_mesh_larger_than_machine_says_what_to_type():
     )
     config = Config(mesh=MeshConfig(pipe=2, context=4, data=2, expert=2))
     check_devices(config, 16)
-    with pytest.raises(
-        UsageError, match=r"set --mesh\.pipe, --mesh\.data, --mesh\.context and --mesh\.model, or --sim"
-    ):
+    with pytest.raises(UsageError, match=r"set --mesh\.pipe, --mesh\.data, --mesh\.context and --mesh\.model, or"):
         check_devices(config, 1)
 
 
