@@ -1,7 +1,9 @@
 """What `train` and `plan` take from the data and from the length of a run, so that nobody has to type it."""
 
 import json
+import shlex
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +11,7 @@ import pytest
 
 from mjax import cli
 from mjax.commands.train import TrainArguments
-from mjax.config import DataConfig, MeshConfig, OptimizerConfig, load_config, save_config
+from mjax.config import DataConfig, load_config, save_config
 from mjax.data.metadata import DatasetMetadata, write_metadata
 from mjax.errors import UsageError
 from mjax.flags import parse, typed_flags
@@ -29,68 +31,58 @@ def data(tmp_path, monkeypatch):
     return tmp_path
 
 
-def resolved(*argv, config=GPT, run="runs/it", **data):
-    given = replace(config, data=DataConfig(**data))
-    return resolve(given, config, typed_flags(argv), "gpt_345m", Path(run))
+def resolved(typed, file="", run="runs/it"):
+    """The config and the lines of a command line, with a config file that holds `file` too."""
+    given = parse(TrainArguments, shlex.split(file), "mjax train", TrainArguments(settings=GPT))
+    argv = shlex.split(typed)
+    settings = parse(TrainArguments, argv, "mjax train", given).settings
+    return resolve(settings, given.settings, typed_flags(argv), "gpt_345m", Path(run))
+
+
+VOCABULARY, WARMUP, STEPS = "model.vocabulary", "optimizer.warmup_steps", "train.steps"
+TAKEN = [
+    ("--data.path a", "", VOCABULARY, 8192, "vocabulary 8,192 as in a (gpt_345m has 50,257)"),
+    ("--data.path 0.3 a 0.7 b", "", VOCABULARY, 8192, "as in a "),
+    ("--data.train-path megatron b", "", VOCABULARY, 8192, "as in b "),
+    ("--data.path a --model.vocabulary-multiple 5000", "", VOCABULARY, 8192, "10,000 rows of the embedding"),
+    ("--data.path a --model.vocabulary 50257", "", VOCABULARY, 50257, None),
+    ("--data.path megatron", "", VOCABULARY, 50257, None),
+    ("--data.path a --data.mock", "", VOCABULARY, 50257, None),
+    ("--train.steps 5", "", WARMUP, 1, "warm-up of 1 step instead of 3,000, in proportion to the run's length"),
+    ("--train.steps 1", "", WARMUP, 0, "warm-up of 0 steps"),
+    ("--train.steps 3001", "", WARMUP, 3000, None),
+    ("--optimizer.decay_steps 100", "", WARMUP, 1, "warm-up of 1 step"),
+    ("--train.steps 5 --optimizer.warmup_steps 3000", "", WARMUP, 3000, None),  # refused later
+    ("--train.steps 5", "--optimizer.schedule constant", WARMUP, 3000, None),
+    ("--train.steps 5", "--optimizer.warmup-steps 400000", WARMUP, 400_000, None),  # the file's own mistake
+    ("--train.tokens 300B", "", STEPS, 572_205, "300B tokens are 572,205 steps (300,000,215,040 tokens)"),
+    ("--train.global-batch 64 --model.sequence 512", "--train.tokens 100B", STEPS, 3_051_758, "3,051,758 steps"),
+    ("--train.batch-rampup 8 8 800 --train.global-batch 16", "--train.tokens 1M", STEPS, 112, "112 steps"),
+    ("--train.steps 300000", "--train.tokens 1B", STEPS, 300_000, None),
+]
+
+
+@pytest.mark.parametrize(("typed", "file", "field", "value", "line"), TAKEN)
+def test_setting_is_taken_and_announced(data, typed, file, field, value, line):
+    config, lines = resolved(typed, file)
+    assert attrgetter(field)(config) == value
+    assert config.train.tokens is None
+    assert lines == [] if line is None else line in "\n".join(lines)
 
 
 @pytest.mark.parametrize(
-    "paths", [{"path": "a"}, {"path": ("0.3", "a", "0.7", "b")}, {"train_path": ("megatron", "b")}], ids=str
-)
-def test_the_vocabulary_is_that_of_the_data_and_is_said(data, paths):
-    config, lines = resolved(**paths)
-    assert config.model == replace(GPT.model, vocabulary=8192)
-    assert lines == [f"vocabulary 8,192 as in {'b' if 'train_path' in paths else 'a'} (gpt_345m has 50,257)"]
-
-
-def test_rows_that_pad_it_are_said(data):
-    _, (line,) = resolved(path="a", config=replace(GPT, model=replace(GPT.model, vocabulary_multiple=5000)))
-    assert line == "vocabulary 8,192 as in a, 10,000 rows of the embedding (gpt_345m has 50,257)"
-
-
-@pytest.mark.parametrize("flag", ["--model.vocabulary", "--model.vocabulary=50257"])
-def test_a_vocabulary_that_is_typed_stays(data, flag):
-    assert resolved(flag, path="a")[0].model == GPT.model
-
-
-@pytest.mark.parametrize("paths", [{"path": "megatron"}, {"mock": True, "path": "a"}, {}], ids=str)
-def test_data_that_do_not_say_it_leave_the_vocabulary_as_it_is(data, paths):
-    config, lines = resolved(**paths)
-    assert (config.model, lines) == (GPT.model, [])
-
-
-def test_a_run_that_is_there_keeps_the_vocabulary_of_its_weights(data):
-    (data / "run").mkdir()
-    save_config(GPT, data / "run" / "config.json")
-    assert resolved(path="a", run="run")[0].model == GPT.model
-    save_config(replace(GPT, model=replace(GPT.model, vocabulary=8192)), data / "run" / "config.json")
-    assert resolved(path="a", run="run")[0].model.vocabulary == 8192
-
-
-@pytest.mark.parametrize(
-    ("flags", "changes", "warmup"),
+    ("typed", "file", "words"),
     [
-        (["--train.steps", "5"], {}, 1),
-        (["--train.steps", "1"], {}, 0),
-        (["--train.steps", "3000"], {}, 30),
-        (["--train.steps", "3001"], {}, 3000),  # it fits
-        (["--optimizer.decay_steps", "100"], {}, 1),
-        (["--train.steps", "5", "--optimizer.warmup_steps", "3000"], {}, 3000),  # refused, see below
-        (["--train.steps", "5"], {"schedule": "constant"}, 3000),  # of which a warm-up may be all
-        (["--train.steps", "5"], {"warmup_steps": 400_000}, 400_000),  # the file's own mistake
+        ("--train.tokens 300GB", "", "--train.tokens 300GB is not a number of tokens above 0; write it like 300B"),
+        ("--train.tokens 0", "", "--train.tokens 0 is not a number"),
+        ("--train.tokens 1B --train.steps 5", "", "--train.steps 5 and --train.tokens 1B both set the length"),
+        ("", "--train.tokens 1B --train.steps 5", "both set the length; leave one"),
+        ("--train.tokens 1B --train.batch-rampup 8 0 9", "", "INCREMENT and SAMPLES must each be"),
     ],
 )
-def test_a_warm_up_of_the_file_is_shortened_in_proportion_to_the_length_that_is_typed(
-    data, monkeypatch, flags, changes, warmup
-):
-    given = replace(GPT, optimizer=replace(OptimizerConfig(warmup_steps=3000), **changes))
-    assert given.train.steps == 300_000
-    arguments = parse(TrainArguments, flags, "mjax train", TrainArguments(settings=given))
-    config, lines = resolve(arguments.settings, given, typed_flags(flags), "gpt_345m", data)
-    assert config.optimizer.warmup_steps == warmup
-    fits = warmup == given.optimizer.warmup_steps
-    said = f"warm-up of {warmup} step{'s' * (warmup != 1)} instead of 3,000, in proportion to the run's length"
-    assert lines == ([] if fits else [said])
+def test_contradictory_tokens_are_rejected(typed, file, words):
+    with pytest.raises(UsageError, match=words):
+        resolved(typed, file)
 
 
 # --- The commands -----------------------------------------------------------------------------------------------------
@@ -98,105 +90,58 @@ def test_a_warm_up_of_the_file_is_shortened_in_proportion_to_the_length_that_is_
 
 @pytest.fixture
 def started(monkeypatch):
-    """The configs that `train` and `plan` begin with, in place of training and planning."""
+    """The configs and steps that `train` and `plan` begin with, in place of training and planning."""
     found = []
-    monkeypatch.setattr(
-        "mjax.training.loop.train", lambda config, *_, **__: found.append(config) or SimpleNamespace(exit_code=0)
-    )
-    monkeypatch.setattr("mjax.commands.plan.run_plan", lambda arguments: found.append(arguments.settings) or 0)
+
+    def train(config, folder, label, watchdog, step, **given):
+        found.append((config, step))
+        return SimpleNamespace(exit_code=0)
+
+    monkeypatch.setattr("mjax.training.loop.train", train)
+    monkeypatch.setattr("mjax.commands.plan.run_plan", lambda arguments: found.append((arguments.settings, None)) or 0)
     return found
 
 
-SHORT = ["--data.path", "a", "--train.steps", "5", "--mesh.data", "1", "--train.global-batch", "8"]
+def run_of(folder, config=GPT):
+    """A run with one checkpoint, of step 3."""
+    (folder / "checkpoints" / "3").mkdir(parents=True)
+    (folder / "checkpoints" / "3" / "manifest.json").touch()
+    save_config(replace(config, mesh=replace(config.mesh, data=1), data=DataConfig(mock=True)), folder / "config.json")
+    return folder
 
 
-def test_train_and_plan_begin_with_what_was_taken_and_say_it_once(data, started, capsys):
-    for command in ("train", "plan"):
-        assert cli.main([command, "--config", "gpt_345m", *SHORT]) == 0
-        printed = capsys.readouterr()
-        (config,) = started
-        assert (config.model.vocabulary, config.optimizer.warmup_steps) == (8192, 1)
-        said = printed.out if command == "train" else printed.err  # where nothing else but the plan may be
-        assert said.count("vocabulary 8,192 as in a (gpt_345m has 50,257)") == 1
-        assert said.count("warm-up of 1 step instead of 3,000") == 1
-        started.clear()
+SHORT = shlex.split("--config gpt_345m --data.path a --train.steps 5 --mesh.data 1 --train.global-batch 8")
 
 
-def test_a_warm_up_that_is_typed_and_too_long_is_refused(data, started, capsys):
-    assert cli.main(["train", "--config", "gpt_345m", *SHORT, "--optimizer.warmup-steps", "5"]) == 2
-    assert "--optimizer.warmup-steps 5 must be below the 5 steps" in capsys.readouterr().err
-    assert not started
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_command_starts_with_resolved_config(command, data, started, capsys):
+    assert cli.main([command, *SHORT]) == 0
+    ((config, _),) = started
+    assert (config.model.vocabulary, config.optimizer.warmup_steps) == (8192, 1)
+    printed = capsys.readouterr()
+    said = printed.out if command == "train" else printed.err  # where nothing else but the plan may be
+    assert said.count("vocabulary 8,192 as in a (gpt_345m has 50,257)") == 1
 
 
-def test_a_run_goes_on_with_the_numbers_in_its_config(data, started, capsys):
-    run = data / "run"
-    (run / "checkpoints" / "3").mkdir(parents=True)
-    (run / "checkpoints" / "3" / "manifest.json").touch()
-    kept = replace(GPT, mesh=replace(GPT.mesh, data=1), data=DataConfig(mock=True))
-    save_config(kept, run / "config.json")
-    assert cli.main(["train", "--resume", str(run)]) == 0
-    assert started[0].model.vocabulary == 50_257
+def test_resumed_run_keeps_config_but_takes_tokens(data, started):
+    run = run_of(data / "run")
+    assert cli.main(["train", "--resume", str(run), "--train.tokens", "200B", "--step", "3"]) == 0
+    ((config, step),) = started
+    assert (config.model.vocabulary, config.train.steps, step) == (50_257, 381_470, 3)
     assert json.loads((run / "config.json").read_text())["model"]["vocabulary"] == 50_257
 
 
-def test_a_run_that_began_from_another_keeps_its_vocabulary_when_that_one_is_gone(data, started, capsys):
-    run = data / "runs" / "new"
-    (run / "checkpoints" / "3").mkdir(parents=True)
-    (run / "checkpoints" / "3" / "manifest.json").touch()
-    save_config(GPT, run / "config.json")
+def test_existing_weights_keep_their_vocabulary(data, started, capsys):
+    """Of the run itself, and of the one whose weights a new run starts from, which may be gone later."""
+    run = run_of(data / "runs" / "new")
+    assert resolved("--data.path a", run=run)[0].model.vocabulary == 50_257
     save_origin(run, Origin(str(data / "gone"), 0, {}))
-    command = ["train", "--config", "gpt_345m", "--name", "new", "--init", "gone", "--allow-change", *SHORT]
+    command = ["train", *SHORT, "--name", "new", "--init", "gone", "--allow-change"]
     assert cli.main(command) == 0, capsys.readouterr().err
-    assert started[0].model.vocabulary == 50_257
+    assert started[0][0].model.vocabulary == 50_257
 
 
-# --- Tokens in place of steps -----------------------------------------------------------------------------------------
-
-
-def _with_tokens(*argv, **train):
-    config = replace(GPT, train=replace(GPT.train, **train), mesh=MeshConfig(), data=DataConfig(mock=True))
-    given = parse(TrainArguments, argv, "mjax train", TrainArguments(settings=config)).settings
-    return resolve(given, config, typed_flags(argv), "gpt_345m", Path("runs/it"))
-
-
-def test_tokens_become_whole_steps_and_are_said():
-    config, (line,) = _with_tokens("--train.tokens", "300B")
-    steps = -(-300 * 10**9 // (512 * 1024))
-    assert (config.train.steps, config.train.tokens) == (steps, None)
-    assert line == f"300B tokens are {steps:,} steps ({steps * 512 * 1024:,} tokens)"
-
-
-def test_tokens_of_a_file_follow_the_batch_and_the_sequence_of_the_command_line():
-    config, _ = _with_tokens("--train.global-batch", "64", "--model.sequence", "512", tokens="1B", steps=300_000)
-    assert config.train.steps == -(-(10**9) // (64 * 512))
-    config, _ = _with_tokens("--train.batch-rampup", "8", "8", "800", "--train.global-batch", "16", tokens="1M")
-    assert config.train.steps == 100 + -(-(10**6 - 800 * 1024) // (16 * 1024))
-
-
-def test_the_command_line_goes_before_the_file():
-    assert _with_tokens("--train.steps", "7", tokens="1B")[0].train.steps == 7
-    assert _with_tokens("--train.tokens", "1M", steps=7)[0].train.steps == 2
-
-
-@pytest.mark.parametrize(
-    ("argv", "train", "words"),
-    [
-        (("--train.tokens", "300GB"), {}, "--train.tokens 300GB is not a number of tokens above 0; write it like 300B"),
-        (("--train.tokens", "0"), {}, "--train.tokens 0 is not a number"),
-        (("--train.tokens", "1B", "--train.steps", "5"), {}, "--train.steps 5 and --train.tokens 1B both set the len"),
-        ((), {"tokens": "1B", "steps": 5}, "--train.steps 5 and --train.tokens 1B both set the length; leave one"),
-        (("--train.tokens", "1B", "--train.batch-rampup", "8", "0", "9"), {}, "INCREMENT and SAMPLES must each be"),
-    ],
-)
-def test_tokens_that_say_nothing_or_two_things_are_refused(argv, train, words):
-    with pytest.raises(UsageError, match=words):
-        _with_tokens(*argv, **train)
-
-
-def test_a_run_that_is_resumed_takes_tokens_too(data, started):
-    run = data / "run"
-    (run / "checkpoints" / "3").mkdir(parents=True)
-    (run / "checkpoints" / "3" / "manifest.json").touch()
-    save_config(replace(GPT, mesh=replace(GPT.mesh, data=1), data=DataConfig(mock=True)), run / "config.json")
-    assert cli.main(["train", "--resume", str(run), "--train.tokens", "200B"]) == 0
-    assert started[0].train.steps == -(-200 * 10**9 // (512 * 1024))
+def test_init_step_is_not_step_of_new_run(data, started, monkeypatch):
+    monkeypatch.setattr("mjax.training.origin.choose_origin", lambda *_: None)
+    assert cli.main(["train", *SHORT, "--name", "new", "--init", str(run_of(data / "old")), "--step", "3"]) == 0
+    assert started[0][1] is None

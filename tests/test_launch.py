@@ -1,0 +1,67 @@
+"""What surrounds a process before JAX starts: launchers, devices, memory, folders; and the exit codes at its end."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from mjax import launch
+from mjax.errors import RunError, UnhealthyError, UsageError, explain
+from mjax.places import cache_home
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher"),
+    [
+        ({}, None),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, ("srun", 4)),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, ("mpirun", 2)),
+        ({"JOB_COMPLETION_INDEX": "0"}, ("Kubernetes", None)),
+    ],
+)
+def test_launcher_is_found_in_environment(environment, launcher):
+    assert launch.launched_by(environment) == launcher
+
+
+def test_process_0_is_one_of_several():
+    assert launch.Distributed("host:1", 2, 0).several
+    assert not launch.Distributed("host:1", 2).several
+
+
+def test_simulated_devices_are_on_cpu(monkeypatch):
+    updates = []
+    config = SimpleNamespace(update=lambda *values: updates.append(values))
+    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(config=config))
+    monkeypatch.setattr(launch, "SET_BY_MJAX", {})
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_x")
+    launch.simulate_devices(4)
+    assert updates == [("jax_platforms", "cpu"), ("jax_num_cpu_devices", 4)]
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+    assert os.environ["XLA_FLAGS"] == "--xla_x --xla_force_host_platform_device_count=4"
+
+
+@pytest.mark.parametrize("name", launch.MEMORY_FRACTIONS)
+def test_memory_share_of_user_stays(name, monkeypatch):
+    monkeypatch.setattr(launch, "host_memory", lambda: 2**30)
+    environment = {name: "0.5"}
+    launch.claim_gpu_memory(environment)
+    assert environment == {name: "0.5"}  # JAX refuses both at once
+
+
+def test_without_home_there_is_no_cache(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert str(cache_home()) == "/cache/mjax"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert cache_home() is None
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(UsageError("a"), 2), (RunError("a"), 1), (UnhealthyError("a"), 3), (KeyboardInterrupt(), 130)]
+)
+def test_error_has_exit_code(error, code, capsys):
+    assert explain(error) == code
+    assert capsys.readouterr().err.count("\n") == 1
