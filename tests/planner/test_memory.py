@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from mjax import cli
 from mjax.config import from_dict, load_config, to_dict
 from mjax.hardware import gpu_named
 from mjax.models.kernels import attention_on_gpu
@@ -145,6 +144,13 @@ def test_without_a_loop_logits_and_gradient_exist_both():
     assert apart.logits == 2 * loop.logits == 2 * 2 * 8 * 1024 * 50304
 
 
+def test_batch_is_split_over_replicas():
+    config = load_config("gpt_8b")
+    batches = (replace(config, train=replace(config.train, global_batch=64 * 8 * n)) for n in (2, 4))
+    few, many = map(predict_memory, batches)
+    assert many.workspace - few.workspace == 2 * 8 * 1024 * 2 * 4  # tokens and labels
+
+
 def test_headroom_is_share_of_usable_bytes():
     assert free_share(95.0, 100.0) == pytest.approx(0.05)
     assert HEADROOM == 0.05
@@ -176,19 +182,6 @@ def test_plan_uses_attention_kernel_of_gpu():
         needed = predict_memory(with_unrolling(named, gpu.usable_bytes)).total
         assert (values["attention"], values["total"]) == (kernel, needed)
         assert predict_time(config, gpu).total == predict_time(named, gpu).total
-
-
-def test_plan_shows_bytes_by_kind_and_draws_them(capsys, tmp_path):
-    file = tmp_path / "memory.png"
-    flags = ["plan", "--config", "gpt_8b", "--model.attention-dropout", "0"]
-    assert cli.main([*flags, "--json", "--memory-figure", str(file)]) == 0
-    memory = json.loads(capsys.readouterr().out)["memory"]
-    kinds = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
-    assert memory["total"] == sum(memory[kind] for kind in kinds)
-    assert memory["attention"] == "cudnn"
-    assert file.read_bytes().startswith(b"\x89PNG")
-    assert cli.main(flags) == 0
-    assert f"{memory['total'] / 2**30:8.2f} GiB on each device" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
