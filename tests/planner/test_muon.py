@@ -29,7 +29,7 @@ def with_muon(config, **changes):
         {"pipe": 2, "data": 3, "zero": 3},
         pytest.param({"data": 4, "model": 2, "zero": 1}, marks=pytest.mark.ci),
         pytest.param({"pipe": 4, "data": 2, "model": 2}, marks=pytest.mark.ci),
-        pytest.param({"data": 8}, marks=pytest.mark.ci),
+        {"data": 4},
     ],
     ids=str,
 )
