@@ -156,6 +156,7 @@ def test_plan_is_of_largest_and_its_command(planned):
     assert written.train.steps == best["steps"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -175,6 +175,7 @@ def test_training_begins_only_if_it_fits(monkeypatch, tmp_path, capsys, usable, 
         mesh, train_config = replace(config.mesh, data=8, model=2), replace(config.train, micro_batch=1)
         usable = predict_memory(replace(config, mesh=mesh, train=train_config)).total / 0.98
     monkeypatch.setattr(fit, "memory_of", lambda device: (usable, "NVIDIA V100"))
+    monkeypatch.setattr(fit, "changes_that_fit", lambda *_, **__: [])
     monkeypatch.setattr("mjax.training.loop.train", train)
     assert cli.main([*TINY, *flags, "--runs", str(tmp_path)]) == code
     shown = capsys.readouterr()
