@@ -29,6 +29,7 @@ from mjax.planner.software import MEGATRON_2021, MJAX, Overlap, mjax_overlap
 from mjax.planner.step_time import PARTS
 from mjax.planner.time import predict_time
 from mjax.planner.time_section import run_tokens, time_section
+from mjax.planner.weights import held_by
 from mjax.training.flops import hardware_flops
 from tests.products import one_in
 from tests.small import small_config
@@ -270,6 +271,14 @@ def test_loss_in_chunks_computes_logits_once_more():
     logits = Rates(H100, H100_RATES, "bf16").product(tokens, model.padded_vocabulary, model.hidden)
     before, after = (predict_time(config, H100).parts["head"] for config in (whole, chunked))
     assert micro_batches * logits < after - before < 1.1 * micro_batches * logits
+
+
+def test_each_micro_batch_is_accumulated():
+    few, many = (config_with(train={"global_batch": 64 * n}) for n in (1, 2))
+    held = held_by(few.model, few.mesh)
+    moved = 8 * MJAX.accumulate_bytes * (held.layers + held.shared)  # of eight more micro-batches
+    before, after = (predict_time(config, H100).parts["optimizer"] for config in (few, many))
+    assert after - before == pytest.approx(Rates(H100, H100_RATES, "bf16").bytes(moved))
 
 
 def test_experts_compute_whole_tiles_and_worst_router_more(monkeypatch):
