@@ -24,7 +24,7 @@ from mjax.planner.comms import (
     read_collectives,
     source_of,
 )
-from mjax.planner.comms_figure import draw_communication, pieces
+from mjax.planner.comms_figure import draw_communication
 from tests.small import small_config
 from tests.traced import traced_step
 
@@ -295,14 +295,6 @@ def test_reader_multiplies_loops_and_drops_unused():
     assert record.source == "elsewhere"
 
 
-def test_reader_counts_values_carried_by_loops():
-    def step(x):
-        return jax.lax.scan(lambda carry, _: ((carry[1], send(carry[0])), None), (x, x), None, length=4)[0][0]
-
-    (record,) = read_collectives(traced(step))
-    assert record.count == 4
-
-
 def test_bytes_of_each_operation_are_of_a_ring():
     sizes = {
         kind: Collective(kind, ("data",), 4, (6, 10), "float32").wire
@@ -342,11 +334,6 @@ def test_reader_rejects_what_it_cannot_count(monkeypatch):
     monkeypatch.delitem(OPERATIONS, "psum_invariant")
     with pytest.raises(ValueError, match=r"does not know what psum_invariant sends over \('model',\)"):
         read_collectives(traced(send))
-
-
-def test_reader_counts_equal_branches_once():
-    (record,) = read_collectives(traced(lambda x: jax.lax.cond(x[0, 0] > 0, send, lambda x: send(x * 2), x)))
-    assert record.count == 1
 
 
 @pytest.mark.parametrize(
@@ -397,23 +384,7 @@ def test_json_has_each_collective():
     ]  # fmt: skip
 
 
-def test_bar_is_of_stage_that_sends_most(tmp_path):
-    """Stage 0 sends more over `model`, stage 1 more over `data`."""
-
-    def record(axes, part, phase, counts):
-        return Collective("permute", axes, 4, (3000,), "float32", part, phase, counts=counts)
-
-    found = Ledger(
-        (
-            record(("model",), scopes.LAYER, "backward", (4, 2)),
-            record(("model",), scopes.EMBEDDING, "forward", (2, 0)),
-            record(("data",), scopes.GRADIENT, "", (1, 2)),
-        )
-    )
-    assert pieces(found.over("model")) == {
-        (scopes.LAYER, "backward"): 4 * 12000,
-        (scopes.EMBEDDING, "forward"): 2 * 12000,
-    }
-    assert pieces(found.over("data")) == {(scopes.GRADIENT, ""): 2 * 12000}
-    draw_communication(Ledger(()), tmp_path / "empty.png", "one device")
-    assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")
+def test_communication_is_drawn(tmp_path):
+    for name, found in (("some", ledger(gpt_8b(recompute="none"))), ("none", Ledger(()))):
+        draw_communication(found, tmp_path / f"{name}.png", "a config")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -151,13 +151,3 @@ def test_candidate_is_explained_by_its_parts():
     second = replace(candidate, time=Seconds(5.5, 4, 1.001))
     assert faster_by(candidate, second).endswith("model +1,000.0 ms, matmul -500.0 ms)")
     assert faster_by(candidate, candidate) == "the same time to four digits; the simpler one comes first"
-
-
-def test_dropout_that_rules_out_fast_kernel_is_told(found):
-    best = found.ranked[0]
-    without = replace(best.config, model=replace(best.config.model, attention_dropout=0.0))
-    change = time_of(without).total / best.time.total - 1
-    assert -0.11 < change < -0.05
-    remark = f"with --model.attention-dropout 0 the best would take {-change:.1%} less time"
-    assert remark in report(found, question(), 1.5).text
-    assert "attention dropout" not in report(found, question(kernel_of=lambda config: "xla"), 1.5).text

@@ -25,12 +25,11 @@ from mjax.planner.comms import ledger
 from mjax.planner.layer_time import TILE
 from mjax.planner.rates import Rates
 from mjax.planner.roofline import LATENCY
-from mjax.planner.software import MEGATRON_2021, MJAX, Overlap, mjax_overlap
+from mjax.planner.software import MJAX, Overlap, mjax_overlap
 from mjax.planner.step_time import PARTS
 from mjax.planner.time import predict_time
-from mjax.planner.time_section import run_tokens, time_section
+from mjax.planner.time_section import time_section
 from mjax.planner.weights import held_by
-from mjax.training.flops import hardware_flops
 from tests.products import one_in
 from tests.small import small_config
 
@@ -88,17 +87,6 @@ def test_error_bars_hold_on_published_runs(monkeypatch, version):
         bar = {predict_time(run.config, run.hardware).error for run in runs if run.config.mesh.devices > 4}
         assert bar == {{"a100": A100.error, "h100": H100_RATES.error}.get(name, A100.error_elsewhere)}
         assert np.abs(as_mjax(runs)).max() < bar.pop(), name
-
-
-@pytest.mark.ci
-def test_gpt_3_takes_the_papers_34_days():
-    """Section 5.1 and equation 4 of 2104.04473: 300 billion tokens at 140 TFLOP/s on each of 1,024 A100s."""
-    config = whole_rows(load_config("gpt_175b"))
-    config = replace(config, precision=replace(config.precision, compute="fp16"))
-    step = predict_time(config, gpu_named("a100"), MEGATRON_A100, MEGATRON_2021)
-    assert run_tokens(config) == pytest.approx(300e9, rel=1e-4)
-    assert hardware_flops(config) / step.total / 1024 / 1e12 == pytest.approx(140, rel=0.06)
-    assert step.mean * config.train.steps / 86_400 == pytest.approx(34, rel=0.06)
 
 
 @pytest.mark.ci
@@ -339,15 +327,13 @@ def sent_over(config):
         [
             ({}, {"recompute": "full", "micro_batch": 2}),
             ({"sequence_parallel": True}, {"recompute": "selective"}),
-            ({"sequence_parallel": True}, {"recompute": "full"}),
             ({"zero": 1}, {"recompute": "none"}),
             ({"zero": 3}, {"recompute": "full", "micro_batch": 2}),
-            ({"sequence_parallel": True}, {"recompute": "selective", "compute": "fp8"}),
             ({"sequence_parallel": True}, {"recompute": "full", "compute": "fp8"}),
-            ({"zero": 1}, {"compute": "fp8"}),
-            ({"pipe": 2, "data": 1, "model": 4, "chunks": 2, "sequence_parallel": True}, {}),
-            ({"zero": 3}, {"recompute": "full", "micro_batch": 2, "compute": "fp8"}),
+            ({"sequence_parallel": True}, {"recompute": "selective", "compute": "fp8"}),
             ({"pipe": 4, "data": 2, "model": 1}, {}),
+            ({"zero": 3}, {"recompute": "full", "micro_batch": 2, "compute": "fp8"}),
+            ({"pipe": 2, "data": 1, "model": 4, "chunks": 2, "sequence_parallel": True}, {}),
         ],
     ),
     ids=str,

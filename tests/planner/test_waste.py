@@ -113,14 +113,6 @@ def test_plan_predicts_time_of_compiled_step(compiled, name, unroll):
 
 
 @needs_compiler
-def test_without_a_loop_gradient_sums_overlap(compiled):
-    """XLA does it by itself: nothing but a loop would make the first sum wait for the last layer."""
-    (_, loop), (_, apart) = (compiled(f"data, {unroll}", 4, unroll, data=16) for unroll in ("off", "on"))
-    assert loop.rows[COLLECTIVES].seconds > 0.7 * loop.collectives
-    assert apart.rows[COLLECTIVES].seconds < 0.5 * apart.collectives
-
-
-@needs_compiler
 @pytest.mark.parametrize(("zero", "recompute"), [(1, "full"), (3, "none")])
 def test_without_a_loop_zero_overlaps_layers(compiled, zero, recompute):
     """By itself XLA would join the sums of all layers, and keep what the gradients are computed from for them."""
