@@ -4,14 +4,18 @@ import os
 import sys
 import tempfile
 
+import pytest
+
 from mjax.doctor.child import run_in_child
 from mjax.doctor.finding import GREEN, RED, YELLOW
 
 # A child as probe.py is one, whose checks do what their names say.
 CHILD = """
-import json, os, sys, time
+import json, os, signal, sys, time
 for name in sys.argv[2:]:
     if name == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open(os.environ["HUNG"], "w").write(str(os.getpid()))
         time.sleep(600)
     if name == "abort":
         print("F1122 10:00:00.0 1 cuda.cc:1] Check failed: the chip is gone\\n*** a stack ***", file=sys.stderr)
@@ -43,10 +47,13 @@ def test_checks_are_answered_in_order():
     assert begun == ["a", "nothing", "b"]
 
 
-def test_hanging_check_is_given_up():
+def test_hanging_check_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HUNG", str(tmp_path / "number"))
     findings = run("a", "hang", "b", limit=5.0)  # in which an interpreter starts on a busy machine too
     assert statuses(findings) == [("a", GREEN), ("hang", RED), ("b", GREEN)]
     assert findings[1].found == "no answer in 5 s"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "number").read_text()), 0)
 
 
 def test_aborting_check_is_red_with_last_words():

@@ -232,6 +232,7 @@ def test_pipeline_with_everything_else_follows_its_table():
 # --- BERT -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_bert_sends_what_gpt_does_and_counts():
     """Its masked tokens, and two figures of sentence order: a rank of `model` has the first token of some sequences."""
     changes = {"micro_batch": 2, "compute": "bf16", "layers": 3, "mesh": {"sequence_parallel": True}}
@@ -353,12 +354,13 @@ def test_source_is_read_from_names(name, source):
     assert source_of(name) == source
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("recompute", "mesh"),
     [
         ("none", {}),
-        pytest.param("full", {"zero": 3, "sequence_parallel": True}, marks=pytest.mark.ci),
-        pytest.param("selective", {"pipe": 2, "chunks": 2, "zero": 1, "sequence_parallel": True}, marks=pytest.mark.ci),
+        ("full", {"zero": 3, "sequence_parallel": True}),
+        ("selective", {"pipe": 2, "chunks": 2, "zero": 1, "sequence_parallel": True}),
     ],
 )
 def test_ledger_is_that_of_step_with_dropout(recompute, mesh):

@@ -27,7 +27,7 @@ SIXTEEN = ["--mesh.data", "8", "--mesh.model", "2", "--train.micro-batch", "1"] 
     ("name", "gib"),
     [
         ("gpt_8b", 16),
-        ("gpt_1b", 12),
+        pytest.param("gpt_1b", 12, marks=pytest.mark.ci),
         pytest.param("gpt_175b", 24, marks=pytest.mark.ci),
         pytest.param("bloom_176b", 48, marks=pytest.mark.ci),
         pytest.param("bert_4b", 12, marks=pytest.mark.ci),

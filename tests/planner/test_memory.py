@@ -25,7 +25,7 @@ ROWS = {row["name"]: row for row in COMPILED["rows"]}
 # A row of each way to run, in the tier `test`; most share their traced layers.
 OFTEN = (
     "345m-sel-cudnn", "8b-sel-tp8", "8b-none-sp", "8b-acc", "8b-zero1", "8b-zero3", "8b-pipe-gpipe", "8b-pipe-1f1b",
-    "8b-pipe-zb", "8b-pipe-chunks", "8b-z3-pipe", "8b-8k-sel", "1b-muon-full", "8b-muon-zero1", "bert336",
+    "8b-pipe-zb", "8b-pipe-chunks", "8b-z3-pipe", "8b-8k-sel", "1b-muon-full", "8b-muon-zero1",
     "qwen3moe-8-fsdp-expert8", "llama3-8b-128k-context8", "llama3-8b-8k-fsdp-offload",
 )  # fmt: skip
 
@@ -158,6 +158,7 @@ def test_plan_tells_host_memory_of_a_server():
     assert "in a server, whose memory is not known" in memory_section(config, gpu_named("h100-pcie")).text
 
 
+@pytest.mark.ci
 def test_plan_uses_attention_kernel_of_gpu():
     config = load_config("gpt_345m")
     model = replace(config.model, attention_dropout=0.0)

@@ -74,15 +74,12 @@ def test_plan_of_a_pipeline_tells_its_cost(capsys, tmp_path):
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
         (["--mesh.chunks", "2"], {"chunks": 2, "ticks": 26, "bubble": 3 / 16, "in_flight": [11, 9, 7, 5]}),
-        pytest.param(
-            ["--mesh.schedule", "zb-h1"],
-            {"ticks": 27, "bubble": 3 / 24, "in_flight": [4, 3, 2, 1]},
-            marks=pytest.mark.ci,
-        ),
+        (["--mesh.schedule", "zb-h1"], {"ticks": 27, "bubble": 3 / 24, "in_flight": [4, 3, 2, 1]}),
     ],
 )
 def test_json_has_numbers_of_schedule(capsys, flags, expected):
@@ -101,6 +98,7 @@ def test_backward_pass_takes_two_or_three_forwards():
     assert slot_times(replace(full, mesh=split)) == (1, 2, 1)
 
 
+@pytest.mark.ci
 def test_plan_leaves_accelerators_alone():
     argv = ["plan", "--config", "gpt_demo", "--gpu", "h100"]
     code = f"""

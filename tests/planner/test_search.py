@@ -146,7 +146,7 @@ def time_of(config):
     return Seconds(1 + drawn(config, "time"), 1 + drawn(config, "mean"))
 
 
-@pytest.mark.parametrize("capacity", [3.0, 60.0])
+@pytest.mark.parametrize("capacity", [pytest.param(3.0, marks=pytest.mark.ci), 60.0])
 def test_search_finds_what_exhaustion_finds(capacity):
     found = search(SMALL, 4, memory_of, time_of, capacity)
     every = [each for each in everything(SMALL, 4) if is_simplest(each) and runs(each)]

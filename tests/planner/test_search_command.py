@@ -135,6 +135,7 @@ def test_ramp_up_ranks_by_days_and_narrows():
     assert left_out["seconds"] in [each["seconds_at_global_batch"] for each in again.values["best"]]
 
 
+@pytest.mark.ci
 def test_constant_batch_narrows_nothing():
     config = load_config(TINY[-1])
     assert asked(config, A100, 2).values["narrowed"] is None

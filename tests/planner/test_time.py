@@ -323,7 +323,7 @@ def sent_over(config):
 @pytest.mark.parametrize(
     ("mesh", "train"),
     one_in(
-        4,
+        8,
         [
             ({}, {"recompute": "full", "micro_batch": 2}),
             ({"sequence_parallel": True}, {"recompute": "selective"}),
@@ -478,6 +478,7 @@ def test_plan_uses_own_calibration(capsys, tmp_path):
     assert slow["tokens_per_second"] == pytest.approx(512 * 1024 / slow["seconds"])
 
 
+@pytest.mark.ci
 def test_plan_without_a_peak_has_no_time(capsys):
     assert cli.main([*PLAN, "h100", "--precision.compute", "fp64", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
