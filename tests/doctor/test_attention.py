@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mjax.config import load_config
-from mjax.doctor.attention import check_attention, largest_error, reference
+from mjax.doctor.attention import check_attention, reference
 from mjax.doctor.finding import GREEN, RED, YELLOW
 from mjax.errors import UsageError
 from mjax.models import attention_kernels, kernel_trial
@@ -19,22 +19,13 @@ def chosen(monkeypatch):
     monkeypatch.setattr(kernel_trial, "resolve_attention", lambda *_: "xla")
 
 
-def broken(monkeypatch, **changes):
-    right = attention_kernels.attend
-
-    def attend(q, k, v, kernel, **options):
-        return right(q, k, v, kernel, **{**options, **changes})
-
-    monkeypatch.setattr(attention_kernels, "attend", attend)
-
-
 def small(name, **changes):
     config = load_config(name)
     precision = replace(config.precision, compute="fp32")
     return replace(config, model=replace(config.model, sequence=32, **changes), precision=precision)
 
 
-def test_the_reference_is_the_gradient_of_what_it_computes():
+def test_reference_gradient_is_that_of_its_output():
     random = np.random.default_rng(0)
     q, k, v = random.standard_normal((3, 2, 6, 2, 4))
     documents, slopes = np.arange(6) // np.array([[2], [4]]), np.array([0.5, 0.25])
@@ -50,52 +41,49 @@ def test_the_reference_is_the_gradient_of_what_it_computes():
             np.testing.assert_allclose((sums[0] - sums[1]) / 2e-5, (gradient * direction).sum(), rtol=1e-5)
 
 
-def test_the_kernel_that_is_used_is_right_here():
+def test_kernel_of_this_machine_is_right():
     (finding,) = check_attention()
     assert finding.status == GREEN
     assert finding.found.startswith("cudnn" if jax.default_backend() == "gpu" else "xla_blocks")
     assert 0 < finding.figures["largest_error_relative"] < 3e-2
 
 
-def test_a_kernel_that_sees_the_future_is_red(monkeypatch, chosen):
-    broken(monkeypatch, causal=False)
-    (finding,) = check_attention(small("gpt_demo"))
+@pytest.mark.parametrize(
+    ("name", "change", "model"),
+    [
+        ("gpt_demo", {"causal": False}, {}),
+        ("bert_demo", {"documents": None}, {}),
+        ("bloom_560m", {"slopes": None}, {}),
+        ("gpt_demo", {"window": None}, {"window": 4}),
+    ],
+)
+def test_wrong_kernel_is_red(monkeypatch, chosen, name, change, model):
+    """The attention of the config itself is checked: its mask, documents, slopes and window."""
+    config, right = small(name, **model), attention_kernels.attend
+    assert check_attention(config)[0].status == GREEN
+
+    def attend(q, k, v, kernel, **options):
+        return right(q, k, v, kernel, **{**options, **change})
+
+    monkeypatch.setattr(attention_kernels, "attend", attend)
+    (finding,) = check_attention(config)
     assert finding.status == RED
     assert "xla is wrong in fp32" in finding.found
 
 
-def test_memory_that_others_hold_is_no_reason_for_another_kernel(monkeypatch):
-    def resolve(*_):
-        raise UsageError("the attention kernel cudnn does not run here (RESOURCE_EXHAUSTED: Out of memory); use xla")
-
-    monkeypatch.setattr(kernel_trial, "resolve_attention", resolve)
-    assert check_attention()[0].advice.startswith("nvidia-smi shows which process holds")
+def test_kernel_that_gives_nan_is_red(monkeypatch, chosen):
+    monkeypatch.setattr(attention_kernels, "attend", lambda q, k, v, kernel, **options: q * np.nan)
+    assert check_attention(small("gpt_demo"))[0].status == RED
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "model"),
-    [("bert_demo", "documents", {}), ("bloom_560m", "slopes", {}), ("gpt_demo", "window", {"window": 4})],
-)
-def test_the_check_is_of_the_configs_own_attention(monkeypatch, chosen, name, change, model):
-    config = small(name, **model)
-    assert check_attention(config)[0].status == GREEN
-    broken(monkeypatch, **{change: None})
-    assert check_attention(config)[0].status == RED
-
-
-def test_a_config_in_fp64_is_not_said_to_be_tried_in_it(chosen):
+def test_fp64_is_told_to_be_untested(chosen):
     config = small("gpt_demo")
     (finding,) = check_attention(replace(config, precision=replace(config.precision, compute="fp64")))
     assert finding.found.startswith("xla, fp32, head size")
     assert finding.found.endswith("; the config's fp64 is not tested")
 
 
-def test_numbers_that_are_none_are_the_worst(monkeypatch):
-    monkeypatch.setattr(attention_kernels, "attend", lambda q, k, v, kernel, **options: q * np.nan)
-    assert not largest_error("xla", load_config("gpt_demo").model, "fp32", False) < 1
-
-
-def test_a_slower_kernel_that_auto_has_to_take_is_yellow_with_the_reason(monkeypatch):
+def test_slower_kernel_is_yellow_with_reason(monkeypatch):
     def resolve(model, compute, platform, announce, documents):
         announce("attention: the slower kernel xla is used instead of cuDNN flash, because it has no dropout")
         return "xla"
@@ -107,11 +95,22 @@ def test_a_slower_kernel_that_auto_has_to_take_is_yellow_with_the_reason(monkeyp
     assert "the slower kernel xla is used" in finding.found
 
 
-def test_a_kernel_that_does_not_run_is_red_with_what_to_use_instead(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ("the attention kernel cudnn does not run here (no plan); use --model.attention xla", "use --model.att"),
+        (
+            "cudnn does not run here (RESOURCE_EXHAUSTED: Out of memory); use xla",
+            "nvidia-smi shows which process holds",
+        ),
+    ],
+)
+def test_kernel_that_does_not_run_is_red(monkeypatch, error, advice):
     def resolve(*_):
-        raise UsageError("the attention kernel cudnn does not run here (no plan); use --model.attention xla")
+        raise UsageError(error)
 
     monkeypatch.setattr(kernel_trial, "resolve_attention", resolve)
     (finding,) = check_attention()
-    assert (finding.status, finding.advice) == (RED, "use --model.attention xla")
-    assert finding.found == "the attention kernel cudnn does not run here (no plan)"
+    assert finding.status == RED
+    assert finding.found == error.partition(";")[0]
+    assert finding.advice.startswith(advice)

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import jax
 import pytest
 
 from mjax.doctor import devices
@@ -10,59 +9,47 @@ from mjax.doctor.devices import check_device_memory, check_devices, judge_device
 from mjax.doctor.driver import Driver
 from mjax.doctor.finding import GREEN, RED, YELLOW
 
-H100 = "NVIDIA H100 80GB HBM3"
-EIGHT = Driver("580.65.06", (H100,) * 8, (80 * 2**30,) * 8, (0.0,) * 8)
+H100, T400, SLICE = "NVIDIA H100 80GB HBM3", "NVIDIA T400", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
 GIB = 2**30
+EIGHT = Driver("580.65.06", (H100,) * 8, (80 * GIB,) * 8, (0.0,) * 8)
+TWO = Driver("580", (H100, T400))
 
 
 def sees(monkeypatch, platform, *kinds):
     found = [SimpleNamespace(platform=platform, device_kind=kind) for kind in kinds]
     monkeypatch.setattr(devices.jax, "local_devices", lambda: found)
+    return found
 
 
-def test_simulated_devices_are_called_so():
-    if jax.default_backend() == "cpu":
-        (finding,) = check_devices(Driver(), None, environment={})
-        assert (finding.status, finding.found) == (GREEN, "16 simulated devices of the CPU")
+@pytest.mark.parametrize(
+    ("kinds", "driver", "cuda", "environment", "status", "words"),
+    [
+        (["cpu"], Driver(), None, {"JAX_PLATFORMS": "cpu"}, GREEN, "by JAX_PLATFORMS=cpu"),
+        (["cpu"] * 16, Driver(), None, {}, GREEN, "16 simulated devices of the CPU"),
+        (["cpu"], EIGHT, 13, {}, RED, "although 8 GPUs are here: Unable to load cuPTI"),
+        (["cpu"], EIGHT, 13, {"JAX_PLATFORMS": "cpu"}, GREEN, "by JAX_PLATFORMS=cpu"),
+        (["cpu"], EIGHT, 13, {"CUDA_VISIBLE_DEVICES": ""}, GREEN, "the CPU"),
+        (["cpu"], EIGHT, None, {}, YELLOW, "the GPU cannot be used"),
+        ([H100] * 7, EIGHT, 13, {}, YELLOW, f"7 × {H100}; the driver shows 8"),
+        ([H100] * 7, EIGHT, 13, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"}, GREEN, f"7 × {H100}"),
+        ([H100, T400], TWO, 13, {}, YELLOW, "of different kinds"),
+        ([SLICE], EIGHT, 13, {}, GREEN, "a slice of a GPU"),
+    ],
+)
+def test_devices_are_compared_with_driver(monkeypatch, kinds, driver, cuda, environment, status, words):
+    sees(monkeypatch, "cpu" if kinds[0] == "cpu" else "gpu", *kinds)
+    (finding,) = check_devices(driver, cuda, ["Unable to load cuPTI"], environment)
+    assert finding.status == status
+    assert words in finding.found
 
 
-def test_a_cpu_is_what_jax_for_cpus_finds(monkeypatch):
-    sees(monkeypatch, "cpu", "cpu")
-    (finding,) = check_devices(Driver(), None, environment={"JAX_PLATFORMS": "cpu"})
-    assert finding.status == GREEN
-    assert finding.found.endswith("by JAX_PLATFORMS=cpu")
-
-
-def test_a_cpu_where_there_is_a_gpu_is_red_with_the_reason_that_jax_logged(monkeypatch):
-    sees(monkeypatch, "cpu", "cpu")
-    (finding,) = check_devices(EIGHT, 13, ["RuntimeError: Unable to load cuPTI. Is it installed?"], {})
-    assert finding.status == RED
-    assert "although 8 GPUs are here: RuntimeError: Unable to load cuPTI" in finding.found
-    # What the person asked for is not an error, and the driver's own line says the rest.
-    assert check_devices(EIGHT, 13, [], {"JAX_PLATFORMS": "cpu"})[0].status == GREEN
-    assert check_devices(EIGHT, 13, [], {"CUDA_VISIBLE_DEVICES": ""})[0].status == GREEN
-    assert check_devices(EIGHT, None, [], {})[0].status == YELLOW
-
-
-def test_no_device_at_all_is_red_with_the_variable_that_asked_for_one(monkeypatch):
+def test_no_device_is_red_with_its_variable(monkeypatch):
     def refuse():
         raise AssertionError
 
     monkeypatch.setattr(devices.jax, "local_devices", refuse)
     (finding,) = check_devices(Driver(), None, environment={"JAX_PLATFORMS": "cuda"})
     assert (finding.status, finding.found) == (RED, "JAX has no device with JAX_PLATFORMS=cuda (AssertionError)")
-
-
-def test_fewer_gpus_than_the_driver_shows_are_yellow(monkeypatch):
-    sees(monkeypatch, "gpu", *[H100] * 7)
-    (finding,) = check_devices(EIGHT, 13, environment={})
-    assert (finding.status, finding.found) == (YELLOW, f"7 × {H100}; the driver shows 8")
-    assert check_devices(EIGHT, 13, environment={"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"})[0].status == GREEN
-
-
-def test_gpus_of_different_kinds_are_yellow(monkeypatch):
-    sees(monkeypatch, "gpu", H100, "NVIDIA T400")
-    assert check_devices(Driver("580", (H100, "NVIDIA T400")), 13, environment={})[0].status == YELLOW
 
 
 @pytest.mark.parametrize(
@@ -74,32 +61,25 @@ def test_gpus_of_different_kinds_are_yellow(monkeypatch):
         (72, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, YELLOW, "slow"),
     ],
 )
-def test_memory_that_is_left_unused_or_broken_up_is_yellow(limit, environment, status, words):
+def test_unused_memory_is_yellow(limit, environment, status, words):
     (finding,) = judge_device_memory(limit * GIB, 80 * GIB, environment, H100)
     assert finding.status == status
     assert words in finding.found
 
 
-def test_the_memory_of_each_kind_of_gpu_is_its_own_and_that_of_a_slice_is_not_known(monkeypatch):
-    t400, slice_of_one = "NVIDIA T400", f"{H100} MIG 1g.10gb"
-    sees(monkeypatch, "gpu", H100, t400, t400, slice_of_one)
-    for device, limit in zip(devices.jax.local_devices(), (72, 3.6, 2, 9), strict=True):
+def test_memory_is_judged_by_kind(monkeypatch):
+    found = sees(monkeypatch, "gpu", H100, T400, T400, SLICE)
+    for device, limit in zip(found, (72, 3.6, 2, 9), strict=True):
         device.memory_stats = lambda limit=limit: {"bytes_limit": limit * GIB}
-    driver = Driver("580", (H100, t400, t400), (80 * GIB, 4 * GIB, 4 * GIB))
+    driver = Driver("580", (H100, T400, T400), (80 * GIB, 4 * GIB, 4 * GIB))
     large, small, part = check_device_memory(driver, {})
     assert (large.status, large.found) == (GREEN, f"JAX may use 72.0 GiB of 80.0 GiB of {H100}")
-    assert (small.status, small.found) == (YELLOW, f"JAX may use 2.0 GiB of 4.0 GiB of {t400}, 50%")
-    assert part.found == f"JAX may use 9.0 GiB of {slice_of_one}; the driver does not report its memory"
-
-
-def test_a_slice_of_a_gpu_is_not_a_gpu_that_is_missing(monkeypatch):
-    sees(monkeypatch, "gpu", f"{H100} MIG 1g.10gb")
-    (finding,) = check_devices(EIGHT, 13, environment={})
-    assert (finding.status, finding.found) == (GREEN, f"1 × {H100} MIG 1g.10gb, a slice of a GPU")
+    assert (small.status, small.found) == (YELLOW, f"JAX may use 2.0 GiB of 4.0 GiB of {T400}, 50%")
+    assert part.found == f"JAX may use 9.0 GiB of {SLICE}; the driver does not report its memory"
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_its_kind_and_its_memory_are_found():
+def test_real_gpu_and_its_memory_are_found():
     from mjax.doctor.driver import read_driver
     from mjax.packages import cuda_build
 

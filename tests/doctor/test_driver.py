@@ -36,7 +36,7 @@ def fails(error):
     return ask
 
 
-def test_a_driver_is_read_from_nvidia_smi(tmp_path):
+def test_driver_is_read_from_nvidia_smi(tmp_path):
     rows = f"{H100}, 580.65.06, 81559, 4\n{H100}, 580.65.06, 81559, 60000\n"
     driver = read_driver(machine(tmp_path, "580.65.06", 2), lambda command: rows)
     assert driver.version == "580.65.06"
@@ -47,7 +47,7 @@ def test_a_driver_is_read_from_nvidia_smi(tmp_path):
     assert "58.6 GiB of GPU 1" in finding.found
 
 
-def test_without_nvidia_smi_the_kernel_says_which_driver_it_has(tmp_path, monkeypatch):
+def test_driver_is_read_from_kernel_without_tools(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     root = machine(tmp_path, "535.104.05", 1)
     assert read_driver(root) == Driver("535.104.05", on_bus=1)
@@ -57,14 +57,7 @@ def test_without_nvidia_smi_the_kernel_says_which_driver_it_has(tmp_path, monkey
     assert read_driver(root) == Driver("535.104.05", (H100,), on_bus=1)
 
 
-def test_a_driver_that_hangs_is_red_and_does_not_hang_the_doctor(tmp_path):
-    driver = read_driver(machine(tmp_path, "580.1", 1), fails(subprocess.TimeoutExpired("nvidia-smi", 20)))
-    (finding,) = check_driver(driver, 13)
-    assert finding.status == RED
-    assert finding.found == "nvidia-smi gave no answer in 20 s"
-
-
-def test_a_driver_that_was_updated_under_a_running_kernel_asks_for_a_reboot(tmp_path):
+def test_updated_driver_asks_for_a_reboot(tmp_path):
     said = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.65"
     error = subprocess.CalledProcessError(18, "nvidia-smi", output=said)
     (finding,) = check_driver(read_driver(machine(tmp_path), fails(error)), 13)
@@ -73,22 +66,39 @@ def test_a_driver_that_was_updated_under_a_running_kernel_asks_for_a_reboot(tmp_
 
 
 @pytest.mark.parametrize(("gpus", "status"), [(0, YELLOW), (1, RED)])
-@pytest.mark.parametrize(
-    "said",
-    [
-        "No devices were found",
-        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest …",
-        "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system. Please make sure …",
-    ],
-)
-def test_nvidia_smi_on_a_node_without_a_gpu_is_yellow_and_beside_one_red(tmp_path, gpus, status, said):
+@pytest.mark.parametrize("said", ["No devices were found", "NVIDIA-SMI couldn't find libnvidia-ml.so library in …"])
+def test_node_without_gpu_is_yellow(tmp_path, gpus, status, said):
+    """And a machine whose GPU on the bus does not answer is red."""
     driver = read_driver(machine(tmp_path, gpus=gpus), fails(subprocess.CalledProcessError(9, "nvidia-smi", said)))
     (finding,) = check_driver(driver, 13)
     assert finding.status == status
     assert said in finding.found
     assert ("srun --gpus-per-node 1" in finding.advice) == (gpus == 0)
-    assert read_driver(tmp_path, lambda command: "No devices were found\n").problem.endswith("No devices were found")
-    assert check_driver(Driver("580.65.06", on_bus=gpus), None)[0].status == status
+
+
+def test_hanging_nvidia_smi_is_killed(tmp_path, monkeypatch):
+    """Without waiting for it: a process that hangs in the driver does not end when it is killed."""
+
+    class Hangs:
+        waited = killed = False
+
+        def __init__(self, command, **_):
+            assert command[0] == "nvidia-smi"
+
+        def communicate(self, timeout):
+            raise subprocess.TimeoutExpired("nvidia-smi", timeout)
+
+        def kill(self):
+            Hangs.killed = True
+
+        def wait(self):
+            Hangs.waited = True
+
+    monkeypatch.setattr("mjax.doctor.driver.shutil.which", lambda name: name)
+    monkeypatch.setattr(subprocess, "Popen", Hangs)
+    (finding,) = check_driver(read_driver(machine(tmp_path, "580.1", 1)), 13)
+    assert (finding.status, finding.found) == (RED, "nvidia-smi gave no answer in 20 s")
+    assert (Hangs.killed, Hangs.waited) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -100,35 +110,22 @@ def test_nvidia_smi_on_a_node_without_a_gpu_is_yellow_and_beside_one_red(tmp_pat
         (Driver(on_bus=1), None, YELLOW, "1 NVIDIA GPU on the PCI bus"),
         (EIGHT, None, RED, "jax is the build for CPUs"),
         (Driver("570.86", (H100,)), 13, RED, "570.86 is too old for jax's CUDA 13, which needs 580"),
+        (Driver("580.1", (H100,)), 13, GREEN, "580.1"),
         (Driver("570.86", (H100,)), 12, GREEN, "570.86"),
         (EIGHT, 13, GREEN, f"driver 580.65.06, 8 × {H100}"),
     ],
 )
-def test_driver_and_build_of_jax_fit_or_the_line_says_why_not(driver, cuda, status, words):
+def test_driver_must_fit_build_of_jax(driver, cuda, status, words):
     (finding,) = check_driver(driver, cuda)
     assert finding.status == status
     assert words in finding.found
     assert (finding.advice is None) == (status == GREEN)
 
 
-@pytest.mark.parametrize(
-    ("version", "cuda", "advice"),
-    [
-        ("580.65", None, "pip install -r requirements-cuda.txt"),
-        (
-            "570.86",
-            None,
-            'pip install "jax[cuda12]", or install NVIDIA driver 580 or newer and pip install -r requirements-cuda.txt',
-        ),
-        ("470.1", None, "install NVIDIA driver 580 or newer and pip install -r requirements-cuda.txt"),
-        ("570.86", 13, 'pip install "jax[cuda12]", or install NVIDIA driver 580 or newer'),
-        ("470.1", 13, "install NVIDIA driver 580 or newer"),
-        ("470.1", 12, "install NVIDIA driver 525 or newer"),
-    ],
-)
-def test_a_driver_gets_the_jax_that_runs_on_it(version, cuda, advice):
-    (finding,) = check_driver(Driver(version, (H100,)), cuda)
-    assert (finding.status, finding.advice) == (RED, advice)
+def test_old_driver_gets_jax_that_runs_on_it():
+    older, newer = (check_driver(Driver(version, (H100,)), 13)[0].advice for version in ("470.1", "570.86"))
+    assert older == "install NVIDIA driver 580 or newer"
+    assert newer == f'pip install "jax[cuda12]", or {older}'
 
 
 @pytest.mark.parametrize(
@@ -136,26 +133,20 @@ def test_a_driver_gets_the_jax_that_runs_on_it(version, cuda, advice):
     [
         ({}, GREEN, "all 8 GPUs"),
         ({"JAX_PLATFORMS": "cpu"}, YELLOW, "JAX_PLATFORMS=cpu hides the GPUs"),
-        ({"JAX_PLATFORMS": "cuda,cpu"}, GREEN, "all 8"),
         ({"CUDA_VISIBLE_DEVICES": ""}, YELLOW, "hides all 8 GPUs"),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, YELLOW, "hides all 8 GPUs"),
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, GREEN, "2 of 8"),
         ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, YELLOW, "Slurm gave this job none of the GPUs"),
         ({"CUDA_VISIBLE_DEVICES": "MIG-7c6e"}, GREEN, "a slice of a GPU, by"),
         ({"CUDA_VISIBLE_DEVICES": "0,9,1"}, YELLOW, "1 of 8 are left"),
     ],
 )
-def test_gpus_that_are_hidden_are_named_with_the_variable_that_hides_them(environment, status, words):
+def test_hidden_gpus_are_named_with_variable(environment, status, words):
     (finding,) = check_visible(EIGHT, environment)
     assert finding.status == status
     assert words in finding.found
 
 
-def test_where_no_gpu_is_nothing_can_be_hidden():
-    assert check_visible(Driver(), {"CUDA_VISIBLE_DEVICES": ""}) == []
-
-
-def test_another_cuda_in_front_of_jaxs_own_is_yellow(tmp_path):
+def test_another_cuda_before_jaxs_is_yellow(tmp_path):
     (tmp_path / "libcudnn.so.8").touch()
     environment = {"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}
     (finding,) = check_libraries(environment, 13)

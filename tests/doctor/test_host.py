@@ -32,17 +32,12 @@ def group(folder, path, limit, used, inactive=0):
         (place / "memory.stat").write_text(f"anon 1\ninactive_file {inactive * 2**30}\nactive_file 7\n")
 
 
-def test_free_memory_is_that_of_the_host(tmp_path):
+def test_free_memory_is_that_of_host(tmp_path):
     (finding,) = check_memory(root=machine(tmp_path, limit="max"))
     assert (finding.status, finding.found) == (GREEN, "60.0 GiB of 64.0 GiB free")
 
 
-def test_the_limit_of_a_container_counts_and_not_the_memory_of_its_host(tmp_path):
-    (finding,) = check_memory(root=machine(tmp_path, limit=16, used=4))
-    assert finding.found == "12.0 GiB of 16.0 GiB free, the limit of this container or job"
-
-
-def test_the_limit_of_a_slurm_job_is_found_above_its_step_and_files_in_memory_are_not_used(tmp_path):
+def test_limit_of_slurm_job_counts(tmp_path):
     root = machine(tmp_path)
     group(root, "slurm/job_7", 32, used=20, inactive=8)
     group(root, "slurm/job_7/step_0", "max", used=20)
@@ -56,7 +51,7 @@ def test_the_limit_of_a_slurm_job_is_found_above_its_step_and_files_in_memory_ar
     assert check_memory(root=root)[0].found.startswith("3.0 GiB")
 
 
-def test_the_limit_is_found_in_version_1_of_control_groups_too(tmp_path):
+def test_limit_of_cgroup_version_1_counts(tmp_path):
     root = machine(tmp_path)
     (root / "proc/self/cgroup").write_text("5:cpuset,cpu:/slurm/job_7\n4:memory:/slurm/job_7\n0::/\n")
     for path, limit in (("", 2**63 - 4096), ("slurm/job_7", 24 * 2**30)):
@@ -69,7 +64,7 @@ def test_the_limit_is_found_in_version_1_of_control_groups_too(tmp_path):
     assert finding.found == "10.0 GiB of 24.0 GiB free, the limit of this container or job"
 
 
-def test_memory_that_a_checkpoints_copy_does_not_fit_into_is_yellow(tmp_path):
+def test_memory_below_checkpoint_copy_is_yellow(tmp_path):
     config = load_config("gpt_8b")
     root = machine(tmp_path)
     assert state_bytes(config) == 12 * count_parameters(config.model)
@@ -82,17 +77,13 @@ def test_memory_that_a_checkpoints_copy_does_not_fit_into_is_yellow(tmp_path):
     assert "takes 1.5 GiB of a host with 8 of its 512 GPUs" in finding.found
 
 
-def test_little_shared_memory_is_yellow_between_gpus_and_fine_for_one(monkeypatch, tmp_path):
+def test_little_shared_memory_is_yellow_between_gpus(monkeypatch, tmp_path):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(64 * 2**20, 0, 64 * 2**20))
     (finding,) = check_shared_memory(8, tmp_path)
     assert (finding.status, finding.advice.split(";")[0]) == (YELLOW, "docker run --shm-size=8g")
     assert check_shared_memory(1, tmp_path)[0].status == GREEN
-
-
-def test_no_shared_memory_is_red_between_gpus(tmp_path):
     assert check_shared_memory(2, tmp_path / "absent")[0].status == RED
-    assert check_shared_memory(1, tmp_path / "absent") == []
 
 
 def test_few_open_files_are_yellow():
@@ -105,20 +96,19 @@ def test_few_open_files_are_yellow():
     ("environment", "status", "words"),
     [
         ({}, GREEN, "no launcher"),
-        ({"SLURM_STEP_NUM_TASKS": "16"}, GREEN, "srun started 16 processes"),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, GREEN, "mpirun started 4 processes"),
         ({"JOB_COMPLETION_INDEX": "0"}, GREEN, "Kubernetes started an indexed job"),
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, YELLOW, "outside srun: train.py would run alone"),
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, GREEN, "job 7"),
     ],
 )
-def test_the_processes_that_a_launcher_started_are_named(environment, status, words):
+def test_launched_processes_are_named(environment, status, words):
     (finding,) = check_processes(environment)
     assert finding.status == status
     assert words in finding.found
 
 
-def test_a_check_that_fails_itself_is_red_with_its_sentence(tmp_path):
+def test_failing_check_is_red_itself(tmp_path):
     (finding,) = guarded("memory", lambda: check_memory(root=tmp_path))
     assert (finding.check, finding.status) == ("memory", RED)
     assert "could not be checked: FileNotFoundError" in finding.found

@@ -1,7 +1,6 @@
 """Rates: what is slow beside a data sheet, what has none, and sums that are wrong."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from mjax.doctor import rates
@@ -21,14 +20,25 @@ H100 = "NVIDIA H100 80GB HBM3"
         (300, "NVIDIA Z9", FIGURE, "no data sheet for NVIDIA Z9"),
     ],
 )
-def test_a_product_is_judged_by_the_devices_own_peak_or_not_at_all(tflops, kind, status, words):
+def test_product_is_judged_by_own_peak(tflops, kind, status, words):
     (finding,) = judge_matmul(tflops * 1e12, "bf16", 8192, kind)
     assert finding.status == status
     assert words in finding.found
 
 
+def test_slow_memory_and_links_are_yellow():
+    assert judge_copy(2900e9, H100, (20e9, 15e9))[0].status == GREEN
+    (finding,) = judge_copy(1500e9, H100)
+    assert (finding.status, finding.advice) == (YELLOW, rates.THROTTLED)
+    assert "45% of the 3,352 GB/s" in finding.found
+    for rate, status in ((360e9, GREEN), (20e9, YELLOW)):
+        (finding,) = judge_all_reduce(rate, 8, H100, simulated=False)
+        assert finding.status == status
+        assert "of the 450 GB/s" in finding.found
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
-def test_of_each_kind_of_device_the_slowest_is_judged(monkeypatch):
+def test_slowest_of_each_kind_is_judged(monkeypatch):
     first, second, *_ = jax.local_devices()
     seconds = {first.id: 1e-3, second.id: 2e-3}
     monkeypatch.setattr(rates, "by_kind", lambda: {H100: [first, second], "NVIDIA Z9": [first]})
@@ -42,32 +52,8 @@ def test_of_each_kind_of_device_the_slowest_is_judged(monkeypatch):
     assert "slowest" not in alone.found
 
 
-def test_memory_that_is_slow_beside_its_data_sheet_is_yellow():
-    assert judge_copy(2900e9, H100, (20e9, 15e9))[0].status == GREEN
-    (finding,) = judge_copy(1500e9, H100)
-    assert (finding.status, finding.advice) == (YELLOW, rates.THROTTLED)
-    assert "45% of the 3,352 GB/s" in finding.found
-    assert judge_copy(8e9, "cpu")[0].status == FIGURE
-
-
-@pytest.mark.parametrize(("rate", "status"), [(360e9, GREEN), (20e9, YELLOW)])
-def test_gpus_that_do_not_talk_over_nvlink_are_yellow(rate, status):
-    (finding,) = judge_all_reduce(rate, 8, H100, simulated=False)
-    assert finding.status == status
-    assert "of the 450 GB/s" in finding.found
-
-
-def test_a_step_is_timed_by_itself_and_not_with_its_compilation():
-    @jax.jit
-    def step(x):
-        return x @ x / 512
-
-    seconds = rates.seconds_of(step, jnp.ones((512, 512)), budget=0.05)
-    assert 1e-6 < seconds < 0.1
-
-
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
-def test_devices_that_add_up_wrongly_are_red(monkeypatch):
+def test_wrong_sum_is_red(monkeypatch):
     monkeypatch.setattr(rates, "MEASURED_SECONDS", 0.01)
     monkeypatch.setattr(rates, "SIMULATED_COUNT", 2**10)
     (finding,) = check_all_reduce()
@@ -80,10 +66,13 @@ def test_devices_that_add_up_wrongly_are_red(monkeypatch):
     assert finding.status == RED
     total = jax.device_count() * (jax.device_count() + 1) // 2
     assert f"is {total + 1} to {total + 1}, not {total}" in finding.found
+    # In a few places only.
+    monkeypatch.setattr(rates.mappings, "leave", lambda x: right(x).at[0].add(1))
+    assert check_all_reduce()[0].status == RED
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_product_runs_at_a_rate_that_its_peak_allows():
+def test_real_gpu_runs_below_its_peak():
     (product,), (copy,) = check_matmul(), check_copy()
     assert product.figures["matmul_tflops"] > 1
     assert 0.05 < product.figures.get("of_data_sheet", 0.5) <= 1.05

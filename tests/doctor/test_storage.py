@@ -18,37 +18,32 @@ def small_file(monkeypatch):
     monkeypatch.setattr(storage, "SLOW", 1.0)  # this machine's disk is not what is tested here
 
 
-def test_a_folder_is_written_read_and_left_as_it_was(tmp_path):
+def test_folder_is_left_as_it_was(tmp_path):
     (finding,) = check_storage(tmp_path)
     assert finding.status == GREEN
     assert list(tmp_path.iterdir()) == []
     assert finding.figures["write_mb_per_s"] > 0
 
 
-def test_a_folder_that_is_not_there_yet_is_not_made(tmp_path):
+def test_absent_folder_is_not_made(tmp_path):
     (finding,) = check_storage(tmp_path / "runs" / "deep")
     assert finding.status == GREEN
     assert f"{tmp_path} (where" in finding.found
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_a_read_only_folder_is_red(tmp_path, monkeypatch, number):
+def test_read_only_folder_is_red(tmp_path, monkeypatch):
     def refuse(**_):
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(storage.tempfile, "mkstemp", refuse)
     (finding,) = check_storage(tmp_path)
     assert finding.status == RED
-    assert os.strerror(number) in finding.found
+    assert os.strerror(errno.EROFS) in finding.found
     assert finding.advice == "make it writable, or choose another folder with --runs"
 
 
-def test_a_folder_of_the_kernels_own_is_red():
-    assert check_storage(storage.Path("/proc/1"))[0].status == RED
-
-
-def test_a_disk_that_fills_up_is_red_and_the_file_is_removed(tmp_path, monkeypatch):
+def test_full_disk_is_red(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -59,31 +54,25 @@ def test_a_disk_that_fills_up_is_red_and_the_file_is_removed(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_is_shorter_when_read_is_red(tmp_path, monkeypatch):
+def test_lost_bytes_are_red(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: os.ftruncate(descriptor, 10))
     (finding,) = check_storage(tmp_path)
     assert finding.status == RED
     assert "of 1048576 bytes written, 10 were read" in finding.found
 
 
-def test_a_slow_disk_is_yellow(monkeypatch):
-    monkeypatch.undo()
-    (finding,) = judge_storage("runs", 2**40, 20e6, 1e9, None)
-    assert finding.status == YELLOW
-    assert finding.found.endswith("slow")
-    assert judge_storage("runs", 2**40, 900e6, 1e9, None)[0].status == GREEN
-
-
-def test_room_is_compared_with_the_checkpoints_of_the_config():
+def test_room_and_speed_are_judged(monkeypatch):
     config = load_config("gpt_8b")  # 93 GiB a checkpoint, two are kept while a third is written
-    (finding,) = judge_storage("runs", 200 * 2**30, 1e9, 1e9, config)
+    (finding,) = judge_storage("runs", 270 * 2**30, 1e9, 1e9, config)
     assert finding.status == RED
     assert "for 3 of them" in finding.found
     assert judge_storage("runs", 300 * 2**30, 1e9, 1e9, config)[0].status == GREEN
     assert judge_storage("runs", 2**20, 1e9, 1e9, None)[0].status == YELLOW
+    monkeypatch.undo()
+    assert [judge_storage("runs", 2**40, speed, 1e9, None)[0].status for speed in (20e6, 900e6)] == [YELLOW, GREEN]
 
 
-def test_checkpoints_that_a_run_has_written_need_no_room_a_second_time(tmp_path, monkeypatch):
+def test_written_checkpoints_need_no_room_again(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder: usage(400 * 2**30, 300 * 2**30, 100 * 2**30))
     config = load_config("gpt_8b")
@@ -97,33 +86,15 @@ def test_checkpoints_that_a_run_has_written_need_no_room_a_second_time(tmp_path,
     assert check_storage(tmp_path, config, "another")[0].status == RED
 
 
-@pytest.mark.parametrize("deeper", ["", "deep"])
-def test_a_link_that_leads_nowhere_is_red(tmp_path, deeper):
+def test_dangling_link_is_red(tmp_path):
     (tmp_path / "runs").symlink_to(tmp_path / "scratch disk")
-    (finding,) = check_storage(tmp_path / "runs" / deeper)
+    (finding,) = check_storage(tmp_path / "runs" / "deep")
     assert finding.status == RED
     assert f"is a link to {tmp_path}/scratch disk, which does not exist" in finding.found
     assert finding.advice.startswith(f"mkdir -p '{tmp_path}/scratch disk'")
 
 
-def test_a_folder_that_may_not_be_entered_is_red(tmp_path, monkeypatch):
-    def behind(real):
-        def ask(place, *arguments, **options):
-            if "closed/" in str(place):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return real(place, *arguments, **options)
-
-        return ask
-
-    (tmp_path / "closed").mkdir()
-    for name in ("stat", "lstat", "open"):
-        monkeypatch.setattr(os, name, behind(getattr(os, name)))
-    (finding,) = check_storage(tmp_path / "closed" / "runs")
-    assert finding.status == RED
-    assert finding.found.endswith("closed/runs will be created) cannot be written: Permission denied")
-
-
-def test_compiled_programs_have_a_line(tmp_path, monkeypatch):
+def test_compiled_programs_have_a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     (finding,) = storage.check_programs()

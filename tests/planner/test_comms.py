@@ -16,7 +16,15 @@ from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.schedules import build_schedule, schedule_of
 from mjax.planner import comms
-from mjax.planner.comms import OPERATIONS, Collective, Ledger, read_collectives, source_of
+from mjax.planner.comms import (
+    OPERATIONS,
+    Collective,
+    Ledger,
+    communication_section,
+    read_collectives,
+    source_of,
+)
+from mjax.planner.comms_figure import draw_communication
 from tests.small import small_config
 from tests.traced import traced_step
 
@@ -54,7 +62,7 @@ def expected(rows, ranks):
 # --- Tensor parallelism -----------------------------------------------------------------------------------------------
 
 
-def test_8b_on_64_by_8_runs_293_all_reduces_of_23_79_gib_over_model():
+def test_gpt_8b_has_four_all_reduces_a_layer():
     found = ledger(gpt_8b(recompute="none")).over("model")
     assert {record.operation for record in found.records} == {"all-reduce"}
     assert found.count == 4 * L + 5
@@ -63,7 +71,7 @@ def test_8b_on_64_by_8_runs_293_all_reduces_of_23_79_gib_over_model():
 
 
 @pytest.mark.parametrize(("recompute", "micro_batch"), [("none", 8), ("selective", 8), ("full", 2)])
-def test_tensor_parallelism_costs_a_layer_two_all_reduces_each_way_and_one_to_compute_it_again(recompute, micro_batch):
+def test_tensor_parallelism_sends_four_or_five_all_reduces(recompute, micro_batch):
     m, tokens = 8 // micro_batch, micro_batch * S
     rows = {
         ("embedding forward", "all-reduce"): (m, 2 * tokens * H),
@@ -83,7 +91,7 @@ def test_tensor_parallelism_costs_a_layer_two_all_reduces_each_way_and_one_to_co
 
 
 @pytest.mark.parametrize("micro_batch", [8, 2])
-def test_gradients_cross_data_once_in_float32_outside_every_loop(micro_batch):
+def test_gradients_cross_data_once_in_float32(micro_batch):
     found = ledger(gpt_8b(micro_batch=micro_batch, recompute="none" if micro_batch == 8 else "full")).over("data")
     assert {(r.operation, r.dtype, r.loops) for r in found.records} == {("all-reduce", "float32", ())}
     layer = (12 * H * H + 7 * H) // p + 6 * H  # split kernels and biases; LayerNorms and two biases are whole
@@ -98,7 +106,7 @@ def test_gradients_cross_data_once_in_float32_outside_every_loop(micro_batch):
 
 
 @pytest.mark.parametrize(("recompute", "gathers", "scatters"), [("none", 0, 0), ("selective", 2, 0), ("full", 2, 1)])
-def test_sequence_parallelism_gathers_and_scatters_tokens_in_the_place_of_all_reduces(recompute, gathers, scatters):
+def test_sequence_parallelism_gathers_and_scatters_tokens(recompute, gathers, scatters):
     found = ledger(gpt_8b({"sequence_parallel": True}, recompute=recompute))
     whole = 2 * 8 * S * H
     rows = {
@@ -124,12 +132,6 @@ def test_sequence_parallelism_gathers_and_scatters_tokens_in_the_place_of_all_re
     assert summed(both) == {("gradient", "all-reduce"): (9, on_a_ring("all-reduce", D * p, whole_weights))}
 
 
-def test_sequence_parallelism_sends_as_many_bytes_as_tensor_parallelism():
-    plain, split = (ledger(gpt_8b({"sequence_parallel": on}, recompute="none")).over("model") for on in (False, True))
-    activations = [sum(r.sent[0] for r in found.records if r.dtype == "bfloat16") for found in (plain, split)]
-    assert activations[0] == activations[1] == (4 * L + 2) * on_a_ring("all-reduce", p, 2 * 8 * S * H)
-
-
 # --- ZeRO -------------------------------------------------------------------------------------------------------------
 
 # A layer's weights on a rank of `model`: QKV, projection, MLP up and down; the biases of QKV and of MLP up; and six
@@ -138,7 +140,7 @@ KERNELS, QKV_BIAS, MLP_BIAS, ROWS = 12 * H * H // p, 3 * H // p, 4 * H // p, 6 *
 OTHERS = V * H // p + S * H + 2 * H  # embedding, positions, final LayerNorm
 
 
-def test_zero_1_gathers_weights_once_in_bf16_and_scatters_gradients_once_in_float32():
+def test_zero_1_gathers_and_scatters_once():
     found = ledger(gpt_8b({"zero": 1}, micro_batch=2)).over("data")
     split = L * (KERNELS + MLP_BIAS + ROWS) + OTHERS
     rows = summed(found)
@@ -150,7 +152,7 @@ def test_zero_1_gathers_weights_once_in_bf16_and_scatters_gradients_once_in_floa
     assert {record.loops for record in found.records} == {()}
 
 
-def test_zero_3_gathers_a_layer_forward_and_again_for_its_backward_pass():
+def test_zero_3_gathers_a_layer_twice():
     m, micro_batch = 2, 4
     rows = summed(ledger(gpt_8b({"zero": 3}, micro_batch=micro_batch)).over("data"))
     layer = KERNELS + MLP_BIAS + ROWS
@@ -168,8 +170,16 @@ def test_zero_3_gathers_a_layer_forward_and_again_for_its_backward_pass():
 # --- Pipelines --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("1f1b", 3), ("zb-h1", 1)])
-def test_a_pipeline_runs_what_its_table_says_and_sends_two_messages_a_tick(schedule, chunks):
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [
+        ("1f1b", 3),
+        ("zb-h1", 1),
+        pytest.param("gpipe", 1, marks=pytest.mark.ci),
+        pytest.param("1f1b", 1, marks=pytest.mark.ci),
+    ],
+)
+def test_pipeline_runs_its_table(schedule, chunks):
     P_, M, tokens = 4, 8, S
     mesh = {"pipe": P_, "schedule": schedule, "chunks": chunks}
     found = ledger(gpt_8b(mesh, micro_batch=1, recompute="none"))
@@ -203,7 +213,7 @@ def test_a_pipeline_runs_what_its_table_says_and_sends_two_messages_a_tick(sched
         assert any(r.calls > r.count for r in found.records), "a program's text does not say what the table leaves out"
 
 
-def test_a_pipeline_with_everything_else_gathers_and_scatters_in_the_passes_of_its_table():
+def test_pipeline_with_everything_else_follows_its_table():
     mesh = {"pipe": 4, "schedule": "zb-h1", "sequence_parallel": True, "zero": 3}
     found = ledger(gpt_8b(mesh, micro_batch=1, recompute="full"))
     M, own = 8, L // 4
@@ -222,27 +232,24 @@ def test_a_pipeline_with_everything_else_gathers_and_scatters_in_the_passes_of_i
 # --- BERT -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_a_bert_sends_what_a_gpt_does_and_counts_its_masked_tokens(split):
-    changes = {"micro_batch": 2, "compute": "bf16", "layers": 3, "mesh": {"sequence_parallel": split}}
+@pytest.mark.ci
+def test_bert_sends_what_gpt_does_and_counts():
+    """Its masked tokens, and two figures of sentence order: a rank of `model` has the first token of some sequences."""
+    changes = {"micro_batch": 2, "compute": "bf16", "layers": 3, "mesh": {"sequence_parallel": True}}
     gpt, bert = (ledger(small_config(2, 4, kind=kind, **changes)) for kind in ("gpt", "bert"))
 
     def activations(found):
-        rows = {key: row for key, row in summed(found.over("model")).items() if key[0].startswith(("layer", "emb"))}
-        assert rows["layer forward", "reduce-scatter" if split else "all-reduce"][0] == 2 * 3 * 2
-        return rows
+        return {key: row for key, row in summed(found.over("model")).items() if key[0].startswith(("layer", "emb"))}
 
     assert activations(bert) == activations(gpt)
-    labels = [record for record in bert.records if record.dtype == "int32"]
-    assert [(record.axes, record.source, record.shape, record.count) for record in labels] == [
-        (("data",), "loss", (), 1)
-    ]
-    # With split tokens a rank has the first token of some sequences only: two figures are summed.
+    assert activations(bert)["layer forward", "reduce-scatter"][0] == 2 * 3 * 2
+    (labels,) = (record for record in bert.records if record.dtype == "int32")
+    assert (labels.axes, labels.source, labels.shape, labels.count) == (("data",), "loss", (), 1)
     order = [record for record in bert.records if record.source == "head forward" and record.shape == (2,)]
-    assert [(record.axes, record.count) for record in order] == ([(("model",), 2)] if split else [])
+    assert [(record.axes, record.count) for record in order] == [(("model",), 2)]
 
 
-def test_a_weight_that_ranks_share_in_attention_is_summed_over_model_once_a_step():
+def test_shared_attention_weights_are_summed_over_model():
     def found(**changes):
         return summed(ledger(small_config(1, 4, kind="llama", **changes)).over("model"))
 
@@ -272,7 +279,7 @@ def send(x):
     return mappings.vary(mappings.leave(x), frozenset({"model"}))
 
 
-def test_loops_multiply_and_what_nobody_uses_is_not_counted():
+def test_reader_multiplies_loops_and_drops_unused():
     def step(x):
         def inner(x, _):
             return send(x), send(x * 2)  # the second is collected, and thrown away
@@ -289,15 +296,7 @@ def test_loops_multiply_and_what_nobody_uses_is_not_counted():
     assert record.source == "elsewhere"
 
 
-def test_a_carried_value_that_a_later_iteration_needs_is_counted():
-    def step(x):
-        return jax.lax.scan(lambda carry, _: ((carry[1], send(carry[0])), None), (x, x), None, length=4)[0][0]
-
-    (record,) = read_collectives(traced(step))
-    assert record.count == 4
-
-
-def test_bytes_of_every_kind_are_those_of_a_ring():
+def test_bytes_of_each_operation_are_of_a_ring():
     sizes = {
         kind: Collective(kind, ("data",), 4, (6, 10), "float32").wire
         for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute")
@@ -305,13 +304,13 @@ def test_bytes_of_every_kind_are_those_of_a_ring():
     assert sizes == {"all-reduce": 360, "all-gather": 720, "reduce-scatter": 180, "all-to-all": 180, "permute": 240}
 
 
-def test_one_rank_alone_sends_nothing():
+def test_one_rank_sends_nothing():
     assert read_collectives(traced(send, {"data": 8, "model": 1})) == ()
     assert ledger(small_config()).records == ()
     assert ledger(small_config()).sent == ledger(small_config()).count == 0
 
 
-def test_an_axis_of_one_rank_is_none_that_bytes_cross_as_a_compiled_program_has_none():
+def test_axes_of_one_rank_are_left_out():
     def step(x):
         from mjax.parallel import mappings
 
@@ -322,7 +321,7 @@ def test_an_axis_of_one_rank_is_none_that_bytes_cross_as_a_compiled_program_has_
     assert (record.axes, record.ranks, record.count) == (("model",), 4, 2)
 
 
-def test_what_cannot_be_counted_is_refused(monkeypatch):
+def test_reader_rejects_what_it_cannot_count(monkeypatch):
     def loop(x):
         return jax.lax.while_loop(lambda x: x.sum() > 0, send, x)
 
@@ -338,11 +337,6 @@ def test_what_cannot_be_counted_is_refused(monkeypatch):
         read_collectives(traced(send))
 
 
-def test_a_conditional_whose_branches_send_the_same_is_counted_once():
-    (record,) = read_collectives(traced(lambda x: jax.lax.cond(x[0, 0] > 0, send, lambda x: send(x * 2), x)))
-    assert record.count == 1
-
-
 @pytest.mark.parametrize(
     ("name", "source"),
     [
@@ -356,10 +350,11 @@ def test_a_conditional_whose_branches_send_the_same_is_counted_once():
         ("jit(f)/layers/psum", ("", "")),
     ],
 )
-def test_a_name_says_where_a_collective_comes_from(name, source):
+def test_source_is_read_from_names(name, source):
     assert source_of(name) == source
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("recompute", "mesh"),
     [
@@ -368,10 +363,30 @@ def test_a_name_says_where_a_collective_comes_from(name, source):
         ("selective", {"pipe": 2, "chunks": 2, "zero": 1, "sequence_parallel": True}),
     ],
 )
-def test_the_step_as_it_runs_with_dropout_has_the_same_ledger_and_all_of_it_comes_from_somewhere(recompute, mesh):
+def test_ledger_is_that_of_step_with_dropout(recompute, mesh):
     config = small_config(2, 2, layers=4, micro_batch=2, global_batch=16, recompute=recompute, mesh=mesh)
     assert config.model.hidden_dropout == config.model.attention_dropout == 0.1
     whole = read_collectives(traced_step(config)[1], schedule_of(config) if config.mesh.pipe > 1 else None)
     assert Counter(whole) == Counter(ledger(config).records)
     assert {record.part for record in whole} <= set(scopes.PARTS)
     assert ("layer recomputation" in {record.source for record in whole}) == (recompute != "none")
+
+
+# --- In words ---------------------------------------------------------------------------------------------------------
+
+
+def test_json_has_each_collective():
+    found = communication_section(ledger(gpt_8b(recompute="none"))).values
+    assert found["bytes_by_axis"]["model"] + found["bytes_by_axis"]["data"] == found["bytes"]
+    assert sum(found["bytes_by_source"].values()) == found["bytes"]
+    assert sum(record["count"] * record["wire_bytes_each"] for record in found["records"]) == found["bytes"]
+    names = ("axes", "source", "kind", "ranks", "shape", "dtype", "count", "wire_bytes")
+    assert [found["records"][1][name] for name in names] == [
+        ["model"], "layer forward", "all-reduce", 8, [8192, 3072], "bfloat16", 144, 144 * 88080384.0,
+    ]  # fmt: skip
+
+
+def test_communication_is_drawn(tmp_path):
+    for name, found in (("some", ledger(gpt_8b(recompute="none"))), ("none", Ledger(()))):
+        draw_communication(found, tmp_path / f"{name}.png", "a config")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

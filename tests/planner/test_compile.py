@@ -14,14 +14,12 @@ from dataclasses import replace
 
 import pytest
 
-from mjax import cli
-from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
 from mjax.models.build import count_parameters
 from mjax.planner import compile as ahead
 from mjax.planner.comms import ledger, source_of
-from mjax.planner.compile import check_compile, compile_step, sheet_names
+from mjax.planner.compile import compile_step, sheet_names
 from mjax.planner.compile_section import compile_section, totals
 from mjax.planner.instructions import read_instructions
 from mjax.planner.memory import Memory, predict_memory
@@ -44,7 +42,6 @@ def config_of(mesh, micro_batch=4, recompute="selective", **changes):
 MODES = {
     "tensor parallel": lambda: config_of({"data": 2, "model": 4}),
     "sequence parallel": lambda: config_of({"data": 2, "model": 4, "sequence_parallel": True}),
-    "full recomputation, micro-batches": lambda: config_of({"data": 2, "model": 4}, 1, "full"),
     "ZeRO-1": lambda: config_of({"data": 4, "model": 2, "zero": 1}),
     "FSDP": lambda: config_of({"data": 4, "model": 2, "zero": 3}),
     # Counts of labels are int32, and `model` has one rank.
@@ -53,9 +50,6 @@ MODES = {
     "Llama": lambda: config_of({"data": 2, "model": 4}, kind="llama", kv_heads=4, window=64, qk_norm="heads"),
     "Llama, fewer key-value heads than ranks": lambda: config_of(
         {"data": 1, "model": 8, "sequence_parallel": True}, kind="llama", kv_heads=2, head_dim=32, qk_norm="head"
-    ),
-    "Llama, windows in every other layer": lambda: config_of(
-        {"pipe": 2, "data": 2, "model": 2}, 1, kind="llama", kv_heads=2, window=64, full_attention_every=2
     ),
     "Llama, packed documents": lambda: config_of(
         {"data": 4, "model": 2, "zero": 3},
@@ -70,7 +64,7 @@ MODES = {
 
 @needs_compiler
 @pytest.mark.parametrize("mode", MODES)
-def test_the_ledger_counts_the_bytes_that_the_compiled_step_sends(mode, tmp_path, monkeypatch):
+def test_ledger_has_bytes_of_compiled_step(mode, tmp_path, monkeypatch):
     config, texts, read = MODES[mode](), [], ahead._read
     monkeypatch.setattr(ahead, "_read", lambda text, mesh: [texts.append(text), read(text, mesh)][1])
     compiled = compile_step(config, "h100")
@@ -124,62 +118,21 @@ def check_report(config, compiled, expected, folder):
 
 
 @needs_compiler
-def test_a_head_size_that_jax_lowers_only_beside_a_gpu_is_one_sentence():
+def test_impossible_head_size_is_one_sentence():
     config = config_of({"data": 1, "model": 1}, heads=1, hidden=160)
     with pytest.raises(UsageError, match=r"got 160\. .* add --model\.attention xla") as caught:
         compile_step(config, "h100")
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "--compile needs a GPU to compile for; add --gpu with one of a100, b200, h100, h200"),
-        (["--gpu", "v100"], "--gpu v100 cannot be compiled for; use one of a100, b200, h100, h200"),
-        (["--gpu", "h100", "--devices-per-node", "0"], "--devices-per-node is 0; it must be at least 1"),
-        (
-            ["--gpu", "h100", "--mesh.data", "3", "--mesh.model", "4", "--train.global-batch", "24"],
-            "a mesh of 12 devices does not fill servers of 8; change --mesh.data, or use --devices-per-node 6",
-        ),
-        (["--gpu", "h100"], "type: pip install -r requirements-cuda.txt"),
-    ],
-)
-def test_what_cannot_be_compiled_is_one_sentence_and_exit_code_2(capsys, monkeypatch, flags, message):
-    monkeypatch.setattr(ahead, "cuda_build", lambda: None)
-    assert cli.main(["plan", "--config", "gpt_8b", "--compile", *flags]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_every_sheet_names_its_gpu_its_sources_and_its_memory():
-    kinds = {
-        "a100": "NVIDIA A100-SXM4-80GB",
-        "b200": "NVIDIA B200",
-        "h100": "NVIDIA H100 80GB HBM3",
-        "h200": "NVIDIA H200",
-    }
+def test_sheets_describe_their_gpus():
     gigabytes = {"a100": 80, "b200": 180, "h100": 80, "h200": 141}
-    assert sheet_names() == sorted(kinds)
-    for name, kind in kinds.items():
+    assert sheet_names() == sorted(gigabytes)
+    for name, size in gigabytes.items():
         text = (ahead.SHEETS / f"{name}.txtpb").read_text()
-        assert re.findall(r'^  name: "(.*)"$', text, flags=re.M) == [kind]
-        assert f'device_description_str: "{kind}"' in text
         assert f"cuda_compute_capability {{ major: {gpu_named(name).compute_capability[0]} " in text
-        assert "# read off a device" in text
-        assert "# from documents" in text
-        assert 1.0 < ahead.memory_of(name) / (gigabytes[name] * 1e9) < 1.07
-
-
-def test_the_sheets_are_part_of_the_package():
+        assert 1.0 < ahead.memory_of(name) / (size * 1e9) < 1.07
     assert '"mjax.planner" = ["targets/*.txtpb"]' in (ROOT / "pyproject.toml").read_text()
-
-
-def test_a_mesh_within_one_server_and_one_of_many_can_be_compiled_for(monkeypatch):
-    monkeypatch.setattr(ahead, "cuda_build", lambda: 13)
-    config = load_config("gpt_8b")
-    for devices in (1, 3, 8, 16, 512):
-        check_compile(replace(config, mesh=replace(config.mesh, data=devices, model=1)), "h100")
 
 
 COMPILE_REPEATABLE = """
@@ -196,7 +149,7 @@ print(*re.findall(r" scatter\\(.*?(?=, to_apply)", text), sep="\\n")
 
 @needs_compiler
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_deterministic_step_adds_no_two_gradients_of_a_token_by_atomics(deterministic):
+def test_deterministic_step_has_no_atomic_additions(deterministic):
     code = COMPILE_REPEATABLE.format(deterministic=deterministic)
     variables = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=500)

@@ -1,6 +1,5 @@
 """A step in a file: it computes what the step computes, and a file from outside is opened without harm."""
 
-import json
 import zipfile
 from types import SimpleNamespace
 
@@ -9,12 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mjax import cli
 from mjax.errors import UsageError
 from mjax.parallel import mappings
 from mjax.parallel.axes import DATA
 from mjax.parallel.mesh import make_mesh, sharded_shapes
-from mjax.planner import compile as ahead
 from mjax.planner import saved_program
 from mjax.planner.saved_program import check_save, open_program, save_program
 from tests.small import small_config
@@ -34,7 +31,7 @@ def tiny_program(mesh):
     return SimpleNamespace(train_step=jax.jit(mapped, donate_argnums=0), abstract_state=state, abstract_batch=batch)
 
 
-def test_a_step_that_was_saved_computes_the_same_bits(tmp_path):
+def test_saved_step_computes_same_bits(tmp_path):
     pytest.importorskip("flatbuffers", reason="the format of saved programs; in requirements-dev.txt")
     config, file = small_config(4, 1), tmp_path / "step.mjax"
     program = tiny_program(make_mesh(config.mesh))
@@ -62,31 +59,8 @@ def test_a_step_that_was_saved_computes_the_same_bits(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-def test_what_is_no_saved_program_is_refused_in_one_sentence(tmp_path):
-    file = tmp_path / "step.mjax"
-    file.write_bytes(b"\x80\x04\x95 a pickle, perhaps")
-    with pytest.raises(UsageError, match="is not a program that mjax plan --save-program wrote"):
-        open_program(file)
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("manifest.json", json.dumps({"format": 2}))
-        archive.writestr("step.stablehlo", b"")
-    with pytest.raises(UsageError, match="has format 2 and this mjax reads 1"):
-        open_program(file)
-
-
-def test_a_file_that_could_not_be_written_is_refused_before_anything_is_compiled(tmp_path, capsys, monkeypatch):
-    with pytest.raises(UsageError, match=r"there is no folder .*nowhere; create it"):
-        check_save(tmp_path / "nowhere" / "step.mjax")
-    monkeypatch.setattr(ahead, "cuda_build", lambda: 13)
-    folder = str(tmp_path / "nowhere" / "step.mjax")
-    assert cli.main(["plan", "--config", "gpt_8b", "--compile", "--gpu", "h100", "--save-program", folder]) == 2
-    assert "--save-program" in capsys.readouterr().err
-    assert cli.main(["plan", "--config", "gpt_8b", "--save-program", "step.mjax"]) == 2
-    assert "add --compile" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "step.stablehlo"])
-def test_a_small_file_that_would_unpack_to_a_large_one_is_refused(tmp_path, monkeypatch, name):
+def test_zip_bomb_is_rejected(tmp_path, monkeypatch):
+    name = "step.stablehlo"
     monkeypatch.setattr(saved_program, "LARGEST", 10_000)
     file = tmp_path / "step.mjax"
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -97,11 +71,15 @@ def test_a_small_file_that_would_unpack_to_a_large_one_is_refused(tmp_path, monk
         open_program(file)
 
 
-def test_a_damaged_program_is_refused_in_one_sentence(tmp_path):
+def test_damaged_program_is_rejected(tmp_path):
     file = tmp_path / "step.mjax"
+    with pytest.raises(UsageError, match=r"there is no folder .*nowhere; create it"):
+        check_save(tmp_path / "nowhere" / "step.mjax")
+    file.write_bytes(b"\x80\x04\x95 a pickle, perhaps")
     with pytest.raises(UsageError, match="is not a program that mjax plan --save-program wrote"):
-        open_program(file)  # there is no such file
+        open_program(file)
     for manifest, words in (
+        ('{"format": 2}', "has format 2 and this mjax reads 1"),
         ("[]", "its manifest is not an object"),
         ("[" * 100_000, "or it is damaged .maximum recursion"),
         ('{"format": 1}', "the step in it is damaged"),

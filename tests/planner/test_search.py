@@ -12,7 +12,7 @@ from mjax.config import Config, GPTConfig, MeshConfig, MixtureConfig, TrainConfi
 from mjax.errors import UsageError
 from mjax.model_config import as_kind
 from mjax.planner.loss_chunks import CHUNKS
-from mjax.planner.search import SEARCHED, alternatives, candidates, describe, search
+from mjax.planner.search import alternatives, candidates, describe, search
 from mjax.planner.search_command import check_searchable, enough_devices, refuse_too_big, with_batch
 from mjax.validation import validate
 
@@ -33,10 +33,11 @@ class Bytes:
 @dataclass(frozen=True)
 class Seconds:
     total: float
+    over_run: float | None = None
 
     @property
     def mean(self):
-        return self.total
+        return self.total if self.over_run is None else self.over_run
 
 
 def changed(config, **sections):
@@ -85,23 +86,22 @@ def is_simplest(config):
     "config",
     [
         SMALL,
-        changed(SMALL, model={"layers": 6}, train={"global_batch": 12}),
         changed(SMALL, model={"feed_forward": 6, "vocabulary": 250, "vocabulary_multiple": 2}),
         changed(SMALL, train={"batch_rampup": (4, 2, 20)}),
         replace(SMALL, model=replace(as_kind(SMALL.model, "bert_task"), head="multiple_choice", answers=3, sequence=5)),
         replace(SMALL, model=replace(as_kind(SMALL.model, "llama"), kv_heads=1, window=2, full_attention_every=2)),
         replace(SMALL, model=replace(as_kind(SMALL.model, "llama"), heads=12, kv_heads=6, hidden=48)),
     ],
-    ids=["gpt", "six layers", "odd widths", "ramp-up", "bert", "pattern of windows", "six key-value heads"],
+    ids=["gpt", "odd widths", "ramp-up", "bert", "pattern of windows", "six key-value heads"],
 )
-def test_the_candidates_are_all_that_can_run_and_no_other(config):
+def test_candidates_are_all_that_can_run(config):
     made = list(candidates(config, 4, ["mesh.zero", "train.recompute"]))
     tried = everything(config, 4, zeros=[0], recomputes=["none"])
     assert len(made) == len(set(made)) > 20
     assert set(made) == {each for each in tried if is_simplest(each) and runs(each)}
 
 
-def test_the_experts_of_a_mixture_are_split_over_every_number_of_replicas_that_they_can_be():
+def test_experts_are_split_over_possible_replicas():
     mixture = MixtureConfig(layers=2, hidden=32, heads=4, experts=6, sequence=4, vocabulary=257)
     config = replace(SMALL, model=mixture)
     made = list(candidates(config, 4, ["mesh.zero", "train.recompute"]))
@@ -110,14 +110,8 @@ def test_the_experts_of_a_mixture_are_split_over_every_number_of_replicas_that_t
     assert {each.mesh.expert for each in made} == {1, 2}
 
 
-def test_zero_and_recomputation_are_tried_with_all_else():
-    made = list(candidates(SMALL, 2))
-    assert set(made) == {each for each in everything(SMALL, 2) if is_simplest(each) and runs(each)}
-    assert len(made) == len(set(made))
-
-
-@pytest.mark.parametrize(("name", "devices"), [("gpt_8b", 512), ("gpt_1t", 3072), ("bloom_176b", 320), ("bert_4b", 16)])
-def test_every_candidate_of_a_published_config_can_run(name, devices):
+@pytest.mark.parametrize(("name", "devices"), [("gpt_1t", 3072), ("bert_4b", 16)])
+def test_candidates_of_published_configs_can_run(name, devices):
     config = changed(load_config(name), data={"mock": True})
     made = list(candidates(config, devices))
     assert len(made) > 100
@@ -126,7 +120,7 @@ def test_every_candidate_of_a_published_config_can_run(name, devices):
         validate(each, name)
 
 
-def test_what_is_kept_is_as_the_config_has_it():
+def test_kept_fields_stay_as_in_config():
     config = changed(SMALL, mesh={"model": 2, "zero": 1, "schedule": "gpipe"}, train={"micro_batch": 2})
     keep = ["mesh.model", "mesh.zero", "mesh.schedule", "train.micro_batch"]
     made = list(candidates(config, 4, keep))
@@ -149,25 +143,25 @@ def memory_of(config):
 
 
 def time_of(config):
-    return Seconds(1 + drawn(config, "time"))
+    return Seconds(1 + drawn(config, "time"), 1 + drawn(config, "mean"))
 
 
-@pytest.mark.parametrize("capacity", [3.0, 50.0, 100.0, 120.0])
-def test_the_search_finds_what_trying_everything_finds(capacity):
+@pytest.mark.parametrize("capacity", [pytest.param(3.0, marks=pytest.mark.ci), 60.0])
+def test_search_finds_what_exhaustion_finds(capacity):
     found = search(SMALL, 4, memory_of, time_of, capacity)
     every = [each for each in everything(SMALL, 4) if is_simplest(each) and runs(each)]
     sizes = [memory_of(each).total for each in every]
     roomy = [each for each, size in zip(every, sizes, strict=True) if size <= 0.95 * capacity]
     assert 0 < len(roomy) <= len(every)
-    assert found.ranked[0].config == min(roomy, key=lambda each: time_of(each).total)
+    assert found.ranked[0].config == min(roomy, key=lambda each: time_of(each).mean)
     assert (found.tried, len(found.roomy)) == (len(every), len(roomy))
     assert len(found.too_big) == sum(size > capacity for size in sizes)
     assert {each.config for each in found.tight}.isdisjoint(roomy)
-    seconds = [float(f"{each.time.total:.4g}") for each in found.ranked]
+    seconds = [float(f"{each.time.mean:.4g}") for each in found.ranked]
     assert seconds == sorted(seconds)
 
 
-def test_what_lacks_memory_for_its_logits_is_tried_with_the_loss_in_chunks():
+def test_search_tries_loss_in_chunks():
     def logits(config):
         head = config.train.recompute == "full"
         return Bytes(
@@ -197,7 +191,7 @@ def test_what_lacks_memory_for_its_logits_is_tried_with_the_loss_in_chunks():
     assert {each.config.train.loss_chunks for each in search(task, 4, logits, seconds, 100).roomy} == {1}
 
 
-def test_what_leaves_under_five_percent_free_is_ranked_only_where_nothing_leaves_more():
+def test_tight_candidates_are_ranked_only_alone():
     def tight(config):
         return Bytes(96 if config.mesh.model == 1 else 50)
 
@@ -213,7 +207,7 @@ def test_what_leaves_under_five_percent_free_is_ranked_only_where_nothing_leaves
     assert found.ranked == found.tight
 
 
-def test_candidates_that_need_more_host_memory_than_there_is_are_counted_and_left_out():
+def test_candidates_beyond_host_memory_are_left_out():
     def memory(config):
         return Bytes(1, host=float(config.train.micro_batch) if config.train.recompute == "offload" else 0.0)
 
@@ -231,14 +225,14 @@ def test_candidates_that_need_more_host_memory_than_there_is_are_counted_and_lef
         refuse_too_big(found, kept, "small", "h100", memory, 8, ["train.recompute"])
 
 
-def test_of_candidates_that_take_the_same_time_the_simplest_comes_first():
+def test_simplest_of_equal_times_comes_first():
     found = search(SMALL, 4, lambda _: Bytes(1), lambda config: Seconds(2 + 1e-5 * drawn(config, "noise")), 2)
     best = found.ranked[0].config
     assert best.mesh == MeshConfig(data=4)
     assert (best.train.micro_batch, best.train.recompute) == (1, "none")
 
 
-def test_an_alternative_is_the_fastest_with_another_value_or_says_what_it_would_need():
+def test_alternative_is_fastest_with_another_value():
     def bytes_of(config):
         kept = {"none": 9, "selective": 5, "full": 1, "offload": 1}[config.train.recompute]
         return Bytes(kept + config.train.micro_batch)
@@ -261,8 +255,6 @@ def test_an_alternative_is_the_fastest_with_another_value_or_says_what_it_would_
     }
     assert slower.others(best) == [f"data {slower.candidate.config.mesh.data}"]
 
-    found = search(SMALL, 4, bytes_of, seconds_of, 6.5, ["train.recompute", "mesh.zero"])
-    assert found.ranked == []  # the config's own recomputation is none
     own = changed(SMALL, train={"recompute": "selective"})
     others = {
         other.field: other for other in alternatives(search(own, 4, bytes_of, seconds_of, 6.5, ["train.recompute"]))
@@ -272,9 +264,11 @@ def test_an_alternative_is_the_fastest_with_another_value_or_says_what_it_would_
     assert (others["train.micro_batch"].value, others["train.micro_batch"].least) == (2, 7)
 
 
-def test_another_batch_has_the_samples_of_the_run_to_a_step():
+def test_another_batch_keeps_samples_of_run():
     config = load_config("gpt_8b")
+    config = replace(config, optimizer=replace(config.optimizer, schedule="wsd", wsd_decay_steps=9_000))
     doubled = with_batch(config, 1024)
+    assert doubled.optimizer.wsd_decay_steps == 4_500
     assert (doubled.train.global_batch, doubled.train.steps, doubled.optimizer.warmup_steps) == (1024, 150_000, 1_500)
     assert doubled.optimizer.decay_steps is None
     assert with_batch(config, 512) == config
@@ -285,33 +279,22 @@ def test_another_batch_has_the_samples_of_the_run_to_a_step():
     samples = [BatchSizes.of(each).samples_before(each.train.steps) for each in (bloom, larger)]
     assert 0 <= samples[0] - samples[1] < 4096
     assert with_batch(bloom, 2048) == bloom
-
-
-@pytest.mark.parametrize(
-    ("config", "batch", "message"),
-    [
-        (SMALL, 0, "--target-batch is 0; it must be at least 1"),
-        (load_config("bloom_176b"), 2050, "does not reach --train.global-batch 2050 in whole increments"),
-    ],
-)
-def test_a_batch_that_cannot_be_is_refused(config, batch, message):
-    with pytest.raises(UsageError, match=message):
-        with_batch(config, batch)
+    with pytest.raises(UsageError, match=r"does not reach --train\.global-batch 2050 in whole increments"):
+        with_batch(bloom, 2050)
+    with pytest.raises(UsageError, match="--target-batch 200000000 is more than the 153,600,000 samples of the run"):
+        with_batch(load_config("gpt_8b"), 200_000_000)
 
 
 @pytest.mark.parametrize(
     ("devices", "keep", "message"),
     [
         (0, [], "--devices is 0; it must be at least 1"),
-        (-8, [], "--devices is -8; it must be at least 1"),
         (12, [], "--devices 12 is not a multiple of the 8 GPUs of a server; use 8 or 16, or --devices-per-node 6 for"),
-        (13, [], "--devices 13 is not a multiple of the 8 GPUs of a server; use 8 or 16$"),
         (7, [], "--devices 7 cannot be divided among 4 layers, 4 heads and a global batch of 8; use --devices 4 or 8"),
         (1024, [], "cannot be divided among .*; use --devices 128$"),
-        (8, ["mesh.pipes"], "--keep mesh.pipes: the search does not change it, did you mean 'mesh.pipe'"),
     ],
 )
-def test_devices_that_no_mesh_fits_are_refused_with_those_that_do(devices, keep, message):
+def test_impossible_devices_are_rejected_with_possible_ones(devices, keep, message):
     with pytest.raises(UsageError, match=message):
         check_searchable(SMALL, devices, 8, keep)
 
@@ -321,7 +304,6 @@ def test_devices_that_no_mesh_fits_are_refused_with_those_that_do(devices, keep,
     [
         ({"context": 4, "context_attention": "heads"}, {}, {"heads"}),
         ({"context": 8, "context_attention": "heads"}, {}, set()),
-        ({"context": 8, "context_attention": "gather"}, {}, {"gather"}),
         ({"context": 8, "context_attention": "auto"}, {}, {"auto"}),
         ({"context": 8}, {}, {"gather"}),
         ({"context": 4}, {"sequence": 30}, set()),
@@ -329,7 +311,7 @@ def test_devices_that_no_mesh_fits_are_refused_with_those_that_do(devices, keep,
         ({"context": 2}, {"attention": "cudnn"}, {"heads"}),
     ],
 )
-def test_a_kept_context_is_tried_where_it_can_run(keep, changes, found):
+def test_kept_context_is_tried_where_possible(keep, changes, found):
     config = changed(SMALL, model={"sequence": 64, "attention_dropout": 0.0, **changes}, mesh=keep)
     each = list(candidates(config, 8, {f"mesh.{name}" for name in keep}))
     assert {candidate.mesh.context_attention for candidate in each} == found
@@ -337,12 +319,7 @@ def test_a_kept_context_is_tried_where_it_can_run(keep, changes, found):
         validate(replace(candidate, data=replace(candidate.data, mock=True)))
 
 
-def test_a_config_that_is_wrong_in_itself_is_refused():
-    with pytest.raises(UsageError, match=r"--model.heads 5 does not divide hidden size 32"):
-        check_searchable(changed(SMALL, model={"heads": 5}), 8, 8)
-
-
-def test_where_nothing_fits_the_refusal_names_the_smallest_and_how_many_gpus_are_enough():
+def test_refusal_names_smallest_and_enough_gpus():
     def shared(config):
         mesh = config.mesh
         return Bytes(2**30 * (800 / mesh.devices + config.train.micro_batch + (mesh.zero == 0)))
@@ -355,27 +332,7 @@ def test_where_nothing_fits_the_refusal_names_the_smallest_and_how_many_gpus_are
     assert "ZeRO-" in words
     assert "takes 101.0 GiB of 30.0; use --devices 32, where it fits" in words
     assert enough_devices(SMALL, 8, shared, 30 * 2**30, 8) == 32
+    assert enough_devices(SMALL, 8, shared, 27.5 * 2**30, 8) == 32
+    assert enough_devices(SMALL, 8, shared, 27 * 2**30, 8) == 64  # 32 would leave less than 5% free
     assert enough_devices(SMALL, 8, shared, 2**30, 8) is None
     refuse_too_big(search(SMALL, 8, shared, time_of, 200 * 2**30), SMALL, "small", "h100", shared, 8, [])
-
-
-def test_a_candidate_is_described_by_what_it_has():
-    assert describe(changed(SMALL, mesh={"model": 2}, train={"micro_batch": 2, "streams": 2})) == (
-        "pipe 1 × data 1 × model 2, micro-batches of 2, no recomputation, two streams"
-    )
-    assert describe(SMALL) == "pipe 1 × data 1 × model 1, micro-batches of 1, no recomputation"
-    mesh = MeshConfig(2, 2, 2, sequence_parallel=True, chunks=2, zero=3)
-    train = replace(SMALL.train, recompute="full")
-    assert describe(replace(SMALL, mesh=mesh, train=train)) == (
-        "pipe 2 × data 2 × model 2, 1f1b with 2 chunks, micro-batches of 1, full recomputation, sequence parallelism, "
-        "ZeRO-3"
-    )
-    assert describe(changed(SMALL, train={"recompute": "offload"})).endswith(
-        "micro-batches of 1, full recomputation from inputs in host memory"
-    )
-
-
-def test_the_fields_that_the_search_changes_are_fields_of_a_config():
-    for name in SEARCHED:
-        section, field = name.split(".")
-        assert hasattr(getattr(SMALL, section), field)

@@ -9,11 +9,10 @@ import pytest
 from benchmarks.published import whole_rows
 from mjax import cli
 from mjax.config import load_config
-from mjax.hardware import USABLE_FRACTION, gpu_named
-from mjax.models.build import count_parameters
+from mjax.hardware import gpu_named
 from mjax.parallel.axes import NAMES
 from mjax.planner.memory import predict_memory
-from mjax.planner.search import SEARCHED, search
+from mjax.planner.search import search
 from mjax.planner.search_command import SearchArguments, run_search
 from mjax.planner.time import predict_time
 from mjax.training.metrics import read_metrics
@@ -38,8 +37,8 @@ def searched(config, keep=()):
     return search(config, config.mesh.devices, predict_memory, time_of, A100.usable_bytes, keep)
 
 
-@pytest.mark.parametrize("name", seldom([(name,) for name in TABLE_1], [("gpt_1_7b",)], [("gpt_18b",), ("gpt_145b",)]))
-def test_among_the_settings_of_the_paper_the_search_finds_meshes_like_the_papers(name):
+@pytest.mark.parametrize("name", seldom([(name,) for name in TABLE_1], some=[("gpt_1_7b",), ("gpt_145b",)]))
+def test_search_finds_meshes_like_the_papers(name):
     config = published(name)
     found = searched(config, ["mesh.zero", "mesh.sequence_parallel", "mesh.schedule", "train.recompute"])
     best, own = found.ranked[0], config.mesh
@@ -51,40 +50,36 @@ def test_among_the_settings_of_the_paper_the_search_finds_meshes_like_the_papers
     assert best.config.mesh.pipe * best.config.mesh.model <= 2 * own.pipe * own.model
 
 
-@pytest.mark.parametrize("name", seldom([(name,) for name in TABLE_1], some=[("gpt_3_6b",), ("gpt_39b",)]))
-def test_among_all_settings_the_search_finds_what_is_faster_than_the_paper(name):
+@pytest.mark.parametrize("name", seldom([(name,) for name in TABLE_1], some=[("gpt_39b",)]))
+def test_search_finds_what_is_faster_than_paper(name):
     config = published(name)
     best = searched(config).ranked[0]
     assert best.time.total < predict_time(config, A100).total
     assert best.config.mesh.model <= 2 * A100.gpus_per_node
 
 
-def test_a_search_prints_the_plan_of_the_fastest_and_how_it_was_found(capsys):
-    assert cli.main([*SEARCH, "--json"]) == 0
+def test_search_plans_the_fastest(capsys):
+    """With another batch, a field that is kept, and a server of two with its own network, by JAX's name of the GPU."""
+    flags = ["--target-batch", "16", "--keep", "mesh.model", "train.recompute", "--mesh.model", "2", "--top", "500"]
+    server = ["--gpu", "NVIDIA H200", "--devices-per-node", "2", "--network", "800"]
+    assert cli.main([*SEARCH, *flags, *server, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    best = plan["search"]["best"][0]
-    assert plan["run"]["devices"] == plan["search"]["devices"] == 2
+    found = plan["search"]
+    best = found["best"][0]
+    assert plan["run"]["devices"] == found["devices"] == 2
     assert plan["run"]["mesh"] == {axis: best[f"mesh.{axis}"] for axis in NAMES}
     assert plan["time"]["seconds"] == pytest.approx(best["seconds"])
     assert best["days"] == pytest.approx(plan["time"]["run"]["seconds"] / 86_400)
-    assert plan["search"]["tokens"] == 12 * 8 * 16
-    seconds = [each["seconds"] for each in plan["search"]["best"]]
-    assert len(seconds) == 10
+    assert (found["global_batch"], found["tokens"]) == (16, 6 * 16 * 16)
+    assert (found["gpu"], found["devices_per_node"], found["network_bytes_per_second"]) == ("h200", 2, 100e9)
+    seconds = [each["seconds"] for each in found["best"]]
     assert seconds == pytest.approx(sorted(seconds), rel=1e-3)
-
-
-def test_flags_change_the_batch_and_hold_what_is_kept(capsys):
-    flags = ["--target-batch", "16", "--keep", "mesh.model", "train.recompute", "--mesh.model", "2", "--top", "500"]
-    assert cli.main([*SEARCH, *flags, "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["search"]["global_batch"] == 16
-    assert plan["search"]["tokens"] == 6 * 16 * 16
-    assert {each["mesh.model"] for each in plan["search"]["best"]} == {2}
-    assert {each["train.recompute"] for each in plan["search"]["best"]} == {"none"}
+    assert {each["mesh.model"] for each in found["best"]} == {2}
+    assert {each["train.recompute"] for each in found["best"]} == {"none"}
 
 
 @pytest.mark.ci
-def test_the_written_config_trains(tmp_path, fewer_devices, capsys):
+def test_written_config_trains(tmp_path, fewer_devices, capsys):
     file = tmp_path / "found.py"
     assert cli.main([*SEARCH, "--write", str(file)]) == 0
     printed = capsys.readouterr().out
@@ -102,97 +97,13 @@ def test_the_written_config_trains(tmp_path, fewer_devices, capsys):
     assert file.read_text() == before
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--devices", "8"], "--devices 8 needs a GPU to plan for; add --gpu, such as --gpu h100"),
-        (["--devices", "8", "--gpu", "h10"], "--gpu h10 is not known, did you mean 'h100'?"),
-        (["--devices", "0", "--gpu", "h100"], "--devices is 0; it must be at least 1"),
-        (
-            ["--devices", "12", "--gpu", "h100"],
-            "--devices 12 is not a multiple of the 8 GPUs of a server; use 8 or 16, or --devices-per-node 6",
-        ),
-        (["--devices", "8", "--gpu", "h100", "--top", "0"], "--top is 0; it must be at least 1"),
-        (["--devices", "8", "--gpu", "h100", "--price", "-1"], "--price is -1.0"),
-        (["--price", "2"], "--price is for the search; add --devices, such as --devices 8"),
-        (["--top", "5"], "--top is for the search; add --devices, such as --devices 8"),
-        (
-            ["--devices-per-node", "4"],
-            "--devices-per-node 4 describes the server of a GPU; add --gpu, such as --gpu h100",
-        ),
-        (["--devices-per-node", "0", "--gpu", "h100"], "--devices-per-node is 0; it must be at least 1"),
-        (["--network", "400"], "--network 400 describes the server of a GPU; add --gpu, such as --gpu h100"),
-        (["--network", "-1", "--gpu", "h100"], "--network is -1.0; it must be above 0"),
-        (["--network", "inf", "--gpu", "h100"], "--network is inf"),
-        (
-            ["--devices", "8", "--gpu", "h100", "--target-batch", "200_000_000"],
-            "--target-batch 200000000 is more than the 153,600,000 samples of the run; use 153600000 or less",
-        ),
-        (["--write", "plan.py"], "--write is for the search; add --devices, such as --devices 8"),
-        (["--devices", "8", "--gpu", "v100"], "bf16"),
-        (["--devices", "8", "--gpu", "h100", "--keep", "mesh.zeros"], "did you mean 'mesh.zero'?"),
-        (["--devices", "1", "--gpu", "h100"], "takes 155.5 GiB of 71.7; use --devices 4, where it fits"),
-        (["--config", "bloom_176b", "--devices", "384", "--gpu", "a100"], "grows there by multiples of 16; use"),
-    ],
-)
-def test_what_cannot_be_searched_is_one_sentence_and_exit_code_2(capsys, flags, message):
-    assert cli.main(["plan", "--config", "gpt_8b", *flags]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.ci
-def test_servers_of_four_gpus_are_searched_and_their_network_counts(capsys):
-    flags = ["--train.global-batch", "24", "--gpu", "a100", "--devices", "12", "--devices-per-node", "4"]
-    flags += ["--train.unroll", "off"]  # without a loop the sums over `data` are hidden
-    assert cli.main(["plan", *TINY, *flags, "--network", "800", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["search"]["devices"] == plan["run"]["devices"] == 12
-    assert (plan["search"]["devices_per_node"], plan["search"]["network_bytes_per_second"]) == (4, 100e9)
-    assert plan["time"]["seconds"] == pytest.approx(plan["search"]["best"][0]["seconds"])
-
-    config = load_config(TINY[-1])
-    config = replace(config, train=replace(config.train, global_batch=24, unroll="off"))
-
-    def seconds(gpu):
-        return asked(config, gpu, 12).values["best"][0]["seconds"]
-
-    four = A100.in_server(4)
-    assert (
-        four.network_bandwidth_per_node == A100.network_bandwidth_per_node / 2
-    )  # a card a GPU, as in the usual server
-    assert seconds(four) == seconds(A100.in_server(4, 800)) == plan["search"]["best"][0]["seconds"]
-    assert seconds(A100.in_server(12)) < seconds(four) < seconds(A100.in_server(4, 8))
-    assert asked(config, four, 12).title.endswith("on 12 × a100, 4 a server")
-
-
 def asked(config, gpu, devices, keep=(), top=10):
     """The section of a search."""
     return run_search(SearchArguments(devices=devices, keep=keep, top=top), "small", config, gpu)[1]
 
 
 @pytest.mark.ci
-def test_thirty_billion_on_forty_gigabytes_leave_five_percent_free_or_a_warning(tmp_path):
-    config = load_config("gpt_8b")
-    model = replace(config.model, layers=48, hidden=7168, heads=56, sequence=2048)
-    config, gpu = replace(config, model=model), gpu_named("a100-40gb")
-    assert count_parameters(model) > 29e9
-    best, section, about = run_search(SearchArguments(devices=64), "30B", config, gpu)
-    assert section.values["tight"] > 0
-    assert all(each["memory"]["total"] <= 0.95 * gpu.usable_bytes for each in section.values["best"])
-    assert "warning" not in section.text + about
-    # With settings of which all leave less, what is written says so.
-    needed = predict_memory(best, gpu.compute_capability).total
-    tight = replace(gpu, memory_bytes=needed / 0.97 / USABLE_FRACTION)
-    _, section, about = run_search(SearchArguments(devices=64, keep=SEARCHED), "30B", best, tight)
-    for text in (section.text, " ".join(about.split())):
-        assert "warning: no way to run it leaves 5% of the memory free" in text
-        assert "the best leaves 3.0% and may not fit" in text
-
-
-@pytest.mark.ci
-def test_where_the_batch_grows_seconds_and_days_rank_alike_and_what_is_left_out_is_named():
+def test_ramp_up_ranks_by_days_and_narrows():
     config = load_config("gpt_175b")  # from 16 to 1,536 sequences
     config = replace(
         config,
@@ -224,7 +135,8 @@ def test_where_the_batch_grows_seconds_and_days_rank_alike_and_what_is_left_out_
     assert left_out["seconds"] in [each["seconds_at_global_batch"] for each in again.values["best"]]
 
 
-def test_a_batch_that_stays_narrows_nothing():
+@pytest.mark.ci
+def test_constant_batch_narrows_nothing():
     config = load_config(TINY[-1])
     assert asked(config, A100, 2).values["narrowed"] is None
     grows = replace(config, train=replace(config.train, batch_rampup=(2, 2, 20), micro_batch=1))
@@ -233,28 +145,10 @@ def test_a_batch_that_stays_narrows_nothing():
     assert "nothing like the best would be faster without it" in section.text
 
 
-@pytest.mark.ci
-def test_how_many_gpus_are_enough_is_true(capsys):
-    assert cli.main(["plan", "--config", "gpt_39b", "--devices", "8", "--gpu", "h100"]) == 2
-    enough = int(capsys.readouterr().err.split("use --devices ")[1].split(",")[0])
-    assert cli.main(["plan", "--config", "gpt_39b", "--devices", str(enough), "--gpu", "h100", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["search"]["best"]
-
-
-def test_nothing_is_written_where_something_else_is_refused(tmp_path, capsys):
+def test_rejected_plan_writes_nothing(tmp_path, capsys):
     file = tmp_path / "found.py"
     picture = str(tmp_path / "s.png")
     keep = ["--keep", "mesh.pipe", "--mesh.pipe", "1", "--mesh.data", "2"]
     assert cli.main([*SEARCH, *keep, "--write", str(file), "--schedule-figure", picture]) == 2
     assert "--keep mesh.pipe" in capsys.readouterr().err
     assert not file.exists()
-
-
-def test_a_price_without_end_is_refused(capsys):
-    assert cli.main([*SEARCH, "--price", "inf"]) == 2
-    assert "--price is inf" in capsys.readouterr().err
-
-
-def test_a_gpu_may_be_named_as_jax_names_it(capsys):
-    assert cli.main(["plan", *TINY, "--gpu", "NVIDIA H200", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["time"]["gpu"] == "h200"
