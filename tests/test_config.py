@@ -235,6 +235,10 @@ def test_other_architecture_keeps_only_changed_fields():
     )
 
 
+def test_llama_has_published_default_width():
+    assert LlamaConfig(hidden=4096).mlp_width == 11_008  # 8/3, up to a multiple of 256: Llama 2 7B
+
+
 def test_fine_tuned_bert_of_older_config_is_read():
     old = {"kind": "bert", "head": "span", "mlm_activation": None, "positions": "learned", "layernorm": "post"}
     assert from_dict({"model": old}).model == BERTTaskConfig(head="span", layernorm="post")
