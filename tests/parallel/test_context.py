@@ -71,6 +71,7 @@ def test_labels_shifted_after_the_cut_are_found(monkeypatch):
     assert _planted()["loss"] > 1e-3
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("way", "positions"), [("heads", "alibi"), ("gather", "learned")])
 def test_positions_of_a_rank_are_found(way, positions, monkeypatch):
     monkeypatch.setattr(Tokens, "places", lambda self: jnp.arange(self.positions))
@@ -93,6 +94,7 @@ def test_gradients_not_summed_over_context_are_found(monkeypatch):
     assert errors["blocks.mlp.up.kernel"] > 1e-4
 
 
+@pytest.mark.ci
 def test_heads_in_another_order_are_found(monkeypatch):
     monkeypatch.setattr(across, "_enough", lambda x: jnp.flip(x, 2))
     assert _planted()["loss"] > 1e-4

@@ -3,7 +3,6 @@
 In float64 a step with operands rounded to float8 is as exact as one without, if all ranks round alike.
 """
 
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -99,16 +98,9 @@ def test_losses_are_near_those_of_bf16(trained):
     assert np.abs(losses - wide).max() > 1e-5
 
 
-@pytest.mark.parametrize(
-    ("data", "model", "mesh"),
-    [
-        (2, 2, {"sequence_parallel": True, "zero": 3}),
-        pytest.param(1, 2, {"pipe": 2, "schedule": "zb-h1"}, marks=pytest.mark.ci),
-        pytest.param(4, 1, {"zero": 1}, marks=pytest.mark.ci),
-    ],
-)
-def test_mesh_has_the_losses_up_to_rounding(trained, data, model, mesh):
-    losses = _run(data=data, model=model, micro_batch=4 // data, mesh=mesh)[2]
+@pytest.mark.ci
+def test_mesh_has_the_losses_up_to_rounding(trained):
+    losses = _run(data=2, model=2, micro_batch=2, mesh={"sequence_parallel": True, "zero": 3})[2]
     np.testing.assert_allclose(losses, trained[2], rtol=1e-3)
 
 
@@ -141,40 +133,19 @@ def test_layer_keeps_inputs_of_products_in_one_byte():
     assert kept["bf16"] - kept["fp8"] == inputs - scales
 
 
-def test_gathers_of_tokens_are_in_float8():
-    config = small_config(1, 2, 4, compute="fp8", mesh={"sequence_parallel": True})
-    found = {
-        (record.source, record.dtype)
-        for record in ledger(config).records
-        if record.operation == "all-gather" and "layer" in record.source
-    }
-    assert found == {("layer forward", "float8_e4m3fn"), ("layer backward", "float8_e5m2")}
-
-
-def test_weights_gathered_by_layer_are_in_float8():
-    records = ledger(small_config(2, 1, 4, compute="fp8", mesh={"zero": 3})).records
+@pytest.mark.parametrize(
+    ("data", "model", "mesh", "source", "dtypes"),
+    [
+        (1, 2, {"sequence_parallel": True}, "layer forward", {"float8_e4m3fn"}),
+        (1, 2, {"sequence_parallel": True}, "layer backward", {"float8_e5m2"}),
+        (2, 1, {"zero": 3}, "weights forward", {"float8_e4m3fn"}),
+        (2, 2, {"zero": 1}, "weights", {"float8_e4m3fn", "bfloat16"}),  # matrices; and what else is not split
+    ],
+)
+def test_gathers_are_in_float8(data, model, mesh, source, dtypes):
+    records = ledger(small_config(data, model, 4, compute="fp8", mesh=mesh)).records
     gathers = [each for each in records if each.operation == "all-gather" and each.operand_bytes > 128]
-    found = {each.dtype for each in gathers if each.source in ("weights forward", "weights recomputation")}
-    assert found == {"float8_e4m3fn"}
-    before_the_loop = {each.dtype for each in gathers if each.source == "weights"}
-    assert before_the_loop == {"bfloat16"}
-
-
-def _gathered(compute):
-    """Bytes of the shards that ZeRO-1 gathers at the start of a step, by dtype."""
-    found = Counter()
-    for each in ledger(small_config(2, 2, 4, compute=compute, mesh={"zero": 1})).records:
-        if each.operation == "all-gather" and each.source == "weights":
-            found[each.dtype] += each.operand_bytes * each.count
-    return found
-
-
-def test_matrices_gathered_once_a_step_are_in_float8():
-    wide, narrow = _gathered("bf16"), _gathered("fp8")
-    matrices = 2 * 12 * 32**2 // (2 * 2)  # of two layers on a rank of data and model
-    assert (set(wide), set(narrow)) == ({"bfloat16"}, {"bfloat16", "float8_e4m3fn"})
-    assert narrow["float8_e4m3fn"] == matrices
-    assert wide["bfloat16"] - narrow["bfloat16"] == 2 * matrices  # embedding, norms and biases stay
+    assert {each.dtype for each in gathers if each.source == source} == dtypes
 
 
 @pytest.mark.parametrize("mesh", [{"zero": 1}, pytest.param({"zero": 1, "pipe": 2}, marks=pytest.mark.ci)], ids=str)
