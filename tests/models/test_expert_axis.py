@@ -103,6 +103,7 @@ def test_ledger_has_what_the_docstring_of_experts_says():
 # --- Steps and runs ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_direction_of_muon_is_that_of_one_device():
     optimizer = OptimizerConfig(name="muon", weight_decay=0.1)
 

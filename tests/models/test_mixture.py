@@ -64,16 +64,18 @@ def means_of(config):
         return np.asarray(found), in_layer_order(gradients, config)
 
 
-def test_micro_batch_size_changes_only_the_balance_loss_of_megatron():
-    def found(micro_batch, over):
-        return means_of(config_of(1, 1, micro_batch, dropout=0.0, balance_over=over, layers=2))
+@pytest.mark.parametrize(
+    ("over", "same"), [("sequence", True), pytest.param("micro_batch", False, marks=pytest.mark.ci)]
+)
+def test_micro_batch_size_changes_only_the_balance_loss_of_megatron(over, same):
+    def found(micro_batch):
+        return means_of(config_of(1, 1, micro_batch, dropout=0.0, balance_over=over, layers=1))
 
-    for over, same in (("sequence", True), ("micro_batch", False)):
-        (one, gradients), (four, others) = (found(size, over) for size in (1, 4))
-        np.testing.assert_allclose(one[[0, 1, 3]], four[[0, 1, 3]], rtol=1e-13)
-        differences = [np.abs(gradients[name] - others[name]).max() for name in gradients]
-        assert (abs(one[2] - four[2]) < 1e-13) == same
-        assert (max(differences) < 1e-13) == same
+    (one, gradients), (four, others) = (found(size) for size in (1, 4))
+    np.testing.assert_allclose(one[[0, 1, 3]], four[[0, 1, 3]], rtol=1e-13)
+    differences = [np.abs(gradients[name] - others[name]).max() for name in gradients]
+    assert (abs(one[2] - four[2]) < 1e-13) == same
+    assert (max(differences) < 1e-13) == same
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,8 @@ def test_micro_batch_size_changes_only_the_balance_loss_of_megatron():
     ],
     ids=["sequence parallel", "expert"],
 )
-@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.ci), 2])
+@pytest.mark.ci
+@pytest.mark.parametrize("k", [1, 2])
 def test_experts_without_a_token_and_with_all(k, mesh, monkeypatch):
     """The first k of four experts are chosen by all tokens, here and in the reference; the others have no gradient."""
 
@@ -138,7 +141,7 @@ def test_60_steps_with_dropout_are_those_of_one_device(mesh):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("zero", "unroll"), [(1, "on"), (3, "off")])
+@pytest.mark.parametrize(("zero", "unroll"), [pytest.param(1, "on", marks=pytest.mark.ci), (3, "off")])
 def test_router_weight_is_float32_in_bf16(zero, unroll, monkeypatch):
     seen, choose = [], Router.__call__
 

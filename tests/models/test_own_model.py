@@ -114,10 +114,10 @@ class InPhasesConfig(toy_model.ToyConfig):
 
 
 class Capped(toy_model.Toy):
-    """Scores of at most 0.1, so that they are not the rows of a table times the stream."""
+    """Scores of at most 30, so that they are not the rows of a table times the stream."""
 
     def logits(self, x, tokens):
-        return 0.1 * jnp.tanh(super().logits(x, tokens) / 0.1)
+        return 30 * jnp.tanh(super().logits(x, tokens) / 30)
 
 
 class CappedConfig(toy_model.ToyConfig):
@@ -201,7 +201,7 @@ def test_streams_are_refused_when_layers_are_not_in_phases():
 def test_own_logits_are_in_the_loss_and_refused_in_chunks(monkeypatch):
     model = CappedConfig(**vars(MODEL))
     config, scores = config_of(model), reference.next_token_scores
-    capped = lambda *x: 0.1 * jnp.tanh(scores(*x) / 0.1)  # noqa: E731
+    capped = lambda *x: 30 * jnp.tanh(scores(*x) / 30)  # noqa: E731
     monkeypatch.setattr(reference, "next_token_scores", capped)
 
     def total(weights):
