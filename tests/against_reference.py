@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.config import MeshConfig
-from tests import bert_reference, mixture_reference, reference
+from tests import reference
 from tests.small import batch_of, gradient_program, named, weights_of
 
 STEP = 3  # numbers the dropout masks
@@ -34,33 +34,28 @@ def _serial(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     if config.model.hidden_dropout:
         sequences = config.train.global_batch * config.model.sequences
         masks = reference.dropout_masks(config.model, sequences, config.train.seed, STEP)
-    oracle = {"gpt": reference, "mixture": mixture_reference}.get(config.model.kind, bert_reference)
-    loss, gradients = oracle.loss_and_gradients(named(weights_of(config)), config.model, batch_of(config), masks)
-    return np.asarray(loss), {name: np.asarray(gradient) for name, gradient in gradients.items()}
+    found, gradients = reference.loss_and_gradients(named(weights_of(config)), config.model, batch_of(config), masks)
+    return np.asarray(found), {name: np.asarray(gradient) for name, gradient in gradients.items()}
 
 
 def reference_of(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Loss and gradients of the serial reference, computed once for all meshes, kernels and kinds of recomputation."""
-    model, train = (
-        replace(config.model, attention="xla"),
-        replace(config.train, micro_batch=1, recompute="none", loss_chunks=1),
-    )
-    return _serial(replace(config, model=model, mesh=MeshConfig(), train=train))
+    """What is reported and the gradients, computed once for all meshes, kernels and kinds of recomputation."""
+    train = replace(config.train, micro_batch=1, recompute="none", loss_chunks=1, streams=1, unroll="auto")
+    return _serial(replace(config, model=replace(config.model, attention="xla"), mesh=MeshConfig(), train=train))
 
 
 def largest_error(config, scale=1.0) -> dict[str, float]:
-    """By name, for the loss and for the gradient of every weight."""
+    """By name, for what is reported and for the gradient of every weight."""
     with jax.enable_x64(True):
         program, place = gradient_program(config)
         weights, batch = place(), batch_of(config)
         expected_loss, expected = reference_of(config)
         loss, gradients = program(weights, batch, jnp.int32(STEP), jnp.float64(scale))
         errors = {"loss": float(np.abs(loss - expected_loss).max())}
+        without_effect = WITHOUT_EFFECT.get(getattr(config.model, "head", None), ())
         for name, gradient in in_layer_order(gradients, config).items():
             assert gradient.dtype == np.float64
-            nothing = name in WITHOUT_EFFECT.get(getattr(config.model, "head", None), ()) or name.endswith(
-                "router.bias"
-            )
+            nothing = name in without_effect or name.endswith("router.bias")
             assert nothing or np.abs(expected[name]).max() > 1e-6, f"{name} has no gradient to compare"
             errors[name] = float(np.abs(gradient - expected[name]).max())
         assert errors.keys() == {"loss", *expected}

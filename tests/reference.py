@@ -1,14 +1,27 @@
-"""A serial GPT in float64, written from the papers and from nothing in mjax: the oracle of the parallel tests.
+"""One serial transformer in float64, written from the papers and from nothing in mjax: the oracle of the tests.
 
-One device, no sharding, no scan, no recomputation; weights are a flat {name: array} of whole matrices. Dropout masks
-are computed here a second time, with NumPy integers.
+One device, no sharding, no scan, no recomputation. It is put together from parts: norms, positions, attention, an MLP
+or experts, and heads. The fields of a model's config choose among them. Weights are a flat {name: array} of whole
+matrices. Every expert computes every token. Dropout masks are computed here a second time, with NumPy's integers.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+# Compiled quickly rather than well: it runs once or twice.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def option(model, name, default=None):
+    """A field of the config of a model, which may not have it."""
+    return getattr(model, name, default)
+
+
+# --- Dropout ----------------------------------------------------------------------------------------------------------
 
 M32 = np.uint64(0xFFFFFFFF)
 
@@ -25,10 +38,6 @@ def _fold(words, number):
     return _mix(_mix(words + step) ^ words[::-1])
 
 
-def _step_words(seed, step):
-    return _fold(_mix(np.array([seed, seed ^ 0x9E3779B9], np.uint64)), step)
-
-
 def _keep(words, rate, shape):
     """The mask of an array whose dims are (sample, *rows, column)."""
     sample, *rows, columns = (np.arange(size, dtype=np.uint64) for size in shape)
@@ -43,81 +52,299 @@ def _keep(words, rate, shape):
 def dropout_masks(model, b, seed, step):
     """Every mask of a step over `b` sequences, by (layer, site); layer 0 is the embedding and the head of a task."""
     s = model.sequence
-    words = _step_words(seed, step)
+    words = _fold(_mix(np.array([seed, seed ^ 0x9E3779B9], np.uint64)), step)
     hidden, scores = (b, s, model.hidden), (b, model.heads, s, s)
-    masks = {(0, 0): _keep(_fold(_fold(words, 0), 0), model.hidden_dropout, hidden)}
+
+    def keep(layer, site, rate, shape):
+        return _keep(_fold(_fold(words, layer), site), rate, shape)
+
+    masks = {
+        (0, 0): keep(0, 0, model.hidden_dropout, hidden),
+        (0, 4): keep(0, 4, model.hidden_dropout, (b, model.hidden)),
+    }
     for layer in range(1, model.layers + 1):
-        at = _fold(words, layer)
-        masks[layer, 1] = _keep(_fold(at, 1), model.attention_dropout, scores)
-        masks[layer, 2] = _keep(_fold(at, 2), model.hidden_dropout, hidden)
-        masks[layer, 3] = _keep(_fold(at, 3), model.hidden_dropout, hidden)
-    if model.kind == "bert_task":
-        masks[0, 4] = _keep(_fold(_fold(words, 0), 4), model.hidden_dropout, (b, model.hidden))
+        masks[layer, 1] = keep(layer, 1, model.attention_dropout, scores)
+        masks[layer, 2] = keep(layer, 2, model.hidden_dropout, hidden)
+        masks[layer, 3] = keep(layer, 3, model.hidden_dropout, hidden)
     return masks
 
 
-def _norm(x, weights, name, epsilon):
-    x = x - x.mean(-1, keepdims=True)
-    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * weights[f"{name}.scale"] + weights[f"{name}.bias"]
+def drop(x, rate, masks, place):
+    return x if masks is None or rate == 0 else x * masks[place] / (1 - rate)
 
 
-def _alibi_slopes(heads):
+# --- Parts ------------------------------------------------------------------------------------------------------------
+
+
+def norm(x, weights, name, model, dims=-1):
+    """LayerNorm (arXiv 1607.06450), or without a bias RMSNorm (arXiv 1910.07467)."""
+    bias = weights.get(f"{name}.bias")
+    if bias is not None:
+        x = x - x.mean(dims, keepdims=True)
+    epsilon = option(model, "norm_epsilon") or model.layernorm_epsilon
+    x = x / jnp.sqrt((x * x).mean(dims, keepdims=True) + epsilon) * weights[f"{name}.scale"]
+    return x if bias is None else x + bias
+
+
+def activated(x, name):
+    """arXiv 1606.08415: GELU, exact and with tanh; and SiLU."""
+    if name == "silu":
+        return x / (1 + jnp.exp(-x))
+    if name == "gelu_erf":
+        return 0.5 * x * (1 + jax.scipy.special.erf(x / np.sqrt(2)))
+    return 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def alibi_slopes(heads):
     """As the authors' code computes them (arXiv 2108.12409, footnote 8), by recursion."""
     lower = 2 ** int(np.floor(np.log2(heads)))
     if heads == lower:
         start = 2 ** -(2 ** -(np.log2(heads) - 3))
         return [start * start**i for i in range(heads)]
-    return _alibi_slopes(lower) + _alibi_slopes(2 * lower)[::2][: heads - lower]
+    return alibi_slopes(lower) + alibi_slopes(2 * lower)[::2][: heads - lower]
 
 
-def logits(weights, model, tokens, masks=None, positions=None, documents=None):
-    def drop(x, rate, place):
-        return x if masks is None else x * masks[place] / (1 - rate)
+def frequencies(model):
+    """Radians a position of each pair of dims (arXiv 2104.09864), lowered for sequences longer than in pretraining; and
+    the factor of sines and cosines."""
+    dims = int(model.head_size * model.rope_share)
+    plain = np.array([model.rope_theta ** (-2 * i / dims) for i in range(dims // 2)])
+    lowered, original = plain / model.rope_factor, model.rope_original
+    if model.rope_scaling == "linear":
+        return lowered, 1.0
+    if model.rope_scaling == "llama3":  # Llama 3.1's apply_scaling
+        wavelength = 2 * np.pi / plain
+        smooth = (original / wavelength - 1) / (4 - 1)
+        between = (1 - smooth) * lowered + smooth * plain
+        return np.where(wavelength > original, lowered, np.where(wavelength < original / 4, plain, between)), 1.0
+    if model.rope_scaling == "yarn":  # arXiv 2309.00071, as in its authors' code
+        of_turns = lambda n: dims * np.log(original / (n * 2 * np.pi)) / (2 * np.log(model.rope_theta))  # noqa: E731
+        low, high = max(np.floor(of_turns(32)), 0), min(np.ceil(of_turns(1)), dims - 1)
+        ramp = np.clip((np.arange(dims // 2) - low) / max(high - low, 0.001), 0, 1)
+        return lowered * ramp + plain * (1 - ramp), 0.1 * np.log(model.rope_factor) + 1
+    return plain, 1.0
 
-    s = tokens.shape[1]
-    order = np.arange(s)
-    visible = (order[:, None] >= order)[None, None]  # [1, 1, query, key]
-    if model.window is not None:
+
+def turned(x, places, model):
+    """Pairs (i, i + dims / 2) as complex numbers, turned by an angle: x [b, s, n, d], places [b or 1, s]."""
+    radians, magnitude = frequencies(model)
+    half = len(radians)
+    turn = magnitude * jnp.exp(1j * places[..., None] * radians)[:, :, None]
+    pairs = (x[..., :half] + 1j * x[..., half : 2 * half]) * turn
+    return jnp.concatenate([pairs.real, pairs.imag, x[..., 2 * half :]], -1)
+
+
+def projected(w, x):
+    """Queries, keys and values [b, s, heads, d]: of one matrix, or of two with fewer heads of keys and values."""
+
+    def linear(name):
+        return jnp.tensordot(x, w[f"attention.{name}.kernel"], 1) + w.get(f"attention.{name}.bias", 0.0)
+
+    if "attention.qkv.kernel" in w:
+        qkv = linear("qkv")
+        return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+    key_value = linear("key_value")
+    return linear("query"), key_value[:, :, 0], key_value[:, :, 1]
+
+
+def attention(w, x, model, batch, layer, masks):
+    q, k, v = projected(w, x)
+    if (dims := {"head": -1, "heads": (-2, -1)}.get(option(model, "qk_norm"))) is not None:
+        q, k = norm(q, w, "attention.query_norm", model, dims), norm(k, w, "attention.key_norm", model, dims)
+    order = np.arange(x.shape[1])
+    if option(model, "rope_theta"):
+        places = batch.get("positions", order[None])
+        q, k = turned(q, places, model), turned(k, places, model)
+    k, v = (jnp.repeat(part, q.shape[2] // part.shape[2], axis=2) for part in (k, v))
+    scores = jnp.einsum("bqnd,bknd->bnqk", q, k) / np.sqrt(model.head_size)
+    if option(model, "positions") == "alibi":  # the form that grows with the key alone, which gives the same softmax
+        scores = scores + np.array(alibi_slopes(model.heads))[:, None, None] * order
+    visible = np.ones((1, 1, len(order), len(order)), bool)  # [b, 1, query, key]
+    if model.causal:
+        visible = visible & (order[:, None] >= order)
+    every = option(model, "full_attention_every")
+    if model.window and not (every and (layer + 1) % every == 0):
         visible = visible & (order[:, None] - order < model.window)
-    if documents is not None:
-        visible = visible & (documents[:, None, :, None] == documents[:, None, None, :])
-    x = weights["embedding.table"][tokens]
-    if model.embedding_layernorm:
-        x = _norm(x, weights, "embedding_norm", model.layernorm_epsilon)
-    bias = 0.0
-    if model.positions == "alibi":  # the form that grows with the key alone: what it adds to all keys changes nothing
-        bias = np.array(_alibi_slopes(model.heads))[:, None, None] * order
-    else:
-        x = x + weights["positions"][order if positions is None else positions]
-    x = drop(x, model.hidden_dropout, (0, 0))
-    for layer in range(model.layers):
-        w = {k.removeprefix("blocks."): v[layer] for k, v in weights.items() if k.startswith("blocks.")}
-        y = _norm(x, w, "attention_norm", model.layernorm_epsilon)
-        qkv = jnp.einsum("bsh,hcnd->cbnsd", y, w["attention.qkv.kernel"]) + w["attention.qkv.bias"][:, None, :, None]
-        scores = jnp.einsum("bnqd,bnkd->bnqk", qkv[0], qkv[1]) / np.sqrt(model.head_size)
-        scores = jnp.where(visible, scores + bias, -jnp.inf)
-        exponentials = jnp.exp(scores - scores.max(-1, keepdims=True))
-        p = exponentials / exponentials.sum(-1, keepdims=True)
-        context = jnp.einsum("bnqk,bnkd->bqnd", drop(p, model.attention_dropout, (layer + 1, 1)), qkv[2])
-        y = jnp.einsum("bqnd,ndh->bqh", context, w["attention.out.kernel"]) + w["attention.out.bias"]
-        x = x + drop(y, model.hidden_dropout, (layer + 1, 2))
-        y = _norm(x, w, "mlp_norm", model.layernorm_epsilon)
-        y = y @ w["mlp.up.kernel"] + w["mlp.up.bias"]
-        y = 0.5 * y * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
-        x = x + drop(y @ w["mlp.down.kernel"] + w["mlp.down.bias"], model.hidden_dropout, (layer + 1, 3))
-    x = _norm(x, weights, "final_norm", model.layernorm_epsilon)
-    return (x @ weights["embedding.table"].T)[..., : model.vocabulary]  # the rest is padding
+    if "documents" in batch:
+        visible = visible & (batch["documents"][:, None, :, None] == batch["documents"][:, None, None])
+    p = drop(jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)), model.attention_dropout, masks, (layer + 1, 1))
+    y = jnp.einsum("bnqk,bknd,ndh->bqh", p, v, w["attention.out.kernel"])
+    return y + w.get("attention.out.bias", 0.0)
 
 
-def loss(weights, model, batch, masks=None):
-    """Mean cross entropy over all labels of the batch that count, nats."""
-    scores = logits(weights, model, batch["tokens"], masks, batch.get("positions"), batch.get("documents"))
-    log_probabilities = scores - jax.scipy.special.logsumexp(scores, axis=-1, keepdims=True)
-    losses = -jnp.take_along_axis(log_probabilities, batch["labels"][..., None], -1)[..., 0]
-    counts = batch.get("loss_mask", np.ones(losses.shape, bool))
-    return (losses * counts).sum() / counts.sum()
+def mlp(w, x, model, name="mlp"):
+    """Two matrices with an activation between them, or a gated one (arXiv 2002.05202)."""
+    up = jnp.tensordot(x, w[f"{name}.up.kernel"], 1) + w.get(f"{name}.up.bias", 0.0)
+    gated = w[f"{name}.up.kernel"].ndim == 3
+    y = activated(up[..., 0, :], model.activation) * up[..., 1, :] if gated else activated(up, model.activation)
+    return y @ w[f"{name}.down.kernel"] + w.get(f"{name}.down.bias", 0.0)
 
 
-# Compiled quickly rather than well: it runs once or twice.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-loss_and_gradients = jax.jit(jax.value_and_grad(loss), static_argnums=1, compiler_options=QUICKLY)
+def route(scores, model, bias=0.0):
+    """The weight of every expert for every token [b, s, E], 0 for those not chosen; 1 for those; and their shares."""
+    each = jax.nn.softmax(scores) if model.router == "softmax" else 1 / (1 + jnp.exp(-scores))
+    preferred = each + bias
+    if model.router_groups > 1:  # arXiv 2412.19437, section 2.1.2: groups by the sum of their two best
+        groups = preferred.reshape(*each.shape[:-1], model.router_groups, -1)
+        best = jnp.sort(groups, -1)[..., -2:].sum(-1)
+        worst_chosen = jnp.sort(best, -1)[..., -model.top_groups][..., None]
+        preferred = jnp.where((best >= worst_chosen)[..., None], groups, -jnp.inf).reshape(each.shape)
+    chosen = preferred >= jnp.sort(preferred, -1)[..., -model.experts_per_token][..., None]
+    weights = each * chosen
+    if model.router_normalized:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return weights * model.router_scale, 1.0 * chosen, each / each.sum(-1, keepdims=True)
+
+
+def experts(w, x, model):
+    """The experts' results, and (entropy, balance loss of sequences, z-loss, tokens of every expert [E])."""
+    scores = x @ w["mlp.router.kernel"]
+    weights, chosen, p = route(scores, model, w.get("mlp.router.bias", 0.0))
+    both = jnp.einsum("bsh,ehcf->cbsef", x, w["mlp.up"])
+    y = jnp.einsum("bse,bsef,efh->bsh", weights, activated(both[0], model.activation) * both[1], w["mlp.down"])
+    if model.shared_width:
+        y = y + mlp(w, x, model, "mlp.shared")
+    used = chosen.mean(1) / model.experts_per_token  # of each sequence
+    balance = model.experts * (used * p.mean(1)).sum(-1).mean()
+    z = (jax.scipy.special.logsumexp(scores, axis=-1) ** 2).mean()
+    return y, (-(p * jnp.log(p)).sum(-1).mean(), balance, z, chosen.sum((0, 1)))
+
+
+# --- The model --------------------------------------------------------------------------------------------------------
+
+STACK = re.compile(r"blocks\.(?:(\d+)\.)?(?:turns\.(\d+)\.)?")
+
+
+def layers_of(weights):
+    """The weights of every layer: of stacks one after the other, whose layers may take turns."""
+    stacks = {}
+    for name, array in weights.items():
+        if found := STACK.match(name):
+            place = tuple(int(number or 0) for number in found.groups())
+            stacks.setdefault(place, {})[name[found.end() :]] = array
+    depth = {place: len(next(iter(stack.values()))) for place, stack in stacks.items()}
+    order = sorted((stack, i, turn) for (stack, turn), layers in depth.items() for i in range(layers))
+    return [{name: array[i] for name, array in stacks[stack, turn].items()} for stack, i, turn in order]
+
+
+def embedded(weights, model, batch, masks):
+    x = weights["embedding.table"][batch["tokens"]]
+    if "positions" in weights:
+        x = x + weights["positions"][batch.get("positions", np.arange(x.shape[1]))]
+    if "token_types" in weights:
+        x = x + weights["token_types"][batch["token_types"]]
+    if "embedding_norm.scale" in weights:
+        x = norm(x, weights, "embedding_norm", model)
+    return drop(x, model.hidden_dropout, masks, (0, 0))
+
+
+def encoded(weights, model, batch, masks=None):
+    """The stream that the heads read [b, s, h], and what the experts of each layer report."""
+    # Norms before each part (arXiv 1909.08053, figure 7b), after each sum (7a), or of what is added (arXiv 2501.00656).
+    norms = {"pre": "input", "post": "output"}[option(model, "norms", "pre")]
+    norms = "sum" if option(model, "layernorm") == "post" else norms
+    x, reports = embedded(weights, model, batch, masks), []
+    for layer, w in enumerate(layers_of(weights)):
+        for site, name in ((2, "attention_norm"), (3, "mlp_norm")):
+            y = norm(x, w, name, model) if norms == "input" else x
+            if name == "attention_norm":
+                y = attention(w, y, model, batch, layer, masks)
+            elif "mlp.router.kernel" in w:
+                y, report = experts(w, y, model)
+                reports.append(report)
+            else:
+                y = mlp(w, y, model)
+            y = norm(y, w, name, model) if norms == "output" else y
+            x = x + drop(y, model.hidden_dropout, masks, (layer + 1, site))
+            x = norm(x, w, name, model) if norms == "sum" else x
+    return norm(x, weights, "final_norm", model) if "final_norm.scale" in weights else x, reports
+
+
+def linear(weights, name, x):
+    return x @ weights[f"{name}.kernel"] + weights[f"{name}.bias"]
+
+
+def next_token_scores(weights, model, x):
+    table = weights.get("head.table", weights["embedding.table"])
+    return (x @ table.T)[..., : model.vocabulary]  # the rest is padding
+
+
+def masked_token_scores(weights, model, x):
+    y = activated(linear(weights, "mlm.transform", x), model.mlm_activation or model.activation)
+    y = norm(y, weights, "mlm.norm", model)
+    return (y @ weights["embedding.table"].T + weights["mlm.bias"])[..., : model.vocabulary]
+
+
+def pooled(weights, x):
+    return jnp.tanh(linear(weights, "pooler", x[:, 0]))
+
+
+def cross_entropy(scores, labels):
+    return jax.scipy.special.logsumexp(scores, -1) - jnp.take_along_axis(scores, labels[..., None], -1)[..., 0]
+
+
+def mean(values, counts):
+    return values.mean() if counts is None else (values * counts).sum() / counts.sum()
+
+
+@functools.partial(jax.jit, static_argnums=1, compiler_options=QUICKLY)
+def scores(weights, model, batch):
+    """Scores of the next token at every position [b, s, v]."""
+    return next_token_scores(weights, model, encoded(weights, model, batch)[0])
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def task_scores(weights, model, batch, masks=None):
+    """Of classes or choices [b, n], or of the first and the last token of an answer [b, 2, s], -inf at padding."""
+    rows = {name: array.reshape(-1, model.sequence) for name, array in batch.items() if array.ndim == 3}
+    x, _ = encoded(weights, model, rows, masks)
+    if model.head == "span":
+        ends = linear(weights, "head", x).swapaxes(1, 2)
+        return jnp.where(rows["documents"][:, None] == 0, ends, -jnp.inf)
+    found = drop(pooled(weights, x), model.hidden_dropout, masks, (0, 4))
+    return linear(weights, "head", found).reshape(-1, model.answers)
+
+
+def task_loss(weights, model, batch, masks=None):
+    """Mean cross entropy of the labels, of a span of both its ends, and the share of samples that are right."""
+    found = task_scores(weights, model, batch, masks)
+    labels = jnp.stack([batch[name] for name in model.label_names], -1)
+    found = found.reshape(*labels.shape, -1)
+    return cross_entropy(found, labels).mean(), (found.argmax(-1) == labels).all(-1).mean()
+
+
+def bert_losses(weights, model, batch, masks=None):
+    """Megatron's losses, of masked tokens and of the order of segments, and the share of orders found."""
+    x, _ = encoded(weights, model, batch, masks)
+    masked = cross_entropy(masked_token_scores(weights, model, x), batch["labels"])
+    of_order = linear(weights, "order", pooled(weights, x))
+    order = cross_entropy(of_order, batch["sentence_order"]).mean()
+    return mean(masked, batch["loss_mask"]), order, (of_order.argmax(-1) == batch["sentence_order"]).mean()
+
+
+def total(weights, model, batch, masks=None):
+    """The loss that is differentiated; and what is reported, in the order of `small.MEANS`, and the tokens of every
+    expert [l, E]."""
+    if model.kind == "bert_task":
+        loss, right = task_loss(weights, model, batch, masks)
+        return loss, (jnp.stack([loss, right]), None)
+    if model.kind == "bert":
+        masked, order, found = bert_losses(weights, model, batch, masks)
+        return masked + order, (jnp.stack([masked, order, found]), None)
+    x, reports = encoded(weights, model, batch, masks)
+    loss = mean(cross_entropy(next_token_scores(weights, model, x), batch["labels"]), batch.get("loss_mask"))
+    if not reports:
+        return loss, (loss, None)
+    entropy, balance, z, loads = (jnp.stack(each) for each in zip(*reports, strict=True))
+    busiest = (loads.max(-1) / loads.mean(-1)).max()
+    figures = jnp.stack([loss, entropy.mean(), balance.mean(), z.mean(), busiest])
+    return loss + model.balance_loss * balance.sum() + model.z_loss * z.sum(), (figures, loads)
+
+
+differentiated = jax.jit(jax.value_and_grad(total, has_aux=True), static_argnums=1, compiler_options=QUICKLY)
+
+
+def loss_and_gradients(weights, model, batch, masks=None):
+    """What is reported, and the gradients of the loss."""
+    (_, (figures, _)), gradients = differentiated(weights, model, batch, masks)
+    return figures, gradients

@@ -9,8 +9,6 @@ import sys
 import tarfile
 import zlib
 
-import pytest
-
 from benchmarks import mixture
 
 
@@ -23,7 +21,7 @@ def archive(file, **members):
     return file
 
 
-def test_a_dictionary_becomes_pages_of_whole_entries(tmp_path, monkeypatch):
+def test_dictionary_becomes_pages_of_whole_entries(tmp_path, monkeypatch):
     monkeypatch.setattr(mixture, "PAGE", 30)
     text = b"Abuse v. t.\n   1. To use ill.\n\n   2. To deceive.\n\nAbuse n.\n   Improper use.\n\nAbyss n."
     file = archive(tmp_path / "a.tgz", usr__gcide_dot_dict_dot_dz=gzip.compress(text))
@@ -33,7 +31,7 @@ def test_a_dictionary_becomes_pages_of_whole_entries(tmp_path, monkeypatch):
     assert "\n\n".join(pages) == text.decode()
 
 
-def test_a_psalm_is_a_zlib_block_without_its_markup(tmp_path):
+def test_psalm_is_a_zlib_block_without_markup(tmp_path):
     texts = [b'<milestone n="x"/>', b'<title>Psalm 1</title> <div sID="g" type="x-p"/> <hi>Blessed</hi> &amp; happy.']
     packed = [zlib.compress(text) for text in texts]
     index = struct.pack("<6I", 0, len(packed[0]), 0, len(packed[0]), len(packed[1]), 0)
@@ -41,22 +39,13 @@ def test_a_psalm_is_a_zlib_block_without_its_markup(tmp_path):
     assert list(mixture.spurgeon(file)) == ["Psalm 1\n\nBlessed & happy."]
 
 
-def test_a_web_page_is_its_words_with_blocks_apart(tmp_path):
+def test_web_page_is_its_words_in_blocks(tmp_path):
     page = b"<html><title>T</title><style>p {}</style><body><p>One\n  <b>two</b>&amp;</p><p>three</p></body></html>"
     file = archive(tmp_path / "a.tgz", usr__html__a_dot_html=page, usr__html__a_dot_png=b"")
     assert list(mixture.web_pages(file)) == ["T\n\nOne two&\n\nthree"]
 
 
-def test_a_file_where_the_folder_should_be_is_refused(tmp_path, monkeypatch, capsys):
-    file = tmp_path / "mix"
-    file.touch()
-    monkeypatch.setattr(sys, "argv", ["mixture.py", str(file)])
-    with pytest.raises(SystemExit, match="2"):
-        mixture.main()
-    assert f"the folder {file} cannot be made (File exists); name another" in capsys.readouterr().err
-
-
-def test_what_cannot_be_fetched_is_named_and_the_rest_is_mixed(tmp_path, monkeypatch, capsys):
+def test_failing_source_is_named_and_the_rest_mixed(tmp_path, monkeypatch, capsys):
     def failing(folder):
         raise subprocess.CalledProcessError(1, "npm", stderr="some lines\nnpm error 404 Not Found\n")
 
@@ -70,14 +59,3 @@ def test_what_cannot_be_fetched_is_named_and_the_rest_is_mixed(tmp_path, monkeyp
     for name in ("a", "mixture"):
         lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
         assert sorted(json.loads(line)["text"] for line in lines) == ["one", "two"]
-
-
-def test_nothing_fetched_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(mixture, "SOURCES", {})
-    monkeypatch.setattr(sys, "argv", ["mixture.py", str(tmp_path)])
-    assert mixture.main() == 1
-
-
-@pytest.mark.parametrize("name", mixture.SOURCES)
-def test_every_source_is_named_with_its_license(name):
-    assert f"    {name} " in mixture.__doc__

@@ -62,9 +62,10 @@ class Forward:
         """As `__call__`, of two halves whose layers run in turn (`parallel/streams.py`)."""
         train = self.config.train
         half = replace(self, config=replace(self.config, train=replace(train, micro_batch=train.micro_batch // 2)))
+        # Of several sequences of a sample, an array has all rows of the sample in a row.
         halves = [
-            {name: array[first : first + train.micro_batch // 2] for name, array in micro_batch.items()}
-            for first in (0, train.micro_batch // 2)
+            {name: array[len(array) // 2 * i : len(array) // 2 * (i + 1)] for name, array in micro_batch.items()}
+            for i in (0, 1)
         ]
         xs = tuple(half.embed(weights, each) for each in halves)
         with jax.named_scope(scopes.LAYER):

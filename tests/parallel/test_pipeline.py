@@ -1,10 +1,9 @@
-"""The pipeline against the serial reference, for every schedule; its memory, and what it sends."""
+"""A pipeline: its memory, and what it sends. Its gradients are in the table of meshes."""
 
 import math
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from itertools import product
 
 import jax.numpy as jnp
 import pytest
@@ -13,12 +12,8 @@ from mjax.parallel import pipeline
 from mjax.parallel.schedules import build_schedule
 from mjax.planner.comms import ledger
 from tests.against_reference import largest_error
-from tests.products import diagonal, one_in, seldom
 from tests.small import batch_of, gradient_program, small_config
 from tests.traced import equations, traced_step
-
-SCHEDULES = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-h1", 2)]
-RECOMPUTE = ["none", "selective", "full"]
 
 
 def _config(schedule, chunks, pipe, micro_batches, recompute="none", data=2, model=2, compute="fp64", **mesh):
@@ -28,34 +23,8 @@ def _config(schedule, chunks, pipe, micro_batches, recompute="none", data=2, mod
     )
 
 
-# --- Loss and gradients: products of choices --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "pipe", "micro_batches", "recompute"),
-    seldom(product(("gpipe", "1f1b", "zb-h1"), (1, 2), (2, 4), (4, 8), RECOMPUTE)),
-)
-def test_every_combination_equals_the_serial_reference(schedule, chunks, pipe, micro_batches, recompute):
-    errors = largest_error(_config(schedule, chunks, pipe, micro_batches, recompute))
-    assert max(errors.values()) < 1e-12, errors
-
-
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("schedule", "recompute", "mesh"),
-    [
-        (("1f1b", 2), "selective", {"sequence_parallel": True, "zero": 1}),
-        (("1f1b", 1), "none", {"sequence_parallel": True, "zero": 3}),
-        (("zb-h1", 1), "full", {"sequence_parallel": True, "zero": 3}),
-    ],
-)
-def test_all_kinds_of_parallelism_together_equal_the_serial_reference(schedule, recompute, mesh):
-    errors = largest_error(_config(*schedule, 2, 4, recompute, **mesh))
-    assert max(errors.values()) < 1e-12, errors
-
-
-@pytest.mark.ci
-def test_a_residual_read_from_the_wrong_slot_is_seen(monkeypatch):
+def test_residual_of_a_wrong_slot_is_seen(monkeypatch):
     put = pipeline.put
     monkeypatch.setattr(pipeline, "put", lambda buffer, slot, value: put(buffer, 0 * slot, value))
     errors = largest_error(small_config(2, 2, compute="fp64", layers=4, mesh={"pipe": 2, "schedule": "1f1b"}))
@@ -67,8 +36,8 @@ def test_a_residual_read_from_the_wrong_slot_is_seen(monkeypatch):
 
 def _temporary_bytes(schedule, micro_batches):
     config = small_config(
-        layers=4, hidden=64, sequence=64, heads=4, dropout=0.0, global_batch=micro_batches,
-        mesh={"pipe": 4, "schedule": schedule},
+        layers=2, hidden=64, sequence=64, heads=4, dropout=0.0, global_batch=micro_batches,
+        mesh={"pipe": 2, "schedule": schedule},
     )  # fmt: skip
     program, build = gradient_program(config)
     weights = build()
@@ -76,8 +45,7 @@ def _temporary_bytes(schedule, micro_batches):
     return program.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.ci
-def test_the_memory_of_1f1b_does_not_grow_with_the_number_of_micro_batches_and_that_of_gpipe_does():
+def test_memory_of_1f1b_does_not_grow_with_micro_batches():
     few, many = 8, 32
     one_more = (_temporary_bytes("gpipe", many) - _temporary_bytes("gpipe", few)) / (many - few)
     assert one_more > 4 * 64 * 64 * 10  # at least ten tensors of a layer's stream for each micro-batch
@@ -97,36 +65,39 @@ def _residuals(config):
     return Counter((aval.shape[1:], str(aval.dtype)) for aval in held)
 
 
-def test_full_recomputation_in_a_stage_keeps_nothing_but_the_inputs_of_its_layers():
+def test_full_recomputation_keeps_only_inputs_of_layers():
     kept = _residuals(_config("1f1b", 1, 4, 8, "full", compute="bf16"))
     large = {kind for kind in kept if math.prod(kind[0]) >= 16 * 16}
     assert large == {((2, 16, 32), "bfloat16")}  # [layers of a stage, b · s, h]
     assert kept[((2, 16, 32), "bfloat16")] == 1
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_where_documents_are_kept_apart_a_stage_keeps_their_numbers_at_most_and_no_mask(recompute):
-    config = _config("1f1b", 1, 4, 8, recompute, compute="bf16")
+def test_stage_keeps_numbers_of_documents_and_no_mask():
+    config = _config("1f1b", 1, 4, 8, compute="bf16")
     packed = replace(config, data=replace(config.data, reset_positions=True, reset_attention=True, mask_eod_loss=True))
     kept = _residuals(packed)
     assert set(kept - _residuals(config)) <= {((1, 16), "int32")}
     assert "bool" not in {dtype for _, dtype in kept}
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), one_in(3, [("1f1b", 2), ("zb-h1", 1), ("1f1b", 1)]))
-def test_sharded_weights_leave_what_a_stage_keeps_as_it_is_and_no_weight_is_kept(schedule, chunks):
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 2), pytest.param("zb-h1", 1, marks=pytest.mark.ci)])
+def test_stage_keeps_no_weight_and_no_more_with_zero_3(schedule, chunks):
     expected = _residuals(_config(schedule, chunks, 4, 8, compute="bf16"))
     kernels = {(32, 3, 2, 8), (2, 8, 32), (32, 64), (64, 32)}  # on a rank of `model`
     assert not [shape for shape, _ in expected if shape[1:] in kernels]
-    for data in (2, 3):  # three divide no dim of a kernel, so these stay whole
-        assert _residuals(_config(schedule, chunks, 4, 8, data=data, compute="bf16", zero=3)) == expected
+    assert _residuals(_config(schedule, chunks, 4, 8, compute="bf16", zero=3)) == expected
 
 
-IN_BF16 = (("gpipe", "1f1b", "zb-h1"), (1, 2), (1, 3))
-
-
-@pytest.mark.parametrize(("schedule", "chunks", "zero"), seldom(product(*IN_BF16), diagonal(3, *IN_BF16), some=()))
-def test_in_bf16_messages_and_weights_cross_in_bf16_and_gradients_in_float32(schedule, chunks, zero):
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "zero"),
+    [
+        ("1f1b", 2, 3),
+        ("zb-h1", 1, 1),
+        pytest.param("zb-h1", 2, 3, marks=pytest.mark.ci),
+        pytest.param("gpipe", 1, 1, marks=pytest.mark.ci),
+    ],
+)
+def test_messages_cross_in_bf16_and_gradients_in_float32(schedule, chunks, zero):
     found = ledger(_config(schedule, chunks, 4, 8, compute="bf16", zero=zero)).records
     beyond = [c for c in found if {"pipe", "data"} & set(c.axes)]
     types = {kind: {c.dtype for c in beyond if c.operation == kind} for kind in {c.operation for c in beyond}}
@@ -135,8 +106,10 @@ def test_in_bf16_messages_and_weights_cross_in_bf16_and_gradients_in_float32(sch
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
-def test_inside_the_tick_loop_only_messages_cross_pipe_and_nothing_crosses_data(schedule, chunks):
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 2), ("zb-h1", 1), pytest.param("gpipe", 1, marks=pytest.mark.ci)]
+)
+def test_only_messages_cross_pipe_in_the_tick_loop(schedule, chunks):
     config = _config(schedule, chunks, 4, 8, compute="fp32")
     inside = [c for c in ledger(config).records if c.loops]
     over_pipe = [c for c in inside if "pipe" in c.axes]
@@ -147,7 +120,7 @@ def test_inside_the_tick_loop_only_messages_cross_pipe_and_nothing_crosses_data(
     assert {c.operation for c in inside if "model" in c.axes} == {"all-reduce"}
 
 
-def test_with_one_operation_a_tick_no_message_leaves_before_all_three_have_run():
+def test_no_message_leaves_before_all_operations_have_run():
     # Else a stage would wait in mid-tick for its neighbour's forward, and ZB-H1 would take twice its time.
     config = _config("zb-h1", 1, 2, 4, compute="fp32")
     program, build = gradient_program(config)

@@ -1,50 +1,114 @@
-"""The same run on every mesh: weights, losses and dropout are functions of the seed, not of the devices."""
+"""The same run on every mesh: weights, losses and dropout are functions of the seed, not of the devices.
 
-import chex
+A checkpoint of one mesh continues on every other.
+"""
+
 import numpy as np
 import pytest
 
+from mjax.state.checkpoint import Checkpoints
+from tests.against_reference import in_layer_order
 from tests.small import batch_of, initial_state, named, program_of, small_config
 
-MESHES = [(2, 4), (1, 8), *(pytest.param(*mesh, marks=pytest.mark.ci) for mesh in ((8, 1), (2, 2)))]
-STEPS = 8
+INTERLEAVED = {"pipe": 2, "data": 2, "model": 2, "chunks": 2}
 
 
-def _run(data, model, **changes):
-    config = small_config(data, model, micro_batch=8 // data, **changes)
-    program = program_of(config)
-    state = initial_state(program)
-    initial, losses = named(state.model), []
-    for step in range(STEPS):
-        batch = program.on_devices(batch_of(config, seed=step))
-        state, metrics = program.train_step(state, batch)
-        losses.append(float(metrics.loss))
-    return initial, losses, state, float(program.eval_step(state.model, batch).loss)
+class Run:
+    """Four layers on a mesh: its steps, and their losses."""
+
+    def __init__(self, data=1, model=1, **mesh):
+        self.config = small_config(data, model, 1, layers=4, heads=4, mesh=mesh)
+        self.program = program_of(self.config)
+        self.state = None
+
+    def begin(self):
+        self.state = initial_state(self.program)
+        return self
+
+    @property
+    def weights(self):
+        return in_layer_order(self.state.model, self.config)
+
+    def take(self, steps):
+        losses = []
+        for step in steps:
+            batch = self.program.on_devices(batch_of(self.config, seed=step))
+            self.state, metrics = self.program.train_step(self.state, batch)
+            losses.append(float(metrics.loss))
+        return losses
+
+    def evaluate(self):
+        batch = self.program.on_devices(batch_of(self.config, seed=99))
+        return float(self.program.eval_step(self.state.model, batch).loss)
 
 
 @pytest.fixture(scope="module")
 def one_device():
-    return _run(1, 1)
+    """Weights before training, six losses, and that of an evaluation after them."""
+    run = Run().begin()
+    return run.weights, run.take(range(6)), run.evaluate()
 
 
-@pytest.mark.parametrize(("data", "model"), MESHES)
-def test_a_mesh_has_the_weights_and_losses_of_one_device(data, model, one_device):
-    initial, losses, _, evaluated = _run(data, model)
-    chex.assert_trees_all_equal(initial, one_device[0])
-    np.testing.assert_allclose(losses, one_device[1], rtol=1e-5)
-    assert evaluated == pytest.approx(one_device[3], rel=1e-5)
+@pytest.fixture(scope="module")
+def interleaved(tmp_path_factory):
+    """The folder of a checkpoint after three steps on an interleaved pipeline, and its run."""
+    folder = tmp_path_factory.mktemp("interleaved")
+    run = Run(**INTERLEAVED).begin()
+    initial, losses = run.weights, run.take(range(3))
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(3, run.state)
+    return folder, initial, losses, run.weights
 
 
-def test_a_layer_has_the_same_weights_at_any_depth():
-    shallow, deep = (_run_initial(layers) for layers in (2, 3))
+def test_interleaved_pipeline_begins_as_one_device(interleaved, one_device):
+    _, initial, losses, _ = interleaved
+    for name, value in one_device[0].items():
+        np.testing.assert_array_equal(value, initial[name], err_msg=name)
+    np.testing.assert_allclose(losses, one_device[1][:3], rtol=1e-5)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 2, "model": 4},
+        {"data": 8},
+        {"data": 2, "model": 4, "sequence_parallel": True},
+        {"pipe": 4, "model": 2, "schedule": "zb-h1", "sequence_parallel": True},
+    ],
+    ids=str,
+)
+def test_mesh_has_weights_and_losses_of_one_device(mesh, one_device):
+    run = Run(**mesh).begin()
+    for name, value in one_device[0].items():
+        np.testing.assert_array_equal(value, run.weights[name], err_msg=name)
+    np.testing.assert_allclose(run.take(range(6)), one_device[1], rtol=1e-5)
+    assert run.evaluate() == pytest.approx(one_device[2], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 4, "model": 2, "zero": 3},
+        pytest.param({}, marks=pytest.mark.ci),
+        pytest.param({"pipe": 4, "model": 2, "schedule": "zb-h1", "sequence_parallel": True}, marks=pytest.mark.ci),
+        pytest.param({"pipe": 2, "data": 2, "model": 2, "chunks": 1, "zero": 1}, marks=pytest.mark.ci),
+    ],
+    ids=str,
+)
+def test_checkpoint_of_interleaved_pipeline_continues_elsewhere(mesh, interleaved, one_device):
+    folder, _, _, saved = interleaved
+    run = Run(**mesh)
+    with Checkpoints(folder) as checkpoints:
+        _, run.state = checkpoints.restore(run.program.abstract_state)
+    for name, value in run.weights.items():
+        np.testing.assert_array_equal(value, saved[name], err_msg=name)
+    np.testing.assert_allclose(run.take(range(3, 6)), one_device[1][3:], rtol=1e-5)
+    assert run.evaluate() == pytest.approx(one_device[2], rel=1e-5)
+
+
+@pytest.mark.ci
+def test_layer_has_its_weights_at_any_depth():
+    shallow, deep = (named(initial_state(program_of(small_config(layers=layers))).model) for layers in (2, 3))
     for name in ("blocks.attention.qkv.kernel", "blocks.mlp.up.kernel"):
         np.testing.assert_array_equal(shallow[name], deep[name][:2])
-
-
-def _run_initial(layers):
-    config = small_config(layers=layers)
-    return named(initial_state(program_of(config)).model)
-
-
-def test_two_runs_are_the_same_bit_for_bit(one_device):
-    assert _run(1, 1)[1] == one_device[1]

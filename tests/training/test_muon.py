@@ -20,10 +20,11 @@ from mjax.training.muon import matrices_of, newton_schulz
 from mjax.training.optimizer import optimizer_of
 from mjax.validation import validate
 from tests.against_reference import in_layer_order
-from tests.models.test_llama import MODEL as LLAMA
 from tests.products import one_in
-from tests.small import QUICKLY, batch_of, named, program_of, small_config
+from tests.small import QUICKLY, named, small_config
 from tests.training.test_trainer import CONFIG, batch, losses
+
+LLAMA = small_config(kind="llama", dropout=0.0, kv_heads=4, feed_forward=24).model
 
 # --- The serial twin --------------------------------------------------------------------------------------------------
 
@@ -80,14 +81,14 @@ def serial_direction(name, weight, gradients, optimizer):
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 12), (12, 5), (1, 7)])
-def test_the_iteration_maps_singular_values_by_its_polynomial(shape):
+def test_iteration_maps_singular_values_by_its_polynomial(shape):
     matrices = np.random.default_rng(0).normal(size=(3, *shape))
     with jax.enable_x64(True):
         found = np.asarray(jax.jit(newton_schulz)(matrices))
     np.testing.assert_allclose(found, np.stack([orthogonal(each) for each in matrices]), atol=1e-12)
 
 
-def test_in_bf16_it_is_the_same_within_its_precision_and_a_matrix_of_zeros_stays_one():
+def test_iteration_in_bf16_is_near_and_keeps_zeros():
     matrices = np.random.default_rng(0).normal(size=(3, 16, 64)).astype(np.float32)
     matrices[1] = 0
     found = jax.jit(newton_schulz)(jnp.asarray(matrices, jnp.bfloat16))
@@ -105,7 +106,7 @@ def _matrices(config):
     return matrices_of(lay_out(config, mesh), config.mesh)
 
 
-def test_the_matrices_of_a_model_are_those_of_its_layers_each_by_itself():
+def test_matrices_are_those_of_layers():
     found = {name: (each.count, each.size) for name, each in _matrices(small_config(layers=3)).items()}
     assert found == {
         "blocks.attention.qkv.kernel": (9, (32, 32)),
@@ -178,8 +179,8 @@ def _config(model, mesh=None, adjust="match_rms_adamw", **optimizer):
     return replace(small_config(compute="fp64"), model=model, mesh=mesh or MeshConfig(), optimizer=optimizer)
 
 
-@pytest.mark.parametrize("case", one_in(3, zip(CASES, strict=True)), ids=lambda case: "-".join(map(str, case)))
-def test_the_direction_of_every_weight_equals_the_serial_twin(case):
+@pytest.mark.parametrize("case", one_in(5, zip(CASES, strict=True)), ids=lambda case: "-".join(map(str, case)))
+def test_direction_of_every_weight_equals_the_serial_twin(case):
     mesh = MeshConfig(case.pipe, case.data, case.tensor, chunks=case.chunks, zero=case.zero)
     config = _config(MODELS[case.model], mesh, case.adjust)
     with jax.enable_x64(True):
@@ -212,7 +213,7 @@ def _directions(config, layout, weights, gradients):
     return jax.jit(run, compiler_options=QUICKLY)(weights, gradients)
 
 
-def test_every_two_choices_that_go_together_are_in_a_case():
+def test_every_two_choices_meet():
     def goes_together(case):
         return (
             (case.chunks == 1 or case.pipe == 2)
@@ -228,46 +229,11 @@ def test_every_two_choices_that_go_together_are_in_a_case():
     assert possible == {pair for case in CASES for pair in pairs(case)}
 
 
-# --- Whole steps ------------------------------------------------------------------------------------------------------
-
-
-def _run(compute="fp64", steps=3, **mesh):
-    with jax.enable_x64(compute == "fp64"):
-        config = small_config(compute=compute, layers=4, **mesh)
-        program = program_of(replace(config, optimizer=replace(config.optimizer, name="muon")))
-        state, losses = program.initialize(), []
-        for step in range(steps):
-            state, metrics = program.train_step(state, program.on_devices(batch_of(config, step)))
-            assert not metrics.skipped
-            losses.append(float(metrics.loss))
-        return losses, in_layer_order(state.model, config), state, program
-
-
-@pytest.fixture(scope="module")
-def one_device():
-    return _run()
-
-
-@pytest.mark.parametrize(
-    ("data", "model", "mesh"),
-    [
-        (2, 2, {"pipe": 2, "chunks": 2, "zero": 1, "sequence_parallel": True}),
-        pytest.param(2, 4, {"zero": 3, "sequence_parallel": True}, marks=pytest.mark.ci),
-        pytest.param(8, 1, {}, marks=pytest.mark.ci),
-        pytest.param(1, 2, {"pipe": 4, "schedule": "zb-h1"}, marks=pytest.mark.ci),
-    ],
-)
-def test_losses_and_weights_of_a_mesh_are_those_of_one_device(data, model, mesh, one_device):
-    losses, weights, *_ = _run(data=data, model=model, mesh=mesh)
-    np.testing.assert_allclose(losses, one_device[0], rtol=1e-12)
-    chex.assert_trees_all_close(weights, one_device[1], atol=1e-10)
-
-
 # --- A run ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ci
-def test_a_run_continues_bit_for_bit_and_on_another_mesh_and_not_with_another_optimizer(tmp_path, fewer_devices):
+def test_run_continues_bit_for_bit_and_on_another_mesh(tmp_path, fewer_devices):
     config = replace(CONFIG, optimizer=replace(CONFIG.optimizer, name="muon"), mesh=MeshConfig(data=2, model=2, zero=1))
     config = replace(config, train=replace(config.train, micro_batch=4))
     other = replace(config, mesh=MeshConfig(pipe=2, data=2, model=1), train=replace(config.train, micro_batch=2))
@@ -287,7 +253,7 @@ def test_a_run_continues_bit_for_bit_and_on_another_mesh_and_not_with_another_op
         mjax.Trainer(replace(config, optimizer=CONFIG.optimizer), tmp_path / "again", data=batch, allow_change=True)
 
 
-def test_a_setting_of_muon_without_it_is_refused():
+def test_setting_of_muon_without_it_is_refused():
     for setting in ({"muon_momentum": 0.9}, {"muon_adjust_lr": "original"}):
         flag = f"--optimizer.{next(iter(setting)).replace('_', '-')}"
         with pytest.raises(UsageError, match=f"{flag} .* is for --optimizer.name muon, and this run has adamw; add"):
