@@ -129,6 +129,7 @@ def test_other_json_is_rejected(text, words):
     assert words in str(rejected.value)
 
 
+@pytest.mark.ci
 def test_chat_shows_answer_without_special_tokens(run, capsys):
     given = ["--chat", "--prompt", "One", "--temperature", "0", "--tokens", "4"]
     assert cli.main(["generate", "--run", str(run), *given]) == 0

@@ -32,8 +32,8 @@ from tests.test_bad_inputs import fingerprint
 from tests.test_train_command import environment
 from tests.training.saved import data_file
 
-RECIPE = ("--batch", 16, "--learning-rate", 3e-3, "--warmup", 0.125)
-MNLI = (*RECIPE, "--epochs", 4, "--seeds", 2)  # 8 steps an epoch
+RECIPE = ("--batch", 16, "--learning-rate", 3e-3, "--warmup", 0.25)
+MNLI = (*RECIPE, "--epochs", 4, "--seeds", 2)  # 4 steps an epoch
 SHORT = ("--batch", 16, "--learning-rate", 1e-3, "--epochs", 2)
 
 
@@ -44,7 +44,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mnli(run):
-    return write_task(run.parent / "mnli", "mnli", train=136, validation=24)  # 8 whole batches and a half
+    return write_task(run.parent / "mnli", "mnli", train=72, validation=24)  # 4 whole batches and a half
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -101,7 +101,7 @@ def test_report_has_seeds_median_and_best(done, capsys):
     assert report["median"]["accuracy"] == pytest.approx(sum(values) / 2)
     assert report["best"]["figures"]["accuracy"] == max(values)
     assert (report["epochs"], report["batch"], report["sequence"], report["step"]) == (4, 16, 48, 10)
-    assert (report["task"], report["examples"], report["weight_decay"]) == ("mnli", 136, 0.1)
+    assert (report["task"], report["examples"], report["weight_decay"]) == ("mnli", 72, 0.1)
     assert (done / "report.png").read_bytes().startswith(b"\x89PNG")
     print_table(report, "mnli")
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -113,31 +113,31 @@ def test_every_epoch_is_measured_and_first_best_kept(done, asked):
     for seed in report_of(done)["seeds"]:
         folder = done / f"seed-{seed['seed']}"
         epochs = read_epochs(folder)
-        assert [(epoch["epoch"], epoch["step"]) for epoch in epochs] == [(n, 8 * n) for n in range(1, 5)]
+        assert [(epoch["epoch"], epoch["step"]) for epoch in epochs] == [(n, 4 * n) for n in range(1, 5)]
         values = [epoch["figures"]["accuracy"] for epoch in epochs]
         assert seed["epoch"] == values.index(max(values)) + 1
-        bests = [8 * n for n in range(1, 5) if values[n - 1] > max(values[: n - 1], default=-1)]
+        bests = [4 * n for n in range(1, 5) if values[n - 1] > max(values[: n - 1], default=-1)]
         assert sorted(int(entry.name) for entry in (folder / "best" / "checkpoints").iterdir()) == bests[-2:]
         # One to fall back to.
-        assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == ["24", "32", "good.json"]
+        assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == ["12", "16", "good.json"]
         records = read_metrics(folder / "metrics.jsonl")
-        assert [record["step"] for record in records] == list(range(1, 33))
+        assert [record["step"] for record in records] == list(range(1, 17))
         rates = [record["learning_rate"] for record in records]
         assert (rates[0], max(rates)) == (0.0, pytest.approx(3e-3))
-        assert rates.index(max(rates)) == 4  # an eighth of the steps
+        assert rates.index(max(rates)) == 4  # a quarter of the steps
         assert records[-1]["val_accuracy"] == values[-1]
     # JAX stops processes after the number that follows the highest it was asked with, so none may come again.
-    assert asked == list(range(1, 65))
+    assert asked == list(range(1, 33))
     assert best_of([{"figures": {"f1": value}, "epoch": n} for n, value in enumerate((1, 2, 2))], "f1")["epoch"] == 1
 
 
 @pytest.mark.parametrize(
     ("stop", "damaged"),
-    [(16, False), *(pytest.param(*case, marks=pytest.mark.ci) for case in ((16, True), (21, False), (32, False)))],
+    [(8, False), *(pytest.param(*case, marks=pytest.mark.ci) for case in ((8, True), (10, False), (16, False)))],
 )
 def test_interrupted_finetuning_ends_bit_identical(run, mnli, done, monkeypatch, capsys, tmp_path, stop, damaged):
-    """Step 16 ends an epoch, which is measured when the command runs again, or continued from the epoch before where
-    its checkpoint is damaged; 21 is in the middle of one, 32 is the last of all."""
+    """Step 8 ends an epoch, which is measured when the command runs again, or continued from the epoch before where
+    its checkpoint is damaged; 10 is in the middle of one, 16 is the last of all."""
     flags = (*MNLI, "--seeds", 1, "--seed", 1235, "--output", tmp_path / "again")
     expected, found = done / "seed-1235", tmp_path / "again" / "seed-1235"
     write = SeedRun._write
@@ -149,11 +149,11 @@ def test_interrupted_finetuning_ends_bit_identical(run, mnli, done, monkeypatch,
 
     monkeypatch.setattr(SeedRun, "_write", write_and_stop)
     assert finetune(arguments_of(run, "mnli", mnli, *flags)) == 75
-    assert len(read_epochs(found)) == (stop - 1) // 8
+    assert len(read_epochs(found)) == (stop - 1) // 4
     monkeypatch.setattr(SeedRun, "_write", write)
     if damaged:
         data_file(found / "checkpoints" / str(stop)).unlink()
-    if stop == 16:  # as after a kill: an epoch was measured whose checkpoint is not there
+    if stop == 8:  # as after a kill: an epoch was measured whose checkpoint is not there
         (found / "epochs.json").write_text(json.dumps(read_epochs(expected)[:3]))
     capsys.readouterr()
     assert tuned(capsys, run, "mnli", mnli, *flags)["seeds"] == report_of(done)["seeds"][1:]

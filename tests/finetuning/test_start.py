@@ -50,6 +50,7 @@ def test_trunk_is_kept_and_head_drawn(run):
     assert int(second.step) - int(first.step) == start.config.train.steps  # other dropout masks
 
 
+@pytest.mark.ci
 def test_start_is_same_on_every_mesh(run):
     _, one = beginning(run).state(7, None, print)
     _, many = beginning(run, MeshConfig(data=2, model=2, sequence_parallel=True, zero=3)).state(7, None, print)
