@@ -170,11 +170,12 @@ def test_model_equals_transformers(family):
         assert np.abs(expected).max() > 0.1
         np.testing.assert_allclose(logits[..., : model.vocabulary], expected, rtol=0, atol=1e-10)
 
+        atol = 1e-11 if "bloom" in family else 1e-12  # its GELU has √(2 / π) with eight digits
         program, build = gradient_program(config_of(model, **FAMILIES[family][2]), names_of(model))
         means, gradients = program(weights_of(peer, build(), table, model), batch, 0, 1.0)
         expected_loss.backward()
-        assert abs(float(means if means.ndim == 0 else means[0]) - expected_loss.item()) < 1e-12
-        assert_gradients(gradients, gradients_of(peer, gradients, table, model))
+        assert abs(float(means if means.ndim == 0 else means[0]) - expected_loss.item()) < atol
+        assert_gradients(gradients, gradients_of(peer, gradients, table, model), atol)
 
 
 @pytest.mark.parametrize("family", ["mixtral, window", "qwen 3 moe, first layer dense"])
