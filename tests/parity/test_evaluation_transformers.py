@@ -2,13 +2,13 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
 from mjax.config import MeshConfig
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.inference import inference_config
+from mjax.interop.convert import family_of
 from mjax.parallel.mesh import make_mesh
 from mjax.tasks.interface import Score
 from mjax.tasks.lambada import Lambada
@@ -18,6 +18,7 @@ from mjax.tasks.wikitext import WikiText103
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+from tests.parity.outputs import weights_of  # noqa: E402
 from tests.parity.peers import imported, perturbed  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -61,12 +62,10 @@ def test_metrics_of_tasks_equal_transformers(tmp_path, mesh):
     with torch.no_grad():  # louder, so that some guesses are right
         peer.transformer.wte.weight.mul_(4)
         peer.transformer.wte.weight[ord("e")].mul_(3)
-    config, weights = imported(peer.eval(), tmp_path)
+    config, _ = imported(peer.eval(), tmp_path)
     config = inference_config(config, mesh)
     scorer = Scorer(config, make_mesh(mesh))
-    weights = jax.tree.map(
-        lambda weight, leaf: jax.device_put(np.asarray(weight), leaf.sharding), weights, scorer.abstract_model
-    )
+    weights = weights_of(peer, scorer.abstract_model, family_of(config.model), config.model)
     correct = 0
     for task in _tasks(tmp_path, 32):
         ours = [scorer.score(weights, windows) for windows in task.passes]
