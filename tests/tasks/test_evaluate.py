@@ -2,10 +2,6 @@
 
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -19,7 +15,6 @@ from mjax.config import save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.models.build import build_model
 from mjax.state.checkpoint import Checkpoints
-from tests.conftest import ROOT
 from tests.small import QUICKLY, small_config
 
 POEM = "Whose woods these are I think I know . \n His house is in the village though . \n"
@@ -127,38 +122,3 @@ def test_evaluate_rejects_wrong_flags(folder, capsys, task, flags, words):
 def test_evaluate_names_what_run_lacks(folder, capsys, run, flags, words):
     assert cli.main(["evaluate", *argv(folder, "perplexity", *flags, run=run)]) == 2
     assert words in capsys.readouterr().err
-
-
-@pytest.mark.ci
-def test_two_processes_print_once_what_one_does(folder, capsys):
-    """On two simulated devices each."""
-    expected = printed(capsys, folder, "lambada")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    where = ("--distributed.coordinator", address, "--distributed.processes", 2, "--simulate", 2)
-    command = argv(folder, "lambada", "--json", *where, "--mesh.data", 2, "--mesh.model", 2)
-    group = [
-        subprocess.Popen(
-            [sys.executable, "-m", "mjax", "evaluate", *command, "--distributed.process", str(number)],
-            cwd=ROOT,
-            env={name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
-        ends = [process.communicate(timeout=200) for process in group]
-    finally:
-        for process in group:
-            process.kill()
-    assert [process.returncode for process in group] == [0, 0], ends
-    # Gloo, which carries the collectives between CPUs, says something on stdout too.
-    objects = [[line for line in out.splitlines() if line.startswith("{")] for out, _ in ends]
-    assert [len(lines) for lines in objects] == [1, 0]
-    found = json.loads(objects[0][0])
-    assert found["correct"] == expected["correct"]
-    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-4)
-    assert "\x1b" not in ends[0][1]

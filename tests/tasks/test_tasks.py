@@ -159,47 +159,36 @@ def prepare_bytes(file, prefix, append_eod=True):
 
 # --- What cannot be evaluated -----------------------------------------------------------------------------------------
 
-TEXTS = {
-    "empty.tokens": b"",
-    "word.tokens": b" word \n",
-    "latin.tokens": b"caf\xe9 au lait",
-    "empty.jsonl": b"",
-    "blank.jsonl": b'{"text": ""}\n',
-    "words.jsonl": b'{"text": "two words"}\n{"text": "One"}\n',
-    "long.jsonl": b'{"text": "more than seventeen bytes"}\n',
-    "broken.jsonl": b'{"text": "two words"}\n{"text": 5}\n',
-    "passage.txt": b"one passage",
-    "data.csv": b"text",
-}
+FILES = [  # task, name and contents of its file, words of the sentence; {} is the file
+    (WikiText103, "none.tokens", None, "there is no file {}; give WikiText103's wiki.test.tokens"),
+    (WikiText103, "word.tokens", b" word \n", "{} has fewer than two words; give"),
+    (WikiText103, "latin.tokens", b"caf\xe9 au lait", "{} is not UTF-8 (byte 3); give"),
+    (Lambada, "none.jsonl", None, "there is no file {}; give"),
+    (Lambada, "data.csv", b"text", "{} is neither .txt"),
+    (Lambada, "empty.jsonl", b"", "{} has no passage; give a file of lines"),
+    (Lambada, "words.jsonl", b'{"text": "a b"}\n{"text": "One"}\n', "{}:2 has fewer than two words; lambada needs"),
+    (
+        Lambada,
+        "long.jsonl",
+        b'{"text": "more than seventeen bytes"}\n',
+        "{}:1 has 25 tokens and the model has positions",
+    ),
+    (Lambada, "broken.jsonl", b'{"text": "a b"}\n{"text": 5}\n', "{}:2: 'text' holds 5, which is not text"),
+    (Lambada, "passage.txt", b"one passage", "{} is not a .jsonl file; lambada needs"),
+    (Perplexity, "blank.jsonl", b'{"text": ""}\n', "{} has no text; give"),
+    (Perplexity, "broken.jsonl", b'{"text": 5}\n', "an evaluation skips nothing"),
+    (Perplexity, "corpus.bin", None, "give the prefix without the ending"),
+]
 
 
-@pytest.mark.parametrize(
-    ("task", "file", "sentence"),
-    [
-        (WikiText103, "none.tokens", "there is no file {}; give WikiText103's wiki.test.tokens"),
-        (WikiText103, "empty.tokens", "{} has fewer than two words; give"),
-        (WikiText103, "word.tokens", "{} has fewer than two words; give"),
-        (WikiText103, "latin.tokens", "{} is not UTF-8 (byte 3); give"),
-        (Lambada, "none.jsonl", "there is no file {}; give"),
-        (Lambada, "data.csv", "{} is neither .txt"),
-        (Lambada, "empty.jsonl", "{} has no passage; give a file of lines"),
-        (Lambada, "words.jsonl", "{}:2 has fewer than two words; lambada needs one passage per line"),
-        (Lambada, "long.jsonl", "{}:1 has 25 tokens and the model has positions for 17; leave the passage out"),
-        (Lambada, "broken.jsonl", "{}:2: 'text' holds 5, which is not text"),
-        (Lambada, "passage.txt", "{} is not a .jsonl file; lambada needs"),
-        (Perplexity, "none.txt", "there is no file {}; give"),
-        (Perplexity, "blank.jsonl", "{} has no text; give"),
-        (Perplexity, "broken.jsonl", "an evaluation skips nothing"),
-        (Perplexity, "corpus.bin", "give the prefix without the ending"),
-    ],
-)
-def test_unusable_file_is_rejected(tmp_path, task, file, sentence):
-    if file in TEXTS:
-        (tmp_path / file).write_bytes(TEXTS[file])
-    with pytest.raises(UsageError) as refused:
+@pytest.mark.parametrize(("task", "file", "contents", "words"), FILES)
+def test_unusable_file_is_rejected(tmp_path, task, file, contents, words):
+    if contents is not None:
+        (tmp_path / file).write_bytes(contents)
+    with pytest.raises(UsageError) as rejected:
         task(str(tmp_path / file), BYTES, 16, None if task is Lambada else 4)
-    assert sentence.format(tmp_path / file) in str(refused.value)
-    assert "--malformed" not in str(refused.value)
+    assert words.format(tmp_path / file) in str(rejected.value)
+    assert "--malformed" not in str(rejected.value)
 
 
 def test_dataset_of_another_tokenizer_is_rejected(tmp_path):
