@@ -1,4 +1,4 @@
-"""Evaluation of a converted Mistral: `mjax evaluate` and the lm-evaluation-harness beside `transformers` on the source."""
+"""Evaluation of a converted Mistral: `mjax evaluate` and the harness beside `transformers` on the source."""
 
 import json
 import math
