@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -25,6 +26,7 @@ CHATML = """{%- for message in messages -%}
 {%- if add_generation_prompt -%}<|im_start|>assistant
 {% endif -%}"""
 ENDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+USER = [{"role": "user", "content": "Hi"}]
 
 
 def bytes_with_special_tokens():
@@ -55,15 +57,22 @@ def run(tmp_path_factory):
     return folder
 
 
-def chat_with(run, template):
-    (run / "tokenizer" / "chat_template.jinja").write_text(template)
-    try:
-        return Chat(run, 256)
-    finally:
-        (run / "tokenizer" / "chat_template.jinja").write_text(CHATML)
+@pytest.fixture
+def write(run):
+    """A function that writes a file of the tokenizer's folder until the end of the test."""
+    kept = {}
+
+    def write(name, text):
+        file = run / "tokenizer" / name
+        kept[file] = file.read_text()
+        file.write_text(text) if text is not None else file.unlink()
+
+    yield write
+    for file, text in kept.items():
+        file.write_text(text)
 
 
-def test_special_tokens_of_a_template_are_single_ids_and_end_an_answer(run):
+def test_special_tokens_are_single_ids_that_end_answers(run):
     chat = Chat(run, 256)
     text = chat.render([{"role": "user", "content": "Hi é", "name": None}])
     assert text == "<|im_start|>user\nHi é<|im_end|>\n<|im_start|>assistant\n"
@@ -81,39 +90,32 @@ def test_special_tokens_of_a_template_are_single_ids_and_end_an_answer(run):
         "{{ raise_exception('roles must alternate') }}",
         "{{ messages.append(1) }}",
         "{% set n = namespace(__init__=1) %}{{ n }}",
-        "{{ missing.name.other }}",
         "{% for %}",
     ],
 )
-def test_a_template_that_fails_or_reaches_out_gets_one_sentence(template, run):
+def test_template_that_fails_or_escapes_is_rejected(template, run, write):
+    write("chat_template.jinja", template)
     with pytest.raises(UsageError, match=r"chat_template\.jinja refuses the conversation or is damaged"):
-        chat_with(run, template).render([{"role": "user", "content": "Hi"}])
+        Chat(run, 256).render(USER)
 
 
 @pytest.mark.parametrize("token", [{"lstrip": True}, 3, ["<|im_end|>"]])
-def test_a_special_token_that_is_none_gets_one_sentence(token, run):
-    file = run / "tokenizer" / "tokenizer_config.json"
-    kept = file.read_text()
-    file.write_text(json.dumps({"eos_token": token}))
-    try:
-        with pytest.raises(UsageError, match=r"tokenizer_config\.json: eos_token is .*, not a token; restore the file"):
-            Chat(run, 256)
-    finally:
-        file.write_text(kept)
+def test_wrong_special_token_is_rejected(token, run, write):
+    write("tokenizer_config.json", json.dumps({"eos_token": token}))
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json: eos_token is .*, not a token; restore the file"):
+        Chat(run, 256)
 
 
-def test_conversations_are_one_json_value_or_one_a_line():
-    user = [{"role": "user", "content": "Hi"}]
+def test_conversations_are_one_value_or_one_a_line():
     tools = [{"name": "f"}]
-    assert read_conversations(json.dumps(user, indent=2)) == [(user, None)]
-    lines = "\n".join([json.dumps(user), "", json.dumps({"messages": user, "tools": tools})])
-    assert read_conversations(lines) == [(user, None), (user, tools)]
+    assert read_conversations(json.dumps(USER, indent=2)) == [(USER, None)]
+    lines = "\n".join([json.dumps(USER), "", json.dumps({"messages": USER, "tools": tools})])
+    assert read_conversations(lines) == [(USER, None), (USER, tools)]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[1", "line 1 of stdin is not JSON"),
         ('[{"role": "user"}]\n[', "line 2 of stdin is not JSON"),
         ("{}", 'stdin has JSON that is not a conversation; write [{"role": "user"'),
         ("[]", "is not a conversation"),
@@ -121,38 +123,53 @@ def test_conversations_are_one_json_value_or_one_a_line():
         ('{"messages": [{"role": "user"}], "tools": 3}', "is not a conversation"),
     ],
 )
-def test_other_json_gets_one_sentence(text, words):
-    with pytest.raises(UsageError) as refused:
+def test_other_json_is_rejected(text, words):
+    with pytest.raises(UsageError) as rejected:
         read_conversations(text)
-    assert words in str(refused.value)
+    assert words in str(rejected.value)
 
 
-def test_lines_of_stdin_are_the_turns_of_one_conversation(run, capsys, monkeypatch):
-    argv = ["generate", "--run", str(run), "--chat", "--json", "--temperature", "0", "--tokens", "4", "--system", "Be."]
-    monkeypatch.setattr("sys.stdin", io.StringIO("One\n\nTwo\n"))
-    assert cli.main(argv) == 0
-    first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert first["prompt"].startswith("<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\nOne<|im_end|>")
-    answered = f"{first['prompt']}{first['continuation']}<|im_end|>\n<|im_start|>user\nTwo<|im_end|>"
-    assert second["prompt"].startswith(answered)
-
-    monkeypatch.setattr("sys.stdin", io.StringIO('[{"role": "user", "content": "One"}]'))
-    assert cli.main([*argv[:-2], "--num-samples", "1"]) == 0
-    assert "user\nOne<|im_end|>" in json.loads(capsys.readouterr().out)["prompt"]
-
-    monkeypatch.setattr("sys.stdin", io.StringIO("One\nTwo\n"))
-    assert cli.main([*argv, "--prompt", "-"]) == 0
-    alone = [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()]
-    assert ["One" in prompt for prompt in alone] == [True, False]
-    assert "user\nTwo<|im_end|>" in alone[1]
-
-    assert (
-        cli.main(["generate", "--run", str(run), "--chat", "--prompt", "One", "--temperature", "0", "--tokens", "4"])
-        == 0
-    )
+@pytest.mark.ci
+def test_chat_shows_answer_without_special_tokens(run, capsys):
+    given = ["--chat", "--prompt", "One", "--temperature", "0", "--tokens", "4"]
+    assert cli.main(["generate", "--run", str(run), *given]) == 0
     plain = capsys.readouterr().out
     assert "<|im_start|>" not in plain
     assert plain.endswith("\n")
+
+
+FIRST = "<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\nOne<|im_end|>\n<|im_start|>assistant\n"
+ALONE = FIRST.replace("One", "Two")
+
+
+@pytest.mark.parametrize(
+    ("flags", "stdin", "rendered"),
+    [
+        ((), "One\n\nTwo\n", [[FIRST], [f"{FIRST}Yes.<|im_end|>\n{ALONE.partition('<|im_end|>')[2][1:]}"]]),
+        (("--num-samples", "2"), '[{"role": "user", "content": "One"}]', [[FIRST]]),
+        (("--prompt", "-"), "One\nTwo\n", [[FIRST, ALONE]]),
+    ],
+    ids=["turns of one conversation", "JSON", "prompts"],
+)
+def test_stdin_holds_turns_or_conversations(flags, stdin, rendered, run, monkeypatch):
+    """Each conversation begins with the system message, and continues with the answers."""
+    written = []
+
+    class Writer:
+        def __init__(self, arguments):
+            pass
+
+        def write(self, texts, encoded, decode, ends, titles):
+            assert [decode(ids) for ids in encoded] == [
+                text.replace("<|im_start|>", "").replace("<|im_end|>", "") for text in texts
+            ]
+            written.append(texts)
+            return [SimpleNamespace(continuation="Yes.") for _ in texts]
+
+    monkeypatch.setattr("mjax.commands.generate.Writer", Writer)
+    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+    assert cli.main(["generate", "--run", str(run), "--chat", "--system", "Be.", *flags]) == 0
+    assert written == rendered
 
 
 @pytest.mark.parametrize(
@@ -164,26 +181,19 @@ def test_lines_of_stdin_are_the_turns_of_one_conversation(run, capsys, monkeypat
         (("--system", "x", "--prompt", "x"), "", "--system is for a conversation; add --chat"),
     ],
 )
-def test_a_chat_that_cannot_be_is_refused(flags, stdin, words, run, capsys, monkeypatch):
+def test_impossible_chat_is_rejected(flags, stdin, words, run, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
     assert cli.main(["generate", "--run", str(run), *flags]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_a_run_without_a_template_says_where_to_put_one(run, capsys, monkeypatch):
-    template = run / "tokenizer" / "chat_template.jinja"
-    template.rename(run / "away")
-    try:
-        assert cli.main(["generate", "--run", str(run), "--chat", "--prompt", "x"]) == 2
-    finally:
-        (run / "away").rename(template)
-    assert (
-        f"{run} has no chat template; leave it out, or put the model's chat_template.jinja" in capsys.readouterr().err
-    )
+def test_run_without_template_is_named(run, capsys, write):
+    write("chat_template.jinja", None)
+    assert cli.main(["generate", "--run", str(run), "--chat", "--prompt", "x"]) == 2
+    words = f"{run} has no chat template; leave it out, or put the model's chat_template.jinja"
+    assert words in capsys.readouterr().err
 
 
-def test_a_text_ends_where_the_model_says_but_not_by_the_ids_of_another_tokenizer(tmp_path):
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert ends_of_text(tmp_path, 5) == [5, 7, 9]
-    assert ends_of_text(tmp_path, 5, "bytes") == [5]
+def test_ids_of_given_tokenizer_end_texts(run):
+    assert ends_of_text(run, 5) == [5, 257]
+    assert ends_of_text(run, 5, "bytes") == [5]

@@ -1,7 +1,5 @@
 """Draws of tokens against NumPy, and their frequencies."""
 
-from functools import cache
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +26,6 @@ def reference_probabilities(logits, temperature, top_k, top_p):
     return result
 
 
-@cache
 def draws(temperature, top_k, top_p):
     """The logits of the tokens, and how often each id is drawn by 200 sequences at 200 positions each."""
     logits = jnp.array([2.0, 1.0, 1.0, 0.5, 0.0, -1.0, 9.0, 9.0], jnp.float32)  # the last two are padding
@@ -45,23 +42,18 @@ def compiled_draw(logits, positions, temperature, top_k, top_p, seed):
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.5, 0, 1.0), (1.0, 2, 1.0), (1.0, 0, 0.7), (1.0, 4, 0.8), (2.0, 0, 0.01), (0.7, 100, 0.9)],
+    [(1.0, 0, 1.0), (1.0, 2, 1.0), (2.0, 0, 0.01), (0.7, 4, 0.8)],
 )
-def test_tokens_are_drawn_with_the_probabilities_that_top_k_and_top_p_leave(temperature, top_k, top_p):
+def test_tokens_are_drawn_with_their_probabilities(temperature, top_k, top_p):
     logits, frequencies = draws(temperature, top_k, top_p)
     expected = reference_probabilities(logits, temperature, top_k, top_p)
     deviation = np.sqrt(expected * (1 - expected) / 40_000)
     assert (np.abs(frequencies[:6] - expected) <= 5 * deviation).all()
     assert (frequencies[:6][expected == 0] == 0).all()
+    assert (frequencies[6:] == 0).all()
 
 
-def test_ids_that_pad_the_vocabulary_are_never_drawn():
-    for setting in [(0.0, 0, 1.0), (1.0, 0, 1.0), (5.0, 3, 0.9)]:
-        _, frequencies = draws(*setting)
-        assert frequencies[6:].sum() == 0
-
-
-def test_top_k_and_top_p_leave_the_same_tokens_as_numpy_in_random_rows_with_ties():
+def test_allowed_tokens_equal_numpy_with_ties():
     generator = np.random.default_rng(0)
     logits = np.round(generator.normal(size=(64, 30)), 1).astype(np.float32)  # one decimal: ties
     for top_k, top_p in [(0, 1.0), (1, 1.0), (5, 1.0), (0, 0.3), (0, 0.9), (7, 0.6), (0, 1e-6)]:
@@ -71,7 +63,7 @@ def test_top_k_and_top_p_leave_the_same_tokens_as_numpy_in_random_rows_with_ties
         assert found.any(-1).all()
 
 
-def test_top_k_of_one_and_a_tiny_temperature_are_greedy():
+def test_tiny_temperature_is_greedy():
     logits = jnp.array([[50.0, 99.0, 99.0, 70.0, 0.0, 0.0, 200.0, 200.0]] * 4)  # 50 / 1e-37 is beyond float32
     positions = jnp.arange(4)
     for temperature, top_k in [(0.0, 0), (3.0, 1), (1e-37, 1)]:

@@ -8,7 +8,7 @@ from mjax.data.tokenizers import ByteTokenizer
 from mjax.streaming import Live, Streamed
 
 
-def test_a_character_appears_when_its_last_token_has_come_whatever_the_order():
+def test_character_appears_with_its_last_token():
     text = "aé€😀b"
     tokens = list(text.encode())
     streamed, seen = Streamed(ByteTokenizer().decode, [1, 2]), []
@@ -20,14 +20,14 @@ def test_a_character_appears_when_its_last_token_has_come_whatever_the_order():
     assert (streamed.text, streamed.ended) == (text, True)
 
 
-def test_a_character_that_never_becomes_whole_is_shown_at_the_end():
+def test_incomplete_character_is_shown_at_end():
     streamed = Streamed(ByteTokenizer().decode, [])
     for position, token in enumerate([*b"a\xe2\x82", None]):
         streamed.hear(position, token)
     assert streamed.text == "a\ufffd"
 
 
-def test_texts_are_shown_one_after_the_other_while_they_grow():
+def test_texts_grow_one_after_the_other():
     output = io.StringIO()
     live = Live(Console(file=output), ["one: ", "two: "])
     texts = [Streamed(ByteTokenizer().decode, []) for _ in range(2)]

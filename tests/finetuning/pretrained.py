@@ -28,9 +28,13 @@ def write_run(folder: Path, **changes) -> Path:
     return folder
 
 
-def arguments_of(run: Path, task: str, files: TaskFiles, *flags) -> FinetuneArguments:
+def words_of(run: Path, task: str, files: TaskFiles, *flags) -> list[str]:
     given = ["--checkpoint", run, "--task", task, "--train", *files.train, "--validation", *files.validation, *flags]
-    return tyro.cli(FinetuneArguments, args=[str(flag) for flag in given])
+    return [str(word) for word in given]
+
+
+def arguments_of(run: Path, task: str, files: TaskFiles, *flags) -> FinetuneArguments:
+    return tyro.cli(FinetuneArguments, args=words_of(run, task, files, *flags))
 
 
 def tuned(capsys, run: Path, task: str, files: TaskFiles, *flags) -> dict:

@@ -1,7 +1,6 @@
 """The order of examples in training, and what fills up the last batch of an evaluation."""
 
 import numpy as np
-import pytest
 
 from mjax.finetuning.batches import EpochBatches
 from mjax.tasks.rows import Examples, padded_batches
@@ -19,36 +18,35 @@ def seen(batches: EpochBatches, epoch: int) -> list[int]:
     return np.concatenate([batches.at(step)["label"] for step in steps]).tolist()
 
 
-def test_an_epoch_shows_each_example_once_and_leaves_out_what_makes_no_whole_batch():
+def test_epoch_shows_each_example_once():
+    """But for those that make no whole batch, others in each epoch."""
     batches = EpochBatches(examples(23), 5, seed=3)
     assert batches.steps == 4
     for epoch in range(3):
         assert len(set(seen(batches, epoch))) == len(seen(batches, epoch)) == 20
-    assert set(seen(batches, 0)) != set(seen(batches, 1))  # others are left out
+    assert set(seen(batches, 0)) != set(seen(batches, 1))
 
 
-def test_the_order_is_a_function_of_seed_and_epoch():
+def test_order_depends_on_seed_and_epoch_only():
     batches = EpochBatches(examples(20), 5, seed=3)
     assert seen(EpochBatches(examples(20), 5, seed=3), 1) == seen(batches, 1) != seen(batches, 0)
     assert seen(EpochBatches(examples(20), 5, seed=4), 1) != seen(batches, 1)
     assert seen(batches, 0) == [15, 9, 1, 11, 13, 4, 10, 5, 16, 19, 14, 0, 8, 3, 12, 18, 17, 2, 7, 6]
 
 
-def test_tokens_padding_and_labels_of_a_row_are_those_of_one_example():
-    batch = EpochBatches(examples(20), 5, seed=3).at(6)
+def test_row_has_tokens_and_labels_of_one_example():
+    """Also in the rows that a process reads."""
+    batches = EpochBatches(examples(20), 5, seed=3)
+    batch = batches.at(6)
     assert (batch["tokens"][:, 0, 0] == batch["label"]).all()
     np.testing.assert_array_equal(batch["documents"], batch["tokens"] < batch["tokens"][:, :, :1])
     assert batch["documents"].dtype == np.int32
+    for rows in (slice(0, 2), slice(2, 5)):
+        for name, whole in batch.items():
+            np.testing.assert_array_equal(batches.at(6, rows)[name], whole[rows])
 
 
-@pytest.mark.parametrize("rows", [slice(0, 2), slice(2, 5)])
-def test_a_process_reads_its_own_rows_of_a_batch(rows):
-    batches = EpochBatches(examples(20), 5, seed=3)
-    for name, whole in batches.at(6).items():
-        np.testing.assert_array_equal(batches.at(6, rows)[name], whole[rows])
-
-
-def test_validation_goes_over_all_examples_in_their_order_and_says_how_many_are_real():
+def test_validation_says_how_many_rows_are_real():
     found = list(padded_batches(examples(11), 4))
     assert [count for count, _ in found] == [4, 4, 3]
     tokens = [batch["tokens"][:, 0, 0].tolist() for _, batch in found]

@@ -30,7 +30,7 @@ def beginning(run, mesh=ONE, **changes) -> Start:
     return Start(run, saved, config, make_mesh(mesh), build_program(config, make_mesh(mesh)))
 
 
-def test_the_trunk_is_the_checkpoints_and_the_head_is_drawn_from_the_seed(run):
+def test_trunk_is_kept_and_head_drawn(run):
     start = beginning(run, sequence=20)
     assert start.new == ["head.bias", "head.kernel"]
     (step, first), (_, second) = (start.state(seed, None, print) for seed in (7, 8))
@@ -50,13 +50,19 @@ def test_the_trunk_is_the_checkpoints_and_the_head_is_drawn_from_the_seed(run):
     assert int(second.step) - int(first.step) == start.config.train.steps  # other dropout masks
 
 
-def test_it_is_the_same_on_every_mesh(run):
+@pytest.mark.ci
+def test_start_is_same_on_every_mesh(run):
     _, one = beginning(run).state(7, None, print)
     _, many = beginning(run, MeshConfig(data=2, model=2, sequence_parallel=True, zero=3)).state(7, None, print)
     for name, weight in named(one).items():
         np.testing.assert_array_equal(named(many)[name], weight, err_msg=name)
 
 
-def test_a_span_has_no_pooler_and_another_tasks_head_is_not_taken(run):
-    assert beginning(run, head="span").new == ["head.bias", "head.kernel"]
-    assert "pooler.kernel" not in named(beginning(run, head="span").state(7, None, print)[1].model)
+def test_head_of_another_task_is_not_kept(run):
+    """A span has no pooler."""
+    saved = read_config(run / "config.json")
+    of_span = replace(saved, model=replace(as_kind(saved.model, "bert_task"), attention="xla", head="span"))
+    program = build_program(of_span, make_mesh(ONE))
+    for before in (saved, of_span):
+        assert Start(run, before, of_span, make_mesh(ONE), program).new == ["head.bias", "head.kernel"]
+    assert "pooler.kernel" not in named(program.abstract_state.model)

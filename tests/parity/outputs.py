@@ -1,8 +1,13 @@
-"""What models of `transformers` make of our batches."""
+"""What models of `transformers` make of our batches, and their weights and gradients in our trees."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+
+from mjax.interop.weights import leaves, places
+from mjax.names import leaf_name
 
 
 def batch_of(model, seed=0):
@@ -50,6 +55,7 @@ def random_bert(model, ending, **settings):
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         attn_implementation="eager",
+        pad_token_id=None,  # torch would give that row no gradient
         **settings,
     )
     return with_noise(getattr(transformers, f"{kind}{ending}")(config))
@@ -61,3 +67,31 @@ def with_noise(peer):
         for parameter in peer.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     return peer
+
+
+# --- Weights and gradients --------------------------------------------------------------------------------------------
+
+
+def in_tree(tensors, target, family, model):
+    """Tensors of a peer, by its names, in the tree of `target`."""
+    arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves(target).items()}
+    for name, place in places(family, model).items():
+        arrays[place.ours][place.index] = place.to_ours(tensors[name])
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: jnp.asarray(arrays[leaf_name(path)]), target)
+
+
+def weights_of(peer, target, family, model):
+    tensors = {name: tensor.detach().numpy() for name, tensor in peer.named_parameters()}
+    return in_tree(tensors, target, family, model)
+
+
+def gradients_of(peer, target, family, model):
+    return in_tree({name: tensor.grad.numpy() for name, tensor in peer.named_parameters()}, target, family, model)
+
+
+def assert_gradients(found, expected, atol=1e-12):
+    """Two trees of float64; some biases of heads have no effect, and all other gradients are not 0."""
+    expected = leaves(expected)
+    for name, gradient in leaves(found).items():
+        assert np.abs(expected[name]).max() > 1e-9 or name in ("head.bias", "final_norm.bias"), name
+        np.testing.assert_allclose(np.asarray(gradient), expected[name], rtol=0, atol=atol, err_msg=name)

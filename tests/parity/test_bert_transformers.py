@@ -1,5 +1,7 @@
-"""BERT against `transformers` with the same random weights: BertForPreTraining is post-LN, MegatronBertForPreTraining
-pre-LN. Scores of both heads, both losses, and gradients."""
+"""BERT and the heads of tasks against `transformers` with the same random weights, in float64: scores, losses and
+gradients on meshes, and exports. Bert… is post-LN, MegatronBert… pre-LN."""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,132 +10,143 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from mjax import cli
 from mjax.config import BERTConfig, Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
+from mjax.inference import inference_config
+from mjax.interop.convert import family_of, write_run
+from mjax.model_config import as_kind
 from mjax.models.build import build_model
-from mjax.names import leaf_name
 from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
-from tests.small import gradient_program, pairs_of
+from mjax.tasks.labelled import Examples
+from mjax.tasks.scoring import TaskScorer
+from tests.finetuning.test_heads import HEADS
+from tests.interop.whole_weights import reader_of
+from tests.small import examples_of, gradient_program, pairs_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
-from tests.parity.outputs import outputs_of_pretraining, random_bert  # noqa: E402
+from tests.parity.outputs import (  # noqa: E402
+    assert_gradients,
+    gradients_of,
+    outputs_of_pretraining,
+    random_bert,
+    weights_of,
+)
 
 pytestmark = pytest.mark.parity
 
-SHAPES = {
-    "four heads": {"layers": 2, "hidden": 32, "heads": 4, "sequence": 24, "vocabulary": 96},
-    "odd heads": {"layers": 3, "hidden": 36, "heads": 3, "sequence": 17, "vocabulary": 100},
-}
+PEERS = {"classification": "SequenceClassification", "multiple_choice": "MultipleChoice", "span": "QuestionAnswering"}
+CASES = [(head, layernorm) for head in HEADS for layernorm in ("pre", "post")]
+SP = {"sequence_parallel": True}
 
 
-def _config(shape, layernorm, activation="gelu_erf", parallel=1):
+def _config(layernorm, activation="gelu_erf", head=None, **mesh):
     model = BERTConfig(
-        layernorm=layernorm, activation=activation, attention="xla", vocabulary_multiple=1,
-        hidden_dropout=0.0, attention_dropout=0.0, layernorm_epsilon=1e-12, **SHAPES[shape],
+        layers=2, hidden=32, heads=4, sequence=24, vocabulary=96, layernorm=layernorm, activation=activation,
+        attention="xla", vocabulary_multiple=1, hidden_dropout=0.0, attention_dropout=0.0, layernorm_epsilon=1e-12,
     )  # fmt: skip
     return Config(
-        model=model,
-        mesh=MeshConfig(model=parallel),
+        model=model if head is None else replace(as_kind(model, "bert_task"), **HEADS[head]),
+        mesh=MeshConfig(**mesh),
         data=DataConfig(mock=True),
-        precision=PrecisionConfig(compute="fp32"),
+        precision=PrecisionConfig(compute="fp64"),
         train=TrainConfig(global_batch=6, micro_batch=3),
     )
 
 
-PLACES = {
-    "embedding.table": "bert.embeddings.word_embeddings.weight",
-    "positions": "bert.embeddings.position_embeddings.weight",
-    "token_types": "bert.embeddings.token_type_embeddings.weight",
-    "embedding_norm": "bert.embeddings.LayerNorm",
-    "final_norm": "bert.encoder.ln",
-    "mlm.transform": "cls.predictions.transform.dense",
-    "mlm.norm": "cls.predictions.transform.LayerNorm",
-    "mlm.bias": "cls.predictions.bias",
-    "pooler": "bert.pooler.dense",
-    "order": "cls.seq_relationship",
-    "blocks.attention.out": "attention.output.dense",
-    "blocks.mlp.up": "intermediate.dense",
-    "blocks.mlp.down": "output.dense",
-}
-NORMS = {
-    "post": {"blocks.attention_norm": "attention.output.LayerNorm", "blocks.mlp_norm": "output.LayerNorm"},
-    "pre": {"blocks.attention_norm": "attention.ln", "blocks.mlp_norm": "ln"},
-}
+def _peer(model):
+    if model.kind == "bert":
+        return random_bert(model, "ForPreTraining").double()
+    return random_bert(model, f"For{PEERS[model.head]}", num_labels=model.outputs).double()
 
 
-def _from_peer(tensors, ours, layernorm, more_places=()):
-    """Tensors of the peer, by its names, in the tree of `ours`."""
-    places = PLACES | NORMS[layernorm] | dict(more_places)
-
-    def tensor(module, part):
-        found = tensors[f"{module}.{'bias' if part == 'bias' else 'weight'}"]
-        return found.T if part == "kernel" else found  # torch keeps [out, in]
-
-    def fetch(path, leaf):
-        name = leaf_name(path)
-        if name in places:
-            return jnp.asarray(tensors[places[name]])
-        module, part = name.rsplit(".", 1)
-        if not name.startswith("blocks."):
-            return jnp.asarray(tensor(places[module], part))
-        layers = []
-        for layer in range(leaf.shape[0]):
-            at = f"bert.encoder.layer.{layer}"
-            if module == "blocks.attention.qkv":
-                three = [tensor(f"{at}.attention.self.{what}", part) for what in ("query", "key", "value")]
-                layers.append(np.stack(three, axis=-2))
-            else:
-                layers.append(tensor(f"{at}.{places[module]}", part))
-        return jnp.asarray(np.stack(layers).reshape(leaf.shape))
-
-    return jax.tree_util.tree_map_with_path(fetch, ours)
+def _outputs(peer, model, batch):
+    if model.kind == "bert":
+        return outputs_of_pretraining(peer, batch)
+    rows = {name: torch.tensor(array.astype(np.int64)) for name, array in batch.items()}
+    if model.head != "multiple_choice":
+        rows = {name: tensor[:, 0] if tensor.ndim == 3 else tensor for name, tensor in rows.items()}
+    labels = {"start_positions": rows["start"], "end_positions": rows["end"]} if model.head == "span" else {}
+    labels = labels or {"labels": rows["label"]}
+    given = {
+        "input_ids": rows["tokens"],
+        "attention_mask": 1 - rows["documents"],
+        "token_type_ids": rows["token_types"],
+    }
+    return peer(**given, **labels)
 
 
-def _numpy(named):
-    return {name: tensor.detach().numpy() for name, tensor in named}
-
-
-@pytest.mark.parametrize("parallel", [1, "heads"])
-@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu_erf"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("layernorm", ["pre", "post"])
-def test_scores_of_both_heads_equal_those_of_transformers(layernorm, shape, activation, parallel):
-    parallel = parallel if parallel == 1 else {"four heads": 4, "odd heads": 1}[shape]
-    config = _config(shape, layernorm, activation, parallel)
-    peer, batch = random_bert(config.model, "ForPreTraining"), pairs_of(config, 0)
-    abstract = jax.eval_shape(lambda: build_model(0, config.model))
-    weights = _from_peer(_numpy(peer.named_parameters()), abstract, layernorm)
-    forward = jax.shard_map(
-        lambda weights, *arrays: weights(*arrays),
-        mesh=make_mesh(config.mesh),
-        in_specs=(nnx.get_partition_spec(abstract), P(), P(), P()),
-        out_specs=(P(None, None, MODEL), P()),
-    )
-    found = jax.jit(forward)(weights, *(batch[name] for name in ("tokens", "token_types", "documents")))
-    expected = outputs_of_pretraining(peer, batch)
-    text = batch["documents"] == 0  # padding attends to padding here and to text there: nobody reads what comes of it
-    np.testing.assert_allclose(
-        np.asarray(found[0])[text], expected.prediction_logits.detach().numpy()[text], atol=2e-5, rtol=0
-    )
-    np.testing.assert_allclose(found[1], expected.seq_relationship_logits.detach().numpy(), atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("layernorm", ["pre", "post"])
-def test_loss_and_gradients_equal_those_of_transformers(layernorm, shape):
-    config = _config(shape, layernorm)
-    peer, batch = random_bert(config.model, "ForPreTraining"), pairs_of(config, 1)
-    batch["tokens"] = np.maximum(batch["tokens"], 1)  # torch gives the row of id 0, padding, no gradient
+def _assert_gradients(config, batch):
+    peer, family = _peer(config.model), family_of(config.model)
     program, build = gradient_program(config)
-    weights = _from_peer(_numpy(peer.named_parameters()), build(), layernorm)
-    figures, gradients = program(weights, batch, jnp.int32(0), jnp.float32(1))
-    expected_loss = outputs_of_pretraining(peer, batch).loss
-    expected_loss.backward()
-    assert float(figures[0] + figures[1]) == pytest.approx(expected_loss.item(), rel=1e-5)
-    expected = _from_peer(_numpy((n, p.grad) for n, p in peer.named_parameters()), weights, layernorm)
-    largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected))
-    for (path, ours), theirs in zip(
-        jax.tree_util.tree_flatten_with_path(gradients)[0], jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-4 * largest, err_msg=leaf_name(path))
+    means, gradients = program(weights_of(peer, build(), family, config.model), batch, jnp.int32(0), jnp.float64(1))
+    expected = _outputs(peer, config.model, batch).loss
+    expected.backward()
+    loss = means[0] + means[1] if config.model.kind == "bert" else means[0]
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-12)
+    assert_gradients(gradients, gradients_of(peer, gradients, family, config.model))
+
+
+@pytest.mark.parametrize(
+    ("layernorm", "activation", "mesh"),
+    [("pre", "gelu_tanh", {"model": 4} | SP), ("post", "gelu_erf", {"pipe": 2, "model": 2})],
+)
+def test_pretraining_equals_transformers(layernorm, activation, mesh):
+    config = _config(layernorm, activation, **mesh)
+    batch, ranks = pairs_of(config, 0), replace(config, mesh=MeshConfig(model=4))
+    with jax.enable_x64(True):
+        peer, abstract = _peer(config.model), jax.eval_shape(lambda: build_model(0, config.model, jnp.float64))
+        forward = jax.shard_map(
+            lambda weights, *arrays: weights(*arrays),
+            mesh=make_mesh(ranks.mesh),
+            in_specs=(nnx.get_partition_spec(abstract), P(), P(), P()),
+            out_specs=(P(None, None, MODEL), P()),
+        )
+        weights = weights_of(peer, abstract, family_of(config.model), config.model)
+        words, order = jax.jit(forward)(weights, *(batch[name] for name in ("tokens", "token_types", "documents")))
+        expected = outputs_of_pretraining(peer, batch)
+        text = batch["documents"] == 0  # padding attends to padding here and to text there: no one reads it
+        theirs = expected.prediction_logits.detach().numpy()
+        np.testing.assert_allclose(np.asarray(words)[text], theirs[text], atol=1e-10, rtol=0)
+        np.testing.assert_allclose(order, expected.seq_relationship_logits.detach().numpy(), atol=1e-10, rtol=0)
+        _assert_gradients(config, batch)
+
+
+@pytest.mark.parametrize(("head", "layernorm"), CASES)
+def test_head_equals_transformers(head, layernorm):
+    """Scores on two replicas, loss and gradients under tensor and sequence parallelism."""
+    config = _config(layernorm, head=head, model=2, sequence_parallel=True)
+    batch, family = examples_of(config, 0), family_of(config.model)
+    with jax.enable_x64(True):
+        peer = _peer(config.model)
+        inference = inference_config(config, MeshConfig(data=2), micro_batch=2)
+        scorer = TaskScorer(inference, make_mesh(inference.mesh))
+        examples = Examples(batch["tokens"], batch["token_types"], batch["documents"] == 0, {})
+        found = scorer(weights_of(peer, scorer.abstract_model, family, config.model), examples)
+        expected = _outputs(peer, config.model, batch)
+        if head == "span":  # padding is no place for an answer
+            ends = torch.stack([expected.start_logits, expected.end_logits], dim=1).detach().numpy()
+            is_text = np.broadcast_to(examples.text, ends.shape)
+            np.testing.assert_allclose(found[is_text], ends[is_text], atol=1e-6, rtol=1e-6)
+            batch["documents"] = np.zeros_like(batch["documents"])  # and its peer takes it for one
+        else:
+            np.testing.assert_allclose(found, expected.logits.detach().numpy(), atol=1e-6, rtol=1e-6)
+        _assert_gradients(config, batch)
+
+
+@pytest.mark.parametrize(("head", "layernorm"), CASES[::2] + CASES[1:2])
+def test_exported_head_opens_with_same_weights(head, layernorm, tmp_path):
+    config = _config(layernorm, head=head)
+    peer, family = _peer(config.model).float(), family_of(config.model)
+    abstract = jax.eval_shape(lambda: build_model(0, config.model))
+    weights = weights_of(peer, abstract, family, config.model)
+    write_run(tmp_path / "run", replace(config, precision=PrecisionConfig()), None, reader_of(weights))
+    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    opened, about = type(peer).from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(about[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert opened.config.num_labels == peer.config.num_labels or head == "multiple_choice"
+    expected = peer.state_dict()
+    assert opened.state_dict().keys() == expected.keys()
+    for name, tensor in opened.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name

@@ -1,4 +1,4 @@
-"""Evaluation of converted Llamas: `mjax evaluate` and the lm-evaluation-harness beside `transformers` on the source."""
+"""Evaluation of a converted Mistral: `mjax evaluate` and the harness beside `transformers` on the source."""
 
 import json
 import math
@@ -24,7 +24,6 @@ from tests.parity.test_lm_eval import instances  # noqa: E402
 pytestmark = pytest.mark.parity
 
 VOCABULARY, POSITIONS = 259, 32
-FAMILIES = ("llama 3.1", "mistral", "qwen 2.5", "qwen 3", "olmo 2")
 PAIRS = [
     ("The quick brown fox", " jumps over"),
     ("", "It was the best of times"),
@@ -35,11 +34,11 @@ PAIRS = [
 TEXTS = ["Whose woods these are I think I know", "His house is in the village though", "short"]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def place(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
     """A model with random weights and a tokenizer in `hf`, and its run folder in `run`."""
     place = tmp_path_factory.mktemp("evaluation")
-    kind, settings = MODELS[request.param]
+    kind, settings = MODELS["mistral"]
     torch.manual_seed(0)
     shape = {**SMALL, "vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS}
     config = getattr(transformers, f"{kind}Config")(**{**shape, **settings})
@@ -63,7 +62,7 @@ def models(place):
     return ours, theirs
 
 
-def test_the_harness_finds_the_loglikelihoods_of_transformers(models):
+def test_harness_loglikelihoods_equal_transformers(models):
     for kind, arguments in (("loglikelihood", PAIRS), ("loglikelihood_rolling", [(text,) for text in TEXTS])):
         ours, theirs = (getattr(model, kind)(instances(kind, arguments), True) for model in models)
         np.testing.assert_allclose(
@@ -73,7 +72,7 @@ def test_the_harness_finds_the_loglikelihoods_of_transformers(models):
             assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
 
 
-def test_the_harness_continues_as_transformers_does(models):
+def test_harness_continues_as_transformers(models):
     requests = instances("generate_until", [(text[:14], {"until": ["\n"], "max_gen_toks": 12}) for text in TEXTS])
     ours, theirs = (model.generate_until(requests, True) for model in models)
     # mjax writes special tokens out, which only a model with random weights draws.
@@ -81,7 +80,7 @@ def test_the_harness_continues_as_transformers_does(models):
     assert any(ours)
 
 
-def test_a_text_ends_at_the_ids_that_generation_config_names(place, capsys):
+def test_text_ends_at_ids_of_generation_config(place, capsys):
     prompts = [word for text in TEXTS for word in ("--prompt", text[:9])]
     argv = ["generate", "--run", str(place / "run"), *prompts, "--temperature", "0", "--tokens", "6", "--json"]
     requests = instances("generate_until", [(text[:9], {"until": [], "max_gen_toks": 6}) for text in TEXTS])
@@ -100,7 +99,7 @@ def test_a_text_ends_at_the_ids_that_generation_config_names(place, capsys):
     assert found == [(True, True), (False, False)]
 
 
-def test_mjax_evaluate_finds_the_perplexity_of_transformers(place, models, capsys):
+def test_evaluate_perplexity_equals_transformers(place, models, capsys):
     text = "It was the best of times, it"  # one window
     (place / "text.txt").write_text(text)
     argv = ["evaluate", "--run", str(place / "run"), "--task", "perplexity", "--data", str(place / "text.txt")]

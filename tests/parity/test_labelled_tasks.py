@@ -28,7 +28,7 @@ STAND_INS = {  # imports of a file of transformers 4, in version 5
     "from ...models.bert import": "from transformers.models.bert.tokenization_bert_legacy import",
     "from ...utils import logging": "from transformers.utils import logging",
 }
-SEEDS = range(20)
+SEEDS = range(6)
 
 
 def script(file, name):
@@ -66,7 +66,7 @@ def vocab(request):
 
 @pytest.mark.parametrize(("name", "classes"), [("mnli", 3), ("qqp", 2), ("race", 4)])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_accuracy_and_f1_are_those_of_scikit_learn(tmp_path, name, classes, seed):
+def test_accuracy_and_f1_equal_scikit_learn(tmp_path, name, classes, seed):
     files = write_task(tmp_path, name, train=4, validation=24, seed=seed)
     task = open_task(name, files.train, files.validation, files.tokenizer, 32)
     draw = np.random.default_rng(seed)
@@ -91,26 +91,11 @@ def test_accuracy_and_f1_are_those_of_scikit_learn(tmp_path, name, classes, seed
 # --- SQuAD's figures --------------------------------------------------------------------------------------------------
 
 ADVERSARIAL = [
-    *["", " ", "the", "a", "An", "the a an", ".", "?!", "“”", "—", "the end", "The End.", "end the", "an end, the end"],
-    *["red red red", "red", "red house red", "RED", "réd", "re\u0301d", "$1,000", "1000", "1,000.", "a-b", "ab", "a b"],
-    *[
-        "theatre",
-        "the-atre",
-        "\u00a0red\u00a0",
-        "red\u200b",
-        "ＲＥＤ",
-        "İ",
-        "i̇",
-        "ß",
-        "SS",
-        "漢字",
-        "漢 字",
-        "'s",
-        "it's",
-        "its",
-    ],
-    *["\n red \t", "empty", "ＴＨＥ red", "the“red”", "a.m.", "am"],
-]
+    "", " ", "the", "a", "An", "the a an", ".", "?!", "“”", "—", "the end", "The End.", "end the", "an end, the end",
+    "red red red", "red", "red house red", "RED", "réd", "re\u0301d", "$1,000", "1000", "1,000.", "a-b", "ab", "a b",
+    "theatre", "the-atre", "\u00a0red\u00a0", "red\u200b", "ＲＥＤ", "İ", "i̇", "ß", "SS", "漢字", "漢 字", "'s",
+    "it's", "its", "\n red \t", "empty", "ＴＨＥ red", "the“red”", "a.m.", "am",
+]  # fmt: skip
 
 
 def drawn_answers(seed, answerable):
@@ -135,7 +120,7 @@ class Example:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_figures_of_squad_1_are_those_of_the_official_script(official_1, seed):
+def test_squad_1_metrics_equal_official_script(official_1, seed):
     predictions, truths = drawn_answers(seed, answerable=True)
     asked = [{"id": name, "answers": [{"text": text} for text in true]} for name, true in truths.items()]
     expected = official_1.evaluate([{"paragraphs": [{"qas": asked}]}], predictions)
@@ -146,7 +131,7 @@ def test_figures_of_squad_1_are_those_of_the_official_script(official_1, seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_figures_of_squad_2_are_those_of_the_official_script(official_2, seed):
+def test_squad_2_metrics_equal_official_script(official_2, seed):
     predictions, truths = drawn_answers(seed, answerable=False)
     draw = random.Random(seed)
     # Many odds are equal; of some models all are above or below 0.
@@ -158,7 +143,7 @@ def test_figures_of_squad_2_are_those_of_the_official_script(official_2, seed):
     assert values == pytest.approx(dict(expected), abs=1e-9)
 
 
-def test_a_real_file_of_squad_is_read_and_measured_as_by_the_official_script(official_1, allennlp, vocab):
+def test_real_squad_file_is_measured_as_official(official_1, allennlp, vocab):
     file = allennlp[1]
     task = open_task("squad1.1", [str(file)], [str(file)], load_tokenizer(f"bert-uncased:{vocab}"), 96)
     assert task.notes == []
@@ -199,8 +184,8 @@ def long_contexts(draw, count=12):
     return [context for context in contexts if context.strip()]
 
 
-@pytest.mark.parametrize(("positions", "stride"), [(64, 16), (100, 40), (512, 128)])
-def test_windows_and_spans_of_squad_are_those_of_transformers(vocab, tmp_path, positions, stride):
+@pytest.mark.parametrize(("positions", "stride"), [(64, 16), (512, 128)])
+def test_squad_windows_equal_transformers(vocab, tmp_path, positions, stride):
     draw = random.Random(positions)
     ours, theirs = load_tokenizer(f"bert-uncased:{vocab}"), transformers.BertTokenizer(vocab=str(vocab))
     file = squad_file(tmp_path / "train.json", long_contexts(draw), draw)
@@ -245,7 +230,7 @@ def _span(encoded, begin, end):
     return (inside[0], inside[-1]) if inside else None
 
 
-def test_pairs_of_sentences_have_the_ids_of_transformers(vocab, tmp_path):
+def test_sentence_pairs_equal_transformers(vocab, tmp_path):
     draw = random.Random(0)
     ours, theirs = load_tokenizer(f"bert-uncased:{vocab}"), transformers.BertTokenizer(vocab=str(vocab))
     texts = [
@@ -283,8 +268,8 @@ class Result:
 
 
 @pytest.mark.parametrize("version", ["1.1", "2.0"])
-@pytest.mark.parametrize("seed", range(5))
-def test_answers_are_those_of_googles_code_when_it_looks_at_all_spans(official_2, vocab, tmp_path, version, seed):
+@pytest.mark.parametrize("seed", range(3))
+def test_squad_answers_equal_google_code(official_2, vocab, tmp_path, version, seed):
     draw, numbers = random.Random(seed), np.random.default_rng(seed)
     tokenizer, positions = load_tokenizer(f"bert-uncased:{vocab}"), 40
     theirs = transformers.BertTokenizer(vocab=str(vocab))

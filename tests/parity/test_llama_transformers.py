@@ -1,9 +1,9 @@
-"""Llama, Mistral, Qwen 2, Qwen 3 and OLMo 2 of `transformers` with the same random weights, in float64: logits, loss,
-gradients, runs of AdamW and Muon, and the rotary frequencies of every scaling."""
+"""GPT-2, BLOOM, Llama, Mistral, Qwen, OLMo and mixtures of `transformers` with the same random weights, in float64:
+logits, loss and gradients on meshes, runs of AdamW and Muon, slopes, rotary frequencies, and auxiliary losses."""
 
-import re
+import json
 from dataclasses import replace
-from itertools import product
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,89 +12,72 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import Config, DataConfig, LlamaConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from mjax.config import Config, DataConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from mjax.interop.convert import find_family
+from mjax.interop.settings import model_config
 from mjax.models.build import build_model
 from mjax.models.llama import rotary_of
-from mjax.names import leaf_name
+from mjax.models.positions import alibi_slopes
 from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import plan_storage
 from mjax.training.muon import newton_schulz
-from tests.products import diagonal, seldom
 from tests.small import gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
-from tests.parity.outputs import batch_of, loss_of, with_noise  # noqa: E402
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor  # noqa: E402
+
+from tests.parity.outputs import assert_gradients, batch_of, gradients_of, weights_of, with_noise  # noqa: E402
 from tests.parity.trajectory import losses_of_both  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
-SMALL = LlamaConfig(
-    layers=2, hidden=32, heads=4, kv_heads=2, sequence=24, feed_forward=44, vocabulary=96, vocabulary_multiple=32
-)
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"rope_type": "yarn", "factor": 4.0}
-FAMILIES = {  # ours, the class of transformers, and what its config has besides
-    "llama 2": (replace(SMALL, kv_heads=None), "Llama", {}),
-    "llama 3.1": (
-        replace(SMALL, rope_theta=5e5, rope_scaling="llama3", rope_factor=8.0, rope_original=16),
-        "Llama",
-        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5, "original_max_position_embeddings": 16}},
+SMALL = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 24, "attn_implementation": "eager",
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GPT2 = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4, "attn_implementation": "eager"}
+BLOOM = {"vocab_size": 97, "hidden_size": 48, "n_layer": 2, "n_head": 6}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
+QWEN3_MOE = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True, "head_dim": 10,
+    "experts_implementation": "eager",
+}  # fmt: skip
+FSDP = {"data": 2, "model": 2, "zero": 3}
+SP = {"model": 4, "sequence_parallel": True}
+FAMILIES = {  # the class of transformers, what its config has besides, and our mesh
+    "gpt 2": ("GPT2", {**GPT2, **DROPOUT}, FSDP),
+    "gpt 2, exact gelu": ("GPT2", {**GPT2, **DROPOUT, "n_layer": 3, "activation_function": "gelu"}, {}),
+    "bloom": ("Bloom", BLOOM, {"data": 2, "model": 2}),
+    "bloom, three heads": ("Bloom", {**BLOOM, "hidden_size": 36, "n_head": 3}, {"pipe": 2}),
+    "llama 2": ("Llama", {"num_key_value_heads": 4}, {"pipe": 2}),
+    "llama 3.1": ("Llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 16}}, FSDP),
+    "llama, yarn": ("Llama", {"rope_parameters": YARN, "tie_word_embeddings": True}, SP),
+    "llama, linear": ("Llama", {"rope_parameters": LINEAR, "num_key_value_heads": 1}, {"model": 4}),
+    "mistral": ("Mistral", {"sliding_window": 6}, {"pipe": 2, "model": 2}),
+    "qwen 2.5": ("Qwen2", {}, SP),
+    "qwen 2.5, windows": ("Qwen2", {**WINDOWS, "num_hidden_layers": 4}, {"data": 2, "model": 2}),
+    "qwen 3": ("Qwen3", {"head_dim": 10, "tie_word_embeddings": True}, FSDP),
+    "olmo 2": ("Olmo2", {}, {"model": 4}),
+    "mixtral, window": (
+        "Mixtral",
+        {"num_local_experts": 4, "sliding_window": 6, "experts_implementation": "eager"},
+        {"data": 2, "model": 2},
     ),
-    "llama, yarn": (
-        replace(SMALL, rope_scaling="yarn", rope_factor=4.0, rope_original=64, tied=True),
-        "Llama",
-        {"rope_parameters": {**YARN, "rope_theta": 1e4, "original_max_position_embeddings": 64}},
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}, SP),
+    "qwen 3 moe, first layer dense": ("Qwen3Moe", {**QWEN3_MOE, "num_hidden_layers": 3, "mlp_only_layers": [0]}, FSDP),
+    "qwen 3 moe, every second layer": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2},
+        {"pipe": 2},
     ),
-    "llama, linear": (
-        replace(SMALL, kv_heads=1, rope_scaling="linear", rope_factor=2.0),
-        "Llama",
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-    ),
-    "mistral": (replace(SMALL, window=6), "Mistral", {"sliding_window": 6}),
-    "qwen 2.5": (replace(SMALL, qkv_bias=True, norm_epsilon=1e-6), "Qwen2", {"use_sliding_window": False}),
-    "qwen 2.5, windows": (
-        replace(SMALL, layers=4, qkv_bias=True, window=6, full_attention_every=2),
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    ),
-    "qwen 3": (replace(SMALL, qk_norm="head", head_dim=10, tied=True), "Qwen3", {}),
-    "olmo 2": (replace(SMALL, qk_norm="heads", norms="post"), "Olmo2", {}),
 }
-NAMES = {
-    "embedding.table": "model.embed_tokens.weight",
-    "head.table": "lm_head.weight",
-    "final_norm.scale": "model.norm.weight",
-    "attention.out.kernel": "self_attn.o_proj.weight",
-    "attention.query_norm.scale": "self_attn.q_norm.weight",
-    "attention.key_norm.scale": "self_attn.k_norm.weight",
-    "mlp.down.kernel": "mlp.down_proj.weight",
-}
-NORMS = {
-    "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
-    "post": {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
-}
-
-
-def peer_of(model, kind, settings):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=model.vocabulary,
-        hidden_size=model.hidden,
-        intermediate_size=model.mlp_width,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.groups,
-        head_dim=model.head_size,
-        rms_norm_eps=model.norm_epsilon,
-        tie_word_embeddings=model.tied,
-        max_position_embeddings=model.sequence,
-        attn_implementation="eager",
-        pad_token_id=None,  # OLMo 2 has 1, whose row gets no gradient
-        **{"rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta}, **settings},
-    )
-    return with_noise(getattr(transformers, f"{kind}ForCausalLM")(config)).double()
 
 
 class Wide:
@@ -108,53 +91,34 @@ class Wide:
 
 @pytest.fixture(autouse=True)
 def in_float64(monkeypatch):
-    for kind in ("llama", "mistral", "qwen2", "qwen3", "olmo2"):
+    for kind in ("bloom", "llama", "mistral", "qwen2", "qwen3", "olmo2", "mixtral", "qwen3_moe", "olmoe"):
         monkeypatch.setattr(f"transformers.models.{kind}.modeling_{kind}.torch", Wide())
     monkeypatch.setattr("transformers.modeling_rope_utils.torch", Wide())
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
-def from_peer(tensors, ours, model):
-    """Tensors of the peer, by its names, in the tree of `ours`."""
-    return tensors_of(tensors, ours, model)
+def peer_of(name):
+    kind, settings, _ = FAMILIES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**(settings if kind in ("GPT2", "Bloom") else SMALL | settings))
+    return with_noise(
+        getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(config)
+    ).double()
 
 
-def tensors_of(tensors, ours, model, otherwise=lambda path, leaf: None, of_stack=lambda name, depth: range(depth)):
-    """The same, but for those that `otherwise` gives; `of_stack` says which layers a stacked weight has, from 0."""
-
-    def of_layer(name, shape, layer):
-        def tensor(theirs):
-            return tensors[f"model.layers.{layer}.{theirs}"]
-
-        if name in NAMES:
-            return tensor(NAMES[name]).T.reshape(shape)
-        module, part = name.split(".", 1)
-        if module.endswith("_norm"):
-            return tensor(f"{NORMS[model.norms][module]}.weight")
-        if name == "mlp.up.kernel":
-            return np.stack([tensor("mlp.gate_proj.weight").T, tensor("mlp.up_proj.weight").T], 1)
-        which = "weight" if part.endswith("kernel") else "bias"
-        if part.startswith("query."):
-            return tensor(f"self_attn.q_proj.{which}").T.reshape(shape)
-        projections = "qkv" if part.startswith("qkv.") else "kv"
-        parts = [tensor(f"self_attn.{one}_proj.{which}").T for one in projections]
-        return np.stack(parts, -2).reshape(shape)  # [..., heads · d] each
-
-    def fetch(path, leaf):
-        name = leaf_name(path)
-        if (own := otherwise(path, leaf)) is not None:
-            return own
-        if not name.startswith("blocks."):
-            return jnp.asarray(tensors[NAMES[name]])
-        plain = re.sub(r"^blocks\.(turns\.)?(\d+\.)?", "", name)
-        layers = (of_layer(plain, leaf.shape[1:], layer) for layer in of_stack(name, leaf.shape[0]))
-        return jnp.stack([jnp.asarray(one) for one in layers])
-
-    return jax.tree_util.tree_map_with_path(fetch, ours)
+def family_of(peer):
+    """The table of a peer's tensors, and our model."""
+    values = json.loads(peer.config.to_json_string())
+    family = find_family(values, Path("config.json"))
+    model = model_config(family, values, "config.json", vocabulary_multiple=32).without_dropout()
+    if isinstance(peer, transformers.BloomForCausalLM):
+        model = replace(model, sequence=24)
+    return replace(family, names={**family.names, **family.fused}), replace(model, attention="xla")
 
 
 def config_of(architecture, **mesh):
     return Config(
-        model=replace(architecture, attention="xla"),
+        model=architecture,
         mesh=MeshConfig(**mesh),
         data=DataConfig(mock=True),
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="constant", weight_decay=0.1, clip_norm=1.0),
@@ -163,99 +127,122 @@ def config_of(architecture, **mesh):
     )
 
 
-def numpy(named):
-    return {name: tensor.detach().numpy() for name, tensor in named}
-
-
-MESHES = {
-    "one device": {},
-    "data 2 × model 2": {"data": 2, "model": 2},
-    "model 4": {"model": 4},  # two key-value heads, or one, over four ranks
-    "pipe 2": {"pipe": 2},
-    "model 4, sequence parallel": {"model": 4, "sequence_parallel": True},
-    "data 2 × model 2, FSDP": {"data": 2, "model": 2, "zero": 3},
-}
-
-
-@pytest.mark.parametrize(
-    ("family", "mesh"), seldom(product(FAMILIES, MESHES), often=diagonal(3, FAMILIES, MESHES), some=())
-)
-def test_loss_and_gradients_equal_those_of_transformers(family, mesh):
-    model, kind, settings = FAMILIES[family]
-    mesh = MESHES[mesh]
-    with jax.enable_x64(True):
-        peer, batch = peer_of(model, kind, settings), batch_of(model)
-        program, build = gradient_program(config_of(model, **mesh))
-        loss, gradients = program(from_peer(numpy(peer.named_parameters()), build(), model), batch, 0, 1.0)
-        expected_loss = loss_of(peer, batch)
-        expected_loss.backward()
-        assert abs(float(loss) - expected_loss.item()) < 1e-12
-        expected = from_peer(numpy((n, p.grad) for n, p in peer.named_parameters()), gradients, model)
-        for (path, ours), theirs in zip(
-            jax.tree_util.tree_flatten_with_path(gradients)[0], jax.tree.leaves(expected), strict=True
-        ):
-            np.testing.assert_allclose(np.asarray(ours), theirs, rtol=0, atol=1e-12, err_msg=leaf_name(path))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_those_of_transformers(family):
-    model, kind, settings = FAMILIES[family]
-    with jax.enable_x64(True):
-        config, peer, batch = config_of(model, model=2), peer_of(model, kind, settings), batch_of(model)
-        abstract = jax.eval_shape(lambda: build_model(0, config.model, jnp.float64))
-        weights = from_peer(numpy(peer.named_parameters()), abstract, model)
-        expected = peer(torch.tensor(batch["tokens"], dtype=torch.long)).logits.detach().numpy()
-        found = logits_of(config, abstract, weights, batch)
-    assert np.abs(expected).max() > 0.1
-    np.testing.assert_allclose(found[..., : model.vocabulary], expected, rtol=0, atol=1e-10)
+def abstract_of(model):
+    return jax.eval_shape(lambda: build_model(0, model, jnp.float64))
 
 
 def logits_of(config, abstract, weights, batch):
+    plan = plan_storage(abstract, nnx.get_partition_spec(abstract), config.mesh)
     forward = jax.shard_map(
         lambda weights, tokens: weights(tokens),
         mesh=make_mesh(config.mesh),
-        in_specs=(jax.tree.map(lambda storage: storage.spec, storage_on(config.mesh, abstract)), P()),
+        in_specs=(jax.tree.map(lambda storage: storage.spec, plan), P()),
         out_specs=P(None, None, MODEL),
     )
     return np.asarray(jax.jit(forward)(weights, batch["tokens"]))
 
 
-def storage_on(mesh, abstract):
-    return plan_storage(abstract, nnx.get_partition_spec(abstract), mesh)
+def outputs_of(peer, batch, **options):
+    """What the peer gives for a batch, and the mean of its loss over all labels."""
+    found = peer(torch.tensor(batch["tokens"], dtype=torch.long), **options)
+    labels = torch.tensor(batch["labels"], dtype=torch.long)
+    return found, torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize(
-    "family", ["mistral", "qwen 3", *(pytest.param(name, marks=pytest.mark.all) for name in ("qwen 2.5", "olmo 2"))]
-)
-def test_twenty_steps_of_adamw_follow_torch(family):
-    model, kind, settings = FAMILIES[family]
+def names_of(model):
+    """The means that our model reports."""
+    if model.kind != "mixture":
+        return None
+    return ("loss", "router_entropy", *(["balance_loss"] if model.balance_loss else []), "expert_load")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_equals_transformers(family):
+    """Logits on two ranks, or one where they do not divide; loss and gradients on the mesh of the family."""
     with jax.enable_x64(True):
-        config, peer = config_of(model, data=2, model=2), peer_of(model, kind, settings)
-        abstract = jax.eval_shape(lambda: build_model(0, config.model, jnp.float64))
-        weights = from_peer(numpy(peer.named_parameters()), abstract, model)
-        ours, theirs = losses_of_both(config, weights, peer, loss_of, lambda step: batch_of(model, seed=step % 4))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-8)  # our learning rate is float32
-    assert theirs[-1] < theirs[0] - 0.05, "the trajectory went nowhere"
+        peer = peer_of(family)
+        table, model = family_of(peer)
+        batch, abstract = batch_of(model), abstract_of(model)
+        found, expected_loss = outputs_of(peer, batch)
+        two = config_of(model, model=1 + (model.heads % 2 == 0))
+        logits = logits_of(two, abstract, weights_of(peer, abstract, table, model), batch)
+        expected = found.logits.detach().numpy()
+        assert np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(logits[..., : model.vocabulary], expected, rtol=0, atol=1e-10)
+
+        atol = 1e-11 if "bloom" in family else 1e-12  # its GELU has √(2 / π) with eight digits
+        program, build = gradient_program(config_of(model, **FAMILIES[family][2]), names_of(model))
+        means, gradients = program(weights_of(peer, build(), table, model), batch, 0, 1.0)
+        expected_loss.backward()
+        assert abs(float(means if means.ndim == 0 else means[0]) - expected_loss.item()) < atol
+        assert_gradients(gradients, gradients_of(peer, gradients, table, model), atol)
+
+
+@pytest.mark.parametrize("family", ["mixtral, window", "qwen 3 moe, first layer dense"])
+def test_auxiliary_loss_equals_transformers(family):
+    """With gradients, on one device: transformers has the tokens of the whole batch together."""
+    with jax.enable_x64(True):
+        peer = peer_of(family)
+        table, model = family_of(peer)
+        model = replace(model, balance_loss=0.5, balance_over="layers")
+        config, batch = config_of(model), batch_of(model)
+        config = replace(config, train=replace(config.train, micro_batch=4))
+        program, build = gradient_program(config, names_of(model))
+        means, gradients = program(weights_of(peer, build(), table, model), batch, 0, 1.0)
+        found, loss = outputs_of(peer, batch, output_router_logits=True)
+        (loss + 0.5 * found.aux_loss).backward()
+        assert abs(float(means[0]) - loss.item()) < 1e-12
+        assert abs(float(means[2]) - found.aux_loss.item()) < 1e-12
+        assert_gradients(gradients, gradients_of(peer, gradients, table, model))
+
+
+def test_balance_loss_of_micro_batches_is_megatrons():
+    """coefficient · E · Σ (Σ p) (tokens of i) / (k T²) in every layer (megatron-core, switch_load_balancing_loss_func),
+    with T the tokens of a micro-batch."""
+    with jax.enable_x64(True):
+        peer = peer_of("mixtral, window")
+        table, model = family_of(peer)
+        model = replace(model, balance_loss=1.0, balance_over="micro_batch")
+        batch = batch_of(model)
+        program, build = gradient_program(config_of(model), names_of(model))
+        means, _ = program(weights_of(peer, build(), table, model), batch, 0, 1.0)
+        total = 0.0
+        for layer in outputs_of(peer, batch, output_router_logits=True)[0].router_logits:
+            for scores in layer.softmax(-1).split(2 * model.sequence):
+                chosen = torch.bincount(scores.topk(2)[1].flatten(), minlength=model.experts)
+                total += (scores.sum(0) * chosen).sum().item() * model.experts / (2 * len(scores) ** 2) / 2
+    np.testing.assert_allclose(float(means[2]) * model.layers, total, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("family", "adjust"),
-    [("llama 2", "match_rms_adamw"), pytest.param("qwen 3", "original", marks=pytest.mark.all)],
+    ("family", "optimizer"),
+    [
+        ("mistral", {}),
+        ("qwen 3 moe, first layer dense", {}),
+        ("llama 2", {"name": "muon", "muon_adjust_lr": "match_rms_adamw"}),
+        pytest.param("qwen 3", {"name": "muon", "muon_adjust_lr": "original"}, marks=pytest.mark.all),
+    ],
 )
-def test_twenty_steps_of_muon_follow_torch(family, adjust, monkeypatch):
+def test_twenty_steps_follow_torch(family, optimizer, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch iterates in bf16 whatever the weights are
-    model, kind, settings = FAMILIES[family]
     with jax.enable_x64(True):
-        config, peer = config_of(model, data=2, model=2, zero=1), peer_of(model, kind, settings)
-        config = replace(config, optimizer=replace(config.optimizer, name="muon", muon_adjust_lr=adjust))
-        abstract = jax.eval_shape(lambda: build_model(0, config.model, jnp.float64))
-        weights = from_peer(numpy(peer.named_parameters()), abstract, model)
-        ours, theirs = losses_of_both(config, weights, peer, loss_of, lambda step: batch_of(model, seed=step % 4))
+        peer = peer_of(family)
+        table, model = family_of(peer)
+        config = config_of(model, data=2, model=2, zero=1)
+        config = replace(config, optimizer=replace(config.optimizer, **optimizer))
+        weights = weights_of(peer, abstract_of(model), table, model)
+        ours, theirs = losses_of_both(
+            config,
+            weights,
+            peer,
+            lambda peer, batch: outputs_of(peer, batch)[1],
+            lambda step: batch_of(model, seed=step % 4),
+        )
     np.testing.assert_allclose(ours, theirs, rtol=1e-8)  # our learning rate is float32
     assert theirs[-1] < theirs[0] - 0.05, "the trajectory went nowhere"
 
 
-def test_one_step_of_muon_in_bf16_is_that_of_torch_within_the_precision_of_bf16():
+def test_muon_in_bf16_is_near_torch():
     weight = torch.nn.Parameter(torch.zeros(48, 32))
     weight.grad = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
     torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, adjust_lr_fn="original").step()
@@ -265,15 +252,18 @@ def test_one_step_of_muon_in_bf16_is_that_of_torch_within_the_precision_of_bf16(
     assert np.linalg.norm(found - theirs) < 0.04 * np.linalg.norm(theirs)
 
 
-@pytest.mark.parametrize(
-    "family", [name for name, (_, _, settings) in FAMILIES.items() if "rope_parameters" in settings]
-)
-@pytest.mark.parametrize("size", [64, 128])
-def test_frequencies_equal_those_of_transformers(family, size):
-    model, kind, settings = FAMILIES[family]
-    original = 8192
-    model = replace(model, hidden=size * model.heads, rope_original=original)
-    rope = {**settings["rope_parameters"], "original_max_position_embeddings": original}
-    peer = peer_of(model, kind, {"rope_parameters": rope})
-    np.testing.assert_allclose(rotary_of(model).frequencies(), peer.model.rotary_emb.inv_freq, rtol=1e-12)
-    assert rotary_of(model).magnitude() == pytest.approx(peer.model.rotary_emb.attention_scaling, rel=1e-12)
+@pytest.mark.parametrize("rope", [LLAMA3, YARN, LINEAR], ids=lambda rope: rope["rope_type"])
+def test_rotary_frequencies_equal_transformers(rope):
+    for size in (64, 128):
+        rope = rope | ({} if rope is LINEAR else {"original_max_position_embeddings": 8192})
+        config = transformers.LlamaConfig(**SMALL | {"hidden_size": 4 * size, "rope_parameters": rope})
+        peer = transformers.LlamaForCausalLM(config)
+        ours, theirs = rotary_of(family_of(peer)[1]), peer.model.rotary_emb
+        np.testing.assert_allclose(ours.frequencies(), theirs.inv_freq, rtol=1e-12)
+        assert ours.magnitude() == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
+def test_slopes_equal_transformers():
+    for heads in (*range(1, 41), 64, 96, 112, 128, 200):
+        theirs = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+        np.testing.assert_allclose(alibi_slopes(heads), theirs.numpy(), rtol=1e-5)

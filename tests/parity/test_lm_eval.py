@@ -114,7 +114,7 @@ def _by_hand(model, context, continuation):
     return logs[np.arange(len(labels)), labels].sum(), bool((logits.argmax(-1) == labels).all())
 
 
-def test_loglikelihoods_are_those_of_the_models_logits(ours):
+def test_loglikelihoods_follow_from_logits(ours):
     random, requests = np.random.default_rng(0), []
     for length in (1, 2, 5, 20, POSITIONS, 40):
         context = random.integers(0, 300, length).tolist()
@@ -133,21 +133,21 @@ def test_loglikelihoods_are_those_of_the_models_logits(ours):
 # --- Against the harness's own model ----------------------------------------------------------------------------------
 
 
-def test_loglikelihoods_are_those_of_hf_on_the_export(ours, theirs):
+def test_loglikelihoods_equal_hf_on_export(ours, theirs):
     requests = instances("loglikelihood", PAIRS)
     found, expected = ours.loglikelihood(requests, True), theirs.loglikelihood(requests, True)
     np.testing.assert_allclose([nats for nats, _ in found], [nats for nats, _ in expected], rtol=0, atol=1e-4)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
-def test_whole_texts_have_the_loglikelihood_of_hf_on_the_export(ours, theirs):
+def test_rolling_loglikelihoods_equal_hf_on_export(ours, theirs):
     requests = instances("loglikelihood_rolling", [(text,) for text in LONG])
     found, expected = ours.loglikelihood_rolling(requests, True), theirs.loglikelihood_rolling(requests, True)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-4)
 
 
-@pytest.mark.parametrize("until", [["\n"], [" the", "zz"], []])
-def test_greedy_continuations_are_those_of_hf_on_the_export(ours, theirs, until):
+@pytest.mark.parametrize("until", [[" the", "zz"], []])
+def test_greedy_continuations_equal_hf_on_export(ours, theirs, until):
     settings = {"until": until, "max_gen_toks": 12, "do_sample": False}
     requests = instances("generate_until", [(context or "It", settings) for context, _ in PAIRS])
     found, expected = ours.generate_until(requests, True), theirs.generate_until(requests, True)
@@ -167,15 +167,7 @@ def _figures(model, folder):
     return found["tiny_choice"]["acc,none"], found["tiny_text"]["byte_perplexity,none"]
 
 
-def test_a_local_task_has_the_figures_of_hf(folder, ours, theirs):
-    accuracy, perplexity = _figures(ours, folder)
-    expected = _figures(theirs, folder)
-    assert 0 < accuracy < 1
-    assert accuracy == expected[0]
-    assert perplexity == pytest.approx(expected[1], rel=1e-5)
-
-
-def test_the_command_runs_a_local_task_on_a_mesh_with_the_same_figures(folder, ours):
+def test_command_on_mesh_has_metrics_of_hf(folder, theirs):
     arguments = [
         *(sys.executable, "-m", "mjax", "lm-eval", "--simulate", "4", "run", "--model", "mjax"),
         *("--model_args", f"checkpoint={folder / 'run'},compute=fp32,context=2,model=2", "--tasks", ",".join(TASKS)),
@@ -188,7 +180,8 @@ def test_the_command_runs_a_local_task_on_a_mesh_with_the_same_figures(folder, o
     assert "|tiny_choice|" in ran.stdout.replace(" ", "")
     (file,) = (folder / "results").rglob("results_*.json")
     results = json.loads(file.read_text())["results"]
-    accuracy, perplexity = _figures(ours, folder)
+    accuracy, perplexity = _figures(theirs, folder)
+    assert 0 < accuracy < 1
     assert results["tiny_choice"]["acc,none"] == accuracy
     assert results["tiny_text"]["byte_perplexity,none"] == pytest.approx(perplexity, rel=1e-5)
 
@@ -205,7 +198,7 @@ def test_the_command_runs_a_local_task_on_a_mesh_with_the_same_figures(folder, o
         ({"model": 5}, "--mesh.model 5 does not divide"),
     ],
 )
-def test_what_a_model_cannot_be_opened_with_is_refused_in_one_sentence(folder, arguments, words):
+def test_wrong_model_arguments_are_rejected(folder, arguments, words):
     with pytest.raises(UsageError) as error:
         HarnessModel(str(folder / "run"), **arguments)
     assert words in str(error.value)
@@ -220,11 +213,11 @@ def test_what_a_model_cannot_be_opened_with_is_refused_in_one_sentence(folder, a
         ({"do_sample": True, "top_p": 0.0, "temperature": 1.0, "max_gen_toks": 3}, "--top-p is 0.0"),
     ],
 )
-def test_a_continuation_that_cannot_be_written_is_refused(ours, settings, words):
+def test_unsupported_generation_is_rejected(ours, settings, words):
     with pytest.raises(UsageError, match=words):
         ours.generate_until(instances("generate_until", [("It", settings)]), True)
 
 
-def test_a_continuation_longer_than_the_model_is_refused(ours):
+def test_continuation_longer_than_model_is_rejected(ours):
     with pytest.raises(UsageError, match=r"a continuation has 41 tokens and .* has 32 positions"):
         ours._loglikelihood_tokens([(None, [1], [2] * 41)], True)

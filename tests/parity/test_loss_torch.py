@@ -19,9 +19,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed: make test-p
 ROWS, VOCABULARY, WIDTH, TOKENS = 96, 90, 12, 20
 
 
-@pytest.mark.parametrize("ways", [1, 4])
-@pytest.mark.parametrize("chunks", [2, 5])
-def test_the_loss_in_chunks_and_its_gradients_are_torchs(ways, chunks):
+@pytest.mark.parametrize(("ways", "chunks"), [(1, 2), (4, 5)])
+def test_chunked_loss_and_gradients_equal_torch(ways, chunks):
     random = np.random.default_rng(0)
     x, table, bias = random.normal(size=(TOKENS, WIDTH)), random.normal(size=(ROWS, WIDTH)), random.normal(size=ROWS)
     labels, mask = random.integers(0, VOCABULARY, TOKENS), random.integers(0, 2, TOKENS).astype(bool)

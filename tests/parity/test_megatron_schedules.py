@@ -33,25 +33,29 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize(("warmup", "low"), [(0, 0.0), (7, 0.0), (7, 2e-5)])
-@pytest.mark.parametrize("style", STYLES)
-def test_every_schedule_equals_megatrons(style, warmup, low):
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
+def _scheduler(warmup, decay, init_lr=0.0, **style):
+    """Megatron's scheduler from 3e-4 to 1e-5, and a function that gives its learning rate."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     optimizer.param_groups[0].update(max_lr=3e-4, min_lr=1e-5)
+    constant = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": decay, "wd_incr_style": "constant"}
     scheduler = schedulers.OptimizerParamScheduler(
         optimizer,
-        init_lr=low,
+        init_lr=init_lr,
         max_lr=3e-4,
         min_lr=1e-5,
-        lr_warmup_steps=warmup * BATCH,
-        lr_decay_steps=40 * BATCH,
-        start_wd=0.01,
-        end_wd=0.01,
-        wd_incr_steps=40 * BATCH,
-        wd_incr_style="constant",
-        wsd_decay_steps=12 * BATCH,
-        **STYLES[style],
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        **constant,
+        **style,
+    )
+    return lambda: optimizer.param_groups[0]["lr"], scheduler
+
+
+@pytest.mark.parametrize(("warmup", "low"), [(0, 0.0), (7, 0.0), (7, 2e-5)])
+@pytest.mark.parametrize("style", STYLES)
+def test_schedule_equals_megatron(style, warmup, low):
+    rate_of, scheduler = _scheduler(
+        warmup * BATCH, 40 * BATCH, init_lr=low, wsd_decay_steps=12 * BATCH, **STYLES[style]
     )
     schedule, _, shape = style.partition(" ")
     config = small_config()
@@ -71,7 +75,7 @@ def test_every_schedule_equals_megatrons(style, warmup, low):
     )
     ours, theirs = [], []
     for step in range(50):
-        theirs.append(optimizer.param_groups[0]["lr"])
+        theirs.append(rate_of())
         ours.append(float(learning_rate(config, jnp.int32(step * BATCH))))
         scheduler.step(increment=BATCH)
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-10)
@@ -89,9 +93,9 @@ def _calculator(global_batch, rampup):
     return RampupBatchsizeNumMicroBatchesCalculator(global_batch, 1, 1, False, 1, *rampup)
 
 
-def test_a_ramp_up_has_megatrons_size_at_every_step():
+def test_rampup_sizes_equal_megatron():
     random = np.random.default_rng(0)
-    drawn = [(int(a), int(b), int(c), int(d)) for a, b, c, d in random.integers(1, [40, 16, 60, 20_000], (150, 4))]
+    drawn = [(int(a), int(b), int(c), int(d)) for a, b, c, d in random.integers(1, [40, 16, 60, 20_000], (40, 4))]
     uneven = [(8, 1, 7, 29), (1, 4, 7, 58), (2, 1, 7, 144)]  # the float quotient falls short of a whole number
     for start, increment, increments, samples in [*drawn, *uneven]:
         end, rampup = start + increments * increment, (start, increment, samples)
@@ -105,38 +109,23 @@ def test_a_ramp_up_has_megatrons_size_at_every_step():
         assert ours.size(step) == end
 
 
-def test_the_learning_rate_of_a_ramp_up_is_megatrons():
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    optimizer.param_groups[0].update(max_lr=3e-4, min_lr=1e-5)
+def test_rampup_learning_rate_equals_megatron():
     rampup = (2, 2, 24)
     config = _ramped(8, rampup, learning_rate=3e-4, min_learning_rate=1e-5, schedule="cosine", warmup_steps=7)
     sizes = BatchSizes.of(config)
-    scheduler = schedulers.OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=3e-4,
-        min_lr=1e-5,
-        lr_warmup_steps=sizes.samples_before(7),
-        lr_decay_steps=sizes.samples_before(40),
-        lr_decay_style="cosine",
-        start_wd=0.01,
-        end_wd=0.01,
-        wd_incr_steps=40,
-        wd_incr_style="constant",
-    )
+    rate_of, scheduler = _scheduler(sizes.samples_before(7), sizes.samples_before(40), lr_decay_style="cosine")
     calculator, consumed, ours, theirs = _calculator(8, rampup), 0, [], []
     for step in range(50):
         calculator.update(consumed, consistency_check=True)
         size = calculator.get_current_running_global_batch_size()
-        theirs.append(optimizer.param_groups[0]["lr"])
+        theirs.append(rate_of())
         ours.append(float(learning_rate(config, jnp.int32(sizes.samples_before(step)))))
         scheduler.step(increment=size)
         consumed += size
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-10)
 
 
-def test_the_loss_scale_moves_as_megatrons(monkeypatch):
+def test_loss_scale_equals_megatron(monkeypatch):
     from megatron.core.optimizer import grad_scaler
 
     tensor = torch.tensor

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,9 @@ import numpy as np
 import pytest
 import tyro
 
-from mjax import cli
-from mjax.commands.evaluate import EvaluateArguments, evaluate, metrics_of
+from mjax.commands.evaluate import EvaluateArguments, evaluate, metrics_of, report
 from mjax.config import LlamaConfig, MeshConfig, save_config
-from mjax.data.tokenizers import ByteTokenizer
+from mjax.data.tokenizers import ByteTokenizer, load_tokenizer
 from mjax.errors import RunError, UsageError
 from mjax.models.build import build_model
 from mjax.state.checkpoint import Checkpoints
@@ -35,68 +33,59 @@ def written(path, *texts):
     return path
 
 
+def values_of(metrics):
+    return {metric.name: metric.value for metric in metrics}
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Runs of a model that looks up, of one that looks 120 tokens back, and of one that never finds; and texts."""
-    folder = tmp_path_factory.mktemp("long")
-    kinds = {"far": {}, "near": {"reach": 120}, "never": {"latest": 200}}
-    for name, changes in kinds.items():
-        config = small_config(vocabulary=257, sequence=SEQUENCE, attention="auto", micro_batch=4, layers=2)
-        model = LookupConfig(
-            **{"layers": 2, "hidden": 64, "heads": 8, "sequence": SEQUENCE, "vocabulary": 257, "init_std": 1.0},
-            **{"vocabulary_multiple": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0, **changes},
-        )
-        config = replace(config, model=model)
-        weights = planted(jax.jit(partial(build_model, 5, model), compiler_options=QUICKLY)())
-        with Checkpoints(folder / name / "checkpoints", on_notice=lambda line: None) as checkpoints:
-            checkpoints.save(10, {"model": weights, "step": jnp.int32(10)})
-        save_config(config, folder / name / "config.json")
-        BYTES.save(folder / name / "tokenizer")
-    random = np.random.default_rng(0)
-    spoken = ["".join(random.choice(list("abcdefgh"), 60)) * 6 for _ in range(3)]  # each says the same again and again
-    written(folder / "repeated.jsonl", *spoken, "short")
-    written(folder / "story.jsonl", *[STORY * 3] * 8)
+def story(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("texts") / "story.jsonl", *[STORY * 3] * 8)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of a model that looks 120 tokens back."""
+    folder = tmp_path_factory.mktemp("runs") / "near"
+    config = small_config(vocabulary=257, sequence=SEQUENCE, attention="auto", micro_batch=4, layers=2)
+    model = LookupConfig(
+        layers=2, hidden=64, heads=8, sequence=SEQUENCE, vocabulary=257, vocabulary_multiple=64, init_std=1.0,
+        hidden_dropout=0.0, attention_dropout=0.0, reach=120,
+    )  # fmt: skip
+    weights = planted(jax.jit(partial(build_model, 5, model), compiler_options=QUICKLY)())
+    with Checkpoints(folder / "checkpoints", on_notice=lambda line: None) as checkpoints:
+        checkpoints.save(10, {"model": weights, "step": jnp.int32(10)})
+    save_config(replace(config, model=model), folder / "config.json")
+    BYTES.save(folder / "tokenizer")
     return folder
-
-
-def argv(folder, run, task, data, *flags):
-    return ["--run", str(folder / run), "--task", task, "--data", str(folder / data), *map(str, flags)]
-
-
-def found_by(folder, run, task, data, **options):
-    return metrics_of(folder / run, task, folder / data, **options)
 
 
 # --- Perplexity by position -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("length", "bins", "spacing"), [(1024, 16, "log"), (7, 16, "log"), (100, 7, "equal")])
-def test_bins_hold_every_position_once_and_no_bin_is_empty(length, bins, spacing):
+def test_bins_hold_every_position_once(length, bins, spacing):
     edges = bin_edges(length, bins, spacing)
     assert (edges[0], edges[-1]) == (1, length + 1)
     widths = np.diff(edges)
     assert (widths > 0).all()
     assert len(widths) <= bins
-    if spacing == "equal":
-        assert widths.max() - widths.min() <= 1
-    else:
-        assert widths[-1] == widths.max()
+    assert widths.max() - widths.min() <= 1 if spacing == "equal" else widths[-1] == widths.max()
 
 
-def test_documents_are_cut_into_stretches_of_all_positions_and_short_ones_are_counted(tmp_path):
+def test_positions_cut_documents_into_whole_stretches(tmp_path):
     data = written(tmp_path / "texts.jsonl", "abcdefghij", "klmno", "pqrs", "")
     task = Positions(str(data), BYTES, LlamaConfig(sequence=5), PositionsOptions(bins=2))
     texts = [(window.tokens.tolist(), window.counted) for window in task.passes[0]]
     assert texts == [([256, *b"abcde"], 5), ([*b"efghij"], 5), ([256, *b"klmno"], 5)]
-    losses = np.arange(15, dtype=np.float32).reshape(3, 5)
-    values = {metric.name: metric.value for metric in task.metrics([losses])}
-    remarks = {metric.name: metric.remark for metric in task.metrics([losses])}
+    metrics = task.metrics([np.arange(15, dtype=np.float32).reshape(3, 5)])
+    values, remarks = values_of(metrics), {metric.name: metric.remark for metric in metrics}
     assert (values["documents"], values["stretches"], values["tokens"]) == (2, 3, 15)
     assert remarks["documents"] == "of 3; those with fewer than 5 tokens are left out"
     assert remarks["tokens"].startswith("and 4 left out")
 
 
-def test_a_bin_is_the_mean_of_its_labels_with_the_standard_error_over_stretches(tmp_path):
+def test_bin_error_is_over_stretches(tmp_path):
+    """What the labels of a stretch have in common does not average out over them."""
     data = written(tmp_path / "texts.jsonl", "x" * 8 * 50)
     task = Positions(str(data), BYTES, LlamaConfig(sequence=8), PositionsOptions(bins=2, spacing="equal"))
     random = np.random.default_rng(0)
@@ -107,9 +96,8 @@ def test_a_bin_is_the_mean_of_its_labels_with_the_standard_error_over_stretches(
     assert last["loss"] == pytest.approx(losses[:, 4:].mean(), rel=1e-6)
     assert last["perplexity"] == pytest.approx(np.exp(last["loss"]), rel=1e-6)
     assert (first["tokens"], last["tokens"]) == (200, 200)
-    # What stretches have in common does not average out over their labels; 1 / √200 would be half of it.
-    assert last["standard_error"] == pytest.approx(1 / 50**0.5, rel=0.25)
-    values = {metric.name: metric.value for metric in task.metrics([losses])}
+    assert last["standard_error"] == pytest.approx(np.std(losses[:, 4:].mean(1), ddof=1) / 50**0.5, rel=1e-6)
+    values = values_of(task.metrics([losses]))
     assert values["gain"] == pytest.approx(0.4, abs=0.05)
     assert values["gain_error"] < 0.02, "paired: what a stretch adds to both halves cancels"
     assert mean_and_error(np.array([2.0])) == (2.0, None)
@@ -117,46 +105,44 @@ def test_a_bin_is_the_mean_of_its_labels_with_the_standard_error_over_stretches(
         task.bins(losses * np.float32("nan"))
 
 
-def test_a_scaled_model_is_compared_before_and_after_the_positions_of_its_training(tmp_path):
+@pytest.mark.parametrize("scaling", [{"rope_scaling": "yarn", "rope_original": 8}, {"rope_scaling": "linear"}])
+def test_gain_of_scaled_model_splits_at_trained_length(tmp_path, scaling):
     data = written(tmp_path / "texts.jsonl", "x" * 64)
-    model = LlamaConfig(sequence=64, rope_scaling="yarn", rope_factor=8.0, rope_original=8)
-    linear = replace(model, rope_scaling="linear", rope_original=None)
     losses = np.where(np.arange(64) < 8, 1.0, 3.0)[None].astype(np.float32)
-    for scaled in (model, linear):
-        task = Positions(str(data), BYTES, scaled, PositionsOptions())
-        values = {metric.name: metric.value for metric in task.metrics([losses])}
-        assert (values["loss_before"], values["loss_after"], values["gain"]) == (1.0, 3.0, -2.0)
-        assert values["gain_error"] is None
+    task = Positions(str(data), BYTES, LlamaConfig(sequence=64, rope_factor=8.0, **scaling), PositionsOptions())
+    values = values_of(task.metrics([losses]))
+    assert (values["loss_before"], values["loss_after"], values["gain"]) == (1.0, 3.0, -2.0)
+    assert values["gain_error"] is None
 
 
-@pytest.mark.ci
-def test_a_model_that_uses_its_context_gets_better_with_position(folder):
-    """The text says the same again after 60 tokens: who looks further back than that knows what comes then."""
-    far, never = (found_by(folder, run, "positions", "repeated.jsonl") for run in ("far", "never"))
-    assert far["documents"] == 3
-    early, late = (
-        [row["loss"] for row in far["bins"] if test(row)]
-        for test in (lambda row: row["last"] <= 60, lambda row: row["first"] > 70)
-    )
-    assert len(early) > 5
-    assert len(late) == 3
+def test_positions_show_that_context_helps(run, tmp_path, capsys):
+    """A text repeats itself after 60 tokens: a model that looks further back knows what comes. With a picture."""
+    random = np.random.default_rng(0)
+    texts = ["".join(random.choice(list("abcdefgh"), 60)) * 6 for _ in range(3)]
+    data, picture = written(tmp_path / "repeated.jsonl", *texts, "short"), tmp_path / "positions.svg"
+    given = ["--run", run, "--task", "positions", "--data", data, "--figure", picture, "--json"]
+    assert evaluate(tyro.cli(EvaluateArguments, args=[str(word) for word in given])) == 0
+    found = json.loads(capsys.readouterr().out)
+    early = [row["loss"] for row in found["bins"] if row["last"] <= 60]
+    late = [row["loss"] for row in found["bins"] if row["first"] > 70]
+    assert (found["documents"], found["stretches"], len(late)) == (3, 3, 3)
     assert max(late) < 1e-3 < 5 < min(early)
-    assert far["gain"] > 3
-    assert abs(never["gain"]) < 0.5
+    assert found["gain"] > 3
+    assert "<svg" in picture.read_text()
 
 
 # --- The needle -------------------------------------------------------------------------------------------------------
 
 
-def needle(folder, tokenizer=BYTES, sequence=SEQUENCE, **options):
-    return Needle(str(folder / "story.jsonl"), tokenizer, LlamaConfig(sequence=sequence), NeedleOptions(**options))
+def needle(story, tokenizer=BYTES, sequence=SEQUENCE, **options):
+    return Needle(str(story), tokenizer, LlamaConfig(sequence=sequence), NeedleOptions(**options))
 
 
-def test_texts_have_exactly_their_length_and_the_fact_at_its_depth(folder):
-    task = needle(folder, sequence=1024, lengths=(1000, 300), depths=5, samples=3)
+def test_needle_texts_have_their_length_and_depth(story):
+    task = needle(story, sequence=1024, lengths=(1000, 300), depths=5, samples=3)
     assert task.lengths == (300, 1000)
-    assert len(task.passes) == 10
-    for (depth, length), windows in zip(task._cells(), task.passes, strict=True):
+    cells = [(depth, length) for depth in task.depths for length in task.lengths]
+    for (depth, length), windows in zip(cells, task.passes, strict=True):
         for window in windows:
             assert len(window.tokens) == length
             assert window.tokens[0] == BYTES.eod
@@ -175,9 +161,9 @@ def test_texts_have_exactly_their_length_and_the_fact_at_its_depth(folder):
             assert depth in (0, 1) or text[place - 1] in ".!?" or len(filler) < 200
 
 
-def test_depths_of_a_length_differ_in_depth_only_and_the_seed_draws_everything_else(folder):
+def test_needle_depths_share_texts_of_seed(story):
     def texts(**options):
-        task = needle(folder, lengths=(256,), depths=3, samples=4, **options)
+        task = needle(story, lengths=(256,), depths=3, samples=4, **options)
         return [[window.tokens.tolist() for window in windows] for windows in task.passes]
 
     first, middle, last = texts()
@@ -189,151 +175,80 @@ def test_depths_of_a_length_differ_in_depth_only_and_the_seed_draws_everything_e
     assert len({tuple(text) for text in first}) == 4
 
 
-def test_the_answer_is_what_follows_the_tokens_of_the_question_alone(folder, tmp_path):
-    from mjax.data.tokenizers import load_tokenizer
-
+def test_needle_answer_follows_tokens_of_question(story, tmp_path):
     hf_byte_pairs().save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(f"hf:{tmp_path / 'tokenizer.json'}")
-    for windows in needle(folder, tokenizer, 1024, lengths=(512,), depths=2).passes:
+    for windows in needle(story, tokenizer, 1024, lengths=(512,), depths=2).passes:
         for window in windows:
             assert tokenizer.decode(window.tokens[-window.counted :].tolist()).strip().isdigit()
 
 
-def test_of_a_large_file_no_more_is_read_than_filler_needs(tmp_path):
-    encoded = []
-
-    class Counting(ByteTokenizer):
-        def encode(self, text):
-            encoded.append(len(text))
-            return super().encode(text)
-
+def test_needle_reads_no_more_filler_than_needed(tmp_path, monkeypatch):
+    encoded, encode = [], ByteTokenizer.encode
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: encoded.append(len(text)) or encode(self, text))
     data = written(tmp_path / "large.jsonl", *["All work and no play. " * 500] * 10)
-    Needle(str(data), Counting(), LlamaConfig(sequence=256), NeedleOptions(samples=1, depths=2))
+    needle(data, samples=1, depths=2)
     texts = [size for size in encoded if size > 1000]
     assert sum(texts[:-1]) < 100 * 256 <= sum(texts)
-    assert len(texts) == 3
 
 
-def test_lengths_are_halvings_of_the_sequence_with_room_for_the_texts(folder):
-    assert needle(folder, sequence=2048).lengths == (256, 512, 1024, 2048)
-    assert needle(folder, sequence=600).lengths == (300, 600)
+def test_needle_lengths_halve_while_texts_fit(story):
+    assert needle(story, sequence=2048).lengths == (256, 512, 1024, 2048)
+    assert needle(story, sequence=600).lengths == (300, 600)
+    with pytest.raises(UsageError, match=r"--needle.lengths 40 tokens has no room for a fact and its question"):
+        needle(story, lengths=(40,))
 
 
-def test_a_model_that_looks_up_finds_every_number_and_one_that_does_not_finds_none(folder):
-    options = {"needle": NeedleOptions(lengths=(192, 256), depths=3, samples=4)}
-    far, never = (found_by(folder, run, "needle", "story.jsonl", **options) for run in ("far", "never"))
-    assert (far["found"], never["found"]) == (1, 0)
-    assert [(cell["depth"], cell["length"], cell["found"], cell["samples"]) for cell in far["cells"]] == [
-        (depth, length, 4, 4) for depth in (0, 0.5, 1) for length in (192, 256)
-    ]
-    assert all(cell["found"] == 0 for cell in never["cells"])
+def test_needle_metrics_and_table_are_by_cell(story, tmp_path, capsys):
+    task = needle(story, lengths=(200, 256), depths=2, samples=2)
+    scores = [Score(1.0, 4, 4, 2, 2), Score(1.0, 4, 3, 2, 1), Score(1.0, 4, 0, 2, 0), Score(1.0, 4, 2, 2, 1)]
+    values = values_of(task.metrics(scores))
+    assert (values["found"], values["correct_tokens"]) == (0.5, 9 / 16)
+    assert [cell["found"] for cell in values["cells"]] == [2, 1, 0, 1]
+    report(EvaluateArguments(checkpoint=tmp_path, task="needle", data=str(story)), 10, task.metrics(scores))
+    table = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert table == [["depth", "200", "256"], ["0%", "100%", "50%"], ["100%", "0%", "50%"]]
+    task.draw(scores, tmp_path / "needle.png", "a test")
+    assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_model_that_looks_back_120_tokens_finds_what_is_that_near(folder):
+def test_model_finds_needles_within_its_reach(run, story):
     options = NeedleOptions(lengths=(256,), depths=11, samples=4)
-    cells = found_by(folder, "near", "needle", "story.jsonl", needle=options)["cells"]
-    task = needle(folder, **{name: getattr(options, name) for name in ("lengths", "depths", "samples")})
+    found = metrics_of(run, "needle", story, needle=options)
+    task = needle(story, lengths=(256,), depths=11, samples=4)
 
     def near(window):
         text = bytes(window.tokens[1:].tolist())
         return len(text) - 5 - text.index(text[-5:] + b" and no other") <= 120
 
-    assert [cell["found"] for cell in cells] == [sum(map(near, windows)) for windows in task.passes]
-    assert 0 < sum(cell["found"] for cell in cells) < 44
+    expected = [sum(map(near, windows)) for windows in task.passes]
+    assert [cell["found"] for cell in found["cells"]] == expected
+    assert 0 < sum(expected) < 44
+    assert found["found"] == sum(expected) / 44
 
 
-# --- On the command line ----------------------------------------------------------------------------------------------
-
-
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(MeshConfig(context=2, context_attention="heads"), marks=pytest.mark.ci),
-        pytest.param(MeshConfig(context=4, context_attention="gather", data=2, zero=3), marks=pytest.mark.ci),
-        pytest.param(MeshConfig(pipe=2, data=2, model=2, sequence_parallel=True), marks=pytest.mark.ci),
+        MeshConfig(context=4, context_attention="gather", data=2, zero=3),
+        MeshConfig(pipe=2, data=2, model=2, sequence_parallel=True),
     ],
     ids=str,
 )
-def test_every_mesh_has_the_figures_of_one_device(folder, mesh):
-    cases = {
-        ("near", "needle", "story.jsonl"): {"needle": NeedleOptions(lengths=(256,), depths=5)},
-        ("never", "positions", "story.jsonl"): {},
-    }
-    for case, options in cases.items():
-        one, many = found_by(folder, *case, **options), found_by(folder, *case, mesh=mesh, **options)
-        assert one.keys() == many.keys()
-        rows = {name for name in one if isinstance(one[name], list)}
-        for name in one.keys() - rows:
-            assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
-        for name in rows:
-            for row, other in zip(one[name], many[name], strict=True):
-                assert other == pytest.approx(row, rel=1e-4, abs=1e-4)
+@pytest.mark.parametrize(("task", "options"), [("needle", {"needle": NeedleOptions(depths=5)}), ("positions", {})])
+def test_mesh_has_metrics_of_one_device(run, story, mesh, task, options):
+    one, many = metrics_of(run, task, story, **options), metrics_of(run, task, story, mesh=mesh, **options)
+    assert one.keys() == many.keys()
+    for name, value in one.items():
+        rows = zip(value, many[name], strict=True) if isinstance(value, list) else [(value, many[name])]
+        for expected, found in rows:
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-4), name
 
 
-def test_tables_and_pictures_show_the_results(folder, tmp_path, capsys):
-    parse = partial(tyro.cli, EvaluateArguments)
-    flags = ("--needle.lengths", 192, 256, "--needle.depths", 3, "--figure", tmp_path / "needle.png")
-    assert evaluate(parse(args=argv(folder, "far", "needle", "story.jsonl", *flags))) == 0
-    out, err = capsys.readouterr()
-    table = [line.split() for line in out.splitlines()[-4:]]
-    assert table == [["depth", "192", "256"]] + [[depth, "100%", "100%"] for depth in ("0%", "50%", "100%")]
-    assert err.split()[-2:] == ["picture", str(tmp_path / "needle.png")]
-    assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
-    flags = ("--positions.bins", 4, "--positions.spacing", "equal", "--figure", tmp_path / "positions.svg")
-    assert evaluate(parse(args=argv(folder, "far", "positions", "repeated.jsonl", *flags))) == 0
-    out = capsys.readouterr().out
-    table = [line.split() for line in out.splitlines()[-5:]]
-    assert table[0] == ["positions", "loss", "±", "perplexity", "tokens"]
-    assert [row[0] for row in table[1:]] == ["1", "65", "129", "193"]
-    assert "<svg" in (tmp_path / "positions.svg").read_text()
-    assert (
-        evaluate(parse(args=argv(folder, "far", "positions", "repeated.jsonl", "--positions.bins", 4, "--json"))) == 0
-    )
-    values = json.loads(capsys.readouterr().out)
-    assert [row["first"] for row in values["bins"]] == bin_edges(SEQUENCE, 4, "log")[:-1].tolist()
-    assert all(one["last"] + 1 == other["first"] for one, other in pairwise(values["bins"]))
-
-
-@pytest.mark.parametrize(
-    ("task", "flags", "sentence"),
-    [
-        (
-            "needle",
-            ("--needle.lengths", 257),
-            "--needle.lengths 257 is longer than the model's sequence of 256 tokens; ",
-        ),
-        ("needle", ("--needle.lengths", 40), "a text of --needle.lengths 40 tokens has no room for a fact and its"),
-        ("needle", ("--needle.depths", 1), "--needle.depths is 1; it must be at least 2"),
-        ("needle", ("--needle.samples", 0), "--needle.samples is 0; it must be at least 1"),
-        ("needle", ("--overlap", 8), "--overlap is for wikitext103, lambada or perplexity; leave it out, needle cuts"),
-        ("needle", ("--figure", "needle.jpg"), "--figure needle.jpg is not a picture"),
-        ("needle", ("--positions.bins", 3), "flags that begin with --positions are for --task positions; leave them"),
-        ("positions", ("--needle.seed", 3), "flags that begin with --needle are for --task needle; leave them out for"),
-        ("positions", ("--positions.length", 257), "--positions.length 257 does not fit a model of 256 positions; use"),
-        ("positions", ("--positions.bins", 0), "--positions.bins is 0; it must be at least 1"),
-        ("perplexity", ("--figure", "x.png"), "--figure is for positions or needle; leave it out, perplexity has no"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(folder, capsys, task, flags, sentence):
-    assert cli.main(["evaluate", *argv(folder, "far", task, "story.jsonl", *flags)]) == 2
-    assert sentence in capsys.readouterr().err
-
-
-def test_a_text_that_is_too_short_is_refused_with_what_would_do(folder, tmp_path):
-    short = written(tmp_path / "short.jsonl", "a" * 100, "b" * 90)
-    with pytest.raises(UsageError, match=r"no document of 256 tokens, the longest has 100; .* --positions.length 64$"):
-        Positions(str(short), BYTES, LlamaConfig(sequence=256), PositionsOptions())
-    with pytest.raises(
-        UsageError, match=r"has 190 tokens and a text of 512 needs .* of filler; give more text, or lower"
-    ):
-        Needle(str(short), BYTES, LlamaConfig(sequence=512), NeedleOptions())
-
-
-def test_the_scores_of_a_needle_are_those_of_its_cells(folder):
-    task = needle(folder, lengths=(200, 256), depths=2, samples=2)
-    scores = [Score(1.0, 4, 4, 2, 2), Score(1.0, 4, 3, 2, 1), Score(1.0, 4, 0, 2, 0), Score(1.0, 4, 2, 2, 1)]
-    values = {metric.name: metric.value for metric in task.metrics(scores)}
-    assert values["found"] == 0.5
-    assert values["correct_tokens"] == 9 / 16
-    assert [cell["found"] for cell in values["cells"]] == [2, 1, 0, 1]
-    np.testing.assert_array_equal(task._shares(scores), [[1, 0.5], [0, 0.5]])
+def test_short_text_is_rejected_with_remedy(tmp_path):
+    short, model = written(tmp_path / "short.jsonl", "a" * 100, "b" * 90), LlamaConfig(sequence=512)
+    with pytest.raises(UsageError, match=r"no document of 512 tokens, the longest has 100; .* --positions.length 64$"):
+        Positions(str(short), BYTES, model, PositionsOptions())
+    with pytest.raises(UsageError, match=r"has 190 tokens and a text of 512 needs .* of filler; give more text"):
+        Needle(str(short), BYTES, model, NeedleOptions())

@@ -57,21 +57,21 @@ def written(path, *texts):
         ('No change (here), "at" all\'s', 'No change (here), "at" all\'s'),
     ],
 )
-def test_words_are_put_together_as_v1_does(words, text):
+def test_wikitext_is_detokenized_as_in_megatron(words, text):
     assert detokenize(words) == text
 
 
-def test_the_published_counts_give_the_published_token_ratio_to_the_last_digit():
+def test_token_ratio_equals_published_one():
     # Of the real wiki.test.tokens with GPT-2's tokenizer: T = 270,330 and T_o = 245,566.
     assert token_ratio(270_330, 245_566) == 1.1008449901248143 == 270_329 / 245_565
 
 
-def test_words_are_counted_in_the_file_by_single_spaces_before_it_is_put_together():
+def test_words_are_counted_by_single_spaces():
     assert count_words(" \n = Title = \n \n One , two  three \n") == 10
     assert count_words("a b") == 2
 
 
-def test_both_adjusted_perplexities_and_the_raw_one_follow_their_formulas(tmp_path):
+def test_wikitext_perplexities_follow_their_formulas(tmp_path):
     file = tmp_path / "wiki.test.tokens"
     file.write_text(" \n = Title = \n \n It was the 1990s , said Robert @-@ James . \n", encoding="utf-8")
     task = WikiText103(str(file), BYTES, positions=16, overlap=4)
@@ -85,10 +85,6 @@ def test_both_adjusted_perplexities_and_the_raw_one_follow_their_formulas(tmp_pa
     assert found["adjusted_perplexity_paper"] == pytest.approx(math.exp(1.5 * task.tokens / task.words))
     assert found["token_ratio"] == (task.tokens - 1) / (task.words - 1)
     assert values(task, Score(loss=99.0 * labels, labels=labels, windows=1))["perplexity"] == math.exp(20)
-
-
-def test_wikitext_moves_on_by_32_where_nothing_else_is_asked_for(tmp_path):
-    file = tmp_path / "wiki.test.tokens"
     file.write_text("word " * 100)
     windows = WikiText103(str(file), BYTES, positions=64).passes[0]
     assert [window.counted for window in windows[:3]] == [64, 32, 32]
@@ -97,7 +93,7 @@ def test_wikitext_moves_on_by_32_where_nothing_else_is_asked_for(tmp_path):
 # --- LAMBADA ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_word_is_cut_off_strictly_and_as_the_last_token(tmp_path):
+def test_lambada_splits_off_last_word_and_token(tmp_path):
     file = written(tmp_path / "l.jsonl", "He saw the cat, the old  cat", "Bit by bit ")
     strict, last = Lambada(file, BYTES, positions=64).passes
     assert [(whole(window), labels_of(window)) for window in strict] == [
@@ -110,7 +106,7 @@ def test_the_last_word_is_cut_off_strictly_and_as_the_last_token(tmp_path):
     ]
 
 
-def test_accuracies_are_shares_of_passages_and_the_perplexity_is_per_word_too(tmp_path):
+def test_lambada_metrics_are_per_passage(tmp_path):
     task = Lambada(written(tmp_path / "l.jsonl", "one two", "three four"), BYTES, positions=64)
     strict = Score(loss=6.0, labels=9, correct=7, windows=2, right=1)
     found = values(task, strict, Score(loss=1.0, labels=2, correct=2, windows=2, right=2))
@@ -122,7 +118,7 @@ def test_accuracies_are_shares_of_passages_and_the_perplexity_is_per_word_too(tm
 # --- Perplexity -------------------------------------------------------------------------------------------------------
 
 
-def test_every_token_of_a_document_is_predicted_after_the_end_of_the_one_before(tmp_path):
+def test_perplexity_predicts_every_token_of_documents(tmp_path):
     file = written(tmp_path / "d.jsonl", "abc", "", "déf")
     task = Perplexity(file, BYTES, positions=16)
     assert [window.tokens.tolist() for window in task.passes[0]] == [
@@ -131,12 +127,12 @@ def test_every_token_of_a_document_is_predicted_after_the_end_of_the_one_before(
     ]
     assert [window.counted for window in task.passes[0]] == [3, 4]
     assert (task.documents, task.bytes) == (2, 7)
-    found = values(task, Score(loss=14.0, labels=7, windows=2))
-    assert found["bits_per_byte"] == pytest.approx(2 / math.log(2))
+    found = values(task, Score(loss=14.0, labels=4, windows=2))  # as of a tokenizer with fewer tokens than bytes
+    assert found["bits_per_byte"] == pytest.approx(14 / 7 / math.log(2))
 
 
 @pytest.mark.parametrize("flags", [(), ("--no-append-eod",)])
-def test_a_dataset_gives_the_windows_and_bytes_of_the_text_it_was_prepared_from(tmp_path, flags):
+def test_perplexity_of_dataset_equals_that_of_text(tmp_path, flags):
     file = written(tmp_path / "d.jsonl", "Once upon a time", "", "there was a déjà vu")
     prepare_bytes(file, tmp_path / "corpus", append_eod=not flags)
     of_text, of_data = (Perplexity(data, BYTES, 8, 3) for data in (file, str(tmp_path / "corpus")))
@@ -147,7 +143,7 @@ def test_a_dataset_gives_the_windows_and_bytes_of_the_text_it_was_prepared_from(
         np.testing.assert_array_equal(ours.tokens, theirs.tokens)
 
 
-def test_a_dataset_of_megatron_has_no_bits_per_byte(tmp_path):
+def test_megatron_dataset_has_no_bits_per_byte(tmp_path):
     prepare_bytes(written(tmp_path / "d.jsonl", "Once upon a time"), tmp_path / "corpus")
     (tmp_path / "corpus.json").unlink()
     task = Perplexity(str(tmp_path / "corpus"), BYTES, 8)
@@ -163,52 +159,39 @@ def prepare_bytes(file, prefix, append_eod=True):
 
 # --- What cannot be evaluated -----------------------------------------------------------------------------------------
 
-TEXTS = {
-    "empty.tokens": b"",
-    "word.tokens": b" word \n",
-    "latin.tokens": b"caf\xe9 au lait",
-    "empty.jsonl": b"",
-    "blank.jsonl": b'{"text": ""}\n',
-    "words.jsonl": b'{"text": "two words"}\n{"text": "One"}\n',
-    "long.jsonl": b'{"text": "more than seventeen bytes"}\n',
-    "broken.jsonl": b'{"text": "two words"}\n{"text": 5}\n',
-    "passage.txt": b"one passage",
-    "data.csv": b"text",
-}
+FILES = [  # task, name and contents of its file, words of the sentence; {} is the file
+    (WikiText103, "none.tokens", None, "there is no file {}; give WikiText103's wiki.test.tokens"),
+    (WikiText103, "word.tokens", b" word \n", "{} has fewer than two words; give"),
+    (WikiText103, "latin.tokens", b"caf\xe9 au lait", "{} is not UTF-8 (byte 3); give"),
+    (Lambada, "none.jsonl", None, "there is no file {}; give"),
+    (Lambada, "data.csv", b"text", "{} is neither .txt"),
+    (Lambada, "empty.jsonl", b"", "{} has no passage; give a file of lines"),
+    (Lambada, "words.jsonl", b'{"text": "a b"}\n{"text": "One"}\n', "{}:2 has fewer than two words; lambada needs"),
+    (
+        Lambada,
+        "long.jsonl",
+        b'{"text": "more than seventeen bytes"}\n',
+        "{}:1 has 25 tokens and the model has positions",
+    ),
+    (Lambada, "broken.jsonl", b'{"text": "a b"}\n{"text": 5}\n', "{}:2: 'text' holds 5, which is not text"),
+    (Lambada, "passage.txt", b"one passage", "{} is not a .jsonl file; lambada needs"),
+    (Perplexity, "blank.jsonl", b'{"text": ""}\n', "{} has no text; give"),
+    (Perplexity, "broken.jsonl", b'{"text": 5}\n', "an evaluation skips nothing"),
+    (Perplexity, "corpus.bin", None, "give the prefix without the ending"),
+]
 
 
-@pytest.mark.parametrize(
-    ("task", "file", "sentence"),
-    [
-        (WikiText103, "none.tokens", "there is no file {}; give WikiText103's wiki.test.tokens"),
-        (WikiText103, "empty.tokens", "{} has fewer than two words; give"),
-        (WikiText103, "word.tokens", "{} has fewer than two words; give"),
-        (WikiText103, "latin.tokens", "{} is not UTF-8 (byte 3); give"),
-        (Lambada, "none.jsonl", "there is no file {}; give"),
-        (Lambada, "data.csv", "{} is neither .txt"),
-        (Lambada, "empty.jsonl", "{} has no passage; give a file of lines"),
-        (Lambada, "words.jsonl", "{}:2 has fewer than two words; lambada needs one passage per line"),
-        (Lambada, "long.jsonl", "{}:1 has 25 tokens and the model has positions for 17; leave the passage out"),
-        (Lambada, "broken.jsonl", "{}:2: 'text' holds 5, which is not text"),
-        (Lambada, "passage.txt", "{} is not a .jsonl file; lambada needs"),
-        (Perplexity, "none.txt", "there is no file {}; give"),
-        (Perplexity, "blank.jsonl", "{} has no text; give"),
-        (Perplexity, "broken.jsonl", "an evaluation skips nothing"),
-        (Perplexity, "corpus.bin", "give the prefix without the ending"),
-    ],
-)
-def test_a_file_that_cannot_be_evaluated_is_answered_with_one_sentence(tmp_path, task, file, sentence):
-    if file in TEXTS:
-        (tmp_path / file).write_bytes(TEXTS[file])
-    with pytest.raises(UsageError) as refused:
+@pytest.mark.parametrize(("task", "file", "contents", "words"), FILES)
+def test_unusable_file_is_rejected(tmp_path, task, file, contents, words):
+    if contents is not None:
+        (tmp_path / file).write_bytes(contents)
+    with pytest.raises(UsageError) as rejected:
         task(str(tmp_path / file), BYTES, 16, None if task is Lambada else 4)
-    assert sentence.format(tmp_path / file) in str(refused.value)
-    assert "--malformed" not in str(refused.value)
+    assert words.format(tmp_path / file) in str(rejected.value)
+    assert "--malformed" not in str(rejected.value)
 
 
-def test_an_overlap_for_lambada_and_a_dataset_of_another_tokenizer_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="--overlap is for long texts"):
-        Lambada(written(tmp_path / "l.jsonl", "one two"), BYTES, 64, overlap=4)
+def test_dataset_of_another_tokenizer_is_rejected(tmp_path):
     prepare_bytes(written(tmp_path / "d.jsonl", "Once upon a time"), tmp_path / "corpus")
 
     class Other(ByteTokenizer):
@@ -218,6 +201,6 @@ def test_an_overlap_for_lambada_and_a_dataset_of_another_tokenizer_are_refused(t
         Perplexity(str(tmp_path / "corpus"), Other(), 8)
 
 
-def test_a_loss_that_is_not_finite_ends_the_evaluation_with_a_sentence():
+def test_score_rejects_loss_that_is_not_finite():
     with pytest.raises(RunError, match="the model's loss on this text is nan"):
         _ = Score(loss=math.nan, labels=3).mean
