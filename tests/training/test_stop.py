@@ -8,15 +8,13 @@ import pytest
 from mjax.training import loop
 from mjax.training.display import Display
 from mjax.training.watchdog import Watchdog
-from tests.small import small_config
+from tests.tiny_config import config as tiny
 
-pytestmark = pytest.mark.usefixtures("quick_runs")
+pytestmark = pytest.mark.usefixtures("quick_runs", "fewer_devices")
 
 
-@pytest.mark.parametrize("moment", ["while a step runs", "before the next is dispatched"])
-def test_ctrl_c_waits_for_the_steps_under_way_which_are_two_at_most_and_says_so(moment, tmp_path, monkeypatch, capfd):
-    config = small_config(2, 8, micro_batch=1)
-    log, train = replace(config.log, tensorboard=False, sample_tokens=0), replace(config.train, eval_interval=0)
+@pytest.mark.parametrize(("moment", "last"), [("while a step runs", 4), ("before the next is dispatched", 5)])
+def test_ctrl_c_saves_after_the_steps_in_flight(moment, last, tmp_path, monkeypatch, capfd):
     shown = []
 
     def show(self, record):
@@ -30,7 +28,7 @@ def test_ctrl_c_waits_for_the_steps_under_way_which_are_two_at_most_and_says_so(
 
     monkeypatch.setattr(Display, "show", show)
     monkeypatch.setattr(Watchdog, "at", at)
-    result = loop.train(replace(config, log=log, train=replace(train, steps=12)), tmp_path / "run")
-    assert result.exit_code == loop.PREEMPTED
-    assert result.step == shown[-1] == {"while a step runs": 4, "before the next is dispatched": 5}[moment]
+    config = replace(tiny, train=replace(tiny.train, eval_interval=0), checkpoint=replace(tiny.checkpoint, interval=0))
+    result = loop.train(config, tmp_path / "run")
+    assert (result.exit_code, result.step, shown[-1]) == (loop.PREEMPTED, last, last)
     assert "Ctrl-C: saving after the steps in flight, two at most; " in capfd.readouterr().err
