@@ -14,7 +14,6 @@ import time
 import pytest
 
 from mjax import cli
-from tests.conftest import ROOT
 from tests.test_train_command import IMPATIENT, command, environment, losses, run_here
 
 MESH = ["--mesh.data", "2", "--mesh.model", "2"]

@@ -12,24 +12,22 @@ from mjax.data.samples import MockDataset
 from mjax.parallel.mesh import make_mesh
 from mjax.training import loop
 from mjax.training.metrics import read_metrics
+from mjax.training.result import Options
 from mjax.training.schedule import learning_rate
-from mjax.training.step import build_program
 from tests.small import small_config
 
 pytestmark = pytest.mark.usefixtures("quick_runs", "fewer_devices")
 
-SIZES = [4, 4, 8, 8, 8, 8]
+SIZES = [4, 4, 4, 4, 8, 8]
 SAMPLES = np.cumsum([0, *SIZES])
 
 
-def _config(steps=6, **optimizer):
+def _config(**optimizer):
     config = small_config(micro_batch=4, layers=1)
     return replace(
         config,
         optimizer=replace(config.optimizer, warmup_steps=3, decay_steps=6, **optimizer),
-        train=replace(
-            config.train, steps=steps, global_batch=8, batch_rampup=(4, 4, 8), eval_interval=4, eval_batches=1
-        ),
+        train=replace(config.train, steps=6, global_batch=8, batch_rampup=(4, 4, 16), eval_interval=4, eval_batches=1),
         log=replace(config.log, tensorboard=False, sample_tokens=0),
     )
 
@@ -41,14 +39,14 @@ def _rates(config, samples):
 def test_rampup_is_the_steps_by_hand(tmp_path, capsys):
     config = _config()
     assert [BatchSizes.of(config).size(step) for step in range(len(SIZES))] == SIZES
-    loop.train(_config(2), tmp_path / "run")  # stopped in the middle of the ramp
+    loop.train(config, tmp_path / "run", options=Options(on_step=lambda record: record.step == 1))
     result = loop.train(config, tmp_path / "run")
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     said = capsys.readouterr().out
     assert "continued after step 2" in said
-    assert "batch 8 from step 3" in said
+    assert "batch 8 from step 5: compiling" in said
     mesh = make_mesh(config.mesh)
-    programs = {8: loop.build_program(config, mesh), 4: build_program(config, mesh, batch=4)}
+    programs = {size: loop.build_program(config, mesh, size, optimizer=None, loss=None) for size in set(SIZES)}
     data, samples = MockDataset(config.model.vocabulary, config.model.sequence, config.train.seed), iter(range(99))
     state, losses = programs[8].initialize(), []
     for size in SIZES:
@@ -76,7 +74,7 @@ def test_warmup_and_decay_follow_the_samples():
     rates = _rates(config, [*SAMPLES, SAMPLES[-1] + 8])
     peak, floor = config.optimizer.learning_rate, config.optimizer.min_learning_rate
     assert rates[0] == 0
-    assert rates[1] == pytest.approx(peak * 4 / 16)  # the first three steps have 16 samples
+    assert rates[1] == pytest.approx(peak * 4 / 12)  # the first three steps have 12 samples
     assert rates[3] == pytest.approx(peak)
     assert peak > rates[5] > floor
     assert rates[6] == rates[7] == pytest.approx(floor)
