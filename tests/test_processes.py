@@ -143,19 +143,6 @@ def test_stopped_process_is_reported_then_given_up(tmp_path):
     assert re.search(rf"mjax: error: {name} has not been heard of for \d+ s, since step \d+", output)
 
 
-@pytest.mark.ci
-def test_error_of_one_process_ends_the_others(tmp_path):
-    (tmp_path / "run").mkdir()
-    with Group(tmp_path, count=2) as group:
-        group.wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
-        (tmp_path / "run" / "checkpoints").write_text("a file where the folder of checkpoints is to be")
-        codes = group.ends(120)
-        outputs = group.outputs()
-    assert codes == [1, 1], outputs
-    assert "checkpoint 4 could not be saved" in outputs[0]
-    assert re.search(r"process 0 on \S+ \(pid \d+\) ended at step 4 with an error: checkpoint 4 could not", outputs[1])
-
-
 @pytest.fixture
 def hosts():
     """Two network namespaces with an address each, joined by a pair of virtual interfaces."""
@@ -223,15 +210,6 @@ def test_disagreeing_processes_end_before_the_first_step(tmp_path):
     for output in outputs:
         assert re.search(rf"^mjax: error: the processes of this run do not agree: {differences}", output, re.MULTILINE)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.ci
-def test_flag_error_of_one_process_ends_the_others(tmp_path):
-    with Group(tmp_path, count=2, differing={1: ["--train.stepz", "9"]}) as group:
-        first, second = group.finish(code=2)
-    sentence = "mjax train has no --train.stepz"
-    assert second.count(sentence) == 1
-    assert re.search(rf"mjax: error: process 1 on \S+ \(pid \d+\) ended at step 0 with an error: {sentence}", first)
 
 
 def test_distributed_flags_are_required_together(tmp_path, capsys):

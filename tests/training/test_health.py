@@ -64,6 +64,7 @@ def test_health_goes_through_json_bit_for_bit():
     for cut in range(len(values)):
         before, _ = observed(values[:cut])
         after = Health(CONFIG, cut, json.loads(json.dumps(before.as_dict(), allow_nan=False)))
+        assert after.as_dict() == before.as_dict()
         rest = values[cut:] + losses(3, seed=2)
         assert observed(rest, health=after)[1] == observed(rest, health=before)[1]
         assert after.as_dict() == before.as_dict()

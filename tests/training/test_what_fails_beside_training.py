@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from mjax.config import Config
-from mjax.finetuning import report
 from mjax.state.runs import locked
 from mjax.training import environment, metrics
 from mjax.training.display import Display, lasting_console
@@ -108,11 +107,6 @@ def test_run_folder_without_file_locks_is_used(tmp_path, monkeypatch):
 
 
 # --- Pictures, TensorBoard, W&B ---------------------------------------------------------------------------------------
-
-
-def test_report_of_any_name_is_drawn(tmp_path):
-    report.draw("accuracy", {1: [{"epoch": 1, "figures": {"accuracy": 0.5}}]}, tmp_path / "report.png", "a_$b_$")
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_picture_that_fails_is_announced_once(tmp_path, monkeypatch):
