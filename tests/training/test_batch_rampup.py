@@ -80,15 +80,6 @@ def test_warmup_and_decay_follow_the_samples():
     assert rates[6] == rates[7] == pytest.approx(floor)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_schedule_of_one_size_changes_no_rate(schedule):
-    config = _config(schedule=schedule)
-    plain = replace(config, train=replace(config.train, batch_rampup=None))
-    same = replace(config, train=replace(config.train, batch_rampup=None, batch_schedule="0:8"))
-    traced = [str(jax.make_jaxpr(lambda n, c=c: learning_rate(c, n, jnp))(jnp.int32(0))) for c in (plain, same)]
-    assert traced[0] == traced[1]
-
-
 def test_wsd_decay_is_the_samples_of_its_last_steps():
     config = _config(schedule="wsd", wsd_decay_steps=5, wsd_decay="linear")
     begin, end = SAMPLES[1], SAMPLES[-1]

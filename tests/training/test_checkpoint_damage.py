@@ -89,15 +89,6 @@ def test_damaged_checkpoint_is_set_aside_by_next_save(checkpoints, notices, step
     assert f"renamed 300 to 300.damaged in {checkpoints.folder}; remove it when you do not need it" in notices
 
 
-def test_every_damaged_checkpoint_is_named(checkpoints):
-    target = save_large(checkpoints, 200, 300)
-    flip_a_bit(checkpoints.folder / "200")
-    remove_the_manifest(checkpoints.folder / "300")
-    words = r"300 is damaged: manifest.json is missing.*; checkpoint 200 is damaged: .*\(checksum\); there is no other"
-    with pytest.raises(RunError, match=words):
-        checkpoints.restore(target)
-
-
 def test_missing_checkpoint_is_a_usage_error(checkpoints):
     target = abstract(state_on(mesh_of(4, 2)))
     with pytest.raises(UsageError, match="has no checkpoint; give a run that has saved one"):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -60,16 +59,6 @@ def test_schedule_passes_its_landmarks(schedule, samples, expected):
 def test_warmup_is_linear(schedule, start):
     rates = [_schedule(n, schedule=schedule, warmup_steps=10, warmup_from=start) for n in (0, 3, 10)]
     np.testing.assert_allclose(rates, [start, start + (1 - start) * 0.3, 1.0], rtol=1e-6)
-
-
-def test_linear_wsd_equals_joined_optax_schedules():
-    pieces = [
-        optax.linear_schedule(0.0, 1.0, 10), optax.constant_schedule(1.0), optax.linear_schedule(1.0, 0.1, 30)
-    ]  # fmt: skip
-    theirs = optax.join_schedules(pieces, [10, 70])
-    wsd = {"schedule": "wsd", "wsd_decay": "linear", "wsd_decay_steps": 30, "warmup_steps": 10}
-    samples = range(0, 110, 5)
-    np.testing.assert_allclose([_schedule(n, **wsd) for n in samples], [float(theirs(n)) for n in samples], rtol=1e-6)
 
 
 # --- Loss scale -------------------------------------------------------------------------------------------------------
