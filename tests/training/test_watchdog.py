@@ -103,11 +103,12 @@ def test_error_of_one_process_ends_the_others(error, code, advice, capfd, monkey
     assert capfd.readouterr().err.count(f"{name(run, 1)} ended at step 0 with an error: {error}{advice}") == 2
 
 
-def test_failed_collective_names_the_silent_process(capfd, monkeypatch):
+@pytest.mark.parametrize("failing", [0, 2])
+def test_failed_collective_names_the_silent_process(failing, capfd, monkeypatch):
     monkeypatch.setattr(watchdog, "SUSPECT", 100.0)  # the others are not silent, however busy the machine is
     with Run(heartbeat=600) as run:
         run.freeze(1, seconds=200)
-        with pytest.raises(RuntimeError), run.all[2].or_end():
+        with pytest.raises(RuntimeError), run.all[failing].or_end():
             raise RuntimeError("Gloo: connection closed by peer")
         run.wait_for(lambda: 0 in run.left)
     error = capfd.readouterr().err
@@ -117,6 +118,9 @@ def test_failed_collective_names_the_silent_process(capfd, monkeypatch):
 
 def test_usage_error_of_all_processes_stays_one(capfd):
     def refuse(one, index):
+        if index == 0:
+            one._certain = True  # it is about to tell the same, and hears it from the others first
+            time.sleep(0.3)
         with one.or_end():
             raise UsageError("the mesh does not fit")
 
