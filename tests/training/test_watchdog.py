@@ -116,7 +116,9 @@ def test_failed_collective_names_the_silent_process(failing, capfd, monkeypatch)
     assert "Gloo" not in error
 
 
-def test_usage_error_of_all_processes_stays_one(capfd):
+def test_usage_error_of_all_processes_stays_one(capfd, monkeypatch):
+    monkeypatch.setattr(watchdog, "SUSPECT", 60.0)
+
     def refuse(one, index):
         if index == 0:
             one._certain = True  # it is about to tell the same, and hears it from the others first
