@@ -16,6 +16,8 @@ import pytest
 from mjax import cli
 from tests.test_train_command import IMPATIENT, command, environment, losses, run_here
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 MESH = ["--mesh.data", "2", "--mesh.model", "2"]
 LONG = ["--train.steps", "100000", "--train.eval-interval", "0", "--checkpoint.interval", "0"]
 LONG += ["--optimizer.schedule", "constant"]

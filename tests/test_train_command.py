@@ -1,5 +1,6 @@
 """train.py as a person runs it: what it leaves, how it stops, and how it continues."""
 
+import functools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 import pytest
 
 from mjax import cli
+from mjax.training import loop
 from mjax.training.metrics import read_metrics
 from tests.conftest import COMPILE_QUICKLY, ROOT
 
@@ -38,10 +40,18 @@ def run(folder, *flags, code=0):
     return result
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_program():
+    """Runs of equal configs in this process share their program."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "build_program", functools.cache(loop.build_program))
+        yield
+
+
 def run_here(folder, *flags):
     """The same command on one of the devices of this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mjax.training.loop.check_devices", lambda *_: None)
+        patch.setattr(loop, "check_devices", lambda *_: None)
         assert cli.main(["train", *command(folder, *flags)[2:]]) == 0
 
 

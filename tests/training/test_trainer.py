@@ -1,5 +1,6 @@
 """The Python interface: a run with data, callbacks, a loss and an optimizer of the caller's."""
 
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,8 +14,10 @@ from mjax import cli
 from mjax.config import DataConfig, MeshConfig, read_config
 from mjax.data.samples import MockDataset
 from mjax.errors import UsageError
+from mjax.training.display import Display
 from mjax.training.metrics import read_metrics
 from mjax.training.optimizer import adamw
+from mjax.training.watchdog import Watchdog
 from tests.conftest import ROOT
 from tests.tiny_config import config as tiny
 
@@ -69,6 +72,26 @@ def test_callback_ends_a_run_that_continues_bit_for_bit(tmp_path, whole, capsys)
     assert read_config(tmp_path / "config.json").data.own
     assert cli.main(["train", "--resume", str(tmp_path), "--train.steps", "8"]) == 2
     assert "continue it from there, or to use other data add --data.no-own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("moment", "last"), [("while a step runs", 4), ("before the next is dispatched", 5)])
+def test_ctrl_c_saves_after_the_steps_in_flight(moment, last, tmp_path, monkeypatch, capfd):
+    shown = []
+
+    def show(self, record):
+        shown.append(record.step)
+        if record.step == 3 and moment == "while a step runs":
+            signal.raise_signal(signal.SIGINT)
+
+    def at(self, step, doing=None):
+        if shown == [1, 2, 3] and doing == "waiting for its batch" and moment == "before the next is dispatched":
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Display, "show", show)
+    monkeypatch.setattr(Watchdog, "at", at)
+    result = mjax.Trainer(CONFIG, tmp_path, data=batch).train()
+    assert (result.exit_code, result.step, shown[-1]) == (75, last, last)
+    assert "Ctrl-C: saving after the steps in flight, two at most; " in capfd.readouterr().err
 
 
 @pytest.mark.ci
