@@ -1,4 +1,8 @@
-"""The tiny run under a launcher that sends SIGTERM at step 5, again and again while that is saved, and at the exit."""
+"""The tiny run under a launcher without patience.
+
+It sends SIGTERM at step 5, again and again while that is saved, and at the exit. When the run is started again, it
+sends SIGKILL while checkpoint 8 is saved: all of it is written, and only its name is missing.
+"""
 
 import atexit
 import os
@@ -24,10 +28,11 @@ def change_the_run():
         time.sleep(0.01)
     import jax
 
-    from mjax.state.checkpoint import Checkpoints
+    from mjax.state import checkpoint
     from mjax.training.loop import Display
 
-    commit, wait, show = Checkpoints._commit, Checkpoints.wait, Display.show
+    commit, wait = checkpoint.Checkpoints._commit, checkpoint.Checkpoints.wait
+    put, show = checkpoint.put, Display.show
 
     def terminated_at_5(self, record):
         show(self, record)
@@ -47,8 +52,13 @@ def change_the_run():
             terminate()
         wait(self)
 
-    Checkpoints._commit, Checkpoints.wait = terminated_while_writing, terminated_while_waiting
-    Display.show = terminated_at_5
+    def killed_while_saving_8(written, place):
+        if place.name == "8" and not told.is_set():
+            os.kill(os.getpid(), signal.SIGKILL)
+        put(written, place)
+
+    checkpoint.Checkpoints._commit, checkpoint.Checkpoints.wait = terminated_while_writing, terminated_while_waiting
+    checkpoint.put, Display.show = killed_while_saving_8, terminated_at_5
 
 
 threading.Thread(target=change_the_run, daemon=True).start()

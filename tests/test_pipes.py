@@ -4,20 +4,17 @@ import errno
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from mjax import cli
 from tests.conftest import ROOT
 
-TINY = str(ROOT / "tests" / "tiny_config.py")
 
-
-def run(*argv, stdout, program=("-m", "mjax"), **options):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+def run(*argv, stdout, program=("-m", "mjax"), **variables):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     command = [sys.executable, *program, *argv]
-    return subprocess.run(command, stdout=stdout, env=environment, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.run(command, stdout=stdout, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture
@@ -29,45 +26,37 @@ def unread():
     os.close(writer)
 
 
-WAYS = [
-    (["plan", "--config", TINY], "1"),
-    (["data", "inspect", "--help"], "1"),
-    (["data", "inspect", "--help"], ""),
-    (["--version"], ""),
-    (["--version"], "1"),
-    ([], ""),
-]
-
-
-@pytest.mark.parametrize(("argv", "unbuffered"), WAYS, ids=[f"{' '.join(argv)} {way}" for argv, way in WAYS])
-def test_a_command_whose_reader_is_gone_ends_in_silence_with_141(argv, unbuffered, unread, monkeypatch):
-    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
-    result = run(*argv, stdout=unread)
+@pytest.mark.parametrize(
+    ("argv", "unbuffered"), [(["--version"], ""), (["--version"], "1"), (["data", "inspect", "--help"], "")]
+)
+def test_unread_output_ends_silently_with_141(argv, unbuffered, unread):
+    result = run(*argv, stdout=unread, PYTHONUNBUFFERED=unbuffered)
     assert (result.returncode, result.stderr) == (141, "")
 
 
-def test_what_a_user_must_know_is_said_though_nobody_reads_the_output(unread):
-    result = run("plan", "--config", "gpt_8c", stdout=unread)
-    assert result.returncode == 2
-    assert result.stderr.startswith("mjax: error: ")
+def test_user_error_is_shown_when_output_is_unread(unread):
+    result = run("plam", stdout=unread)
+    assert (result.returncode, result.stderr.startswith("mjax: error: ")) == (2, True)
 
 
-def test_head_takes_its_lines_and_nobody_complains():
-    pipe = f"{sys.executable} -m mjax plan --config {TINY} | head -1; echo ${{PIPESTATUS[0]}}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    result = subprocess.run(["bash", "-c", pipe], env=environment, capture_output=True, text=True)
+def test_head_takes_its_lines_silently():
+    pipe = f"{sys.executable} -m mjax --help | head -1; echo ${{PIPESTATUS[0]}}"
+    result = run("-c", pipe, stdout=subprocess.PIPE, program=("-c", BASH), PYTHONUNBUFFERED="1")
     first, code = result.stdout.splitlines()
-    assert first.startswith(f"--- {Path(TINY)}")
-    assert code in ("0", "141")  # head may be slower than the plan is
+    assert first.startswith("usage: mjax")
+    assert code in ("0", "141")  # head may be slower than the command is
     assert result.stderr == ""
 
 
-def test_another_broken_pipe_is_an_error_like_all_others(capsys):
+BASH = "import os, sys; os.execvp('bash', ['bash', *sys.argv[1:]])"
+CLOSED = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'mjax', *sys.argv[1:]])"
+
+
+def test_command_without_any_output_works():
+    result = run("--version", stdout=subprocess.PIPE, program=("-c", CLOSED))
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_other_broken_pipe_is_an_error(capsys):
     assert cli.explain(BrokenPipeError(errno.EPIPE, "Broken pipe")) == 1
     assert "Broken pipe" in capsys.readouterr().err
-
-
-def test_a_command_without_any_output_works():
-    code = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'mjax', *sys.argv[1:]])"
-    result = run("--version", stdout=subprocess.PIPE, program=("-c", code))
-    assert (result.returncode, result.stderr) == (0, "")

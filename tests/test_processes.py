@@ -14,27 +14,17 @@ import time
 import pytest
 
 from mjax import cli
-from mjax.training.metrics import read_metrics
-from tests.conftest import ROOT
-from tests.test_train_command import command, environment, losses
+from tests.test_train_command import IMPATIENT, command, environment, losses, run_here
+
+pytestmark = pytest.mark.usefixtures("quick_runs")
 
 MESH = ["--mesh.data", "2", "--mesh.model", "2"]
 LONG = ["--train.steps", "100000", "--train.eval-interval", "0", "--checkpoint.interval", "0"]
+LONG += ["--optimizer.schedule", "constant"]
 
 
 def _environment():
     return environment() | {"JAX_ENABLE_COMPILATION_CACHE": "0"}
-
-
-@pytest.fixture
-def alone(fewer_devices, capsys):
-    """One process, this one: what it prints."""
-
-    def run(folder, *flags):
-        assert cli.main(["train", *command(folder, *flags)[2:]]) == 0
-        return capsys.readouterr().out
-
-    return run
 
 
 class Group:
@@ -89,47 +79,38 @@ class Group:
         return self.outputs()
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        MESH,
-        # A process has a part of the positions of every sequence, and reads no others.
-        pytest.param(["--mesh.data", "1", "--mesh.model", "1", "--mesh.context", "4"], marks=pytest.mark.ci),
-    ],
-    ids=lambda flags: "-".join(flags),
-)
-def test_two_processes_train_and_save_what_one_does(mesh, alone, tmp_path):
-    alone(tmp_path / "one", *mesh)
-    with Group(tmp_path / "two", *mesh, count=2) as group:
-        first, second = group.finish()
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
-    assert "step 12/12" in first
+def test_two_processes_compute_and_stop_as_one(tmp_path, capsys):
+    """SIGTERM, sent again and again to one of them, stops both after the same saved step."""
+    with Group(tmp_path / "two", *LONG, *IMPATIENT, count=2) as group:
+        first, second = group.finish(code=75)
+    last = max(losses(tmp_path / "two"))
+    assert f"stopped by SIGTERM after step {last}" in first
+    assert f"checkpoint {last} saved" in first
     assert "step" not in second, "process 0 speaks for all"
     # What they saved opens in one process, on one device.
-    output = alone(tmp_path / "two", "--train.steps", "14", "--train.eval-interval", "0")
-    assert "continued after step 12" in output
-    assert [record["step"] for record in read_metrics(tmp_path / "two" / "run" / "metrics.jsonl")] == list(range(1, 15))
+    longer = [*LONG, "--train.steps", str(last + 2)]
+    capsys.readouterr()
+    run_here(tmp_path / "two", *longer)
+    assert "changed mesh.data: 2 → 1" in capsys.readouterr().out
+    run_here(tmp_path / "one", *longer)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
 @pytest.mark.ci
-def test_sigterm_sent_again_and_again_to_one_process_stops_both_after_the_same_saved_step(tmp_path):
-    impatient = str(ROOT / "tests" / "impatient_launcher.py")
-    with Group(tmp_path, *LONG, "--config", impatient, count=2) as group:
-        first, _ = group.finish(code=75)
-    assert "stopped by SIGTERM after step" in first
-    assert f"checkpoint {max(losses(tmp_path))} saved" in first
+def test_processes_share_the_positions_of_sequences(tmp_path):
+    """A process has a part of the positions of every sequence, and reads no others."""
+    mesh = ["--mesh.data", "1", "--mesh.model", "1", "--mesh.context", "4", "--train.steps", "4"]
+    run_here(tmp_path / "one", *mesh)
+    with Group(tmp_path / "two", *mesh, count=2) as group:
+        group.finish()
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
 
 
 @pytest.mark.ci
-def test_four_processes_compute_what_one_does_and_a_killed_one_is_named_and_its_run_continues_bit_for_bit(
-    alone, tmp_path
-):
-    alone(tmp_path / "one", *MESH)
+def test_run_of_four_processes_survives_a_killed_one(tmp_path):
     with Group(tmp_path / "four") as group:
         group.finish()
     uninterrupted, tmp_path = losses(tmp_path / "four"), tmp_path / "killed"
-    assert uninterrupted == pytest.approx(losses(tmp_path.parent / "one"), rel=1e-6)
     with Group(tmp_path) as group:
         group.wait_for_step(5)
         killed = group.processes[3]
@@ -138,11 +119,8 @@ def test_four_processes_compute_what_one_does_and_a_killed_one_is_named_and_its_
         outputs = group.outputs()
     assert codes == [1, 1, 1, -signal.SIGKILL], outputs
     for output in outputs[:3]:
-        assert re.search(
-            rf"^mjax: error: process 3 on \S+ \(pid {killed.pid}\) died, last heard of at step \d+; ",
-            output,
-            re.MULTILINE,
-        )
+        died = rf"^mjax: error: process 3 on \S+ \(pid {killed.pid}\) died, last heard of at step \d+; "
+        assert re.search(died, output, re.MULTILINE)
         assert "Traceback" not in output
     assert losses(tmp_path).keys() < uninterrupted.keys()
     with Group(tmp_path) as group:
@@ -152,7 +130,7 @@ def test_four_processes_compute_what_one_does_and_a_killed_one_is_named_and_its_
 
 
 @pytest.mark.ci
-def test_a_stopped_process_is_reported_and_then_given_up(tmp_path):
+def test_stopped_process_is_reported_then_given_up(tmp_path):
     with Group(tmp_path, *LONG, "--distributed.heartbeat", "12", "--distributed.watchdog", "4", count=2) as group:
         first, stopped = group.processes
         group.wait_for_step(5)
@@ -165,19 +143,6 @@ def test_a_stopped_process_is_reported_and_then_given_up(tmp_path):
     assert re.search(rf"no step has been finished for \d+ s: {name} is at .*, not heard of for \d+ s", output)
     assert re.search(rf"{name} has not been heard of for \d+ s, since step \d+; at 12 s the run ends", output)
     assert re.search(rf"mjax: error: {name} has not been heard of for \d+ s, since step \d+", output)
-
-
-@pytest.mark.ci
-def test_an_error_in_one_process_ends_the_others_with_its_words(tmp_path):
-    (tmp_path / "run").mkdir()
-    with Group(tmp_path, count=2) as group:
-        group.wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
-        (tmp_path / "run" / "checkpoints").write_text("a file where the folder of checkpoints is to be")
-        codes = group.ends(120)
-        outputs = group.outputs()
-    assert codes == [1, 1], outputs
-    assert "checkpoint 4 could not be saved" in outputs[0]
-    assert re.search(r"process 0 on \S+ \(pid \d+\) ended at step 4 with an error: checkpoint 4 could not", outputs[1])
 
 
 @pytest.fixture
@@ -207,7 +172,7 @@ def hosts():
 
 
 @pytest.mark.ci
-def test_processes_on_two_hosts_meet_and_a_cut_cable_ends_both(hosts, tmp_path):
+def test_cut_cable_between_two_hosts_ends_both(hosts, tmp_path):
     # Gloo meets at the address of the host's name, so each has a name and an /etc/hosts of its own.
     (tmp_path / "hosts").write_text("".join(f"10.77.0.{i} {name}\n" for i, name in enumerate(hosts, start=1)))
     own = f'mount --bind {tmp_path / "hosts"} /etc/hosts && hostname $0 && exec "$@"'
@@ -223,7 +188,7 @@ def test_processes_on_two_hosts_meet_and_a_cut_cable_ends_both(hosts, tmp_path):
 
 
 @pytest.mark.ci
-def test_processes_that_nobody_joins_end_after_the_start_timeout_with_a_sentence(tmp_path):
+def test_unjoined_processes_end_after_start_timeout(tmp_path):
     """One that waits for another, and one that waits for process 0: JAX's client would abort both."""
     short = ["--distributed.start-timeout", "5"]
     with Group(tmp_path / "a", *short, count=2, only=[0]) as first, Group(tmp_path / "b", *short, only=[1]) as other:
@@ -235,7 +200,8 @@ def test_processes_that_nobody_joins_end_after_the_start_timeout_with_a_sentence
     )
 
 
-def test_processes_that_disagree_end_before_the_first_step_and_say_in_what(tmp_path):
+@pytest.mark.ci
+def test_disagreeing_processes_end_before_the_first_step(tmp_path):
     """Unnoticed, another learning rate is trained on with, and other steps hang."""
     with Group(tmp_path, count=2, differing={1: ["--optimizer.learning-rate", "0.02", "--train.steps", "9"]}) as group:
         outputs = group.finish(code=2)
@@ -248,25 +214,6 @@ def test_processes_that_disagree_end_before_the_first_step_and_say_in_what(tmp_p
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.ci
-def test_a_run_folder_that_two_processes_do_not_share_is_found_at_the_start(tmp_path):
-    with Group(tmp_path, count=2, differing={1: ["--runs", str(tmp_path / "elsewhere")]}) as group:
-        outputs = group.finish(code=2)
-    for output in outputs:
-        assert f"process 0 on {socket.gethostname()} has its run folder at {tmp_path / 'run'}, and process 1" in output
-        assert f"cannot see it at {tmp_path / 'elsewhere' / 'run'}; use --runs" in output
-    assert list((tmp_path / "run").iterdir()) == []
-
-
-@pytest.mark.ci
-def test_what_one_process_refuses_before_it_starts_ends_the_others_with_its_words(tmp_path):
-    with Group(tmp_path, count=2, differing={1: ["--train.stepz", "9"]}) as group:
-        first, second = group.finish(code=2)
-    sentence = "mjax train has no --train.stepz"
-    assert second.count(sentence) == 1
-    assert re.search(rf"mjax: error: process 1 on \S+ \(pid \d+\) ended at step 0 with an error: {sentence}", first)
-
-
-def test_flags_that_go_together_are_asked_for_together(tmp_path, capsys):
+def test_distributed_flags_are_required_together(tmp_path, capsys):
     assert cli.main(["train", *command(tmp_path)[2:], "--distributed.processes", "2"]) == 2
     assert "go together" in capsys.readouterr().err

@@ -1,9 +1,10 @@
 """train.py as a person runs it: what it leaves, how it stops, and how it continues."""
 
+import functools
 import json
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -11,10 +12,12 @@ import time
 import pytest
 
 from mjax import cli
+from mjax.training import loop
 from mjax.training.metrics import read_metrics
 from tests.conftest import COMPILE_QUICKLY, ROOT
 
 CONFIG = str(ROOT / "tests" / "tiny_config.py")
+IMPATIENT = ["--config", str(ROOT / "tests" / "impatient_launcher.py")]
 
 
 def environment():
@@ -37,6 +40,21 @@ def run(folder, *flags, code=0):
     return result
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_program():
+    """Runs of equal configs in this process share their program."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "build_program", functools.cache(loop.build_program))
+        yield
+
+
+def run_here(folder, *flags):
+    """The same command on one of the devices of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "check_devices", lambda *_: None)
+        assert cli.main(["train", *command(folder, *flags)[2:]]) == 0
+
+
 def losses(folder):
     return {record["step"]: record["loss"] for record in read_metrics(folder / "run" / "metrics.jsonl")}
 
@@ -44,23 +62,20 @@ def losses(folder):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
-    output = run(folder)
-    return folder, output.stdout, losses(folder)
+    run_here(folder)
+    return folder
 
 
-def test_a_run_leaves_what_the_readme_says(uninterrupted):
-    folder, output, found = uninterrupted
-    left = folder / "run"
+def test_run_folder_holds_what_readme_says(uninterrupted, capsys):
+    left, found = uninterrupted / "run", losses(uninterrupted)
     assert list(found) == list(range(1, 13))
     records = read_metrics(left / "metrics.jsonl")
     assert set(records[0]) >= {
         "step", "loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "tokens", "seconds",
         "tokens_per_second", "tflops", "mfu",
     }  # fmt: skip
-    assert records[0]["learning_rate"] == 0.0
-    assert records[-1]["tokens"] == 12 * 8 * 16
-    assert records[-1]["mfu"] is None
-    assert [r["step"] for r in records if "val_loss" in r] == [5, 10, 12]
+    assert (records[0]["learning_rate"], records[-1]["tokens"], records[-1]["mfu"]) == (0.0, 12 * 8 * 16, None)
+    assert [record["step"] for record in records if "val_loss" in record] == [5, 10, 12]
     assert records[-1]["loss"] < records[0]["loss"]
     assert json.loads((left / "config.json").read_text())["model"]["hidden"] == 32
     start = json.loads((left / "environment.json").read_text())[-1]
@@ -68,63 +83,38 @@ def test_a_run_leaves_what_the_readme_says(uninterrupted):
     assert start["mesh"] == {"pipe": 1, "data": 1, "expert": 1, "context": 1, "model": 1}
     assert (left / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(entry.name for entry in (left / "checkpoints").iterdir()) == ["12", "8", "good.json"]
-    assert "validation loss" in output
-
-
-def test_a_finished_run_says_so_and_keeps_everything(uninterrupted, fewer_devices, capsys):
-    folder, _, found = uninterrupted
-    assert cli.main(["train", *command(folder)[2:]]) == 0
+    capsys.readouterr()
+    run_here(uninterrupted)
     assert "all 12 steps are done" in capsys.readouterr().out
-    assert losses(folder) == found
+    assert losses(uninterrupted) == found
 
 
-def _start(folder, *flags):
-    return subprocess.Popen(
-        command(folder, *flags), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-
-
-def _wait_for_step(process, folder, step):
-    deadline = time.monotonic() + 200
-    while max(losses(folder), default=0) < step:
-        assert process.poll() is None, "the run ended before it could be interrupted"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-@pytest.mark.ci
-def test_a_run_killed_in_the_middle_continues_bit_for_bit(uninterrupted, tmp_path):
-    for step in (5, 10):
-        process = _start(tmp_path)
-        _wait_for_step(process, tmp_path, step)
-        process.kill()
-        process.wait()
-    run(tmp_path)
-    assert losses(tmp_path) == uninterrupted[2]
-
-
-@pytest.mark.ci
-def test_sigterm_sent_again_and_again_saves_exits_75_and_the_same_command_continues_bit_for_bit(
-    uninterrupted, tmp_path
-):
-    output = run(tmp_path, "--config", str(ROOT / "tests" / "impatient_launcher.py"), code=75)
+def test_run_resumes_bit_for_bit_after_sigterm_and_sigkill(uninterrupted, tmp_path, capsys):
+    """SIGTERM arrives again and again while the run saves, SIGKILL while it saves and trains."""
+    output = run(tmp_path, *IMPATIENT, code=75)
     [done] = re.findall(r"stopped by SIGTERM after step (\d+), which is saved", output.stdout)
     assert max(losses(tmp_path)) == int(done)
     assert done in os.listdir(tmp_path / "run" / "checkpoints")
     assert output.stderr.count("SIGTERM: saving after the steps in flight") == 1
-    run(tmp_path)
-    assert losses(tmp_path) == uninterrupted[2]
-
-
-def test_a_run_continues_on_another_mesh(uninterrupted, tmp_path, fewer_devices, capsys):
-    assert cli.main(["train", *command(tmp_path, "--mesh.data", "2", "--mesh.model", "2")[2:]]) == 0
-    on_four = losses(tmp_path)
-    assert on_four == pytest.approx(uninterrupted[2], rel=1e-5)
-
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")
-    capsys.readouterr()
-    assert cli.main(["train", "--resume", str(tmp_path / "run"), "--mesh.data", "1", "--mesh.model", "1"]) == 0
+    run(tmp_path, *IMPATIENT, code=-signal.SIGKILL)
+    assert {done, "8.writing"} <= set(os.listdir(tmp_path / "run" / "checkpoints"))
+    run_here(tmp_path)
     output = capsys.readouterr().out
-    assert "changed mesh.data: 2 → 1" in output
-    assert "continued after step 8" in output
-    assert losses(tmp_path) == pytest.approx(uninterrupted[2], rel=1e-5)
+    assert f"continued after step {done}" in output
+    assert "removed 8.writing: an unfinished save of checkpoint 8" in output
+    assert losses(tmp_path) == losses(uninterrupted)
+
+
+@pytest.mark.ci
+def test_run_killed_at_any_step_resumes_bit_for_bit(uninterrupted, tmp_path):
+    for step in (5, 10):
+        process = subprocess.Popen(command(tmp_path), env=environment(), stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 200
+        while max(losses(tmp_path), default=0) < step:
+            assert process.poll() is None, "the run ended before it could be interrupted"
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.kill()
+        process.wait()
+    run(tmp_path)
+    assert losses(tmp_path) == losses(uninterrupted)

@@ -40,28 +40,28 @@ def runs(tmp_path):
     ("name", "mesh"),
     [
         ("gpt", ""),
-        ("bert", ""),
+        pytest.param("bert", "", marks=pytest.mark.ci),
         pytest.param("bloom", "", marks=pytest.mark.all),
         pytest.param("interleaved", "", marks=pytest.mark.all),
         pytest.param("interleaved", "--mesh.pipe 1 --mesh.chunks 1", marks=pytest.mark.ci),
         pytest.param("gpt", "--mesh.pipe 2 --mesh.model 2", marks=pytest.mark.ci),
     ],
 )
-def test_an_old_run_continues_with_the_losses_it_would_have_had(runs, name, mesh, fewer_devices, capsys):
+def test_old_run_continues_with_losses_it_would_have_had(runs, name, mesh, fewer_devices, capsys):
     assert cli.main(["train", "--resume", str(runs / name), "--train.steps", "6", *mesh.split()]) == 0
     assert "continued after step 4" in capsys.readouterr().out
     losses = [record["loss"] for record in read_metrics(runs / name / "metrics.jsonl")]
     assert losses[4:] == pytest.approx(json.loads((runs / name / "losses-5-6.json").read_text()), rel=2e-6)
 
 
-def test_old_configs_become_those_of_their_models(runs):
+def test_old_configs_have_their_models(runs):
     kinds = {name: type(read_config(runs / name / "config.json").model) for name in ("gpt", "bert", "bloom")}
     assert kinds == {"gpt": GPTConfig, "bert": BERTConfig, "bloom": GPTConfig}
     assert read_config(runs / "bert" / "config.json").model.layernorm == "post"
     assert read_config(runs / "bloom" / "config.json").model.positions == "alibi"
 
 
-def test_an_old_fine_tuned_model_opens(runs):
+def test_old_finetuned_model_opens(runs):
     config = read_config(runs / "fine-tuned" / "config.json")
     assert isinstance(config.model, BERTTaskConfig)
     assert (config.model.head, config.model.answers, config.model.sequences) == ("classification", 3, 1)

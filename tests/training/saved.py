@@ -1,11 +1,14 @@
 """States of a small model on a mesh of eight devices, and saving them."""
 
+import contextlib
 import dataclasses
+import subprocess
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -74,6 +77,29 @@ def save_all(checkpoints, *steps: int) -> State:
 def data_file(folder: Path) -> Path:
     """The file that holds the arrays' bytes: the largest one."""
     return max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+
+
+def flip_a_bit(folder: Path) -> str:
+    """Damage the arrays' bytes; returns how that is told."""
+    file = data_file(folder)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return r"model/.* is not what was written \(checksum\)"
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path):
+    """A disk of 1 MB at `folder`, on machines that may mount one."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount a small disk: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 def save_large(checkpoints, *steps: int):

@@ -22,12 +22,7 @@ from tests.training.watchdogs import Run
 
 pytestmark = pytest.mark.usefixtures("fast_watchdogs")
 
-
-def given(*values, name="--train.seed"):
-    return [
-        {"host": f"node{i}", "facts": {} if value is None else {name: (str(value), str(value))}}
-        for i, value in enumerate(values)
-    ]
+CONFIG = small_config()
 
 
 @pytest.mark.parametrize(
@@ -38,27 +33,26 @@ def given(*values, name="--train.seed"):
         ((1, 2, 2, 1), "1 on processes 0 on node0 and 3 on node3, 2 on processes 1 on node1 and 2 on node2"),
         ((1, 2, 3, 3), "1 on process 0 on node0, 2 on process 1 on node1, 3 on the others"),
         ((1, None, 1), "--train.seed absent on process 1 on node1, 1 on the others"),
+        ((1, 1, 1), ""),
     ],
 )
-def test_the_sentence_names_who_differs_in_what(values, words):
-    assert words in disagreement(given(*values))
+def test_disagreement_names_who_differs_in_what(values, words):
+    given = [
+        {"host": f"node{i}", "facts": {} if value is None else {"--train.seed": (str(value), str(value))}}
+        for i, value in enumerate(values)
+    ]
+    sentence = disagreement(given)
+    assert words in sentence if words else sentence == ""
 
 
-def test_processes_that_agree_get_no_sentence():
-    assert disagreement(given(1, 1, 1)) == ""
-
-
-def test_a_whole_other_installation_makes_a_short_sentence():
+def test_other_installation_makes_a_short_sentence():
     files = {f"mjax/{i}.py": ("a", "a") for i in range(100)}
-    others = dict.fromkeys(files, ("b", "b"))
-    sentence = disagreement([{"host": "x", "facts": facts} for facts in (files, files, others)])
+    sentence = disagreement([{"host": "x", "facts": facts} for facts in (files, files, dict.fromkeys(files, "bb"))])
     assert sentence.count("mjax/") == 6
     assert "and 94 more differences" in sentence
 
 
 # --- Facts ------------------------------------------------------------------------------------------------------------
-
-CONFIG = small_config()
 
 
 def compared(facts):
@@ -69,7 +63,7 @@ def changed(value):
     return not value if isinstance(value, bool) else "other" if isinstance(value, str) or value is None else (7,)
 
 
-def test_every_field_of_the_config_is_compared_but_those_of_a_process_alone():
+def test_config_facts_have_every_shared_field():
     before, unseen = config_facts(CONFIG), set()
     for section in fields(Config):
         values = getattr(CONFIG, section.name)
@@ -81,102 +75,47 @@ def test_every_field_of_the_config_is_compared_but_those_of_a_process_alone():
     assert unseen == {"data.cache", "log.tensorboard", "log.wandb"} | paths
 
 
-@pytest.fixture
-def dataset(tmp_path):
-    def write(name, tokens):
+def test_data_facts_are_digests_of_the_contents(tmp_path):
+    def dataset(name, tokens):
         with IndexedDatasetWriter(tmp_path / name, 60) as writer:
             for _ in range(8):
                 writer.add_document(tokens)
         return str(tmp_path / name)
 
-    return write
+    def facts(*path, tokenizer=None):
+        config = replace(CONFIG, data=replace(CONFIG.data, mock=False, path=path))
+        return compared(data_facts(config, TrainingData(None, None, tokenizer, "")))
 
-
-def facts_about(*path, tokenizer=None):
-    config = replace(CONFIG, data=replace(CONFIG.data, mock=False, path=path))
-    data = TrainingData(training=None, validation=None, tokenizer=tokenizer, summary="")
-    return compared(data_facts(config, data))
-
-
-def test_data_are_compared_by_their_tokens_wherever_they_lie(dataset):
     here, copy, other = (dataset(*what) for what in (("a", [1, 2, 3]), ("b", [1, 2, 3]), ("c", [1, 2, 4])))
-    assert facts_about(here) == facts_about(copy)
-    assert facts_about(here) != facts_about(other)
-    assert facts_about("0.3", here, "0.7", other) != facts_about("0.7", here, "0.3", other)
-
-
-def test_tokenizers_are_compared_by_their_files(dataset, tmp_path):
-    data, folder = dataset("a", [1, 2, 3]), tmp_path / "tokenizer"
+    assert facts(here) == facts(copy)
+    assert facts(here) != facts(other)
+    assert facts("0.3", here, "0.7", other) != facts("0.7", here, "0.3", other)
+    folder = tmp_path / "tokenizer"
     folder.mkdir()
     (folder / "vocabulary").write_text("a b c")
-    before = facts_about(data, tokenizer=folder)
+    before = facts(here, tokenizer=folder)
     shutil.copytree(folder, tmp_path / "copy")
-    assert facts_about(data, tokenizer=tmp_path / "copy") == before
+    assert facts(here, tokenizer=tmp_path / "copy") == before
     (folder / "vocabulary").write_text("a c b")
-    assert facts_about(data, tokenizer=folder) != before
+    assert facts(here, tokenizer=folder) != before
 
 
-def test_an_edited_file_of_mjax_another_version_and_another_setting_are_seen(monkeypatch, tmp_path):
+def test_software_facts_show_edits_versions_and_settings(monkeypatch, tmp_path):
     before = compared(software_facts())
     assert {"jax", "numpy", "Python", "XLA_FLAGS", "jax_enable_x64", "mjax/training/loop.py"} <= before.keys()
     monkeypatch.setattr(agreement, "installed", lambda: {"jax": "0.0.1", "unrelated": "1"})
-    assert compared(software_facts())["jax"] == "0.0.1"
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/of/process/7 --xla_x=1")
-    assert compared(software_facts())["XLA_FLAGS"] == "--xla_x=1"
+    same = compared(software_facts())
+    assert (same["jax"], same["XLA_FLAGS"]) == ("0.0.1", "--xla_x=1")
     shutil.copytree(Path(mjax.__file__).parent, tmp_path / "mjax", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(mjax, "__file__", str(tmp_path / "mjax" / "__init__.py"))
-    same = compared(software_facts())
     with (tmp_path / "mjax" / "models" / "gpt.py").open("a") as file:
         file.write("# edited\n")
     found = compared(software_facts())
     assert {name for name in found if found[name] != same[name]} == {"mjax/models/gpt.py"}
 
 
-def test_all_processes_end_with_the_same_sentence():
-    faster = replace(CONFIG, optimizer=replace(CONFIG.optimizer, learning_rate=1e-4))
-    with Run() as run:
-        answers = run.ask(lambda one, index: agree(one, config_facts(faster if index == 2 else CONFIG)))
-        assert run.ask(lambda one, index: agree(one, config_facts(CONFIG))) == [None] * 3
-    assert {type(answer) for answer in answers} == {UsageError}
-    assert len(set(map(str, answers))) == 1
-    assert "do not agree: --optimizer.learning-rate 0.0001 on process 2 on " in str(answers[0])
-    assert ", 0.01 on the others; start all with the same" in str(answers[0])
-
-
-# --- The run folder ---------------------------------------------------------------------------------------------------
-
-
-def test_a_shared_run_folder_is_found_and_nothing_is_left_in_it(tmp_path):
-    with Run() as run:
-        assert run.ask(lambda one, index: check_shared(one, tmp_path / "runs" / "new")) == [None] * 3
-    assert list((tmp_path / "runs" / "new").iterdir()) == []
-
-
-def test_a_folder_that_a_process_does_not_share_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(agreement, "PATIENCE", 0.1)
-    (tmp_path / "b").mkdir()
-    with Run() as run:
-        answers = run.ask(lambda one, index: check_shared(one, tmp_path / ("b" if index == 1 else "a")))
-    assert len(set(map(str, answers))) == 1
-    assert f"has its run folder at {tmp_path / 'a'}, and process 1 on" in str(answers[0])
-    assert f"cannot see it at {tmp_path / 'b'}; use --runs with a folder on a file system" in str(answers[0])
-    assert list((tmp_path / "a").iterdir()) == list((tmp_path / "b").iterdir()) == []
-
-
-def test_processes_that_see_different_checkpoints_do_not_begin(tmp_path, monkeypatch):
-    (tmp_path / "checkpoints" / "40").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "40" / "manifest.json").write_text("{}")
-    own = agreement.newest_checkpoint
-    stale = iter(["20", *[own(tmp_path)] * 2])
-    monkeypatch.setattr(agreement, "newest_checkpoint", lambda folder: next(stale))
-    with Run() as run:
-        answers = run.ask(lambda one, index: check_shared(one, tmp_path))
-    assert len(set(map(str, answers))) == 1
-    assert "the newest checkpoint is 20 on process" in str(answers[0])
-    assert f", {own(tmp_path)} on the others" in str(answers[0])
-
-
-def test_finetuning_compares_its_examples_and_where_it_starts_from(tmp_path):
+def test_finetuning_facts_have_examples_and_origin(tmp_path):
     rows = np.zeros((2, 1, 4), np.int32)
     examples = Examples(rows, rows, rows > 0, {"label": np.array([0, 1])})
     swapped = replace(examples, labels={"label": np.array([1, 0])})
@@ -185,10 +124,55 @@ def test_finetuning_compares_its_examples_and_where_it_starts_from(tmp_path):
         arguments = FinetuneArguments(tmp_path, "mnli", (), (), **flags)
         return _task_facts(arguments, SimpleNamespace(train=train, validation={"matched": examples}))
 
-    assert facts(examples) == facts(examples)
-    assert facts(examples) != facts(swapped)
-    assert facts(examples)["--seed"] != facts(examples, seed=2)["--seed"]
     before = facts(examples)
-    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "7" / "manifest.json").write_text("{}")
+    assert facts(examples) == before != facts(swapped)
+    assert before["--seed"] != facts(examples, seed=2)["--seed"]
+    add_checkpoint(tmp_path)
     assert facts(examples) != before
+
+
+# --- Processes --------------------------------------------------------------------------------------------------------
+
+
+def add_checkpoint(folder):
+    (folder / "checkpoints" / "40").mkdir(parents=True)
+    (folder / "checkpoints" / "40" / "manifest.json").write_text("{}")
+
+
+def refusal(run, question):
+    """The sentence that every process ends with."""
+    answers = run.ask(question)
+    assert {type(answer) for answer in answers} == {UsageError}
+    [sentence] = set(map(str, answers))
+    return sentence
+
+
+def test_all_processes_end_with_same_sentence():
+    faster = replace(CONFIG, optimizer=replace(CONFIG.optimizer, learning_rate=1e-4))
+    with Run() as run:
+        sentence = refusal(run, lambda one, index: agree(one, config_facts(faster if index == 2 else CONFIG)))
+        assert run.ask(lambda one, index: agree(one, config_facts(CONFIG))) == [None] * 3
+    assert "do not agree: --optimizer.learning-rate 0.0001 on process 2 on " in sentence
+    assert ", 0.01 on the others; start all with the same" in sentence
+
+
+def test_run_folder_must_be_shared(tmp_path, monkeypatch):
+    monkeypatch.setattr(agreement, "PATIENCE", 0.1)
+    (tmp_path / "b").mkdir()
+    with Run() as run:
+        assert run.ask(lambda one, index: check_shared(one, tmp_path / "runs" / "new")) == [None] * 3
+        sentence = refusal(run, lambda one, index: check_shared(one, tmp_path / ("b" if index == 1 else "a")))
+    assert f"has its run folder at {tmp_path / 'a'}, and process 1 on" in sentence
+    assert f"cannot see it at {tmp_path / 'b'}; use --runs with a folder on a file system" in sentence
+    assert [list((tmp_path / folder).iterdir()) for folder in ("runs/new", "a", "b")] == [[], [], []]
+
+
+def test_processes_must_see_same_checkpoints(tmp_path, monkeypatch):
+    add_checkpoint(tmp_path)
+    own = agreement.newest_checkpoint
+    stale = iter(["20", *[own(tmp_path)] * 2])
+    monkeypatch.setattr(agreement, "newest_checkpoint", lambda folder: next(stale))
+    with Run() as run:
+        sentence = refusal(run, lambda one, index: check_shared(one, tmp_path))
+    assert "the newest checkpoint is 20 on process" in sentence
+    assert f", {own(tmp_path)} on the others" in sentence

@@ -14,14 +14,17 @@ from mjax.state.blocks import read_in_blocks, write_in_blocks
 from mjax.state.checkpoint import Checkpoints
 
 RANDOM = np.random.default_rng(0)
-WEIGHTS = {
-    "blocks": {"up": RANDOM.normal(size=(4, 8, 2, 16)), "norm": RANDOM.normal(size=(4, 8))},
-    "table": RANDOM.normal(size=(50, 8)),
-    "norm": np.zeros(8),  # which TensorStore would leave out
+NAMES = {
+    "blocks.up": RANDOM.normal(size=(4, 8, 2, 16)).astype(np.float32),
+    "blocks.norm": RANDOM.normal(size=(4, 8)).astype(np.float32),
+    "table": RANDOM.normal(size=(50, 8)).astype(np.float32),
+    "norm": np.zeros(8, np.float32),  # which TensorStore would leave out
 }
-WEIGHTS = jax.tree.map(lambda array: array.astype(np.float32), WEIGHTS)
-NAMES = {"blocks.up": WEIGHTS["blocks"]["up"], "blocks.norm": WEIGHTS["blocks"]["norm"]}
-NAMES |= {"table": WEIGHTS["table"], "norm": WEIGHTS["norm"]}
+
+
+def tree_of(leaves):
+    layers = {name.removeprefix("blocks."): leaf for name, leaf in leaves.items() if "." in name}
+    return {"blocks": layers} | {name: leaf for name, leaf in leaves.items() if "." not in name}
 
 
 @pytest.fixture(autouse=True)
@@ -30,66 +33,47 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(module, "CHUNK_BYTES", 256)
 
 
-def on(mesh, specs):
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
 def quiet(folder):
     return Checkpoints(folder, on_notice=lambda line: None)
 
 
-@pytest.mark.parametrize("axis", [None, "data", "model"])
-def test_a_checkpoint_written_in_blocks_is_restored_whole_on_any_mesh(axis, tmp_path):
-    asked = []
+def test_checkpoint_in_blocks_is_restored_on_a_mesh(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder, asked = Path("a b%20?#ü"), []
 
     def read(name, first, end):
         asked.append((name, first, end))
         return NAMES[name][first:end]
 
-    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), WEIGHTS)
-    write_in_blocks(tmp_path, "model", shapes, read)
-    assert [request for request in asked if request[0] == "blocks.up"] == [
-        ("blocks.up", layer, layer + 1) for layer in range(4)
-    ]
-    mesh = make_mesh(MeshConfig() if axis is None else MeshConfig(**{axis: 2}))
-    specs = {"blocks": {"up": PartitionSpec(None, axis), "norm": PartitionSpec()}}
-    places = on(mesh, specs | {"table": PartitionSpec(axis), "norm": PartitionSpec()})
-    target = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
-    )
-    with quiet(tmp_path) as checkpoints:
-        step, found = checkpoints.restore(target, field="model")
+    mesh = make_mesh(MeshConfig(data=2))
+    specs = dict.fromkeys(NAMES, PartitionSpec()) | {"blocks.up": PartitionSpec(None, "data")}
+    target = {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, specs[name]))
+        for name, array in NAMES.items()
+    }
+    write_in_blocks(folder, "model", tree_of(target), read)
+    assert [request[1:] for request in asked if request[0] == "blocks.up"] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    with quiet(folder) as checkpoints:
+        step, found = checkpoints.restore(tree_of(target), field="model")
     assert step == 0
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), WEIGHTS)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), tree_of(NAMES))
 
 
 @pytest.mark.parametrize("chunks", [1, 2], ids=["layers in order", "two chunks of a pipeline per stage"])
-def test_a_checkpoint_of_training_is_read_a_layer_at_a_time(chunks, tmp_path):
+def test_trained_checkpoint_is_read_by_layer(chunks, tmp_path):
     mesh = make_mesh(MeshConfig(pipe=2, model=2))
+    specs = {"blocks.up": ("pipe", "model"), "blocks.norm": ("pipe", None), "table": ("model",), "norm": ()}
 
-    def stored(array, spec):
-        if chunks == 2 and len(spec) > 1:
+    def stored(name, array):
+        spec = specs[name]
+        if chunks == 2 and name in ("blocks.up", "blocks.norm"):
             array, spec = array.reshape(2, 2, *array.shape[1:]), (None, *spec)
         return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
 
-    state = {
-        "blocks": {"up": stored(WEIGHTS["blocks"]["up"], ("pipe", "model")),
-                   "norm": stored(WEIGHTS["blocks"]["norm"], ("pipe", None))},
-        "table": stored(WEIGHTS["table"], ("model",)),
-        "norm": stored(WEIGHTS["norm"], ()),
-    }  # fmt: skip
     with quiet(tmp_path) as checkpoints:
-        checkpoints.save(7, {"model": state})
+        checkpoints.save(7, {"model": tree_of({name: stored(name, array) for name, array in NAMES.items()})})
     for name, expected in NAMES.items():
         found = list(read_in_blocks(tmp_path / "7", f"model.{name}", expected.ndim))
         assert [first for first, _ in found] == np.cumsum([0, *(len(block) for _, block in found[:-1])]).tolist()
         np.testing.assert_array_equal(np.concatenate([block for _, block in found]), expected)
     assert len(list(read_in_blocks(tmp_path / "7", "model.blocks.up", 4))) == 4
-
-
-def test_a_folder_may_be_relative_and_have_any_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = Path("a b%20?#ü")
-    write_in_blocks(folder, "model", {"norm": jax.ShapeDtypeStruct((8,), np.float32)}, lambda *_: WEIGHTS["norm"] + 1)
-    ((first, found),) = read_in_blocks(folder / "0", "model.norm", 1)
-    assert (first, found.tolist()) == (0, [1.0] * 8)

@@ -7,21 +7,12 @@ import re
 import pytest
 
 from mjax.errors import RunError, UsageError
-from tests.training.saved import abstract, data_file, mesh_of, save_all, save_large, state_on
+from tests.training.saved import abstract, data_file, flip_a_bit, mesh_of, save_all, save_large, state_on
 
 
 def truncate(folder):
-    file = data_file(folder)
-    os.truncate(file, file.stat().st_size // 2)
+    os.truncate(data_file(folder), data_file(folder).stat().st_size // 2)
     return r"model/.* has \d+ bytes of \d+"
-
-
-def flip_a_bit(folder):
-    file = data_file(folder)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    return r"model/.* is not what was written \(checksum\)"
 
 
 def remove_a_file(folder):
@@ -50,29 +41,27 @@ def cut_the_manifest(folder):
     return "manifest.json is not what was written"
 
 
-KINDS_OF_DAMAGE = [
-    truncate,
-    flip_a_bit,
-    remove_a_file,
-    remove_the_metadata,
-    remove_the_manifest,
-    rename_an_array_in_the_manifest,
-    cut_the_manifest,
-]
-
-
-@pytest.mark.parametrize("damage", KINDS_OF_DAMAGE)
-def test_damage_is_named_and_the_checkpoint_before_is_used(checkpoints, notices, damage):
+@pytest.mark.parametrize("field", [None, "model"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncate, flip_a_bit, remove_a_file, remove_the_metadata, remove_the_manifest, rename_an_array_in_the_manifest,
+        cut_the_manifest,
+    ],
+)  # fmt: skip
+def test_damage_is_named_and_previous_checkpoint_used(checkpoints, notices, damage, field):
     target = save_large(checkpoints, 200, 300)
+    target = target if field is None else target["model"]
     words = damage(checkpoints.folder / "300")
     notices.clear()
-    step, restored = checkpoints.restore(target)
-    assert (step, int(restored["step"])) == (200, 200)
+    assert checkpoints.restore(target, field=field)[0] == 200
     [notice] = notices
     assert re.fullmatch(f"checkpoint 300 is damaged: {words}; using 200", notice)
+    with pytest.raises(RunError, match=rf"checkpoint 300 is damaged: {words}; there are also 200"):
+        checkpoints.restore(target, step=300, field=field)
 
 
-def test_a_flipped_bit_in_any_file_is_noticed(checkpoints):
+def test_flipped_bit_in_any_file_is_noticed(checkpoints):
     target = save_all(checkpoints, 1)
     draw = random.Random(0)
     for file in sorted((checkpoints.folder / "1").rglob("*")):
@@ -80,48 +69,27 @@ def test_a_flipped_bit_in_any_file_is_noticed(checkpoints):
         if content:
             at = draw.randrange(len(content))
             file.write_bytes(content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :])
-            with pytest.raises(
-                RunError, match=r"checkpoint 1 is damaged: .* is not what was written.*; there is no other"
-            ):
+            words = r"checkpoint 1 is damaged: .* is not what was written.*; there is no other"
+            with pytest.raises(RunError, match=words):
                 checkpoints.restore(target)
             file.write_bytes(content)
     assert checkpoints.restore(target)[0] == 1
 
 
-def test_an_explicit_step_that_is_damaged_is_refused_with_what_else_there_is(checkpoints):
+@pytest.mark.parametrize("step", [250, 300])
+def test_damaged_checkpoint_is_set_aside_by_next_save(checkpoints, notices, step):
     target = save_large(checkpoints, 200, 300)
     flip_a_bit(checkpoints.folder / "300")
-    with pytest.raises(RunError, match=r"checkpoint 300 is damaged: model/.*\(checksum\); there are also 200"):
-        checkpoints.restore(target, step=300)
-    assert checkpoints.restore(target, step=200)[0] == 200
-
-
-def test_a_damaged_checkpoint_is_written_anew_when_the_run_gets_there_again(checkpoints):
-    target = save_large(checkpoints, 200, 300)
-    flip_a_bit(checkpoints.folder / "300")
+    damaged = data_file(checkpoints.folder / "300").read_bytes()
     assert checkpoints.restore(target)[0] == 200
-    save_large(checkpoints, 300)
-    assert checkpoints.restore(target)[0] == 300
+    save_large(checkpoints, step)
+    assert checkpoints.steps() == [200, step]
+    assert checkpoints.restore(target)[0] == step
+    assert data_file(checkpoints.folder / "300.damaged").read_bytes() == damaged
+    assert f"renamed 300 to 300.damaged in {checkpoints.folder}; remove it when you do not need it" in notices
 
 
-def test_a_damaged_checkpoint_does_not_push_out_a_sound_one(checkpoints):
-    target = save_large(checkpoints, 200, 300)
-    flip_a_bit(checkpoints.folder / "300")
-    checkpoints.restore(target)
-    save_large(checkpoints, 250)
-    assert checkpoints.steps() == [200, 250]
-
-
-def test_when_every_checkpoint_is_damaged_each_is_named(checkpoints):
-    target = save_large(checkpoints, 200, 300)
-    flip_a_bit(checkpoints.folder / "200")
-    remove_the_manifest(checkpoints.folder / "300")
-    words = r"300 is damaged: manifest.json is missing.*; checkpoint 200 is damaged: .*\(checksum\); there is no other"
-    with pytest.raises(RunError, match=words):
-        checkpoints.restore(target)
-
-
-def test_no_checkpoint_is_a_usage_error_that_says_what_is_there(checkpoints):
+def test_missing_checkpoint_is_a_usage_error(checkpoints):
     target = abstract(state_on(mesh_of(4, 2)))
     with pytest.raises(UsageError, match="has no checkpoint; give a run that has saved one"):
         checkpoints.restore(target)

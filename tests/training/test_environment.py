@@ -11,39 +11,24 @@ from mjax.config import Config
 from mjax.training import environment
 
 
-@pytest.fixture
-def variables(monkeypatch):
+def test_environment_keeps_flags_and_no_secrets(tmp_path, monkeypatch):
     jax.devices()  # with the flags of the tests, which are about to be taken away
-    for name in list(environment.os.environ):
-        if environment.FLAGS.fullmatch(name):
-            monkeypatch.delenv(name)
+    for name in [name for name in environment.os.environ if environment.FLAGS.fullmatch(name)]:
+        monkeypatch.delenv(name)
     monkeypatch.setattr(launch, "SET_BY_MJAX", {})
-    return monkeypatch.setenv
-
-
-def entry(tmp_path):
-    environment.write(Config(), tmp_path, pytest.fail)
-    return json.loads((tmp_path / "environment.json").read_text())[-1]
-
-
-def test_flags_of_the_user_and_of_mjax_are_kept_apart_and_nothing_else_is_kept(tmp_path, variables):
-    for name in ("NCCL_DEBUG", "JAX_ENABLE_X64", "HF_TOKEN", "MY_XLA_KEY"):
-        variables(name, "1")
-    variables("XLA_FLAGS", "--xla_dump_to=/x")
+    flags = {"NCCL_DEBUG": "1", "JAX_ENABLE_X64": "1", "XLA_FLAGS": "--xla_dump_to=/x"}
+    for name, value in (flags | {"HF_TOKEN": "secret", "MY_XLA_KEY": "secret"}).items():
+        monkeypatch.setenv(name, value)
     launch.set_variable("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9", environment.os.environ)
-    found = entry(tmp_path)
-    assert found["flags"] == {
-        "JAX_ENABLE_X64": "1",
-        "NCCL_DEBUG": "1",
-        "XLA_FLAGS": "--xla_dump_to=/x",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
-    }
+    environment.write(Config(), tmp_path, pytest.fail)
+    [found] = json.loads((tmp_path / "environment.json").read_text())
+    assert found["flags"] == flags | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
     assert found["set_by_mjax"] == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
     assert found["memory_fraction"] == "0.9"
     assert found["nvidia"] == {}  # on a CPU
 
 
-def test_on_a_gpu_the_driver_and_nvidias_libraries_have_their_versions(monkeypatch):
+def test_environment_of_gpu_has_driver_and_libraries(monkeypatch):
     wheels = {
         "nvidia-cudnn-cu13": "9.28.1.4", "nvidia-nccl-cu13": "2.32.3", "nvidia-cuda-runtime": "13.5.37",
         "nvidia-cublas-cu12": "12.9", "nvidia-nvvm": "13", "jax": "0.11.2",
@@ -65,7 +50,7 @@ def test_on_a_gpu_the_driver_and_nvidias_libraries_have_their_versions(monkeypat
         (None, None),
     ],
 )
-def test_the_driver_is_read_from_what_the_kernel_says(text, version, tmp_path):
+def test_driver_version_is_read_from_the_kernel(text, version, tmp_path):
     if text is not None:
         (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
         (tmp_path / "proc/driver/nvidia/version").write_text(text)

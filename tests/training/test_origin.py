@@ -5,132 +5,107 @@ from dataclasses import replace
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 import mjax
 from mjax import cli
 from mjax.config import LlamaConfig, MeshConfig, OptimizerConfig, read_config, save_config
 from mjax.data.metadata import digest_of_folder
-from mjax.data.samples import MockDataset
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
 from mjax.inference import open_run
 from mjax.interop.convert import write_run
 from mjax.parallel.mesh import make_mesh
 from mjax.state.checkpoint import Checkpoints
+from mjax.training import loop
 from mjax.training.agreement import disagreement, facts_of
 from mjax.training.beginning import first_state
-from mjax.training.metrics import read_metrics
-from mjax.training.optimizer import is_decayed
+from mjax.training.metrics import MetricsLog, read_metrics
 from mjax.training.origin import Origin, choose_origin, origin_of
 from mjax.training.step import build_program
-from tests import reference
 from tests.against_reference import in_layer_order
 from tests.interop.whole_weights import reader_of
-from tests.products import one_in
 from tests.small import named
 from tests.tiny_config import config as tiny
-
-pytestmark = pytest.mark.usefixtures("quick_runs")
 
 CONFIG = replace(
     tiny,
     model=replace(tiny.model, attention="xla", hidden_dropout=0.0, attention_dropout=0.0),
     optimizer=OptimizerConfig(learning_rate=1e-2, schedule="constant", clip_norm=0.0),
-    train=replace(tiny.train, steps=4, micro_batch=1, eval_interval=0, seed=7),
+    train=replace(tiny.train, steps=4, eval_interval=0, seed=7),
 )
-MESHES = {
-    "one device": MeshConfig(),
-    "pipeline and ZeRO-1": MeshConfig(pipe=2, data=2, model=2, zero=1),
-    "ZeRO-3": MeshConfig(data=4, model=2, zero=3),
-}
+LLAMA = replace(CONFIG, model=LlamaConfig(layers=2, hidden=32, heads=4, kv_heads=2, sequence=16, vocabulary=257))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_program():
+    """What differs between the runs here is not in the program."""
+    program = build_program(CONFIG, make_mesh(CONFIG.mesh))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "build_program", lambda *_, **__: program)
+        patch.setattr(loop, "check_devices", lambda *_: None)
+        patch.setattr(MetricsLog, "draw", lambda *_, **__: None)
+        yield
+
+
+def train(folder, steps=4, **options):
+    return mjax.Trainer(replace(CONFIG, train=replace(CONFIG.train, steps=steps)), folder, **options).train().step
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A run of another seed on a mesh of its own."""
     folder = tmp_path_factory.mktemp("runs") / "source"
-    config = replace(CONFIG, mesh=MeshConfig(data=8, model=2), train=replace(CONFIG.train, steps=2, seed=1))
-    assert mjax.Trainer(config, folder, show=False).train().exit_code == 0
+    assert train(folder, steps=2, show=False) == 2
     return folder
 
 
-def serial_losses(weights, config, steps):
-    """AdamW of the whole weights on one device, from `weights`."""
-    samples, size = MockDataset(config.model.vocabulary, config.model.sequence, config.train.seed), 8
-    decayed = {name: is_decayed(name) for name in weights}
-    adam = optax.adamw(config.optimizer.learning_rate, 0.9, 0.999, 1e-8, weight_decay=0.01, mask=decayed)
-    state, losses = adam.init(weights), []
-    for step in range(steps):
-        rows = np.stack([samples[index] for index in range(size * step, size * (step + 1))])
-        batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
-        loss, gradients = reference.loss_and_gradients(weights, config.model, batch)
-        updates, state = adam.update(gradients, state, weights)
-        weights = optax.apply_updates(weights, updates)
-        losses.append(float(loss))
-    return losses
+@pytest.mark.parametrize("mesh", [MeshConfig(pipe=2, data=2, model=2, zero=1), MeshConfig(data=4, model=2, zero=3)])
+def test_every_mesh_starts_from_same_weights(mesh, source, tmp_path):
+    config = replace(CONFIG, mesh=mesh, train=replace(CONFIG.train, micro_batch=1))
+    program = build_program(config, make_mesh(mesh))
+    with Checkpoints(tmp_path / "none", on_notice=lambda line: None) as none:
+        start, state, origin = first_state(none, program, Origin(str(source), None, {}), lambda line: None)
+    assert (start, origin.step, int(state.step), int(state.samples)) == (0, 2, 0, 0)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
+    kept, found = named(open_run(source).weights), in_layer_order(state.model, config)
+    assert found.keys() == kept.keys()
+    assert all(np.array_equal(found[name], kept[name]) for name in kept)
 
 
-@pytest.mark.parametrize("mesh", one_in(3, ["ZeRO-3", "pipeline and ZeRO-1", "one device"]))
-def test_losses_after_init_are_those_of_a_serial_model_with_the_same_weights(
-    mesh, source, tmp_path, fewer_devices, capsys
-):
-    config = replace(CONFIG, mesh=MESHES[mesh])
-    assert mjax.Trainer(config, tmp_path / "new", init=source).train().exit_code == 0
-    assert f"Loaded weights from {source}, checkpoint 2; starting with fresh optimizer state" in capsys.readouterr().out
-    found = [record["loss"] for record in read_metrics(tmp_path / "new" / "metrics.jsonl")]
-    np.testing.assert_allclose(found, serial_losses(named(open_run(source).weights), CONFIG, 4), rtol=2e-6)
-    assert origin_of(tmp_path / "new") == Origin(str(source), 2, {})
+def losses(folder):
+    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl")]
 
 
-def test_every_mesh_starts_from_the_same_bits(source, tmp_path):
-    states = []
-    for mesh in MESHES.values():
-        config = replace(CONFIG, mesh=mesh)
-        program = build_program(config, make_mesh(mesh))
-        with Checkpoints(tmp_path / "none", on_notice=lambda line: None) as none:
-            start, state, origin = first_state(none, program, Origin(str(source), None, {}), lambda line: None)
-        assert (start, origin.step, int(state.step), int(state.samples)) == (0, 2, 0, 0)
-        assert all(not np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
-        states.append(in_layer_order(state.model, config))
-    kept = named(open_run(source).weights)
-    for state in states:
-        assert state.keys() == kept.keys()
-        assert all(np.array_equal(state[name], kept[name]) for name in kept)
-
-
-def test_the_same_command_continues_and_does_not_start_again(source, tmp_path, fewer_devices, capsys):
-    run = tmp_path / "new"
-    train = replace(CONFIG.train, steps=6)
-    assert mjax.Trainer(replace(CONFIG, train=train), tmp_path / "whole", init=source, show=False).train().step == 6
-    assert mjax.Trainer(CONFIG, run, init=source, show=False).train().step == 4
+def test_same_command_continues_and_does_not_restart(source, tmp_path, capsys):
+    run, whole = tmp_path / "new", tmp_path / "whole"
+    assert train(whole, steps=6, init=source) == 6
+    said = f"Loaded weights from {source}, checkpoint 2; starting with fresh optimizer state"
+    assert said in capsys.readouterr().out
+    assert origin_of(whole) == Origin(str(source), 2, {})
+    assert train(run, init=source) == 4
     capsys.readouterr()
     away = source.rename(source.with_name("away"))  # not needed any more
     try:
-        assert mjax.Trainer(replace(CONFIG, train=train), run, init=source).train().step == 6
+        assert train(run, steps=6, init=source) == 6
     finally:
         away.rename(source)
-    assert "Loaded weights" not in (said := capsys.readouterr().out)
+    said = capsys.readouterr().out
     assert "continued after step 4" in said
-    for other in (run, tmp_path / "whole"):
-        assert len(read_metrics(other / "metrics.jsonl")) == 6
-    assert [r["loss"] for r in read_metrics(run / "metrics.jsonl")] == [
-        r["loss"] for r in read_metrics(tmp_path / "whole" / "metrics.jsonl")
-    ]
-    with pytest.raises(UsageError, match=r"began from .*source, checkpoint 2, not from .*elsewhere; add --name NEW"):
-        choose_origin(run, CONFIG, tmp_path / "elsewhere")
-    with pytest.raises(UsageError, match=r"began from .* not from .*source, checkpoint 1"):
-        choose_origin(run, CONFIG, source, 1)
-    with pytest.raises(UsageError, match="is the folder of this run; add --name NEW"):
-        choose_origin(source, CONFIG, source)
-    with pytest.raises(UsageError, match="began with weights of its own, not from"):
-        choose_origin(source, CONFIG, run)
+    assert "Loaded weights" not in said
+    assert losses(run) == losses(whole)
+    assert len(losses(run)) == 6
+    for arguments, words in (
+        ((run, CONFIG, tmp_path / "x"), r"began from .*source, checkpoint 2, not from .*x; add --name NEW"),
+        ((run, CONFIG, source, 1), r"began from .* not from .*source, checkpoint 1"),
+        ((source, CONFIG, source), "is the folder of this run; add --name NEW"),
+        ((source, CONFIG, run), "began with weights of its own, not from"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            choose_origin(*arguments)
 
 
-def test_the_command_starts_from_a_chosen_checkpoint_takes_the_tokenizer_along_and_runs_shows_it(
-    source, tmp_path, fewer_devices, capsys, monkeypatch
-):
+def test_command_starts_from_a_converted_checkpoint(source, tmp_path, capsys, monkeypatch):
+    """It takes the tokenizer along, tells what differs, and `mjax runs` shows it."""
     run = tmp_path / "converted"
     write_run(run, CONFIG, load_tokenizer("bytes"), reader_of(open_run(source).weights))
     save_config(CONFIG, tmp_path / "c.json")
@@ -148,7 +123,7 @@ def test_the_command_starts_from_a_chosen_checkpoint_takes_the_tokenizer_along_a
     assert "leave one of them out" in capsys.readouterr().err
 
 
-def test_processes_that_start_from_other_weights_do_not_agree(source, tmp_path):
+def test_processes_agree_on_the_origin(source, tmp_path):
     for name, lines in (("same", 0), ("other", 1)):
         shutil.copytree(source, tmp_path / name)
         manifest = tmp_path / name / "checkpoints" / "2" / "manifest.json"
@@ -162,7 +137,10 @@ def test_processes_that_start_from_other_weights_do_not_agree(source, tmp_path):
     assert "absent on process 1" in disagreement(given[2:])
 
 
-LLAMA = replace(CONFIG, model=LlamaConfig(layers=2, hidden=32, heads=4, kv_heads=2, sequence=16, vocabulary=257))
+@pytest.fixture
+def there(source, tmp_path):
+    shutil.copytree(source, tmp_path / "there")
+    return tmp_path / "there"
 
 
 @pytest.mark.parametrize(
@@ -176,17 +154,13 @@ LLAMA = replace(CONFIG, model=LlamaConfig(layers=2, hidden=32, heads=4, kv_heads
         (LLAMA, {"norms": "post"}, r"\(model.norms pre, here post\); type --model.norms pre"),
     ],
 )
-def test_weights_of_another_model_are_refused_by_field(config, changes, words, source, tmp_path):
-    there = tmp_path / "there"
-    shutil.copytree(source, there)
+def test_weights_of_another_model_are_refused(config, changes, words, there):
     save_config(config, there / "config.json")
     with pytest.raises(UsageError, match=words):
-        choose_origin(tmp_path / "new", replace(config, model=replace(config.model, **changes)), there)
+        choose_origin(there / "new", replace(config, model=replace(config.model, **changes)), there)
 
 
-def test_what_the_weights_do_not_show_may_differ_and_is_told(source, tmp_path):
-    there = tmp_path / "there"
-    shutil.copytree(source, there)
+def test_fields_not_seen_in_weights_may_differ(there, tmp_path):
     save_config(LLAMA, there / "config.json")
     longer = replace(LLAMA.model, sequence=32, rope_theta=1e6, window=8, vocabulary=200, feed_forward=256, head_dim=8)
     origin = choose_origin(tmp_path / "new", replace(LLAMA, model=longer), there)

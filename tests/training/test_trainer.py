@@ -1,5 +1,6 @@
 """The Python interface: a run with data, callbacks, a loss and an optimizer of the caller's."""
 
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,21 +10,23 @@ import optax
 import pytest
 
 import mjax
+from mjax import cli
 from mjax.config import DataConfig, MeshConfig, read_config
 from mjax.data.samples import MockDataset
 from mjax.errors import UsageError
+from mjax.training.display import Display
 from mjax.training.metrics import read_metrics
 from mjax.training.optimizer import adamw
+from mjax.training.watchdog import Watchdog
 from tests.conftest import ROOT
 from tests.tiny_config import config as tiny
 
-pytestmark = pytest.mark.usefixtures("quick_runs")
+pytestmark = pytest.mark.usefixtures("quick_runs", "fewer_devices")
 
 CONFIG = replace(
     tiny,
     model=replace(tiny.model, attention="xla", hidden_dropout=0.0, attention_dropout=0.0),
-    mesh=MeshConfig(data=8, model=2),
-    train=replace(tiny.train, steps=6, micro_batch=1, eval_interval=0),
+    train=replace(tiny.train, steps=6, eval_interval=0),
     checkpoint=replace(tiny.checkpoint, interval=100),
 )
 
@@ -40,14 +43,16 @@ def losses(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The losses of the same run from the config's own data."""
+    """The same run from the config's own data."""
     folder = tmp_path_factory.mktemp("whole")
-    assert mjax.Trainer(replace(CONFIG, data=DataConfig(mock=True)), folder).train().exit_code == 0
-    return losses(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mjax.training.loop.check_devices", lambda *_: None)
+        assert mjax.Trainer(replace(CONFIG, data=DataConfig(mock=True)), folder).train().exit_code == 0
+    return folder
 
 
-def test_importing_mjax_imports_no_jax_and_every_name_is_there():
-    code = "import sys, mjax; assert 'jax' not in sys.modules; print(*map(str, map(mjax.__getattribute__, [])))"
+def test_importing_mjax_imports_no_jax():
+    code = "import sys, mjax; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     assert all(getattr(mjax, name) is not None for name in mjax.__all__)
     assert set(mjax.__all__) <= set(dir(mjax))
@@ -55,24 +60,42 @@ def test_importing_mjax_imports_no_jax_and_every_name_is_there():
         mjax.nothing  # noqa: B018
 
 
-@pytest.mark.ci
-def test_a_function_of_the_step_trains_as_the_same_data_by_config(tmp_path, whole):
+def test_callback_ends_a_run_that_continues_bit_for_bit(tmp_path, whole, capsys):
     records = []
-    result = mjax.Trainer(CONFIG, tmp_path, data=batch, callbacks=[records.append]).train()
-    assert (result.exit_code, result.step) == (0, 6)
-    assert losses(tmp_path) == whole == [record.loss for record in records]
-    assert read_config(tmp_path / "config.json").data.own
-
-
-def test_a_callback_ends_the_run_and_the_same_call_continues_it_bit_for_bit(tmp_path, whole):
-    stopped = mjax.Trainer(CONFIG, tmp_path, data=batch, callbacks=[lambda record: record.step == 2]).train()
+    callbacks = [records.append, lambda record: record.step == 2]
+    stopped = mjax.Trainer(CONFIG, tmp_path, data=batch, callbacks=callbacks).train()
     assert stopped.exit_code == 75
     assert 2 <= stopped.step < 6
     assert mjax.Trainer(CONFIG, tmp_path, data=map(batch, range(6))).train().exit_code == 0  # an iterator, too
-    assert losses(tmp_path) == whole
+    assert losses(tmp_path) == losses(whole)
+    assert [record.loss for record in records] == losses(whole)[: stopped.step]
+    assert read_config(tmp_path / "config.json").data.own
+    assert cli.main(["train", "--resume", str(tmp_path), "--train.steps", "8"]) == 2
+    assert "continue it from there, or to use other data add --data.no-own" in capsys.readouterr().err
 
 
-def test_validation_is_measured_on_batches_of_its_own(tmp_path):
+@pytest.mark.parametrize(("moment", "last"), [("while a step runs", 4), ("before the next is dispatched", 5)])
+def test_ctrl_c_saves_after_the_steps_in_flight(moment, last, tmp_path, monkeypatch, capfd):
+    shown = []
+
+    def show(self, record):
+        shown.append(record.step)
+        if record.step == 3 and moment == "while a step runs":
+            signal.raise_signal(signal.SIGINT)
+
+    def at(self, step, doing=None):
+        if shown == [1, 2, 3] and doing == "waiting for its batch" and moment == "before the next is dispatched":
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Display, "show", show)
+    monkeypatch.setattr(Watchdog, "at", at)
+    result = mjax.Trainer(CONFIG, tmp_path, data=batch).train()
+    assert (result.exit_code, result.step, shown[-1]) == (75, last, last)
+    assert "Ctrl-C: saving after the steps in flight, two at most; " in capfd.readouterr().err
+
+
+@pytest.mark.ci
+def test_validation_is_measured_on_its_own_batches(tmp_path):
     config = replace(CONFIG, train=replace(CONFIG.train, eval_interval=3, eval_batches=2))
     result = mjax.Trainer(config, tmp_path, data=batch, validation=lambda index: batch(100 + index)).train()
     assert np.isfinite(result.validation_loss)
@@ -80,24 +103,24 @@ def test_validation_is_measured_on_batches_of_its_own(tmp_path):
 
 
 @pytest.mark.ci
-def test_an_optimizer_takes_the_place_of_adamw(tmp_path, whole):
+def test_optimizer_replaces_adamw(tmp_path, whole):
     same = mjax.Trainer(CONFIG, tmp_path / "same", data=batch, optimizer=adamw(CONFIG.optimizer))
     assert same.train().exit_code == 0
-    assert losses(tmp_path / "same") == whole
-    config = replace(CONFIG, mesh=MeshConfig(pipe=2, data=4, model=2, zero=1))
-    for name, used in (("lion", config), ("lion again", CONFIG)):
+    assert losses(tmp_path / "same") == losses(whole)
+    split = replace(CONFIG, mesh=MeshConfig(pipe=2, data=2, zero=1))
+    for name, used in (("lion", split), ("lion again", CONFIG)):
         trainer = mjax.Trainer(used, tmp_path / name, data=batch, optimizer=optax.scale_by_lion())
         assert trainer.train().exit_code == 0
     assert losses(tmp_path / "lion") == pytest.approx(losses(tmp_path / "lion again"), rel=1e-5)
-    assert losses(tmp_path / "lion")[1:3] != whole[1:3]
+    assert losses(tmp_path / "lion")[1:3] != losses(whole)[1:3]
 
 
-def test_a_loss_takes_the_place_of_the_models(tmp_path, whole):
+def test_loss_replaces_the_models(tmp_path, whole):
     def twice(model, x, batch, context):
         return {name: 2 * total for name, total in type(model).loss(model, x, batch, context).items()}
 
     assert mjax.Trainer(CONFIG, tmp_path, data=batch, loss=twice).train().exit_code == 0
-    assert losses(tmp_path)[0] == pytest.approx(2 * whole[0], rel=1e-6)
+    assert losses(tmp_path)[0] == pytest.approx(2 * losses(whole)[0], rel=1e-6)
     in_chunks = replace(CONFIG, train=replace(CONFIG.train, loss_chunks=2))
     with pytest.raises(UsageError, match=r"--train.loss-chunks 2 is for the loss of the model, and this run has a"):
         mjax.Trainer(in_chunks, tmp_path / "chunks", data=batch, loss=twice).train()
@@ -113,12 +136,12 @@ def test_a_loss_takes_the_place_of_the_models(tmp_path, whole):
         (iter([batch(0)]), "ended after 1 batches; lower train.steps"),
     ],
 )
-def test_data_that_the_model_does_not_take_are_refused(tmp_path, source, words):
+def test_data_unfit_for_the_model_are_refused(tmp_path, source, words):
     with pytest.raises(UsageError, match=words):
         mjax.Trainer(CONFIG, tmp_path, data=source).train()
 
 
-def test_what_cannot_run_is_refused_with_the_sentence_of_the_command_line(tmp_path):
+def test_trainer_refuses_what_train_py_refuses(tmp_path):
     with pytest.raises(UsageError, match=r"--mesh\.model 3 does not divide heads 4; use 1, 2 or 4"):
         mjax.Trainer(replace(CONFIG, mesh=MeshConfig(model=3)), tmp_path, data=batch)
     with pytest.raises(UsageError, match=r"give validation, or set train\.eval_interval to 0"):
@@ -126,23 +149,16 @@ def test_what_cannot_run_is_refused_with_the_sentence_of_the_command_line(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_line_does_not_continue_on_other_data(tmp_path, capsys):
-    mjax.Trainer(CONFIG, tmp_path, data=batch).train()
-    from mjax import cli
-
-    assert cli.main(["train", "--resume", str(tmp_path), "--train.steps", "8"]) == 2
-    assert "continue it from there, or to use other data add --data.no-own" in capsys.readouterr().err
-
-
-def test_a_run_is_opened_generated_from_and_planned(tmp_path):
-    mjax.Trainer(CONFIG, tmp_path, data=batch).train()
-    run = mjax.open_run(tmp_path, mesh=MeshConfig(model=2))
+def test_run_is_opened_and_planned(whole):
+    run = mjax.open_run(whole, mesh=MeshConfig(model=2))
     assert (run.step, run.config.model) == (6, CONFIG.model)
     assert run.weights.embedding.table.shape == (320, 32)
     with pytest.raises(UsageError, match="has no tokenizer"):
-        mjax.generate(tmp_path, "The")
-    plan = mjax.plan(CONFIG, "h100")
+        mjax.generate(whole, "The")
+    plan = mjax.plan(
+        replace(CONFIG, mesh=MeshConfig(data=8, model=2), train=replace(CONFIG.train, micro_batch=1)), "h100"
+    )
     assert plan["run"]["mesh"] == {"pipe": 1, "data": 8, "expert": 1, "context": 1, "model": 2}
     assert plan["memory"]["total"] > 0
     with pytest.raises(UsageError, match="there is no task"):
-        mjax.evaluate(tmp_path, "nothing", "x")
+        mjax.evaluate(whole, "nothing", "x")

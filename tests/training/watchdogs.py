@@ -38,20 +38,12 @@ class Run:
         return self.message
 
     def __enter__(self):
-        entering = [threading.Thread(target=one.__enter__) for one in self.all]
-        for thread in entering:
-            thread.start()
-        for thread in entering:
-            thread.join()
+        self.ask(lambda one, index: one.__enter__())
         return self
 
     def __exit__(self, *_):
         self.over.set()
-        leaving = [threading.Thread(target=one.__exit__, args=(None, None, None)) for one in self.all]
-        for thread in leaving:
-            thread.start()
-        for thread in leaving:
-            thread.join()
+        self.ask(lambda one, index: one.__exit__(None, None, None))
 
     @property
     def peers(self):
