@@ -14,32 +14,33 @@ SHAPE = (6, 8, 3, 8, 4)  # layers, h, (q, k, v), heads, head size
 ROWS, COLUMNS = (-4,), (-2, -1)
 
 
-def test_ranks_divide_the_matrices_among_them():
-    def of(spec, **mesh):
-        return Matrices((24, 64, 3, 8, 8), P(*spec), ROWS, COLUMNS, MeshConfig(**mesh))
+@pytest.mark.parametrize(
+    ("spec", "mesh", "count", "each", "moves"),
+    [
+        ((None,) * 5, {}, 72, 72, ()),
+        ((None, None, None, ("model", "data"), None), {"data": 2, "model": 4}, 72, 9, (("data", 2), ("model", 2))),
+        (("pipe", None, None, "model", None), {"pipe": 8, "data": 4, "model": 4}, 9, 1, (("data", None), ("model", 2))),
+    ],
+)
+def test_ranks_divide_matrices_among_them(spec, mesh, count, each, moves):
+    found = Matrices((24, 64, 3, 8, 8), P(*spec), ROWS, COLUMNS, MeshConfig(**mesh))
+    assert (found.size, found.count, found.each, found.moves) == ((64, 64), count, each, moves)
 
-    whole = of((None,) * 5)
-    assert (whole.size, whole.count, whole.each, whole.moves) == ((64, 64), 72, 72, ())
-    split = of((None, None, None, ("model", "data"), None), data=2, model=4)
-    assert (split.count, split.each, split.moves) == (72, 9, (("data", 2), ("model", 2)))
-    stages = of(("pipe", None, None, "model", None), pipe=8, data=4, model=4)
-    assert (stages.count, stages.each, stages.moves) == (9, 1, (("data", None), ("model", 2)))
-    assert Matrices((64, 64), P(None, None), (-2,), (-1,), MeshConfig(data=4)).moves == ()  # one matrix for all
+
+def test_single_matrix_is_not_shared():
+    assert Matrices((64, 64), P(None, None), (-2,), (-1,), MeshConfig(data=4)).moves == ()
 
 
 @pytest.mark.parametrize(
     ("spec", "mesh"),
     [
-        ((None, None, None, ("model", "data"), None), {"data": 2, "model": 4}),
-        ((None, "data", None, "model", None), {"data": 4, "model": 2}),
-        (("pipe", None, None, "model", None), {"pipe": 3, "data": 2, "model": 2}),
         ((None, "pipe", None, ("model", "data"), None), {"pipe": 2, "data": 2, "model": 2}),
+        (("pipe", None, None, "model", None), {"pipe": 3, "data": 2, "model": 2}),
         (("pipe", None, None, None, None), {"pipe": 2, "data": 8}),
-        (("pipe", None, None, None, None), {"pipe": 1, "data": 16}),
-        (("pipe", None, None, None, None), {"pipe": 3, "data": 5}),  # as many ranks as matrices, and one without any
+        (("pipe", None, None, None, None), {"pipe": 3, "data": 5}),  # 6 matrices: the last rank has none
     ],
 )
-def test_a_function_of_whole_matrices_sees_each_of_them_in_order(spec, mesh):
+def test_function_sees_every_matrix_in_order(spec, mesh):
     mesh = MeshConfig(**mesh)
     matrices = Matrices(SHAPE, P(*spec), ROWS, COLUMNS, mesh)
     given = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
