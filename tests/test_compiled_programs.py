@@ -1,16 +1,14 @@
-"""Compiled programs are kept for the next start: where, when not, and that a restart reads them."""
+"""Compiled programs are kept for the next start: where, and when not."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
-import jax
 import pytest
 
 from mjax import compiled_programs, launch
 from mjax.compiled_programs import keep_programs
-from tests.conftest import COMPILE_QUICKLY, ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -70,40 +68,13 @@ def test_unusable_home_is_one_line(own_home, monkeypatch):
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
 
 
-def test_imported_jax_is_told(own_home, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jax", jax)
-    before = jax.config.jax_compilation_cache_dir, jax.config.jax_compilation_cache_max_size
+@pytest.mark.parametrize("folder", [None, "/elsewhere"])
+def test_imported_jax_is_told(folder, monkeypatch):
+    """By a config file, for example; unless it has a folder."""
+    told = {}
+    config = SimpleNamespace(jax_compilation_cache_dir=folder, update=told.__setitem__)
+    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(config=config))
     keep_programs(several=False)
-    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ  # this process has a folder
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
-        keep_programs(several=False)
-        assert jax.config.jax_compilation_cache_dir == os.environ["JAX_COMPILATION_CACHE_DIR"]
-        assert jax.config.jax_compilation_cache_max_size == 2 * 2**30
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before[0])
-        jax.config.update("jax_compilation_cache_max_size", before[1])
-
-
-@pytest.mark.ci
-def test_second_start_reads_programs_of_first(own_home):
-    """And trains the same."""
-
-    def start(name):
-        flags = ["--config", str(ROOT / "tests" / "tiny_config.py"), "--runs", str(own_home), "--name", name]
-        variables = os.environ | {
-            "XLA_FLAGS": COMPILE_QUICKLY,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_LOG_COMPILES": "1",
-        }
-        command = [sys.executable, str(ROOT / "train.py"), *flags, "--train.steps", "6"]
-        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, result.stderr[-3000:]
-        hits = result.stderr.count("Persistent compilation cache hit for 'jit_train_step'")
-        lines = (own_home / name / "metrics.jsonl").read_text().splitlines()
-        return hits, [line.split('"learning_rate"')[0] for line in lines]
-
-    first, second = start("one"), start("two")
-    assert (first[0], second[0]) == (0, 1)
-    assert first[1] == second[1]
-    assert list((own_home / "mjax" / "programs").glob("*/jit_train_step-*-cache"))
+    names = {"jax_compilation_cache_dir", "jax_compilation_cache_max_size"}
+    assert told.keys() == (set() if folder else names)
+    assert [str(value) for value in told.values()] == list(launch.SET_BY_MJAX.values())

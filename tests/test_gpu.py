@@ -31,8 +31,9 @@ in_ci = pytest.mark.gpu if GPU else pytest.mark.ci
 )
 @pytest.mark.parametrize(
     ("size", "positions"),
-    [(64, 1024), pytest.param(96, 1024, marks=in_ci), pytest.param(128, 2048, marks=in_ci)],
+    [(64, 1024), (96, 1024), (128, 2048)],
 )
+@in_ci
 def test_attention_equals_xla_in_float32(size, positions, kernel, rate):
     """With its gradients."""
     shape = (2, positions, 4, size) if GPU else (1, 64, 2, size)
@@ -88,12 +89,9 @@ def steps_of(config, count, device):
 
 @pytest.mark.parametrize(
     ("compute", "recompute", "tolerance"),
-    [
-        ("bf16", "none", 2e-2),
-        pytest.param("fp16", "selective", 4e-3, marks=in_ci),
-        pytest.param("fp32", "full", 1e-3, marks=in_ci),
-    ],
+    [("bf16", "none", 2e-2), ("fp16", "selective", 4e-3), ("fp32", "full", 1e-3)],
 )
+@in_ci
 def test_two_steps_equal_float64_on_cpu(compute, recompute, tolerance):
     scale = {"initial_loss_scale": 2.0**10} if compute == "fp16" else {}
     found, _ = steps_of(config_of(compute, recompute, **scale), 2, jax.devices()[0])

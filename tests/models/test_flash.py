@@ -34,88 +34,60 @@ OPTIONS = {
 }
 
 
-def on_one_device(function, *arrays):
-    mesh = make_mesh(MeshConfig())
-    # JAX does not interpret a kernel where it checks types; compiled ahead of time, below, it does check them.
-    run = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    return jax.jit(run)(*arrays)
-
-
-def outputs(options, kernel, q, k, v, upstream, **places):
+def outputs(name, kernel, samples, documents, slopes, places, q, k, v, upstream):
     """Attention, and the gradients of queries, keys and values."""
-    key = DropoutKey.of(7, jnp.int32(3), jnp.arange(2)) if "rate" in options else None
-    attended = partial(attend, kernel=kernel, key=key, **options, **places)
+    options = dict(OPTIONS[name])
+    if "rate" in options:
+        options["key"] = DropoutKey.of(7, jnp.int32(3), samples)
+    if "documents" in options:
+        options["documents"] = documents
+    if "slopes" in options:
+        options["slopes"] = slopes
+    attended = partial(attend, kernel=kernel, places=places, **options)
     out, pullback = jax.vjp(lambda q, k, v: attended(q, k, v), q, k, v)
     return out, *pullback(upstream)
 
 
-def arrays(heads):
-    random = np.random.default_rng(0)
-    q, upstream = (jnp.asarray(random.standard_normal((2, POSITIONS, 4, SIZE)), jnp.float32) for _ in range(2))
-    k, v = (jnp.asarray(random.standard_normal((2, POSITIONS, heads, SIZE)), jnp.float32) for _ in range(2))
-    return q, k, v, upstream
+def on_mesh(mesh, function, *arrays):
+    rows, heads, whole = P("data"), P("model"), P("data", None, "model")
+    specs = rows, rows, heads, P(), *[whole] * 4
+    # JAX does not interpret a kernel where it checks types; compiled ahead of time, below, it does check them.
+    run = jax.shard_map(function, mesh=make_mesh(mesh), in_specs=specs, out_specs=whole, check_vma=False)
+    return jax.jit(run)(jnp.arange(2), DOCUMENTS, SLOPES, *arrays)
 
 
 @pytest.mark.parametrize(
-    ("name", "heads"),
+    ("name", "heads", "rank", "kernel"),
     [
-        ("causal", 4),
-        ("all", 2),
-        ("documents, both ways", 2),
-        pytest.param("window of a block", 4, marks=pytest.mark.ci),
-        pytest.param("both ways", 2, marks=pytest.mark.ci),
-        pytest.param("ALiBi", 2, marks=pytest.mark.ci),
+        ("all", 2, None, FLASH_INTERPRETED),
+        ("documents, both ways", 4, None, FLASH_INTERPRETED),
+        ("causal", 4, 0, FLASH_INTERPRETED),
+        ("all", 2, 1, FLASH_INTERPRETED),
+        *(
+            pytest.param(name, 2, rank, FLASH_INTERPRETED, marks=pytest.mark.ci)
+            for name in ("causal", "window of a block", "both ways", "ALiBi")
+            for rank in (None, 0, 1)
+        ),
+        pytest.param("all", 2, 1, "xla", marks=pytest.mark.ci),
     ],
 )
-def test_flash_equals_xla(name, heads):
-    """Outputs and gradients, with the same dropout masks; of grouped heads too."""
-    given = arrays(heads)
-    found, expected = (
-        on_one_device(partial(outputs, OPTIONS[name], kernel), *given) for kernel in (FLASH_INTERPRETED, "xla")
+def test_flash_on_mesh_equals_xla_on_one_device(name, heads, rank, kernel):
+    """Outputs and gradients, with the same dropout masks. With a rank of two: the queries of two of four chunks, and
+    their part of the gradients of all keys, as with `context`."""
+    random, chunk = np.random.default_rng(0), POSITIONS // 4
+    q, k, v, upstream = (
+        jnp.asarray(random.standard_normal((2, POSITIONS, n, SIZE)), jnp.float32) for n in (4, heads, heads, 4)
     )
-    for one, other in zip(found, expected, strict=True):
+    places, mine = None, jnp.arange(POSITIONS)
+    if rank is not None:
+        places = mine = jnp.concatenate([first * chunk + jnp.arange(chunk) for first in (rank, 3 - rank)])
+    alone = jnp.zeros(POSITIONS, bool).at[mine].set(True)[None, :, None, None]
+    of_all = None, q, k, v, jnp.where(alone, upstream, 0)
+    out, to_q, to_k, to_v = on_mesh(MeshConfig(), partial(outputs, name, "xla"), *of_all)
+    of_rank = places, q[:, mine], k, v, upstream[:, mine]
+    found = on_mesh(MeshConfig(data=2, model=2), partial(outputs, name, kernel), *of_rank)
+    for one, other in zip(found, (out[:, mine], to_q[:, mine], to_k, to_v), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=5e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "rank", "kernel"),
-    [
-        ("all", 1, FLASH_INTERPRETED),
-        ("causal", 0, FLASH_INTERPRETED),
-        pytest.param("all", 0, FLASH_INTERPRETED, marks=pytest.mark.ci),
-        pytest.param("both ways", 0, FLASH_INTERPRETED, marks=pytest.mark.ci),
-        pytest.param("all", 1, "xla", marks=pytest.mark.ci),
-    ],
-)
-def test_queries_at_places_equal_those_of_all(name, rank, kernel):
-    """Balanced over two ranks, each has two of four chunks: outputs, and its part of the gradients of all keys."""
-    (q, k, v, upstream), chunk = arrays(2), POSITIONS // 4
-    places = jnp.concatenate([first * chunk + jnp.arange(chunk) for first in (rank, 3 - rank)])
-    alone = jnp.zeros(POSITIONS, bool).at[places].set(True)[None, :, None, None]
-    expected = on_one_device(partial(outputs, OPTIONS[name], "xla"), q, k, v, jnp.where(alone, upstream, 0))
-    of_rank = partial(outputs, OPTIONS[name], kernel, places=places)
-    found = on_one_device(of_rank, q[:, places], k, v, upstream[:, places])
-    out, to_q, to_k, to_v = expected
-    for one, other in zip(found, (out[:, places], to_q[:, places], to_k, to_v), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=5e-6)
-
-
-def test_flash_on_mesh_has_masks_of_one_device():
-    random = np.random.default_rng(0)
-    given = [jnp.asarray(random.standard_normal((4, 64, 4, 32)), jnp.float32) for _ in range(4)]
-
-    def on(data, model):
-        def both(samples, q, k, v, upstream):
-            key = DropoutKey.of(7, jnp.int32(3), samples)
-            out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, FLASH_INTERPRETED, 0.2, key), q, k, v)
-            return out, *pullback(upstream)
-
-        specs, mesh = P("data", None, "model"), make_mesh(MeshConfig(1, data, model))
-        run = jax.shard_map(both, mesh=mesh, in_specs=(P("data"), *[specs] * 4), out_specs=specs, check_vma=False)
-        return jax.jit(run)(jnp.arange(4), *given)
-
-    for found, expected in zip(on(2, 2), on(1, 1), strict=True):
-        np.testing.assert_array_equal(found, expected)
 
 
 def gpt_1b(attention):

@@ -50,9 +50,7 @@ def is_scores(array):
         ("none", True, 2 * 2 + (24 + 4) / RANKS, DEVICE),
         ("selective", False, 6.0, DEVICE),
         ("selective", True, 20 / RANKS, DEVICE),
-        ("full", False, 2.0, DEVICE),
         ("full", True, 2 / RANKS, DEVICE),
-        ("offload", False, 2.0, HOST),
         ("offload", True, 2 / RANKS, HOST),
     ],
 )

@@ -84,10 +84,10 @@ def test_masks_are_those_of_global_indices():
 
 def test_dropout_keeps_mean_in_bf16():
     key = DropoutKey.of(1, jnp.int32(0), jnp.arange(64))
-    x = dropout(jnp.ones((64, 64, 256), jnp.bfloat16), RATE, key, jnp.arange(64))
-    kept_values = np.unique(np.asarray(x, np.float32))
-    assert float(x.astype(jnp.float32).mean()) == pytest.approx(1.0, abs=3e-3)
-    assert kept_values.tolist() == [0, float(jnp.bfloat16(1 / (1 - RATE)))]
+    x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (64, 64, 256)), jnp.bfloat16)
+    found = np.asarray(dropout(x, RATE, key, jnp.arange(64)), np.float32)
+    factors = found[found > 0] / np.asarray(x, np.float32)[found > 0]
+    assert factors.mean() == pytest.approx(1 / (1 - RATE), rel=3e-4)  # 1 / 0.9 as a bf16 is off by five times that
 
 
 def test_gradient_passes_where_value_did():

@@ -8,7 +8,6 @@ import pytest
 
 from mjax.errors import UsageError
 from mjax.parallel.schedules import SCHEDULES, build_schedule, forward_only
-from tests.work import calls_of
 
 SHAPES = [
     *((stages, micro_batches, 1) for stages in (1, 2, 3, 4, 7) for micro_batches in (1, 2, 3, 5, 9, 16)),
@@ -149,12 +148,6 @@ def test_tick_costs_its_slowest_stage():
     assert build_schedule("zb-h1", 2, 1).makespan(1.0, 2.0, 4.0) == 1 + 1 + 2 + 4 + 4
 
 
-def test_forward_pass_alone_holds_nothing():
-    schedule = forward_only(4, 8, 2)
-    assert [schedule.in_flight(p) for p in range(4)] == [0, 0, 0, 0]
-    assert (schedule.residual_slots, schedule.pending_slots, schedule.gradient_slots) == (0, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -167,9 +160,3 @@ def test_forward_pass_alone_holds_nothing():
 def test_impossible_schedules_are_refused(arguments, words):
     with pytest.raises(UsageError, match=re.escape(words)):
         build_schedule(*arguments)
-
-
-@pytest.mark.parametrize("arguments", [("zb-h1", 64, 256, 1), ("1f1b", 35, 140, 3)])
-def test_large_tables_take_few_calls_per_slot(arguments):
-    calls, schedule = calls_of(build_schedule.__wrapped__, *arguments)
-    assert calls < 15 * schedule.ticks * schedule.stages

@@ -1,6 +1,7 @@
 """Sharded storage: the same training as plain data parallelism, with a state that shrinks by the data axis."""
 
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from mjax.parallel.layers import VocabParallelEmbedding
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.parallel.zero import gather_weights, own_shard, plan_storage, reduce_gradients
 from mjax.planner.comms import ledger
+from mjax.state.layout import initial_weights
 from mjax.training.step import build_program
 from tests.against_reference import in_layer_order
 from tests.small import batch_of, program_of, small_config
@@ -21,7 +23,7 @@ from tests.small import batch_of, program_of, small_config
 
 def after_five_steps(**mesh):
     with jax.enable_x64(True):
-        config = small_config(4, 2, micro_batch=1, compute="fp64", global_batch=8, mesh=mesh)
+        config = small_config(4, 2, micro_batch=1, compute="fp64", unroll="off", mesh=mesh)
         program = program_of(config)
         state = program.initialize()
         for step in range(5):
@@ -57,6 +59,14 @@ def test_gathered_weights_reduce_to_gradients_of_shards():
     specs = stored, P(("pipe", "data"), "model")
     found = jax.shard_map(gradients, mesh=make_mesh(mesh), in_specs=specs, out_specs=stored)(embedding, factors)
     np.testing.assert_allclose(found.table[...], embedding.table[...] * factors.sum(0), rtol=1e-5, atol=1e-6)
+
+
+def test_seed_draws_initial_weights():
+    config = small_config(layers=1)
+    other = replace(config, train=replace(config.train, seed=7))
+    one, again, another = (initial_weights(each).embedding.table[...] for each in (config, config, other))
+    assert np.array_equal(one, again)
+    assert not np.array_equal(one, another)
 
 
 def bytes_on_a_device(tree):
@@ -100,13 +110,6 @@ def test_gradients_are_scattered_in_float32(zero):
     gathered_twice = {shape for shape, times in of_layers["all-gather"].items() if times == 2}
     assert of_layers["reduce-scatter"].total() == (12 if zero == 3 else 0)  # weights of a layer
     assert gathered_twice >= kernels if zero == 3 else not of_layers["all-gather"]
-
-
-def test_stage_holds_its_part_of_every_chunk():
-    config = small_config(layers=8, mesh={"pipe": 2, "chunks": 2})
-    kernel = build_program(config, abstract_mesh(config.mesh)).abstract_state.model.blocks.mlp.up.kernel.get_value()
-    assert kernel.shape == (2, 4, 32, 128)
-    assert kernel.sharding.shard_shape(kernel.shape) == (2, 2, 32, 128)
 
 
 @pytest.mark.parametrize("spec", [P(("pipe", "data"), "model"), P(("model", "pipe"), None, "data")])
