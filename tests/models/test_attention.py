@@ -53,8 +53,8 @@ def test_kernels_equal_textbook_formula(kernel, positions, packed, causal, windo
     scores = np.where(visible[:, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("bnqk,bknd->bqnd", weights / weights.sum(-1, keepdims=True), v)
-    numbers = jnp.asarray(documents) if packed else None
-    found = attend(q, k, v, kernel, documents=numbers, causal=causal, window=window)
+    options = {"documents": jnp.asarray(documents) if packed else None, "causal": causal, "window": window}
+    found = jax.jit(lambda *arrays: attend(*arrays, kernel, **options))(q, k, v)
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
@@ -196,8 +196,11 @@ def test_trial_finds_kernel_with_wrong_numbers(monkeypatch, changes, documents, 
             return right(q, k, v, kernel, **options)
         return factor * right(q, k, v, kernel, **{**options, **({left_out: None} if left_out else {})})
 
-    model = replace(MODEL, **changes)
-    assert resolve_attention(model, "fp32", "cpu", documents=documents) == "xla_blocks"
     monkeypatch.setattr(kernel_trial, "attend", wrong)
     with pytest.raises(UsageError, match="gives wrong results here"):
-        resolve_attention(model, "fp32", "cpu", documents=documents)
+        resolve_attention(replace(MODEL, **changes), "fp32", "cpu", documents=documents)
+
+
+def test_trial_accepts_right_kernel():
+    model = replace(MODEL, **ALIBI, **WINDOW)
+    assert resolve_attention(model, "fp32", "cpu", pytest.fail, documents=True) == "xla_blocks"

@@ -76,9 +76,9 @@ def test_masks_are_those_of_global_indices():
     """Of the samples, rows and columns that a device has: also of blocks of columns, as `xla_blocks` draws them."""
     key = DropoutKey.of(1, jnp.int32(0), jnp.arange(8))
     x = jnp.ones((8, 16, 32))
-    whole = dropout(x, 0.5, key, jnp.arange(16))
+    whole = jax.jit(lambda: dropout(x, 0.5, key, jnp.arange(16)))()
     part = DropoutKey.of(1, jnp.int32(0), jnp.arange(4, 8))
-    found = dropout(x[4:, 3:, 9:], 0.5, part, jnp.arange(3, 16), first_column=9)
+    found = jax.jit(lambda: dropout(x[4:, 3:, 9:], 0.5, part, jnp.arange(3, 16), first_column=9))()
     np.testing.assert_array_equal(found, whole[4:, 3:, 9:])
 
 
@@ -93,8 +93,13 @@ def test_dropout_keeps_mean_in_bf16():
 def test_gradient_passes_where_value_did():
     key = DropoutKey.of(1, jnp.int32(0), jnp.arange(2))
     x = jnp.full((2, 4, 8), 3.0)
-    y, pullback = jax.vjp(lambda x: dropout(x, 0.5, key, jnp.arange(4)), x)
-    (gradient,) = pullback(jnp.ones_like(y))
+
+    @jax.jit
+    def value_and_gradient(x):
+        y, pullback = jax.vjp(lambda x: dropout(x, 0.5, key, jnp.arange(4)), x)
+        return y, *pullback(jnp.ones_like(y))
+
+    y, gradient = value_and_gradient(x)
     np.testing.assert_array_equal(np.asarray(gradient), np.asarray(y) / 3.0)
     assert 0.2 < (np.asarray(y) == 0).mean() < 0.8
     assert dropout(x, 0.5, None, jnp.arange(4)) is x  # evaluation has no key
