@@ -10,7 +10,7 @@ from mjax.progress import progress
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_bar_is_drawn_on_a_terminal_and_nothing_elsewhere(terminal):
+def test_bar_is_drawn_on_terminal_only(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
     with progress("perplexity", 7, MofNCompleteColumn(), TextColumn("{task.description}"), console=console) as advance:
         advance(3)

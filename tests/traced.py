@@ -10,10 +10,10 @@ def traced_step(config):
     return program, program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr.jaxpr
 
 
-def equations(jaxpr, name):
-    """Every equation of the primitive `name`, at any depth."""
+def equations(jaxpr, name=None):
+    """Every equation, or every one of the primitive `name`, at any depth."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name == name:
+        if name in (None, equation.primitive.name):
             yield equation
         for value in equation.params.values():
             for item in value if isinstance(value, (tuple, list)) else (value,):

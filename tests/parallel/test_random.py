@@ -1,5 +1,8 @@
 """Dropout masks: the same everywhere, and as good as those of a random-number generator."""
 
+from functools import partial
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,84 +13,93 @@ from mjax.parallel.random import DropoutKey, dropout, keep_mask
 RATE = 0.1
 
 
-def _mask(seed=1, step=0, layer=1, site=2, samples=16, rows=64, columns=256, rate=RATE):
+@partial(jax.jit, static_argnames=("seed", "samples", "rows", "rate"))
+def kept(seed=1, step=0, layer=1, site=2, samples=16, rows=64, rate=RATE):
     key = DropoutKey.of(seed, jnp.int32(step), jnp.arange(samples)).fold(layer).fold(site)
-    return np.asarray(keep_mask(rate, key.rows(jnp.arange(rows)), columns))
+    return keep_mask(rate, key.rows(jnp.arange(rows)), 256)
 
 
-def _z(kept, rate=RATE):
-    """How many standard deviations the number of kept elements is from its expectation."""
-    n = kept.size
-    return (kept.sum() - n * (1 - rate)) / np.sqrt(n * rate * (1 - rate))
+def mask(**changes):
+    return np.asarray(kept(**changes))
 
 
-@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
-def test_the_share_of_kept_elements_is_the_rate(rate):
-    assert abs(_z(_mask(rate=rate), rate)) < 4
+def spread(counts, size, rate=RATE):
+    """By how many standard deviations each number of kept elements of `size` is off."""
+    return (counts - size * (1 - rate)) / np.sqrt(size * rate * (1 - rate))
 
 
-def test_every_row_and_every_column_has_its_share():
-    mask = _mask()
-    for axis in ((0, 1), (1, 2), (0, 2)):
-        counts = mask.sum(axis)
-        n = mask.size // counts.size
-        z = (counts - n * (1 - RATE)) / np.sqrt(n * RATE * (1 - RATE))
-        assert np.abs(z).max() < 5
-        assert 0.7 < z.std() < 1.3  # as spread as independent draws, neither wilder nor tamer
+def correlation(a, b):
+    """In standard deviations, of two masks."""
+    a, b = a - (1 - RATE), b - (1 - RATE)
+    return abs((a * b).mean() / (RATE * (1 - RATE))) * np.sqrt(a.size)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("lag", [1, 2, 3, 8])
-def test_neighbours_are_uncorrelated(axis, lag):
-    mask = _mask()
-    a = np.take(mask, range(mask.shape[axis] - lag), axis) - (1 - RATE)
-    b = np.take(mask, range(lag, mask.shape[axis]), axis) - (1 - RATE)
-    correlation = (a * b).mean() / (RATE * (1 - RATE))
-    assert abs(correlation) * np.sqrt(a.size) < 4.5
+def test_share_of_dropped_elements_is_rate():
+    for rate in (0.01, 0.1, 0.5, 0.9):
+        found = mask(rate=rate)
+        assert abs(spread(found.sum(), found.size, rate)) < 4
+    for axes in ((0, 1), (1, 2), (0, 2)):  # of every column, sample and row
+        counts = mask().sum(axes)
+        off = spread(counts, mask().size // counts.size)
+        assert np.abs(off).max() < 5
+        assert 0.7 < off.std() < 1.3  # as spread as independent draws, neither wilder nor tamer
 
 
-@pytest.mark.parametrize("change", [{"seed": 2}, {"step": 1}, {"layer": 2}, {"site": 3}])
-def test_another_seed_step_layer_or_site_has_an_unrelated_mask(change):
-    a, b = _mask() - (1 - RATE), _mask(**change) - (1 - RATE)
-    assert abs((a * b).mean() / (RATE * (1 - RATE))) * np.sqrt(a.size) < 4.5
+def test_neighbors_are_uncorrelated():
+    found = mask()
+    for axis, lag in product((0, 1, 2), (1, 2, 3, 8)):
+        later = np.take(found, range(lag, found.shape[axis]), axis)
+        assert correlation(np.take(found, range(found.shape[axis] - lag), axis), later) < 4.5
 
 
-def test_no_row_is_a_shifted_copy_of_another():
-    rows = _mask(samples=8, rows=64, rate=0.5).reshape(512, 256)
+@pytest.mark.parametrize("change", [{"seed": 2}, {"step": 1}, {"layer": 2}, {"site": 3}], ids=str)
+def test_masks_are_unrelated_when_one_input_differs(change):
+    assert correlation(mask(), mask(**change)) < 4.5
+
+
+def test_no_row_is_shifted_copy_of_another():
+    rows = mask(samples=8, rate=0.5).reshape(512, 256)
     prefixes = {rows[i, start : start + 64].tobytes() for i in range(512) for start in range(64)}
     assert len(prefixes) == 512 * 64
 
 
-@pytest.mark.parametrize("bit", range(0, 32, 5))
-def test_every_bit_of_seed_and_step_changes_half_of_a_fair_mask(bit):
-    base = _mask(samples=4, rate=0.5)
-    for change in ({"seed": 1 ^ (1 << bit)}, {"step": 1 << min(bit, 30)}):
-        changed = (_mask(samples=4, rate=0.5, **change) != base).mean()
-        assert abs(changed - 0.5) < 0.01
+def test_every_bit_of_seed_and_step_counts():
+    """Each changes half of a mask of rate 0.5."""
+    base = mask(samples=4, rate=0.5)
+    for bit in range(0, 32, 5):
+        for change in ({"seed": 1 ^ (1 << bit)}, {"step": 1 << min(bit, 30)}):
+            changed = (mask(samples=4, rate=0.5, **change) != base).mean()
+            assert abs(changed - 0.5) < 0.01
 
 
-def test_masks_do_not_depend_on_how_samples_are_dealt_out():
-    whole = _mask(samples=8)
-    key = DropoutKey.of(1, jnp.int32(0), jnp.arange(4, 8)).fold(1).fold(2)
-    np.testing.assert_array_equal(np.asarray(keep_mask(RATE, key.rows(jnp.arange(64)), 256)), whole[4:])
+def test_masks_are_those_of_global_indices():
+    """Of the samples, rows and columns that a device has: also of blocks of columns, as `xla_blocks` draws them."""
+    key = DropoutKey.of(1, jnp.int32(0), jnp.arange(8))
+    x = jnp.ones((8, 16, 32))
+    whole = jax.jit(lambda: dropout(x, 0.5, key, jnp.arange(16)))()
+    part = DropoutKey.of(1, jnp.int32(0), jnp.arange(4, 8))
+    found = jax.jit(lambda: dropout(x[4:, 3:, 9:], 0.5, part, jnp.arange(3, 16), first_column=9))()
+    np.testing.assert_array_equal(found, whole[4:, 3:, 9:])
 
 
-def test_the_mean_is_kept_in_bf16_too():
+def test_dropout_keeps_mean_in_bf16():
     key = DropoutKey.of(1, jnp.int32(0), jnp.arange(64))
-    x = dropout(jnp.ones((64, 64, 256), jnp.bfloat16), RATE, key, jnp.arange(64))
-    assert float(x.astype(jnp.float32).mean()) == pytest.approx(1.0, abs=3e-3)
+    x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (64, 64, 256)), jnp.bfloat16)
+    found = np.asarray(dropout(x, RATE, key, jnp.arange(64)), np.float32)
+    factors = found[found > 0] / np.asarray(x, np.float32)[found > 0]
+    assert factors.mean() == pytest.approx(1 / (1 - RATE), rel=3e-4)  # 1 / 0.9 as a bf16 is off by five times that
 
 
-def test_the_gradient_passes_where_the_value_did():
+def test_gradient_passes_where_value_did():
     key = DropoutKey.of(1, jnp.int32(0), jnp.arange(2))
     x = jnp.full((2, 4, 8), 3.0)
-    y, pullback = jax.vjp(lambda x: dropout(x, 0.5, key, jnp.arange(4)), x)
-    (gradient,) = pullback(jnp.ones_like(y))
+
+    @jax.jit
+    def value_and_gradient(x):
+        y, pullback = jax.vjp(lambda x: dropout(x, 0.5, key, jnp.arange(4)), x)
+        return y, *pullback(jnp.ones_like(y))
+
+    y, gradient = value_and_gradient(x)
     np.testing.assert_array_equal(np.asarray(gradient), np.asarray(y) / 3.0)
     assert 0.2 < (np.asarray(y) == 0).mean() < 0.8
-
-
-def test_without_a_key_or_a_rate_nothing_happens():
-    x = jnp.ones((2, 4, 8))
-    assert dropout(x, 0.5, None, jnp.arange(4)) is x
-    assert dropout(x, 0.0, DropoutKey.of(1, jnp.int32(0), jnp.arange(2)), jnp.arange(4)) is x
+    assert dropout(x, 0.5, None, jnp.arange(4)) is x  # evaluation has no key

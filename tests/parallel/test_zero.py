@@ -1,104 +1,127 @@
 """Sharded storage: the same training as plain data parallelism, with a state that shrinks by the data axis."""
 
 from collections import Counter
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
+from mjax.parallel.layers import VocabParallelEmbedding
 from mjax.parallel.mesh import abstract_mesh, make_mesh
-from mjax.parallel.zero import own_shard
+from mjax.parallel.zero import gather_weights, own_shard, plan_storage, reduce_gradients
 from mjax.planner.comms import ledger
+from mjax.state.layout import initial_weights
 from mjax.training.step import build_program
 from tests.against_reference import in_layer_order
 from tests.small import batch_of, program_of, small_config
 
 
-def _after_five_steps(**mesh):
+def after_five_steps(**mesh):
     with jax.enable_x64(True):
-        config = small_config(4, 2, micro_batch=1, compute="fp64", global_batch=8, mesh=mesh)
+        config = small_config(4, 2, compute="fp64", dropout=0.0, unroll="off", mesh=mesh)
         program = program_of(config)
         state = program.initialize()
         for step in range(5):
-            batch = program.on_devices(batch_of(config, seed=step))
-            state, metrics = program.train_step(state, batch)
+            state, metrics = program.train_step(state, program.on_devices(batch_of(config, seed=step)))
         return in_layer_order(state.model, config), float(metrics.grad_norm)
 
 
-@pytest.fixture(scope="module")
-def plain():
-    return _after_five_steps()
-
-
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.ci), 3])
-def test_five_steps_give_the_parameters_of_plain_data_parallelism(zero, plain):
-    found, norm = _after_five_steps(zero=zero)
-    assert norm == pytest.approx(plain[1], rel=1e-12)
-    for name, value in plain[0].items():
+def test_zero_trains_like_plain_data_parallelism(zero):
+    """The weights after five steps, and the norm of the last gradient."""
+    weights, norm = after_five_steps()
+    found, found_norm = after_five_steps(zero=zero)
+    assert found_norm == pytest.approx(norm, rel=1e-12)
+    for name, value in weights.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-12, err_msg=name)
 
 
-def _bytes_on_a_device(tree):
+def test_gathered_weights_reduce_to_gradients_of_shards():
+    """Of an embedding whose rows `model`, `pipe` and `data` split: gathers and scatters have the order of the spec."""
+    mesh = MeshConfig(pipe=2, data=2, model=2, zero=1)
+    embedding = VocabParallelEmbedding(jax.random.key(0), 16, 16, 4, 1.0, jnp.float32)
+    computed = nnx.get_partition_spec(embedding)
+    plan = plan_storage(jax.eval_shape(lambda: embedding), computed, mesh)
+    stored = jax.tree.map(lambda storage: storage.spec, plan)
+    assert jax.tree.leaves(stored)[0] == P(("model", "pipe", "data"), None)
+    factors = np.random.default_rng(0).normal(size=(4, 16, 4)).astype(np.float32)  # of each rank of pipe and data
+
+    def gradients(shards, factors):
+        weights = gather_weights(shards, plan, jnp.float32, mesh)
+        found = jax.grad(lambda weights: (weights.table[...] ** 2 * factors[0]).sum() / 2)(weights)
+        return reduce_gradients(found, shards, plan)
+
+    specs = stored, P(("pipe", "data"), "model")
+    program = jax.jit(jax.shard_map(gradients, mesh=make_mesh(mesh), in_specs=specs, out_specs=stored))
+    found = program(embedding, factors)
+    np.testing.assert_allclose(found.table[...], embedding.table[...] * factors.sum(0), rtol=1e-5, atol=1e-6)
+
+
+def test_seed_draws_initial_weights():
+    config = small_config(layers=1)
+    other = replace(config, train=replace(config.train, seed=7))
+    tables = [jax.jit(lambda each=each: initial_weights(each).embedding.table[...])() for each in (config, other)]
+    assert not np.array_equal(*tables)
+
+
+def bytes_on_a_device(tree):
     return sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _state(data=1, **mesh):
+def abstract_state(data=1, **mesh):
     config = small_config(data, vocabulary=500, hidden=64, layers=4, mesh=mesh)
     return build_program(config, abstract_mesh(config.mesh)).abstract_state
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-def test_the_state_on_a_device_shrinks_by_the_data_axis(zero):
-    whole = _bytes_on_a_device(_state(zero=0))
-    for data in (2, 4, 8):
-        part = _bytes_on_a_device(_state(data, zero=zero))
+def test_state_on_device_shrinks_by_data_axis():
+    whole = bytes_on_a_device(abstract_state(zero=0))
+    for data, zero in ((2, 1), (8, 1), (8, 3)):
+        part = bytes_on_a_device(abstract_state(data, zero=zero))
         assert whole / data <= part < 1.001 * whole / data + 100  # besides: counters and the loss scale
 
 
-def test_a_pipeline_holds_one_copy_of_the_embedding_and_its_moments_in_all():
-    state = _state(pipe=4)
+def test_pipeline_stores_one_copy_of_embedding():
+    """And of its moments, over all stages together."""
+    state = abstract_state(pipe=4)
     for name in ("embedding", "positions", "final_norm"):
         for tree in (state.model, state.optimizer[0].mu, state.optimizer[0].nu):
             weights = getattr(tree, name)
             whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
-            assert _bytes_on_a_device(weights) * 4 == whole
+            assert bytes_on_a_device(weights) * 4 == whole
 
 
-def test_gradients_are_scattered_over_data_in_float32_once_a_step_or_once_a_layer():
-    for zero in (1, 3):
-        config = small_config(4, 2, compute="bf16", mesh={"zero": zero}, global_batch=16, layers=3)
-        found = [c for c in ledger(config).records if "data" in c.axes]
-        scatters = [c for c in found if c.operation == "reduce-scatter"]
-        gathers = [c for c in found if c.operation == "all-gather"]
-        assert {c.dtype for c in scatters} == {"float32"}
-        assert {c.dtype for c in gathers} == {"bfloat16"}
-        layers = [c for c in found if 3 in c.loops]
-        assert bool(layers) == (zero == 3)
-        if zero == 3:  # for each of 3 layers and 4 micro-batches
-            gathered, scattered = (
-                Counter(c.shape for c in layers if c.operation == kind for _ in range(c.count // 12))
-                for kind in ("all-gather", "reduce-scatter")
-            )
-            assert scattered.total() == 12  # weights of a layer
-            kernels = {(8, 3, 4, 4), (1, 4, 32), (8, 64), (16, 32)}  # shards of QKV, projection, MLP up and down
-            assert {shape for shape, times in gathered.items() if times == 2} >= kernels  # forward and backward
+@pytest.mark.parametrize("zero", [1, 3])
+def test_gradients_are_scattered_in_float32(zero):
+    """ZeRO-1: once a step. ZeRO-3: once for each layer and micro-batch, whose kernels are gathered twice."""
+    config = small_config(4, 2, compute="bf16", mesh={"zero": zero}, global_batch=16, layers=3)
+    found = [record for record in ledger(config).records if "data" in record.axes]
+    dtypes = {(record.operation, record.dtype) for record in found if record.operation != "all-reduce"}
+    assert dtypes == {("reduce-scatter", "float32"), ("all-gather", "bfloat16")}
+    of_layers, layers_and_micro_batches = {"all-gather": Counter(), "reduce-scatter": Counter()}, 3 * 4
+    for record in found:
+        if 3 in record.loops:
+            of_layers[record.operation][record.shape] += record.count // layers_and_micro_batches
+    kernels = {(8, 3, 4, 4), (1, 4, 32), (8, 64), (16, 32)}  # shards of QKV, projection, MLP up and down
+    gathered_twice = {shape for shape, times in of_layers["all-gather"].items() if times == 2}
+    assert of_layers["reduce-scatter"].total() == (12 if zero == 3 else 0)  # weights of a layer
+    assert gathered_twice >= kernels if zero == 3 else not of_layers["all-gather"]
 
 
-def test_the_mesh_says_how_a_stage_holds_its_chunks():
-    config = small_config(layers=8, mesh={"pipe": 2, "chunks": 2})
-    kernel = build_program(config, abstract_mesh(config.mesh)).abstract_state.model.blocks.mlp.up.kernel.get_value()
-    assert kernel.shape == (2, 4, 32, 128)
-    assert kernel.sharding.shard_shape(kernel.shape) == (2, 2, 32, 128)
-    assert MeshConfig(pipe=2, chunks=2).devices == 2
-
-
-@pytest.mark.parametrize(
-    "spec", [P(), P(None, "model"), P(("pipe", "data"), "model"), P(("model", "pipe"), None, "data")]
-)
-def test_the_shard_of_a_replicated_array_is_the_one_that_its_spec_says(spec):
+@pytest.mark.parametrize("spec", [P(("pipe", "data"), "model"), P(("model", "pipe"), None, "data")])
+def test_shard_is_cut_as_spec_says(spec):
     whole = np.arange(8 * 4 * 6.0).reshape(8, 4, 6)
     mesh = make_mesh(MeshConfig(pipe=2, data=2, model=2))
     cut = jax.shard_map(lambda array: own_shard(array, spec), mesh=mesh, in_specs=P(), out_specs=spec, check_vma=True)
     np.testing.assert_array_equal(jax.jit(cut)(whole), whole)
+
+
+def test_ranks_of_model_are_neighbors():
+    """`model` communicates in every layer: its devices are on one server, those of `pipe` and `data` far apart."""
+    numbers = [device.id for device in make_mesh(MeshConfig(pipe=2, data=2, model=4)).devices.flatten()]
+    assert numbers == list(range(16))
+    assert make_mesh(MeshConfig(data=2, model=4)).axis_names == ("pipe", "data", "expert", "context", "model")
