@@ -19,4 +19,4 @@ def test_planted_rows_are_eighty_in_every_room():
 def test_planted_row_fits_the_code(row):
     assert row.old != row.new
     assert (ROOT / row.file).read_text().count(row.old) == 1
-    assert all((ROOT / name).exists() for name in row.tests)
+    assert all((ROOT / name.partition("::")[0]).exists() for name in row.tests)
