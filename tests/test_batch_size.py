@@ -54,9 +54,9 @@ def test_batch_sizes_by_hand(config, expected):
 
 
 def _rampups():
-    """A quotient that a float rounds down: after exactly 29 samples the ramp is not over. And random ones."""
+    """A quotient that a float rounds down: after exactly 18 samples the ramp is not over. And random ones."""
     draw = random.Random(0)
-    yield 8, 1, 7, 29
+    yield 6, 3, 7, 18
     for _ in range(60):
         yield draw.randint(1, 20), draw.randint(1, 7), draw.randint(1, 12), draw.randint(1, 3000)
 
