@@ -135,6 +135,7 @@ def test_expert_with_the_mean_of_tokens_keeps_its_bias(load, signs):
         assert found.tolist() == [signs[order]]
 
 
+@pytest.mark.ci
 def test_skipped_step_leaves_the_bias():
     config = biased(compute="fp32")
     before = named(weights_of(config))
@@ -156,6 +157,7 @@ def test_resumed_run_has_the_bias_of_an_unbroken_one(tmp_path):
         np.testing.assert_array_equal(found[BIAS], expected[BIAS])
 
 
+@pytest.mark.ci
 def test_muon_leaves_the_bias_to_its_rule():
     config = biased(compute="fp32", layers=2)
     config = replace(config, optimizer=replace(config.optimizer, name="muon"))

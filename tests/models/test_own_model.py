@@ -146,7 +146,7 @@ STACKED = StackedConfig(**vars(replace(MODEL, layers=5)))
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
-        (MODEL, {"pipe": 2, "chunks": 2, "data": 2, "model": 2}),
+        pytest.param(MODEL, {"pipe": 2, "chunks": 2, "data": 2, "model": 2}, marks=pytest.mark.ci),
         pytest.param(MODEL, {"data": 2, "model": 2, "loss_chunks": 5, "streams": 2}, marks=pytest.mark.ci),
         (STACKED, {"data": 2, "model": 4, "sequence_parallel": True, "zero": 3}),
     ],

@@ -92,6 +92,7 @@ def trained():
     return _run()
 
 
+@pytest.mark.ci
 def test_losses_are_near_those_of_bf16(trained):
     losses, wide = np.array(trained[2]), np.array(_run(compute="bf16")[2])
     np.testing.assert_allclose(losses, wide, rtol=2e-3)
@@ -104,6 +105,7 @@ def test_mesh_has_the_losses_up_to_rounding(trained):
     np.testing.assert_allclose(losses, trained[2], rtol=1e-3)
 
 
+@pytest.mark.ci
 def test_evaluation_is_in_bf16(trained):
     program, state, _ = trained
     wide = program_of(small_config(1, 2, 4, compute="bf16", dropout=0.0))
@@ -111,6 +113,7 @@ def test_evaluation_is_in_bf16(trained):
     assert float(program.eval_step(state.model, batch).loss) == float(wide.eval_step(state.model, batch).loss)
 
 
+@pytest.mark.ci
 def test_step_is_skipped_when_not_finite(trained):
     program, state, _ = trained
     state = jax.tree.map(jnp.copy, state)
