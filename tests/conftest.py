@@ -47,7 +47,7 @@ hypothesis.settings.load_profile("patient")
 
 @pytest.fixture(autouse=True)
 def sigterm_as_before():
-    """A run that was told to stop ignores SIGTERM until its process ends; here the process goes on."""
+    """A run that was told to stop ignores SIGTERM until its process ends; here the process continues."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -55,7 +55,7 @@ def sigterm_as_before():
 
 @pytest.fixture(autouse=True, scope="module")
 def freeze_garbage():
-    """What a module leaves is not looked through again: full collections would take a twentieth of the suite's time."""
+    """Exempt the objects of a finished module from garbage collection, which would take a twentieth of the time."""
     yield
     gc.freeze()
 
@@ -121,7 +121,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Select the tier. What takes longest starts first, so that no worker waits for the last file of another."""
+    """Select the tier, and start the longest files first, so that no worker waits for the last file of another."""
     slow, tier, beyond = measured_seconds(), config.getoption("--tier"), config.getoption("--beyond")
     first = TIERS.index(beyond) + 1 if beyond else 0
     wanted = TIERS[first : TIERS.index(tier) + 1]

@@ -12,7 +12,7 @@ from mjax.inference import inference_config
 from mjax.parallel.mesh import make_mesh
 from mjax.tasks.labelled import Examples
 from mjax.tasks.scoring import TaskScorer
-from tests import bert_reference
+from tests import reference
 from tests.finetuning.test_heads import HEADS
 from tests.small import examples_of, gradient_program, named, small_config
 
@@ -48,8 +48,8 @@ def test_scores_and_loss_equal_serial_reference(head, data, model, mesh, micro_b
             "documents": (~examples.text).astype(np.int32),
             **examples.labels,
         }
-        expected = np.asarray(bert_reference.task_scores(whole, config.model, batch))
-        expected_loss = float(bert_reference.task_loss(whole, config.model, batch)[0])
+        expected = np.asarray(reference.task_scores(whole, config.model, batch))
+        expected_loss = float(reference.task_loss(whole, config.model, batch)[0])
     assert len(scores) == COUNT
     assert scores.dtype == np.float32
     is_text = np.isfinite(expected)
