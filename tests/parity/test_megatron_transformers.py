@@ -75,9 +75,10 @@ def test_halves_are_read_exactly(dtype, legacy, tmp_path):
 
 def test_training_state_is_passed_over(tmp_path, monkeypatch):
     """Classes of Megatron's own are nowhere to be found when the file is read."""
-    module = ModuleType("megatron_of_2020")
+    module = ModuleType("megatron.fp16")
     module.LossScaler = type("LossScaler", (), {"__module__": module.__name__})
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("megatron", module.__name__):
+        monkeypatch.setitem(sys.modules, name, module)
     scaler = module.LossScaler()
     scaler.cur_scale = 2.0**32
     beside = {

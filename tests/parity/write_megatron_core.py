@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 VOCABULARY, PADDED, SEQUENCE = 29, 32, 10
-SHAPE = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 40}
+SETTINGS = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 40}
+SETTINGS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 # Of TransformerConfig, and of GPTModel.
 DECODERS = {
     "llama": (
@@ -83,10 +84,8 @@ def main(folder: Path, kinds: list[str]) -> None:
     grouped_gemm_util.grouped_gemm, grouped_gemm_util.ops = object(), SimpleNamespace(gmm=products)
     moe_utils.te_general_gemm = None  # which it asks for where TransformerEngine is not installed, too
     shared = dict(
-        **SHAPE,
+        **SETTINGS,
         tensor_model_parallel_size=tensor_ranks,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         use_cpu_initialization=True,
         bias_activation_fusion=True,
         init_method_std=0.2,
@@ -150,7 +149,7 @@ def main(folder: Path, kinds: list[str]) -> None:
             arrays = {name: array.numpy() for name, array in scores.items()}
             np.savez(folder / f"{kind}.npz", ids=ids.numpy(), **arrays)
         args = argparse.Namespace(
-            **SHAPE,
+            **SETTINGS,
             kv_channels=6,
             max_position_embeddings=SEQUENCE,
             padded_vocab_size=PADDED,
