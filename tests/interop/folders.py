@@ -32,90 +32,63 @@ LLAMA = {
 }  # fmt: skip
 
 
+# Shapes by name; {} is a layer. A name that ends in neither `weight` nor `bias` has both; the bias is as long as the
+# weight's outputs, which GPT-2 has last. v vocabulary, s positions, h hidden, f feed-forward, k keys of all heads.
+_BERT_LAYER = "bert.encoder.layer.{}"
+_BERT = {
+    "bert.embeddings.word_embeddings.weight": "v h", "bert.embeddings.position_embeddings.weight": "s h",
+    "bert.embeddings.token_type_embeddings.weight": "2 h", "bert.pooler.dense": "h h", "cls.predictions.bias": "v",
+    "cls.predictions.transform.dense": "h h", "cls.predictions.transform.LayerNorm": "h", "cls.seq_relationship": "2 h",
+    f"{_BERT_LAYER}.attention.self.query": "h h", f"{_BERT_LAYER}.attention.self.key": "h h",
+    f"{_BERT_LAYER}.attention.self.value": "h h", f"{_BERT_LAYER}.attention.output.dense": "h h",
+    f"{_BERT_LAYER}.intermediate.dense": "f h", f"{_BERT_LAYER}.output.dense": "h f",
+}  # fmt: skip
+SHAPES = {
+    "gpt2": {
+        "transformer.wte.weight": "v h", "transformer.wpe.weight": "s h", "transformer.ln_f": "h",
+        "transformer.h.{}.ln_1": "h", "transformer.h.{}.attn.c_attn": "h 3h", "transformer.h.{}.attn.c_proj": "h h",
+        "transformer.h.{}.ln_2": "h", "transformer.h.{}.mlp.c_fc": "h f", "transformer.h.{}.mlp.c_proj": "f h",
+    },
+    "bert": _BERT
+    | dict.fromkeys(("bert.embeddings.LayerNorm", f"{_BERT_LAYER}.attention.output.LayerNorm"), "h")
+    | {f"{_BERT_LAYER}.output.LayerNorm": "h"},
+    "megatron-bert": _BERT
+    | dict.fromkeys(("bert.encoder.ln", f"{_BERT_LAYER}.attention.ln", f"{_BERT_LAYER}.ln"), "h"),
+    "bloom": {
+        "transformer.word_embeddings.weight": "v h", "transformer.word_embeddings_layernorm": "h",
+        "transformer.ln_f": "h", "transformer.h.{}.input_layernorm": "h",
+        "transformer.h.{}.self_attention.query_key_value": "3h h", "transformer.h.{}.self_attention.dense": "h h",
+        "transformer.h.{}.post_attention_layernorm": "h", "transformer.h.{}.mlp.dense_h_to_4h": "f h",
+        "transformer.h.{}.mlp.dense_4h_to_h": "h f",
+    },
+    "llama": {
+        "model.embed_tokens.weight": "v h", "model.norm.weight": "h", "lm_head.weight": "v h",
+        "model.layers.{}.self_attn.q_proj.weight": "h h", "model.layers.{}.self_attn.k_proj.weight": "k h",
+        "model.layers.{}.self_attn.v_proj.weight": "k h", "model.layers.{}.self_attn.o_proj.weight": "h h",
+        "model.layers.{}.mlp.gate_proj.weight": "f h", "model.layers.{}.mlp.up_proj.weight": "f h",
+        "model.layers.{}.mlp.down_proj.weight": "h f", "model.layers.{}.input_layernorm.weight": "h",
+        "model.layers.{}.post_attention_layernorm.weight": "h",
+    },
+}  # fmt: skip
+
+
 def tensors_of(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
     """Names and shapes as the `state_dict()` of the family's class has them, without the tied output layer."""
-    families = {"gpt2": _gpt2, "bert": _bert, "megatron-bert": _bert, "bloom": _bloom, "llama": _llama}
-    shapes = families[config["model_type"]](config)
+    kind, h = config["model_type"], config.get("n_embd") or config["hidden_size"]
+    lengths = {"v": config["vocab_size"], "h": h, "3h": 3 * h, "2": 2}
+    lengths["s"] = config.get("n_positions") or config.get("max_position_embeddings")
+    lengths["f"] = config.get("n_inner") or config.get("intermediate_size") or 4 * h
+    lengths["k"] = h // config.get("num_attention_heads", 1) * config.get("num_key_value_heads", 1)
+    shapes = {}
+    for name, letters in SHAPES[kind].items():
+        shape = tuple(lengths[letter] for letter in letters.split())
+        both = {"": shape}
+        if not name.endswith(("weight", "bias")):
+            both = {".weight": shape, ".bias": shape[-1:] if kind == "gpt2" else shape[:1]}
+        for layer in range(config.get("n_layer") or config["num_hidden_layers"]) if "{}" in name else [0]:
+            shapes |= {name.format(layer) + ending: each for ending, each in both.items()}
     random = np.random.default_rng(seed)
     return {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def _gpt2(config: dict) -> dict[str, tuple[int, ...]]:
-    h = config["n_embd"]
-    f = config.get("n_inner") or 4 * h
-    shapes = {"wte.weight": (config["vocab_size"], h), "wpe.weight": (config["n_positions"], h)}
-    for i in range(config["n_layer"]):
-        for norm in ("ln_1", "ln_2"):
-            shapes |= {f"h.{i}.{norm}.weight": (h,), f"h.{i}.{norm}.bias": (h,)}
-        for conv, into, out in (
-            ("attn.c_attn", h, 3 * h), ("attn.c_proj", h, h), ("mlp.c_fc", h, f), ("mlp.c_proj", f, h),
-        ):  # fmt: skip
-            shapes |= {f"h.{i}.{conv}.weight": (into, out), f"h.{i}.{conv}.bias": (out,)}
-    shapes |= {"ln_f.weight": (h,), "ln_f.bias": (h,)}
-    return {f"transformer.{name}": shape for name, shape in shapes.items()}
-
-
-def _bert(config: dict) -> dict[str, tuple[int, ...]]:
-    h, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    shapes = {
-        "bert.embeddings.word_embeddings.weight": (v, h),
-        "bert.embeddings.position_embeddings.weight": (config["max_position_embeddings"], h),
-        "bert.embeddings.token_type_embeddings.weight": (2, h),
-        "cls.predictions.bias": (v,),
-    }
-    post = config["model_type"] == "bert"
-    norms = ["cls.predictions.transform.LayerNorm", "bert.embeddings.LayerNorm" if post else "bert.encoder.ln"]
-    linears = {
-        "bert.pooler.dense": (h, h),
-        "cls.predictions.transform.dense": (h, h),
-        "cls.seq_relationship": (2, h),
-    }
-    for i in range(config["num_hidden_layers"]):
-        layer = f"bert.encoder.layer.{i}"
-        linears |= {f"{layer}.attention.self.{part}": (h, h) for part in ("query", "key", "value")}
-        linears |= {
-            f"{layer}.attention.output.dense": (h, h),
-            f"{layer}.intermediate.dense": (f, h),
-            f"{layer}.output.dense": (h, f),
-        }
-        inside = ("attention.output.LayerNorm", "output.LayerNorm") if post else ("attention.ln", "ln")
-        norms += [f"{layer}.{norm}" for norm in inside]
-    for norm in norms:
-        shapes |= {f"{norm}.weight": (h,), f"{norm}.bias": (h,)}
-    for name, shape in linears.items():
-        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    return shapes
-
-
-def _bloom(config: dict) -> dict[str, tuple[int, ...]]:
-    h = config["hidden_size"]
-    shapes = {"word_embeddings.weight": (config["vocab_size"], h)}
-    norms = ["word_embeddings_layernorm", "ln_f"]
-    for i in range(config["n_layer"]):
-        norms += [f"h.{i}.input_layernorm", f"h.{i}.post_attention_layernorm"]
-        for linear, out, into in (
-            ("self_attention.query_key_value", 3 * h, h), ("self_attention.dense", h, h),
-            ("mlp.dense_h_to_4h", 4 * h, h), ("mlp.dense_4h_to_h", h, 4 * h),
-        ):  # fmt: skip
-            shapes |= {f"h.{i}.{linear}.weight": (out, into), f"h.{i}.{linear}.bias": (out,)}
-    for norm in norms:
-        shapes |= {f"{norm}.weight": (h,), f"{norm}.bias": (h,)}
-    return {f"transformer.{name}": shape for name, shape in shapes.items()}
-
-
-def _llama(config: dict) -> dict[str, tuple[int, ...]]:
-    h, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    d = h // config["num_attention_heads"]
-    k = config["num_key_value_heads"] * d
-    shapes = {"model.embed_tokens.weight": (v, h)}
-    for i in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{i}"
-        for part, shape in {"q": (h, h), "k": (k, h), "v": (k, h), "o": (h, h)}.items():
-            shapes[f"{layer}.self_attn.{part}_proj.weight"] = shape
-        for part, shape in {"gate": (f, h), "up": (f, h), "down": (h, f)}.items():
-            shapes[f"{layer}.mlp.{part}_proj.weight"] = shape
-        shapes |= {f"{layer}.{norm}_layernorm.weight": (h,) for norm in ("input", "post_attention")}
-    return shapes | {"model.norm.weight": (h,), "lm_head.weight": (v, h)}
 
 
 def write_folder(folder: Path, config: dict | None = None, tensors: dict | None = None, parts: int = 1) -> Path:

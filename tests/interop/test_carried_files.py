@@ -50,31 +50,15 @@ def test_changed_template_is_exported_in_both_spellings(tmp_path):
     assert out["special_tokens_map.json"] == b"{}\n"
 
 
-def test_several_templates_are_exported_as_one_list(tmp_path):
-    named = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
-    run = stored(carried_files(folder_of(tmp_path / "in", {"chat_template": named}), {}), tmp_path / "run")
-    assert (run / "chat_template.jinja").read_text() == "d"
-    out = restored_files(run)
-    assert "chat_template.jinja" not in out
-    assert json.loads(out["tokenizer_config.json"])["chat_template"] == named
-
-
 def test_template_file_takes_precedence_over_setting(tmp_path):
     source = folder_of(tmp_path / "in", {"chat_template": "setting"}, chat_template__jinja="file")
     assert carried_files(source, {})["chat_template.jinja"] == b"file"
 
 
-def test_nothing_is_carried_without_tokenizer_settings(tmp_path):
-    assert carried_files(folder_of(tmp_path / "in", None, chat_template__jinja="file"), {}) == {}
-    assert restored_files(tmp_path / "nowhere") == {}
-
-
 @pytest.mark.parametrize(
     ("settings", "files", "said"),
     [
-        ({"chat_template": 3}, {}, "neither text nor a list"),
         ({"chat_template": [{"name": "rag"}]}, {}, "neither text nor a list"),
-        ([], {}, "has no JSON object"),
         ({}, {"chat_template__jinja": b"\xff"}, "not UTF-8"),
         ({}, {"generation_config__json": "{"}, "generation_config.json"),
     ],

@@ -12,20 +12,18 @@ import jax
 import numpy as np
 import pytest
 from jax.numpy import bfloat16
-from tokenizers import BertWordPieceTokenizer, normalizers, pre_tokenizers
 
 from mjax import cli
 from mjax.commands import convert
-from mjax.config import MeshConfig, read_config, save_config
+from mjax.config import read_config, save_config
 from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.interop import bert, bloom, gpt2, model_folder
-from mjax.interop.convert import abstract_weights, find_family
+from mjax.interop.convert import find_family
 from mjax.interop.model_folder import new_folder
 from mjax.interop.settings import config_values, model_config
 from mjax.interop.tokenizer_files import find_tokenizer
-from mjax.models.build import build_model, count_parameters
-from mjax.training.metrics import read_metrics
-from tests.data.vocabularies import TEXTS, bert_file, foreign_model, gpt2_files, hf_unigram
+from mjax.models.build import build_model
+from tests.data.vocabularies import bert_file, foreign_model, gpt2_files
 from tests.interop.folders import BERT, BLOOM, CONFIG, LLAMA, MEGATRON_BERT, read_folder, tensors_of, write_folder
 from tests.interop.whole_weights import assert_same, folder_weights, weights_of
 from tests.small import named
@@ -75,7 +73,6 @@ def by_hand(name, tensors):
     if name == "gpt2":
         layer = "transformer.h.1"
         return {
-            "positions": tensors["transformer.wpe.weight"],
             "blocks.attention.qkv.kernel": tensors[f"{layer}.attn.c_attn.weight"].reshape(12, 3, 3, 4),
             "blocks.attention.out.kernel": tensors[f"{layer}.attn.c_proj.weight"].reshape(3, 4, 12),
             "blocks.mlp.down.bias": tensors[f"{layer}.mlp.c_proj.bias"],
@@ -84,21 +81,17 @@ def by_hand(name, tensors):
         layer = "transformer.h.1"
         qkv = f"{layer}.self_attention.query_key_value"
         return {
-            "embedding_norm.scale": tensors["transformer.word_embeddings_layernorm.weight"],
             "blocks.attention.qkv.kernel": linear(tensors, qkv, 3, 3, 4).swapaxes(1, 2),
             "blocks.attention.qkv.bias": tensors[f"{qkv}.bias"].reshape(3, 3, 4).swapaxes(0, 1),
-            "blocks.mlp.down.kernel": linear(tensors, f"{layer}.mlp.dense_4h_to_h", 12),
         }
     if name == "llama":
         layer = "model.layers.1"
         halves = [linear(tensors, f"{layer}.self_attn.{part}_proj", 2, 4) for part in "kv"]
         gates = [linear(tensors, f"{layer}.mlp.{part}_proj", 24) for part in ("gate", "up")]
         return {
-            "head.table": tensors["lm_head.weight"],
             "blocks.attention.query.kernel": linear(tensors, f"{layer}.self_attn.q_proj", 4, 4),
             "blocks.attention.key_value.kernel": np.stack(halves, axis=1),
             "blocks.mlp.up.kernel": np.stack(gates, axis=1),
-            "blocks.mlp_norm.scale": tensors[f"{layer}.post_attention_layernorm.weight"],
         }
     layer = "bert.encoder.layer.1"
     parts = [f"{layer}.attention.self.{part}" for part in ("query", "key", "value")]
@@ -157,11 +150,6 @@ def with_masks(tensors):
     return tensors | {f"transformer.h.{i}.attn.{name}": mask for i in range(2) for name in ("bias", "masked_bias")}
 
 
-def with_output(tensors):
-    words = next(name for name in tensors if tensors[name].shape[0] == 257)
-    return tensors | {"lm_head.weight": tensors[words].copy()}
-
-
 def stored_twice(tensors):
     """With tied tensors and with buffers, as versions of transformers before 4.31 stored them."""
     return tensors | {
@@ -181,16 +169,14 @@ def of_tensorflow(tensors):
     [
         ("gpt2", without_prefix),
         ("gpt2", with_masks),
-        ("gpt2", with_output),
-        ("bloom", lambda tensors: with_output(without_prefix(tensors))),
+        ("bloom", without_prefix),
         ("bert", stored_twice),
         ("megatron-bert", of_tensorflow),
-        ("bert", without_prefix),
     ],
 )
 def test_older_files_give_same_weights(sources, name, form, tmp_path):
     source = write_folder(tmp_path / "in", CONFIGS[name], form(tensors_of(CONFIGS[name])), parts=3)
-    assert_same(named(folder_weights(source)), named(folder_weights(sources[name])))
+    assert_same(folder_weights(source), folder_weights(sources[name]))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
@@ -199,8 +185,8 @@ def test_half_precision_is_widened_without_loss(tmp_path, dtype):
     config = CONFIG | {"vocab_size": 5000}
     tensors = {name: tensor.astype(dtype) for name, tensor in tensors_of(config).items()}
     wide = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
-    found = named(folder_weights(write_folder(tmp_path / "in", config, tensors)))
-    assert_same(found, named(folder_weights(write_folder(tmp_path / "wide", config, wide))))
+    found = folder_weights(write_folder(tmp_path / "in", config, tensors))
+    assert_same(found, folder_weights(write_folder(tmp_path / "wide", config, wide)))
     np.testing.assert_array_equal(found["embedding.table"][:5000], wide["transformer.wte.weight"])
 
 
@@ -211,46 +197,31 @@ def test_bf16_export_rounds_and_names_dtype(sources, runs, tmp_path):
     assert settings_in(tmp_path / "out")["torch_dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"), [("gpt2", MeshConfig(data=2, model=3, zero=1)), ("bert", MeshConfig(pipe=2, data=2, zero=3))]
-)
-def test_tensors_are_read_into_shards_of_mesh(sources, runs, name, mesh):
-    found, target = folder_weights(sources[name], mesh), abstract_weights(read_config(runs[name] / "config.json"), mesh)
-    for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(target), strict=True):
-        assert ours.sharding == wanted.sharding
-    assert not found.blocks.mlp.up.kernel[...].is_fully_replicated
-    assert_same(named(found), named(folder_weights(sources[name])))
-
-
 # --- Heads of a BERT --------------------------------------------------------------------------------------------------
 
 HEADS = {"mlm.": "the head for masked tokens", "pooler.": "the pooler", "order.": "the order head"}
 
 
-def test_missing_heads_are_drawn_on_request(runs, tmp_path, capsys):
-    tensors = {name: each for name, each in tensors_of(BERT).items() if not name.startswith(("cls.", "bert.pooler."))}
-    encoder = write_folder(tmp_path / "in", BERT, without_prefix(tensors))  # as BertModel stores it
-    assert from_hf(encoder, tmp_path / "run") == 2
-    assert f"all of {', '.join(HEADS.values())}; its encoder is complete, so add --draw" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-    assert from_hf(encoder, tmp_path / "run", "--draw-heads", "--vocabulary-multiple", "64") == 0
-    assert f"initialised from seed 1234: {', '.join(HEADS.values())}\n" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("lost", "form", "drawn"),
+    [
+        (("cls.", "bert.pooler."), without_prefix, HEADS),  # as BertModel stores it
+        (("cls.seq_relationship", "bert.pooler."), dict, ("pooler.", "order.")),  # as BertForMaskedLM does
+    ],
+    ids=["all", "some"],
+)
+def test_missing_heads_are_drawn_on_request(lost, form, drawn, runs, tmp_path, capsys):
+    tensors = {name: each for name, each in tensors_of(BERT).items() if not name.startswith(lost)}
+    source, names = write_folder(tmp_path / "in", BERT, form(tensors)), ", ".join(HEADS[each] for each in drawn)
+    assert from_hf(source, tmp_path / "run") == 2
+    assert f"{names}; its encoder is complete, so add --draw" in capsys.readouterr().err
+    assert from_hf(source, tmp_path / "run", "--draw-heads", "--vocabulary-multiple", "64") == 0
+    assert f"initialised from seed 1234: {names}\n" in capsys.readouterr().out
     found, whole = weights_of(tmp_path / "run"), weights_of(runs["bert"])
     initial = named(jax.jit(partial(build_model, 1234, read_config(runs["bert"] / "config.json").model))())
     for name in found:
-        expected = initial if name.startswith(tuple(HEADS)) else whole
+        expected = initial if name.startswith(tuple(drawn)) else whole
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-6, err_msg=name)
-
-
-def test_stored_head_is_never_drawn(runs, tmp_path, capsys):
-    lost = ("bert.pooler.", "cls.seq_relationship")
-    masked = {name: tensor for name, tensor in tensors_of(BERT).items() if not name.startswith(lost)}
-    folder = write_folder(tmp_path / "in", BERT, masked)  # BertForMaskedLM
-    assert from_hf(folder, tmp_path / "run", "--draw-heads", "--vocabulary-multiple", "64") == 0
-    assert "initialised from seed 1234: the pooler, the order head\n" in capsys.readouterr().out
-    found, whole = weights_of(tmp_path / "run"), weights_of(runs["bert"])
-    for name in ("mlm.transform.kernel", "mlm.bias"):
-        np.testing.assert_array_equal(found[name], whole[name])
 
 
 # --- Settings ---------------------------------------------------------------------------------------------------------
@@ -261,12 +232,10 @@ RATES = {"attn_pdrop": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "initializer_
 @pytest.mark.parametrize(
     ("config", "change"),
     [
-        (CONFIG, {"n_inner": 20}),
-        (CONFIG, {"activation_function": "gelu", "layer_norm_epsilon": 1e-6} | RATES),
+        (CONFIG, {"n_inner": 20, "activation_function": "gelu", "layer_norm_epsilon": 1e-6} | RATES),
         (BERT, {"intermediate_size": 48, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
         (BLOOM, {"seq_length": 24, "attention_dropout": 0.1}),
     ],
-    ids=["width", "rates", "bert", "bloom"],
 )
 def test_settings_survive_import_and_export(config, change):
     config = config | change
@@ -284,7 +253,6 @@ def test_settings_survive_import_and_export(config, change):
         (bert.MEGATRON_BERT, (24, 1024, 16, 512, 29056, "gelu_erf", 0.1, 0.1, 1e-12)),
         (bloom.BLOOM, (2, 64, 8, 2048, 250880, "gelu_tanh", 0.0, 0.0, 1e-5)),
     ],
-    ids=["gpt2", "bert", "megatron-bert", "bloom"],
 )
 def test_omitted_settings_default_as_in_transformers(family, expected):
     model = model_config(family, {"model_type": family.model_type}, "config.json", 128)
@@ -292,22 +260,6 @@ def test_omitted_settings_default_as_in_transformers(family, expected):
     rates = (model.hidden_dropout, model.attention_dropout, model.layernorm_epsilon)
     assert (*shape, model.activation, *rates) == expected
     assert model.mlp_width == 4 * model.hidden
-
-
-def test_published_bloom_config_is_understood():
-    published = {
-        "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0, "attention_softmax_in_fp32": True,
-        "bias_dropout_fusion": True, "bos_token_id": 1, "eos_token_id": 2, "hidden_dropout": 0.0,
-        "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "masked_softmax_fusion": True, "model_type": "bloom",
-        "n_embed": 1024, "n_inner": None, "n_layer": 24, "num_attention_heads": 16, "offset_alibi": 100,
-        "pad_token_id": 3, "pretraining_tp": 1, "skip_bias_add": True, "skip_bias_add_qkv": False, "unk_token_id": 0,
-        "use_cache": True, "vocab_size": 250880,
-    }  # fmt: skip
-    model = model_config(bloom.BLOOM, published, "config.json", 128)
-    assert (model.layers, model.hidden, model.heads, model.sequence) == (24, 1024, 16, 2048)
-    assert count_parameters(model) == 559_214_592  # that of the model card
-    again = model_config(bloom.BLOOM, published | {"hidden_size": 1024, "n_embed": None}, "config.json", 128)
-    assert again == model, "a second name without a value is no contradiction"
 
 
 # --- Training goes on -------------------------------------------------------------------------------------------------
@@ -325,15 +277,12 @@ def test_imported_model_trains_and_is_exported(tmp_path, capsys):
     mesh = ["--mesh.data", "8", "--mesh.model", "2", "--train.micro-batch", "1", "--train.steps", "4"]
     assert cli.main(["train", "--resume", str(run), *mesh]) == 0
     assert "starting with fresh optimizer state" in capsys.readouterr().out
-    assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4]
     assert sorted(entry.name for entry in (run / "checkpoints").iterdir()) == ["0", "4"]
 
     assert to_hf(run, tmp_path / "trained") == 0
     trained, before = read_folder(tmp_path / "trained"), read_folder(source)
-    moved = {name: float(np.abs(trained[name] - before[name]).max()) for name in before}
-    assert all(0 < far < 0.05 for far in moved.values()), "the first steps lead away from the model, not far"
-    assert to_hf(run, tmp_path / "first", "--step", "0") == 0
-    assert_same(read_folder(tmp_path / "first"), before)
+    moved = [float(np.abs(trained[name] - before[name]).max()) for name in before]
+    assert all(0 < far < 0.05 for far in moved), "the first steps lead away from the model, not far"
 
 
 # --- Tokenizers -------------------------------------------------------------------------------------------------------
@@ -356,14 +305,6 @@ def test_gpt2_tokenizer_survives_import_and_export(tmp_path):
     described = settings_in(tmp_path / "out", "tokenizer_config.json")
     assert (described["tokenizer_class"], described["model_max_length"]) == ("PreTrainedTokenizerFast", 16)
 
-    hf_unigram().save(str(source / "tokenizer.json"))  # which is preferred
-    assert from_hf(source, tmp_path / "again") == 0
-    given = tokenizer_from_folder(tmp_path / "again" / "tokenizer")
-    assert to_hf(tmp_path / "again", tmp_path / "out again") == 0
-    (tmp_path / "out again" / "mjax_tokenizer.json").unlink()  # as it comes from elsewhere
-    found = find_tokenizer(tmp_path / "out again", None)
-    assert (found.scheme, found.eod, found.encode("a</s> worst")) == ("hf", given.eod, given.encode("a</s> worst"))
-
 
 @pytest.mark.parametrize("lowercase", [True, False], ids=["uncased", "cased"])
 def test_bert_tokenizer_survives_import_and_export(lowercase, tmp_path):
@@ -382,33 +323,14 @@ def test_bert_tokenizer_survives_import_and_export(lowercase, tmp_path):
     assert (described["do_lower_case"], described["model_max_length"]) == (lowercase, 16)
     assert settings_in(tmp_path / "out")["pad_token_id"] == given.pad
     (tmp_path / "out" / "mjax_tokenizer.json").unlink()  # as it comes from elsewhere
-    for kept in ("tokenizer.json", "vocab.txt"):
-        alone = shutil.copytree(tmp_path / "out", tmp_path / kept)
-        (alone / ("vocab.txt" if kept == "tokenizer.json" else "tokenizer.json")).unlink()
+    for other in ("tokenizer.json", "vocab.txt"):
+        alone = shutil.copytree(tmp_path / "out", tmp_path / f"without {other}")
+        (alone / other).unlink()
         found = find_tokenizer(alone, None)
-        assert (found.scheme, found.mask, found.eod) == (kind, given.mask, given.eod)
-        assert found.encode_batch(["Ça, déjà vu", *TEXTS]) == given.encode_batch(["Ça, déjà vu", *TEXTS])
+        assert (found.scheme, found.mask, found.encode("Ça, déjà")) == (kind, given.mask, given.encode("Ça, déjà"))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda library: library.add_tokens(["<extra>"]),
-        lambda library: setattr(library._tokenizer, "normalizer", normalizers.Lowercase()),
-        lambda library: setattr(library._tokenizer, "pre_tokenizer", pre_tokenizers.Whitespace()),
-    ],
-    ids=["a token was added", "accents stay", "other words"],
-)
-def test_tokenizer_unlike_bert_opens_as_hf(change, tmp_path):
-    file = bert_file(tmp_path, True)
-    library = BertWordPieceTokenizer(str(file), lowercase=True)
-    change(library)
-    library.save(str(tmp_path / "tokenizer.json"))
-    file.unlink()
-    assert find_tokenizer(tmp_path, None).scheme == "hf"
-
-
-@pytest.mark.parametrize("said", [None, {"do_lower_case": "yes"}, {"do_lower_case": True, "strip_accents": False}])
+@pytest.mark.parametrize("said", [None, {"do_lower_case": True, "strip_accents": False}])
 def test_vocabulary_of_unknown_case_is_no_tokenizer(said, tmp_path):
     bert_file(tmp_path, True)
     if said is not None:
@@ -418,8 +340,6 @@ def test_vocabulary_of_unknown_case_is_no_tokenizer(said, tmp_path):
 
 def test_run_without_tokenizer_gets_one_at_export(runs, tmp_path, capsys):
     run, out = runs["gpt2"], tmp_path / "out"
-    assert cli.main(["generate", "--checkpoint", str(run), "--prompt", "The"]) == 2
-    assert "has no tokenizer; add the one its model was trained with: --tokenizer" in capsys.readouterr().err
     assert to_hf(run, out) == 0
     assert "has no tokenizer" in capsys.readouterr().out
     assert not (out / "tokenizer.json").exists()
@@ -438,6 +358,19 @@ def test_tokenizer_without_counterpart_stops_export_early(runs, tmp_path, capsys
     assert to_hf(stranger, out, "--tokenizer", "none") == 0
     files = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
     assert sorted(file.name for file in out.iterdir()) == files
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "words"),
+    [
+        (from_hf, ("--vocabulary-multiple", "0"), "--vocabulary-multiple is 0"),
+        (to_hf, ("--shard-size", "5apples"), "--shard-size '5apples' is not a size"),
+        (to_hf, ("--step", "7"), "has no checkpoint 7; there are 0"),
+    ],
+)
+def test_impossible_flags_are_refused(command, flags, words, sources, runs, tmp_path, capsys):
+    assert command((sources if command is from_hf else runs)["gpt2"], tmp_path / "out", *flags) == 2
+    assert words in capsys.readouterr().err
 
 
 # --- Whole or not at all ----------------------------------------------------------------------------------------------
@@ -486,16 +419,6 @@ def test_folder_reaches_disk_before_its_rename(tmp_path, monkeypatch):
     with new_folder(tmp_path / "out") as folder:
         (folder / "theirs").touch()
     assert written == ["theirs", "renamed"]
-
-
-def test_link_to_model_stays_link(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "link").symlink_to("model")
-    for name in ("first", "second"):
-        with new_folder(tmp_path / "link") as folder:
-            (folder / name).touch()
-    assert (tmp_path / "link").is_symlink()
-    assert [entry.name for entry in (tmp_path / "model").iterdir()] == ["second"]
 
 
 @pytest.mark.parametrize(

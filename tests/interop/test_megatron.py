@@ -6,17 +6,14 @@ import numpy as np
 import pytest
 
 from mjax import cli
-from mjax.config import Config, GPTConfig, read_config, save_config
+from mjax.config import GPTConfig, read_config
 from mjax.errors import UsageError
-from mjax.interop.convert import abstract_weights
 from mjax.interop.megatron.arguments import model_config
-from mjax.interop.megatron.names import family_of, flat, kind_of, renamed
+from mjax.interop.megatron.names import family_of, flat, renamed
 from mjax.interop.megatron.ranks import RankTensors
-from mjax.interop.weights import find_tensors
 from mjax.model_config import as_kind
 from tests.interop.megatron_files import draw, share
 from tests.interop.whole_weights import assert_same, read_weights, weights_of
-from tests.small import named
 
 SMALL = GPTConfig(layers=2, hidden=24, heads=4, feed_forward=40, sequence=10, vocabulary=29, vocabulary_multiple=8)
 BERT = as_kind(SMALL, "bert")
@@ -38,8 +35,7 @@ def pieces_of(model, version=3.0, ranks=1, stages=1, nested=True):
 
 def read(tensors, model, version=3.0):
     names = family_of(model.kind, version, getattr(model, "layernorm", "pre"), model.layers)
-    found = find_tensors(names, tensors, model, "source")
-    return named(read_weights(names, tensors, found, model, abstract_weights(Config(model=model))))
+    return read_weights(names, tensors, model, "source")
 
 
 # --- Shares of ranks --------------------------------------------------------------------------------------------------
@@ -47,20 +43,13 @@ def read(tensors, model, version=3.0):
 
 @pytest.mark.parametrize(
     ("version", "ranks", "stages"),
-    [(0, 1, 1), (0, 2, 1), (0, 4, 2), (1.0, 1, 2), (1.0, 2, 1), (2.0, 4, 1), (3.0, 1, 1), (3.0, 2, 2)],
+    [(0, 1, 1), (0, 4, 2), (1.0, 2, 1), (2.0, 4, 1), (3.0, 2, 2)],
 )
 @pytest.mark.parametrize("model", [SMALL, BERT], ids=["gpt", "bert"])
 def test_shares_of_any_ranks_merge(model, version, ranks, stages):
     tensors = RankTensors(pieces_of(model, version, ranks, stages), version, "source")
     assert tensors.read(WORDS)[29:].min() == 7.5, "Megatron's rows of padding"
     assert_same(read(tensors, model, version), draw(model))
-
-
-@pytest.mark.parametrize("model", [SMALL, BERT], ids=["gpt", "bert"])
-def test_names_of_megatron_core_are_read(model):
-    pieces = pieces_of(model, 3.0, 2, 2, nested=False)
-    assert kind_of(list(pieces[0][0])) == model.kind
-    assert_same(read(RankTensors(pieces, 3.0, "source"), model), draw(model))
 
 
 def test_post_layernorm_bert_is_read():
@@ -83,7 +72,7 @@ def test_other_spellings_name_same_tensors():
         assert renamed(dict.fromkeys(names, 0), "gpt", "source").keys() == current
 
 
-@pytest.mark.parametrize("rows", [slice(0, 5), slice(6, 20), slice(15, 17), slice(30, 40), slice(None)], ids=str)
+@pytest.mark.parametrize("rows", [slice(0, 5), slice(6, 20), slice(30, 40)], ids=str)
 def test_rows_of_split_embedding_match_whole(rows):
     tensors = RankTensors(pieces_of(SMALL, ranks=4), 3.0, "source")
     whole = tensors.read(WORDS)
@@ -96,14 +85,13 @@ def test_rows_of_split_embedding_match_whole(rows):
     [
         (lambda pieces: pieces[0][1].pop(QKV), f"only one holds {QKV}"),
         (lambda pieces: pieces[0][1].update({QKV: np.ones((36, 20), np.float32)}), "on tensor rank 0 and float32"),
-        (lambda pieces: pieces[0][1].update({QKV: np.ones((36, 24), np.float16)}), "and float16 (36, 24) on 1"),
         (lambda pieces: pieces.append(pieces[0]), "two stages of the pipeline hold decoder.final_layernorm.weight"),
         (
             lambda pieces: [each.update({"output_layer.weight": each[WORDS] + 1}) for each in pieces[0]],
             f"output_layer.weight differs from {WORDS}",
         ),
     ],
-    ids=["missing", "shape", "type", "twice", "untied"],
+    ids=["missing", "shape", "twice", "untied"],
 )
 def test_shares_that_do_not_fit_are_refused(change, words):
     pieces = pieces_of(SMALL, ranks=2)
@@ -142,18 +130,11 @@ def test_files_of_several_steps_are_refused(write_rank, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("ranks", "padded", "flags", "vocabulary", "words"),
     [
-        (
-            1,
-            384,
-            "--tokenizer bytes",
-            257,
-            "embedding: 384 rows, 127 of padding left out · no arguments in it: 4 heads",
-        ),
+        (1, 384, "--tokenizer bytes", 257, "384 rows, 127 of padding left out"),
         (2, 512, "--tokenizer bytes", 257, "512 rows, 255 of padding left out"),
         (1, 384, "", 384, "384 rows, none of them padding"),
         (1, 640, "--tokenizer bytes", None, "640 rows, more than padding to a multiple of 128 explains"),
         (1, 640, "--tokenizer bytes --vocabulary 257", 257, "640 rows, 383 of padding left out"),
-        (1, 640, "--vocabulary 0", None, "--vocabulary is 0; the embedding has 640 rows"),
         (1, 640, "--vocabulary 641", None, "--vocabulary is 641; the embedding has 640 rows"),
     ],
 )
@@ -193,9 +174,7 @@ def test_arguments_and_shapes_describe_model():
     [
         ("bert", {"bias_gelu_fusion": True}, "gelu_tanh", "gelu_erf"),
         ("bert", {"bias_gelu_fusion": True, "openai_gelu": True}, "gelu_tanh", None),
-        ("bert", {"bias_gelu_fusion": False, "onnx_safe": True}, "gelu_erf", None),
         ("bert", None, "gelu_erf", None),
-        ("gpt", {"bias_gelu_fusion": True}, "gelu_tanh", None),
         ("gpt", {}, "gelu_erf", None),
     ],
 )
@@ -205,34 +184,16 @@ def test_activation_matches_kernels_of_megatron(kind, arguments, mlp, head):
     assert (found.activation, getattr(found, "mlm_activation", None)) == (mlp, head)
 
 
-def test_two_activations_have_no_class_of_transformers(tmp_path, capsys):
-    save_config(Config(model=replace(BERT, mlm_activation="gelu_erf")), tmp_path / "config.json")
-    assert cli.main(["convert", "to-hf", str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "has gelu_tanh and its MLM head gelu_erf" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"position_embedding_type": "rope"}, "position_embedding_type is 'rope', but mjax supports only"),
-        ({"add_position_embedding": False}, "add_position_embedding is False"),
-        ({"normalization": "RMSNorm"}, "normalization is 'RMSNorm'"),
-        ({"apply_layernorm_1p": True}, "apply_layernorm_1p is True"),
-        ({"swiglu": True}, "swiglu is True"),
         ({"num_experts": 8}, "num_experts is 8, but mjax supports only None"),
-        ({"untie_embeddings_and_output_weights": True}, "untie_embeddings_and_output_weights is True"),
         ({"add_bias_linear": False}, "add_bias_linear is False"),
-        ({"window_size": (128, 0)}, "window_size is (128, 0)"),
         ({"bias_gelu_fusion": True, "onnx_safe": True}, "bias_gelu_fusion and onnx_safe are both set"),
         ({"apply_residual_connection_post_layernorm": True}, "a GPT has no such form"),
-        ({"swiglu": np.zeros(3)}, "swiglu is a ndarray"),
-        ({"kv_channels": 8}, "4 heads of 8 numbers are not the 24 of hidden_size"),
-        ({"num_attention_heads": 5, "kv_channels": None}, "5 heads of 4.8 numbers"),
         ({"num_attention_heads": None}, "add --heads, 16 for the published 345M"),
-        ({"num_attention_heads": 0}, "0 attention heads is not a whole number above 0"),
-        ({"hidden_dropout": "0.1"}, "hidden_dropout is '0.1', which is not a number"),
         ({"num_layers": 24}, "num_layers is 24 among the arguments, and 2 by the tensors"),
-        ({"padded_vocab_size": 64}, "padded_vocab_size is 64 among the arguments, and 32"),
     ],
     ids=str,
 )
@@ -240,10 +201,3 @@ def test_unsupported_arguments_are_refused_by_name(change, words):
     with pytest.raises(UsageError) as refused:
         model_config(ARGUMENTS | change, TENSORS, "gpt", "source")
     assert words in str(refused.value)
-
-
-def test_flags_that_contradict_checkpoint_are_refused():
-    with pytest.raises(UsageError, match="has 4 attention heads and --heads is 6"):
-        model_config(ARGUMENTS, TENSORS, "gpt", "source", heads=6)
-    with pytest.raises(UsageError, match="leave out --activation"):
-        model_config(ARGUMENTS, TENSORS, "gpt", "source", activation="gelu_erf")

@@ -65,8 +65,6 @@ def test_parts_that_do_not_cover_tensor_are_missed(stacked):
     assert np.isnan(tensors.read("decoder.layers.2.mlp.linear_fc2.weight")[:, 2:]).all()
     with pytest.raises(UsageError, match=f"lists other parts of {STACKED} than the whole"):
         DistributedTensors(folder, {STACKED: replace(stored, chunks=stored.chunks[1:])})
-    with pytest.raises(UsageError, match=r"of decoder.layers.mlp.linear_fc2.weight in 5 bytes of the 1,000 of __0_0"):
-        DistributedTensors(folder, {STACKED: replace(stored, chunks=(replace(stored.chunks[0], length=5), *others))})
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(UsageError, match=r"__0_0.distcp does not exist, though .metadata names it"):
         DistributedTensors(folder, {STACKED: stored})
@@ -142,13 +140,11 @@ def test_metadata_is_read_as_data(tmp_path):
     ("make", "words"),
     [
         (lambda folder: Called(open, str(folder / "sprung"), "w"), f"wants to call {open.__module__}.open, which is"),
-        (lambda folder: Called(sys.exc_info), "wants to call sys.exc_info"),
         (lambda folder: metadata(file="../secret"), "names '../secret', which is not a file beside it"),
         (lambda folder: metadata(offsets=(1, 0)), "is truncated or not a .metadata"),
         (lambda folder: metadata(transform_descriptors=["zstd"]), "is stored as ['zstd']"),
-        (lambda folder: {"decoder.final": 1}, "is truncated or not a .metadata"),
     ],
-    ids=["opens a file", "calls a function", "another folder", "a part without a place", "compressed", "no metadata"],
+    ids=["opens a file", "another folder", "a part without a place", "compressed"],
 )
 def test_harmful_metadata_is_refused_unexecuted(make, words, tmp_path):
     with pytest.raises(UsageError) as refused:
@@ -161,8 +157,12 @@ def test_harmful_metadata_is_refused_unexecuted(make, words, tmp_path):
 
 
 def _folders(folder, *names, tracker=None):
+    """Checkpoints of these names; of a name with a rank the file of this rank, too."""
     for name in names:
-        (folder / name / "mp_rank_00").mkdir(parents=True)
+        place = folder / name if "/" in name else folder / name / "mp_rank_00"
+        place.mkdir(parents=True)
+        if "/" in name:
+            (place / "model_optim_rng.pt").touch()
     if tracker is not None:
         (folder / "latest_checkpointed_iteration.txt").write_text(tracker)
     return folder
@@ -174,8 +174,6 @@ def _folders(folder, *names, tracker=None):
         (["iter_0000100", "iter_0000200"], "200", None, "iter_0000200"),
         (["iter_0000100", "iter_0000200"], "200\n", 100, "iter_0000100"),
         (["iter_0000100", "release"], "release", None, "release"),
-        (["release"], None, None, "release"),
-        (["iter_12345678"], None, None, "iter_12345678"),
     ],
 )
 def test_tracker_or_step_selects_checkpoint(tmp_path, names, tracker, step, found):
@@ -184,63 +182,27 @@ def test_tracker_or_step_selects_checkpoint(tmp_path, names, tracker, step, foun
 
 
 @pytest.mark.parametrize(
-    ("names", "tracker", "flags", "expected"),
+    ("names", "tracker", "expected"),
     [
-        ([], None, [], "has no checkpoint of Megatron and no latest_checkpointed_iteration.txt"),
-        (["iter_0000001", "iter_0000002"], None, [], "several checkpoints (iter_0000001, iter_0000002)"),
-        (["iter_0000001"], "7", [], "has no checkpoint iter_0000007; there are: iter_0000001"),
-        (["iter_0000001"], "1", ["--step", "3"], "has no checkpoint iter_0000003"),
-        (["iter_0000001"], "../x", [], "says '../x', which is not a step"),
-        (["iter_0000001"], "²", [], "says '²', which is not a step"),
-        (["."], None, ["--step", "3"], "is one checkpoint already; leave out --step"),
-        (["iter_0000001"], "1", [], "mp_rank_00 has no model_optim_rng.pt"),
-        (["iter_0000001"], "1", ["--vocabulary-multiple", "0"], "--vocabulary-multiple is 0"),
+        ([], None, "has no checkpoint of Megatron and no latest_checkpointed_iteration.txt"),
+        (["iter_0000001", "iter_0000002"], None, "several checkpoints (iter_0000001, iter_0000002)"),
+        (["iter_0000001"], "7", "has no checkpoint iter_0000007; there are: iter_0000001"),
+        (["iter_0000001"], "../x", "says '../x', which is not a step"),
+        (["iter_0000001"], "1", "mp_rank_00 has no model_optim_rng.pt"),
+        ([f"release/mp_rank_{rank}" for rank in ("00_000", "01_000", "00_001")], None, "lacks mp_rank_01_001"),
+        ([f"release/mp_rank_{rank}" for rank in ("00_000_000", "00_001_001")], None, "lacks mp_rank_00_000_001"),
+        (["release/other"], None, "holds neither mp_rank_00 nor .metadata"),
     ],
     ids=str,
 )
-def test_folders_without_checkpoint_are_refused(names, tracker, flags, expected, tmp_path, capsys):
+def test_folders_without_checkpoint_are_refused(names, tracker, expected, tmp_path, capsys):
     (tmp_path / "in").mkdir()
     _folders(tmp_path / "in", *names, tracker=tracker)
-    assert cli.main(["convert", "from-megatron", str(tmp_path / "in"), str(tmp_path / "out"), *flags]) == 2
+    assert cli.main(["convert", "from-megatron", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
     assert expected in message
     assert message.count("\n") == 1, "one line"
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        (["mp_rank_01"], "lacks mp_rank_00; copy"),
-        (["mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001"], "lacks mp_rank_01_001; copy"),
-        (["mp_rank_00_000_000", "mp_rank_00_001_001"], "lacks mp_rank_00_000_001; copy"),
-        (["mp_rank_00_000_000_001"], "is not a rank of a model"),
-        ([], "holds neither mp_rank_00 nor .metadata"),
-    ],
-)
-def test_missing_ranks_are_named(ranks, expected, tmp_path, capsys):
-    (tmp_path / "in" / "release").mkdir(parents=True)
-    for rank in ranks:
-        (tmp_path / "in" / "release" / rank).mkdir()
-        (tmp_path / "in" / "release" / rank / "model_optim_rng.pt").touch()
-    assert cli.main(["convert", "from-megatron", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
-    assert expected in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("backend", ["zarr", "fsdp_dtensor"])
-def test_other_formats_are_refused(backend, tmp_path, capsys):
-    folder = _folders(tmp_path / "in", "release") / "release"
-    (folder / "metadata.json").write_text(f'{{"sharded_backend": "{backend}"}}')
-    assert cli.main(["convert", "from-megatron", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
-    assert f"is in the format '{backend}', and mjax reads torch_dist and torch" in capsys.readouterr().err
-
-
-def test_missing_torch_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    folder = _folders(tmp_path / "in", "release")
-    (folder / "release" / "mp_rank_00" / "model_optim_rng.pt").touch()
-    assert cli.main(["convert", "from-megatron", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
-    assert "read by torch, which is not installed; type `pip install torch`" in capsys.readouterr().err
 
 
 def test_flipped_bit_in_archive_is_noticed(tmp_path, monkeypatch):

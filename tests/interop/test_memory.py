@@ -45,10 +45,8 @@ def test_conversions_hold_less_than_half_the_model(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 20)
     small = write_folder(Path("small"), LLAMA, tensors_of(LLAMA))
     tensors = tensors_of(LARGE)
-    source, size = (
-        write_folder(Path("in #1 %20?"), LARGE, tensors, parts=3),
-        sum(each.nbytes for each in tensors.values()),
-    )
+    source = write_folder(Path("in #1 %20?"), LARGE, tensors, parts=3)
+    size = sum(each.nbytes for each in tensors.values())
     assert size > 100e6
     del tensors
     for name, folder in {"first": small, "run #1 %20?": source}.items():  # the first pays for what is loaded once

@@ -1,12 +1,9 @@
 """README.md of a model through `mjax convert`."""
 
-import json
-
 import pytest
 
 from mjax import cli
-from mjax.interop.model_card import BEGIN, END, with_block
-from mjax.state.manifest import _checksum_json
+from mjax.interop.model_card import BEGIN, END
 from tests.interop.folders import LLAMA, tensors_of, write_folder
 
 THEIRS = "---\nlicense: apache-2.0\n---\n# Tiny\n\nA card --- of someone else.\n"
@@ -58,21 +55,3 @@ def test_replaced_export_keeps_card_of_same_run(convert):
         convert("to-hf", run, "out", "--overwrite")
         assert card.read_text().endswith("\nMine.\n") == kept
         assert ("license" in card.read_text()) == kept
-
-
-def test_card_of_trained_run_counts_steps(convert, tmp_path):
-    convert("from-hf", "tiny", "run")
-    step = (tmp_path / "run" / "checkpoints" / "0").rename(tmp_path / "run" / "checkpoints" / "20")
-    content = json.loads((step / "manifest.json").read_text()) | {"step": 20}
-    del content["checksum"]
-    (step / "manifest.json").write_text(json.dumps({"checksum": _checksum_json(content), **content}))
-    records = [{"step": step, "tokens": 64_000 * step, "loss": 2.0} for step in (10, 20, 30)]
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    line = "- checkpoint 20 of the run `run`: trained for 20 steps and 1,280,000 tokens\n"
-    assert line in convert("to-hf", "run", "out").read_text()
-
-
-def test_card_without_front_matter_is_kept():
-    assert with_block("# Tiny\n---\nrule\n---\n", "ours") == (
-        f"---\nlibrary_name: transformers\n---\n\n{BEGIN}\nours\n{END}\n\n# Tiny\n---\nrule\n---\n"
-    )

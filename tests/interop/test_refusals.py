@@ -1,9 +1,7 @@
 """Models that `mjax convert` cannot take from or give to `transformers`: one sentence each, and nothing is written."""
 
-import json
 import struct
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,14 +10,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from mjax import cli
-from mjax.config import LlamaConfig, save_config
+from mjax.config import save_config
 from mjax.errors import UsageError
-from mjax.interop.convert import family_of, find_family
+from mjax.interop.convert import find_family
 from mjax.interop.gpt2 import GPT2
 from mjax.interop.settings import model_config
-from mjax.interop.tensor_files import open_tensors, parse_size
-from mjax.interop.weights import places
-from tests import toy_model
+from mjax.interop.tensor_files import open_tensors
 from tests.data.vocabularies import hf_byte_pairs
 from tests.interop.folders import BERT, BLOOM, CONFIG, LLAMA, MEGATRON_BERT, tensors_of, write_folder
 from tests.interop.whole_weights import folder_weights
@@ -30,60 +26,31 @@ from tests.small import small_config
 OTHERS = {name: value for name, value in LLAMA.items() if name not in ("mlp_bias", "attention_bias")}
 QWEN = OTHERS | {"model_type": "qwen3"}
 MIXTURE = OTHERS | {"model_type": "qwen3_moe"}
-OLMOE = OTHERS | {"model_type": "olmoe"}
-WINDOWS = {"use_sliding_window": True}
-
-
-def rope(**scaling):
-    return {"rope_scaling": scaling}
-
-
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 SETTINGS = [
     # Values of which mjax supports one.
     (CONFIG, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
-    (CONFIG, {"scale_attn_weights": False}, "scale_attn_weights is False"),
-    (CONFIG, {"add_cross_attention": True}, "add_cross_attention is True"),
-    (CONFIG, {"tie_word_embeddings": False}, "tie_word_embeddings is False"),
     (BERT, {"position_embedding_type": "relative_key"}, "'relative_key', but mjax supports only 'absolute'"),
-    (BERT, {"is_decoder": True}, "is_decoder is True, but mjax supports only False"),
-    (BERT, {"type_vocab_size": 1}, "type_vocab_size is 1, but mjax supports only 2"),
     (BLOOM, {"apply_residual_connection_post_layernorm": True}, "post_layernorm is True"),
     (LLAMA, {"mlp_bias": True}, "mlp_bias is True"),
-    (LLAMA, {"rope_interleaved": True}, "rope_interleaved is True"),
-    (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
     # Settings that mjax does not know.
-    (CONFIG, {"rotary_pct": 0.25}, "rotary_pct is 0.25, which mjax does not know"),
     (CONFIG, {"attention_sinks": False}, "attention_sinks is False, which mjax does not know"),
-    (CONFIG, {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
-    (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     # Values that are none.
     (CONFIG, {"activation_function": "relu"}, "activation_function is 'relu'"),
     (CONFIG, {"model_type": "t5"}, "model_type is 't5'; mjax supports gpt2, bert"),
-    (CONFIG, {"model_type": None}, "model_type is None"),
     (CONFIG, {"n_layer": "2"}, "n_layer is '2', which is not a whole number"),
-    (CONFIG, {"n_head": True}, "n_head is True"),
-    (BERT, {"intermediate_size": None}, "intermediate_size is None, which is not a whole number"),
     (BLOOM, {"layer_norm_epsilon": float("inf")}, "layer_norm_epsilon is inf, which is not a number"),
-    (LLAMA, {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
-    (OLMOE, {"norm_topk_prob": 1}, "norm_topk_prob is 1"),
     # Values that contradict each other.
     (CONFIG, {"embd_pdrop": 0.1}, "embd_pdrop is 0.1 and resid_pdrop 0.0"),
     (CONFIG, {"n_ctx": 8}, "n_ctx is 8 and n_positions 16"),
-    (CONFIG, {"n_head": 5}, "n_head 5 does not divide n_embd 12"),
     # Rotary positions.
-    (LLAMA, rope(rope_type="longrope", factor=2.0), "rope_type is 'longrope'; mjax knows default, linear, llama3"),
-    (LLAMA, rope(rope_type="llama3", factor=8.0, low_freq_factor=2.0), "low_freq_factor of llama3 positions is 2.0"),
-    (LLAMA, rope(rope_type="linear", factor="8"), "factor is '8'"),
-    (LLAMA, {"rope_scaling": [8]}, "must be objects"),
+    (LLAMA, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
+    (LLAMA, {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor of llama3 positions is 2.0"),
     # Which layers have a window, or experts.
     (LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has other values"),
-    (QWEN, {"layer_types": ["chunked_attention"]}, "layer_types is"),
-    (QWEN, WINDOWS | {"max_window_layers": 1}, "does not repeat"),
-    (QWEN, WINDOWS | {"sliding_window": 0}, "sliding_window is 0"),
-    (OTHERS, {"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
+    (QWEN, {"use_sliding_window": True, "max_window_layers": 1}, "does not repeat"),
     (MIXTURE, {"mlp_only_layers": [1]}, "mlp_only_layers is [1] and decoder_sparse_step 1; mjax"),
     (MIXTURE, {"mlp_only_layers": [0], "decoder_sparse_step": 2}, "but not both"),
-    (MIXTURE, {"decoder_sparse_step": 0}, "decoder_sparse_step 0"),
 ]
 
 
@@ -105,7 +72,7 @@ def test_settings_without_effect_are_accepted():
 # --- Tensors ----------------------------------------------------------------------------------------------------------
 
 BIAS, WTE, LN = "transformer.h.0.mlp.c_fc.bias", "transformer.wte.weight", "transformer.h.1.ln_2.bias"
-QUERY, ORDER = "bert.encoder.layer.0.attention.self.query.weight", "cls.seq_relationship.weight"
+QUERY = "bert.encoder.layer.0.attention.self.query.weight"
 MLM_NORM, MLM_BIAS, DECODER = "cls.predictions.transform.LayerNorm", "cls.predictions.bias", "cls.predictions.decoder"
 WORDS = "bert.embeddings.word_embeddings.weight"
 
@@ -123,25 +90,19 @@ def last_row_differs(tensor):
     return np.concatenate([tensor[:-1], tensor[-1:] + 1])
 
 
-INFINITE = changed(LN, lambda tensor: tensor * np.inf)
 MANY = CONFIG | {"vocab_size": 5000}
 TENSORS = [
     (CONFIG, {}, lost(BIAS), f"lacks the tensor {BIAS}; download"),
-    (CONFIG, {"n_layer": 3}, lost(), "lacks the tensor transformer.h.2.ln_1.weight and 11 more"),
     (CONFIG, {"n_layer": 10**6}, lost(), "asks for 1,000,000 layers, and its files have 28 tensors"),
     (CONFIG, {}, changed("score.weight", lambda tensor: tensor[:2].copy(), WTE), "a tensor score.weight"),
     (CONFIG, {}, changed(BIAS, lambda tensor: tensor.astype(np.int8)), f"{BIAS} is of type I8"),
     (CONFIG, {}, changed("wpe.weight", np.copy, "transformer.wpe.weight"), "wpe.weight and transformer.wpe.weight"),
-    (CONFIG, {}, INFINITE, f"{LN} holds numbers that are not finite"),
+    (CONFIG, {}, changed(LN, lambda tensor: tensor * np.inf), f"{LN} holds numbers that are not finite"),
     (MANY, {}, changed("lm_head.weight", last_row_differs, WTE), f"lm_head.weight differs from {WTE}"),
-    (CONFIG, {}, changed("lm_head.weight", lambda tensor: tensor[1:].copy(), WTE), "lm_head.weight differs"),
-    (CONFIG, {}, changed("lm_head.weight", np.float64, WTE), "lm_head.weight is of type F64"),
     (BERT, {}, lambda tensors: tensors_of(MEGATRON_BERT), "not part of BertForPreTraining with 2 layers"),
     (BERT, {}, lost("cls.", "bert.pooler.", QUERY), f"lacks the tensor {QUERY}; download"),
-    (BERT, {}, lost(ORDER), f"lacks the tensor {ORDER}; download"),
     (BERT, {}, changed(f"{DECODER}.bias", lambda tensor: tensor + 1, MLM_BIAS), f"{DECODER}.bias differs from"),
     (MEGATRON_BERT, {}, changed(f"{MLM_NORM}.gamma", np.copy, f"{MLM_NORM}.weight"), f"has both {MLM_NORM}."),
-    (BERT, {}, changed(QUERY, lambda tensor: (tensor * np.inf).astype(np.float16)), f"{QUERY} holds numbers that are"),
     (LLAMA, {"num_key_value_heads": 1}, lost(), "_proj.weight has shape (8, 16), and config.json asks for (4, 16)"),
 ]
 
@@ -162,41 +123,22 @@ def content(file, change):
     return lambda folder: (folder / file).write_bytes(change((folder / file).read_bytes()))
 
 
-def index(change):
-    def damage(folder):
-        file = folder / "model.safetensors.index.json"
-        values = json.loads(file.read_text())
-        change(values["weight_map"])
-        file.write_text(json.dumps(values))
-
-    return damage
-
-
-def without(name):
-    return lambda folder: (folder / name).unlink()
-
-
 def only_a_pickle(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
 ONE, SECOND = "model.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
 FILES = {
     "not JSON": (1, content("config.json", lambda _: b"{"), "config.json is not JSON"),
-    "no config.json": (1, without("config.json"), "config.json does not exist"),
-    "an unknown setting": (1, content("config.json", lambda text: b'{"x": 1, ' + text[1:]), "x is 1, which mjax does"),
-    "infinite": (1, lambda folder: save_file(INFINITE(tensors_of(CONFIG)), folder / ONE), "not finite"),
     "truncated": (1, content(ONE, lambda whole: whole[:-8]), "is truncated or not a"),
     "a header larger than the file": (
         1, content(ONE, lambda whole: struct.pack("<Q", 2**40) + whole[8:]), "is truncated or not a",
     ),
-    "no tensors": (1, without(ONE), f"has no {ONE}"),
+    "no tensors": (1, lambda folder: (folder / ONE).unlink(), f"has no {ONE}"),
     "a pickle": (1, only_a_pickle, "in pytorch_model.bin only, a pickle"),
-    "no folder": (1, lambda folder: folder.rename(folder / ".." / "moved"), "is not a folder"),
-    "a missing file": (2, without(SECOND), "does not exist, though model.safetensors.index.json names it"),
-    "a file elsewhere": (2, index(lambda places: places.update({WTE: "../in/config.json"})), "not a file beside it"),
-    "a tensor too many": (2, index(lambda places: places.update(more=places[WTE])), "lacks the tensor more"),
-    "no places": (2, index(lambda places: places.clear()), "has no weight_map"),
+    "a missing file": (2, lambda folder: (folder / SECOND).unlink(), "does not exist, though"),
+    "a file elsewhere": (2, content(INDEX, lambda text: text.replace(b"model-00002", b"../x")), "not a file beside it"),
     "a tensor twice": (2, lambda folder: save_file(tensors_of(CONFIG), folder / SECOND), "is in another file too"),
     "a tokenizer of more ids": (
         1, lambda folder: hf_byte_pairs().save(str(folder / "tokenizer.json")), "has 330 ids and the model's embedding",
@@ -213,19 +155,12 @@ def test_damaged_folders_are_refused_in_one_line(name, tmp_path, capsys):
     assert words in message
     assert message.startswith("mjax: error: ")
     assert message.count("\n") == 1
-    assert {entry.name for entry in tmp_path.iterdir()} <= {"in", "moved"}
+    assert {entry.name for entry in tmp_path.iterdir()} == {"in"}
 
 
-@pytest.mark.parametrize("rows", [slice(0, 5), slice(250, 300), slice(255, None)], ids=str)
-def test_rows_of_tensor_match_numpy(tmp_path, rows):
-    folder = write_folder(tmp_path / "in")
-    (folder / "pytorch_model.bin").write_bytes(b"not looked at beside safetensors")
-    np.testing.assert_array_equal(open_tensors(folder).read(WTE, rows), tensors_of(CONFIG)[WTE][rows])
-
-
-@pytest.mark.parametrize("version", ["1.13.1", "2.9.1+cu128", "2.10.0", "2.11.0a0+git1234", "3.0.0"])
+@pytest.mark.parametrize("version", ["2.9.1+cu128", "2.10.0"])
 def test_pickles_need_torch_2_10(version, tmp_path, monkeypatch):
-    old, opened = version.startswith(("1.", "2.9")), []
+    old, opened = version.startswith("2.9"), []
 
     def load(file, **how):
         opened.append(how["weights_only"])
@@ -243,75 +178,14 @@ def test_pickles_need_torch_2_10(version, tmp_path, monkeypatch):
         open_tensors(tmp_path / "in", allow_pickle=True)
 
 
-# --- Commands and exports ---------------------------------------------------------------------------------------------
+# --- Exports ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A model folder, its run, and a folder of someone's own."""
-    folder = tmp_path_factory.mktemp("folders")
-    write_folder(folder / "in")
-    (folder / "used").mkdir()
-    (folder / "used" / "thesis.txt").touch()
-    assert cli.main(["convert", "from-hf", str(folder / "in"), str(folder / "run")]) == 0
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("from-hf in used", "used exists"),
-        ("from-hf in in/config.json", "config.json exists"),
-        ("from-hf in out --vocabulary-multiple 0", "--vocabulary-multiple is 0"),
-        ("to-hf nowhere out", "nowhere/config.json does not exist"),
-        ("to-hf run out --shard-size 5apples", "--shard-size '5apples' is not a size"),
-        ("to-hf run out --step 7", "has no checkpoint 7; there are 0"),
-        ("to-hf run used", "used exists"),
-        ("form-hf in out", "did you mean 'from-hf'"),
-    ],
-)
-def test_commands_that_cannot_work_say_why(arguments, words, folders, monkeypatch, capsys):
-    monkeypatch.chdir(folders)
-    try:
-        code = cli.main(["convert", *arguments.split()])
-    except SystemExit as stopped:  # tyro's own errors
-        code = stopped.code
-    assert code == 2
-    assert words in capsys.readouterr().err
-    assert {entry.name for entry in folders.iterdir()} == {"in", "run", "used"}
-
-
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5_000_000_000), ("1.5 mb", 1_500_000), ("64KB", 64_000)])
-def test_sizes_are_powers_of_ten(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"positions": "alibi"},
-        {"positions": "alibi", "embedding_layernorm": True, "activation": "gelu_erf"},
-        {"positions": "alibi", "embedding_layernorm": True, "feed_forward": 100},
-        {"window": 8},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("option", [{"positions": "alibi"}, {"window": 8}], ids=str)
 def test_export_without_class_of_transformers_is_refused(option, tmp_path, capsys):
     save_config(small_config(**option), tmp_path / "config.json")
     assert cli.main(["convert", "to-hf", str(tmp_path), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert "transformers has no class for a GPT with --model.positions" in error
     assert all(f" --model.{name.replace('_', '-')} {value}" in error for name, value in option.items())
-    assert "; GPT2LMHeadModel has " in error
-    assert "; BloomForCausalLM has " in error
     assert not (tmp_path / "out").exists()
-
-
-def test_models_without_a_family_are_refused():
-    with pytest.raises(UsageError, match="no table for a toy; convert a model of the kinds gpt, bert"):
-        family_of(toy_model.config.model)
-    with pytest.raises(UsageError, match=r"--model\.rope-share 0\.5"):
-        family_of(LlamaConfig(rope_share=0.5))
-    names = {ours: name for ours, name in GPT2.names.items() if ours != "blocks.mlp_norm"}
-    with pytest.raises(AssertionError, match=r"no name for blocks\.mlp_norm\.bias, blocks\.mlp_norm\.scale"):
-        places(replace(GPT2, names=names), small_config().model)

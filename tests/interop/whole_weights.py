@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from mjax.config import Config, read_config
@@ -11,20 +10,15 @@ from mjax.interop.convert import abstract_weights, find_family
 from mjax.interop.settings import model_config
 from mjax.interop.tensor_files import open_tensors
 from mjax.interop.weights import as_stored, block_reader, find_tensors, leaves, tensor_parts
-from mjax.names import leaf_name
 from mjax.state.checkpoint import Checkpoints
 from tests.small import named
 
 
-def read_weights(family, tensors, names, model, target):
-    """The weights in the shards of `target`, a model of ShapeDtypeStructs."""
+def read_weights(family, tensors, model, where):
+    """The weights by name, out of the tensors of a folder that a message calls `where`."""
+    names = find_tensors(family, tensors, model, where)
     read = block_reader(family, tensors, names, model, lambda size: None)
-
-    def leaf(path, target):
-        whole = read(leaf_name(path), 0, target.shape[0])
-        return jax.make_array_from_callback(target.shape, target.sharding, lambda index: whole[index])
-
-    return jax.tree_util.tree_map_with_path(leaf, target)
+    return {name: read(name, 0, leaf.shape[0]) for name, leaf in leaves(abstract_weights(Config(model=model))).items()}
 
 
 def weight_arrays(family, weights, model):
@@ -39,13 +33,12 @@ def reader_of(weights):
     return lambda name, first, end: arrays[name][first:end]
 
 
-def folder_weights(folder: Path, mesh=None):
-    """The weights in a model folder, as `mjax convert` reads them, in the shards of a mesh."""
+def folder_weights(folder: Path) -> dict[str, np.ndarray]:
+    """The weights in a model folder by name, as `mjax convert` reads them."""
     values, tensors = json.loads((folder / "config.json").read_text()), open_tensors(folder)
     family = as_stored(find_family(values, folder), tensors)
     model = model_config(family, values, str(folder), 128)
-    names = find_tensors(family, tensors, model, str(folder))
-    return read_weights(family, tensors, names, model, abstract_weights(Config(model=model), mesh))
+    return read_weights(family, tensors, model, str(folder))
 
 
 def weights_of(run: Path) -> dict[str, np.ndarray]:

@@ -28,16 +28,16 @@ FLAGS = ("--heads", "4", "--vocabulary", "29")
 """What the checkpoints do not say."""
 
 
-def tensors_of(tree):
+def tensors_of(tree, dtype):
     """Arrays in a nest of dictionaries as tensors of torch."""
     import torch
 
     if isinstance(tree, dict):
-        return {name: tensors_of(value) for name, value in tree.items()}
-    return torch.tensor(np.ascontiguousarray(tree)) if isinstance(tree, np.ndarray) else tree
+        return {name: tensors_of(value, dtype) for name, value in tree.items()}
+    return torch.tensor(np.ascontiguousarray(tree), dtype=dtype)
 
 
-def write(folder, weights, model, version=0, ranks=1, stages=1, legacy=False, padded=PADDED, **beside):
+def write(folder, weights, model, version=0, ranks=1, stages=1, legacy=False, dtype=None, **beside):
     """A checkpoint as Megatron wrote it; what is `beside` the model goes into every file."""
     import torch
 
@@ -46,7 +46,8 @@ def write(folder, weights, model, version=0, ranks=1, stages=1, legacy=False, pa
         for rank in range(ranks):
             name = f"mp_rank_{rank:02}" if stages == 1 else f"mp_rank_{rank:02}_{stage:03}"
             (place / name).mkdir(parents=True)
-            found = {"model": tensors_of(share(weights, model, version, rank, ranks, stage, stages, padded))} | beside
+            held = share(weights, model, version, rank, ranks, stage, stages, PADDED)
+            found = {"model": tensors_of(held, dtype)} | beside
             if version:
                 found["checkpoint_version"] = version
             file = place / name / "model_optim_rng.pt"

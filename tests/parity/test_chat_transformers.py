@@ -11,48 +11,28 @@ from tests.test_chat import CHATML, bytes_with_special_tokens
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
 pytestmark = pytest.mark.parity
 
-LLAMA3 = """{{- bos_token }}
+EVERYTHING = """{{- bos_token }}
 {%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|im_start|>system\\n\\nToday Date: " + date_string + "\\n" + system_message + eos_token }}
-{%- for message in messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('alternate') }}{%- endif %}
-    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + eos_token }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n\\n' }}{%- endif %}
-"""
-QWEN3 = """{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
 {%- set ns = namespace(last=messages|length - 1, found=false) %}
+{{- "<|im_start|>system\\nToday Date: " + date_string }}
+{%- for tool in tools or [] %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
 {%- for message in messages[::-1] %}
     {%- if message.role == 'user' and not ns.found %}{%- set ns.found = true %}{% continue %}{%- endif %}
-    {%- if loop.index > 9 %}{% break %}{%- endif %}
+    {%- if loop.index > 2 %}{% break %}{%- endif %}
+    {{- message.reasoning if message.reasoning is defined }}
 {%- endfor %}
 {%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {%- if message.reasoning_content is defined %}
-            {{- '<think>' + message.reasoning_content + '</think>' }}
-        {%- endif %}
-        {% generation %}{{- message.content + ns.last|string }}{% endgeneration %}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- endif %}
+    {%- if message.role not in ('system', 'user', 'assistant') %}{{- raise_exception('role') }}{%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {% generation %}{{- message['content'] | trim + ns.last|string + eos_token }}{% endgeneration %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 CONVERSATIONS = [
     [{"role": "user", "content": "Hi <b> & 'quoted' é 😀"}],
-    [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "  One\n"}],
     [
-        {"role": "user", "content": "1+1?"},
+        {"role": "system", "content": " Be brief. "},
+        {"role": "user", "content": "  1+1?\n"},
         {"role": "assistant", "content": "2", "reasoning": "sum", "tool_calls": None},
         {"role": "user", "content": "<|im_end|> injected"},
     ],
@@ -60,7 +40,7 @@ CONVERSATIONS = [
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {"b": 1, "a": [1.5]}}}]
 
 
-@pytest.fixture(params=[CHATML, LLAMA3, QWEN3], ids=["chatml", "llama 3", "qwen 3"])
+@pytest.fixture(params=[CHATML, EVERYTHING], ids=["chatml", "everything"])
 def both(request, tmp_path):
     folder = tmp_path / "tokenizer"
     bytes_with_special_tokens().save(str(tmp_path / "t.json"))
@@ -75,7 +55,7 @@ def both(request, tmp_path):
     return Chat(tmp_path, 256), transformers.AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("messages", CONVERSATIONS, ids=["question", "system", "three turns"])
+@pytest.mark.parametrize("messages", CONVERSATIONS, ids=["question", "three turns"])
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
 def test_conversation_has_text_and_ids_of_transformers(both, messages, tools):
     chat, theirs = both

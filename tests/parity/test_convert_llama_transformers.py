@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 
@@ -11,8 +10,6 @@ from tests.small import gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
-safetensors_torch = pytest.importorskip("safetensors.torch")
-from tests.interop.folders import read_folder  # noqa: E402
 from tests.parity.both_ways import assert_gradients, exported  # noqa: E402
 from tests.parity.outputs import batch_of, logits_of, loss_of, with_noise  # noqa: E402
 from tests.parity.peers import imported  # noqa: E402
@@ -26,28 +23,21 @@ SMALL = {
 }  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALED = {**LLAMA3, "rope_theta": 5e5, "original_max_position_embeddings": 16}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 QWEN = EXPERTS | {"moe_intermediate_size": 20, "norm_topk_prob": True, "head_dim": 10}
 MODELS = {
     "llama": ("Llama", {"num_key_value_heads": 4}),
     "llama 3.1": ("Llama", {"rope_parameters": SCALED}),
-    "llama 3.2, tied": ("Llama", {"tie_word_embeddings": True}),
-    "llama, yarn": ("Llama", {"rope_parameters": YARN}),
     "mistral": ("Mistral", {"sliding_window": 6, "head_dim": 8}),
     "qwen 2.5": ("Qwen2", {}),
     "qwen 2.5, windows": ("Qwen2", WINDOWS | {"layer_types": ["sliding_attention", "full_attention"]}),
-    "qwen 3, windows": ("Qwen3", WINDOWS | {"head_dim": 8, "max_window_layers": 0}),
     "qwen 3": ("Qwen3", {"head_dim": 10, "tie_word_embeddings": True}),
     "olmo 2": ("Olmo2", {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "experts_implementation": "eager"}),
     "qwen 3 moe": ("Qwen3Moe", QWEN),
     "qwen 3 moe, first layer dense": ("Qwen3Moe", QWEN | {"mlp_only_layers": [0]}),
-    "qwen 3 moe, experts in every second layer": (
-        "Qwen3Moe",
-        QWEN | {"num_hidden_layers": 4, "decoder_sparse_step": 2},
-    ),
+    "qwen 3 moe, dense between": ("Qwen3Moe", QWEN | {"num_hidden_layers": 4, "decoder_sparse_step": 2}),
     "olmoe": ("Olmoe", EXPERTS),
 }
 
@@ -78,19 +68,3 @@ def test_model_comes_in_and_goes_out_the_same(name, tmp_path):
     again = exported(peer, tmp_path)
     with torch.no_grad():
         assert torch.equal(logits_of(again, batch), logits_of(peer, batch))
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen 3 moe, first layer dense", "olmoe"])
-def test_fused_experts_are_read(name, tmp_path):
-    peer = peer_of(name)
-
-    class Fused:
-        def save_pretrained(self, folder):
-            peer.save_pretrained(folder)
-            tensors = {name: tensor.contiguous() for name, tensor in peer.state_dict().items()}
-            assert any(name.endswith("experts.gate_up_proj") for name in tensors)
-            assert not any(name.endswith("experts.gate_up_proj") for name in read_folder(folder))
-            safetensors_torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-    (_, expected), (_, found) = (imported(each, tmp_path / type(each).__name__) for each in (peer, Fused()))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(expected))

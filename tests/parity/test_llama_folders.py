@@ -4,7 +4,6 @@ import pytest
 
 from mjax import cli
 from mjax.config import MeshConfig, read_config
-from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.generation import Generator
 from mjax.inference import inference_config
 from mjax.parallel.mesh import make_mesh
@@ -17,22 +16,15 @@ torch = pytest.importorskip("torch", reason="torch is not installed: make test-p
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
 from tests.parity.chat_tokenizers import write_tokenizer  # noqa: E402
 from tests.parity.outputs import with_noise  # noqa: E402
+from tests.parity.test_convert_llama_transformers import SCALED, SMALL  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
-SMALL = {
-    "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 96, "attn_implementation": "eager", "initializer_range": 0.3,
-}  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+LONG = {"max_position_embeddings": 96, "initializer_range": 0.3}
 FAMILIES = {
-    "Llama": ("llama 3", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 16}}),
+    "Llama": ("llama 3", {"rope_parameters": SCALED}),
     "Mistral": ("sentencepiece", {"sliding_window": 20, "head_dim": 10}),
-    "Qwen2": ("qwen", {"tie_word_embeddings": True}),
     "Qwen3": ("qwen", {"head_dim": 16, "num_key_value_heads": 1}),
-    "Olmo2": ("llama 3", {}),
-    "Mixtral": ("sentencepiece", {"num_local_experts": 3}),
-    "Qwen3Moe": ("qwen", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16}),
     "Olmoe": ("llama 3", {"num_experts": 4, "num_experts_per_tok": 3}),
 }
 
@@ -40,21 +32,18 @@ FAMILIES = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_folder_comes_back_and_generates_the_same(name, tmp_path):
     kind, settings = FAMILIES[name]
-    flags = ("--shard-size", "20KB") if kind == "qwen" else ()
     source, run, out = tmp_path / "in", tmp_path / "run", tmp_path / "out"
     source.mkdir()
     vocabulary = write_tokenizer(kind, "a setting", source)
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SMALL, "vocab_size": vocabulary, **settings})
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **LONG, "vocab_size": vocabulary, **settings})
     peer = with_noise(getattr(transformers, f"{name}ForCausalLM")(config).eval())
     ids = transformers.GenerationConfig.from_pretrained(source)  # save_pretrained would write its own
     peer.generation_config = ids
-    peer.save_pretrained(source, **({"max_shard_size": "20KB"} if flags else {}))
+    peer.save_pretrained(source, max_shard_size="20KB")
     assert cli.main(["convert", "from-hf", str(source), str(run)]) == 0
-    assert cli.main(["convert", "to-hf", str(run), str(out), *flags]) == 0
+    assert cli.main(["convert", "to-hf", str(run), str(out)]) == 0
     assert_same(read_folder(out), read_folder(source))
-    assert len(read_folder(source)["model.embed_tokens.weight"]) == vocabulary
-    assert (len(list(out.glob("*.safetensors"))) > 1) == bool(flags)
 
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
@@ -69,7 +58,4 @@ def test_folder_comes_back_and_generates_the_same(name, tmp_path):
     _, weights = restore_weights(run, generator.abstract_model, None, print)
     (found,) = generator.generate(weights, [prompt], Sampling(tokens=64, temperature=0.0), -1)
     assert written == [*prompt, *found.tokens]
-    assert len(found.tokens) == 64
     assert len(set(found.tokens)) > 8, "one token over and over says little"
-    assert tokenizer.decode(found.tokens)
-    assert tokenizer_from_folder(run / "tokenizer").vocabulary == vocabulary

@@ -2,11 +2,11 @@
 
 Run as a program, one process of each tensor rank, because megatron-core changes the process it is in:
 
-    RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python write_megatron_core.py FOLDER
+    RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python write_megatron_core.py FOLDER KIND…
 
-leaves FOLDER/KIND_FORMAT/iter_0000005 (KIND gpt, bert or one of DECODERS; FORMAT stacked, single, torch or, of some,
-apart), and FOLDER/KIND.npz with inputs and scores. More arguments are other kinds to write, also of MIXTURES; one rank
-adds the losses of their training and the gradients of their routers. EXPERT_RANKS=2 splits the experts over two ranks
+leaves FOLDER/KIND_FORMAT/iter_0000005 (KIND gpt, bert or one of DECODERS or MIXTURES; FORMAT stacked, single, torch or,
+of some, apart), and FOLDER/KIND.npz with inputs and scores. Of MIXTURES one rank adds the losses of their training and
+the gradients of their routers. EXPERT_RANKS=2 splits the experts over two ranks
 instead of the matrices.
 """
 
@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 VOCABULARY, PADDED, SEQUENCE = 29, 32, 10
-SHAPE = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 40}
+SETTINGS = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 40}
+SETTINGS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 # Of TransformerConfig, and of GPTModel.
 DECODERS = {
     "llama": (
@@ -33,7 +34,6 @@ DECODERS = {
         {"num_query_groups": 1, "kv_channels": 12, "add_qkv_bias": True},
         {"rotary_base": 10_000, "rotary_percent": 0.5, "share_embeddings_and_output_weights": True},
     ),
-    "stretched": ({"num_query_groups": 4, "kv_channels": 6}, {"seq_len_interpolation_factor": 4}),
 }
 MIXTURES = {
     "mixtral": (
@@ -53,12 +53,6 @@ MIXTURES = {
         | {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5, "moe_ffn_hidden_size": 12}
         | {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_shared_expert_intermediate_size": 24},
         {"rotary_base": 10_000},
-    ),
-    "switch": (  # one expert a token, whose weight is its sigmoid
-        {"num_query_groups": 2, "kv_channels": 6, "num_moe_experts": 4, "moe_router_topk": 1}
-        | {"moe_router_score_function": "sigmoid", "moe_router_load_balancing_type": ["seq_aux_loss"]}
-        | {"moe_aux_loss_coeff": [0.5]},
-        {"share_embeddings_and_output_weights": True},
     ),
 }
 
@@ -90,15 +84,10 @@ def main(folder: Path, kinds: list[str]) -> None:
     grouped_gemm_util.grouped_gemm, grouped_gemm_util.ops = object(), SimpleNamespace(gmm=products)
     moe_utils.te_general_gemm = None  # which it asks for where TransformerEngine is not installed, too
     shared = dict(
-        **SHAPE,
+        **SETTINGS,
         tensor_model_parallel_size=tensor_ranks,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         use_cpu_initialization=True,
         bias_activation_fusion=True,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
         init_method_std=0.2,
         attention_backend=AttnBackend.local,
     )
@@ -114,7 +103,7 @@ def main(folder: Path, kinds: list[str]) -> None:
     positions = torch.arange(SEQUENCE).expand(3, SEQUENCE)
     labels = torch.randint(VOCABULARY, (3, SEQUENCE), generator=random)
     later = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
-    for kind in kinds or ("gpt", "bert", *DECODERS):
+    for kind in kinds:
         of_config, of_model = (DECODERS | MIXTURES).get(kind, ({}, {}))
         torch.manual_seed(0)
         if kind == "gpt":
@@ -160,17 +149,14 @@ def main(folder: Path, kinds: list[str]) -> None:
             arrays = {name: array.numpy() for name, array in scores.items()}
             np.savez(folder / f"{kind}.npz", ids=ids.numpy(), **arrays)
         args = argparse.Namespace(
-            **SHAPE,
+            **SETTINGS,
             kv_channels=6,
             max_position_embeddings=SEQUENCE,
             padded_vocab_size=PADDED,
             make_vocab_size_divisible_by=PADDED // tensor_ranks,
             tensor_model_parallel_size=tensor_ranks,
             pipeline_model_parallel_size=1,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
             norm_epsilon=1e-5,
-            init_method_std=0.2,
             bias_gelu_fusion=True,
             position_embedding_type="learned_absolute",
             attention_backend=AttnBackend.local,
@@ -180,15 +166,8 @@ def main(folder: Path, kinds: list[str]) -> None:
         if kind in DECODERS | MIXTURES:
             said = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "bias_gelu_fusion": False}
             said |= {"group_query_attention": True, "position_embedding_type": "rope", **of_config}
-            tied = of_model.get("share_embeddings_and_output_weights", False)
-            said |= {
-                "untie_embeddings_and_output_weights": not tied,
-                "rotary_base": of_model.get("rotary_base", 10_000),
-            }
-            said |= {"rotary_percent": of_model.get("rotary_percent", 1.0)}
-            said |= {"use_rope_scaling": of_model.get("rope_scaling", False)}
-            said |= {"rope_scaling_factor": of_model.get("rope_scaling_factor", 8.0)}
-            said |= {"rotary_seq_len_interpolation_factor": of_model.get("seq_len_interpolation_factor")}
+            said |= {"use_rope_scaling" if name == "rope_scaling" else name: value for name, value in of_model.items()}
+            said["untie_embeddings_and_output_weights"] = not of_model.get("share_embeddings_and_output_weights", False)
             if kind in MIXTURES:
                 said |= {name: value for name, value in vars(config).items() if name.startswith("moe_")} | of_config
                 said |= {"num_experts": said.pop("num_moe_experts"), "expert_model_parallel_size": expert_ranks}
