@@ -52,12 +52,6 @@ def test_fsync_error_keeps_the_old_content(tmp_path, monkeypatch, number, write)
     assert file.read_text() == "old"
 
 
-def test_disk_without_fsync_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", failing(errno.ENOTSUP))
-    atomic.write_whole(tmp_path / "file", "new")
-    assert (tmp_path / "file").read_text() == "new"
-
-
 @pytest.mark.parametrize("write", WRITES)
 def test_file_is_synced_before_and_after_rename(tmp_path, disk, write):
     write(tmp_path / "file")
@@ -75,14 +69,6 @@ def test_folder_is_synced_with_its_content(tmp_path, disk):
     for _ in range(2):
         atomic.make_folder(tmp_path / "runs" / "new")
     assert disk == [("sync", tmp_path), ("sync", tmp_path / "runs")]
-
-
-def test_file_set_aside_replaces_nothing(tmp_path):
-    for content in ("first", "second", "third"):
-        (tmp_path / "60").write_text(content)
-        atomic.set_aside(tmp_path / "60")
-    found = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert found == {"60.damaged": "first", "60.damaged.2": "second", "60.damaged.3": "third"}
 
 
 def test_only_one_module_renames_and_syncs():
