@@ -52,6 +52,12 @@ def test_fsync_error_keeps_the_old_content(tmp_path, monkeypatch, number, write)
     assert file.read_text() == "old"
 
 
+def test_disk_without_fsync_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOTSUP))
+    atomic.write_whole(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "new"
+
+
 @pytest.mark.parametrize("write", WRITES)
 def test_file_is_synced_before_and_after_rename(tmp_path, disk, write):
     write(tmp_path / "file")

@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from mjax.data import blocks
 from mjax.data.blocks import SIZE, zstd
-from mjax.data.corpus import TextFiles, find_files, split_documents
+from mjax.data.corpus import TextFiles, find_files
 from mjax.errors import UsageError
 
 TEXTS = ["plain", "naïve “quotes”\u2028and a line separator", "", "tab\tand\r\nreturn", "🙂" * 50, "x" * 700]
@@ -77,11 +77,6 @@ def test_members_are_read_and_blank_lines_not(tmp_path):
     file = write(tmp_path / "a.jsonl", b'\n  \n{"text": "one"}\n\n{"text": "two"}')
     found = [(document.text, document.source) for document in TextFiles([file])]
     assert found == [("one", f"{file}:3"), ("two", f"{file}:5")]
-
-
-def test_split_documents_know_their_first_line():
-    assert split_documents("\n\na\nb\n\n  \n\n c\n", "blank-line") == [(3, "a\nb"), (8, " c")]
-    assert split_documents("a\nb\n\n\nc", "2") == [(1, "a\nb"), (5, "c")]
 
 
 # --- Damage -----------------------------------------------------------------------------------------------------------

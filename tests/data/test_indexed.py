@@ -1,7 +1,6 @@
 """Megatron's .bin and .idx: bytes, reading, writing, and thousands of damaged files."""
 
 import os
-import resource
 import struct
 from itertools import chain
 
@@ -200,7 +199,7 @@ def test_any_damage_is_rejected_or_harmless(tmp_path):
             size = struct.calcsize(form)
             numbers = [(value % 2 ** (8 * size)).to_bytes(size, "little") for value in VALUES]
             damaged += [(whole[:place] + number + whole[place + size :], tokens) for number in numbers]
-    before, accepted, sentences = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0, []
+    accepted, sentences = 0, []
     for case, contents in enumerate(damaged):
         prefix = tmp_path / f"case{case}"
         index_file(prefix).write_bytes(contents[0])
@@ -215,4 +214,3 @@ def test_any_damage_is_rejected_or_harmless(tmp_path):
             assert np.diff(data.document_indices).min() >= 0
     assert all("/case" in sentence and "\n" not in sentence for sentence in sentences)
     assert 10 < accepted < len(damaged) / 5
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kilobytes

@@ -9,13 +9,12 @@ import os
 import re
 import subprocess
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tyro
 
 from mjax.commands.prepare import PrepareArguments, prepare
-from mjax.commands.train import TrainArguments
 from mjax.config import Config, DataConfig, GPTConfig, TrainConfig
 from mjax.data import wikipedia
 from mjax.data.indexed import IndexedDataset
@@ -141,21 +140,7 @@ def test_metadata_may_be_missing_older_or_damaged(lines, tmp_path):
 # --- What is rejected -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"text": "one"}\n\n["two"]\n', r'bad\.jsonl:3: \["two"\] is not an object; a JSON object such as'),
-        ('{"text": "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"}', r"bad\.jsonl:1: a document has more than 30 bytes"),
-    ],
-)
-def test_malformed_line_is_named_and_leaves_nothing(tmp_path, content, message):
-    (tmp_path / "bad.jsonl").write_text(content)
-    with pytest.raises(UsageError, match=message):
-        run(tmp_path / "bad.jsonl", output=tmp_path / "d", max_document_bytes=30)
-    assert names(tmp_path) == ["bad.jsonl"]
-
-
-FILES = {"here.txt": b"a little text", "here.csv": b"a,b", "here.jsonl": b'{"text": "a"}'}
+FILES = {"here.txt": b"a little text", "here.csv": b"a,b", "here.jsonl": b'{"text": "a text"}\n\n["b"]\n'}
 FILES |= {"latin.txt": b"caf\xe9", "empty.txt": b""}
 
 
@@ -167,6 +152,8 @@ FILES |= {"latin.txt": b"caf\xe9", "empty.txt": b""}
         (["here.txt"], {"split_documents": "sentence"}, "sentence is neither blank-line nor a number of lines; use"),
         (["here.jsonl"], {"split_documents": "10"}, "for text files, and here.jsonl has its own documents"),
         (["here.txt"], {"demo": True}, "--demo brings its own text; leave out here.txt"),
+        (["here.jsonl"], {}, r'here\.jsonl:3: \["b"\] is not an object; a JSON object such as'),
+        (["here.jsonl"], {"max_document_bytes": 5}, r"here\.jsonl:1: a document has more than 5 bytes"),
         (["here.csv"], {}, r"here.csv is neither .txt \(one document\) nor .jsonl"),
         (["latin.txt"], {}, r"latin.txt: it is not UTF-8 \(byte 3\)"),
         (["empty.txt"], {"tokenizer": None}, "there is no text to train a tokenizer on"),
@@ -272,33 +259,18 @@ def test_demo_is_known_text_mixed_across_topics(tmp_path, monkeypatch):
 
 # --- One text file can be trained: the sentences that reject its dataset say what to type, and that works -------------
 
-PARAGRAPH = "It was the best of times,\nit was the worst of times.\n"
-
 
 def test_one_text_file_is_trained_by_advice(tmp_path):
-    (tmp_path / "book.txt").write_text(PARAGRAPH * 3)
-    preparing, training = [], []
-    while sentence := rejection(tmp_path / "book.txt", preparing, training):
-        again = re.search(r"again with --split-documents (\d+) --overwrite", sentence)
-        flags = re.search(r"--data\.split [\d,]+|--model\.sequence \d+", sentence)
-        assert len(preparing) + len(training) < 6, sentence
-        if again:
-            preparing = ["--split-documents", again[1]]
-        else:
-            training += flags[0].split()
-
-
-def rejection(file, preparing, training):
-    """What is said where a file, prepared and opened for training with these flags, cannot be trained."""
-    prefix = str(file.with_suffix(""))
-    flags = [str(file), "--output", prefix, "--tokenizer", "bytes", "--overwrite", *preparing]
-    prepare(tyro.cli(PrepareArguments, args=flags))
-    default = Config(
-        model=GPTConfig(sequence=64, vocabulary=257),
-        data=DataConfig(path=(prefix,)),
-        train=TrainConfig(steps=4, global_batch=4, micro_batch=1, eval_batches=1),
+    (tmp_path / "book.txt").write_text("It was the best of times,\nit was the worst of times.\n" * 6)
+    run(tmp_path / "book.txt", output=tmp_path / "d")
+    config = Config(
+        model=GPTConfig(sequence=8, vocabulary=257),
+        data=DataConfig(path=(f"{tmp_path}/d",)),
+        train=TrainConfig(steps=1, global_batch=1, micro_batch=1, eval_batches=1),
     )
-    try:
-        open_data(tyro.cli(TrainArguments, args=training, default=TrainArguments(settings=default)).settings)
-    except UsageError as error:
-        return str(error)
+    with pytest.raises(UsageError, match=r"again with --split-documents \d+ --overwrite") as error:
+        open_data(config)
+    (rule,) = re.findall(r"--split-documents (\d+)", str(error.value))
+    run(tmp_path / "book.txt", output=tmp_path / "d", split_documents=rule, overwrite=True)
+    shares = f"{IndexedDataset(tmp_path / 'd').documents - 1},1,0"  # as the summary of prepare says
+    open_data(replace(config, data=replace(config.data, split=shares)))

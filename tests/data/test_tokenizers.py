@@ -114,21 +114,15 @@ def test_damaged_folder_is_noticed(tokenizer, tmp_path):
     draw = random.Random(0)
     for name, content in files_of(tmp_path / "whole").items():
         damaged = tmp_path / "damaged"
-        for _ in range(5):
-            shutil.copytree(tmp_path / "whole", damaged, dirs_exist_ok=True)
-            place = draw.randrange(len(content))
-            changed = content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :]
-            (damaged / name).write_bytes(changed)
-            try:
-                found = tokenizer_from_folder(damaged)
-            except UsageError:
-                continue
-            assert name == "mjax_tokenizer.json"  # white space in it, say
-            assert found.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
         shutil.copytree(tmp_path / "whole", damaged, dirs_exist_ok=True)
+        place = draw.randrange(len(content))
+        changed = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+        for damage in (changed, content[:place]):
+            (damaged / name).write_bytes(damage)
+            with pytest.raises(UsageError):
+                tokenizer_from_folder(damaged)
         (damaged / name).unlink()
-        words = r"has no mjax_tokenizer\.json" if name == "mjax_tokenizer.json" else f"{name} does not exist, but .*"
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError, match=rf"has no {name}|{name} does not exist"):
             tokenizer_from_folder(damaged)
 
 
@@ -166,10 +160,7 @@ def shelf(tmp_path_factory):
     pieces = (folder / "uncased" / "vocab.txt").read_text().splitlines()
     contents = {
         "no_eod.json": json.dumps({token: i for token, i in ids.items() if token[:2] != "<|"}),
-        "few_bytes.json": json.dumps({"a": 0, "<|endoftext|>": 1}),
         "other_merges.txt": "Ġ t\nq q\n",
-        "end_merges.txt": "Ġ t\n<|endof text|>\n",
-        "gap.tiktoken": b"".join(ranks[:300] + ranks[301:]),
         "other_words.tiktoken": b"".join(ranks) + b"Owo= %d\n" % len(ranks),  # ";\n"
         "latin.txt": "[CLS]\ncafé".encode("latin-1"),
         "no_sep.txt": "\n".join(piece for piece in pieces if piece != "[SEP]"),
@@ -193,12 +184,9 @@ def shelf(tmp_path_factory):
         ("gpt2:vocab.json", "is JSON, not a tiktoken file; use --tokenizer gpt2:vocab.json,merges.txt if"),
         ("gpt2:merges.txt,vocab.json", "the files are swapped; use --tokenizer gpt2:vocab.json,merges.txt"),
         ("gpt2:hf.json,merges.txt", "hf.json is not a vocabulary; a JSON object"),
-        ("gpt2:vocab.json,end_merges.txt", r"end_merges.txt:2 merges text to <\|endoftext\|>"),
         ("gpt2:vocab.json,other_merges.txt", "other_merges.txt does not belong to vocab.json .*`qq` out of vocabulary"),
         ("gpt2:vocab.json,latin.txt", r"latin.txt is not a text file in UTF-8 \(byte 9\)"),
         ("gpt2:no_eod.json,merges.txt", r"no_eod.json has no token <\|endoftext\|>"),
-        ("gpt2:few_bytes.json,merges.txt", "few_bytes.json has no token for 255 of the 256 bytes"),
-        ("gpt2:gap.tiktoken", "the ranks in gap.tiktoken are not 0 to 374, each once"),
         ("gpt2:other_words.tiktoken", "other_words.tiktoken is not split into words as GPT-2 does .*hf:tokenizer.json"),
         ("bert-uncased:no_sep.txt", r"no_sep.txt lacks \[SEP\]; give BERT's vocab.txt"),
         ("bert-uncased:cased/vocab.txt", "has pieces in capitals; use --tokenizer bert-cased:cased/vocab.txt"),
