@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from mjax.data import blend
-from mjax.data.blend import BlendedDataset, build_blend_index, normalize, parse_blend, samples_of_parts
+from mjax.data.blend import BlendedDataset, build_blend_index, normalize, samples_of_parts
 from mjax.data.samples import MockDataset
-from mjax.errors import UsageError
 
 
 def walked(shares, samples, sizes=None):
@@ -72,21 +71,3 @@ def test_blend_gives_samples_of_parts_in_order():
             data[index]
     text = BlendedDataset([MockDataset(50, 8, seed) for seed in (1, 2)], [0.5, 0.5], 6)
     assert all((text.part(i, slice(3, 7)) == text[i][3:7]).all() for i in range(6))
-
-
-def test_blend_that_is_too_small_names_weights():
-    with pytest.raises(UsageError, match=r"40 in all, and 41 are needed; .* such as 0\.25 PREFIX 0\.75"):
-        BlendedDataset([range(10), range(30)], None, 41)
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        (["0.3", "a", "b"], "--data.train-path .* write a weight before every prefix"),
-        (["1", "a", "nan", "b"], "not above 0"),
-        (["x"] * 32767, "an empty prefix, or 32,767"),
-    ],
-)
-def test_invalid_blend_is_rejected(values, words):
-    with pytest.raises(UsageError, match=words):
-        parse_blend(values, "--data.train-path")

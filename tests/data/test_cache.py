@@ -56,23 +56,13 @@ def test_built_arrays_are_mapped_read_only(tmp_path):
     assert second.built == 1
 
 
-def flipped(data):
-    place = len(data) // 2
-    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
-
-
-@pytest.mark.parametrize(
-    ("which", "change"),
-    [
-        ("*-one.npy", flipped),
-        ("*.json", flipped),
-        ("*.json", lambda data: b"[]"),
-    ],
-)
-def test_damaged_file_is_announced_and_rebuilt(tmp_path, which, change):
+@pytest.mark.parametrize("which", ["*-one.npy", "*.json"])
+def test_damaged_file_is_announced_and_rebuilt(tmp_path, which):
     Kept(tmp_path).arrays()
     (file,) = tmp_path.glob(which)
-    file.write_bytes(change(file.read_bytes()))
+    content = file.read_bytes()
+    place = len(content) // 2
+    file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     again, after = Kept(tmp_path), Kept(tmp_path)
     again.arrays()
     after.arrays()

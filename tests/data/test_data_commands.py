@@ -113,13 +113,3 @@ def test_inspection_without_tokenizer_shows_ids(tmp_path, inspect):
     assert document_lengths(IndexedDataset(prefix)).tolist() == [4, 301, 0]
     found = json.loads(inspect(prefix, "--document", 1, "--json"))
     assert (found["metadata"], found["sample_tokens"], found["sample"]) == (None, 301, list(range(200)))
-
-
-def test_impossible_inspection_names_a_remedy(tmp_path, capsys):
-    prefix = foreign(tmp_path / "f")
-    for arguments, message in (
-        (["--document", "3"], f"--document is 3; {prefix} has documents 0 to 2"),
-        (["--figure", "a.gif"], "--figure a.gif is not a picture; use a name that ends in .png, .pdf or .svg"),
-    ):
-        assert cli.main(["data", "inspect", prefix, *arguments]) == 2
-        assert message in capsys.readouterr().err

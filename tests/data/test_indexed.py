@@ -69,15 +69,6 @@ def test_written_documents_are_read_back(tmp_path, seed):
         assert file(tmp_path / "d").read_bytes() == file(tmp_path / "many").read_bytes()
 
 
-def test_part_of_a_sequence_can_be_read(tmp_path):
-    data = IndexedDataset(write(tmp_path / "d"))
-    found = [data.get(*request).tolist() for request in ((0, 1), (0, 1, 1), (0, 3))]
-    assert found == [[2, 3], [2], []]
-    for request in ((3,), (-1,), (0, 0, 4), (0, 4), (0, -1, 1)):
-        with pytest.raises(IndexError):
-            data.get(*request)
-
-
 def test_sequences_are_joined_by_short_reads_too(tmp_path, monkeypatch):
     data = IndexedDataset(write(tmp_path / "d", [[[number] * 5] for number in range(60)]))
     read, random = os.preadv, np.random.default_rng(0)

@@ -67,13 +67,6 @@ def test_rows_are_those_of_megatrons_loop(monkeypatch, case):
     assert found.tolist() == walked(lengths.tolist(), boundaries.tolist(), *options)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 500, 20_000])
-def test_exchanges_at_once_are_those_one_by_one(rows):
-    lengths, boundaries = np.full(2 * rows, 10, np.int32), np.arange(0, 2 * rows + 1, 2)  # a sample a document
-    found = build_pair_index(lengths, boundaries, None, 100, 0, 5)[:, 0] // 2
-    assert found.tolist() == exchanged(list(range(rows)), 6)
-
-
 def test_epochs_are_whole_and_end():
     lengths, boundaries = np.full(30, 10, np.int32), np.arange(0, 31, 3)  # ten documents, a sample each
     sizes = [len(build_pair_index(lengths, boundaries, samples, 100, 0.1, 1)) for samples in (None, 1, 10, 11, 25)]
