@@ -97,12 +97,10 @@ def test_damaged_file_is_named(tmp_path, ending):
             list(TextFiles([file], malformed="skip"))
 
 
-def test_parquet_problems_are_named(tmp_path):
+def test_checksum_of_parquet_page_is_checked(tmp_path):
     file = tmp_path / "a.parquet"
     options = {"compression": "none", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
     write_parquet(file, ["once upon a time"] * 3, **options)
-    with pytest.raises(UsageError, match=r"a\.parquet: there is no column 'body', only 'id', 'text'; .* with --key"):
-        list(TextFiles([file], key="body", malformed="skip"))
     file.write_bytes(file.read_bytes().replace(b"upon", b"upin", 1))  # which the page's checksum tells
     with pytest.raises(UsageError, match=r"a\.parquet is damaged or cut short"):
         list(TextFiles([file]))
@@ -177,8 +175,6 @@ def test_folders_and_patterns_mean_sorted_files(folder, given, found):
     assert find_files([Path(name) for name in given]) == [Path(name) for name in found]
 
 
-def test_inputs_that_match_nothing_or_twice_are_rejected(folder):
-    with pytest.raises(UsageError, match=r"no file matches x/\*\.jsonl; give another pattern"):
-        find_files([Path("x/*.jsonl")])
+def test_file_given_twice_is_rejected(folder):
     with pytest.raises(UsageError, match=r"b/deep/1\.txt is given twice and would be read twice; leave one out"):
         find_files([Path("b/deep"), Path("b")])

