@@ -17,7 +17,6 @@ from mjax import cli
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.tokenizers import load_tokenizer
-from tests.conftest import ROOT
 from tests.data.vocabularies import NAMES, NASTY, specs
 from tests.products import diagonal
 
@@ -146,12 +145,3 @@ def test_merged_bytes_are_megatrons(tmp_path, dtype):
     builder.finalize(f"{tmp_path}/theirs.idx")
     assert cli.main(["data", "merge", f"{tmp_path}/ours", *parts]) == 0
     assert same(tmp_path / "ours", tmp_path / "theirs")
-
-
-@pytest.mark.all
-def test_benchmark_finds_equal_bytes(corpus):
-    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "prepare.py"), str(corpus)]
-    command += ["--megabytes", "0.01", "--rounds", "1", "--tokenizer", "bytes", "--workers", "1"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.endswith("all datasets have equal bytes\n")
