@@ -37,7 +37,6 @@ TEXTS = [
     *NASTY.values(),
     "A.",
 ]
-LONG = ("word " * 30 + "ends here. ") * 7000  # over a million characters: Megatron cuts it there
 
 
 @pytest.fixture(scope="module")
@@ -114,18 +113,6 @@ def test_prepared_bytes_are_megatrons(
     assert same(tmp_path / "ours", tmp_path / "theirs")
     data = IndexedDataset(tmp_path / "ours")
     assert data.documents == len(TEXTS)
-
-
-def test_long_sentences_by_workers_are_megatrons(tokenizers, tmp_path, monkeypatch, punkt):
-    monkeypatch.setenv("NLTK_DATA", str(punkt))  # for the workers, which are other processes
-    monkeypatch.setattr("nltk.data.path", [str(punkt)])
-    monkeypatch.setattr("mjax.data.blocks.SIZE", 1000)
-    file, spec = tmp_path / "a.jsonl", tokenizers["gpt2"]
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, LONG, *TEXTS]), encoding="utf-8")
-    megatron_prepare(file, tmp_path / "theirs", load_tokenizer(spec), True, True)
-    arguments = {"output": str(tmp_path / "ours"), "inputs": (file,), "tokenizer": spec}
-    prepare(PrepareArguments(**arguments, split_sentences=True, workers=2))
-    assert same(tmp_path / "ours", tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64])
