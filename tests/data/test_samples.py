@@ -101,7 +101,7 @@ def test_sample_index_does_not_overflow_32_bits():
 
 
 def test_sample_order_is_megatrons(indexed):
-    """megatron-core 0.16.1 gives the same figure: tests/parity/test_megatron_data.py."""
+    """megatron-core 0.16.1 gives the same figure: tests/parity/test_megatron_samples.py."""
     data = GPTDataset(indexed, range(5, 45), samples=60, sequence=32, seed=1234)
     digest = hashlib.sha256(np.concatenate([data[i] for i in range(60)]).tobytes()).hexdigest()
     assert digest[:16] == "c931cd01e82ffc11"

@@ -14,8 +14,6 @@ from tests.parity.chat_tokenizers import SPELLINGS, TEMPLATE, write_tokenizer  #
 
 pytestmark = pytest.mark.parity
 
-CHAT = [{"role": "user", "content": " Hello, 12345! "}, {"role": "assistant", "content": "naïve café <|im_end|>"}]
-
 
 @pytest.mark.parametrize(
     ("kind", "spelling"),

@@ -13,10 +13,8 @@ from megatron.core.datasets import indexed_dataset  # noqa: E402
 
 # Documents as lists of their sequences' lengths.
 SHAPES = {
-    "plain": [[5], [3], [9]],
     "empty documents": [[0], [4], [0], [0], [7], [0]],
     "several sequences": [[2, 3], [4], [1, 0, 6], [5]],
-    "one token": [[1]],
 }
 
 

