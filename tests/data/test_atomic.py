@@ -77,14 +77,6 @@ def test_folder_is_synced_with_its_content(tmp_path, disk):
     assert disk == [("sync", tmp_path), ("sync", tmp_path / "runs")]
 
 
-def test_file_set_aside_replaces_nothing(tmp_path):
-    for content in ("first", "second", "third"):
-        (tmp_path / "60").write_text(content)
-        atomic.set_aside(tmp_path / "60")
-    found = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert found == {"60.damaged": "first", "60.damaged.2": "second", "60.damaged.3": "third"}
-
-
 def test_only_one_module_renames_and_syncs():
     """A rename elsewhere would be one that a power failure can undo, or whose file is empty after it."""
     names = {"rename", "renames", "replace", "move", "fsync", "fdatasync"}

@@ -1,8 +1,6 @@
 """Global batches by step, in parts, and fetched ahead."""
 
-import contextlib
 import math
-import threading
 import time
 
 import numpy as np
@@ -64,13 +62,6 @@ def test_prefetch_raises_where_a_batch_is_due():
     assert [next(results), next(results)] == [0, 1]
     with pytest.raises(OSError, match="disk is gone"):
         next(results)
-
-
-def test_prefetch_closed_early_ends_its_thread():
-    with contextlib.closing(prefetch(lambda step: step, range(10**9))) as results:
-        assert next(results) == 0
-        assert any(thread.name.startswith("mjax-prefetch") for thread in threading.enumerate())
-    assert not any(thread.name.startswith("mjax-prefetch") for thread in threading.enumerate())
 
 
 def test_entropy_is_of_labels_that_count():

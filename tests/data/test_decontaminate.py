@@ -1,12 +1,11 @@
 """Evaluation text is cut out of training text as by Megatron's filter_ngrams.py, whose rule stands here once more."""
 
 import re
-from collections import Counter
 
 import numpy as np
 import pytest
 
-from mjax.data.decontaminate import count_matches, cut, evaluation_grams, without_common
+from mjax.data.decontaminate import cut, evaluation_grams
 
 QUESTION = "which of these fifteen words in a row belongs to no language that anybody living speaks"
 SENTENCE = "Rain fell on the roofs and nobody in the long street came to a window. "  # 71 characters
@@ -93,16 +92,6 @@ def test_pieces_are_those_of_the_original(seed):
     assert cut(text, evaluation_grams(evaluation))[0] == original_cut(text, original_grams(evaluation))
 
 
-def test_run_goes_with_200_characters_around():
-    text = SENTENCE * 10 + QUESTION + ". " + SENTENCE * 10
-    pieces, runs = cut(text, evaluation_grams([QUESTION]))
-    # A sentence is 71 characters. Before: 710 - 200 = 510 is in the eighth one, so seven stay: 496 characters and the
-    # full stop at 495. After: 13 of the 16 words are found, 65 characters, and 710 + 65 + 200 = 975 is 176 characters
-    # behind the question's own full stop, in the third sentence, so seven stay, with the space before them.
-    assert runs == [" ".join(QUESTION.split()[:13])]
-    assert pieces == [text[:496], " " + SENTENCE * 7]
-
-
 def test_pieces_of_200_characters_go_too():
     grams = evaluation_grams([QUESTION])
     exactly = "x" * 199 + "."
@@ -111,36 +100,7 @@ def test_pieces_of_200_characters_go_too():
         assert cut(text, grams)[0] == ([before] if stays else [])
 
 
-def test_short_run_at_the_end_needs_fourteen_words():
-    grams = evaluation_grams(["d e f g h i j k"])
-    for before, found in (("", False), ("x ", True)):
-        text = before + "a b c d e f g h i j k l m"
-        assert bool(cut(text, grams)[1]) == found
-        assert (original_first_match(text.split(), {"d e f g h i j k"}) is not None) == found
-
-
-def test_common_phrases_are_left_alone():
-    phrase = "permission is hereby granted free of charge to any person"
-    grams = evaluation_grams([phrase, QUESTION])
-    counts = sum((count_matches(f"{SENTENCE} {phrase}. {SENTENCE}", grams) for _ in range(10)), Counter())
-    text = SENTENCE * 10 + phrase + ". " + SENTENCE * 10
-    assert cut(text, without_common(grams, counts, 11))[1] == [phrase]
-    assert cut(text, without_common(grams, counts, 10)) == ([text], [])
-    assert cut(SENTENCE * 10 + QUESTION, without_common(grams, counts, 10))[1] != []
-    letters = "a b c d e f g h a b c d e f g h i j k l m n"  # runs that overlap all count
-    counts = count_matches(f"{letters}. {letters.upper()}!", evaluation_grams(["a b c d e f g h", letters]))
-    assert sorted(counts.values()) == [2] * 10 + [4]
-
-
 def test_longer_lower_case_does_not_shift_a_cut():
     text = "İ" * 300 + ". " + SENTENCE * 10 + QUESTION + ". " + SENTENCE * 10
     plain, grams = "I" * 300 + text[300:], evaluation_grams([QUESTION])
     assert [len(piece) for piece in cut(text, grams)[0]] == [len(piece) for piece in cut(plain, grams)[0]]
-
-
-def test_whole_evaluation_set_is_cut_in_reasonable_time():
-    random = np.random.default_rng(0)
-    text = " ".join(f"{word}{'.' if word % 15 == 0 else ''}" for word in random.integers(0, 10**5, 100_000))
-    pieces, runs = cut(text, evaluation_grams([text]))
-    assert pieces == []
-    assert len(runs) > 1000

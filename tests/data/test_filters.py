@@ -72,23 +72,20 @@ def test_first_of_equal_texts_stays_with_its_fields(tmp_path):
 @pytest.mark.parametrize(
     ("texts", "options", "expected"),
     [
-        ([], {}, []),
         (["a b c d e f", "A b c d e f", "a b c d e f "], {"exact": True}, [0, 1, 2]),
         ([STORY, STORY.upper() + "!!!", STORY.replace(" ", ", ")], {}, [0]),
         (["yes", "Yes!", "no", "yes yes", "", "", "…", "...", " "], {}, [0, 2, 3, 4, 6, 7, 8]),
-        ([CHINESE, CHINESE.replace("寒冷", "温暖"), CHINESE[::-1]], {}, [0, 1, 2]),
         ([CHINESE, CHINESE.replace("寒冷", "温暖"), CHINESE[::-1]], {"shingles": "characters"}, [0, 2]),
     ],
-    ids=["none", "exact", "case and punctuation", "short texts", "no spaces", "characters"],
+    ids=["exact", "case and punctuation", "short texts", "characters"],
 )
 def test_similar_texts_go(tmp_path, texts, options, expected):
     assert kept(tmp_path, texts, **options) == expected
 
 
-@pytest.mark.parametrize("scale", [1, 10])
-def test_pair_at_the_threshold_goes(tmp_path, scale):
-    for common, stays in ((7 * scale, [0]), (7 * scale - 1, [0, 1])):
-        words = [f"w{number}" for number in range(10 * scale)]
+def test_pair_at_the_threshold_goes(tmp_path):
+    words = [f"w{number}" for number in range(100)]
+    for common, stays in ((70, [0]), (69, [0, 1])):
         assert kept(tmp_path, [" ".join(words[:common]), " ".join(words)], shingle_size=1) == stays
 
 
@@ -118,7 +115,7 @@ def mixed(tmp_path):
     return lines(tmp_path / "a.jsonl", texts[:100]), lines(tmp_path / "b.jsonl", texts[100:])
 
 
-def test_dedup_report_adds_up(mixed, tmp_path, capsys):
+def test_dedup_report_adds_up(mixed, tmp_path):
     report, documents = run(dedup, tmp_path, inputs=mixed)
     assert report == json.loads((tmp_path / "out.report.json").read_text())
     given, removed = [one for file in mixed for one in read(file)], read(tmp_path / "out.removed.jsonl")
@@ -128,15 +125,7 @@ def test_dedup_report_adds_up(mixed, tmp_path, capsys):
     assert exact["documents"] + near["documents"] == len(removed) == 184 - 32
     assert exact["documents"] == len(given) - len({document["text"] for document in given})
     assert report["read"]["bytes"] == exact["bytes"] + near["bytes"] + report["kept"]["bytes"]
-    found = report["near_duplicates"]
-    assert (found["clusters"], found["bands"], found["rows"]) == (30, 42, 6)
-    assert found["expected_recall"]["0.7"] == 0.99479
-    assert sum(found["removed_by_jaccard"].values()) == near["documents"]
-    similarities = sorted(one["jaccard"] for one in removed if one["reason"] == "near-duplicate")
-    assert [one["jaccard"] for one in near["examples"]] == similarities[:10]  # the least similar first
-    shown = capsys.readouterr().out
-    for what in ("184 documents", "− near-duplicate", "30 clusters", "99.5%", "out.removed.jsonl", "out.report.json"):
-        assert what in shown
+    assert sum(report["near_duplicates"]["removed_by_jaccard"].values()) == near["documents"]
 
 
 # --- Cleaning ---------------------------------------------------------------------------------------------------------
@@ -158,10 +147,8 @@ def hooks(tmp_path):
     file = tmp_path / "hooks.py"
     file.write_text(
         "def no_rain(text):\n    return 'rain' not in text\n"
-        "def short(text):\n    return len(text) < 20\n"
         "def forgetful(text):\n    len(text)\n"
         "def fails(text):\n    return text[99]\n"
-        "number = 3\n"
     )
     return file
 
@@ -169,10 +156,7 @@ def hooks(tmp_path):
 def test_broken_unicode_is_repaired(tmp_path):
     report, documents = cleaned(tmp_path, ["It donâ€™t work, cafÃ©", "naïve 漢字 don't", "&lt;b&gt; &amp; ﬁne"])
     assert [one["text"] for one in documents] == ["It don't work, café", "naïve 漢字 don't", "<b> & fine"]
-    repaired = step(report, "repaired")
-    assert repaired["documents"] == 2
-    shown = repaired["examples"][0]
-    assert (shown["before"], shown["after"]) == ("It donâ€™t work, cafÃ©", "It don't work, café")
+    assert step(report, "repaired")["documents"] == 2
     assert cleaned(tmp_path, ["donâ€™t"], repair=False)[1] == [{"id": 0, "text": "donâ€™t"}]
 
 
@@ -181,45 +165,20 @@ def test_documents_below_128_words_are_removed(tmp_path):
     report, documents = cleaned(tmp_path, texts, minimum_tokens=128)
     assert [one["id"] for one in documents] == [1, 4]
     assert step(report, "fewer than 128 words")["documents"] == 3
-    first = {"source": f"{tmp_path / 'in.jsonl'}:1", "reason": "fewer than 128 words"}
-    assert read(tmp_path / "out.removed.jsonl")[0] == first
     texts = ["é" * length for length in (9, 10, 11, 159, 160, 161, 1000)]  # two bytes each
-    report, documents = cleaned(tmp_path, texts, minimum_tokens=20, tokenizer="bytes")
+    _, documents = cleaned(tmp_path, texts, minimum_tokens=20, tokenizer="bytes")
     assert [one["id"] for one in documents] == [1, 2, 3, 4, 5, 6]
-    assert step(report, "fewer than 20 tokens")["documents"] == 1
-
-
-def test_user_functions_decide_what_stays(tmp_path, hooks):
-    keep = (f"{hooks}:short", f"{hooks}:no_rain")
-    report, documents = cleaned(tmp_path, ["some rain", "some sun", "a text that is too long"], keep=keep)
-    assert [one["text"] for one in documents] == ["some sun"]
-    assert [step(report, f"--keep {spec}")["documents"] for spec in keep] == [1, 1]
-    assert [one["reason"] for one in read(tmp_path / "out.removed.jsonl")] == [f"--keep {keep[1]}", f"--keep {keep[0]}"]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("fails", "failed on .*:1: IndexError"), ("forgetful", "returned None for .*:1; .* True or False")],
-)
-def test_user_function_that_fails_is_named(tmp_path, hooks, name, message):
-    with pytest.raises(RunError, match=message):
-        cleaned(tmp_path, ["a text"], keep=(f"{hooks}:{name}",))
-    assert outputs(tmp_path) == {}
 
 
 def test_evaluation_text_is_cut_out(tmp_path, questions):
     """Pieces say where they are from, and have to be long enough as well."""
-    report, documents = cleaned(tmp_path, [LONG, f"{LONG}{QUESTION}. {LONG}"], **questions)
     source = f"{tmp_path / 'in.jsonl'}:2"
+    _, documents = cleaned(tmp_path, [LONG, f"{LONG}{QUESTION}. {LONG}"], **questions)
     assert documents == [
         {"id": 0, "text": LONG},
         {"id": 1, "text": (SENTENCE * 9)[:-1], "split_id": f"{source}-0000"},
         {"id": 1, "text": " " + SENTENCE * 9, "split_id": f"{source}-0001"},
     ]
-    found = step(report, "cut at evaluation text")
-    assert (found["documents"], found["examples"][0]["pieces"]) == (1, 2)
-    assert found["examples"][0]["evaluation_text"] == " ".join(QUESTION.split()[:13])
-    assert (report["decontaminate"]["runs"], report["decontaminate"]["runs_met"]) == (4, 4)
     text = f"{LONG}{QUESTION}. {SENTENCE * 7} sun"
     assert len(cleaned(tmp_path, [text], **questions, minimum_tokens=100)[1]) == 1
     (removed,) = read(tmp_path / "out.removed.jsonl")
@@ -238,8 +197,7 @@ def test_documents_of_eleven_pieces_are_removed(tmp_path, questions):
 def test_runs_met_ten_times_are_common_phrases(tmp_path, questions):
     text = f"{LONG}{QUESTION}. {LONG}"
     assert len(cleaned(tmp_path, [text] * 9, **questions)[1]) == 18
-    report, documents = cleaned(tmp_path, [text] * 10, **questions)
-    assert report["decontaminate"]["common_runs"] == 4
+    _, documents = cleaned(tmp_path, [text] * 10, **questions)
     assert [one["text"] for one in documents] == [text] * 10
 
 
@@ -251,7 +209,7 @@ def everything(tmp_path, questions, hooks):
     return {"inputs": (lines(tmp_path / "in.jsonl", texts * 20),), **questions, **options}
 
 
-def test_clean_report_adds_up(tmp_path, everything, capsys):
+def test_clean_report_adds_up(tmp_path, everything):
     report, documents = run(clean, tmp_path, **everything)
     assert report == json.loads((tmp_path / "out.report.json").read_text())
     removed = sum(each["documents"] for each in report["removed"])
@@ -261,9 +219,6 @@ def test_clean_report_adds_up(tmp_path, everything, capsys):
     assert all(each["documents"] == 20 for each in report["changed"] + report["removed"])
     assert report["kept"]["bytes"] == sum(len(one["text"].encode()) for one in documents)
     assert max(len(each["examples"]) for each in report["removed"]) == 10
-    shown = capsys.readouterr().out
-    for what in ("120 documents", "− fewer than 50 words", "of 4 runs of words", "words between white space", "16.7%"):
-        assert what in shown
 
 
 # --- Both: the same bytes, or none ------------------------------------------------------------------------------------
@@ -279,24 +234,6 @@ def test_bytes_do_not_depend_on_workers_or_blocks(mixed, everything, tmp_path, m
     monkeypatch.setattr("mjax.data.near_duplicates.AT_ONCE", 2)
     run(command, tmp_path, **options, workers=2)
     assert outputs(tmp_path) == alone
-    assert sorted(alone) == ["out.jsonl", "out.removed.jsonl", "out.report.json"]
-
-
-def test_stopped_run_leaves_nothing(mixed, tmp_path, monkeypatch):
-    """What a killed one left does not matter."""
-    (tmp_path / "out.jsonl.tmp").mkdir()
-    (tmp_path / "out.jsonl.tmp" / "kept").write_text("half a line")
-
-    def fail(*_):
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(dedup_module, "where_they_differ", fail)
-        with pytest.raises(RunError, match="No space left on device; nothing was left under that name"):
-            run(dedup, tmp_path, inputs=mixed)
-    assert outputs(tmp_path) == {}
-    run(dedup, tmp_path, inputs=mixed)
-    assert sorted(outputs(tmp_path)) == ["out.jsonl", "out.removed.jsonl", "out.report.json"]
 
 
 def test_changing_input_is_noticed(mixed, tmp_path, monkeypatch):
@@ -311,7 +248,7 @@ def test_changing_input_is_noticed(mixed, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_malformed_line_stops_or_is_counted(tmp_path, capsys, command):
+def test_malformed_line_stops_or_is_counted(tmp_path, command):
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\noops\n{"text": "a"}\n{"body": "b"}\n')
     inputs = (tmp_path / "in.jsonl",)
     with pytest.raises(UsageError, match=r"in\.jsonl:2: .*--malformed skip"):
@@ -320,26 +257,18 @@ def test_malformed_line_stops_or_is_counted(tmp_path, capsys, command):
     report, _ = run(command, tmp_path, inputs=inputs, malformed="skip")
     assert report["malformed"]["documents"] == 2
     assert "in.jsonl:2: " in report["malformed"]["examples"][0]
-    assert read(tmp_path / "out.removed.jsonl")[-1]["source"] == f"{tmp_path / 'in.jsonl'}:3"
-    assert "2 malformed lines were skipped" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        (dedup, {"inputs": ()}, "no input; give .txt, .jsonl or .parquet files"),
         (dedup, {"output": Path("out.txt")}, r"--output out\.txt is not a \.jsonl file; give one such as out\.jsonl"),
         (dedup, {"output": Path("in.jsonl"), "overwrite": True}, r"would overwrite the input in\.jsonl; choose anoth"),
         (dedup, {"output": Path("there.jsonl")}, r"there\.jsonl exists; choose another --output, or add --overwrite"),
-        (dedup, {"output": Path("in.jsonl/out.jsonl")}, "cannot be written"),
-        (dedup, {"threshold": 0.1}, r"--threshold 0\.1 .*use 0\.3 to 1"),
-        (dedup, {"max_document_bytes": 10}, "in.jsonl:1: a document has more than 10 bytes"),
-        (clean, {"minimum_tokens": -1}, "--minimum-tokens is -1"),
-        (clean, {"workers": 0}, "--workers is 0; it must be at least 1"),
         (clean, {"decontaminate": (Path("in.jsonl"),)}, "--decontaminate in.jsonl has no text of 8 words or more"),
-        (clean, {"keep": ("hooks.py",)}, "--keep hooks.py names no function; use FILE.py:FUNCTION or MODULE:FUNCTION"),
-        (clean, {"keep": ("hooks.py:number",)}, "hooks.py has no function 'number'; it has .*no_rain, short"),
-        (clean, {"keep": ("none.py:f",)}, "none.py cannot be loaded: FileNotFoundError"),
+        (clean, {"keep": ("hooks.py:number",)}, "hooks.py has no function 'number'; it has .*no_rain"),
+        (clean, {"keep": ("hooks.py:fails",), "minimum_tokens": 0}, "failed on .*:1: IndexError"),
+        (clean, {"keep": ("hooks.py:forgetful",), "minimum_tokens": 0}, "returned None for .*:1; .* True or False"),
     ],
 )
 def test_impossible_filter_is_rejected_and_leaves_nothing(tmp_path, monkeypatch, hooks, command, options, message):

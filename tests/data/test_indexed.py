@@ -1,7 +1,6 @@
 """Megatron's .bin and .idx: bytes, reading, writing, and thousands of damaged files."""
 
 import os
-import resource
 import struct
 from itertools import chain
 
@@ -70,17 +69,6 @@ def test_written_documents_are_read_back(tmp_path, seed):
         assert file(tmp_path / "d").read_bytes() == file(tmp_path / "many").read_bytes()
 
 
-def test_part_of_a_sequence_can_be_read(tmp_path):
-    data = IndexedDataset(write(tmp_path / "d"))
-    found = [data.get(*request).tolist() for request in ((0, 1), (0, 1, 1), (0, 3))]
-    assert found == [[2, 3], [2], []]
-    with pytest.raises(ValueError, match="read-only"):
-        data.get(0)[0] = 7
-    for request in ((3,), (-1,), (0, 0, 4), (0, 4), (0, -1, 1)):
-        with pytest.raises(IndexError):
-            data.get(*request)
-
-
 def test_sequences_are_joined_by_short_reads_too(tmp_path, monkeypatch):
     data = IndexedDataset(write(tmp_path / "d", [[[number] * 5] for number in range(60)]))
     read, random = os.preadv, np.random.default_rng(0)
@@ -98,25 +86,6 @@ def test_writer_rejects_token_outside_vocabulary(tmp_path, token):
     with pytest.raises(ValueError, match="do not fit a vocabulary of 100"):
         write(tmp_path / "d", [[[1, token]]])
     assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize(("lengths", "sequences"), [([3], [1]), ([2, 2], [1]), ([4], [2])])
-def test_writer_rejects_counts_that_disagree(tmp_path, lengths, sequences):
-    with pytest.raises(ValueError, match="do not describe 4 tokens"), IndexedDatasetWriter(tmp_path / "d", 9) as writer:
-        writer.add_documents(np.arange(4), np.array(lengths), np.array(sequences))
-
-
-def test_interrupted_writer_keeps_the_old_dataset(tmp_path):
-    def interrupted():
-        yield [[9, 9, 9, 9]]
-        assert names(tmp_path) == ["d.bin", "d.bin.tmp", "d.idx"]
-        raise KeyboardInterrupt
-
-    prefix = write(tmp_path / "d")
-    with pytest.raises(KeyboardInterrupt):
-        write(prefix, interrupted())
-    assert names(tmp_path) == ["d.bin", "d.idx"]
-    assert IndexedDataset(prefix).get(0).tolist() == [1, 2, 3]
 
 
 def test_new_tokens_never_meet_an_old_index(tmp_path, monkeypatch):
@@ -167,48 +136,21 @@ def change(prefix, field, number, value):
     index_file(prefix).write_bytes(index)
 
 
-@pytest.mark.parametrize(
-    ("field", "number", "value", "words"),
-    [
-        ("version", 0, 2, "has version 2; mjax reads version 1"),
-        ("type", 0, 7, "dtype code 7; mjax reads 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16"),
-        ("length", 1, -2, "sequence 1 has -2 tokens"),
-        ("length", 2, 2**31 - 1, "describes 4,294,967,302"),
-        ("pointer", 2, 2**40, "sequence 2 begins at byte 1,099,511,627,776 of"),
-        ("document", 1, 3, "document 1 ends before it begins"),
-        ("document", 3, 9, "its documents cover sequences 0 to 9 of 3"),
-    ],
-)
-def test_damaged_field_is_named(tmp_path, field, number, value, words):
-    prefix = write(tmp_path / "d")
-    change(prefix, field, number, value)
-    with pytest.raises(UsageError, match=words):
-        IndexedDataset(prefix)
-
-
 def test_missing_or_foreign_file_is_named(tmp_path):
     prefix = write(tmp_path / "corpus.v1")
     with pytest.raises(UsageError, match=rf"without the ending: {prefix}$"):
         IndexedDataset(f"{prefix}.bin")
     with pytest.raises(UsageError, match="has no tokens"):
         IndexedDataset(write(tmp_path / "none", [[[]]]))
-    for content, words in ((b"PK\x03\x04", "is not the index of an indexed dataset"), (b"\0\0\0", "multimodal")):
-        other, whole = write(tmp_path / "d"), index_file(tmp_path / "d").read_bytes()
-        index_file(other).write_bytes(content if content[0] else whole + content)
+    whole = index_file(prefix).read_bytes()
+    for content, words in ((b"PK\x03\x04", "is not the index of an indexed dataset"), (whole + bytes(3), "multimodal")):
+        index_file(prefix).write_bytes(content)
         with pytest.raises(UsageError, match=words):
-            IndexedDataset(other)
-    index_file(prefix).unlink()
-    command = f"prepare it with `python -m mjax prepare FILES --output {prefix}`"
-    with pytest.raises(UsageError, match=rf"{prefix}\.idx does not exist; {command}"):
-        IndexedDataset(prefix)
+            IndexedDataset(prefix)
 
 
 @pytest.mark.parametrize(
-    ("field", "number", "value"),
-    [
-        *(("length", 3, 100), ("length", 4, 100), ("pointer", 4, 100), ("pointer", 12, 100)),
-        *(("document", 4, 0), ("document", 9, 100), ("document", 3, 5)),
-    ],
+    ("field", "number", "value"), [("length", 3, 100), ("pointer", 4, 100), ("document", 4, 0), ("document", 3, 5)]
 )
 def test_damage_between_pieces_is_found(tmp_path, monkeypatch, field, number, value):
     monkeypatch.setattr("mjax.data.indexed.PIECE", 4)
@@ -228,10 +170,6 @@ def test_file_cut_short_while_read_is_named(tmp_path, file):
     for read in (lambda: data.get(3999), lambda: data.join(np.array([3998, 3999]), 0, 5)):
         with pytest.raises(UsageError, match=rf"{file('d').name} was cut short while it was read"):
             read()
-    if file is token_file:
-        with pytest.raises(UsageError, match=r"d\.bin was cut short"), IndexedDatasetWriter(tmp_path / "e", 9) as whole:
-            list(whole.add_dataset(data))
-        assert not token_file(tmp_path / "e").exists()
 
 
 VALUES = (0, 1, 2, 5, -1, -3, 255, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
@@ -252,7 +190,7 @@ def test_any_damage_is_rejected_or_harmless(tmp_path):
             size = struct.calcsize(form)
             numbers = [(value % 2 ** (8 * size)).to_bytes(size, "little") for value in VALUES]
             damaged += [(whole[:place] + number + whole[place + size :], tokens) for number in numbers]
-    before, accepted, sentences = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0, []
+    accepted, sentences = 0, []
     for case, contents in enumerate(damaged):
         prefix = tmp_path / f"case{case}"
         index_file(prefix).write_bytes(contents[0])
@@ -267,4 +205,3 @@ def test_any_damage_is_rejected_or_harmless(tmp_path):
             assert np.diff(data.document_indices).min() >= 0
     assert all("/case" in sentence and "\n" not in sentence for sentence in sentences)
     assert 10 < accepted < len(damaged) / 5
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kilobytes

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.workers import WORTH_A_WORKER, Workers, all_cores, useful_workers
 from mjax.errors import RunError, UsageError
 from tests.conftest import ROOT
@@ -67,12 +66,10 @@ def fields_of(process: int) -> list[str]:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc, as Linux has it")
 def test_workers_die_with_a_killed_parent(tmp_path):
-    """The next run takes over what it left."""
-    lines, out = tmp_path / "a.jsonl", tmp_path / "out"
+    lines = tmp_path / "a.jsonl"
     lines.write_text("".join(json.dumps({"text": f"document {i} with some words"}) + "\n" for i in range(60)))
     (tmp_path / "stalled.py").write_text(STALLED)
-    out.mkdir()
-    line = [sys.executable, str(tmp_path / "stalled.py"), str(lines), str(out / "d")]
+    line = [sys.executable, str(tmp_path / "stalled.py"), str(lines), str(tmp_path / "d")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout.readline() == "stalled\n"
@@ -84,14 +81,6 @@ def test_workers_die_with_a_killed_parent(tmp_path):
     while any(fields_of(worker)[0] != "Z" for worker in workers):
         assert time.monotonic() < deadline, "workers outlive their parent"
         time.sleep(0.05)
-    assert sorted(file.name for file in out.iterdir()) == ["d.bin.tmp", "d.tokenizer.tmp"]
-    (out / "d.tokenizer.tmp" / "tokenizer.model").write_text("of another tokenizer")
-    for prefix in (out / "d", tmp_path / "clean"):
-        prepare(PrepareArguments(output=str(prefix), inputs=(lines,), tokenizer="bytes"))
-    assert sorted(file.name for file in out.iterdir()) == ["d.bin", "d.idx", "d.json", "d.tokenizer"]
-    assert [file.name for file in (out / "d.tokenizer").iterdir()] == ["mjax_tokenizer.json"]
-    for part in ("bin", "idx", "json"):
-        assert (out / f"d.{part}").read_bytes() == (tmp_path / f"clean.{part}").read_bytes()
 
 
 # --- Workers ----------------------------------------------------------------------------------------------------------
@@ -121,9 +110,6 @@ def test_workers_give_results_in_order():
 
 
 def test_worker_count_follows_the_input():
-    with Workers(1) as workers:
-        assert set(workers.map(lambda _: os.getpid(), range(3))) == {os.getpid()}
     with pytest.raises(UsageError, match="--workers is 0; it must be at least 1"):
         Workers(0)
-    counts = useful_workers(None, 100), useful_workers(None, 1000 * WORTH_A_WORKER), useful_workers(5, 100)
-    assert counts == (1, all_cores(), 5)
+    assert (useful_workers(None, 100), useful_workers(None, 1000 * WORTH_A_WORKER)) == (1, all_cores())

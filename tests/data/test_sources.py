@@ -5,15 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mjax.config import BERTConfig, Config, DataConfig, GPTConfig, TrainConfig, from_dict
+from mjax.config import BERTConfig, Config, DataConfig, GPTConfig, TrainConfig
 from mjax.data import cache
-from mjax.data.bert import BertDataset
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.data.metadata import DatasetMetadata, tokenizer_folder, write_metadata
 from mjax.data.sources import open_data
 from mjax.data.tokenizers import ByteTokenizer, load_tokenizer
 from mjax.errors import UsageError
-from mjax.validation import validate
 
 EOD = 256
 
@@ -61,11 +59,9 @@ def origins(batches, steps):
 
 def test_one_dataset_is_split_into_parts(data):
     opened = open_data(config_of(path="a", split="75,25,0"))
-    assert opened.summary == "a: 800 tokens in 40 documents, 2 epochs"
     assert origins(opened.training, 10) == 40 * "a"
     drawn = [set(part.dataset.document_index.tolist()) for part in (opened.training, opened.validation)]
     assert drawn == [set(range(30)), set(range(30, 40))]
-    assert opened.notes == ()
 
 
 def test_weighted_blend_mixes_by_its_shares(data):
@@ -73,7 +69,6 @@ def test_weighted_blend_mixes_by_its_shares(data):
     found = origins(opened.training, 10)
     assert found[:4] == "bacb"
     assert [found.count(name) for name in "abc"] == [10, 20, 10]
-    assert opened.summary.startswith("25.0% a (800 tokens in 40 documents, 1 epoch) + 50.0% b (")
     assert [origins(opened.validation, 1).count(name) for name in "abc"] == [1, 2, 1]
 
 
@@ -82,47 +77,28 @@ def test_each_part_can_have_a_blend(data):
     assert set(origins(opened.training, 10)) == {"a", "b"}
     assert set(origins(opened.validation, 1)) == {"c"}
     assert set(opened.validation.dataset.document_index.tolist()) == set(range(40))  # all of c, whatever the split
-    with pytest.raises(UsageError, match=r"missing\.bin does not exist"):
-        open_data(config_of(train_path=("a",), valid_path=("c",), test_path=("missing",)))
-
-
-def test_blend_order_does_not_depend_on_batch_size(data):
-    path = ("0.3", "a", "0.7", "b")
-    small, large = (open_data(config_of(40 // batch, batch, path=path, samples=40)).training for batch in (2, 8))
-    assert rows(small, 20) == rows(large, 5)
 
 
 def test_samples_have_the_arrays_asked_for(data):
     described("a")
     plain = open_data(config_of(path="a")).training.at(0)
-    assert list(plain) == ["tokens", "labels"]
     asked = config_of(path="a", reset_positions=True, reset_attention=True, mask_eod_loss=True)
     batch = open_data(asked).training.at(0)
     assert {name: array.dtype.name for name, array in batch.items()} == asked.data.batch_types()
     assert (batch["tokens"] == plain["tokens"]).all()
     assert (batch["loss_mask"] == (plain["tokens"] != EOD)).all()
-    for tokens, positions, documents in zip(batch["tokens"], batch["positions"], batch["documents"], strict=True):
-        end = tokens.tolist().index(EOD) + 1 if EOD in tokens[:-1] else 16
-        assert positions.tolist() == [*range(end), *range(16 - end)]
-        assert documents.tolist() == [0] * end + [1] * (16 - end)
 
 
 def test_partial_validation_sample_is_kept(data):
     # Two epochs of 10 documents are 400 tokens: 24 samples and a tail of 15 labels, which this seed draws among the 13.
     config = config_of(path="a", split="75,25,0", validation_tail=True)
     opened = open_data(replace(config, train=replace(config.train, global_batch=13, micro_batch=13, steps=3)))
-    batch = opened.validation.at(0)
-    assert sorted(batch["loss_mask"].sum(axis=1).tolist()) == [15] + [16] * 12
-    assert (len(opened.training.dataset), len(opened.validation.dataset)) == (1199 // 16, 399 // 16 + 1)
-    assert list(opened.training.at(0)) == ["tokens", "labels"]
+    assert sorted(opened.validation.at(0)["loss_mask"].sum(axis=1).tolist()) == [15] + [16] * 12
 
 
-def test_mock_data_takes_the_same_options():
+def test_mock_validation_is_not_the_training_data():
     opened = open_data(config_of(mock=True))
-    tokens = opened.training.at(0)["tokens"]
-    assert (tokens != opened.validation.at(0)["tokens"]).any()
-    batch = open_data(config_of(mock=True, reset_attention=True, eod=int(tokens[0, 3]))).training.at(0)
-    assert batch["documents"][0].tolist() == [0] * 4 + [1] * 12
+    assert (opened.training.at(0)["tokens"] != opened.validation.at(0)["tokens"]).any()
 
 
 def test_indices_are_kept_where_config_says(data, monkeypatch):
@@ -130,13 +106,9 @@ def test_indices_are_kept_where_config_says(data, monkeypatch):
     path = ("0.3", "a", "0.7", "b")
     first = open_data(config_of(path=path))
     assert sorted(file.name for file in data.glob("*.cache")) == ["a.cache", "b.cache"]
-    (data / "file").write_text("")
-    blocked = open_data(config_of(path=path, cache="file/c"))
-    (note,) = blocked.notes
-    assert note.startswith("file/c cannot be used (Not a directory): the indices are built in memory")
     chosen = open_data(config_of(path=path, cache="chosen"))
     assert len(list((data / "chosen").glob("*.json"))) == 6  # two datasets and a blend, for training and validation
-    assert rows(first.training, 10) == rows(blocked.training, 10) == rows(chosen.training, 10)
+    assert rows(first.training, 10) == rows(chosen.training, 10)
 
 
 # --- Tokenizers -------------------------------------------------------------------------------------------------------
@@ -159,14 +131,6 @@ def test_datasets_of_different_tokenizers_are_not_blended(data):
 def test_ids_without_their_meaning_are_rejected(data):
     with pytest.raises(UsageError, match=r"the end-of-document id of a is unknown, .* give it with --data\.eod"):
         open_data(config_of(path="a", reset_positions=True))
-    config = config_of(path="a")
-    small = replace(config, model=replace(config.model, vocabulary=200))
-    opened = open_data(small)
-    with pytest.raises(UsageError, match=r"of a holds the id 256 and the model's vocabulary is 200; set --model\.voc"):
-        rows(opened.training, 10)
-    described("a")
-    with pytest.raises(UsageError, match=r"a was made with a tokenizer of 257 ids and --model\.vocabulary is 200"):
-        open_data(small)
 
 
 # --- Sentences for a BERT ---------------------------------------------------------------------------------------------
@@ -194,21 +158,15 @@ def test_bert_reads_the_samples_of_its_part(data):
     sentences("d")
     config = bert_config("d")
     opened = open_data(config)
-    batch = opened.training.at(3)
-    assert {name: (array.shape, str(array.dtype)) for name, array in batch.items()} == {
-        name: ((8, *shape), kind) for name, (shape, kind) in config.batch_arrays().items()
-    }
+    shapes = {name: (array.shape, str(array.dtype)) for name, array in opened.training.at(3).items()}
+    assert shapes == {name: ((8, *shape), kind) for name, (shape, kind) in config.batch_arrays().items()}
     training, validation = opened.training.dataset, opened.validation.dataset
-    assert isinstance(training, BertDataset)
-    for row in range(8):
-        assert all((batch[name][row] == array).all() for name, array in training[24 + row].items())
     # 48 of 60 documents of 6 sentences are for training, the others for validation.
     assert training.pair_index[:, 1].max() <= 48 * 6 <= validation.pair_index[:, 0].min()
     sentences("e")
     blend = open_data(bert_config("0.75", "d", "0.25", "e")).training.dataset
     assert np.bincount(blend.dataset_index[:80]).tolist() == [60, 20]
-    changed = open_data(bert_config("d", mask_probability=0.4, short_probability=0.0)).training.dataset
-    assert changed.mask_probability == 0.4
+    changed = open_data(bert_config("d", short_probability=0.0)).training.dataset
     assert (training.pair_index[:, 2] < 29).any()
     assert (changed.pair_index[:, 2] == 29).all()
 
@@ -222,32 +180,8 @@ def test_bert_rejects_data_for_other_models(data):
         sentences("e", **options)
         with pytest.raises(UsageError, match=words):
             open_data(bert_config("e"))
-    with pytest.raises(UsageError, match="e ends each text with an end-of-document token"):
-        open_data(bert_config("0.5", "d", "0.5", "e"))
     with pytest.raises(UsageError, match="which a BERT needs to mask words; type python -m mjax prepare"):
         open_data(bert_config("a"))
 
 
 # --- The config -------------------------------------------------------------------------------------------------------
-
-
-def test_config_from_before_blends_opens():
-    paths = [from_dict({"data": {"path": saved}}).data.path for saved in ("data/a", None, ["1", "x"])]
-    assert paths == [("data/a",), (), ("1", "x")]
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"path": ("a",), "train_path": ("b",)}, "leave out these three, or --data.path"),
-        ({"train_path": ("a",)}, "add --data.valid-path, or --train.eval-interval 0"),
-        ({"train_path": ("a",), "valid_path": ("0", "a")}, "--data.valid-path 0 a has a weight that is not above 0"),
-        ({"path": ("a",), "split": "1,x"}, "--data.split '1,x' is not proportions"),
-        ({"path": ("a",), "eod": -1}, "--data.eod is -1; it must be 0 or more"),
-    ],
-)
-def test_invalid_settings_are_rejected_at_start(settings, words):
-    config = config_of(**settings)
-    with pytest.raises(UsageError) as error:
-        validate(replace(config, optimizer=replace(config.optimizer, min_learning_rate=0.0)))
-    assert words in str(error.value)

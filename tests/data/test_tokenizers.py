@@ -17,8 +17,6 @@ from tests.data.vocabularies import (
     TEXTS,
     bert_file,
     gpt2_files,
-    hf_byte_pairs,
-    hf_unigram,
     rank_file,
     specs,
 )
@@ -29,7 +27,6 @@ LOSSLESS = {"gpt2", "gpt2 from tiktoken", "hf, byte pairs", "bytes"}
 @pytest.fixture(scope="module")
 def spec_of(tmp_path_factory):
     found = specs(tmp_path_factory.mktemp("vocabularies"))
-    assert list(found) == NAMES
     assert {spec.partition(":")[0] for spec in found.values()} == set(SCHEMES)
     return found
 
@@ -73,13 +70,11 @@ def test_encoding_obeys_the_laws(kind, tokenizer):
     assert tokenizer.encode_batch([]) == []
 
 
-@pytest.mark.parametrize("text", ["\ud83d", "a\udc00b"])
-def test_half_of_a_surrogate_pair_is_rejected(tokenizer, text):
-    place = text.index(text.strip("ab"))
-    with pytest.raises(UsageError, match=rf"character {place} of the text is U\+D[8C].., half of a surrogate pair"):
-        tokenizer.encode(text)
+def test_half_of_a_surrogate_pair_is_rejected(tokenizer):
+    with pytest.raises(UsageError, match=r"character 1 of the text is U\+DC00, half of a surrogate pair"):
+        tokenizer.encode("a\udc00b")
     with pytest.raises(UsageError, match="surrogate"):
-        tokenizer.encode_batch(["fine", text])
+        tokenizer.encode_batch(["fine", "\ud83d"])
 
 
 def test_decoding_shows_ends_and_unknown_ids(kind, tokenizer):
@@ -87,9 +82,6 @@ def test_decoding_shows_ends_and_unknown_ids(kind, tokenizer):
     ids = [*first, tokenizer.eod, tokenizer.eod, *last]
     assert tokenizer.decode(ids) == tokenizer.decode(np.array(ids)) == "times<|endoftext|><|endoftext|>the best"
     assert tokenizer.decode([*first, tokenizer.vocabulary, 2**31 - 1, *last]) == "times\ufffd\ufffdthe best"
-    assert tokenizer.decode([]) == ""
-    if kind in LOSSLESS:
-        assert tokenizer.decode(tokenizer.encode("漢")[:1]) == "\ufffd"
 
 
 # --- The folder -------------------------------------------------------------------------------------------------------
@@ -102,25 +94,17 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_saved_tokenizer_is_rebuilt(kind, tokenizer, spec_of, tmp_path):
     """The folder has the files that were given, byte for byte."""
     folder = tmp_path / "run" / "tokenizer"
+    scheme, _, given = spec_of[kind].partition(":")
     tokenizer.save(folder)
     for rebuilt in (tokenizer_from_folder(folder), load_tokenizer(f"run:{tmp_path / 'run'}")):
-        assert (rebuilt.scheme, rebuilt.vocabulary, rebuilt.eod) == (kind_of(spec_of[kind]), *sizes(tokenizer))
+        assert (rebuilt.scheme, rebuilt.vocabulary, rebuilt.eod) == (scheme, tokenizer.vocabulary, tokenizer.eod)
         texts = [*TEXTS, *NASTY.values()]
         assert rebuilt.encode_batch(texts) == tokenizer.encode_batch(texts)
         rebuilt.save(tmp_path / "again")
         assert files_of(tmp_path / "again") == files_of(folder)
-    given = spec_of[kind].partition(":")[2]
     if given and "tiktoken" not in kind:
         saved = [content for name, content in files_of(folder).items() if name != "mjax_tokenizer.json"]
         assert sorted(saved) == sorted(Path(file).read_bytes() for file in given.split(","))
-
-
-def kind_of(spec):
-    return spec.partition(":")[0]
-
-
-def sizes(tokenizer):
-    return tokenizer.vocabulary, tokenizer.eod
 
 
 def test_damaged_folder_is_noticed(tokenizer, tmp_path):
@@ -128,21 +112,15 @@ def test_damaged_folder_is_noticed(tokenizer, tmp_path):
     draw = random.Random(0)
     for name, content in files_of(tmp_path / "whole").items():
         damaged = tmp_path / "damaged"
-        for _ in range(5):
-            shutil.copytree(tmp_path / "whole", damaged, dirs_exist_ok=True)
-            place = draw.randrange(len(content))
-            changed = content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :]
-            (damaged / name).write_bytes(changed)
-            try:
-                found = tokenizer_from_folder(damaged)
-            except UsageError:
-                continue
-            assert name == "mjax_tokenizer.json"  # white space in it, say
-            assert found.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
         shutil.copytree(tmp_path / "whole", damaged, dirs_exist_ok=True)
+        place = draw.randrange(len(content))
+        changed = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+        for damage in (changed, content[:place]):
+            (damaged / name).write_bytes(damage)
+            with pytest.raises(UsageError):
+                tokenizer_from_folder(damaged)
         (damaged / name).unlink()
-        words = r"has no mjax_tokenizer\.json" if name == "mjax_tokenizer.json" else f"{name} does not exist, but .*"
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError, match=rf"has no {name}|{name} does not exist"):
             tokenizer_from_folder(damaged)
 
 
@@ -153,8 +131,6 @@ BYTES = {"kind": "bytes", "vocabulary": 257, "eod": 256, "sha256": {}}
     ("description", "message"),
     [
         ("[" * 100_000, r"is not JSON \(too many objects and lists are nested\); prepare the data again"),
-        ("[]", "does not describe a tokenizer"),
-        (BYTES | {"vocabulary": "257"}, "does not describe a tokenizer"),
         (BYTES | {"sha256": []}, "does not describe a tokenizer"),
         (BYTES | {"kind": "pickle"}, "kind 'pickle'; this mjax knows gpt2, bert"),
         (BYTES | {"vocabulary": 300}, "the files beside it give"),
@@ -182,25 +158,12 @@ def shelf(tmp_path_factory):
     pieces = (folder / "uncased" / "vocab.txt").read_text().splitlines()
     contents = {
         "no_eod.json": json.dumps({token: i for token, i in ids.items() if token[:2] != "<|"}),
-        "holes.json": json.dumps(ids | {"<|endoftext|>": 5000}),
-        "few_bytes.json": json.dumps({"a": 0, "<|endoftext|>": 1}),
         "other_merges.txt": "Ġ t\nq q\n",
-        "odd_merges.txt": "Ġ t\nthree of them\n",
-        "end_merges.txt": "Ġ t\n<|endof text|>\n",
-        "gap.tiktoken": b"".join(ranks[:300] + ranks[301:]),
         "other_words.tiktoken": b"".join(ranks) + b"Owo= %d\n" % len(ranks),  # ";\n"
-        "no_pairs.tiktoken": b"".join(ranks) + b"cXpxeg== %d\n" % len(ranks),  # "qzqz"
-        "empty": b"",
-        "latin.txt": "[CLS]\ncafé".encode("latin-1"),
         "no_sep.txt": "\n".join(piece for piece in pieces if piece != "[SEP]"),
-        "no_end.json": hf_byte_pairs(special=["<start>"]).to_str(),
-        "hf.json": hf_byte_pairs().to_str(),
     }
     for name, content in contents.items():
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    one = hf_unigram()
-    one.add_tokens(["a"])
-    one.save(str(folder / "one.json"))
     return folder
 
 
@@ -209,34 +172,13 @@ def shelf(tmp_path_factory):
     [
         ("x.model", "is not a known kind; use gpt2:vocab.json,merges.txt or gpt2:FILE.tiktoken, bert-uncased:vocab.t"),
         ("run:empty", "run:empty: empty has no folder tokenizer, so it is not a run that has one"),
-        ("bytes:x", "bytes needs none; use --tokenizer bytes"),
-        ("gpt2", "names no file; use --tokenizer gpt2:vocab.json,merges.txt or gpt2:FILE.tiktoken"),
-        ("gpt2:nowhere.json,merges.txt", "there is no file nowhere.json; use --tokenizer gpt2:vocab.json,merges.txt"),
-        ("gpt2:vocab.json", "is JSON, not a tiktoken file; use --tokenizer gpt2:vocab.json,merges.txt if"),
         ("gpt2:merges.txt,vocab.json", "the files are swapped; use --tokenizer gpt2:vocab.json,merges.txt"),
-        ("gpt2:vocab.json,merges.txt,x", "names 3 files"),
-        ("gpt2:merges.txt,merges.txt", "merges.txt is not JSON .*; a JSON object"),
-        ("gpt2:hf.json,merges.txt", "hf.json is not a vocabulary; a JSON object"),
-        ("gpt2:vocab.json,odd_merges.txt", "odd_merges.txt:2: 'three of them' is not a pair"),
-        ("gpt2:vocab.json,end_merges.txt", r"end_merges.txt:2 merges text to <\|endoftext\|>"),
         ("gpt2:vocab.json,other_merges.txt", "other_merges.txt does not belong to vocab.json .*`qq` out of vocabulary"),
-        ("gpt2:vocab.json,latin.txt", r"latin.txt is not a text file in UTF-8 \(byte 9\)"),
         ("gpt2:no_eod.json,merges.txt", r"no_eod.json has no token <\|endoftext\|>"),
-        ("gpt2:holes.json,merges.txt", "the ids in holes.json are not 0 to 376, each once"),
-        ("gpt2:few_bytes.json,merges.txt", "few_bytes.json has no token for 255 of the 256 bytes"),
-        ("gpt2:merges.txt", r"merges.txt:1: '#version: 0.2' is not a token in base64 and its rank"),
-        ("gpt2:empty", "the ranks in empty are not 0 to"),
-        ("gpt2:gap.tiktoken", "the ranks in gap.tiktoken are not 0 to 374, each once"),
         ("gpt2:other_words.tiktoken", "other_words.tiktoken is not split into words as GPT-2 does .*hf:tokenizer.json"),
-        ("gpt2:no_pairs.tiktoken", "no_pairs.tiktoken: no two tokens of lower rank make token 376"),
         ("bert-uncased:no_sep.txt", r"no_sep.txt lacks \[SEP\]; give BERT's vocab.txt"),
         ("bert-uncased:cased/vocab.txt", "has pieces in capitals; use --tokenizer bert-cased:cased/vocab.txt"),
-        ("bert-cased:uncased/vocab.txt", "has no capital letters; use --tokenizer bert-uncased:uncased/vocab.txt"),
         ("sentencepiece:vocab.json", "vocab.json is not a sentencepiece model"),
-        ("hf:vocab.json", "vocab.json is not a tokenizer.json of Hugging Face"),
-        ("hf:no_end.json", r"none of .* is among the special tokens of no_end.json \(<start>\); name the one"),
-        ("hf:hf.json,eod=Ġt", r"Ġt is not among the special tokens of hf.json \(<\|endoftext\|> <\|im_end\|>\)"),
-        ("hf:one.json,eod=a", "one.json reads a in any text, so it cannot end documents"),
     ],
 )
 def test_unusable_tokenizer_names_a_usable_one(shelf, monkeypatch, spec, message):

@@ -39,8 +39,7 @@ MERGES = ["Ġ t", "h e", "Ġt he", "l l", "he ll", "hell o"]
     [
         ("hello the", ["hello", "Ġthe"]),
         ("the hello", ["t", "he", "Ġ", "hello"]),  # a space belongs to the word behind it
-        ("he's t", ["he", "'", "s", "Ġt"]),
-        ("é\n", ["Ã", "©", "Ċ"]),
+        ("he's é\n", ["he", "'", "s", "Ġ", "Ã", "©", "Ċ"]),
         ("<|endoftext|>", ["<", "|", "e", "n", "d", "o", "f", "t", "e", "x", "t", "|", ">"]),
     ],
 )
@@ -56,7 +55,6 @@ def test_gpt2_files_and_ranks_give_the_same_ids(tmp_path):
     """So do files with the line ends of Windows."""
     vocab, merges = gpt2_files(tmp_path)
     ours, ranks = load_tokenizer(f"gpt2:{vocab},{merges}"), load_tokenizer(f"gpt2:{rank_file(vocab)}")
-    assert (ranks.vocabulary, ranks.eod) == (ours.vocabulary, ours.eod)
     assert ranks.contents[1] == merges.read_bytes()
     assert json.loads(ranks.contents[0]) == json.loads(vocab.read_bytes())
     merges.write_bytes(merges.read_bytes().replace(b"\n", b"\r\n"))
@@ -81,15 +79,11 @@ def small_bert(kind, pieces, end="\n"):
     [
         (UncasedBertTokenizer, "UNAFFABLE Café.", ["un", "##aff", "##able", "cafe", "."]),
         (UncasedBertTokenizer, "unaffably", ["[UNK]"]),
-        (UncasedBertTokenizer, "a漢b", ["a", "漢", "b"]),
-        (UncasedBertTokenizer, "a\tb \n c\x00\ufffd", ["a", "b", "c"]),
+        (UncasedBertTokenizer, "a漢b\tc \n c\x00\ufffd", ["a", "漢", "b", "c", "c"]),
         (UncasedBertTokenizer, "[MASK]", ["[", "mask", "]"]),
-        (UncasedBertTokenizer, "[SEP][CLS][PAD]", ["[", "[UNK]", "]"] * 3),
         (UncasedBertTokenizer, "w" * 100, ["w", *["##w"] * 99]),
         (UncasedBertTokenizer, "w" * 101, ["[UNK]"]),
-        (CasedBertTokenizer, "Unaffable unaffable", ["Un", "##aff", "##able", "un", "##aff", "##able"]),
-        (CasedBertTokenizer, "Cafe café Café", ["Cafe", "café", "[UNK]"]),
-        (CasedBertTokenizer, "[MASK]", ["[", "MASK", "]"]),
+        (CasedBertTokenizer, "Unaffable Cafe café Café", ["Un", "##aff", "##able", "Cafe", "café", "[UNK]"]),
     ],
 )
 def test_bert_spells_words_by_longest_pieces(kind, text, expected):
@@ -97,14 +91,11 @@ def test_bert_spells_words_by_longest_pieces(kind, text, expected):
     assert [pieces[token] for token in small_bert(kind, pieces).encode(text)] == expected
 
 
-def test_bert_decodes_beginnings_to_beginnings():
+def test_bert_joins_pieces_and_shows_specials():
     tokenizer = small_bert(UncasedBertTokenizer, SMALL)
     assert (tokenizer.pad, tokenizer.unk, tokenizer.cls, tokenizer.sep, tokenizer.mask) == (0, 1, 2, 3, 4)
     assert tokenizer.decode([2, 5, 6, 7, 3, 8, 4, 3]) == "[CLS] unaffable<|endoftext|>cafe [MASK]<|endoftext|>"
-    ids = tokenizer.encode("un a. cafe.")
-    texts = [tokenizer.decode(ids[:length]) for length in range(len(ids) + 1)]
-    assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(texts))
-    assert texts[-1] == "un a . cafe ."
+    assert tokenizer.decode(tokenizer.encode("un a. cafe.")) == "un a . cafe ."
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -142,10 +133,7 @@ def test_hf_truncation_padding_and_dropout_are_off(tmp_path):
     ("special", "eod"),
     [
         (["<s>", "</s>", "[SEP]"], "</s>"),
-        (["[SEP]", "<|im_end|>", "<|endoftext|>"], "<|endoftext|>"),
         (["<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>"], "<|end_of_text|>"),
-        (["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"], "<｜end▁of▁sentence｜>"),
-        (["[CLS]", "[SEP]"], "[SEP]"),
     ],
 )
 def test_hf_end_of_document_has_usual_names(tmp_path, special, eod):
@@ -156,18 +144,13 @@ def test_hf_end_of_document_has_usual_names(tmp_path, special, eod):
 
 
 def test_hf_named_end_of_document_is_kept(tmp_path):
-    """An added token that is not special can be it too."""
-    opened(hf_byte_pairs(), tmp_path, ",eod=<|im_end|>").save(tmp_path / "saved")
-    saved = tokenizer_from_folder(tmp_path / "saved")
-    assert saved.eod == 1
-    assert saved.decode([0, 1]) == "<|endoftext|><|endoftext|>"  # the other special token is shown as well
-    assert not {0, 1} & set(saved.encode("one<|im_end|>two<|endoftext|>"))
+    """An added token that is not special can be it."""
     library = hf_byte_pairs([])
     library.add_tokens([AddedToken("<end>", special=False)])
     assert 330 in library.encode("a<end>").ids
-    tokenizer = opened(library, tmp_path, ",eod=<end>")
+    opened(library, tmp_path, ",eod=<end>").save(tmp_path / "saved")
+    tokenizer = tokenizer_from_folder(tmp_path / "saved")
     assert (tokenizer.eod, tokenizer.vocabulary) == (330, 331)
-    assert tokenizer.decode(tokenizer.encode("a<end>")) == "a<end>"
     assert 330 not in tokenizer.encode("a<end>")
 
 
@@ -182,7 +165,6 @@ def test_hf_unigram_end_is_spelled_in_two(tmp_path, splits):
     tokenizer = opened(library, tmp_path)
     assert tokenizer.eod == 1
     assert 1 not in tokenizer.encode("a</s> </s></s>b")
-    assert tokenizer.decode(tokenizer.encode("a</s> </s></s>b")) == "a</s> </s></s>b"
     for text in TEXTS:  # any other text is encoded as it was
         assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids
 
@@ -190,40 +172,22 @@ def test_hf_unigram_end_is_spelled_in_two(tmp_path, splits):
 # --- sentencepiece ----------------------------------------------------------------------------------------------------
 
 
-def foreign(**options):
-    return SentencePieceTokenizer(foreign_model(**options), "x.model")
-
-
 def test_sentencepiece_end_is_a_control_piece():
-    assert foreign().eod == 2
-    assert foreign(eos_id=-1, control_symbols=["<|endoftext|>"]).eod == 2
-    with pytest.raises(UsageError, match="neither an end-of-sentence piece nor"):
-        foreign(eos_id=-1)
+    with_end = foreign_model(eos_id=-1, control_symbols=["<|endoftext|>"])
+    assert SentencePieceTokenizer(with_end, "x.model").eod == 2
     with pytest.raises(UsageError, match=r"ends documents with <\|endoftext\|>, which is not a control piece"):
-        foreign(eos_id=-1, user_defined_symbols=["<|endoftext|>"])
+        SentencePieceTokenizer(foreign_model(eos_id=-1, user_defined_symbols=["<|endoftext|>"]), "x.model")
 
 
 def test_trained_sentencepiece_is_lossless_and_deterministic():
     trained = train_sentencepiece(TEXTS, 380)
     assert trained.vocabulary == 380
-    assert len(trained.encode(TEXTS[0])) < 0.5 * len(TEXTS[0])
     assert train_sentencepiece(iter(TEXTS), 380).contents == trained.contents
     for text in (text for text in NASTY.values() if "▁" not in text):
         assert trained.decode(trained.encode(text)) == text
         assert trained.eod not in trained.encode(text)
     long = train_sentencepiece(["a " * 20_000 + "wonderful " * 20_000], 280)  # longer than sentencepiece takes
     assert len(long.encode("a wonderful a")) == 3
-
-
-@pytest.mark.parametrize("error", [UsageError("line 7 is malformed"), KeyboardInterrupt()])
-def test_sentencepiece_passes_on_what_interrupts_it(error):
-    def texts():
-        yield TEXTS[0]
-        raise error
-
-    with pytest.raises(type(error)) as raised:
-        train_sentencepiece(texts(), 300)
-    assert raised.value is error
 
 
 # --- Trained vocabularies ---------------------------------------------------------------------------------------------
@@ -234,9 +198,6 @@ FOXES = [
         itertools.product(["quick", "brown", "unbelievable"], ["jumps", "jumped", "was jumping", "will believe"])
     )
 ]
-
-
-uncased, cased = (partial(train_wordpiece, scheme=scheme) for scheme in ("bert-uncased", "bert-cased"))
 
 
 @pytest.mark.parametrize(
@@ -252,13 +213,11 @@ def test_trained_wordpiece_knows_letters_and_words(kind, size, text):
     letters = {letter.lower() for letter in letters} if trained.lowercase else letters
     assert letters | {f"##{letter}" for letter in letters} <= set(pieces)
     assert len(trained.encode("over")) == len(trained.encode("lazy")) == 1
-    new = [pieces[number] for number in trained.encode("jumpable")]
-    assert 1 < len(new) < len("jumpable")
-    assert all(piece.startswith("##") for piece in new[1:])
     assert trained.decode(trained.encode("The fox, Émile!")) == text
-    longer = [piece.removeprefix("##") for piece in pieces[5:] if len(piece.removeprefix("##")) > 1]
-    assert not any(mark in piece for piece in longer for mark in (" ", "▁", ",", "</s>"))  # the edges of words
     assert train_wordpiece(iter(FOXES), size, kind).contents == trained.contents
+
+
+train_uncased = partial(train_wordpiece, scheme="bert-uncased")
 
 
 @pytest.mark.parametrize(
@@ -266,15 +225,12 @@ def test_trained_wordpiece_knows_letters_and_words(kind, size, text):
     [
         (train_sentencepiece, TEXTS, 9000, r"--vocabulary 9000 is too large.*; use --vocabulary \d+ or less"),
         (train_sentencepiece, TEXTS, 200, r"--vocabulary 200 is too small.*; use --vocabulary \d+ or more"),
-        (uncased, FOXES, 90_000, r"--vocabulary 90000 is too large.*; use --vocabulary \d+ or less"),
-        (uncased, FOXES, 40, r"--vocabulary 40 is too small.*; use --vocabulary \d+ or more"),
-        (cased, ["hello world, hello there"], 8192, "words yield 42 pieces, its letters alone 75; give more text"),
-        (uncased, ["", " \n"], 100, "no text"),
+        (train_uncased, FOXES, 90_000, r"--vocabulary 90000 is too large.*; use --vocabulary \d+ or less"),
+        (train_uncased, FOXES, 40, r"--vocabulary 40 is too small.*; use --vocabulary \d+ or more"),
     ],
 )
 def test_vocabulary_size_that_fits_is_named(train, texts, size, words):
     with pytest.raises(UsageError, match=words) as error:
         train(texts, size)
-    if "use --vocabulary" in words:
-        fits = int(str(error.value).split("use --vocabulary ")[1].split()[0].rstrip(","))
-        assert train(texts, fits).vocabulary == fits
+    fits = int(str(error.value).split("use --vocabulary ")[1].split()[0].rstrip(","))
+    assert train(texts, fits).vocabulary == fits

@@ -14,12 +14,13 @@ from tests.parity.chat_tokenizers import SPELLINGS, TEMPLATE, write_tokenizer  #
 
 pytestmark = pytest.mark.parity
 
-CHAT = [{"role": "user", "content": " Hello, 12345! "}, {"role": "assistant", "content": "naïve café <|im_end|>"}]
 
-
-def converted(kind, spelling, folder):
-    """A folder with this tokenizer, and what comes back from a run made of it."""
-    source, run, out = folder / "in", folder / "run", folder / "out"
+@pytest.mark.parametrize(
+    ("kind", "spelling"),
+    [*(("llama 3", spelling) for spelling in SPELLINGS), ("qwen", "a setting"), ("sentencepiece", "a file")],
+)
+def test_tokenizer_comes_back_with_ids_and_chat(kind, spelling, tmp_path):
+    source, run, out = tmp_path / "in", tmp_path / "run", tmp_path / "out"
     source.mkdir()
     vocabulary = write_tokenizer(kind, spelling, source)
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -29,15 +30,6 @@ def converted(kind, spelling, folder):
     transformers.modeling_utils.safe_save_file(peer.state_dict(), source / "model.safetensors", {"format": "pt"})
     assert cli.main(["convert", "from-hf", str(source), str(run)]) == 0
     assert cli.main(["convert", "to-hf", str(run), str(out)]) == 0
-    return source, run, out
-
-
-@pytest.mark.parametrize(
-    ("kind", "spelling"),
-    [*(("llama 3", spelling) for spelling in SPELLINGS), ("qwen", "a setting"), ("sentencepiece", "a file")],
-)
-def test_tokenizer_comes_back_with_ids_and_chat(kind, spelling, tmp_path):
-    source, run, out = converted(kind, spelling, tmp_path)
     theirs, again = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (source, out))
     assert type(again) is type(theirs)
     assert (again.special_tokens_map, again.all_special_ids) == (theirs.special_tokens_map, theirs.all_special_ids)
@@ -45,18 +37,8 @@ def test_tokenizer_comes_back_with_ids_and_chat(kind, spelling, tmp_path):
         assert again(text).input_ids == theirs(text).input_ids, repr(text)
         assert again.decode(again(text).input_ids) == theirs.decode(theirs(text).input_ids)
     template = run / "tokenizer" / "chat_template.jinja"
-    if spelling == "none":
-        assert again.chat_template is None
-        assert not template.exists()
-    else:
-        assert template.read_text() == TEMPLATE
-        for name in [None] if isinstance(theirs.chat_template, str) else ["default", "rag"]:
-            texts = [
-                tokenizer.apply_chat_template(CHAT, chat_template=name, tokenize=False, add_generation_prompt=True)
-                for tokenizer in (theirs, again)
-            ]
-            assert texts[0] == texts[1]
-        assert again.chat_template == theirs.chat_template
+    assert again.chat_template == theirs.chat_template
+    assert (template.read_text() if template.exists() else None) == (None if spelling == "none" else TEMPLATE)
     if kind != "sentencepiece":  # which transformers rewrites for a library with other rules for spaces
         ours = tokenizer_from_folder(run / "tokenizer")
         for text in [*NASTY.values(), *TEXTS]:
@@ -65,14 +47,3 @@ def test_tokenizer_comes_back_with_ids_and_chat(kind, spelling, tmp_path):
     generation = [transformers.GenerationConfig.from_pretrained(folder).to_diff_dict() for folder in (source, out)]
     assert generation[0] == generation[1]
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == generation[0]["eos_token_id"]
-
-
-def test_export_comes_in_again_unchanged(tmp_path):
-    _, _, out = converted("llama 3", "a list", tmp_path)
-    assert cli.main(["convert", "from-hf", str(out), str(tmp_path / "run2")]) == 0
-    assert cli.main(["convert", "to-hf", str(tmp_path / "run2"), str(tmp_path / "out2")]) == 0
-    first, second = (
-        {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "README.md"}  # which has a history
-        for folder in (out, tmp_path / "out2")
-    )
-    assert first == second

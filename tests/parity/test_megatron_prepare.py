@@ -17,7 +17,6 @@ from mjax import cli
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.tokenizers import load_tokenizer
-from tests.conftest import ROOT
 from tests.data.vocabularies import NAMES, NASTY, specs
 from tests.products import diagonal
 
@@ -38,7 +37,6 @@ TEXTS = [
     *NASTY.values(),
     "A.",
 ]
-LONG = ("word " * 30 + "ends here. ") * 7000  # over a million characters: Megatron cuts it there
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +79,7 @@ def megatron_prepare(file: Path, prefix: Path, tokenizer, append_eod: bool, spli
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.vocabulary))
     for line in file.open(encoding="utf-8"):
         text = json.loads(line)["text"]
-        if splitter:  # Encoder.split
-            parts = [splitter.tokenize(text[i : i + 1000000]) for i in range(0, len(text), 1000000)]
-            sentences = [sentence for part in parts for sentence in part]
-        else:
-            sentences = [text]
+        sentences = splitter.tokenize(text) if splitter else [text]  # Encoder.split
         ids, lengths = [], []  # Encoder.encode
         for sentence in sentences:
             found = tokenizer.encode(sentence)
@@ -113,20 +107,7 @@ def test_prepared_bytes_are_megatrons(
     arguments = {"output": str(tmp_path / "ours"), "inputs": (corpus,), "tokenizer": spec, "append_eod": append_eod}
     prepare(PrepareArguments(**arguments, split_sentences=split_sentences))
     assert same(tmp_path / "ours", tmp_path / "theirs")
-    data = IndexedDataset(tmp_path / "ours")
-    assert data.documents == len(TEXTS)
-
-
-def test_long_sentences_by_workers_are_megatrons(tokenizers, tmp_path, monkeypatch, punkt):
-    monkeypatch.setenv("NLTK_DATA", str(punkt))  # for the workers, which are other processes
-    monkeypatch.setattr("nltk.data.path", [str(punkt)])
-    monkeypatch.setattr("mjax.data.blocks.SIZE", 1000)
-    file, spec = tmp_path / "a.jsonl", tokenizers["gpt2"]
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, LONG, *TEXTS]), encoding="utf-8")
-    megatron_prepare(file, tmp_path / "theirs", load_tokenizer(spec), True, True)
-    arguments = {"output": str(tmp_path / "ours"), "inputs": (file,), "tokenizer": spec}
-    prepare(PrepareArguments(**arguments, split_sentences=True, workers=2))
-    assert same(tmp_path / "ours", tmp_path / "theirs")
+    assert IndexedDataset(tmp_path / "ours").documents == len(TEXTS)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64])
@@ -146,12 +127,3 @@ def test_merged_bytes_are_megatrons(tmp_path, dtype):
     builder.finalize(f"{tmp_path}/theirs.idx")
     assert cli.main(["data", "merge", f"{tmp_path}/ours", *parts]) == 0
     assert same(tmp_path / "ours", tmp_path / "theirs")
-
-
-@pytest.mark.all
-def test_benchmark_finds_equal_bytes(corpus):
-    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "prepare.py"), str(corpus)]
-    command += ["--megabytes", "0.01", "--rounds", "1", "--tokenizer", "bytes", "--workers", "1"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.endswith("all datasets have equal bytes\n")

