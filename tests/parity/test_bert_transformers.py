@@ -24,8 +24,8 @@ from tests.finetuning.test_heads import HEADS
 from tests.interop.whole_weights import reader_of
 from tests.small import examples_of, gradient_program, pairs_of
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 from tests.parity.outputs import (  # noqa: E402
     assert_gradients,
     gradients_of,

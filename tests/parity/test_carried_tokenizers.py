@@ -8,8 +8,8 @@ from mjax import cli
 from mjax.data.tokenizers import tokenizer_from_folder
 from tests.data.vocabularies import NASTY, TEXTS
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 from tests.parity.chat_tokenizers import SPELLINGS, TEMPLATE, write_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.parity

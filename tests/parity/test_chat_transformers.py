@@ -8,7 +8,7 @@ from mjax.chat import Chat
 from mjax.data.tokenizers import load_tokenizer
 from tests.test_chat import CHATML, bytes_with_special_tokens
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 pytestmark = pytest.mark.parity
 
 EVERYTHING = """{{- bos_token }}

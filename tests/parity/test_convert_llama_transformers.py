@@ -8,8 +8,8 @@ import pytest
 from mjax.interop.convert import family_of
 from tests.small import gradient_program
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 from tests.parity.both_ways import assert_gradients, exported  # noqa: E402
 from tests.parity.outputs import batch_of, logits_of, loss_of, with_noise  # noqa: E402
 from tests.parity.peers import imported  # noqa: E402

@@ -17,8 +17,8 @@ from tests.parity.megatron_written import scores_of
 from tests.parity.peers import imported, perturbed, rate_of_megatron
 from tests.small import gradient_program
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 from tests.parity.both_ways import assert_gradients, assert_scores, exported  # noqa: E402
 from tests.parity.outputs import batch_of, logits_of, loss_of  # noqa: E402
 from tests.parity.trajectory import losses_of_both  # noqa: E402

@@ -10,9 +10,9 @@ import pytest
 from mjax import cli
 from tests.test_chat import bytes_with_special_tokens
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-parity")
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-ci")
 
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 

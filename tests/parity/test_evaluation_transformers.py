@@ -16,8 +16,8 @@ from mjax.tasks.perplexity import Perplexity
 from mjax.tasks.scoring import Scorer
 from mjax.tasks.wikitext import WikiText103
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 from tests.parity.outputs import weights_of  # noqa: E402
 from tests.parity.peers import imported, perturbed  # noqa: E402
 

@@ -7,8 +7,8 @@ import pytest
 
 from mjax import cli
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 
 from tests.parity.outputs import batch_of  # noqa: E402
 from tests.parity.outputs import logits_of as logits_of_peer  # noqa: E402

@@ -21,8 +21,8 @@ from tests.parity.vocabularies import fetched
 from tests.tasks.synthetic import sentence, write_task
 
 pytestmark = pytest.mark.parity
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
-metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is not installed: make test-parity")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
+metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is not installed: make test-ci")
 
 STAND_INS = {  # imports of a file of transformers 4, in version 5
     "from ...models.bert import": "from transformers.models.bert.tokenization_bert_legacy import",

@@ -12,8 +12,8 @@ from mjax.state.checkpoint import restore_weights
 from tests.interop.folders import read_folder
 from tests.interop.whole_weights import assert_same
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 from tests.parity.chat_tokenizers import write_tokenizer  # noqa: E402
 from tests.parity.outputs import with_noise  # noqa: E402
 from tests.parity.test_convert_llama_transformers import SCALED, SMALL  # noqa: E402

@@ -24,8 +24,8 @@ from mjax.parallel.zero import plan_storage
 from mjax.training.muon import newton_schulz
 from tests.small import gradient_program
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor  # noqa: E402
 
 from tests.parity.outputs import assert_gradients, batch_of, gradients_of, weights_of, with_noise  # noqa: E402

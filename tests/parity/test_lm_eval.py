@@ -23,8 +23,8 @@ from tests.conftest import ROOT
 from tests.data.vocabularies import TEXTS, gpt2_files
 from tests.interop.folders import CONFIG, tensors_of, write_folder
 
-lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-parity")
-pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-ci")
+pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402

@@ -14,7 +14,7 @@ from mjax.parallel.layers import VocabParallelEmbedding
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.tokens import Tokens
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 
 ROWS, VOCABULARY, WIDTH, TOKENS = 96, 90, 12, 20
 

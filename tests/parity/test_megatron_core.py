@@ -7,8 +7,8 @@ from mjax.config import read_config
 from tests.parity.megatron_written import convert, opened, scores_of, write_with_megatron_core
 from tests.small import gradient_program
 
-pytest.importorskip("torch", reason="torch is not installed: make test-parity")
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-parity")
+pytest.importorskip("torch", reason="torch is not installed: make test-ci")
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-ci")
 
 from tests.parity.write_megatron_core import MIXTURES
 

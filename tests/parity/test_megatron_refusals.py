@@ -11,7 +11,7 @@ import pytest
 from tests.interop.megatron_files import draw
 from tests.parity.megatron_written import FLAGS, GPT, convert, write
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 
 pytestmark = pytest.mark.parity
 

@@ -14,9 +14,9 @@ from mjax.training.schedule import learning_rate
 from tests.small import small_config
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 schedulers = pytest.importorskip(
-    "megatron.core.optimizer_param_scheduler", reason="megatron-core is not installed: make test-parity"
+    "megatron.core.optimizer_param_scheduler", reason="megatron-core is not installed: make test-ci"
 )
 pytestmark = pytest.mark.parity
 

@@ -20,8 +20,8 @@ from tests.interop.whole_weights import assert_same, weights_of
 from tests.parity.megatron_written import BERT, FLAGS, GPT, convert, opened, write
 from tests.small import pairs_of
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make test-parity")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 
 from tests.parity.both_ways import assert_scores  # noqa: E402
 from tests.parity.outputs import batch_of, random_bert, with_noise  # noqa: E402

@@ -14,7 +14,7 @@ from tests.data.vocabularies import NASTY, T5, bert_file, foreign_model, specs
 from tests.parity.vocabularies import fetched
 
 pytestmark = pytest.mark.parity
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-parity")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy  # noqa: E402
 
