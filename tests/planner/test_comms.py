@@ -24,7 +24,6 @@ from mjax.planner.comms import (
     read_collectives,
     source_of,
 )
-from mjax.planner.comms_figure import draw_communication
 from tests.small import small_config
 from tests.traced import traced_step
 
@@ -60,14 +59,6 @@ def expected(rows, ranks):
 
 
 # --- Tensor parallelism -----------------------------------------------------------------------------------------------
-
-
-def test_gpt_8b_has_four_all_reduces_a_layer():
-    found = ledger(gpt_8b(recompute="none")).over("model")
-    assert {record.operation for record in found.records} == {"all-reduce"}
-    assert found.count == 4 * L + 5
-    assert round(found.sent / GIB, 2) == 23.79
-    assert found.by_axis() == {("model",): found.sent}
 
 
 @pytest.mark.parametrize(("recompute", "micro_batch"), [("none", 8), ("selective", 8), ("full", 2)])
@@ -229,41 +220,6 @@ def test_pipeline_with_everything_else_follows_its_table():
     assert messages.shape == (S // p, H)  # the rows of one rank of `model`
 
 
-# --- BERT -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.ci
-def test_bert_sends_what_gpt_does_and_counts():
-    """Its masked tokens, and two figures of sentence order: a rank of `model` has the first token of some sequences."""
-    changes = {"micro_batch": 2, "compute": "bf16", "layers": 3, "mesh": {"sequence_parallel": True}}
-    gpt, bert = (ledger(small_config(2, 4, kind=kind, **changes)) for kind in ("gpt", "bert"))
-
-    def activations(found):
-        return {key: row for key, row in summed(found.over("model")).items() if key[0].startswith(("layer", "emb"))}
-
-    assert activations(bert) == activations(gpt)
-    assert activations(bert)["layer forward", "reduce-scatter"][0] == 2 * 3 * 2
-    (labels,) = (record for record in bert.records if record.dtype == "int32")
-    assert (labels.axes, labels.source, labels.shape, labels.count) == (("data",), "loss", (), 1)
-    order = [record for record in bert.records if record.source == "head forward" and record.shape == (2,)]
-    assert [(record.axes, record.count) for record in order] == [(("model",), 2)]
-
-
-def test_shared_attention_weights_are_summed_over_model():
-    def found(**changes):
-        return summed(ledger(small_config(1, 4, kind="llama", **changes)).over("model"))
-
-    model = small_config(kind="llama").model
-    layers, head, hidden = model.layers, model.head_size, model.hidden
-    plain, normed, shared = found(kv_heads=4), found(kv_heads=4, qk_norm="head"), found(kv_heads=2)
-    assert normed.pop(("gradient", "all-reduce")) == (2, 2 * on_a_ring("all-reduce", 4, 4 * layers * head))
-    assert shared.pop(("gradient", "all-reduce")) == (1, on_a_ring("all-reduce", 4, 4 * layers * hidden * 2 * 2 * head))
-    layer = {key: row for key, row in plain.items() if key[0].startswith("layer")}
-    assert layer.items() <= normed.items()
-    assert layer.items() <= shared.items()
-    assert ("gradient", "all-reduce") not in plain
-
-
 # --- The reader -------------------------------------------------------------------------------------------------------
 
 
@@ -304,12 +260,6 @@ def test_bytes_of_each_operation_are_of_a_ring():
     assert sizes == {"all-reduce": 360, "all-gather": 720, "reduce-scatter": 180, "all-to-all": 180, "permute": 240}
 
 
-def test_one_rank_sends_nothing():
-    assert read_collectives(traced(send, {"data": 8, "model": 1})) == ()
-    assert ledger(small_config()).records == ()
-    assert ledger(small_config()).sent == ledger(small_config()).count == 0
-
-
 def test_axes_of_one_rank_are_left_out():
     def step(x):
         from mjax.parallel import mappings
@@ -319,6 +269,7 @@ def test_axes_of_one_rank_are_left_out():
 
     (record,) = read_collectives(traced(step, {"data": 1, "model": 4}))
     assert (record.axes, record.ranks, record.count) == (("model",), 4, 2)
+    assert read_collectives(traced(send, {"data": 8, "model": 1})) == ()
 
 
 def test_reader_rejects_what_it_cannot_count(monkeypatch):
@@ -340,12 +291,9 @@ def test_reader_rejects_what_it_cannot_count(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("jit(_train_step)/embedding/psum", ("embedding", "forward")),
         ("jit(_train_step)/transpose(jvp(layer))/while/body/psum", ("layer", "backward")),
         ("/transpose(jvp(layer))//rematted_computation", ("layer", "recomputation")),
         ("/transpose(jvp(layer))//rematted_computation/weights", ("weights", "recomputation")),
-        ("/transpose(jvp(layer))//gradient", ("gradient", "")),
-        ("jit(f)/shard_map/weights/all_gather", ("weights", "")),
         ("/F/cond/jvp(layer)/while/body/weights", ("weights", "forward")),
         ("jit(f)/layers/psum", ("", "")),
     ],
@@ -380,13 +328,3 @@ def test_json_has_each_collective():
     assert found["bytes_by_axis"]["model"] + found["bytes_by_axis"]["data"] == found["bytes"]
     assert sum(found["bytes_by_source"].values()) == found["bytes"]
     assert sum(record["count"] * record["wire_bytes_each"] for record in found["records"]) == found["bytes"]
-    names = ("axes", "source", "kind", "ranks", "shape", "dtype", "count", "wire_bytes")
-    assert [found["records"][1][name] for name in names] == [
-        ["model"], "layer forward", "all-reduce", 8, [8192, 3072], "bfloat16", 144, 144 * 88080384.0,
-    ]  # fmt: skip
-
-
-def test_communication_is_drawn(tmp_path):
-    for name, found in (("some", ledger(gpt_8b(recompute="none"))), ("none", Ledger(()))):
-        draw_communication(found, tmp_path / f"{name}.png", "a config")
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
