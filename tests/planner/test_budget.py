@@ -60,10 +60,8 @@ def test_largest_is_that_of_exhaustive_count():
     assert best.config.model == max(within, key=count_parameters)
     assert best.days == pytest.approx(days[best.config.model])
     assert best.tokens == best.config.train.steps * 512 * 8192
-    assert 0 <= best.tokens - 20 * best.parameters < 512 * 8192
     # Half of the peak: the FLOPs of the traced model are those counted by hand.
     assert best.flops == pytest.approx(best.days * 86_400 * 64 * 0.5 * 989.4e12, rel=1e-9)
-    assert best.days_at_peak == pytest.approx(best.days / 2)
     assert len(tried) == len(lines) < 10
 
 
@@ -126,23 +124,14 @@ def test_budget_scales_llama_by_default(monkeypatch):
 PLAN = ["plan", "--config", TINY, "--gpu", "h100", "--devices", "2", "--json"]
 
 
-@pytest.fixture(scope="module")
-def planned(tmp_path_factory):
-    """A plan of a few milliseconds of two GPUs, and the file that was written."""
-    file = tmp_path_factory.mktemp("budget") / "found.py"
-    lines = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("builtins.print", lambda *words, **_: lines.append(words[0]))
-        assert cli.main([*PLAN, "--days", "0.0005", "--price", "2", "--write", str(file)]) == 0
-    return json.loads(lines[-1]), lines[:-1], file
-
-
 @pytest.mark.ci
-def test_plan_is_of_largest_and_its_command(planned):
-    plan, lines, file = planned
+def test_plan_is_of_largest_and_its_command(tmp_path, capsys):
+    """Of a few milliseconds of two GPUs."""
+    file = tmp_path / "found.py"
+    assert cli.main([*PLAN, "--days", "0.0005", "--price", "2", "--write", str(file)]) == 0
+    plan = json.loads(capsys.readouterr().out.splitlines()[-1])
     best, tried = plan["budget"]["best"], plan["budget"]["tried"]
     assert best in tried
-    assert len(lines) == len(tried)
     assert best["days"] <= 0.0005
     larger = [each for each in tried if each["parameters"] > best["parameters"]]
     assert larger
@@ -157,16 +146,6 @@ def test_plan_is_of_largest_and_its_command(planned):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ([*PLAN, "--days", "1e-9"], "train no model of this ladder: the smallest, "),
-        (
-            ["plan", "--gpu", "h100", "--devices", "8", "--days", "3", "--family", "gpt", "--train.global-batch", "64"],
-            "--family tries configs as they are, without --train.global-batch; leave it out",
-        ),
-    ],
-)
-def test_impossible_budget_is_rejected(argv, words, capsys):
-    assert cli.main(argv) == 2
-    assert words in capsys.readouterr().err
+def test_budget_too_small_is_rejected(capsys):
+    assert cli.main([*PLAN, "--days", "1e-9"]) == 2
+    assert "train no model of this ladder: the smallest, " in capsys.readouterr().err

@@ -204,22 +204,6 @@ def test_pipeline_runs_its_table(schedule, chunks):
         assert any(r.calls > r.count for r in found.records), "a program's text does not say what the table leaves out"
 
 
-def test_pipeline_with_everything_else_follows_its_table():
-    mesh = {"pipe": 4, "schedule": "zb-h1", "sequence_parallel": True, "zero": 3}
-    found = ledger(gpt_8b(mesh, micro_batch=1, recompute="full"))
-    M, own = 8, L // 4
-    model, data = summed(found.over("model")), summed(found.over("data"))
-    whole = 2 * S * H
-    assert model["layer forward", "all-gather"] == (2 * M * own, 2 * M * own * on_a_ring("all-gather", p, whole))
-    assert model["layer recomputation", "reduce-scatter"][0] == M * own
-    assert data["weights forward", "all-gather"][0] == 11 * M * own
-    # Kernels' gradients are scattered in W, a chunk at once; those of rows and biases in B, layer by layer.
-    scattered = 4 * (M * own * (KERNELS + MLP_BIAS + ROWS) + OTHERS / 4)
-    assert data["gradient", "reduce-scatter"] == (4 * M + 7 * M * own + 4, on_a_ring("reduce-scatter", D, scattered))
-    (messages,) = (r for r in found.records if r.source == "pipeline")
-    assert messages.shape == (S // p, H)  # the rows of one rank of `model`
-
-
 # --- The reader -------------------------------------------------------------------------------------------------------
 
 

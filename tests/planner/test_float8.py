@@ -49,7 +49,6 @@ def config_with(compute="fp8", name="gpt_1b", layers=2, micro_batch=16, recomput
     [
         ({}, "a100", "fp8 needs a GPU with compute capability 8.9 or more, such as an H100, and a100 has 8.0"),
         ({"model": {"sequence": 1001}, "micro_batch": 8}, "h100", "batch 8 has 8008; use a --train.micro-batch that"),
-        ({"model": {"hidden": 1544, "heads": 8}}, "h100", "model 1 has a weight of 1544 × 1544; change the mesh"),
         ({"model": {"heads": 64}, "mesh": {"model": 64}}, "h100", "of --mesh.model 64 has a weight of 1536 × 24"),
     ],
 )
@@ -130,8 +129,6 @@ def test_float8_matmul_has_its_own_rate():
     assert rates.product(8192, 8192, 8192) == Rates(H100, slow, "bf16").product(8192, 8192, 8192)
     thin = rates.product(16, 8192, 8192, float8=True)
     assert thin == pytest.approx(rates.bytes(16 * 8192 + 8192**2 + 2 * 16 * 8192))
-    with pytest.raises(UsageError, match="no fp8 peak is known for a100"):
-        Rates(gpu_named("a100"), H100_RATES, "fp8")
 
 
 # --- Compiled ---------------------------------------------------------------------------------------------------------
@@ -154,16 +151,18 @@ def test_compiled_layers_multiply_in_float8():
     # Queries, keys and values, projection, up and down; backwards two for each of the four weights.
     assert products_of_layers(narrow.text) == ["__cublas$lt$matmul$f8"] * (6 + 8) * 4
     assert fast.rows[PRODUCTS].seconds < 0.85 * slow.rows[PRODUCTS].seconds  # a third of it is the head
-    assert fast.seconds < slow.seconds
     assert narrow.memory.total < 0.95 * wide.memory.total
     for each in (narrow, wide):
         assert predict_memory(each.config).total == pytest.approx(each.memory.total, rel=0.02)
 
 
 @needs_compiler
-def test_zero_1_gathers_weights_in_float8():
-    config = config_with(micro_batch=4)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_zero_1_gathers_weights_in_float8(recompute):
+    """And all products of the layers are in float8, those that are computed again too."""
+    config = config_with(micro_batch=4, recompute=recompute)
     train = replace(config.train, global_batch=32)
     found, _ = compiled(replace(config, mesh=replace(config.mesh, data=8, zero=1), train=train), 8)
     gathers = [each.dtype for each in found.program.collectives if each.operation == "all-gather"]
     assert gathers.count("float8_e4m3fn") == 4 * config.model.layers  # layer by layer
+    assert set(products_of_layers(found.text)) == {"__cublas$lt$matmul$f8"}

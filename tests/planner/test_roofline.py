@@ -26,17 +26,6 @@ def cublas(name, shape, left, right):
     )
 
 
-def test_product_takes_flops_over_peak():
-    text = program(
-        "%x = bf16[8192,8192]{1,0} parameter(0)",
-        "%w = bf16[8192,8192]{1,0} parameter(1)",
-        cublas("y", "bf16[8192,8192]{1,0}", "x", "w"),
-    )
-    row = roofline(text, H100).rows[PRODUCTS]
-    assert (row.kernels, row.flops) == (1, 2 * 8192**3)
-    assert row.flops / row.seconds == pytest.approx(793e12, rel=0.01)  # 798 on an H100
-
-
 def test_host_copies_overlap_products():
     layer, link = 2 * 1024**2, H100.host_bandwidth
     shapes = "(bf16[40,1024,1024]{2,1,0:S(5)}, bf16[1,1024,1024]{2,1,0}, s32[])", "bf16[40,1024,1024]{2,1,0:S(5)}"
@@ -62,9 +51,9 @@ def test_host_copies_overlap_products():
     assert layer / link < found.rows[PRODUCTS].seconds  # so the first is hidden
     assert row.seconds == pytest.approx(2 * layer / link)
     assert found.seconds == pytest.approx(row.seconds + found.rows[PRODUCTS].seconds)
+    assert found.rows[PRODUCTS].flops == 2 * 8192**3
     launches = read_program(text, {"data": 1}).launches
-    assert {name: launches[name] for name in (TO_HOST, FROM_HOST)} == {TO_HOST: 2, FROM_HOST: 1}
-    assert not [name for name in launches if "AllocateBuffer" in name]
+    assert (launches[TO_HOST], launches[FROM_HOST]) == (2, 1)
 
 
 INSIDE = """%sliced (stack: bf16[40,1024,1024], i: s32[]) -> f32[1,1024,1024] {

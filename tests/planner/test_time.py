@@ -216,15 +216,12 @@ def test_host_copies_hide_only_behind_forward_pass():
     once = micro_batches * layers * stream / 64e9
     assert found.parts["host"] == pytest.approx(once)
     assert before.parts["host"] == 0
-    for part in set(PARTS) - {"host", "elementwise"}:
-        assert found.parts[part] == before.parts[part]
     assert found.parts["elementwise"] < before.parts["elementwise"]  # no stack to fill and to copy
     forward = (found.total - found.parts["host"]) / micro_batches / layers  # at least that of a layer
     slow = replace(H100, host_bandwidth=stream / (2 * forward))
     slower = once * 64e9 / slow.host_bandwidth
     assert slower < predict_time(offload, slow).parts["host"] < 2 * slower
     assert found.error is None
-    assert "nobody has timed the copies to host memory, which count at 64 GB/s one way here" in found.caveats
 
 
 def test_flash_attention_takes_five_products_backward():
@@ -446,12 +443,3 @@ def test_plan_uses_own_calibration(capsys, tmp_path):
     assert slow["between"] == pytest.approx([slow["seconds"] / 1.07, slow["seconds"] / 0.93])
     assert slow["mfu"] == pytest.approx(slow["model_flops"] / slow["seconds"] / 512 / 989.4e12)
     assert slow["tokens_per_second"] == pytest.approx(512 * 1024 / slow["seconds"])
-
-
-@pytest.mark.ci
-def test_plan_without_a_peak_has_no_time(capsys):
-    assert cli.main([*PLAN, "h100", "--precision.compute", "fp64", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["memory"]["total"] > 0
-    assert plan["time"]["seconds"] is None
-    assert plan["time"]["why"].startswith("no fp64 peak is known for h100, so its time cannot be predicted; use ")
