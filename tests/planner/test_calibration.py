@@ -35,9 +35,6 @@ def test_interrupted_write_leaves_old_calibration(tmp_path, monkeypatch):
     [
         ({"format": "other"}, "is not a calibration of this version of mjax; write one with: python benchmarks"),
         ({"matmul": 40.0}, r"matmul is 40.0; it must be above 0 and at most 1.2; write one with: python benchmarks"),
-        ({"matmul": "fast"}, "matmul is 'fast', which is not a number"),
-        ({"attention": []}, "attention has no rows; give at least"),
-        ({"attention": [[128, 1024, 0.4]]}, r"attention is \[\[128, 1024, 0.4\]\], which is not a list of"),
         ({"sequences": [2048, 512]}, r"sequences is \[2048, 512\]; give the smallest and the largest"),
         ({"gpu": "h1000"}, "gpu 'h1000' is not known; mjax/hardware.py describes how to add it"),
         ({"devices": [0, 8]}, r"devices is \[0, 8\]; give the smallest and the largest, both above 0"),
@@ -54,18 +51,11 @@ def test_wrong_value_is_rejected(tmp_path, change, sentence):
         read_calibration(file)
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("{", "is not JSON"),
-        (None, "does not exist"),
-        (json.dumps({"format": FORMAT, "gpu": "h100"}), r"there is no matmul; write one with"),
-    ],
-    ids=["damaged", "missing", "incomplete"],
-)
-def test_wrong_file_is_rejected(tmp_path, text, sentence):
+def test_wrong_file_is_rejected(tmp_path):
     file = tmp_path / "rates.json"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(UsageError, match=sentence):
+    with pytest.raises(UsageError, match="does not exist"):
         read_calibration(file)
+    for text, sentence in (("{", "is not JSON"), (json.dumps({"format": FORMAT, "gpu": "h100"}), "there is no matmul")):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=sentence):
+            read_calibration(file)

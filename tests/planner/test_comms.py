@@ -20,7 +20,6 @@ from mjax.planner.comms import (
     OPERATIONS,
     Collective,
     Ledger,
-    communication_section,
     read_collectives,
     source_of,
 )
@@ -189,19 +188,14 @@ def test_pipeline_runs_its_table(schedule, chunks):
     assert stages("embedding forward", ["model"])[0] == [M, 0, 0, 0]
     assert stages("head forward", ["model"])[0] == [0, 0, 0, 2 * M]
     assert stages("head backward", ["model"])[0] == [0, 0, 0, M]
-    # B traces the embedding again for its derivative; the sum forward is not needed for that, and not counted.
-    assert "embedding backward" not in found.by_source()
     times, sent = stages("pipeline", ["pipe"], "permute")
     assert (times, list(sent)) == ([2 * ticks] * P_, [2 * ticks * whole] * P_)
     # The embedding is used at both ends: one master copy, gathered over the stages in bf16, its gradients scattered.
-    others = V * H // p + S * H + 2 * H
-    assert stages("weights", ["pipe"], "all-gather")[1][0] == on_a_ring("all-gather", P_, 2 * others)
-    assert stages("gradient", ["pipe"], "reduce-scatter")[1][0] == on_a_ring("reduce-scatter", P_, 4 * others)
+    assert stages("weights", ["pipe"], "all-gather")[1][0] == on_a_ring("all-gather", P_, 2 * OTHERS)
+    assert stages("gradient", ["pipe"], "reduce-scatter")[1][0] == on_a_ring("reduce-scatter", P_, 4 * OTHERS)
     # A stage sums the gradients of its own layers over data, and of its part of the embedding.
-    own = L // P_ * ((12 * H * H + 7 * H) // p + 6 * H) + others // P_
+    own = L // P_ * ((12 * H * H + 7 * H) // p + 6 * H) + OTHERS // P_
     assert stages("gradient", ["data"])[1][0] == on_a_ring("all-reduce", D, 4 * own)
-    if ticks > M * chunks:
-        assert any(r.calls > r.count for r in found.records), "a program's text does not say what the table leaves out"
 
 
 # --- The reader -------------------------------------------------------------------------------------------------------
@@ -236,14 +230,6 @@ def test_reader_multiplies_loops_and_drops_unused():
     assert record.source == "elsewhere"
 
 
-def test_bytes_of_each_operation_are_of_a_ring():
-    sizes = {
-        kind: Collective(kind, ("data",), 4, (6, 10), "float32").wire
-        for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute")
-    }
-    assert sizes == {"all-reduce": 360, "all-gather": 720, "reduce-scatter": 180, "all-to-all": 180, "permute": 240}
-
-
 def test_axes_of_one_rank_are_left_out():
     def step(x):
         from mjax.parallel import mappings
@@ -260,13 +246,8 @@ def test_reader_rejects_what_it_cannot_count(monkeypatch):
     def loop(x):
         return jax.lax.while_loop(lambda x: x.sum() > 0, send, x)
 
-    def conditional(x):
-        return jax.lax.cond(x[0, 0] > 0, send, lambda x: x, x)
-
     with pytest.raises(ValueError, match="in a loop of unknown length"):
         read_collectives(traced(loop))
-    with pytest.raises(ValueError, match="in a conditional that runs an unknown number of times"):
-        read_collectives(traced(conditional))
     monkeypatch.delitem(OPERATIONS, "psum_invariant")
     with pytest.raises(ValueError, match=r"does not know what psum_invariant sends over \('model',\)"):
         read_collectives(traced(send))
@@ -302,13 +283,3 @@ def test_ledger_is_that_of_step_with_dropout(recompute, mesh):
     assert Counter(whole) == Counter(ledger(config).records)
     assert {record.part for record in whole} <= set(scopes.PARTS)
     assert ("layer recomputation" in {record.source for record in whole}) == (recompute != "none")
-
-
-# --- In words ---------------------------------------------------------------------------------------------------------
-
-
-def test_json_has_each_collective():
-    found = communication_section(ledger(gpt_8b(recompute="none"))).values
-    assert found["bytes_by_axis"]["model"] + found["bytes_by_axis"]["data"] == found["bytes"]
-    assert sum(found["bytes_by_source"].values()) == found["bytes"]
-    assert sum(record["count"] * record["wire_bytes_each"] for record in found["records"]) == found["bytes"]

@@ -16,7 +16,6 @@ import pytest
 
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
-from mjax.models.build import count_parameters
 from mjax.planner import compile as ahead
 from mjax.planner.comms import ledger, source_of
 from mjax.planner.compile import compile_step, sheet_names
@@ -44,8 +43,6 @@ MODES = {
     "sequence parallel": lambda: config_of({"data": 2, "model": 4, "sequence_parallel": True}),
     "ZeRO-1": lambda: config_of({"data": 4, "model": 2, "zero": 1}),
     "FSDP": lambda: config_of({"data": 4, "model": 2, "zero": 3}),
-    # Counts of labels are int32, and `model` has one rank.
-    "BERT, data parallel": lambda: config_of({"data": 4, "model": 1}, kind="bert"),
     # cuDNN with grouped heads and a window; with more ranks than key-value heads.
     "Llama": lambda: config_of({"data": 2, "model": 4}, kind="llama", kv_heads=4, window=64, qk_norm="heads"),
     "Llama, fewer key-value heads than ranks": lambda: config_of(
@@ -89,11 +86,7 @@ def check_report(config, compiled, expected, folder):
     values = json.loads(json.dumps(section.values))
     assert all(row["ledger"]["bytes"] == row["compiled"]["bytes"] > 0 for row in values["ledger"])
     assert "+10.0%" in section.text
-    # State of float32 weights and two moments, of which model 4 splits all but the small ones; the new one takes the
-    # place of the old.
-    memory = compiled.memory
-    assert 12 * count_parameters(config.model) / 4 < memory.arguments < 12 * count_parameters(config.model)
-    assert memory.outputs - memory.aliased < 4096
+    assert compiled.memory.outputs - compiled.memory.aliased < 4096  # the new state takes the place of the old
     assert values["kernels"]["attention, cuDNN"]["launches"] == 3 * 4 * 2  # forward twice and backward, layers, batches
     if importlib.util.find_spec("flatbuffers"):
         file = folder / "step.mjax"

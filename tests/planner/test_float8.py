@@ -5,18 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from mjax.config import MeshConfig, load_config
+from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
 from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.compile import compile_step
 from mjax.planner.float8 import (
     ADA,
-    agreed,
-    agreement_seconds,
     check_float8,
     of_weights,
-    roundings,
     transposed,
 )
 from mjax.planner.kernel_bytes import depending
@@ -77,18 +74,6 @@ def _programs(**changes):
     ]
 
 
-def test_operands_of_layers_are_rounded_once():
-    (forward, of_tokens), (backward, of_gradient) = _programs()
-    inputs = [each for each in roundings(forward) if each.sources & of_tokens]
-    assert [forward.values[each.value].size for each in inputs] == [TOKENS * H * n for n in (1, 1, 1, 4)]
-    weights = [each for each in roundings(forward) if not each.sources & of_tokens]
-    assert sum(forward.values[each.value].size for each in weights) == 12 * H**2
-    gradients = [each for each in roundings(backward) if each.sources & of_gradient]
-    assert [(backward.values[each.value].size // (TOKENS * H), len(each.sources)) for each in gradients] == [
-        (1, 1), (4, 1), (1, 1), (3, 3),
-    ]  # fmt: skip
-
-
 def test_arrays_and_weights_are_written_transposed_too():
     """Gathered arrays are copied; a weight is read twice, and written in one byte."""
     (forward, of_tokens), (backward, of_gradient) = _programs()
@@ -99,17 +84,6 @@ def test_arrays_and_weights_are_written_transposed_too():
     assert of_weights(backward, of_gradient, kept=False)[0] == 0  # both copies are there
     again = _programs(recompute="selective")
     assert of_weights(*again[0], kept=False)[0] == of_weights(*again[1], kept=False)[0] == (2 + 2 + 1) * 12 * H**2
-
-
-def test_ranks_agree_on_scales_once_each():
-    for program, depends in _programs(mesh={"model": 4, "sequence_parallel": True}, recompute="selective"):
-        axes = agreed(program, depends)
-        assert sorted(axes, key=len)[1:] == [("model", "data", "expert", "context")] * 4
-        rates = Rates(H100, H100_RATES, "fp8")
-        over_model, over_data = agreement_seconds(axes, MeshConfig(data=1, model=4), rates)
-        assert (over_model, over_data) == (pytest.approx(4 * rates.agree(4, 1)), 0)
-        over_model, over_data = agreement_seconds(axes, MeshConfig(data=16, model=4), rates)
-        assert (over_model, over_data) == (rates.agree(4, 1), pytest.approx(4 * rates.agree(64, 1)))
 
 
 def test_agreement_takes_messages_of_a_tree():

@@ -92,7 +92,6 @@ def test_overlap_is_between_start_and_done():
     ("groups", "axes"),
     [
         ("{{0,1,4,5},{2,3,6,7}}", ("pipe", "model")),
-        ("[4,2]<=[2,4]T(1,0)", ("pipe",)),
         ("[4,2]<=[2,2,2]T(0,2,1)", ("data",)),
         ("[1,8]<=[8]", ("pipe", "data", "model")),
         ("{}", ("pipe", "data", "model")),
@@ -147,7 +146,6 @@ def test_branch_counts_as_if_always_taken():
         ("is_scheduled=true, ", "", "not scheduled"),
         ('"known_trip_count":{"n":"5"},', "", "the loop while.1 has an unknown length"),
         ("[4,2]<=[8]", "{{0,3},{1,2},{4,7},{5,6}}", "lie along no axes"),
-        ("[4,2]<=[8]", "{{0,1,2},{3}}", "groups of different sizes"),
         ("all-reduce-done(%all-reduce-start.2)", "copy(%product)", "nothing waits for all-reduce-start.2"),
         ("bf16[64,32]{1,0} all-reduce-start(%product)", "mx4[64,32]{1,0} all-reduce-start(%x2)", "dtype mx4"),
     ],

@@ -232,34 +232,11 @@ def test_another_batch_keeps_samples_of_run():
 
 
 @pytest.mark.parametrize(
-    ("devices", "message"),
-    [
-        (12, "--devices 12 is not a multiple of the 8 GPUs of a server; use 8 or 16, or --devices-per-node 6 for"),
-        (7, "--devices 7 cannot be divided among 4 layers, 4 heads and a global batch of 8; use --devices 4 or 8"),
-        (1024, "cannot be divided among .*; use --devices 128$"),
-    ],
+    ("devices", "instead"), [(12, "use 8 or 16, or --devices-per-node 6"), (7, "use --devices 4 or 8"), (1024, "128$")]
 )
-def test_impossible_devices_are_rejected_with_possible_ones(devices, message):
-    with pytest.raises(UsageError, match=message):
+def test_impossible_devices_are_rejected_with_possible_ones(devices, instead):
+    with pytest.raises(UsageError, match=f"--devices {devices} .*{instead}"):
         check_searchable(SMALL, devices, 8, [])
-
-
-@pytest.mark.parametrize(
-    ("keep", "changes", "found"),
-    [
-        ({"context": 4, "context_attention": "heads"}, {}, {"heads"}),
-        ({"context": 8, "context_attention": "heads"}, {}, set()),
-        ({"context": 8}, {}, {"gather"}),
-        ({"context": 4}, {"sequence": 30}, set()),
-        ({"context": 2}, {"attention": "cudnn"}, {"heads"}),
-    ],
-)
-def test_kept_context_is_tried_where_possible(keep, changes, found):
-    config = changed(SMALL, model={"sequence": 64, "attention_dropout": 0.0, **changes}, mesh=keep)
-    each = list(candidates(config, 8, {f"mesh.{name}" for name in keep}))
-    assert {candidate.mesh.context_attention for candidate in each} == found
-    for candidate in each:
-        validate(replace(candidate, data=replace(candidate.data, mock=True)))
 
 
 def test_refusal_names_smallest_and_enough_gpus():

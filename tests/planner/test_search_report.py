@@ -90,18 +90,6 @@ def test_report_shows_fastest_cost_and_plain_values(found):
     assert {other["field"] for other in values["alternatives"]} >= {"mesh.pipe", "mesh.model", "train.recompute"}
 
 
-def test_own_config_has_its_rank(found):
-    """Also where it asks for sequence parallelism that one rank of `model` cannot have."""
-    own = next(each.config for each in found.ranked if each.config.mesh.model == 1)
-    rank = [each.config for each in found.ranked].index(own) + 1
-    flipped = replace(own, mesh=replace(own.mesh, sequence_parallel=not own.mesh.sequence_parallel))
-    reports = [report(found, question(config=config), 1.5) for config in (own, flipped)]
-    assert reports[0].values["own"] == {"rank": rank, "seconds": found.ranked[rank - 1].time.mean}
-    assert f"rank {rank}" in reports[0].text == reports[1].text
-    big, size = found.too_big[0]
-    assert f"{size / GIB:.1f} GiB, which is too big" in report(found, question(config=big), 1.5).text
-
-
 def test_tight_candidate_comes_with_a_warning(found):
     other, _ = found.too_big[0]
     fast = Candidate(other, Bytes(0, 0.98 * found.capacity), Seconds(0.1, 0, 0))

@@ -13,11 +13,11 @@ from mjax.config import load_config
 from mjax.hardware import GIB, gpu_named
 from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
-from mjax.planner.memory_section import memory_section
 from mjax.planner.roofline import COLLECTIVES, COPIES, FILLS, PRODUCTS, roofline
 from mjax.planner.time import predict_time
 from mjax.planner.unrolling import MOST_LAYERS, with_unrolling
 from tests.compiler import needs_compiler
+from tests.traced import equations, traced_step
 
 H100 = gpu_named("h100")
 NEWER = jax.__version_info__ >= (0, 11)
@@ -72,30 +72,11 @@ def test_without_a_loop_no_stack_is_copied(compiled):
 
 
 @needs_compiler
-def test_sums_over_tokens_write_no_copy(compiled):
-    found, _ = compiled("layers", 3, "on")
-    entry = "\n".join(line for line in found.text.split("\n") if "calls=" in line or "custom-call(" in line)
-    wide = rf"f32\[{16 * 1024},(?:1536|4608|6144|7680)\]"
-    assert re.findall(rf"^\s+(?:ROOT )?%[\w.\-]+ = \(?(?:[^=]*, )?({wide})", entry, re.M) == []
-
-
-@needs_compiler
 def test_backward_sum_over_ranks_overlaps_a_matmul(compiled):
     found, _ = compiled("split", 2, recompute="selective", micro_batch=16, model=4, sequence_parallel=True)
     sums = [c for c in found.program.collectives if c.operation == "reduce-scatter" and "transpose" in c.source]
     assert len(sums) >= 4
     assert {c.overlap for c in sums} == {"products"}
-
-
-@needs_compiler
-def test_two_streams_wait_half_as_long(compiled):
-    split = {"micro_batch": 16, "model": 4, "sequence_parallel": True, "recompute": "selective"}
-    _, one = compiled("one stream", 4, "on", **split)
-    _, two = compiled("two streams", 4, "on", streams=2, **split)
-    assert two.rows[COLLECTIVES].seconds < 0.5 * one.rows[COLLECTIVES].seconds
-    assert two.rows[COLLECTIVES].bytes < 1.2 * one.rows[COLLECTIVES].bytes
-    assert two.rows[PRODUCTS].flops == one.rows[PRODUCTS].flops  # nothing is computed twice
-    assert two.seconds < 0.95 * one.seconds
 
 
 @needs_compiler
@@ -114,6 +95,13 @@ def test_without_a_loop_zero_overlaps_layers(compiled, zero, recompute):
     assert shown["on"].seconds < shown["off"].seconds
 
 
+@pytest.mark.parametrize(("zero", "held"), [(1, 2), (3, 1)], ids=str)
+def test_layer_waits_for_shards_of_next(zero, held):
+    """And with ZeRO-1 for its own weights: twelve in a layer, and the stream."""
+    _, step = traced_step(gpt_1b(2, "on", data=16, zero=zero)[0])
+    assert max(len(barrier.invars) for barrier in equations(step, "optimization_barrier")) == 12 * held + 1
+
+
 @needs_compiler
 def test_last_micro_batch_hides_its_sums(compiled):
     how = {"data": 16, "zero": 1, "micro_batch": 4, "micro_batches": 3}
@@ -130,21 +118,16 @@ def test_last_micro_batch_hides_its_sums(compiled):
 @needs_compiler
 def test_loss_in_chunks_writes_no_whole_logits():
     """It costs one more product of the output layer, and saves what a plan says."""
-    memory, flops, predicted, shapes = [], [], [], []
+    memory, flops, predicted = [], [], []
     for chunks in (1, 8):
         config, _ = gpt_1b(12, "on", "selective")
         config = replace(config, train=replace(config.train, loss_chunks=chunks))
         found = compile_step(config, "h100", options={"xla_gpu_enable_triton_gemm": False})
-        table = roofline(found.text, H100, 1)
-        assert predict_memory(config).total == pytest.approx(found.memory.total, rel=0.05)
-        assert predict_time(config, H100).total == pytest.approx(table.seconds, rel=0.05)
         memory.append(found.memory.total)
         predicted.append(predict_memory(config).total)
-        flops.append(table.rows[PRODUCTS].flops)
-        shapes.append(set(re.findall(r"\w+\[[\d,]+\]", found.text)))
+        flops.append(roofline(found.text, H100, 1).rows[PRODUCTS].flops)
     model, tokens = config.model, 16 * config.model.sequence
-    assert f"bf16[{tokens},{model.padded_vocabulary}]" in shapes[0]
-    assert not {each for each in shapes[1] if re.search(rf"\[(?:\d+,)?{tokens},{model.padded_vocabulary}\]", each)}
+    assert not re.search(rf"\[(?:\d+,)?{tokens},{model.padded_vocabulary}\]", found.text)
     assert flops[1] - flops[0] == pytest.approx(2 * tokens * model.hidden * model.padded_vocabulary)
     assert predicted[0] - predicted[1] > 0.5 * GIB
     assert memory[0] - memory[1] > predicted[0] - predicted[1] - 0.05 * memory[0]
@@ -181,19 +164,3 @@ def test_host_memory_needs_loop_and_streams_none():
     assert [with_unrolling(each, 70 * GIB).train.unroll for each in (config, offload)] == ["on", "off"]
     two, _ = gpt_1b(2, streams=2, model=2)
     assert with_unrolling(two, None).train.unroll == "on"
-
-
-@pytest.mark.parametrize(
-    ("mesh", "beside"),
-    [
-        ({}, False),
-        ({"data": 8}, True),
-        ({"data": 4, "model": 2, "sequence_parallel": True}, False),
-        ({"data": 4, "model": 2, "zero": 1, "sequence_parallel": True}, True),
-        ({"data": 4, "model": 2, "zero": 1, "sequence_parallel": False}, False),
-        ({"data": 2, "pipe": 4, "zero": 1}, False),
-    ],
-)
-def test_plan_tells_where_gradient_sums_overlap(mesh, beside):
-    config, _ = gpt_1b(40, micro_batch=4, micro_batches=4, **mesh)
-    assert memory_section(config, H100).values["sums_beside_layers"] == beside
