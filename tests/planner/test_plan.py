@@ -9,7 +9,7 @@ import pytest
 from mjax import cli
 from mjax.parallel.schedules import build_schedule, forward_only
 from mjax.planner import compile as ahead
-from mjax.planner.schedule_figure import describe_bubble, draw_schedule
+from mjax.planner.schedule_figure import draw_schedule
 from tests.conftest import ROOT
 
 # 72 layers; data 1 and micro-batches of 1, so the global batch is M. It has no data.
@@ -118,10 +118,3 @@ def test_plan_rejects_flags_in_one_sentence(capsys, monkeypatch, flags):
 def test_schedule_is_drawn(schedule, tmp_path):
     draw_schedule(schedule, tmp_path / "schedule.png", 1, 1, 1)
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_bubble_formula_is_named_where_it_holds():
-    assert describe_bubble(build_schedule("1f1b", 4, 8, 2), 1, 3) == "18.8% of the ideal time = (P − 1) / (V M)"
-    split = build_schedule("zb-h1", 4, 8)
-    assert describe_bubble(split, 1, 1, 1) == "12.5% of the ideal time = (P − 1) / (3 M)"
-    assert "=" not in describe_bubble(split, 1, 2, 1)

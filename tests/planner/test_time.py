@@ -341,6 +341,13 @@ def test_bytes_on_wire_are_those_of_trace(mesh, train):
     assert parts["data"] == pytest.approx(sent["data"], rel=left_out)
 
 
+def test_stages_send_a_message_each_way_per_chunk():
+    one, two = (config_with(mesh={"pipe": 4, "chunks": chunks}) for chunks in (1, 2))
+    stream = 2 * 4 * 1024 * 2048  # of a micro-batch, of which there are 8
+    sent = [predict_time(each, BYTE_A_SECOND, OPEN, NOTHING_HIDDEN).parts["pipe"] for each in (one, two)]
+    assert sent == pytest.approx([2 * 8 * stream, 4 * 8 * stream])
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_bubble_is_that_of_schedule(name):
     f, b, w = 1.0, 1.3, 0.7

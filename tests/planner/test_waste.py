@@ -108,7 +108,7 @@ def test_last_micro_batch_hides_its_sums(compiled):
     found, table = compiled("several micro-batches", 12, "on", **how)
     config, _ = gpt_1b(12, "on", **how)
     # The embedding and all gathers have nothing beside them.
-    assert table.rows[COLLECTIVES].seconds < 0.65 * table.collectives
+    assert table.rows[COLLECTIVES].seconds < 0.5 * table.collectives
     assert predict_time(config, H100).total == pytest.approx(table.seconds, rel=0.05)
     assert found.memory.total == pytest.approx(predict_memory(config).total, rel=0.05)
     weights = 2 * 12 * 12 * 1536 * 1536
