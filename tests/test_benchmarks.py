@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,10 +13,8 @@ from benchmarks import fault_runs, grouped, predicted
 from benchmarks.fault_runs import Ended, Outcome, Place
 from mjax.config import DataConfig, load_config
 from mjax.planner.calibration import H100, read_calibration
-from mjax.planner.compile import SHEETS, _without_compilation_cache
 from mjax.planner.memory import predict_memory
 from mjax.state.manifest import write_manifest
-from tests.compiler import needs_compiler
 from tests.conftest import ROOT
 from tests.test_train_command import CONFIG, environment
 
@@ -29,22 +26,13 @@ def run(*flags, code=0):
     return result
 
 
-@pytest.fixture(scope="module")
-def measured():
-    return json.loads(run("--peers", "none", "--rounds", "3", "--steps", "2", "--json").stdout)
-
-
 @pytest.mark.ci
-def test_train_step_benchmark_has_every_figure(measured):
-    (row,) = measured["rows"]
-    assert row["name"] == "mjax"
-    assert row["failed"] is None
-    assert row["mfu"] is None, "no peak of this machine's CPU is known"
+def test_train_step_benchmark_has_every_figure():
+    (row,) = json.loads(run("--peers", "none", "--rounds", "3", "--steps", "2", "--json").stdout)["rows"]
+    assert (row["name"], row["failed"], row["mfu"]) == ("mjax", None, None), "no peak of this machine's CPU is known"
     assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
-    assert row["against_mjax"] == 1.0
     assert row["tokens_per_second"] == pytest.approx(8 * 16 / (row["ms"] / 1e3))
     assert row["first_loss"] == pytest.approx(5.55, abs=0.1), "the logarithm of 257 tokens"
-    assert row["tflops"] > 0
     assert 0.05 < row["memory_gib"] < 4
     assert row["first_step_seconds"] > row["ms"] / 1e3
 
@@ -54,7 +42,6 @@ def test_failed_contender_is_a_row_with_reason():
     output = run("--peers", "none", "--mesh.model", "2", code=1).stdout
     assert "mjax failed: " in output
     assert "2 devices" in output
-    assert "ms a step" in output
 
 
 @pytest.mark.ci
@@ -85,38 +72,15 @@ def test_grouped_benchmark_counts_tiles_of_each_load(monkeypatch, capsys):
         assert found[load, "xla", "5"] == sum(-(-counts // 5)) * 5 / 100
 
 
-@needs_compiler
-def test_ragged_dot_on_h100_has_dense_flops():
-    from jax.experimental.topologies import get_topology_desc
-
-    sheet = (SHEETS / "h100.txtpb").read_text()
-    (device,) = get_topology_desc(platform="cuda", topology="1x1x1", target_config=sheet).devices
-    shapes = ((256, 64), "bfloat16"), ((8, 64, 128), "bfloat16"), ((8,), "int32")
-    there = jax.sharding.SingleDeviceSharding(device)
-    arrays = [jax.ShapeDtypeStruct(*each, sharding=there) for each in shapes]
-    with _without_compilation_cache():
-        compiled = jax.jit(jax.lax.ragged_dot).lower(*arrays).compile()
-    assert grouped.flops_of(compiled, on_gpu=True) == 8 * 2 * 256 * 64 * 128
-
-
 @pytest.mark.parametrize(
     ("name", "flags", "sentence"),
     [
-        ("bert_samples", ["--samples", "0"], "--samples is 0; it must be at least 1"),
         ("calibrate", ["--output", "none/rates.json"], "--output none/rates.json: there is no folder none; create it"),
         ("calibrate", ["--output", "x.json", "--gpu", "v100", "--compute", "bf16"], "v100 has no bf16; use --compute"),
-        ("dedup", ["none.jsonl", "none.jsonl"], "there is no file none.jsonl; give .txt, .jsonl"),
-        (
-            "grouped",
-            ["--shape", "qwen3_30b"],
-            "--shape qwen3_30b needs an NVIDIA GPU and this process",
-        ),
+        ("grouped", ["--shape", "qwen3_30b"], "--shape qwen3_30b needs an NVIDIA GPU and this process"),
         ("index", ["--tokens", "5000"], "--tokens is 5,000; with --batch 3072 use 18874368 or more"),
         ("memory", ["--only", "gpt_5"], "--only gpt_5: no row of compiled_memory.json has that in its name"),
-        ("pipeline_bubble", ["--unit-ms", "-1"], "--unit-ms is -1; it must be above 0"),
-        ("planning", ["--config", "wrong"], "there is no config 'wrong'"),
         ("predicted", ["--gpu", "v100", "--configs", "gpt_345m"], "no bf16 peak is known for v100"),
-        ("prepare", ["none.jsonl", "--workers", "1", "0"], "--workers is 0; it must be at least 1"),
         ("train_step", ["--steps", "0"], "--steps is 0; it must be at least 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value)[-40:],
@@ -125,10 +89,8 @@ def test_benchmark_rejects_flags_in_one_sentence(name, flags, sentence, monkeypa
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
     assert importlib.import_module(f"benchmarks.{name}").main() == 2
     shown = capsys.readouterr()
-    assert shown.out == ""
     assert shown.err.startswith(f"{name}.py: error: ")
     assert sentence in shown.err
-    assert shown.err.count("\n") == 1
 
 
 def test_predictions_stand_next_to_measured_steps(monkeypatch, tmp_path, capsys):
@@ -157,7 +119,6 @@ def test_predictions_stand_next_to_measured_steps(monkeypatch, tmp_path, capsys)
     ("code", "output", "broken"),
     [
         (0, "all is well", ""),
-        (1, "mjax: error: no", "exit code 1, not 0"),
         (None, "step 5", "exit code None, not 0"),
         (0, "Traceback (most recent call last):\nValueError: x", "traceback: ValueError: x"),
     ],
@@ -181,13 +142,3 @@ def test_fault_campaign_sees_other_losses_and_weights(tmp_path, monkeypatch):
         outcome = Outcome("killed")
         place.compare("run", outcome)
         assert (outcome.silent, outcome.words) == (bool(words), words)
-
-
-@pytest.mark.all
-def test_fault_campaign_ends_with_its_table():
-    flags = ["--only", "damage,poisonings", "--tries", "1", "--workers", "1", "--markdown"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "faults.py"), *flags]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "| damage | 1 | 1 | 0 | 0 | 0 | 0 |" in result.stdout
-    assert "| poisonings | 1 | 1 | 0 | 0 | 0 | 0 |" in result.stdout

@@ -36,28 +36,24 @@ def test_dry_run_leaves_its_tables(tmp_path):
     assert {each["verdict"] for each in found["commands"]} == {"ok"}
     (table,) = found["tables"]
     assert table["rows"][0]["ms"] > 0
-    text = (tmp_path / "day" / "results.md").read_text()
-    assert "A dry run at toy size" in text
-    assert "| mjax |" in text
+    assert "| mjax |" in (tmp_path / "day" / "results.md").read_text()
     assert (tmp_path / "day" / "calibration.json").exists()
 
 
 @pytest.mark.ci
-def test_broken_command_is_named_and_next_runs(tmp_path, capsys):
+def test_broken_command_is_named_and_next_runs(tmp_path):
     found = day(tmp_path)
     found.run("failing", python("import sys; print('why'); sys.exit(3)"), 30)
     found.run("missing", [str(tmp_path / "nothing")], 30)
-    found.run("hanging", python("import time; print('begun', flush=True); time.sleep(60)"), LEAST)
+    found.run("hanging", python("import time; time.sleep(60)"), LEAST)
     ready = tmp_path / "ready"
     found.run("killed", python(f"import time; open({str(ready)!r}, 'w'); time.sleep(60)"), 30, kill_when=ready.exists)
-    found.run("fine", python("print('hello')"), 30)
+    found.run("fine", python("pass"), 30)
     verdicts = [each.verdict for each in found.ended]
     assert verdicts[0] == "exit code 3"
     assert verdicts[1].startswith("FileNotFoundError")
     assert verdicts[2:] == ["over its limit", "killed as planned", "ok"]
     assert [each.fine for each in found.ended] == [False, False, False, True, True]
-    assert found.ended[2].output == "begun\n"
-    assert "hello" in capsys.readouterr().out
     assert "| about | hanging | over its limit |" in (tmp_path / "day" / "results.md").read_text()
 
 
@@ -87,20 +83,11 @@ def test_different_losses_are_named_by_step(tmp_path):
     assert words == ["equal bit for bit", "differ from step 3 on", "no step in both"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--output", "x"], "there is no NVIDIA GPU here; add --tiny to try the command on a CPU"),
-        (["--output", "none/x"], "--output none/x: there is no folder none; create it"),
-    ],
-)
-def test_impossible_day_is_rejected(flags, sentence, monkeypatch, capsys):
+def test_day_without_gpu_is_rejected(monkeypatch, capsys):
     monkeypatch.setattr(gpu.launch, "has_nvidia_gpu", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *flags])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", "x"])
     assert gpu.main() == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert sentence in shown.err
+    assert "there is no NVIDIA GPU here; add --tiny to try the command on a CPU" in capsys.readouterr().err
 
 
 def test_kernels_of_a_layer_read_arguments_only():

@@ -352,10 +352,13 @@ def _together(weights: Weights, x: Array) -> tuple[Weights, Array]:
     every = axes.union(*map(mappings.varying_axes, leaves))
     if any(mappings.size(axis) > 1 for axis in every - axes):
         return weights, x  # `x` is the same on these ranks, and a barrier would type it as if it were not
-    waiting = {i: leaf for i, leaf in enumerate(leaves) if mappings.varying_axes(leaf) == every}
+    others = [every - mappings.varying_axes(leaf) for leaf in leaves]
+    # A leaf that is the same on several ranks does not wait either.
+    waits = [all(mappings.size(axis) == 1 for axis in alike) for alike in others]
+    waiting = {i: mappings.vary(leaf, every) for i, leaf in enumerate(leaves) if waits[i]}
     waiting, x = jax.lax.optimization_barrier((waiting, mappings.vary(x, every)))
-    weights = jax.tree.unflatten(tree, [waiting.get(i, leaf) for i, leaf in enumerate(leaves)])
-    return weights, mappings.sum_over(x, every - axes)
+    leaves = [mappings.sum_over(waiting[i], others[i]) if waits[i] else leaf for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(tree, leaves), mappings.sum_over(x, every - axes)
 
 
 _in_order.defvjp(lambda *both: (_in_order(*both), None), lambda _, gradients: _together(*gradients))

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from mjax.doctor import flags
-from mjax.doctor.finding import RED, YELLOW
+from mjax.doctor.finding import RED
 from mjax.doctor.flags import check_flags
 
 UNKNOWN = "--xla_gpu_enable_latency_hiding_schedular=true"
@@ -22,48 +22,21 @@ def test_unknown_flag_is_found_by_a_child():
     assert repaired["XLA_FLAGS"] == "--xla_gpu_autotune_level=3"
 
 
-def test_only_unknown_flag_is_left_out(monkeypatch):
-    def refusal(flags, *_):
-        return f"Unknown flags in XLA_FLAGS: {UNKNOWN}" if UNKNOWN in flags else None
-
-    monkeypatch.setattr(flags, "refusal", refusal)
-    monkeypatch.setattr(flags, "known_flags", lambda: ["xla_gpu_enable_latency_hiding_scheduler"])
-    (finding,), repaired = check_flags({"XLA_FLAGS": f"{UNKNOWN} --xla_gpu_autotune_level=3"}, 60)
-    assert finding.status == RED
-    assert "the nearest known flag is --xla_gpu_enable_latency_hiding_scheduler" in finding.advice
-    assert repaired["XLA_FLAGS"] == "--xla_gpu_autotune_level=3"
-
-
 @pytest.mark.parametrize(
-    ("value", "said", "words"),
+    ("value", "said", "words", "left"),
     [
+        (f"{UNKNOWN} --xla_gpu_autotune_level=3", f"Unknown flags in XLA_FLAGS: {UNKNOWN}", "latency_hiding_schedular",
+         "--xla_gpu_autotune_level=3"),
         ("--xla_a=1 --xla_b=2", "F1122 parse.cc:234] Unknown flags in XLA_FLAGS: --xla_a=1 --xla_b=2",
-         "--xla_a and --xla_b"),
+         "--xla_a and --xla_b", ""),
         ("--xla_gpu_autotune_level=x", "E1122 f.cc:63] Couldn't interpret value x for flag xla_gpu_autotune_level.",
-         "'x' of --xla_gpu_autotune_level"),
-        ("xla_gpu_autotune_level=1", 'F1122 p.cc:171] Could not open file "x"', "name of a file"),
-        ("--xla_something=1", "Illegal instruction", "Illegal instruction"),
+         "'x' of --xla_gpu_autotune_level", ""),
     ],
 )  # fmt: skip
-def test_each_refusal_of_xla_gets_a_sentence(monkeypatch, value, said, words):
+def test_each_refusal_of_xla_gets_a_sentence(monkeypatch, value, said, words, left):
     monkeypatch.setattr(flags, "refusal", lambda given, *_: said if given == value else None)
     monkeypatch.setattr(flags, "known_flags", lambda: ["xla_gpu_autotune_level"])
     (finding,), repaired = check_flags({"XLA_FLAGS": value}, 60)
     assert finding.status == RED
     assert words in finding.found
-    assert repaired["XLA_FLAGS"] == ""
-
-
-def test_broken_jax_is_no_fault_of_flags(monkeypatch):
-    said = "Traceback (most recent call last):\nModuleNotFoundError: No module named 'jaxlib'"
-    monkeypatch.setattr(flags, "refusal", lambda *_: said)
-    (finding,), environment = check_flags({"XLA_FLAGS": "--xla_gpu_autotune_level=3"}, 60)
-    assert (finding.status, finding.advice) == (YELLOW, "fix the line devices first")
-    assert finding.found.endswith("without XLA_FLAGS either: ModuleNotFoundError: No module named 'jaxlib'")
-    assert environment["XLA_FLAGS"] == "--xla_gpu_autotune_level=3"
-
-
-def test_start_with_flags_has_a_limit(monkeypatch):
-    monkeypatch.setattr(flags, "READ_FLAGS", "import time; time.sleep(60)")
-    (finding,), _ = check_flags({**os.environ, "XLA_FLAGS": "--xla_gpu_autotune_level=3"}, 0.2)
-    assert (finding.status, finding.found) == (RED, "JAX gave no answer in 0.2 s")
+    assert repaired["XLA_FLAGS"] == left

@@ -1,14 +1,10 @@
 """The machine around the devices, on machines that are made up."""
 
-import shutil
-from collections import namedtuple
 from dataclasses import replace
 
-import pytest
-
 from mjax.config import load_config
-from mjax.doctor.finding import GREEN, RED, YELLOW, guarded
-from mjax.doctor.host import check_memory, check_open_files, check_processes, check_shared_memory, state_bytes
+from mjax.doctor.finding import GREEN, YELLOW
+from mjax.doctor.host import check_memory, state_bytes
 from mjax.models.build import count_parameters
 
 
@@ -32,11 +28,6 @@ def group(folder, path, limit, used, inactive=0):
         (place / "memory.stat").write_text(f"anon 1\ninactive_file {inactive * 2**30}\nactive_file 7\n")
 
 
-def test_free_memory_is_that_of_host(tmp_path):
-    (finding,) = check_memory(root=machine(tmp_path, limit="max"))
-    assert (finding.status, finding.found) == (GREEN, "60.0 GiB of 64.0 GiB free")
-
-
 def test_limit_of_slurm_job_counts(tmp_path):
     root = machine(tmp_path)
     group(root, "slurm/job_7", 32, used=20, inactive=8)
@@ -46,9 +37,8 @@ def test_limit_of_slurm_job_counts(tmp_path):
     (finding,) = check_memory(root=root)
     assert finding.found == "20.0 GiB of 32.0 GiB free, the limit of this container or job"
     group(root, "slurm", 48, used=45)  # its other jobs
-    assert check_memory(root=root)[0].found.startswith("3.0 GiB of 48.0 GiB")
     group(root, "slurm/job_8", 1, used=0)  # somebody else's
-    assert check_memory(root=root)[0].found.startswith("3.0 GiB")
+    assert check_memory(root=root)[0].found.startswith("3.0 GiB of 48.0 GiB")
 
 
 def test_limit_of_cgroup_version_1_counts(tmp_path):
@@ -75,40 +65,3 @@ def test_memory_below_checkpoint_copy_is_yellow(tmp_path):
     (finding,) = check_memory(config, root)
     assert finding.status == GREEN
     assert "takes 1.5 GiB of a host with 8 of its 512 GPUs" in finding.found
-
-
-def test_little_shared_memory_is_yellow_between_gpus(monkeypatch, tmp_path):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(64 * 2**20, 0, 64 * 2**20))
-    (finding,) = check_shared_memory(8, tmp_path)
-    assert (finding.status, finding.advice.split(";")[0]) == (YELLOW, "docker run --shm-size=8g")
-    assert check_shared_memory(1, tmp_path)[0].status == GREEN
-    assert check_shared_memory(2, tmp_path / "absent")[0].status == RED
-
-
-def test_few_open_files_are_yellow():
-    (finding,) = check_open_files(1024)
-    assert (finding.status, finding.advice) == (YELLOW, "ulimit -n 65536")
-    assert check_open_files(65536)[0].status == check_open_files(-1)[0].status == GREEN
-
-
-@pytest.mark.parametrize(
-    ("environment", "status", "words"),
-    [
-        ({}, GREEN, "no launcher"),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, GREEN, "mpirun started 4 processes"),
-        ({"JOB_COMPLETION_INDEX": "0"}, GREEN, "Kubernetes started an indexed job"),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, YELLOW, "outside srun: train.py would run alone"),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, GREEN, "job 7"),
-    ],
-)
-def test_launched_processes_are_named(environment, status, words):
-    (finding,) = check_processes(environment)
-    assert finding.status == status
-    assert words in finding.found
-
-
-def test_failing_check_is_red_itself(tmp_path):
-    (finding,) = guarded("memory", lambda: check_memory(root=tmp_path))
-    assert (finding.check, finding.status) == ("memory", RED)
-    assert "could not be checked: FileNotFoundError" in finding.found

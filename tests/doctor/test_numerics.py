@@ -20,9 +20,6 @@ def operations():
 def test_this_device_is_right(operations):
     (finding,) = check_numerics(lambda device: operations)
     assert finding.status == GREEN
-    assert "float32 products are" in finding.found
-    for name in ("bf16 product", "fp32 product", "cross entropy", "LayerNorm"):
-        assert name in finding.found
 
 
 @pytest.mark.parametrize("index", range(4))
@@ -58,11 +55,3 @@ def test_nan_is_red():
     half = [jnp.ones(3), jnp.full(3, jnp.nan)]  # what is right before it must not hide it
     nothing = numerics.Operation("nothing", lambda: half, (), [np.ones(3)] * 2, 1e-3, ("no jit",))
     assert check_numerics(lambda device: [nothing])[0].status == RED
-
-
-def test_bounds_tell_tf32_from_float32():
-    a, b = numerics.matrices(jnp.float32)
-    right = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
-    kept = np.uint32(0xFFFFE000)  # TF32 has 10 bits after the point
-    rounded = [(np.asarray(x).view(np.uint32) & kept).view(np.float32) for x in (a, b)]
-    assert numerics.relative_error([rounded[0] @ rounded[1]], [right]) > 10 * numerics.FULL_FLOAT32

@@ -1,13 +1,10 @@
 """Python and packages, with versions that were never installed."""
 
-from importlib import metadata
-
 import pytest
 
 from mjax import packages
-from mjax.doctor import software
 from mjax.doctor.finding import GREEN, RED, YELLOW
-from mjax.doctor.software import check_jax, check_packages, check_python
+from mjax.doctor.software import check_jax, check_packages
 
 
 def pretend(monkeypatch, **versions):
@@ -21,13 +18,6 @@ def pretend_cuda(monkeypatch, **versions):
     """The same, and none else of jax's plugins for CUDA."""
     plugins = [name.replace("-", "_") for name in packages.installed() if name.startswith("jax-cuda")]
     pretend(monkeypatch, **dict.fromkeys(plugins) | versions)
-
-
-def test_old_python_is_red():
-    assert check_python()[0].status == GREEN
-    old = check_python((3, 10, 4))[0]
-    assert old.status == RED
-    assert "3.10.4" in old.found
 
 
 def test_installed_packages_fit():
@@ -57,44 +47,20 @@ def test_two_lines_on_a_package_both_hold():
     assert (finding.status, finding.advice) == (YELLOW, 'pip install "numpy<1.0,>=0.1"')
 
 
-def test_installed_package_names_its_needs(monkeypatch, tmp_path):
-    monkeypatch.setattr(software.mjax, "__file__", str(tmp_path / "mjax" / "__init__.py"))
-    monkeypatch.setattr(metadata, "requires", lambda name: ["no-such-package>=1", 'lm-eval>=1; extra == "lm-eval"'])
-    (finding,) = check_packages()
-    assert finding.found == "not installed: no-such-package"
-
-
 JAX, JAXLIB = packages.installed()["jax"], packages.installed()["jaxlib"]
-
-
-def test_cuda_plugin_must_match_jaxlib(monkeypatch):
-    pretend_cuda(monkeypatch, jax_cuda13_plugin="0.9.0", jax_cuda13_pjrt=JAXLIB)
-    (finding,) = check_jax()
-    assert finding.status == RED
-    assert "jax-cuda13-plugin 0.9.0" in finding.found
-    assert finding.advice == f'pip install --upgrade "jax[cuda13]=={JAX}"'
 
 
 @pytest.mark.parametrize(
     ("versions", "status"),
     [
         ({"jaxlib": "0.4.30"}, RED),
-        ({"jax": None}, RED),
         ({"jaxlib": None}, RED),
         ({"jax_cuda13_plugin": JAXLIB}, RED),
-        ({"jax_cuda13_pjrt": JAXLIB}, RED),
+        ({"jax_cuda13_plugin": "0.9.0", "jax_cuda13_pjrt": JAXLIB}, RED),
         ({f"jax_cuda{major}_{half}": JAXLIB for major in (12, 13) for half in ("plugin", "pjrt")}, YELLOW),
     ],
-    ids=["old jaxlib", "no jax", "no jaxlib", "half a plugin", "the other half", "two builds"],
+    ids=["old jaxlib", "no jaxlib", "half a plugin", "old plugin", "two builds"],
 )
 def test_jax_and_its_parts_must_fit(monkeypatch, versions, status):
     pretend_cuda(monkeypatch, **versions)
     assert check_jax()[0].status == status
-
-
-def test_libraries_are_those_of_jaxs_cuda(monkeypatch):
-    pretend_cuda(monkeypatch, jax_cuda13_plugin=JAXLIB, jax_cuda13_pjrt=JAXLIB)
-    pretend(monkeypatch, nvidia_cudnn_cu12="9.1", nvidia_cudnn_cu13="9.2", nvidia_nccl_cu13="2.3")
-    (finding,) = check_jax()
-    assert finding.status == GREEN
-    assert finding.found.endswith("the build for CUDA 13, with cuDNN 9.2 and NCCL 2.3")

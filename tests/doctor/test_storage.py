@@ -18,39 +18,27 @@ def small_file(monkeypatch):
     monkeypatch.setattr(storage, "SLOW", 1.0)  # this machine's disk is not what is tested here
 
 
-def test_folder_is_left_as_it_was(tmp_path):
-    (finding,) = check_storage(tmp_path)
-    assert finding.status == GREEN
-    assert list(tmp_path.iterdir()) == []
-    assert finding.figures["write_mb_per_s"] > 0
-
-
 def test_absent_folder_is_not_made(tmp_path):
     (finding,) = check_storage(tmp_path / "runs" / "deep")
     assert finding.status == GREEN
     assert f"{tmp_path} (where" in finding.found
+    assert finding.figures["write_mb_per_s"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_read_only_folder_is_red(tmp_path, monkeypatch):
-    def refuse(**_):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+@pytest.mark.parametrize(
+    ("module", "name", "code", "advice"),
+    [(storage.tempfile, "mkstemp", errno.EROFS, "make it writable"), (os, "fsync", errno.ENOSPC, "free some space")],
+    ids=["read-only", "full"],
+)
+def test_failing_disk_is_red(tmp_path, monkeypatch, module, name, code, advice):
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(storage.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(module, name, fail)
     (finding,) = check_storage(tmp_path)
     assert finding.status == RED
-    assert os.strerror(errno.EROFS) in finding.found
-    assert finding.advice == "make it writable, or choose another folder with --runs"
-
-
-def test_full_disk_is_red(tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    (finding,) = check_storage(tmp_path)
-    assert finding.status == RED
-    assert finding.advice.startswith("free some space")
+    assert finding.advice.startswith(advice)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -86,30 +74,14 @@ def test_written_checkpoints_need_no_room_again(tmp_path, monkeypatch):
     assert check_storage(tmp_path, config, "another")[0].status == RED
 
 
-def test_dangling_link_is_red(tmp_path):
-    (tmp_path / "runs").symlink_to(tmp_path / "scratch disk")
-    (finding,) = check_storage(tmp_path / "runs" / "deep")
-    assert finding.status == RED
-    assert f"is a link to {tmp_path}/scratch disk, which does not exist" in finding.found
-    assert finding.advice.startswith(f"mkdir -p '{tmp_path}/scratch disk'")
-
-
 def test_compiled_programs_have_a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     (finding,) = storage.check_programs()
     assert finding.status == GREEN
     assert finding.found.startswith(f"compiled ones are kept in {tmp_path}/mjax/programs/")
-    assert finding.found.endswith(": 0 MiB of at most 2.0 GiB")
 
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
     (finding,) = storage.check_programs()
     assert finding.status == YELLOW
     assert finding.advice == "name a folder: export JAX_COMPILATION_CACHE_DIR=/path/to/folder"
-
-    (tmp_path / "jit_step-1-cache").write_bytes(bytes(3 * 2**20))
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-    (finding,) = storage.check_programs()
-    assert finding.found == f"compiled ones are kept in {tmp_path}: 3 MiB, by JAX_COMPILATION_CACHE_DIR"
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
-    assert storage.check_programs()[0].found == "compiled at every start: JAX_COMPILATION_CACHE_DIR is empty"

@@ -23,7 +23,6 @@ from mjax.planner.budget import (
     family_ladder,
     ladder,
     largest,
-    possible_rungs,
     train_command,
     with_tokens,
 )
@@ -60,10 +59,8 @@ def test_largest_is_that_of_exhaustive_count():
     assert best.config.model == max(within, key=count_parameters)
     assert best.days == pytest.approx(days[best.config.model])
     assert best.tokens == best.config.train.steps * 512 * 8192
-    assert 0 <= best.tokens - 20 * best.parameters < 512 * 8192
     # Half of the peak: the FLOPs of the traced model are those counted by hand.
     assert best.flops == pytest.approx(best.days * 86_400 * 64 * 0.5 * 989.4e12, rel=1e-9)
-    assert best.days_at_peak == pytest.approx(best.days / 2)
     assert len(tried) == len(lines) < 10
 
 
@@ -76,13 +73,6 @@ def test_ladder_has_close_rungs_of_same_proportions():
         assert 70 <= model.hidden / model.layers <= 140
     middle = [count_parameters(model) for model in models if 4096 <= model.hidden <= 6144]
     assert all(0.95 < after / before < 1.2 for before, after in itertools.pairwise(middle))
-
-
-def test_ladder_has_only_possible_sizes():
-    windows = replace(LLAMA, model=replace(LLAMA.model, window=4096, full_attention_every=8))
-    depths = {rung.config.model.layers for rung in possible_rungs(ladder("x", windows), 64)}
-    assert 32 in depths
-    assert all(layers % 8 == 0 for layers in depths)
 
 
 def test_family_is_the_configs_of_that_name():
@@ -126,23 +116,14 @@ def test_budget_scales_llama_by_default(monkeypatch):
 PLAN = ["plan", "--config", TINY, "--gpu", "h100", "--devices", "2", "--json"]
 
 
-@pytest.fixture(scope="module")
-def planned(tmp_path_factory):
-    """A plan of a few milliseconds of two GPUs, and the file that was written."""
-    file = tmp_path_factory.mktemp("budget") / "found.py"
-    lines = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("builtins.print", lambda *words, **_: lines.append(words[0]))
-        assert cli.main([*PLAN, "--days", "0.0005", "--price", "2", "--write", str(file)]) == 0
-    return json.loads(lines[-1]), lines[:-1], file
-
-
 @pytest.mark.ci
-def test_plan_is_of_largest_and_its_command(planned):
-    plan, lines, file = planned
+def test_plan_is_of_largest_and_its_command(tmp_path, capsys):
+    """Of a few milliseconds of two GPUs."""
+    file = tmp_path / "found.py"
+    assert cli.main([*PLAN, "--days", "0.0005", "--price", "2", "--write", str(file)]) == 0
+    plan = json.loads(capsys.readouterr().out.splitlines()[-1])
     best, tried = plan["budget"]["best"], plan["budget"]["tried"]
     assert best in tried
-    assert len(lines) == len(tried)
     assert best["days"] <= 0.0005
     larger = [each for each in tried if each["parameters"] > best["parameters"]]
     assert larger
@@ -154,19 +135,3 @@ def test_plan_is_of_largest_and_its_command(planned):
     written = load_config(str(file))
     assert replace(typed, data=written.data) == written
     assert written.train.steps == best["steps"]
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ([*PLAN, "--days", "1e-9"], "train no model of this ladder: the smallest, "),
-        (
-            ["plan", "--gpu", "h100", "--devices", "8", "--days", "3", "--family", "gpt", "--train.global-batch", "64"],
-            "--family tries configs as they are, without --train.global-batch; leave it out",
-        ),
-    ],
-)
-def test_impossible_budget_is_rejected(argv, words, capsys):
-    assert cli.main(argv) == 2
-    assert words in capsys.readouterr().err

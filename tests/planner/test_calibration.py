@@ -1,7 +1,6 @@
 """The file of a calibration: what is written is read again, and what is wrong with a file is said."""
 
 import json
-import math
 import os
 from dataclasses import replace
 
@@ -36,23 +35,9 @@ def test_interrupted_write_leaves_old_calibration(tmp_path, monkeypatch):
     [
         ({"format": "other"}, "is not a calibration of this version of mjax; write one with: python benchmarks"),
         ({"matmul": 40.0}, r"matmul is 40.0; it must be above 0 and at most 1.2; write one with: python benchmarks"),
-        ({"matmul": "fast"}, "matmul is 'fast', which is not a number"),
-        ({"error": math.nan}, "error is nan"),
-        ({"inner": 10**400}, "inner is 1000000000000000000000000000000000000000"),
-        ({"attention": []}, "attention has no rows; give at least"),
-        ({"attention": [[128, 1024, 0.4]]}, r"attention is \[\[128, 1024, 0.4\]\], which is not a list of"),
-        (
-            {"attention": [[128, 0, 0.4, 0.3]]},
-            r"attention has the row \[128, 0, 0.4, 0.3\]; give a head size and posit",
-        ),
-        ({"attention": [[128, 1024, 1.3, 0.3]]}, "two fractions of the peak above 0 and at most 1.2"),
         ({"sequences": [2048, 512]}, r"sequences is \[2048, 512\]; give the smallest and the largest"),
-        ({"measured": [3]}, r"measured is \[3\], which is not a list of text"),
         ({"gpu": "h1000"}, "gpu 'h1000' is not known; mjax/hardware.py describes how to add it"),
-        ({"devices": [8]}, r"devices is \[8\], which is not \[a whole number, a whole number\]"),
         ({"devices": [0, 8]}, r"devices is \[0, 8\]; give the smallest and the largest, both above 0"),
-        ({"parameters": [1e9, math.nan]}, r"parameters is \[1000000000.0, nan\]; give the smallest"),
-        ({"versions": {"jax": 10}}, "versions is {'jax': 10}, which is not an object in which each value is text"),
         ({"speed": 1.0}, "unknown field speed"),
     ],
     ids=str,
@@ -66,19 +51,11 @@ def test_wrong_value_is_rejected(tmp_path, change, sentence):
         read_calibration(file)
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("{", "is not JSON"),
-        ("[1]", "is not a calibration"),
-        (None, "does not exist"),
-        (json.dumps({"format": FORMAT, "gpu": "h100"}), r"there is no matmul; write one with"),
-    ],
-    ids=["damaged", "list", "missing", "incomplete"],
-)
-def test_wrong_file_is_rejected(tmp_path, text, sentence):
+def test_wrong_file_is_rejected(tmp_path):
     file = tmp_path / "rates.json"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(UsageError, match=sentence):
+    with pytest.raises(UsageError, match="does not exist"):
         read_calibration(file)
+    for text, sentence in (("{", "is not JSON"), (json.dumps({"format": FORMAT, "gpu": "h100"}), "there is no matmul")):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=sentence):
+            read_calibration(file)

@@ -16,7 +16,6 @@ import pytest
 
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
-from mjax.models.build import count_parameters
 from mjax.planner import compile as ahead
 from mjax.planner.comms import ledger, source_of
 from mjax.planner.compile import compile_step, sheet_names
@@ -44,18 +43,10 @@ MODES = {
     "sequence parallel": lambda: config_of({"data": 2, "model": 4, "sequence_parallel": True}),
     "ZeRO-1": lambda: config_of({"data": 4, "model": 2, "zero": 1}),
     "FSDP": lambda: config_of({"data": 4, "model": 2, "zero": 3}),
-    # Counts of labels are int32, and `model` has one rank.
-    "BERT, data parallel": lambda: config_of({"data": 4, "model": 1}, kind="bert"),
-    # cuDNN with grouped heads and a window; with more ranks than key-value heads; with packed documents.
+    # cuDNN with grouped heads and a window; with more ranks than key-value heads.
     "Llama": lambda: config_of({"data": 2, "model": 4}, kind="llama", kv_heads=4, window=64, qk_norm="heads"),
     "Llama, fewer key-value heads than ranks": lambda: config_of(
         {"data": 1, "model": 8, "sequence_parallel": True}, kind="llama", kv_heads=2, head_dim=32, qk_norm="head"
-    ),
-    "Llama, packed documents": lambda: config_of(
-        {"data": 4, "model": 2, "zero": 3},
-        kind="llama",
-        kv_heads=2,
-        samples={"reset_positions": True, "reset_attention": True},
     ),
     "inputs in host memory": lambda: config_of({"data": 2, "model": 4, "zero": 3}, 1, "offload"),
     "pipe, data and model": lambda: config_of({"pipe": 2, "data": 2, "model": 2}, 1),
@@ -94,17 +85,9 @@ def check_report(config, compiled, expected, folder):
     section = compile_section(compiled, expected, Memory(1.1 * compiled.memory.total, 0.0, 0.0))
     values = json.loads(json.dumps(section.values))
     assert all(row["ledger"]["bytes"] == row["compiled"]["bytes"] > 0 for row in values["ledger"])
-    assert {"over", "model", "data"} <= set(section.text.split())
     assert "+10.0%" in section.text
-    # State of float32 weights and two moments, of which model 4 splits all but the small ones; the new one takes the
-    # place of the old.
-    memory = compiled.memory
-    assert 12 * count_parameters(config.model) / 4 < memory.arguments < 12 * count_parameters(config.model)
-    assert memory.outputs - memory.aliased < 4096
-    assert memory.peak <= memory.total == memory.arguments + memory.outputs - memory.aliased + memory.temporaries
-    assert (
-        values["kernels"]["attention, cuDNN"]["launches"] == 3 * 4 * 2
-    )  # forward twice and backward, layers, micro-batches
+    assert compiled.memory.outputs - compiled.memory.aliased < 4096  # the new state takes the place of the old
+    assert values["kernels"]["attention, cuDNN"]["launches"] == 3 * 4 * 2  # forward twice and backward, layers, batches
     if importlib.util.find_spec("flatbuffers"):
         file = folder / "step.mjax"
         save_program(file, config, compiled.step, "cuda", {"gpu": "h100"}, compiled.text)
@@ -132,7 +115,6 @@ def test_sheets_describe_their_gpus():
         text = (ahead.SHEETS / f"{name}.txtpb").read_text()
         assert f"cuda_compute_capability {{ major: {gpu_named(name).compute_capability[0]} " in text
         assert 1.0 < ahead.memory_of(name) / (size * 1e9) < 1.07
-    assert '"mjax.planner" = ["targets/*.txtpb"]' in (ROOT / "pyproject.toml").read_text()
 
 
 COMPILE_REPEATABLE = """

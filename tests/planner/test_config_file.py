@@ -51,16 +51,10 @@ def test_written_configs_are_read_back_and_formatted(tmp_path):
     assert subprocess.run(command, capture_output=True, text=True).returncode == 0
 
 
-def test_existing_file_or_absent_folder_is_rejected(tmp_path):
-    there = tmp_path / "there.py"
-    there.write_text("mine")
+def test_absent_folder_or_other_name_is_rejected(tmp_path):
     for file, message in (
-        (there, "already exists and is not overwritten"),
         (tmp_path / "no" / "such.py", "there is no folder"),
         (Path("plan.json"), "use a name that ends in .py"),
     ):
         with pytest.raises(UsageError, match=message):
             check_new(file)
-        with pytest.raises(UsageError, match=message):
-            write_config(load_config("gpt_8b"), file, "A.\n\nB.")
-    assert there.read_text() == "mine"

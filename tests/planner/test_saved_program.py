@@ -13,7 +13,7 @@ from mjax.parallel import mappings
 from mjax.parallel.axes import DATA
 from mjax.parallel.mesh import make_mesh, sharded_shapes
 from mjax.planner import saved_program
-from mjax.planner.saved_program import check_save, open_program, save_program
+from mjax.planner.saved_program import open_program, save_program
 from tests.small import small_config
 
 
@@ -40,9 +40,7 @@ def test_saved_step_computes_same_bits(tmp_path):
 
     saved = open_program(file)
     assert saved.step.nr_devices == 4
-    assert saved.manifest["mesh"] == {"pipe": 1, "data": 4, "expert": 1, "context": 1, "model": 1}
     assert saved.manifest["config"]["model"]["hidden"] == config.model.hidden
-    assert saved.manifest["gpu"] == "none"
     assert [(a["name"], a["shape"], a["dtype"]) for a in saved.manifest["arguments"]] == [
         ("weight", [4, 3], "float32"),
         ("x", [8, 4], "float32"),
@@ -60,27 +58,23 @@ def test_saved_step_computes_same_bits(tmp_path):
 
 
 def test_zip_bomb_is_rejected(tmp_path, monkeypatch):
-    name = "step.stablehlo"
     monkeypatch.setattr(saved_program, "LARGEST", 10_000)
     file = tmp_path / "step.mjax"
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for each in ("manifest.json", "step.stablehlo"):
-            archive.writestr(each, b" " * 10_001 if each == name else b"{}")
+            archive.writestr(each, b" " * 10_001)
     assert file.stat().st_size < 500
-    with pytest.raises(UsageError, match=f"it is damaged .its {name} has more than 10,000 bytes"):
+    with pytest.raises(UsageError, match=r"it is damaged .its .* has more than 10,000 bytes"):
         open_program(file)
 
 
 def test_damaged_program_is_rejected(tmp_path):
     file = tmp_path / "step.mjax"
-    with pytest.raises(UsageError, match=r"there is no folder .*nowhere; create it"):
-        check_save(tmp_path / "nowhere" / "step.mjax")
     file.write_bytes(b"\x80\x04\x95 a pickle, perhaps")
     with pytest.raises(UsageError, match="is not a program that mjax plan --save-program wrote"):
         open_program(file)
     for manifest, words in (
         ('{"format": 2}', "has format 2 and this mjax reads 1"),
-        ("[]", "its manifest is not an object"),
         ("[" * 100_000, "or it is damaged .maximum recursion"),
         ('{"format": 1}', "the step in it is damaged"),
     ):

@@ -12,7 +12,7 @@ from mjax.config import Config, GPTConfig, MeshConfig, MixtureConfig, TrainConfi
 from mjax.errors import UsageError
 from mjax.model_config import as_kind
 from mjax.planner.loss_chunks import CHUNKS
-from mjax.planner.search import alternatives, candidates, describe, search
+from mjax.planner.search import alternatives, candidates, search
 from mjax.planner.search_command import check_searchable, enough_devices, refuse_too_big, with_batch
 from mjax.validation import validate
 
@@ -45,20 +45,13 @@ def changed(config, **sections):
     return replace(config, **{name: replace(getattr(config, name), **fields) for name, fields in sections.items()})
 
 
-def everything(
-    config,
-    devices,
-    zeros=(0, 1, 3),
-    recomputes=("none", "selective", "full", "offload"),
-    streams=(1, 2),
-    experts=(1,),
-):
+def everything(config, devices, zeros=(0, 1, 3), recomputes=("none", "selective", "full", "offload"), experts=(1,)):
     """Every combination, also of settings that cannot run."""
     shapes = [shape for shape in product(range(1, devices + 1), repeat=3) if math.prod(shape) == devices]
     names = ("expert", "sequence_parallel", "schedule", "chunks", "zero")
     others = product(experts, (False, True), ("1f1b", "zb-h1"), range(1, config.model.layers + 1), zeros)
     for (shape, other), micro_batch, recompute, number in product(
-        product(shapes, list(others)), range(1, config.train.global_batch + 1), recomputes, streams
+        product(shapes, list(others)), range(1, config.train.global_batch + 1), recomputes, (1, 2)
     ):
         train = replace(config.train, micro_batch=micro_batch, recompute=recompute, streams=number)
         yield replace(config, mesh=MeshConfig(*shape, **dict(zip(names, other, strict=True))), train=train)
@@ -90,46 +83,24 @@ def is_simplest(config):
         changed(SMALL, train={"batch_rampup": (4, 2, 20)}),
         replace(SMALL, model=replace(as_kind(SMALL.model, "bert_task"), head="multiple_choice", answers=3, sequence=5)),
         replace(SMALL, model=replace(as_kind(SMALL.model, "llama"), kv_heads=1, window=2, full_attention_every=2)),
-        replace(SMALL, model=replace(as_kind(SMALL.model, "llama"), heads=12, kv_heads=6, hidden=48)),
+        replace(SMALL, model=MixtureConfig(layers=2, hidden=32, heads=4, experts=6, sequence=4, vocabulary=257)),
     ],
-    ids=["gpt", "odd widths", "ramp-up", "bert", "pattern of windows", "six key-value heads"],
+    ids=["gpt", "odd widths", "ramp-up", "bert", "pattern of windows", "mixture"],
 )
 def test_candidates_are_all_that_can_run(config):
     made = list(candidates(config, 4, ["mesh.zero", "train.recompute"]))
-    tried = everything(config, 4, zeros=[0], recomputes=["none"])
+    experts = (1, 2, 3, 4) if config.model.kind == "mixture" else (1,)
+    tried = everything(config, 4, zeros=[0], recomputes=["none"], experts=experts)
     assert len(made) == len(set(made)) > 20
     assert set(made) == {each for each in tried if is_simplest(each) and runs(each)}
-
-
-def test_experts_are_split_over_possible_replicas():
-    mixture = MixtureConfig(layers=2, hidden=32, heads=4, experts=6, sequence=4, vocabulary=257)
-    config = replace(SMALL, model=mixture)
-    made = list(candidates(config, 4, ["mesh.zero", "train.recompute"]))
-    tried = everything(config, 4, zeros=[0], recomputes=["none"], experts=(1, 2, 3, 4))
-    assert set(made) == {each for each in tried if is_simplest(each) and runs(each)}
-    assert {each.mesh.expert for each in made} == {1, 2}
-
-
-@pytest.mark.parametrize(("name", "devices"), [("gpt_1t", 3072), ("bert_4b", 16)])
-def test_candidates_of_published_configs_can_run(name, devices):
-    config = changed(load_config(name), data={"mock": True})
-    made = list(candidates(config, devices))
-    assert len(made) > 100
-    for each in made[:: len(made) // 50]:
-        assert each.mesh.devices == devices
-        validate(each, name)
 
 
 def test_kept_fields_stay_as_in_config():
     config = changed(SMALL, mesh={"model": 2, "zero": 1, "schedule": "gpipe"}, train={"micro_batch": 2})
     keep = ["mesh.model", "mesh.zero", "mesh.schedule", "train.micro_batch"]
-    made = list(candidates(config, 4, keep))
-    assert {(each.mesh.model, each.mesh.zero, each.mesh.schedule, each.train.micro_batch) for each in made} == {
-        (2, 1, "gpipe", 2)
-    }
-    assert {each.mesh.pipe for each in made} == {1, 2}
-    for each in made:
-        validate(each)
+    made = [(each.mesh, each.train.micro_batch) for each in candidates(config, 4, keep)]
+    assert {(mesh.model, mesh.zero, mesh.schedule, size) for mesh, size in made} == {(2, 1, "gpipe", 2)}
+    assert {mesh.pipe for mesh, _ in made} == {1, 2}
 
 
 def drawn(config, salt):
@@ -163,10 +134,8 @@ def test_search_finds_what_exhaustion_finds(capacity):
 
 def test_search_tries_loss_in_chunks():
     def logits(config):
-        head = config.train.recompute == "full"
-        return Bytes(
-            90 + config.train.micro_batch - 30 * (config.train.loss_chunks > 1), "head" if head else "backward"
-        )
+        moment = "head" if config.train.recompute == "full" else "backward"
+        return Bytes(90 + config.train.micro_batch - 30 * (config.train.loss_chunks > 1), moment)
 
     def seconds(config):
         return Seconds(2 + 0.1 * (config.train.loss_chunks > 1))
@@ -175,18 +144,12 @@ def test_search_tries_loss_in_chunks():
     chunked = [each for each in found.roomy if each.config.train.loss_chunks > 1]
     assert {(each.config.train.micro_batch, each.config.train.recompute) for each in chunked} == {(8, "full")}
     assert {each.config.train.loss_chunks for each in chunked} == {CHUNKS}
-    assert all(
-        replace(each.config, train=replace(each.config.train, loss_chunks=1)) in {other.config for other in found.tight}
-        for each in chunked
-    )
     assert found.ranked[0].config.train.loss_chunks == 1
     assert "train.loss_chunks" in {other.field for other in alternatives(found)}
-    assert describe(chunked[0].config).endswith(f"the loss in {CHUNKS} chunks")
     kept = search(SMALL, 4, logits, seconds, 100, ["train.loss_chunks"])
     assert {each.config.train.loss_chunks for each in kept.roomy + kept.tight} == {1}
     own = changed(SMALL, train={"loss_chunks": 2})
     assert {each.train.loss_chunks for each in candidates(own, 4)} == {1, 2}
-    assert {each.train.loss_chunks for each in candidates(own, 4, ["train.loss_chunks"])} == {2}
     task = replace(SMALL, model=as_kind(SMALL.model, "bert_task"))  # no scores of a vocabulary
     assert {each.config.train.loss_chunks for each in search(task, 4, logits, seconds, 100).roomy} == {1}
 
@@ -201,7 +164,6 @@ def test_tight_candidates_are_ranked_only_alone():
     found = search(SMALL, 4, tight, faster_on_one, 100)
     assert found.ranked[0].config.mesh.model == 2
     assert found.tight[0].config.mesh.model == 1
-    assert found.free(found.tight[0]) == pytest.approx(0.04)
     assert {other.field: (other.value, other.least) for other in alternatives(found)}["mesh.model"] == (4, None)
     found = search(SMALL, 4, tight, faster_on_one, 100, ["mesh.model"])
     assert found.ranked == found.tight
@@ -215,10 +177,6 @@ def test_candidates_beyond_host_memory_are_left_out():
     offloaded = [each for each in known.ranked if each.config.train.recompute == "offload"]
     assert {each.config.train.micro_batch for each in offloaded} == {1, 2}
     assert unknown.without_host == 0 < known.without_host == len(unknown.ranked) - len(known.ranked)
-    assert known.tried == unknown.tried
-    assert not [
-        each for each in unknown.ranked if each.config.train.recompute == "offload" and each.config.mesh.pipe > 1
-    ]
     kept = changed(SMALL, train={"recompute": "offload"})
     found = search(kept, 4, memory, time_of, 2, ["train.recompute"], host=0.5)
     with pytest.raises(UsageError, match=r"all .* ways to run small on 4 × h100 need more host memory than there is"):
@@ -246,22 +204,15 @@ def test_alternative_is_fastest_with_another_value():
     assert (best.mesh, best.train.recompute, best.train.micro_batch) == (MeshConfig(data=4), "selective", 1)
     slower = others["mesh.pipe"]
     assert (slower.best, slower.value, slower.candidate.time.total) == (1, 2, 3)
-    assert others["train.recompute"].candidate.config.mesh == best.mesh
     assert (others["train.recompute"].value, others["train.recompute"].candidate.time.total) == ("full", 2.25)
     assert others["mesh.zero"].value == 1  # as fast, and less simple
-    assert set(others) == {"mesh.pipe", "mesh.model", "mesh.sequence_parallel", "mesh.zero", "train.recompute"} | {
-        "train.micro_batch",
-        "train.streams",
-    }
-    assert slower.others(best) == [f"data {slower.candidate.config.mesh.data}"]
 
     own = changed(SMALL, train={"recompute": "selective"})
-    others = {
-        other.field: other for other in alternatives(search(own, 4, bytes_of, seconds_of, 6.5, ["train.recompute"]))
-    }
+    found = search(own, 4, bytes_of, seconds_of, 6.5, ["train.recompute"])
+    others = {other.field: other for other in alternatives(found)}
     assert "train.recompute" not in others
-    assert others["train.micro_batch"].candidate is None
-    assert (others["train.micro_batch"].value, others["train.micro_batch"].least) == (2, 7)
+    too_big = others["train.micro_batch"]
+    assert (too_big.candidate, too_big.value, too_big.least) == (None, 2, 7)
 
 
 def test_another_batch_keeps_samples_of_run():
@@ -270,53 +221,22 @@ def test_another_batch_keeps_samples_of_run():
     doubled = with_batch(config, 1024)
     assert doubled.optimizer.wsd_decay_steps == 4_500
     assert (doubled.train.global_batch, doubled.train.steps, doubled.optimizer.warmup_steps) == (1024, 150_000, 1_500)
-    assert doubled.optimizer.decay_steps is None
-    assert with_batch(config, 512) == config
     odd = with_batch(config, 700)
     assert 0 <= 512 * 300_000 - 700 * odd.train.steps < 700
     bloom = load_config("bloom_176b")
     larger = with_batch(bloom, 4096)
     samples = [BatchSizes.of(each).samples_before(each.train.steps) for each in (bloom, larger)]
     assert 0 <= samples[0] - samples[1] < 4096
-    assert with_batch(bloom, 2048) == bloom
     with pytest.raises(UsageError, match=r"does not reach --train\.global-batch 2050 in whole increments"):
         with_batch(bloom, 2050)
-    with pytest.raises(UsageError, match="--target-batch 200000000 is more than the 153,600,000 samples of the run"):
-        with_batch(load_config("gpt_8b"), 200_000_000)
 
 
 @pytest.mark.parametrize(
-    ("devices", "keep", "message"),
-    [
-        (0, [], "--devices is 0; it must be at least 1"),
-        (12, [], "--devices 12 is not a multiple of the 8 GPUs of a server; use 8 or 16, or --devices-per-node 6 for"),
-        (7, [], "--devices 7 cannot be divided among 4 layers, 4 heads and a global batch of 8; use --devices 4 or 8"),
-        (1024, [], "cannot be divided among .*; use --devices 128$"),
-    ],
+    ("devices", "instead"), [(12, "use 8 or 16, or --devices-per-node 6"), (7, "use --devices 4 or 8"), (1024, "128$")]
 )
-def test_impossible_devices_are_rejected_with_possible_ones(devices, keep, message):
-    with pytest.raises(UsageError, match=message):
-        check_searchable(SMALL, devices, 8, keep)
-
-
-@pytest.mark.parametrize(
-    ("keep", "changes", "found"),
-    [
-        ({"context": 4, "context_attention": "heads"}, {}, {"heads"}),
-        ({"context": 8, "context_attention": "heads"}, {}, set()),
-        ({"context": 8, "context_attention": "auto"}, {}, {"auto"}),
-        ({"context": 8}, {}, {"gather"}),
-        ({"context": 4}, {"sequence": 30}, set()),
-        ({"context": 2}, {"attention": "flash", "sequence": 320}, {"heads"}),
-        ({"context": 2}, {"attention": "cudnn"}, {"heads"}),
-    ],
-)
-def test_kept_context_is_tried_where_possible(keep, changes, found):
-    config = changed(SMALL, model={"sequence": 64, "attention_dropout": 0.0, **changes}, mesh=keep)
-    each = list(candidates(config, 8, {f"mesh.{name}" for name in keep}))
-    assert {candidate.mesh.context_attention for candidate in each} == found
-    for candidate in each:
-        validate(replace(candidate, data=replace(candidate.data, mock=True)))
+def test_impossible_devices_are_rejected_with_possible_ones(devices, instead):
+    with pytest.raises(UsageError, match=f"--devices {devices} .*{instead}"):
+        check_searchable(SMALL, devices, 8, [])
 
 
 def test_refusal_names_smallest_and_enough_gpus():
@@ -327,12 +247,7 @@ def test_refusal_names_smallest_and_enough_gpus():
     found = search(SMALL, 8, shared, time_of, 30 * 2**30)
     with pytest.raises(UsageError) as refused:
         refuse_too_big(found, SMALL, "small", "h100", shared, 8, [])
-    words = str(refused.value)
-    assert words.startswith(f"none of {found.tried:,} ways to run small on 8 × h100 fits: the smallest, pipe ")
-    assert "ZeRO-" in words
-    assert "takes 101.0 GiB of 30.0; use --devices 32, where it fits" in words
-    assert enough_devices(SMALL, 8, shared, 30 * 2**30, 8) == 32
+    assert "takes 101.0 GiB of 30.0; use --devices 32, where it fits" in str(refused.value)
     assert enough_devices(SMALL, 8, shared, 27.5 * 2**30, 8) == 32
     assert enough_devices(SMALL, 8, shared, 27 * 2**30, 8) == 64  # 32 would leave less than 5% free
     assert enough_devices(SMALL, 8, shared, 2**30, 8) is None
-    refuse_too_big(search(SMALL, 8, shared, time_of, 200 * 2**30), SMALL, "small", "h100", shared, 8, [])

@@ -17,13 +17,10 @@ from mjax.planner.search_command import SearchArguments, run_search
 from mjax.planner.time import predict_time
 from mjax.training.metrics import read_metrics
 from tests.conftest import ROOT
-from tests.products import seldom
 
 TINY = ["--config", str(ROOT / "tests" / "tiny_config.py")]
 SEARCH = ["plan", *TINY, "--gpu", "h100", "--devices", "2"]
 A100 = gpu_named("a100")
-TABLE_1 = ("gpt_1_7b", "gpt_3_6b", "gpt_7_5b", "gpt_18b", "gpt_39b", "gpt_76b", "gpt_145b", "gpt_310b", "gpt_530b",
-           "gpt_1t")  # fmt: skip
 
 
 def published(name):
@@ -32,15 +29,13 @@ def published(name):
     return replace(config, precision=replace(config.precision, compute="fp16", loss_scale=8192.0))
 
 
-def searched(config, keep=()):
-    time_of = partial(predict_time, gpu=A100)
-    return search(config, config.mesh.devices, predict_memory, time_of, A100.usable_bytes, keep)
-
-
-@pytest.mark.parametrize("name", seldom([(name,) for name in TABLE_1], some=[("gpt_1_7b",), ("gpt_145b",)]))
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["gpt_1_7b", "gpt_39b", "gpt_145b"])
 def test_search_finds_meshes_like_the_papers(name):
     config = published(name)
-    found = searched(config, ["mesh.zero", "mesh.sequence_parallel", "mesh.schedule", "train.recompute"])
+    time_of, keep = partial(predict_time, gpu=A100), ["mesh.zero", "mesh.sequence_parallel", "mesh.schedule"]
+    capacity = A100.usable_bytes
+    found = search(config, config.mesh.devices, predict_memory, time_of, capacity, [*keep, "train.recompute"])
     best, own = found.ranked[0], config.mesh
     assert float(f"{best.time.total:.4g}") <= float(f"{predict_time(config, A100).total:.4g}")
     assert predict_memory(config).total <= found.capacity
@@ -48,14 +43,6 @@ def test_search_finds_meshes_like_the_papers(name):
     assert best.config.mesh.model <= A100.gpus_per_node
     assert best.config.mesh.pipe > 1 or own.pipe == 1
     assert best.config.mesh.pipe * best.config.mesh.model <= 2 * own.pipe * own.model
-
-
-@pytest.mark.parametrize("name", seldom([(name,) for name in TABLE_1], some=[("gpt_39b",)]))
-def test_search_finds_what_is_faster_than_paper(name):
-    config = published(name)
-    best = searched(config).ranked[0]
-    assert best.time.total < predict_time(config, A100).total
-    assert best.config.mesh.model <= 2 * A100.gpus_per_node
 
 
 def test_search_plans_the_fastest(capsys):
@@ -72,34 +59,25 @@ def test_search_plans_the_fastest(capsys):
     assert best["days"] == pytest.approx(plan["time"]["run"]["seconds"] / 86_400)
     assert (found["global_batch"], found["tokens"]) == (16, 6 * 16 * 16)
     assert (found["gpu"], found["devices_per_node"], found["network_bytes_per_second"]) == ("h200", 2, 100e9)
-    seconds = [each["seconds"] for each in found["best"]]
-    assert seconds == pytest.approx(sorted(seconds), rel=1e-3)
-    assert {each["mesh.model"] for each in found["best"]} == {2}
-    assert {each["train.recompute"] for each in found["best"]} == {"none"}
+    assert {(each["mesh.model"], each["train.recompute"]) for each in found["best"]} == {(2, "none")}
 
 
 @pytest.mark.ci
 def test_written_config_trains(tmp_path, fewer_devices, capsys):
     file = tmp_path / "found.py"
     assert cli.main([*SEARCH, "--write", str(file)]) == 0
-    printed = capsys.readouterr().out
-    assert f"written to {file}" in printed
-    config = load_config(str(file))
-    assert config.mesh.devices == 2
-    assert "the fastest of" in file.read_text()
+    assert load_config(str(file)).mesh.devices == 2
     few = ["--train.steps", "1", "--optimizer.warmup-steps", "0", "--train.eval-interval", "0"]
     assert cli.main(["train", "--config", str(file), "--runs", str(tmp_path), "--name", "run", *few]) == 0
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
     # The same search again does not write over it.
-    before = file.read_text()
     assert cli.main([*SEARCH, "--write", str(file)]) == 2
     assert "already exists and is not overwritten" in capsys.readouterr().err
-    assert file.read_text() == before
 
 
-def asked(config, gpu, devices, keep=(), top=10):
+def narrowed(config, keep):
     """The section of a search."""
-    return run_search(SearchArguments(devices=devices, keep=keep, top=top), "small", config, gpu)[1]
+    return run_search(SearchArguments(devices=256, keep=keep, top=1000), "small", config, gpu_named("h200"))[1]
 
 
 @pytest.mark.ci
@@ -112,7 +90,7 @@ def test_ramp_up_ranks_by_days_and_narrows():
         train=replace(config.train, recompute="selective"),
     )
     keep = ("mesh.zero", "mesh.schedule", "mesh.sequence_parallel", "train.recompute")
-    section = asked(config, gpu_named("h200"), 256, keep, 1000)
+    section = narrowed(config, keep)
     names = ("seconds", "days", "seconds_at_global_batch")
     seconds, days, whole = ([each[name] for each in section.values["best"]] for name in names)
     rounded = [float(f"{each:.4g}") for each in seconds]
@@ -123,32 +101,3 @@ def test_ramp_up_ranks_by_days_and_narrows():
     left_out = section.values["narrowed"]
     assert left_out["unit"] == 16
     assert left_out["seconds"] < 0.95 * whole[0]
-    sentence = next(line for line in section.lines if "narrows the search" in line)
-    assert sentence.startswith("--train.batch-rampup 16 16 5859375 narrows the search: ")
-    assert f"It leaves out {left_out['left_out']}: " in sentence
-    assert " chunks, " in left_out["left_out"]
-    # The ramp-up that is proposed finds what was left out.
-    wider = tuple(map(int, sentence.rsplit(": --train.batch-rampup ", 1)[1].split()))
-    config = replace(config, train=replace(config.train, batch_rampup=wider))
-    config = replace(config, mesh=replace(config.mesh, model=4))
-    again = asked(config, gpu_named("h200"), 256, (*keep, "mesh.model"), 1000)
-    assert left_out["seconds"] in [each["seconds_at_global_batch"] for each in again.values["best"]]
-
-
-@pytest.mark.ci
-def test_constant_batch_narrows_nothing():
-    config = load_config(TINY[-1])
-    assert asked(config, A100, 2).values["narrowed"] is None
-    grows = replace(config, train=replace(config.train, batch_rampup=(2, 2, 20), micro_batch=1))
-    section = asked(grows, A100, 1, ["train.micro_batch"])  # where nothing is left out that is faster
-    assert section.values["narrowed"]["seconds"] is None
-    assert "nothing like the best would be faster without it" in section.text
-
-
-def test_rejected_plan_writes_nothing(tmp_path, capsys):
-    file = tmp_path / "found.py"
-    picture = str(tmp_path / "s.png")
-    keep = ["--keep", "mesh.pipe", "--mesh.pipe", "1", "--mesh.data", "2"]
-    assert cli.main([*SEARCH, *keep, "--write", str(file), "--schedule-figure", picture]) == 2
-    assert "--keep mesh.pipe" in capsys.readouterr().err
-    assert not file.exists()

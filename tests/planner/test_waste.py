@@ -13,11 +13,11 @@ from mjax.config import load_config
 from mjax.hardware import GIB, gpu_named
 from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
-from mjax.planner.memory_section import memory_section
 from mjax.planner.roofline import COLLECTIVES, COPIES, FILLS, PRODUCTS, roofline
 from mjax.planner.time import predict_time
 from mjax.planner.unrolling import MOST_LAYERS, with_unrolling
 from tests.compiler import needs_compiler
+from tests.traced import equations, traced_step
 
 H100 = gpu_named("h100")
 NEWER = jax.__version_info__ >= (0, 11)
@@ -72,44 +72,11 @@ def test_without_a_loop_no_stack_is_copied(compiled):
 
 
 @needs_compiler
-def test_sums_over_tokens_write_no_copy(compiled):
-    found, _ = compiled("layers", 3, "on")
-    entry = "\n".join(line for line in found.text.split("\n") if "calls=" in line or "custom-call(" in line)
-    wide = rf"f32\[{16 * 1024},(?:1536|4608|6144|7680)\]"
-    assert re.findall(rf"^\s+(?:ROOT )?%[\w.\-]+ = \(?(?:[^=]*, )?({wide})", entry, re.M) == []
-
-
-@needs_compiler
 def test_backward_sum_over_ranks_overlaps_a_matmul(compiled):
     found, _ = compiled("split", 2, recompute="selective", micro_batch=16, model=4, sequence_parallel=True)
     sums = [c for c in found.program.collectives if c.operation == "reduce-scatter" and "transpose" in c.source]
     assert len(sums) >= 4
     assert {c.overlap for c in sums} == {"products"}
-
-
-@needs_compiler
-def test_two_streams_wait_half_as_long(compiled):
-    split = {"micro_batch": 16, "model": 4, "sequence_parallel": True, "recompute": "selective"}
-    _, one = compiled("one stream", 4, "on", **split)
-    _, two = compiled("two streams", 4, "on", streams=2, **split)
-    assert two.rows[COLLECTIVES].seconds < 0.5 * one.rows[COLLECTIVES].seconds
-    assert two.rows[COLLECTIVES].bytes < 1.2 * one.rows[COLLECTIVES].bytes
-    assert two.rows[PRODUCTS].flops == one.rows[PRODUCTS].flops  # nothing is computed twice
-    assert two.seconds < 0.95 * one.seconds
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("name", "unroll"),
-    [
-        pytest.param("loop", "off", marks=pytest.mark.skipif(NEWER, reason="the roofline reads its stacks whole")),
-        ("layers", "on"),
-    ],
-)
-def test_plan_predicts_time_of_compiled_step(compiled, name, unroll):
-    _, table = compiled(name, 3, unroll)
-    config, _ = gpt_1b(3, unroll)
-    assert predict_time(config, H100).total == pytest.approx(table.seconds, rel=0.05)
 
 
 @needs_compiler
@@ -128,13 +95,20 @@ def test_without_a_loop_zero_overlaps_layers(compiled, zero, recompute):
     assert shown["on"].seconds < shown["off"].seconds
 
 
+@pytest.mark.parametrize(("zero", "held"), [(1, 2), (3, 1)], ids=str)
+def test_layer_waits_for_shards_of_next(zero, held):
+    """And with ZeRO-1 for its own weights: twelve in a layer, and the stream."""
+    _, step = traced_step(gpt_1b(2, "on", data=16, zero=zero)[0])
+    assert max(len(barrier.invars) for barrier in equations(step, "optimization_barrier")) == 12 * held + 1
+
+
 @needs_compiler
 def test_last_micro_batch_hides_its_sums(compiled):
     how = {"data": 16, "zero": 1, "micro_batch": 4, "micro_batches": 3}
     found, table = compiled("several micro-batches", 12, "on", **how)
     config, _ = gpt_1b(12, "on", **how)
     # The embedding and all gathers have nothing beside them.
-    assert table.rows[COLLECTIVES].seconds < 0.65 * table.collectives
+    assert table.rows[COLLECTIVES].seconds < 0.5 * table.collectives
     assert predict_time(config, H100).total == pytest.approx(table.seconds, rel=0.05)
     assert found.memory.total == pytest.approx(predict_memory(config).total, rel=0.05)
     weights = 2 * 12 * 12 * 1536 * 1536
@@ -142,31 +116,18 @@ def test_last_micro_batch_hides_its_sums(compiled):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "layers", "micro_batch"), [("llama32_1b", 8, 2), ("gpt_1b", 12, 16)])
-def test_loss_in_chunks_writes_no_whole_logits(name, layers, micro_batch):
+def test_loss_in_chunks_writes_no_whole_logits():
     """It costs one more product of the output layer, and saves what a plan says."""
-    memory, flops, predicted, shapes = [], [], [], []
+    memory, flops, predicted = [], [], []
     for chunks in (1, 8):
-        config = load_config(name)
-        samples = {"global_batch": micro_batch, "micro_batch": micro_batch, "unroll": "on", "loss_chunks": chunks}
-        config = replace(
-            config,
-            model=replace(config.model.without_dropout(), layers=layers),
-            mesh=replace(config.mesh, data=1, zero=0),
-            data=replace(config.data, mock=True),
-            train=replace(config.train, recompute="selective", **samples),
-        )
+        config, _ = gpt_1b(12, "on", "selective")
+        config = replace(config, train=replace(config.train, loss_chunks=chunks))
         found = compile_step(config, "h100", options={"xla_gpu_enable_triton_gemm": False})
-        table = roofline(found.text, H100, 1)
-        assert predict_memory(config).total == pytest.approx(found.memory.total, rel=0.05)
-        assert predict_time(config, H100).total == pytest.approx(table.seconds, rel=0.05)
         memory.append(found.memory.total)
         predicted.append(predict_memory(config).total)
-        flops.append(table.rows[PRODUCTS].flops)
-        shapes.append(set(re.findall(r"\w+\[[\d,]+\]", found.text)))
-    model, tokens = config.model, micro_batch * config.model.sequence
-    assert f"bf16[{tokens},{model.padded_vocabulary}]" in shapes[0]
-    assert not {each for each in shapes[1] if re.search(rf"\[(?:\d+,)?{tokens},{model.padded_vocabulary}\]", each)}
+        flops.append(roofline(found.text, H100, 1).rows[PRODUCTS].flops)
+    model, tokens = config.model, 16 * config.model.sequence
+    assert not re.search(rf"\[(?:\d+,)?{tokens},{model.padded_vocabulary}\]", found.text)
     assert flops[1] - flops[0] == pytest.approx(2 * tokens * model.hidden * model.padded_vocabulary)
     assert predicted[0] - predicted[1] > 0.5 * GIB
     assert memory[0] - memory[1] > predicted[0] - predicted[1] - 0.05 * memory[0]
@@ -183,7 +144,6 @@ def test_loss_in_chunks_writes_no_whole_logits(name, layers, micro_batch):
         (33 * GIB, 40, {}, "off"),  # leaves too little
         (70 * GIB, MOST_LAYERS + 8, {}, "off"),
         (70 * GIB, 40, {"pipe": 2}, "off"),
-        (70 * GIB, 40, {"data": 8, "zero": 3}, "on"),
         (70 * GIB, 40, {"data": 4, "model": 2, "zero": 3, "sequence_parallel": True}, "on"),
         (70 * GIB, 40, {"data": 4, "model": 2, "zero": 3, "sequence_parallel": False}, "off"),
         (70 * GIB, 40, {"data": 16, "zero": 3}, "off"),  # over two servers
@@ -204,23 +164,3 @@ def test_host_memory_needs_loop_and_streams_none():
     assert [with_unrolling(each, 70 * GIB).train.unroll for each in (config, offload)] == ["on", "off"]
     two, _ = gpt_1b(2, streams=2, model=2)
     assert with_unrolling(two, None).train.unroll == "on"
-
-
-@pytest.mark.parametrize(
-    ("mesh", "micro_batches", "beside"),
-    [
-        ({}, 1, False),
-        ({"data": 8}, 1, True),
-        ({"data": 8}, 4, True),
-        ({"data": 4, "model": 2, "sequence_parallel": True}, 1, False),
-        ({"data": 8, "zero": 3}, 4, True),
-        ({"data": 4, "model": 2, "zero": 1, "sequence_parallel": True}, 1, True),
-        ({"data": 4, "model": 2, "zero": 1, "sequence_parallel": False}, 1, False),
-        ({"data": 2, "pipe": 4, "zero": 1}, 4, False),
-    ],
-)
-def test_plan_tells_where_gradient_sums_overlap(mesh, micro_batches, beside):
-    config, _ = gpt_1b(40, micro_batch=4, micro_batches=micro_batches, **mesh)
-    section = memory_section(config, H100)
-    assert ("; gradients are summed over data beside them" in section.text) == beside
-    assert section.values["sums_beside_layers"] == beside
