@@ -31,7 +31,7 @@ def biased(data=1, model=1, micro_batch=2, compute="fp64", **changes):
     """Scores whose differences are about as large as those of the first biases, so that both matter."""
     defaults = {"dropout": 0.0, "balance_loss": 0.0, "z_loss": 0.0, "sequence": 16, "init_std": 0.1, **DEEPSEEK}
     config = config_of(data, model, micro_batch, **{**defaults, "balance_bias": 0.02, **changes})
-    optimizer = replace(config.optimizer, schedule="constant", epsilon=1e-3)
+    optimizer = replace(config.optimizer, schedule="constant", epsilon=1e-3, clip_norm=100.0)  # clips nothing
     return replace(config, optimizer=optimizer, precision=PrecisionConfig(compute=compute))
 
 
