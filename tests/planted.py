@@ -89,7 +89,7 @@ def first_failure(tree: Path, arguments: list[str]) -> str | None:
         run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=LONGEST)
     except subprocess.TimeoutExpired:
         return f"no end after {LONGEST} s"
-    if run.returncode == 0:
+    if run.returncode in (0, 5):  # 5: the tier has none of these tests
         return None
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", run.stdout, re.M)
     if not failed:
