@@ -67,7 +67,6 @@ def test_matrix_has_one_moment_and_its_own_time():
     assert with_two.optimizer - with_one.optimizer == 4 * held.matrices
     before, after = predict_time(adam, gpu).parts, predict_time(ours, gpu).parts
     assert {name for name in before if before[name] != after[name]} == {"model", "data", "optimizer"}
-    assert all(after[name] >= before[name] for name in before)
     matrices = matrices_of(ours.model, ours.mesh)
     flops = sum(product.flops for each in matrices for product in muon.products(each.each, *each.size))
     assert after["optimizer"] - before["optimizer"] > 0.5 * flops / gpu.peak("bf16")
