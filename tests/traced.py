@@ -20,3 +20,10 @@ def equations(jaxpr, name=None):
                 item = getattr(item, "jaxpr", item)
                 if hasattr(item, "eqns"):
                     yield from equations(item, name)
+
+
+def carried(loop):
+    """Shapes and types of what a scan carries; its other results have one dim more than those of its body."""
+    body = getattr(loop.params["jaxpr"], "jaxpr", loop.params["jaxpr"])
+    results = zip(loop.outvars, body.outvars, strict=True)
+    return [result.aval for result, inner in results if result.aval.shape == inner.aval.shape]

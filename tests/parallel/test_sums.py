@@ -10,7 +10,7 @@ import pytest
 from mjax.parallel.sums import add_bias, lookup, tile_rows
 from tests.products import one_in
 from tests.small import BLOOM, small_config
-from tests.traced import equations, traced_step
+from tests.traced import carried, equations, traced_step
 
 ROWS = 8192
 IDS = np.random.default_rng(1).permutation(np.r_[np.zeros(4000, int), 1 + np.arange(ROWS - 4000) % 60])
@@ -67,8 +67,7 @@ def carried_in_16_bits(program, jaxpr):
     leaves = jax.tree.leaves(program.abstract_state.model)
     matrices = {leaf.sharding.shard_shape(leaf.shape) for leaf in leaves if leaf.ndim > 2}
     for loop in equations(jaxpr, "scan"):
-        carried = loop.outvars[: loop.params["num_carry"]]
-        yield from (str(x.aval) for x in carried if x.aval.dtype.itemsize == 2 and x.aval.shape in matrices)
+        yield from (str(x) for x in carried(loop) if x.dtype.itemsize == 2 and x.shape in matrices)
 
 
 SPLIT = {"data": 2, "model": 2, "mesh": {"sequence_parallel": True}}

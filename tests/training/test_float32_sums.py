@@ -9,18 +9,17 @@ import pytest
 from mjax.names import leaf_name
 from mjax.parallel.schedules import build_schedule
 from tests.small import small_config
-from tests.traced import equations, traced_step
+from tests.traced import carried, equations, traced_step
 
 MICRO_BATCHES = 5
 
 
-def carried(jaxpr, lengths):
+def carried_by(jaxpr, lengths):
     """Shapes and dtypes of the floating-point numbers that the loops of these lengths carry."""
     found = Counter()
     for loop in equations(jaxpr, "scan"):
         if loop.params["length"] in lengths:
-            values = [variable.aval for variable in loop.outvars[: loop.params["num_carry"]]]
-            found.update((value.shape, value.dtype.name) for value in values if value.dtype.kind != "i")
+            found.update((value.shape, value.dtype.name) for value in carried(loop) if value.dtype.kind != "i")
     return found
 
 
@@ -32,7 +31,7 @@ def test_loop_over_micro_batches_sums_in_float32(zero, unroll):
     )
     program, jaxpr = traced_step(config)
     # With ZeRO the last micro-batch may be outside the loop.
-    found = carried(jaxpr, {MICRO_BATCHES, MICRO_BATCHES - 1})
+    found = carried_by(jaxpr, {MICRO_BATCHES, MICRO_BATCHES - 1})
     assert {dtype for _, dtype in found} == {"float32"}
     assert found.total() > len(jax.tree.leaves(program.abstract_state.model))  # and the loss
 
@@ -51,7 +50,7 @@ def test_pipeline_sums_every_gradient_in_float32(schedule, zero):
     mesh = {"pipe": 2, "schedule": schedule, "zero": zero}
     config = small_config(2, 2, 1, "none", "bf16", global_batch=2 * MICRO_BATCHES, layers=4, mesh=mesh)
     program, jaxpr = traced_step(config)
-    found = carried(jaxpr, {build_schedule(schedule, 2, MICRO_BATCHES).ticks})
+    found = carried_by(jaxpr, {build_schedule(schedule, 2, MICRO_BATCHES).ticks})
     weights = jax.tree_util.tree_leaves_with_path(program.abstract_state.model)
     wanted = Counter((shape_in_a_stage(*weight), "float32") for weight in weights)
     assert wanted <= found, wanted - found
