@@ -1,9 +1,5 @@
-"""The mark of tests that compile for a GPU, which needs no GPU."""
+"""The mark of tests that compile for a GPU, which needs JAX's CUDA wheels but no GPU (`make test-compiler`)."""
 
 import pytest
 
-from mjax.packages import cuda_build
-
-needs_compiler = pytest.mark.skipif(
-    cuda_build() is None, reason="needs JAX's CUDA wheels: pip install -r requirements-cuda.txt"
-)
+needs_compiler = pytest.mark.compiler

@@ -38,6 +38,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from mjax.packages import cuda_build  # noqa: E402
+
 # Tracing makes many small objects and few cycles: Python's default of 700 takes a fifth of the time of a trace.
 gc.set_threshold(50_000)
 
@@ -134,6 +136,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if item.get_closest_marker("compiler") and cuda_build() is None:
+            item.add_marker(pytest.mark.skip(reason="needs JAX's CUDA wheels: make test-compiler"))
 
 
 _seconds: Counter = Counter()
