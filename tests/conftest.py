@@ -1,5 +1,6 @@
 """Every test runs on simulated devices, with compiled programs kept between runs."""
 
+import contextlib
 import functools
 import gc
 import os
@@ -156,8 +157,9 @@ def pytest_sessionstart(session):
     """Forget programs that were compiled more than a week ago."""
     if not hasattr(session.config, "workerinput"):
         for file in CACHE.glob("*"):
-            if file.stat().st_mtime < time.time() - 7 * 86400:
-                file.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another session may do the same
+                if file.stat().st_mtime < time.time() - 7 * 86400:
+                    file.unlink()
 
 
 def pytest_sessionfinish(session):
