@@ -131,7 +131,7 @@ def pytest_collection_modifyitems(config, items):
     selected = [item for item in items if tier_of(item, slow) in wanted]
     config.hook.pytest_deselected(items=[item for item in items if tier_of(item, slow) not in wanted])
     of_file = Counter()
-    for function in {function_of(item) for item in selected}:
+    for function in sorted({function_of(item) for item in selected}):  # every worker adds up in one order
         of_file[ROOT / function.partition("::")[0]] += slow.get(function, 0)
     items[:] = sorted(selected, key=lambda item: -of_file[item.path])
     for item in items:
