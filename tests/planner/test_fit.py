@@ -24,7 +24,7 @@ SIXTEEN = ["--mesh.data", "8", "--mesh.model", "2", "--train.micro-batch", "1"] 
 @pytest.mark.parametrize(
     ("name", "gib"),
     [
-        ("gpt_8b", 16),
+        ("gpt_8b", 9),  # of which --mesh.zero 1 would leave 2% free
         pytest.param("bloom_176b", 48, marks=pytest.mark.ci),
         pytest.param("bert_4b", 12, marks=pytest.mark.ci),
     ],
