@@ -59,6 +59,7 @@ from mjax.errors import UsageError
 from mjax.models.attention import Attention, KeyValues
 from mjax.models.context import Context
 from mjax.parallel import mappings, random
+from mjax.parallel.axes import MODEL
 from mjax.parallel.stacks import depth, layers_of, shards_of, with_shards
 from mjax.parallel.streams import Phases, alone, in_phases, phases_of, together
 from mjax.parallel.zero import all_but_gathered_weights
@@ -353,8 +354,9 @@ def _together(weights: Weights, x: Array) -> tuple[Weights, Array]:
     if any(mappings.size(axis) > 1 for axis in every - axes):
         return weights, x  # `x` is the same on these ranks, and a barrier would type it as if it were not
     others = [every - mappings.varying_axes(leaf) for leaf in leaves]
-    # A leaf that is the same on several ranks does not wait either.
-    waits = [all(mappings.size(axis) == 1 for axis in alike) for alike in others]
+    # Nor does a leaf wait that is the same on several ranks, or that each rank of `model` has whole: the collectives of
+    # these small ones are better joined.
+    waits = [all(mappings.size(axis) == 1 and axis != MODEL for axis in alike) for alike in others]
     waiting = {i: mappings.vary(leaf, every) for i, leaf in enumerate(leaves) if waits[i]}
     waiting, x = jax.lax.optimization_barrier((waiting, mappings.vary(x, every)))
     leaves = [mappings.sum_over(waiting[i], others[i]) if waits[i] else leaf for i, leaf in enumerate(leaves)]
