@@ -4,7 +4,7 @@ import pytest
 
 from mjax import packages
 from mjax.doctor.finding import GREEN, RED, YELLOW
-from mjax.doctor.software import check_jax, check_packages
+from mjax.doctor.software import check_jax, check_packages, check_python
 
 
 def pretend(monkeypatch, **versions):
@@ -18,6 +18,13 @@ def pretend_cuda(monkeypatch, **versions):
     """The same, and none else of jax's plugins for CUDA."""
     plugins = [name.replace("-", "_") for name in packages.installed() if name.startswith("jax-cuda")]
     pretend(monkeypatch, **dict.fromkeys(plugins) | versions)
+
+
+@pytest.mark.parametrize(("version", "status"), [((3, 10, 4), RED), ((3, 13, 0), GREEN), ((3, 14, 0), YELLOW)])
+def test_python_is_one_of_those_tested(version, status):
+    (finding,) = check_python(version)
+    assert finding.status == status
+    assert finding.found.startswith(".".join(map(str, version)))
 
 
 def test_installed_packages_fit():
