@@ -128,8 +128,10 @@ def pytest_collection_modifyitems(config, items):
     slow, tier, beyond = measured_seconds(), config.getoption("--tier"), config.getoption("--beyond")
     first = TIERS.index(beyond) + 1 if beyond else 0
     wanted = TIERS[first : TIERS.index(tier) + 1]
-    selected = [item for item in items if tier_of(item, slow) in wanted]
-    config.hook.pytest_deselected(items=[item for item in items if tier_of(item, slow) not in wanted])
+    selected, others = [], []
+    for item in items:
+        (selected if tier_of(item, slow) in wanted else others).append(item)
+    config.hook.pytest_deselected(items=others)
     of_file = Counter()
     for function in sorted({function_of(item) for item in selected}):  # every worker adds up in one order
         of_file[ROOT / function.partition("::")[0]] += slow.get(function, 0)

@@ -19,7 +19,6 @@ from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
 from mjax.planner.roofline import ATTENTION, roofline
 from mjax.planner.time import predict_time
-from tests.compiler import needs_compiler
 
 POSITIONS, SIZE = 512, 24  # eight blocks; Triton's tiles are padded to 32
 DOCUMENTS = np.sort(np.random.default_rng(1).integers(0, 4, (2, POSITIONS)), axis=1).astype(np.int32)
@@ -105,7 +104,7 @@ def test_plan_counts_no_scores_of_flash():
     assert step.caveats[-1] == "nobody has timed the attention kernel flash, which counts as cuDNN's here"
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_flash_compiles_to_three_kernels_for_h100():
     """Of a layer, without scores."""
     config = gpt_1b("flash")

@@ -26,7 +26,6 @@ from mjax.sampling import Sampling
 from mjax.training.flops import model_flops
 from mjax.training.metrics import read_metrics
 from tests import reference, toy_model
-from tests.compiler import needs_compiler
 from tests.conftest import ROOT
 from tests.small import batch_of, gradient_program, named, weights_of
 
@@ -271,7 +270,7 @@ def test_greedy_text_is_that_of_whole_forward_passes():
     assert found.tokens == ids[3:]
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_ledger_and_memory_are_those_of_the_compiled_step():
     model = replace(MODEL, hidden=1024, feed_forward=2816, sequence=1024, vocabulary=32_000, attention="auto")
     config = config_of(model, "bf16", data=2, model=4)

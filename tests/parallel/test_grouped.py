@@ -19,7 +19,6 @@ from mjax.config import MeshConfig
 from mjax.parallel.grouped import INTERPRETED, group, grouped_product, tiles_at_most
 from mjax.parallel.mesh import make_mesh
 from mjax.planner.compile import SHEETS, _without_compilation_cache
-from tests.compiler import needs_compiler
 
 E, H, F, ROWS, ASSIGNMENTS = 5, 6, 10, 4, 29
 loads = st.lists(st.integers(-1, E), min_size=ASSIGNMENTS, max_size=ASSIGNMENTS)
@@ -174,7 +173,7 @@ def test_interpreted_pallas_equals_ragged_dot(load, h, f, tile):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-4)
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_pallas_compiles_to_three_kernels_for_h100():
     """And to no array of all rows for all groups."""
     from jax.experimental.topologies import get_topology_desc

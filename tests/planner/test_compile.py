@@ -24,7 +24,6 @@ from mjax.planner.instructions import read_instructions
 from mjax.planner.memory import Memory, predict_memory
 from mjax.planner.saved_program import open_program, save_program
 from mjax.profiling.kernels import ELSEWHERE, KINDS, kind_of
-from tests.compiler import needs_compiler
 from tests.conftest import ROOT
 from tests.small import small_config
 
@@ -53,7 +52,7 @@ MODES = {
 }
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("mode", MODES)
 def test_ledger_has_bytes_of_compiled_step(mode, tmp_path, monkeypatch):
     config, texts, read = MODES[mode](), [], ahead._read
@@ -100,7 +99,7 @@ def check_report(config, compiled, expected, folder):
     assert {c.axes for c in hidden} == {("model",)}
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_impossible_head_size_is_one_sentence():
     config = config_of({"data": 1, "model": 1}, heads=1, hidden=160)
     with pytest.raises(UsageError, match=r"got 160\. .* add --model\.attention xla") as caught:
@@ -129,7 +128,7 @@ print(*re.findall(r" scatter\\(.*?(?=, to_apply)", text), sep="\\n")
 """
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_deterministic_step_has_no_atomic_additions(deterministic):
     code = COMPILE_REPEATABLE.format(deterministic=deterministic)

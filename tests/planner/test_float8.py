@@ -21,7 +21,6 @@ from mjax.planner.memory import predict_memory
 from mjax.planner.rates import Rates, filled_share
 from mjax.planner.roofline import PRODUCTS, roofline
 from mjax.training.trace import Traced, layer_backward, layer_program
-from tests.compiler import needs_compiler
 
 H100 = gpu_named("h100")
 
@@ -119,7 +118,7 @@ def products_of_layers(text):
     return [target for target, name in lines if "(head)" not in name]
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_compiled_layers_multiply_in_float8():
     (narrow, fast), (wide, slow) = (compiled(config_with(compute, layers=4)) for compute in ("fp8", "bf16"))
     # Queries, keys and values, projection, up and down; backwards two for each of the four weights.
@@ -130,7 +129,7 @@ def test_compiled_layers_multiply_in_float8():
         assert predict_memory(each.config).total == pytest.approx(each.memory.total, rel=0.02)
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_zero_1_gathers_weights_in_float8(recompute):
     """And all products of the layers are in float8, those that are computed again too."""

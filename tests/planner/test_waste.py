@@ -16,7 +16,6 @@ from mjax.planner.memory import predict_memory
 from mjax.planner.roofline import COLLECTIVES, COPIES, FILLS, PRODUCTS, roofline
 from mjax.planner.time import predict_time
 from mjax.planner.unrolling import MOST_LAYERS, with_unrolling
-from tests.compiler import needs_compiler
 from tests.traced import equations, traced_step
 
 H100 = gpu_named("h100")
@@ -58,7 +57,7 @@ def compiled():
     return step
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_without_a_loop_no_stack_is_copied(compiled):
     (loop, in_loop), (written_out, apart) = compiled("loop", 3, "off"), compiled("layers", 3)
     assert (loop.unrolled, written_out.unrolled) == (False, True)
@@ -71,7 +70,7 @@ def test_without_a_loop_no_stack_is_copied(compiled):
     assert written_out.memory.total <= 1.02 * loop.memory.total
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_backward_sum_over_ranks_overlaps_a_matmul(compiled):
     found, _ = compiled("split", 2, recompute="selective", micro_batch=16, model=4, sequence_parallel=True)
     sums = [c for c in found.program.collectives if c.operation == "reduce-scatter" and "transpose" in c.source]
@@ -79,7 +78,7 @@ def test_backward_sum_over_ranks_overlaps_a_matmul(compiled):
     assert {c.overlap for c in sums} == {"products"}
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize(("zero", "recompute"), [(1, "full"), (3, "none")])
 def test_without_a_loop_zero_overlaps_layers(compiled, zero, recompute):
     """By itself XLA would join the sums of all layers, and keep what the gradients are computed from for them."""
@@ -102,7 +101,7 @@ def test_layer_waits_for_shards_of_next(zero, held):
     assert max(len(barrier.invars) for barrier in equations(step, "optimization_barrier")) == 6 * held + 1
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_last_micro_batch_hides_its_sums(compiled):
     how = {"data": 16, "zero": 1, "micro_batch": 4, "micro_batches": 3}
     found, table = compiled("several micro-batches", 12, "on", **how)
@@ -115,7 +114,7 @@ def test_last_micro_batch_hides_its_sums(compiled):
     assert table.rows[COPIES].bytes < 4 * weights  # gathered and laid out once, not in each micro-batch
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_loss_in_chunks_writes_no_whole_logits():
     """It costs one more product of the output layer, and saves what a plan says."""
     memory, flops, predicted = [], [], []
