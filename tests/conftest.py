@@ -115,6 +115,12 @@ def pytest_addoption(parser):
     parser.addoption("--measure", action="store_true", help="write tests/seconds.txt: which tests take 0.1 s or more")
 
 
+def pytest_configure(config):
+    """Refuse to measure in workers, whose seconds would be lost."""
+    if config.getoption("--measure") and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--measure needs one process; type pytest --measure -n0")
+
+
 def pytest_ignore_collect(collection_path, config):
     """Below the tier `ci` torch and transformers are not even imported, unless a file of their tests is named."""
     if collection_path != ROOT / "tests" / "parity" or config.getoption("--tier") in ("ci", "all"):
