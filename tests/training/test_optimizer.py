@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import PrecisionConfig
+from mjax.config import OptimizerConfig, PrecisionConfig
 from mjax.models.build import build_model
 from mjax.names import leaf_name
 from mjax.parallel.mesh import make_mesh
 from mjax.state.precision import LossScale
-from mjax.training.optimizer import backward_order, gradient_names, is_decayed, sums_by_parameter
+from mjax.training.optimizer import backward_order, gradient_names, sums_by_parameter
 from mjax.training.schedule import learning_rate
 from tests.against_reference import in_layer_order
 from tests.small import batch_of, named, program_of, small_config
@@ -22,43 +22,24 @@ from tests.small import batch_of, named, program_of, small_config
 # --- Schedules --------------------------------------------------------------------------------------------------------
 
 
-def _schedule(samples, **optimizer):
-    config = small_config()
-    optimizer = {"learning_rate": 1.0, "min_learning_rate": 0.1, **optimizer}
-    config = replace(
-        config,
-        optimizer=replace(config.optimizer, **optimizer),
-        train=replace(config.train, steps=100, global_batch=1),
-    )
-    return float(learning_rate(config, jnp.int32(samples)))
-
-
 @pytest.mark.parametrize(
     ("schedule", "samples", "expected"),
     [
-        ("cosine", 10, 1.0),
+        ("cosine", 3, 0.5 + 0.5 * 0.3),
         ("cosine", 55, 0.1 + 0.9 * 0.5),
-        ("cosine", 100, 0.1),
-        ("cosine", 1000, 0.1),
-        ("linear", 55, 0.1 + 0.9 * 0.5),
-        ("linear", 100, 0.1),
+        ("linear", 1000, 0.1),
         ("constant", 1000, 1.0),
         ("inverse_square_root", 40, math.sqrt(10 / 40)),
-        ("inverse_square_root", 10_000, 0.1),
-        ("wsd", 90, 1.0),
         ("wsd", 95, 0.1 + 0.9 * (2 * 0.5**0.5 - 1)),
-        ("wsd", 100, 0.1),
     ],
 )
 def test_schedule_passes_its_landmarks(schedule, samples, expected):
-    assert _schedule(samples, schedule=schedule, warmup_steps=10) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "inverse_square_root", "wsd"])
-@pytest.mark.parametrize("start", [0.0, 0.5])
-def test_warmup_is_linear(schedule, start):
-    rates = [_schedule(n, schedule=schedule, warmup_steps=10, warmup_from=start) for n in (0, 3, 10)]
-    np.testing.assert_allclose(rates, [start, start + (1 - start) * 0.3, 1.0], rtol=1e-6)
+    """Here without megatron-core, whose rates `parity/test_megatron_schedules.py` compares at every step."""
+    config = small_config(global_batch=1)
+    rates = {"learning_rate": 1.0, "min_learning_rate": 0.1, "warmup_steps": 10, "warmup_from": 0.5}
+    optimizer = OptimizerConfig(schedule=schedule, **rates)
+    found = learning_rate(replace(config, optimizer=optimizer), jnp.int32(samples))
+    assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
 # --- Loss scale -------------------------------------------------------------------------------------------------------
@@ -70,9 +51,7 @@ SCALED = {"loss_scale_window": 3, "initial_loss_scale": 8.0}
     ("finite", "changes", "scales"),
     [
         # Halves after the hysteresis is used up; a window of clean steps doubles it and refills the hysteresis.
-        ("--+-", {}, [2.0**32, 2.0**31, 2.0**31, 2.0**30]),
         ("--+++--", SCALED, [8, 4, 4, 4, 8, 8, 4]),
-        ("-++-++++", SCALED, [8, 8, 8, 4, 4, 4, 8, 8]),
         ("----", {"initial_loss_scale": 4.0, "min_loss_scale": 2.0}, [4, 2, 2, 2]),
         ("-+-", {"loss_scale": 128.0}, [128, 128, 128]),
     ],
@@ -103,22 +82,16 @@ def _like(leaf, value):
     return jax.device_put(np.full(leaf.shape, value, leaf.dtype), leaf.sharding)
 
 
-def _changed(tree, change):
-    """`tree` with the results of `change(name, array)`."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jax.device_put(change(leaf_name(path), np.array(leaf)), leaf.sharding), tree
-    )
-
-
 def _poisoned(tree, name, value):
     """`tree` with `value` in one element of layer 2 of a parameter."""
 
-    def change(path, array):
-        if path.endswith(name):
+    def change(path, leaf):
+        array = np.array(leaf)
+        if leaf_name(path).endswith(name):
             array.reshape(len(array), -1)[1, 0] = value
-        return array
+        return jax.device_put(array, leaf.sharding)
 
-    return _changed(tree, change)
+    return jax.tree_util.tree_map_with_path(change, tree)
 
 
 def _step(state, *limit):
@@ -130,30 +103,19 @@ def _step(state, *limit):
     return state, metrics, [np.array_equal(after[name], before[name], equal_nan=True) for name in before]
 
 
-@pytest.mark.parametrize("clipped", [True, False])
-def test_first_adam_step_equals_numpy(clipped):
+def test_first_adam_step_equals_numpy():
+    """With clipped gradients; `models/test_balance_bias.py` compares steps that are not clipped."""
     state = _state()
-    if not clipped:  # nearly equal logits have small gradients
-        small = {"embedding.table": 1e-2, "final_norm.scale": 1e-2}
-        state = replace(state, model=_changed(state.model, lambda name, x: x * np.float32(small.get(name, 1.0))))
     before = named(state.model)
     state, metrics, _ = _step(state)
     after, moments = named(state.model), named(state.optimizer[0].mu)
     norm = math.sqrt(sum(float(np.square(m.astype(np.float64) / 0.1).sum()) for m in moments.values()))
-    assert (float(metrics.grad_norm) > 0.5) == clipped
-    assert norm == pytest.approx(min(float(metrics.grad_norm), 0.5), rel=1e-4)
+    assert float(metrics.grad_norm) > 0.5
+    assert norm == pytest.approx(0.5, rel=1e-4)
     for name, weight in before.items():
         gradient = moments[name] / 0.1  # the first moment is a tenth of the clipped gradient
-        update = gradient / (np.abs(gradient) + 1e-3) + (0.1 * weight if is_decayed(name) else 0)
+        update = gradient / (np.abs(gradient) + 1e-3) + (0 if name.endswith(("bias", "scale")) else 0.1 * weight)
         np.testing.assert_allclose(after[name], weight - 1e-2 * update, rtol=1e-4, atol=2e-6, err_msg=name)
-
-
-def test_step_with_nan_changes_only_its_number():
-    state = _state()
-    state, metrics, same = _step(replace(state, model=_poisoned(state.model, UP, np.nan)))
-    assert all(same)
-    assert (bool(metrics.skipped), int(state.step), int(state.samples)) == (True, 1, 0)
-    assert int(metrics.nonfinite) > 0
 
 
 def test_overflow_with_finite_loss_is_not_applied():
@@ -162,7 +124,8 @@ def test_overflow_with_finite_loss_is_not_applied():
     for overflows in (1, 2, 3):
         state, metrics, same = _step(state)
         assert all(same)
-        assert (bool(metrics.skipped), int(state.samples)) == (True, 0)
+        assert (bool(metrics.skipped), int(state.step), int(state.samples)) == (True, overflows, 0)
+        assert int(metrics.nonfinite) > 0
         assert math.isfinite(float(metrics.loss))
         assert not math.isfinite(float(metrics.grad_norm))
         scale = scale / 2 if overflows > 1 else scale  # the hysteresis forgives the first
@@ -193,14 +156,10 @@ def test_update_is_dropped_when_loss_exceeds_limit(limit, skipped):
 @pytest.mark.parametrize(
     ("optimizer", "part", "name", "value", "broken"),
     [
-        ("adamw", "model", UP, math.nan, True),
         ("adamw", "model", UP, 1e30, True),
-        ("adamw", "mu", UP, math.nan, True),
         ("adamw", "mu", UP, -1e-9, False),
-        ("adamw", "nu", UP, math.nan, True),
         ("adamw", "nu", UP, -1e-9, True),  # it must have a root
         ("muon", "trace", UP, 1e30, True),
-        ("muon", "trace", UP, -1e-9, False),
         ("muon", "nu", "blocks.mlp.up.bias", -1e-9, True),
     ],
 )
@@ -213,17 +172,13 @@ def test_broken_weight_or_moment_is_named(optimizer, part, name, value, broken):
     assert found == [f"{name} of layer 2"] * broken
 
 
-def test_backward_order_goes_from_last_layer_to_embedding():
-    config = small_config()
+def test_backward_order_goes_from_heads_to_embedding():
+    config = small_config(kind="bert")
     names = gradient_names(jax.eval_shape(lambda: build_model(0, config.model)), config.mesh)
-    assert {name.partition(" of ")[0] for name in names if is_decayed(name.partition(" of ")[0])} == {
-        "embedding.table", "positions", "blocks.attention.qkv.kernel", "blocks.attention.out.kernel",
-        "blocks.mlp.up.kernel", "blocks.mlp.down.kernel",
-    }  # fmt: skip
     ordered = [names[i] for i in backward_order(names)]
-    assert ordered[0].startswith("final_norm")
-    assert ordered[2] == "blocks.mlp.down.bias of layer 2"
-    assert set(ordered[-2:]) == {"embedding.table", "positions"}
+    assert {name.partition(".")[0] for name in ordered[:11]} == {"final_norm", "mlm", "order", "pooler"}
+    assert ordered[11] == "blocks.mlp.down.bias of layer 2"
+    assert set(ordered[-3:]) == {"embedding.table", "positions", "token_types"}
     names = ["embedding.table", *(f"blocks.{part} of layer {i}" for part in ("gate.kernel", "mlp.up") for i in (1, 2))]
     ordered = [names[i] for i in backward_order(names)]
     assert ordered == [f"blocks.{part} of layer {i}" for i in (2, 1) for part in ("mlp.up", "gate.kernel")] + names[:1]
@@ -247,10 +202,8 @@ def test_squared_norms_on_pipeline_are_of_each_gradient(mesh):
     found = dict(zip(program.gradient_names, jax.jit(norms)(jax.device_put(whole, shardings)), strict=True))
     expected = {}
     for name, gradient in in_layer_order(whole, config).items():
-        layers = enumerate(gradient, start=1) if name.startswith("blocks.") else []
-        expected |= {f"{name} of layer {number}": np.square(part).sum() for number, part in layers} or {
-            name: np.square(gradient).sum()
-        }
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert float(found[name]) == pytest.approx(value, rel=1e-5), name
+        if name.startswith("blocks."):
+            expected |= {f"{name} of layer {i}": np.square(part).sum() for i, part in enumerate(gradient, start=1)}
+        else:
+            expected[name] = np.square(gradient).sum()
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, rel=1e-5)
